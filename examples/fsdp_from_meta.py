@@ -96,7 +96,7 @@ def main() -> None:
     texts = torch.tensor(list(source[: 48 * (LENGTH + 1)])).view(-1, LENGTH + 1)
     train_loader = DataLoader(texts[:-16], batch_size=8 // options.devices, shuffle=True)
     val_loader = DataLoader(texts[-16:], batch_size=16 // options.devices)
-    strategy = FSDPStrategy(gather_limit=0)  # keeps the weights sharded after the run, too
+    strategy = FSDPStrategy(gather_limit=0)  # the weights are not gathered after the run either
     fit = Fit(
         strategy=strategy, devices=options.devices, accelerator="cpu", max_epochs=2, seed=0, callbacks=MemoryReport()
     )

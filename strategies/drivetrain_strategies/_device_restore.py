@@ -18,6 +18,7 @@ class OriginalDevice:
         self._device = devices.pop() if len(devices) == 1 else None
 
     def restore(self) -> None:
-        """Move the module back to the recorded device."""
-        if self._device is not None and self._device != torch.device("meta"):
-            self._module.to(self._device)
+        """Move the module back to the recorded device, but for parameters that the run has left on the meta device."""
+        device = self._device
+        if device is not None and device != torch.device("meta"):
+            self._module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]

@@ -15,7 +15,6 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.precision import Precision
 from drivetrain.strategies import StepRunner, Strategy
 from drivetrain_strategies._device_restore import OriginalDevice
-from drivetrain_strategies._missing_weights import refuse_missing_weights
 from drivetrain_strategies._module_checks import refuse_device_map, refuse_meta
 
 if TYPE_CHECKING:
@@ -50,7 +49,6 @@ class SingleDeviceStrategy(Strategy):
 
     def check(self, module: nn.Module) -> None:
         refuse_device_map(module)
-        refuse_missing_weights(module)
         refuse_meta(module)
 
     def setup_module(self, module: nn.Module) -> StepRunner:

@@ -1,4 +1,4 @@
-"""The state of a sharded module after a failure, and later runs with it: A-02, G-01, G-04, G-07."""
+"""The state of a sharded module after a failure, and later runs with it: A-02, G-01, G-04, G-07, I-15."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_nets import DeepRegression
+from fsdp_nets import Deep, DeepRegression
 from phased_training import Phased, by_hand, dealt, state, train
-from small_runs import TIGHT, failing, global_batches, loader, quiet, train_by_hand, weights
+from small_runs import TIGHT, failing, global_batches, loader, quiet, seeded, train_by_hand, weights
+from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from drivetrain import Fit
+from drivetrain.callbacks import Checkpoint
 from drivetrain.errors import ConfigurationError
 from drivetrain_strategies import FSDPStrategy
 from worlds import on_ranks
@@ -48,64 +51,139 @@ class Failing(DeepRegression):
         raise ValueError("in backward")
 
 
-def _again(where: str, strategy: str) -> Any:
+def _checkpoint(folder: str) -> dict[str, Any]:
+    return {"enable_checkpointing": True, "callbacks": Checkpoint(dirpath=folder, every_n_train_steps=1)}
+
+
+def _newest(trainer: Fit) -> str:
+    assert trainer.checkpoint_callback is not None
+    return trainer.checkpoint_callback.last_model_path
+
+
+def _refused(module: Any) -> set[str]:
+    """Return the errors of each use of the module through `Fit`."""
+    texts = set()
+    for strategy in ("fsdp", "ddp"):
+        for stage in ("fit", "validate", "predict"):
+            with failing() as caught:
+                getattr(quiet(strategy=strategy), stage)(module, loader(32, 4))
+            assert caught["type"] == "ConfigurationError", caught
+            texts.add(caught["text"])
+    return texts
+
+
+def _fail(where: str, strategy: str, folder: str) -> Any:
     module = Failing(where)
-    before = dict(module.named_parameters())
+    drawn = []
+    module.net.stem.weight.mine = "the user's"
+    module.net.stem.weight.register_hook(lambda gradient: drawn.append(1))
+    trainer = quiet(strategy=strategy, max_epochs=1, **_checkpoint(folder))
     with failing() as caught:
-        quiet(strategy=strategy, max_epochs=1).fit(module, loader(32, 4))
-    assert all(value is before[name] for name, value in module.named_parameters())
-    assert all(bool(parameter.isnan().all()) for parameter in module.parameters())
+        trainer.fit(module, loader(32, 4))
+    assert all(type(parameter) is nn.Parameter and parameter.is_meta for parameter in module.parameters())
     assert not any(child._forward_pre_hooks or child._forward_hooks for child in module.modules())
-    with failing() as refused:
-        quiet(strategy="ddp").fit(module, loader(32, 4))
+    texts = _refused(module)
+    with failing() as saved:
+        trainer.save_checkpoint(f"{folder}/after", weights_only=True)
+    assert saved["type"] in ("ConfigurationError", "nothing was raised"), saved  # nothing: warned that it is not saved
     module.where = "nowhere"
-    quiet(strategy=strategy, max_epochs=1).fit(module, loader(32, 4))
-    return caught, refused, weights(module), len(dist.distributed_c10d._world.pg_map)
+    newest = _newest(trainer)
+    if newest:
+        drawn.clear()
+        quiet(strategy=strategy, max_epochs=1).fit(module, loader(32, 4), ckpt_path=newest)
+        assert drawn
+        assert module.net.stem.weight.mine == "the user's"
+    else:
+        with failing() as nothing:
+            quiet(strategy=strategy).fit(module, loader(32, 4), ckpt_path="auto")
+        texts.add(nothing["text"])
+        module.load_state_dict(DeepRegression().state_dict(), assign=True)
+        quiet(strategy=strategy, max_epochs=1).fit(module, loader(32, 4))
+    return caught, texts, newest, weights(module), len(dist.distributed_c10d._world.pg_map)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
-@pytest.mark.parametrize(("where", "steps"), [("step", 1), ("backward", 1), ("hook", 2), ("optimizers", 0)])
-def test_another_run_continues_from_the_shards(where: str, steps: int, strategy: str) -> None:
-    # G-07, A-02: in the user's process group, with the same result on every rank
-    module = train_by_hand(DeepRegression(), global_batches(32, 8)[:steps])
-    train_by_hand(module, global_batches(32, 8))
-    for caught, refused, found, groups in on_ranks(_again, 2, where, strategy):
+@pytest.mark.parametrize(("where", "step"), [("step", 1), ("backward", 1), ("hook", 1), ("optimizers", 0)])
+def test_a_failed_run_leaves_no_weights_and_names_the_checkpoint(
+    where: str, step: int, strategy: str, tmp_path: Any
+) -> None:  # I-15, G-07, A-02: in the user's process group, with the same result on every rank
+    expected = weights(train_by_hand(DeepRegression(), global_batches(32, 8)))
+    for caught, texts, newest, found, groups in on_ranks(_fail, 2, where, strategy, str(tmp_path)):
         assert caught["type"] == "ValueError"
-        assert refused["type"] == "ConfigurationError"
-        assert "left as shards over" in refused["text"]
-        torch.testing.assert_close(found, weights(module), **TIGHT)
+        (text,) = texts
+        assert "Failing has no weights" in text
+        if step:
+            assert newest.endswith(f"step={step}")
+            assert f"The newest checkpoint is {newest!r}." in text
+            assert f"pass ckpt_path={newest!r}, or call Failing.load_from_checkpoint({newest!r})" in text
+        else:
+            assert not newest
+            assert "No checkpoint was saved." in text
+        torch.testing.assert_close(found, expected, **TIGHT)
         assert groups == 1
 
 
-def _loaded() -> Any:
-    module = Failing("hook")
-    with failing():
-        quiet(strategy="fsdp").fit(module, loader(32, 4))
-    module.where = "nowhere"
-    module.load_state_dict(DeepRegression().state_dict())
-    quiet(strategy="ddp").fit(module, loader(32, 4))
-    return weights(module)
+class BuiltLate(Failing):
+    """Builds its layers in `configure_model`."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(where)
+        self.net: Any = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = seeded(Deep)
+        if self.where == "building":
+            raise ValueError("while building")
+
+    def setup(self, stage: str) -> None:
+        if self.where == "set-up":
+            raise ValueError("in setup")
 
 
-def test_loaded_weights_replace_the_shards() -> None:
+def _late(folder: str) -> Any:
+    found = []
+    for where in ("set-up", "building", "step"):
+        module = BuiltLate(where)
+        with failing():
+            quiet(strategy="fsdp", max_epochs=1, **_checkpoint(folder)).fit(module, loader(32, 4))
+        module.where = "nowhere"
+        with failing() as caught:
+            quiet(strategy="fsdp", max_epochs=1).fit(module, loader(32, 4))
+        found.append((caught["text"], None if caught["text"] else weights(module)))
+        if where == "step":
+            quiet(strategy="fsdp", max_epochs=1).fit(module, loader(32, 4), ckpt_path=f"{folder}/epoch=0-step=1")
+            found.append(("", weights(module)))
+    return found
+
+
+def test_layers_of_configure_model_after_a_failure(tmp_path: Any) -> None:  # I-15
     expected = weights(train_by_hand(DeepRegression(), global_batches(32, 8)))
-    torch.testing.assert_close(on_ranks(_loaded, 2)[0], expected, **TIGHT)
+    for untouched, building, step, resumed in on_ranks(_late, 2, str(tmp_path)):
+        assert "No checkpoint was saved." in building[0]
+        assert "epoch=0-step=1" in step[0]
+        for text, found in (untouched, resumed):
+            assert text == ""
+            torch.testing.assert_close(found, expected, **TIGHT)
 
 
-def _above_the_limit() -> Any:
+def _above_the_limit(folder: str) -> Any:
     module = DeepRegression()
-    quiet(strategy=FSDPStrategy(gather_limit=0), max_epochs=1).fit(module, loader(32, 4))
-    assert all(bool(parameter.isnan().all()) for parameter in module.parameters())
-    assert sum(parameter.untyped_storage().nbytes() for parameter in module.parameters()) < 200
-    quiet(strategy="fsdp", max_epochs=1).fit(module, loader(32, 4))
-    return weights(module)
+    trainer = quiet(strategy=FSDPStrategy(gather_limit=0), max_epochs=1, **_checkpoint(folder))
+    trainer.fit(module, loader(32, 4))
+    assert all(parameter.is_meta for parameter in module.parameters())
+    texts = _refused(module)
+    with failing() as saved:
+        trainer.save_checkpoint(f"{folder}/after", weights_only=True)
+    quiet(strategy="fsdp", max_epochs=2).fit(module, loader(32, 4), ckpt_path=_newest(trainer))
+    return {*texts, saved["text"]}, weights(module)
 
 
-def test_above_the_limit_the_module_stays_sharded() -> None:
-    module = DeepRegression()
-    for _ in range(2):
-        train_by_hand(module, global_batches(32, 8))
-    torch.testing.assert_close(on_ranks(_above_the_limit, 2)[0], weights(module), **TIGHT)
+def test_above_the_limit_the_weights_are_in_the_checkpoint(tmp_path: Any) -> None:  # I-15
+    module = train_by_hand(DeepRegression(), 2 * global_batches(32, 8))
+    for (text,), found in on_ranks(_above_the_limit, 2, str(tmp_path)):
+        assert f"The newest checkpoint is '{tmp_path}/epoch=0-step=4'." in text
+        torch.testing.assert_close(found, weights(module), **TIGHT)
 
 
 def _one_rank() -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from drivetrain import Fit
+from drivetrain.callbacks import Checkpoint
 from drivetrain.errors import ConfigurationError
 from drivetrain_strategies import FSDPStrategy
 
@@ -104,7 +108,7 @@ class Activated(Regression):
         return nn.functional.mse_loss(self.act(self.net(x)), y)
 
 
-class Unsendable(Activated):
+class Parametrized(Activated):
     """Has a parametrized layer, which refuses to be pickled."""
 
     def configure_model(self) -> None:
@@ -112,8 +116,18 @@ class Unsendable(Activated):
             self.act = seeded(lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(1, 1)), nn.Softsign()))
 
 
-class Unbuildable(Unsendable):
-    """Can only be built within a run."""
+class SetUp(Parametrized):
+    """Builds a layer in `setup`, which only the run calls."""
+
+    def configure_model(self) -> None:
+        assert self.act is not None
+
+    def setup(self, stage: str) -> None:
+        super().configure_model()
+
+
+class Asking(Activated):
+    """Asks how many ranks there are."""
 
     def configure_model(self) -> None:
         if self.trainer.world_size == 2:
@@ -121,29 +135,44 @@ class Unbuildable(Unsendable):
 
 
 def test_parameterless_and_unpicklable_layers_come_back() -> None:  # I-15
-    for kind in (Activated, Unsendable):
-        module = kind()
+    for kind in (Activated, Parametrized, Asking):
+        module, reference = kind(), kind()
+        if isinstance(reference, Asking):
+            reference.trainer = SimpleNamespace(world_size=2)
         launched("fork").fit(module, loader(SAMPLES, SIZE))
-        torch.testing.assert_close(weights(module), weights(by_hand(kind())), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(weights(module), weights(by_hand(reference)), atol=1e-6, rtol=1e-5)
         assert module.loss(data(SAMPLES).tensors).isfinite()
-    with pytest.raises(ConfigurationError, match="arametrized"):
-        launched("fork").fit(Unbuildable(), loader(SAMPLES, SIZE))
+
+
+def test_layers_that_configure_model_does_not_build_are_named(tmp_path: Path) -> None:  # I-15
+    trainer = launched("fork", enable_checkpointing=True, default_root_dir=tmp_path)
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)'act.0 \(ParametrizedLinear\)'.*build all layers in __init__ or"
+    ):
+        trainer.fit(SetUp(), loader(SAMPLES, SIZE))
+    assert trainer.checkpoint_callback is not None
+    assert trainer.checkpoint_callback.best_model_path  # the run has ended, and this process knows what it has saved
 
 
 class Thawing(Regression):
-    """Freezes a layer in a hook, and changes the shape of a buffer."""
+    """Freezes a layer in a hook, changes the shape of a buffer, and sets one and removes another."""
 
     seen: torch.Tensor
+    last: torch.Tensor | None
+    first: torch.Tensor | None
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros(0, dtype=torch.int64))
+        self.register_buffer("last", None)
+        self.register_buffer("first", torch.zeros(1))
 
     def setup(self, stage: str) -> None:
         self.net[0].requires_grad_(False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.seen = torch.cat([self.seen, torch.tensor([batch_idx])])
+        self.last, self.first = torch.tensor(batch_idx), None
         return super().training_step(batch, batch_idx)
 
 
@@ -153,6 +182,9 @@ def test_frozen_layers_and_resized_buffers_come_back() -> None:  # I-15
     launched("fork").fit(module, loader(SAMPLES, SIZE))
     assert [parameter.requires_grad for parameter in module.parameters()] == [False, False, True, True]
     assert module.seen.tolist() == [0, 1, 2, 3]
+    assert module.last is not None
+    assert module.last.item() == 3
+    assert module.first is None
     assert [parameter.data_ptr() for parameter in module.parameters()] == pointers
 
 
@@ -177,9 +209,22 @@ def test_weights_come_back_in_the_dtype_of_the_run(kind: type[Regression], preci
 
 
 @pytest.mark.parametrize("kind", [Regression, Late])
-def test_shards_that_would_be_lost_with_their_processes_are_refused(kind: type[Regression]) -> None:  # I-15
+def test_above_the_limit_the_caller_is_told_where_the_weights_are(kind: type[Regression], tmp_path: Path) -> None:
+    # I-15
     module = kind()
-    before = [parameter.detach().clone() for parameter in module.parameters()]
-    with pytest.raises(ConfigurationError, match="gather_limit"):
-        launched("fork", strategy=FSDPStrategy(gather_limit=0)).fit(module, loader(SAMPLES, SIZE))
-    assert all(torch.equal(own, old) for own, old in zip(module.parameters(), before, strict=True))
+    saving: dict[str, Any] = {"enable_checkpointing": True, "callbacks": Checkpoint(dirpath=tmp_path)}
+    for settings in (saving, {}):
+        strategy = FSDPStrategy(gather_limit=0)
+        launched("fork", strategy=strategy, **settings).fit(module, loader(SAMPLES, SIZE), ckpt_path="auto")
+        assert all(parameter.is_meta for parameter in module.parameters())
+        wanted = f"newest checkpoint is '{tmp_path}/epoch=0-step=4'" if settings else "No checkpoint was saved"
+        for trainer in (quiet(), launched("fork")):
+            with pytest.raises(ConfigurationError, match=re.escape(wanted)):
+                trainer.fit(module, loader(SAMPLES, 2 * SIZE))
+        if settings:
+            path = tmp_path / "epoch=0-step=4"
+            again = kind() if kind is Regression else module
+            launched("fork", max_epochs=2).fit(again, loader(SAMPLES, SIZE), ckpt_path=path)
+            reference = by_hand(by_hand(kind()))
+            torch.testing.assert_close(weights(again), weights(reference), atol=1e-6, rtol=1e-5)
+            module = kind()

@@ -248,7 +248,6 @@ SAME_NAME: dict[str, str] = {
     "_checks": "what a strategy refuses",
     "_optimizers": "what a strategy does to the user's optimizers",
     "_precision": "how a strategy carries a precision out",
-    "_leave_sharded": "how a module is left whose weights stay sharded",
     "_internals": "what a strategy uses of a library's insides",
     "_state": "a strategy's state by plain names",
     "_user_hooks": "what hooks of the user may do with a strategy's parameters",
@@ -353,7 +352,6 @@ def test_packages_are_marked_as_typed() -> None:
 PICKLES = {
     "drivetrain._distributed.failure": "an error, through a file that only this user can write",
     "drivetrain._distributed.flight_recorder": "of this very process",
-    "drivetrain._engine.layer_transfer": "of the caller's, who sent it through its launcher",
     "drivetrain._loops.outputs": "a user's own objects, between ranks of one job",
     "drivetrain.checkpoint._dcp_checkpoint": "by an unpickler that knows DCP's records alone",
     "drivetrain.launchers._ray_worker": "the caller's function, brought by Ray",

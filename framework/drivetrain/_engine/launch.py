@@ -41,6 +41,10 @@ def launch(request: RunRequest[SessionContext]) -> Any:
     """Run a stage, after starting processes if needed, and return the stage's result."""
     trainer = request.trainer
     check_requirements(request.stage, request.module, request.given)
+    if request.ckpt_path is None and _has_meta_parameters(request.module):
+        from drivetrain._engine.missing_weights import refuse_missing_weights  # only modules without values need it
+
+        refuse_missing_weights(request.module)
     if trainer.session is not None:  # None in a process that was started for this run
         preceding = trainer.session.core
         # An evaluation keeps the counters of the preceding fit, or takes those of the checkpoint that it loads.
@@ -95,6 +99,7 @@ def run_here(request: RunRequest[SessionContext], topology: Topology) -> Any:
     session = Session(request, strategy, topology)
     trainer.session = session
     trainer.state = {"fit": "fitting", "validate": "validating", "test": "testing", "predict": "predicting"}[stage]
+    began_on_meta = _has_meta_parameters(request.module)
     threads = torch.get_num_threads()
     if topology.world is not None and topology.world.is_caller and "OMP_NUM_THREADS" not in os.environ:
         # The processes started next to this one use the other cores.
@@ -111,10 +116,19 @@ def run_here(request: RunRequest[SessionContext], topology: Topology) -> Any:
             print_in_one_line(error, session.last_line)
         raise
     finally:
+        if _has_meta_parameters(request.module):
+            from drivetrain._engine.missing_weights import note_missing_weights  # only modules without values need it
+
+            written, opened = session.checkpoints.written, session.checkpoints.opened
+            note_missing_weights(session.core, written, "" if opened is None else opened.path, began_on_meta)
         torch.set_num_threads(threads)
         strategy.sync_batchnorm = sync_batchnorm_before  # the user may pass the strategy to another `Fit`
     trainer.state = "finished"
     return result
+
+
+def _has_meta_parameters(module: TrainModule) -> bool:
+    return any(parameter.is_meta for parameter in module.parameters())
 
 
 def _launcher_setting(trainer: SessionContext) -> str | Launcher:
@@ -175,8 +189,6 @@ class _WorkOfRun(Work):
 
     def run_in_other_processes(self, call: Callable[..., Any]) -> Any:
         trainer = self._request.trainer
-        if not self._request.trial:
-            _refuse_shards(trainer, self._request.module)
         try:
             outcome = call(_worker, *(getattr(self._request, field.name) for field in fields(self._request)))
         except (SystemExit, KeyboardInterrupt):
@@ -201,26 +213,9 @@ class _WorkOfRun(Work):
         return self.result
 
 
-def _refuse_shards(trainer: SessionContext, module: TrainModule) -> None:
-    """Raise an error if the weights would remain sharded over processes that end with the run.
-
-    Raises:
-        ConfigurationError: the weights exceed the strategy's ``gather_limit``.
-    """
-    strategy = trainer.chosen_strategy
-    if strategy is not None and strategy.leaves_shards(module):
-        raise ConfigurationError(
-            f"The parameters of {type(module).__name__} take more than the gather_limit of strategy={strategy.name!r}.",
-            "each rank would keep its shards, in a process that was started for the run and ends with the run.",
-            "raise the strategy's gather_limit, or use launcher='subprocess' or torchrun, whose ranks go on after it.",
-        )
-
-
 def _apply_outcome(outcome: Outcome, topology: Topology, request: RunRequest[SessionContext]) -> None:
     """Set the state of the caller's objects to the state that they would have after a run in this process."""
     trainer = request.trainer
-    if not request.trial:
-        outcome.fill(request.module)
     session = Session(request, _strategy_as_rank_0(trainer, topology), topology)
     core = session.core
     core.progress.load_state_dict(outcome.progress)
@@ -237,6 +232,7 @@ def _apply_outcome(outcome: Outcome, topology: Topology, request: RunRequest[Ses
         for owner in (request.module, request.given.datamodule):
             if owner is not None:
                 owner.trainer = trainer
+        outcome.fill(request.module)  # last, because it may raise an error
 
 
 def _strategy_as_rank_0(trainer: SessionContext, topology: Topology) -> Strategy:
@@ -264,14 +260,10 @@ def _worker(
 
     The request's fields are separate arguments, so that an error names the field that cannot be pickled.
     """
-    from drivetrain._engine.layer_transfer import InitialLayers  # only runs in other processes need it
-    from drivetrain._engine.remote_result import Outcome
+    from drivetrain._engine.remote_result import Outcome  # only runs in other processes need it
 
-    before = InitialLayers.of(module)
     if not resolve_environment(trainer.environment).started_processes:
         trainer.environment = "auto"  # the caller's setting described the caller's process
     options = (return_predictions, allow, trial, averaged, counters, previous_folder)
     result = launch(RunRequest(trainer, stage, module, given, ckpt_path, *options))
-    if not trial:
-        _refuse_shards(trainer, module)  # checked again, because configure_model may have added parameters
-    return Outcome.of(trainer, module, result, before, with_module=not trial)
+    return Outcome.of(trainer, module, result, with_module=not trial)

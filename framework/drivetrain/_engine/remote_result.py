@@ -8,10 +8,12 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from drivetrain._engine.layer_transfer import BuiltLayers, InitialLayers, layer_structure
+from drivetrain._engine.missing_weights import CHECKPOINT_ATTRIBUTE
 from drivetrain._engine.run_folder import RunFolder
 from drivetrain._engine.session_context import SessionContext
+from drivetrain.errors import ConfigurationError, listed
 from drivetrain.module.train_module import TrainModule
+from drivetrain.strategies import replace_tensors
 
 
 @dataclass(slots=True)
@@ -20,10 +22,12 @@ class Outcome:
 
     Attributes:
         result: the return value of the stage.
-        tensors: the module's parameters and buffers by name, in their final dtypes; empty if ``layers`` holds them.
+        tensors: the module's parameters and buffers by name, in their final dtypes. Parameters that the run has left
+            without values are on the meta device.
+        checkpoint: the checkpoint that holds the weights of such parameters, or "" if there is none; else None.
+        structure: the names of the module's layers, each with its class, and of the layers' parameters and buffers.
         trains: whether each parameter requires a gradient, by parameter name.
         extra: the result of each layer's ``get_extra_state``, by layer name.
-        layers: the module's layers, if the run built or replaced any; else None.
         progress: the counters of the run, such as the number of optimizer steps.
         metrics: the logged values, under every name by which they can be monitored.
         callbacks: the states of the callbacks, in their order.
@@ -34,9 +38,10 @@ class Outcome:
 
     result: Any
     tensors: dict[str, torch.Tensor]
+    checkpoint: str | None
+    structure: set[str]
     trains: dict[str, bool]
     extra: dict[str, Any]
-    layers: BuiltLayers | None
     progress: dict[str, int]
     metrics: dict[str, float]
     callbacks: list[dict[str, Any]]
@@ -50,7 +55,6 @@ class Outcome:
         trainer: SessionContext,
         module: TrainModule,
         result: Any,
-        before: InitialLayers,
         with_module: bool = True,
     ) -> Self:
         """Collect the state after a run; only rank 0 includes the result and the module.
@@ -59,25 +63,21 @@ class Outcome:
             trainer: the `Fit` that ran the module.
             module: the module that was run.
             result: the return value of the stage.
-            before: the module's layers before the run.
             with_module: whether to include the module; False after a trial, whose weights are discarded.
         """
         assert trainer.session is not None
         core = trainer.session.core
         is_rank_0 = trainer.is_global_zero
         sends_module = is_rank_0 and with_module
-        layers = BuiltLayers.of(module, before) if sends_module else None
-        sends_tensors = sends_module and (layers is None or layers.pickled is None)
         return cls(
             result=result if is_rank_0 else None,
-            tensors={name: tensor.detach().cpu() for name, tensor in _tensors_of(module).items()}
-            if sends_tensors
-            else {},
+            tensors={name: _on_host(tensor) for name, tensor in _tensors_of(module).items()} if sends_module else {},
+            checkpoint=module.__dict__.get(CHECKPOINT_ATTRIBUTE),
+            structure=_structure(module),
             trains={name: parameter.requires_grad for name, parameter in module.named_parameters()}
             if sends_module
             else {},
             extra={name: layer.get_extra_state() for name, layer in _with_extra_state(module)} if sends_module else {},
-            layers=layers,
             progress=core.progress.state_dict(),
             metrics={name: float(value) for name, value in core.metrics.callback_metrics().items()},
             callbacks=[dict(callback.state_dict()) for callback in trainer.callbacks],
@@ -87,21 +87,62 @@ class Outcome:
         )
 
     def fill(self, module: TrainModule) -> None:
-        """Copy rank 0's module into the caller's module, whose tensors stay the same objects unless layers changed.
+        """Copy rank 0's module into the caller's module, whose tensors stay the same objects if they have values.
+
+        Layers that the run has built are built by ``configure_model``.
 
         Raises:
-            ConfigurationError: layers that the run built could not be pickled, and cannot be built in this process.
+            ConfigurationError: ``configure_model`` does not build the layers that the run had.
         """
-        if self.layers is not None and layer_structure(module) != self.layers.structure:
-            self.layers.put_into(module)
-        own = _tensors_of(module)
-        with torch.no_grad():
-            for name, tensor in self.tensors.items():
-                _with_form_of(tensor, own[name], module).copy_(tensor)
+        if _structure(module) != self.structure:
+            self._rebuild(module)
+        for name in self.tensors.keys() ^ _tensors_of(module).keys():  # buffers that were or have become None
+            path, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(path), attribute, self.tensors.get(name))
+        without_values = {}
+        for name, own in _tensors_of(module).items():
+            if own.is_meta or self.tensors[name].is_meta:
+                without_values[id(own)] = self.tensors[name]
+            else:
+                _copy(self.tensors[name], own)
+        replace_tensors(module, without_values)
+        if self.checkpoint is not None:
+            module.__dict__[CHECKPOINT_ATTRIBUTE] = self.checkpoint
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(self.trains[name])
         for name, layer in _with_extra_state(module):
             layer.set_extra_state(self.extra[name])
+
+    def _rebuild(self, module: TrainModule) -> None:
+        cause: Exception | None = None
+        with torch.random.fork_rng(devices=[]):  # values are copied later, so draws here must not count
+            try:
+                module.configure_model()
+            except Exception as error:
+                cause = error
+        different = _structure(module) ^ self.structure
+        if different:
+            raise ConfigurationError(
+                f"{type(module).__name__} has other layers in this process than in the run: "
+                f"{listed(sorted(different))}.",
+                "weights come back from the run's processes as a state dict, and calling configure_model in this "
+                + ("process does not build the layers of the run." if cause is None else f"process failed: {cause}"),
+                "build all layers in __init__ or in configure_model, or use launcher='subprocess'.",
+            ) from cause
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.is_meta else tensor.detach().cpu()
+
+
+def _structure(module: nn.Module) -> set[str]:
+    """Return the names of layers, each with its class, of parameters, and of buffers, which may be None."""
+    layers = dict(module.named_modules())
+    return {
+        *(f"{name} ({type(layer).__qualname__})" for name, layer in layers.items()),
+        *(f"{name}.{buffer}" for name, layer in layers.items() for buffer in layer._buffers),
+        *dict(module.named_parameters()),  # of tied parameters only the first
+    }
 
 
 def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -113,16 +154,10 @@ def _with_extra_state(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, layer) for name, layer in module.named_modules() if type(layer).get_extra_state is not plain]
 
 
-def _with_form_of(wanted: torch.Tensor, own: torch.Tensor, module: nn.Module) -> torch.Tensor:
-    """Give the caller's tensor the shape and dtype of the run's tensor, as a conversion in this process would do."""
-    if own.is_meta:  # the run materialized the tensor
-        fresh = torch.empty_like(wanted)
-        replacement = nn.Parameter(fresh, own.requires_grad) if isinstance(own, nn.Parameter) else fresh
-        for layer in module.modules():
-            for tensors in (layer._parameters, layer._buffers):
-                tensors.update({key: replacement for key, value in tensors.items() if value is own})  # type: ignore[misc]
-        return replacement
-    if own.shape != wanted.shape or own.dtype != wanted.dtype:
-        own.data = torch.empty_like(wanted, device=own.device)
-        own.grad = None  # the gradient has the old shape or dtype
-    return own
+@torch.no_grad()
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy a tensor of the run, and give the caller's tensor its shape and dtype, as a conversion would do."""
+    if target.shape != source.shape or target.dtype != source.dtype:
+        target.data = torch.empty_like(source, device=target.device)
+        target.grad = None  # the gradient has the old shape or dtype
+    target.copy_(source)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._engine.checkpoint_compatibility import check_optimizers_fit, check_weights_fit
+from drivetrain._engine.missing_weights import refuse_missing_weights
 from drivetrain._engine.optimizer_settings import add_later_groups, keep_implementation
 from drivetrain._engine.rank_local_buffers import collect_rank_local_buffers, load_rank_local_buffers
 from drivetrain._engine.rank_local_optimizer_state import add_own_shards, set_apart
@@ -150,6 +151,7 @@ class RunCheckpoint:
             replaced: the trained values of the weights that callbacks have replaced in the module.
         """
         if not self._running:
+            refuse_missing_weights(self._module)
             return dict(self._module.state_dict())
         weights, snapshot = self._strategy.model_state(), self._snapshot
         trained = {**replaced, **({} if snapshot is None else snapshot.buffers)}

@@ -23,8 +23,7 @@ def output_summary(run: RunCore, written: str | None) -> list[str]:
     """
     callbacks = list(run.callbacks)
     best = {each.best_model_path: _score(each) for each in callbacks if each.best_model_path and _score(each)}
-    newest = (getattr(callback, "last_model_path", "") for callback in callbacks)
-    last = written if written is not None and _exists(written) else next(filter(None, newest), None)
+    last = newest_checkpoint(run, written)
     lines = [
         f"best {'and last ' if path == last else ''}checkpoint: {_relative_path(path)}{score}"
         for path, score in best.items()
@@ -32,6 +31,12 @@ def output_summary(run: RunCore, written: str | None) -> list[str]:
     if last is not None and last not in best:
         lines.append(f"last checkpoint: {_relative_path(last)}")
     return [f"  {line}" for line in (*lines, *_files(run.folder.path))]
+
+
+def newest_checkpoint(run: RunCore, written: str | None) -> str | None:
+    """Return the path of the newest checkpoint that the run keeps, or None. Arguments are as for `output_summary`."""
+    newest = (getattr(callback, "last_model_path", "") for callback in run.callbacks)
+    return written if written is not None and _exists(written) else next(filter(None, newest), None)
 
 
 def _exists(path: str) -> bool:

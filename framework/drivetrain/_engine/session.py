@@ -249,6 +249,10 @@ class Session:
         self._call_setup_hooks()
         self._check_folders()
         data.seed = checkpoints.open()
+        if any(parameter.is_meta for parameter in core.module.parameters()):
+            from drivetrain._engine.missing_weights import give_storage  # only modules without values need it
+
+            give_storage(core.module, checkpoints.opened is not None)
         if core.stage == "fit":
             checkpoints.check_remaining_training()
         if trainer.built_unseeded and trainer.seed is not None and checkpoints.opened is None and strategy.rank == 0:

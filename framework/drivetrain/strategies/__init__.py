@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from drivetrain.strategies._optimizer_state import check_optimizer_fits as check_optimizer_fits
     from drivetrain.strategies._optimizer_state import load_named_optimizer_state as load_named_optimizer_state
     from drivetrain.strategies._optimizer_state import named_optimizer_state as named_optimizer_state
+    from drivetrain.strategies._replaced_tensors import replace_tensors as replace_tensors
     from drivetrain.strategies._trainable import changed_within_window_error as changed_within_window_error
     from drivetrain.strategies.distributed import DEFAULT_STEP_TIMEOUT as DEFAULT_STEP_TIMEOUT
     from drivetrain.strategies.distributed import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
@@ -69,6 +70,7 @@ _MODULE_BY_NAME = {
     "may_move": "._module_lock",
     "named_optimizer_state": "._optimizer_state",
     "refuse_embedding_max_norm": "._embedding_checks",
+    "replace_tensors": "._replaced_tensors",
     "resized_buffers": "drivetrain.checkpoint._loading_hooks",
     "set_timeout": "drivetrain._distributed.process_groups",
     "spread": "drivetrain._distributed.control_plane",
@@ -102,6 +104,7 @@ __all__ = [
     "may_move",
     "named_optimizer_state",
     "refuse_embedding_max_norm",
+    "replace_tensors",
     "resized_buffers",
     "set_timeout",
     "spread",

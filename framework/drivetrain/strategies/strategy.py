@@ -143,10 +143,6 @@ class StrategyLifecycle:
         """Return the context under which ``configure_model`` builds layers."""
         return self.precision.module_init_context()
 
-    def leaves_shards(self, module: torch.nn.Module) -> bool:
-        """Return whether `restore_module` leaves the module's weights sharded over the ranks."""
-        return False
-
     def restore_module(self) -> None:
         """Turn the module back into a plain module, with whole tensors and rank 0's buffers. Collective."""
 

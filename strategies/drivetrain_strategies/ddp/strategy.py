@@ -23,7 +23,6 @@ from drivetrain.strategies import (
     refuse_embedding_max_norm,
 )
 from drivetrain_strategies._device_restore import OriginalDevice
-from drivetrain_strategies._missing_weights import refuse_missing_weights
 from drivetrain_strategies._module_checks import (
     refuse_device_map,
     refuse_meta,
@@ -104,7 +103,6 @@ class DDPStrategy(DistributedStrategy):
 
     def check(self, module: nn.Module) -> None:
         refuse_device_map(module)
-        refuse_missing_weights(module)
         refuse_meta(module)
         refuse_embedding_max_norm(module, self.world_size)
         manual = not getattr(module, "automatic_optimization", True)

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from drivetrain.errors import ConfigurationError, listed
 from drivetrain.strategies import RunSettings, refuse_embedding_max_norm
 from drivetrain_strategies._gathered_step import check_fits, is_elementwise
-from drivetrain_strategies._missing_weights import holds_deepspeed_shards, refuse_missing_weights
 from drivetrain_strategies._module_checks import refuse_device_map, refuse_sparse_embeddings
 
 _ELEMENTWISE_OF_DEEPSPEED = frozenset({"FusedAdam", "DeepSpeedCPUAdam", "FusedLion", "DeepSpeedCPULion"})
@@ -29,9 +28,7 @@ def check_module(module: nn.Module, run: RunSettings, world_size: int, mixed: bo
         ConfigurationError: names the submodule or the parameter.
     """
     refuse_device_map(module)
-    if not holds_deepspeed_shards(module):
-        refuse_missing_weights(module)
-        _refuse_parameters_without_elements(module)
+    _refuse_parameters_without_elements(module)
     refuse_embedding_max_norm(module, world_size)
     refuse_sparse_embeddings(module, "ZeRO's gradients are dense.")
     dtypes: dict[torch.dtype, str] = {}

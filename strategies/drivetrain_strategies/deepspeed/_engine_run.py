@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain.strategies import ControlPlane, ParameterShard, broadcast_together, may_move
+from drivetrain.strategies import ControlPlane, broadcast_together, may_move, replace_tensors
+from drivetrain_strategies._gather_limit import check_gather_limit
 from drivetrain_strategies._gather_order import GatherOrder
 from drivetrain_strategies._materialize import Recording
-from drivetrain_strategies._missing_weights import check_gather_limit
 from drivetrain_strategies.deepspeed._checks import is_known, needs_whole_step
 from drivetrain_strategies.deepspeed._cleanup import ModuleSnapshot, forget_root
 from drivetrain_strategies.deepspeed._empty_parameters import EmptyParameters
@@ -31,7 +31,6 @@ from drivetrain_strategies.deepspeed._error_messages import (
 from drivetrain_strategies.deepspeed._frozen_weights import FrozenWeights
 from drivetrain_strategies.deepspeed._gradient_order import GradientOrder
 from drivetrain_strategies.deepspeed._internals import Zero, without_broadcast, write_part
-from drivetrain_strategies.deepspeed._leave_sharded import gather_left_parts, leave_parts
 from drivetrain_strategies.deepspeed._library import redirected_prints
 from drivetrain_strategies.deepspeed._optimizers import AdoptedOptimizer, GradientCopies
 from drivetrain_strategies.deepspeed._partition import Partitioner, materialize
@@ -125,7 +124,6 @@ class DeepSpeedRun:
         """Broadcast rank 0's weights, shard them, and start the engine if the run needs one. Collective."""
         module, options = self._module, self._options
         with may_move(module):
-            gather_left_parts(module, options.control.world_size)
             self._adopted = AdoptedOptimizer(module, optimizers[0]) if optimizers else None
             self._snapshot = ModuleSnapshot(module)
             needs_engine = bool(optimizers) or "optimizer" in self._config or options.stage == 3
@@ -481,24 +479,28 @@ class DeepSpeedRun:
 
     @torch.no_grad()
     def _leave_weights(self) -> None:
-        """Leave this rank's weights in the module after a failure, when ranks cannot communicate."""
-        module, options = self._module, self._options
-        stored_parameters = self._unrounded.items() if self._state is None else self._state.stored_parameters()
-        values_by_id = {key: stored.read() for key, stored in stored_parameters}
-        values = {
-            name: values_by_id[id(parameter)]
-            for name, parameter in module.named_parameters()
-            if id(parameter) in values_by_id
-        }
-        parts = {name: value for name, value in values.items() if isinstance(value, ParameterShard)}
-        self._undo()
-        if options.stage == 3:
-            leave_parts(module, parts, options.gather_limit, options.control.world_size, options.control.rank == 0)
+        """Leave the module without whole weights: after a failure, when ranks cannot communicate, or above the limit.
+
+        At stage 3, its parameters are on the meta device afterwards.
+        """
+        module = self._module
+        stored_parameters = dict(self._unrounded.items() if self._state is None else self._state.stored_parameters())
+        if self._options.stage == 3:
+            self._undo()
+            replace_tensors(
+                module,
+                {
+                    key: torch.empty(stored.shape, dtype=stored.local.dtype, device="meta")
+                    for key, stored in stored_parameters.items()
+                },
+            )
             return
-        for name, parameter in module.named_parameters():
+        values = {key: stored.read() for key, stored in stored_parameters.items()}
+        self._undo()
+        for parameter in module.parameters():
             # Trained weights stay rounded, since each rank has only its part of the master weights. Copies are
             # assigned, so that no parameter is a view of DeepSpeed's buffers.
-            value = values.get(name)
+            value = values.get(id(parameter))
             if isinstance(value, torch.Tensor):
                 parameter.data = value.to(parameter.device)
             else:

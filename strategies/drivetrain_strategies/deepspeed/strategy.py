@@ -32,10 +32,10 @@ from drivetrain_strategies._activation_checkpointing import (
     outermost_modules,
 )
 from drivetrain_strategies._device_restore import OriginalDevice
+from drivetrain_strategies._gather_limit import GATHER_LIMIT
 from drivetrain_strategies._gathered_step import announce
 from drivetrain_strategies._half_norms import half_precision_norms, with_float32_weights
 from drivetrain_strategies._materialize import RecordedBuild
-from drivetrain_strategies._missing_weights import GATHER_LIMIT, exceeds_limit
 from drivetrain_strategies._module_checks import refuse_meta
 from drivetrain_strategies.deepspeed._checks import (
     add_param_group_error,
@@ -104,7 +104,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         find_unused_parameters: None refuses parameters that become used or unused after the first accumulation window.
             True allows such parameters, and makes stage 2 exchange gradients after backward. False does not check.
         save_native: write DeepSpeed's own checkpoint next to each checkpoint, for DeepSpeed's tools.
-        gather_limit: size in bytes up to which the parameters are gathered after a run. A larger module stays sharded.
+        gather_limit: size in bytes up to which the parameters are gathered after a run. Those of a larger module are
+            on the meta device then.
         meta: at stage 3, build layers of ``configure_model`` on the meta device and initialise the layers one by one.
         process_group_backend: backend of the process group. None selects gloo on the CPU and NCCL on CUDA.
         timeout: time after which a collective that a rank does not join fails: a timedelta, or seconds.
@@ -462,9 +463,6 @@ class DeepSpeedStrategy(DistributedStrategy):
         return advice
 
     # Teardown
-
-    def leaves_shards(self, module: nn.Module) -> bool:
-        return self.stage == 3 and exceeds_limit(module, self.gather_limit)
 
     def restore_module(self) -> None:
         if self.module is not None and self._run is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(slots=True)
@@ -54,11 +55,12 @@ class Original:
     def restore(self, full_value: torch.Tensor) -> None:
         """Register the original parameter again, with the unsharded values and the shard's current ``requires_grad``.
 
-        If the original is a meta tensor or an instance of a subclass, a new parameter is registered instead.
+        If the original or the values are meta tensors, or the original is an instance of a subclass, a new parameter
+        is registered instead.
         """
         requires_grad = self.current.requires_grad
         copy_attributes(self.current, self.parameter)  # those that were set during the run
-        if self.parameter.is_meta or type(self.parameter) is not nn.Parameter:
+        if self.parameter.is_meta or full_value.is_meta or type(self.parameter) is not nn.Parameter:
             replacement = nn.Parameter(full_value, requires_grad=requires_grad)
             copy_attributes(self.parameter, replacement)
             add_gradient_hooks(replacement, gradient_hooks(self.parameter))
@@ -101,3 +103,22 @@ def original_parameters_of(module: nn.Module) -> list[Original]:
             original = originals.setdefault(id(parameter), Original(name, parameter, [], parameter.device))
             original.registrations.append((child, attribute))
     return list(originals.values())
+
+
+@torch.no_grad()
+def restore_whole_parameters(originals: Sequence[Original]) -> None:
+    """Put the original parameters back on their original devices, with gathered values. Collective."""
+    for original in originals:
+        current: Any = original.current
+        full_value = current.full_tensor() if isinstance(current, DTensor) else current.data
+        device = torch.device("cpu") if original.device.type == "meta" else original.device
+        original.restore(full_value.detach().to(device))
+
+
+@torch.no_grad()
+def leave_on_meta(originals: Sequence[Original]) -> None:
+    """Register parameters on the meta device in place of shards. Does not communicate."""
+    for original in originals:
+        current = original.current
+        if isinstance(current, DTensor):
+            original.restore(torch.empty(current.shape, dtype=current.dtype, device="meta"))

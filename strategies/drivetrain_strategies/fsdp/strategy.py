@@ -28,10 +28,10 @@ from drivetrain.strategies import (
     named_optimizer_state,
 )
 from drivetrain_strategies._activation_checkpointing import Checkpointing, ForwardSwap, Policy, checkpointing_advice
+from drivetrain_strategies._gather_limit import GATHER_LIMIT, check_gather_limit
 from drivetrain_strategies._gather_order import GatherOrder
 from drivetrain_strategies._gathered_step import announce, check_fits, is_elementwise
 from drivetrain_strategies._materialize import RecordedBuild
-from drivetrain_strategies._missing_weights import GATHER_LIMIT, check_gather_limit, exceeds_limit
 from drivetrain_strategies._step_module import StepModule, unwrap_step_output
 from drivetrain_strategies.fsdp._apply_plan import ShardingOptions, change_forwards, set_prefetch, shard
 from drivetrain_strategies.fsdp._broadcast_init import broadcast_from_rank_0
@@ -55,10 +55,14 @@ from drivetrain_strategies.fsdp._internals import (
     remove_tensor_parallel_hooks,
     undo_sharding,
 )
-from drivetrain_strategies.fsdp._leave_sharded import gather_left_shards, leave_shards, restore_whole_parameters
 from drivetrain_strategies.fsdp._meta_init import MetaModule
 from drivetrain_strategies.fsdp._optimizers import AdoptedOptimizers
-from drivetrain_strategies.fsdp._original_parameters import Original, original_parameters_of
+from drivetrain_strategies.fsdp._original_parameters import (
+    Original,
+    leave_on_meta,
+    original_parameters_of,
+    restore_whole_parameters,
+)
 from drivetrain_strategies.fsdp._plain_step import PlainStep, mixes_meshes
 from drivetrain_strategies.fsdp._plan import Plan, Wrap, make_plan
 from drivetrain_strategies.fsdp._precision import mixed_precision_policy, offload_policy
@@ -110,7 +114,8 @@ class FSDPStrategy(DistributedStrategy):
             communication and needs more memory.
         find_unused_parameters: find, in every accumulation window, the parameters that no rank used. None does so only
             if a gradient is missing in the first window.
-        gather_limit: size in bytes up to which the parameters are gathered after a run. A larger module stays sharded.
+        gather_limit: size in bytes up to which the parameters are gathered after a run. Those of a larger module are
+            on the meta device then.
         meta: build the layers of ``configure_model`` on the meta device and initialise them shard by shard.
         process_group_backend: backend of the process group. None selects gloo on the CPU and NCCL on CUDA.
         timeout: time after which a collective that a rank does not join fails: a timedelta, or seconds.
@@ -248,7 +253,6 @@ class FSDPStrategy(DistributedStrategy):
     def setup_module(self, module: nn.Module) -> StepRunner:
         mesh = require_mesh(self._mesh)
         self.module = module
-        gather_left_shards(module, mesh.whole)
         meta_module = MetaModule(module, self._recorded_build.take())
         self.precision.convert_module(module)
         self._originals = original_parameters_of(module)
@@ -511,9 +515,6 @@ class FSDPStrategy(DistributedStrategy):
 
     # Teardown
 
-    def leaves_shards(self, module: nn.Module) -> bool:
-        return exceeds_limit(module, self.gather_limit)
-
     def restore_module(self) -> None:
         module = self.module
         if module is None or self._sharded is None:
@@ -544,8 +545,7 @@ class FSDPStrategy(DistributedStrategy):
         read_local_scalars()
         keep_local_gradients_of_full_tensor()
         drop_data_assignments()
-        if self.module is not None and self._originals:
-            leave_shards(self.module, self._originals, self.gather_limit, warn=self.rank == 0)
+        leave_on_meta(self._originals)  # those that were not restored
         for step in self._plain_steps:
             step.undo()
         self.precision.found_inf_reducer = None
