@@ -469,6 +469,26 @@ def test_gradients_are_edited_in_manual_optimization(edits: str) -> None:
     torch.testing.assert_close(on_ranks(_by_hand, 2, "fsdp", "32-true", edits)[0], expected, atol=1e-6, rtol=0)
 
 
+class EditsEarly(Regression):
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+def _edit_early() -> str:
+    with failing() as caught:
+        quiet(strategy="fsdp", accumulate_grad_batches=2).fit(EditsEarly(), loader(32, 4))
+    return caught["text"]
+
+
+def test_gradients_within_a_window_are_refused_by_name() -> None:
+    # S-09: the hook found no gradient and changed nothing
+    for text in on_ranks(_edit_early, 2):
+        assert "'net.0.weight'" in text
+        assert "on_before_optimizer_step" in text
+
+
 class Partly(Regression):
     """Writes a part of a weight in a hook, or a whole weight in a step from the third one on."""
 

@@ -14,6 +14,7 @@ PERMITTED: tuple[Permit, ...] = (
     ("with a training loader of unknown length", lambda program: program.data.claims is None),
     ("The states of PearsonCorrCoef", lambda program: _merges_correlations(program)),
     ("ran out after", lambda program: any(plan.kind == "linear" for plan in program.schedulers)),
+    ("FSDP has the gradients of a window only at its end", lambda program: _edits_after_backward(program)),
     ("find_unused_parameters", lambda program: program.net.unused and _runs_plain_ddp(program)),
 )
 
@@ -21,6 +22,11 @@ PERMITTED: tuple[Permit, ...] = (
 def _interval_is_too_long(program: Program) -> bool:
     validation = program.validation
     return validation is not None and isinstance(validation.interval, int)
+
+
+def _edits_after_backward(program: Program) -> bool:
+    writes = program.writes
+    return writes is not None and writes.of_gradients and writes.hook == "on_after_backward" and program.accumulate > 1
 
 
 def _runs_plain_ddp(program: Program) -> bool:

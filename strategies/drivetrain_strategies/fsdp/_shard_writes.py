@@ -13,6 +13,7 @@ from drivetrain.errors import ConfigurationError
 from drivetrain_strategies.fsdp._state import in_layout_of
 
 SET_DATA = cast(Any, torch.Tensor.data).__set__
+GET_GRADIENT, SET_GRADIENT = cast(Any, torch.Tensor.grad).__get__, cast(Any, torch.Tensor.grad).__set__
 
 READ_WHOLE = {
     *("max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "sort", "topk", "median", "quantile"),
@@ -30,14 +31,22 @@ class ShardWrites(TorchFunctionMode):
 
     Args:
         names: names of the sharded parameters, by their ``id``.
+        has_gradients: whether the shards have the gradients of the window; otherwise, using one is an error.
     """
 
-    def __init__(self, names: Mapping[int, str]) -> None:
+    def __init__(self, names: Mapping[int, str], has_gradients: bool = True) -> None:
         self.names = names
+        self._has_gradients = has_gradients
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         target = args[0] if args else None
+        if not self._has_gradients and func in (GET_GRADIENT, SET_GRADIENT) and id(target) in self.names:
+            raise ConfigurationError(
+                f"on_after_backward used the gradient of {self.names[id(target)]!r} under FSDPStrategy.",
+                "FSDP has the gradients of a window only at its end, and this batch is not the window's last.",
+                "read and edit gradients in on_before_optimizer_step.",
+            )
         if isinstance(target, DTensor) and is_in_place(func):
             return self.write(func, target, args[1:], kwargs)
         if reads_whole(func, args, kwargs) and any(isinstance(one, DTensor) for one in tensors_in(args)):

@@ -33,14 +33,15 @@ class UserHooks:
         self._depth = 0
 
     @contextmanager
-    def context(self, name: str, within_forward: bool) -> Iterator[None]:
+    def context(self, name: str, within_forward: bool, has_gradients: bool) -> Iterator[None]:
         """Context manager in which the hook ``name`` runs. Collective if the hook calls a layer, or within a forward.
 
         Args:
             name: the hook's name.
             within_forward: whether the root unit's forward has not ended, as in manual optimization.
+            has_gradients: whether the shards have the gradients of the window.
         """
-        with ShardWrites(self._names):
+        with ShardWrites(self._names, has_gradients):
             if name == "on_before_backward":
                 yield
                 return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,16 +17,17 @@ from drivetrain_strategies._module_checks import refuse_gradients_through
 from drivetrain_strategies.fsdp._internals import Sharded
 from drivetrain_strategies.fsdp._original_parameters import Original
 from drivetrain_strategies.fsdp._shard_writes import (
+    GET_GRADIENT,
     READ_WHOLE,
     SET_DATA,
+    SET_GRADIENT,
     ShardWrites,
     is_in_place,
     tensors_in,
 )
 from drivetrain_strategies.fsdp._state import in_layout_of
 
-_GET_GRADIENT, _SET_GRADIENT = cast(Any, torch.Tensor.grad).__get__, cast(Any, torch.Tensor.grad).__set__
-_ACCESS = (SET_DATA, _GET_GRADIENT, _SET_GRADIENT)
+_ACCESS = (SET_DATA, GET_GRADIENT, SET_GRADIENT)
 _READ_WHOLE = READ_WHOLE | {"flatten", "ravel", "view", "reshape", "_weight_norm", "_weight_norm_interface"}
 """Names of functions that DTensor supports only for some shapes, or not at all."""
 
@@ -113,7 +114,7 @@ class _StepAccess(ShardWrites):
     def _access(self, func: Any, target: Any, args: Any, kwargs: Any) -> Any:
         if not isinstance(target, DTensor):
             return self._access_gathered(func, target, args, kwargs)
-        if func in (_GET_GRADIENT, _SET_GRADIENT):
+        if func in (GET_GRADIENT, SET_GRADIENT):
             return func(*args, **kwargs)
         self.found = True
         is_result = id(target) not in self.names and torch.is_grad_enabled()
@@ -127,10 +128,10 @@ class _StepAccess(ShardWrites):
 
     def _access_gathered(self, func: Any, target: Any, args: Any, kwargs: Any) -> Any:
         shard: Any = self._sharded.shards_by_gathered_id()[id(target)]
-        if func == _GET_GRADIENT:
+        if func == GET_GRADIENT:
             self.found = self.found or shard.grad is not None
             return shard.grad if target.grad is None else target.grad
-        if func == _SET_GRADIENT and shard.grad is not None:
+        if func == SET_GRADIENT and shard.grad is not None:
             self.found = True
             shard.grad = None if args[1] is None else in_layout_of(args[1], shard)
             return None

@@ -245,7 +245,10 @@ class FSDPStrategy(DistributedStrategy):
         return self._recorded_build.record_on_meta(context) if self.meta and self.tensor_parallel == 1 else context
 
     def hook_context(self, name: str, window_is_complete: bool) -> AbstractContextManager[None]:
-        return nullcontext() if self._hooks is None else self._hooks.context(name, self._within_forward)
+        if self._hooks is None:
+            return nullcontext()
+        has_gradients = window_is_complete or self._within_forward or self.world_size == 1
+        return self._hooks.context(name, self._within_forward, has_gradients)
 
     def check(self, module: nn.Module) -> None:
         check_module(module, self.world_size, self.tensor_parallel)
