@@ -93,7 +93,8 @@ class Drawn:
         resume = None
         if stop is None and nothing == "never" and not changes and writes is None and self.chance(18):
             resume = self.resume(strategy, ranks, data, net, validation, manual, optimizers)
-            if resume is not None and resume.ranks != ranks and net.dropout:
+            if resume is not None and resume.ranks != ranks and (net.dropout or data.drop_last):
+                # Ranks draw other masks, and another number of ranks drops other samples.
                 resume = Resume(resume.hook, resume.at, ranks, strategy)
             if resume is not None and self.chance(60):
                 optimizers, resume = self.changed(optimizers, resume, precision)

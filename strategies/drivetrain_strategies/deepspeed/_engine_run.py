@@ -295,7 +295,7 @@ class DeepSpeedRun:
         gather_order, self._gather_order = self._gather_order, None
         if self._options.stage == 3 and step.__name__ not in self._unwatched:
             call = partial(self._watched, call, step.__name__)
-        if self._user_hooks is not None and torch.is_grad_enabled():
+        if self._user_hooks is not None and self._options.stage < 3 and torch.is_grad_enabled():
             call = partial(self._user_hooks.run_step, call)
         self._within_forward = True
         try:
@@ -341,7 +341,7 @@ class DeepSpeedRun:
         self.has_gradients = False
         self.keep_writes_of_hooks()
         stepped = self.zero.step(max_norm)
-        if self._user_hooks is not None:
+        if self._within_forward and self._user_hooks is not None:
             self._user_hooks.after_optimizer_step()
         assert self._unused is not None
         self._unused.after_step()

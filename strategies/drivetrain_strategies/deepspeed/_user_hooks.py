@@ -45,6 +45,7 @@ class UserHooks:
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._gather_limit = gather_limit
         self._fragments = list(zero.fragments())
+        self._parameters = [fragment.parameter for fragment in self._fragments]
         self._params = [(fragment.flat_index, fragment.parameter) for fragment in self._fragments]
         self._may_have_written = False
         self._before_step: list[int] | None = None
@@ -64,33 +65,26 @@ class UserHooks:
             yield
 
     def run_step(self, step: Callable[[], Any]) -> Any:
-        """Return what a step of the user's module returns, and note whether it wrote weights."""
-        if self._zero.stage == 3:
-            return step()
+        """Return what a step of the user's module returns at stages 1 and 2, and note whether it wrote weights."""
         self._before_step = self._marks()
         output = step()
-        self._note_writes_in_step()
+        if self._before_step != self._marks():
+            self._may_have_written = True
         self._before_step = None
         return output
 
     def after_optimizer_step(self) -> None:
-        """Accept the weights of an optimizer's step that a step of the user's module made."""
-        if self._before_step is not None:
-            self._before_step = self._marks()
-
-    def _note_writes_in_step(self) -> None:
-        if self._before_step is not None and self._before_step != self._marks():
-            self._may_have_written = True
+        """Accept the weights that an optimizer's step has written within a step of the user's module."""
+        self._before_step = self._marks()
 
     def _marks(self) -> list[int]:
         """Return numbers that change when a weight is written in place, or is given other memory."""
-        parameters = [fragment.parameter for fragment in self._fragments]
-        return [*map(_VERSION, parameters), *map(torch.Tensor.data_ptr, parameters)]
+        return [*map(_VERSION, self._parameters), *map(torch.Tensor.data_ptr, self._parameters)]
 
     def keep_writes(self) -> None:
         """Copy weights that hooks may have written into the master weights. Does not communicate."""
-        self._note_writes_in_step()
-        if self._may_have_written:
+        within_step = self._before_step is not None
+        if self._may_have_written or (within_step and self._before_step != self._marks()):
             self._may_have_written = False
             self._state.adopt_compute_weights()
 
