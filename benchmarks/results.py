@@ -205,7 +205,7 @@ def _gpu(folder: Path, pictures: Mapping[str, str]) -> str:
     return _section(
         "GPU",
         "gpu.md",
-        "[`make cuda`](cuda.md) measures the overhead on a GPU. The detailed page has the report of the last run.",
+        "[`make cuda`](cuda.md) measures the overhead on a GPU. The detailed page has the report of a run on an H100.",
     )
 
 

@@ -30,6 +30,10 @@ import torch  # noqa: E402
 from drivetrain.testing._leak_checks import ProcessSnapshot  # noqa: E402
 from worlds import DEEPSPEED, close_worlds, preload  # noqa: E402
 
+# Tests compare runs with loops on the CPU, and start processes by fork. Those that need a GPU run in `make cuda`.
+if torch.version.cuda is not None and "GPUS_IN_TESTS" not in os.environ:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 torch.set_num_threads(1)
 # Weights may differ between sessions. The seed prevents the warning about an unseeded process (I-18) in tests' runs.
 torch.manual_seed(torch.seed() % 2**32)

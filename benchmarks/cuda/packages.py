@@ -43,7 +43,7 @@ ALWAYS = (
     Needed("packaging", "22"),
     Needed("typing-extensions", "4.10"),
     Needed("fsspec", "2024.2"),
-    Needed("safetensors", "0.4.5"),
+    Needed("safetensors", "0.7"),
     Needed("lightning-utilities", "0.11"),
     Needed("torchmetrics", "1.6"),
     Needed("pytest", "8.3"),
@@ -162,10 +162,13 @@ def _describe_drivetrain() -> None:
     """Make strategies discoverable by name, as an editable install does, with a folder that contains only the entry
     points.
     """
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    folder = SITE / f"{project['name']}-{project['version']}.dist-info"
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = settings["project"]
+    source = (ROOT / settings["tool"]["hatch"]["version"]["path"]).read_text()
+    (version,) = re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE)
+    folder = SITE / f"{project['name']}-{version}.dist-info"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {version}\n")
     lines = []
     for group, points in project["entry-points"].items():
         lines += [f"[{group}]", *(f"{name} = {target}" for name, target in points.items())]

@@ -41,6 +41,7 @@ def run_tests(arguments: Sequence[str], rehearsed_devices: int, variables: dict[
     """Run pytest with these arguments, on emulated devices, or on the machine's for 0."""
     # No user settings and no third-party plugins, which do not handle ranks and devices.
     environment = {**os.environ, **(variables or {}), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment["GPUS_IN_TESTS"] = "1"  # otherwise tests/conftest.py hides them
     # For tests of deterministic runs: cuBLAS reads it once, before the first of them.
     environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     command = [sys.executable, "-m", "pytest", "-p", "pytest_timeout", "-p", "no:cacheprovider", "-q"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import tempfile
 from pathlib import Path
@@ -10,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from device_runs import Net, rows, trained, weights
-from torch import Tensor
+from torch import Tensor, nn
 
-from drivetrain.callbacks import Checkpoint
+from drivetrain.callbacks import Checkpoint, LambdaCallback
 from drivetrain.testing import requires_cuda
 from worlds import on_ranks
 
@@ -66,3 +67,37 @@ def test_a_checkpoint_of_a_strategy_resumes_in_one_process(strategy: str, ranks:
         loader = rows(batch_size=8 * ranks)  # the same global batches
         trained(module, loader, accelerator="cpu", seed=1, ckpt_path=path)
         torch.testing.assert_close(weights(module), found[0], **_near("32-true"))
+
+
+class KeepsOptimizer(Net):
+    """Keeps its optimizer, so that the state outlives a run. Parameters need more memory than activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 1))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.optimizer = super().configure_optimizers()
+        return self.optimizer
+
+
+def _end_of_run(strategy: str) -> float:
+    """Return how much more memory the end of a run needs than the run has, in sizes of the parameters."""
+    allocated: list[int] = []
+
+    def note(*_: Any) -> None:
+        gc.collect()
+        torch.cuda.synchronize()  # frees what other streams have used
+        allocated.append(torch.cuda.memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
+
+    module = KeepsOptimizer()
+    held = sum(parameter.nbytes for parameter in module.parameters())
+    trained(module, strategy=strategy, callbacks=[LambdaCallback(on_train_end=note)])
+    return (torch.cuda.max_memory_allocated() - allocated[0]) / held
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_end_of_a_run_takes_little_memory(strategy: str) -> None:
+    # O-05: a step needs memory for gradients besides; whole weights and states beside DeepSpeed's would be three sizes
+    assert on_ranks(_end_of_run, 1, strategy, process_group=None, timeout=150)[0] <= 1.01

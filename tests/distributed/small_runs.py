@@ -149,14 +149,22 @@ def same_on_two_ranks(run: Callable[[], dict[str, torch.Tensor]]) -> dict[str, t
     return first
 
 
-@contextlib.contextmanager
-def failing() -> Iterator[dict[str, str]]:
-    """Catch an error and record it; the process continues, as in a notebook."""
-    caught: dict[str, str] = {"type": "nothing was raised", "text": ""}
-    try:
-        yield caught
-    except Exception as error:
-        caught["type"], caught["text"] = type(error).__name__, str(error)
+class failing:
+    """Catch an error and record it; the process continues, as in a notebook.
+
+    It is a class, because from Python 3.12 on an error that a generator's context manager catches is in a reference
+    cycle, so that only the garbage collector frees it and what its frames refer to.
+    """
+
+    def __enter__(self) -> dict[str, str]:
+        self.caught = {"type": "nothing was raised", "text": ""}
+        return self.caught
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.caught["type"], self.caught["text"] = type(error).__name__, str(error)
+        return True
 
 
 @contextlib.contextmanager

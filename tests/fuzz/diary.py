@@ -164,6 +164,8 @@ def combined(log: Log, values: list[float], weights: list[float]) -> float:
             return math.nan
         return math.fsum(value * weight for value, weight in zip(values, weights, strict=True)) / math.fsum(weights)
     reduces: dict[str, Callable[[list[float]], float]] = {"sum": math.fsum, "max": max, "min": min}
+    if any(map(math.isnan, values)):  # Python's max and min ignore a nan that does not come first
+        return math.nan
     return reduces[log.reduce_fx](values)
 
 

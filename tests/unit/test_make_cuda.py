@@ -232,6 +232,28 @@ def test_the_packed_wheels_are_complete_without_torch() -> None:
             assert plain in packed | with_torch, f"{name} needs {plain}"
 
 
+def test_a_machine_with_torch_alone_gets_the_packages_and_the_strategies_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # O-05: the rehearsal runs where drivetrain is installed, and a machine with a GPU has only the repository
+    import importlib.metadata
+    import tomllib
+
+    monkeypatch.setattr(packages, "SITE", tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    assert packages.provide(None) == []
+    (described,) = importlib.metadata.distributions(path=[str(tmp_path)])
+    project = tomllib.loads((packages.ROOT / "pyproject.toml").read_text())["project"]
+    assert described.version == importlib.metadata.version("drivetrain")
+    found = {(point.group, point.name, point.value) for point in described.entry_points}
+    points = project["entry-points"]
+    assert found == {(group, *point) for group, named in points.items() for point in named.items()}
+    least = {each.name: each.least for each in packages.ALWAYS}
+    for requirement in project["dependencies"]:
+        name, _, version = requirement.partition(">=")
+        assert name == "torch" or least[name] == version
+
+
 def test_a_package_that_is_too_old_counts_as_missing() -> None:
     # O-05
     assert packages.Needed("pytest", "8.3").is_there()

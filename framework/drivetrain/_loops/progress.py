@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from drivetrain._loops.loader_lengths import Lengths
     from drivetrain._loops.progress_reports import ProgressReporter
+    from drivetrain._loops.windows import MicroBatch
     from drivetrain._metrics import MetricStore
 
 
@@ -65,12 +66,20 @@ class Position:
     """"training", "evaluation" or "prediction"; None between loops."""
     batch_idx: int = 0
     """The index of the current micro-batch."""
-    weight: float = 0.0
-    """The weight of training's current micro-batch, which is the number of items that the loss is a mean of."""
-    closes: bool = True
-    """Whether training's current micro-batch is the last one of its window."""
+    micro_batch: MicroBatch | None = None
+    """Training's current micro-batch; None between epochs."""
     indices: Sequence[Any] | None = None
     """The data set indices of the current samples of prediction; None if they are unknown."""
+
+    @property
+    def weight(self) -> float:
+        """The weight of training's current micro-batch, which is the number of items that the loss is a mean of."""
+        return 0.0 if self.micro_batch is None else self.micro_batch.weight
+
+    @property
+    def closes(self) -> bool:
+        """Whether training's current micro-batch is the last one of its window."""
+        return self.micro_batch is None or self.micro_batch.closes
 
     def enter(self, loop: str) -> tuple[str | None, int]:
         """Set the running loop, at batch 0; return the previous loop and batch, to be passed to `leave`."""

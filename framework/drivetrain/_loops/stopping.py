@@ -208,8 +208,9 @@ class StopRequest:
             self._check_deadline()
         if self._store is None:
             self.leaving = self.signal
-            is_asked = self.requested or len(self._withdrawable) > 0
-            return self.leaving > 0 or (is_asked and self._obeys_request(step, epoch))
+            if self.requested or self._withdrawable:
+                return self.leaving > 0 or self._obeys_request(step, epoch)
+            return self.leaving > 0
         if self._in_first_window:
             self._in_first_window = False
             self._control.after_first_step()

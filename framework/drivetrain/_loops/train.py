@@ -267,6 +267,7 @@ class TrainLoop:
             self._requests.in_epoch = True
             ended = self._train_epoch(snapshot, data_is_over)
             self._position.leave(previous)
+            self._position.micro_batch = None
             run_ends = ended is not EpochEnd.ROLLBACK and self._end_epoch(ended)
             self._requests.in_epoch = False
             if self._requests.rollback is not None and not self._stop.leaving:
@@ -330,8 +331,7 @@ class TrainLoop:
         # The batch of each micro-batch is on the device. A window is the micro-batches of one optimizer step.
         for micro_batch in micro_batches:
             batch, batch_idx, samples = micro_batch.batch, progress.batch_idx, micro_batch.samples
-            position.batch_idx, position.weight = batch_idx, micro_batch.weight
-            position.closes = micro_batch.closes
+            position.batch_idx, position.micro_batch = batch_idx, micro_batch
             metrics.batch, metrics.samples = batch, samples
             metrics.had_data = metrics.had_data or samples > 0
             joining = None if samples else Joining(metrics)

@@ -452,7 +452,8 @@ class DeepSpeedRun:
         if lost_update is not None:  # an update after the last forward, where `FrozenWeights.check` ran
             logger.warning("%s Why: %s Fix: %s", lost_update.what, lost_update.why, lost_update.fix)
         parameters = dict(self._module.named_parameters())
-        whole_weights = {name: whole_of(weights[name]) for name in parameters}
+        # Copies go to the host until DeepSpeed's buffers are freed: a device may not have memory for both.
+        whole_weights = {name: whole_of(weights[name]).cpu() for name in parameters}
         if self._adopted is not None:
             self._adopted.gather(self.state)
         self._undo()

@@ -38,11 +38,11 @@ class AdoptedOptimizer:
             self._state = None
 
     def gather(self, state: State) -> None:
-        """Gather the optimizer's state if the optimizer is an attribute of the module. Collective."""
+        """Gather the optimizer's state on the host if the optimizer is an attribute of the module. Collective."""
         if self._outlives_run:
             sharded = state.optimizer()
             named = {
-                name: {key: whole_of(value) for key, value in values.items()}
+                name: {key: _on_host(whole_of(value)) for key, value in values.items()}
                 for name, values in sharded["state"].items()
             }
             self._state = {"state": named, "param_groups": sharded["param_groups"]}
@@ -54,6 +54,10 @@ class AdoptedOptimizer:
         self._optimizer.state.clear()
         if self._state is not None:
             load_named_optimizer_state(self._module, self._optimizer, self._state)
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 class GradientCopies:

@@ -102,6 +102,10 @@ class _WatchedGroup(FSDPParamGroup):
             self.watcher._fill_missing_gradients(self.fsdp_params)
         super().post_backward(*unused)
 
+    def _to_sharded_post_forward(self) -> None:
+        super()._to_sharded_post_forward()  # type: ignore[no-untyped-call]
+        self.watcher._shard_by_gathered = None  # torch has created other tensors
+
 
 class _CastingGroup(_WatchedGroup):
     """A parameter group that frees and restores autocast's casts of the weights together with the weights."""
@@ -122,7 +126,7 @@ class _CastingGroup(_WatchedGroup):
         self.casts.drop()
 
     def _to_sharded_post_forward(self) -> None:
-        super()._to_sharded_post_forward()  # type: ignore[no-untyped-call]
+        super()._to_sharded_post_forward()
         self.casts.drop()
 
 
@@ -136,6 +140,10 @@ class _WatchedParam(FSDPParam):
         super().init_unsharded_param()  # type: ignore[no-untyped-call]
         if first:
             self.watcher._on_first_gather(self)
+
+    def reset_sharded_param(self) -> None:
+        super().reset_sharded_param()  # type: ignore[no-untyped-call]
+        self.watcher._shard_by_gathered = None
 
     def to_accumulated_grad_if_needed(self) -> None:
         if hasattr(self, "_unsharded_param"):  # torch fails on a parameter that was never gathered
@@ -166,6 +174,7 @@ class Sharded:
         self._gathered: list[Any] = []
         self._version_at_gather: dict[int, int] = {}
         self._gathered_versions: tuple[int, ...] = ()
+        self._shard_by_gathered: dict[int, nn.Parameter] | None = None
         for group in self._groups:
             casts = None if make_weight_casts is None else make_weight_casts(group.modules, group.fsdp_params)
             group.__class__ = _WatchedGroup if casts is None else _CastingGroup
@@ -189,7 +198,7 @@ class Sharded:
                 local, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
             )
             parameter._setattr_on_modules(nn.Parameter(materialized, requires_grad=shard.requires_grad))
-            parameter.reset_sharded_param()  # type: ignore[no-untyped-call]
+            parameter.reset_sharded_param()
 
     def meshes(self) -> list[Any]:
         """Return the meshes that torch created for an integer ``reshard_after_forward``."""
@@ -359,15 +368,22 @@ class Sharded:
 
     def shards_by_gathered_id(self) -> dict[int, nn.Parameter]:
         """Return each shard by the id of the gathered tensor that replaces the shard in the modules."""
-        gathered_attributes = ("_unsharded_param", "_sharded_post_forward_param")
-        return {
-            id(gathered): fsdp_param.sharded_param
-            for fsdp_param in self.parameters
-            for gathered in map(fsdp_param.__dict__.get, gathered_attributes)
-            if gathered is not None
-        }
+        if self._shard_by_gathered is not None:
+            return self._shard_by_gathered
+        found: dict[int, nn.Parameter] = {}
+        may_be_kept = True
+        for fsdp_param in self.parameters:
+            attributes = fsdp_param.__dict__
+            if attributes.get("_unsharded_param") is not None:
+                found[id(attributes["_unsharded_param"])] = fsdp_param.sharded_param
+            if attributes.get("_sharded_post_forward_param") is not None:
+                found[id(attributes["_sharded_post_forward_param"])] = fsdp_param.sharded_param
+                may_be_kept = False  # torch frees this tensor in backward, and its id may then be another tensor's
+        self._shard_by_gathered = found if may_be_kept else None
+        return found
 
     def _index_gathered(self) -> None:
+        self._shard_by_gathered = None
         gathered_once = [fsdp_param for fsdp_param in self.parameters if hasattr(fsdp_param, "_unsharded_param")]
         self._shards = [fsdp_param.sharded_param for fsdp_param in gathered_once]
         self._gathered = [fsdp_param._unsharded_param for fsdp_param in gathered_once]

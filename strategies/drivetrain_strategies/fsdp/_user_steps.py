@@ -117,7 +117,7 @@ class _StepAccess(ShardWrites):
         if func in (GET_GRADIENT, SET_GRADIENT):
             return func(*args, **kwargs)
         self.found = True
-        is_result = id(target) not in self.names and torch.is_grad_enabled()
+        is_result = id(target) not in self.names and target.requires_grad
         if is_result and any(not isinstance(one, DTensor) for one in tensors_in(args[1:])):
             raise ConfigurationError(
                 "A result of sharded parameters is combined with a plain tensor in place under FSDPStrategy.",
