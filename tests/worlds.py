@@ -7,15 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from drivetrain.testing import (
-    Copy,
-    EmulatedCuda,
-    FreeInUse,
-    HostSync,
-    Race,
-    World,
-    emulated_cuda,
-)
+from drivetrain.testing import World
+from emulated_cuda import Copy, EmulatedCuda, FreeInUse, HostSync, Race, emulated_cuda
 
 # Imports of most test functions, done once in the fork server and inherited by all ranks.
 PRELOAD = (

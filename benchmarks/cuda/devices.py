@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from drivetrain.testing import EmulatedCuda, emulated_cuda, run_distributed
+from drivetrain.testing import run_distributed
+from emulated_cuda import EmulatedCuda, emulated_cuda
 
 DEVICE = "cuda"
 EMULATED = "Emulated H100"  # so that its peak is known

@@ -126,8 +126,8 @@ def provide(wheels: str | None) -> list[str]:
 
 
 def python_path() -> str:
-    """Return PYTHONPATH for subprocesses: this repository, then the folder of packages."""
-    folders = [str(ROOT), str(ROOT / "framework"), str(ROOT / "strategies"), str(SITE)]
+    """Return PYTHONPATH for subprocesses: this repository with the tests' tools, then the folder of packages."""
+    folders = [str(ROOT), *(str(ROOT / name) for name in ("framework", "strategies", "tests")), str(SITE)]
     return os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 

@@ -22,8 +22,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Fit, TrainModule
 from drivetrain.errors import ConfigurationError
-from drivetrain.testing import EmulatedCuda, emulated_cuda, requires_emulated_cuda, run_distributed
+from drivetrain.testing import run_distributed
 from drivetrain_strategies import DDPStrategy, FSDPStrategy
+from emulated_cuda import EmulatedCuda, emulated_cuda, requires_emulated_cuda
 from worlds import Seen, seen
 
 pytestmark = requires_emulated_cuda()
@@ -457,7 +458,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import Fit, TrainModule
-from drivetrain.testing import emulated_cuda
+from emulated_cuda import emulated_cuda
 
 
 class Net(TrainModule):

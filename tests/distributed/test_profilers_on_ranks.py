@@ -17,7 +17,7 @@ from drivetrain import Fit, TrainModule
 from drivetrain.callbacks import Checkpoint
 from drivetrain.errors import DistributedError
 from drivetrain.profilers import SimpleProfiler
-from drivetrain.testing import EmulatedCuda, requires_emulated_cuda
+from emulated_cuda import EmulatedCuda, requires_emulated_cuda
 from worlds import on_emulated_cuda, on_ranks
 
 QUIET: dict[str, Any] = {

@@ -58,7 +58,6 @@ PROMISED = {
     ],
     "drivetrain.testing": [
         *("World", "assert_close_states", "assert_close_traces", "assert_equal_ranks", "run_distributed"),
-        *("emulated_cuda", "EmulatedCuda", "requires_emulated_cuda"),
         *("requires_command", "requires_cuda", "requires_linux", "requires_mps", "requires_package"),
     ],
     "drivetrain.tuner": ["LRFind", "Tuner"],

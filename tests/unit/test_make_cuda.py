@@ -19,7 +19,8 @@ from benchmarks.cuda import outcome, packages, report
 from benchmarks.cuda.parts import ALL, MOST, ROOT, Part, Piece, chosen, parts
 from benchmarks.cuda.processes import run
 from benchmarks.pages import put
-from drivetrain.testing import requires_emulated_cuda, requires_linux
+from drivetrain.testing import requires_linux
+from emulated_cuda import requires_emulated_cuda
 
 PIECES = {
     "tests": "tests/loss_scaling",

@@ -29,7 +29,6 @@ STATED = [(row["owner"], row["names"]) for row in ROW.finditer(PAGE)]
 # of a graph node, which torch's notes on autograd document.
 PUBLIC = {"_strip_protocol", "_exit", "_getframe", "_current_frames", "_fields", "_make", "_replace", "_saved_self"}
 PARTS_OF_MODULES = {"_C", "_python_dispatch"}  # torch.utils._python_dispatch.name: the last part is the name
-OWN_ASKING = "_emulated_cuda"  # it checks its names at start-up, and refuses a torch without them
 
 
 def _owned_by(*packages: str) -> list[Any]:
@@ -130,7 +129,7 @@ def _names_in(path: Path) -> str:
 
 def _sources() -> Iterator[Path]:
     for root in ("framework", "strategies"):
-        yield from (path for path in (ROOT / root).rglob("*.py") if OWN_ASKING not in path.parts)
+        yield from (ROOT / root).rglob("*.py")
 
 
 def _foreign_private_names(path: Path) -> Iterator[tuple[str, str]]:

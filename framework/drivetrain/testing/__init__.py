@@ -1,14 +1,11 @@
-"""Test helpers: functions on several ranks, emulated CUDA, a faulty object store, parity assertions, marks."""
+"""Test helpers: functions on several ranks, a faulty object store, parity assertions, marks."""
 
 from __future__ import annotations
 
-from drivetrain.testing._emulated_cuda.emulation import EmulatedCuda, emulated_cuda
-from drivetrain.testing._emulated_cuda.findings import Copy, FreeInUse, HostSync, Operation, Race
 from drivetrain.testing.faulty_store import FaultyStore, StoreFault
 from drivetrain.testing.marks import (
     requires_command,
     requires_cuda,
-    requires_emulated_cuda,
     requires_linux,
     requires_mps,
     requires_package,
@@ -17,22 +14,14 @@ from drivetrain.testing.parity import assert_close_states, assert_close_traces, 
 from drivetrain.testing.run_distributed import World, run_distributed
 
 __all__ = [
-    "Copy",
-    "EmulatedCuda",
     "FaultyStore",
-    "FreeInUse",
-    "HostSync",
-    "Operation",
-    "Race",
     "StoreFault",
     "World",
     "assert_close_states",
     "assert_close_traces",
     "assert_equal_ranks",
-    "emulated_cuda",
     "requires_command",
     "requires_cuda",
-    "requires_emulated_cuda",
     "requires_linux",
     "requires_mps",
     "requires_package",

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from lightning_utilities.core.imports import compare_version
 
-from drivetrain.testing._emulated_cuda.building import emulation_obstacle
-
 if TYPE_CHECKING:
     import pytest
 
@@ -21,12 +19,6 @@ def requires_cuda(count: int = 1) -> pytest.MarkDecorator:
     """Skip if there are fewer than ``count`` CUDA devices."""
     available = torch.cuda.device_count()
     return _skip(available < count, f"needs {count} CUDA device(s), there are {available}")
-
-
-def requires_emulated_cuda() -> pytest.MarkDecorator:
-    """Skip if there is no C++ compiler for `emulated_cuda`, or torch was built with CUDA. Nothing is compiled."""
-    reason = emulation_obstacle()
-    return _skip(reason is not None, f"the emulation of CUDA {reason}")
 
 
 def requires_mps() -> pytest.MarkDecorator:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from drivetrain import ConfigurationError, Fit, TrainModule
 from drivetrain.callbacks import DeviceStatsMonitor
 from drivetrain.loggers import CSVLogger
-from drivetrain.testing import requires_emulated_cuda
+from emulated_cuda import requires_emulated_cuda
 from worlds import on_emulated_cuda
 
 psutil = pytest.importorskip("psutil")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drivetrain.checkpoint._format.pinned_copies import blocks, pinned_copies
-from drivetrain.testing import EmulatedCuda, requires_emulated_cuda
+from emulated_cuda import EmulatedCuda, requires_emulated_cuda
 from worlds import on_emulated_cuda
 
 

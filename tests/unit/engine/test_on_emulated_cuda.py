@@ -29,7 +29,7 @@ from drivetrain.checkpoint import load
 from drivetrain.data import read_predictions
 from drivetrain.loggers import CSVLogger
 from drivetrain.precision import MixedPrecision
-from drivetrain.testing import EmulatedCuda, requires_emulated_cuda
+from emulated_cuda import EmulatedCuda, requires_emulated_cuda
 from worlds import Seen, on_emulated_cuda
 
 pytestmark = requires_emulated_cuda()

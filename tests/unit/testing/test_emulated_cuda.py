@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from drivetrain import ConfigurationError
 from drivetrain._distributed.failure import RankFailedError
-from drivetrain.testing import EmulatedCuda, emulated_cuda, requires_emulated_cuda, run_distributed
+from drivetrain.testing import run_distributed
+from emulated_cuda import EmulatedCuda, emulated_cuda, requires_emulated_cuda
 from worlds import DEVICES, on_emulated_cuda
 
 pytestmark = requires_emulated_cuda()

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from drivetrain import ConfigurationError
-from drivetrain.testing import emulated_cuda, requires_emulated_cuda
-from drivetrain.testing._emulated_cuda import building
+from emulated_cuda import building, emulated_cuda, requires_emulated_cuda
 from worlds import on_emulated_cuda
 
 pytestmark = requires_emulated_cuda()
@@ -30,7 +29,7 @@ cp "{made}" "$2"
 
 
 def _path(gpu: object) -> str:
-    return sys.modules["drivetrain.testing._emulated_cuda.emulation"]._loaded[0].__file__
+    return sys.modules["emulated_cuda.emulation"]._loaded[0].__file__
 
 
 @pytest.fixture

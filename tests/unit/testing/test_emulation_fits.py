@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drivetrain.testing._emulated_cuda import building, torch_cuda
+from emulated_cuda import building, torch_cuda
 
 HEADERS = Path(sysconfig.get_path("include")) / "Python.h"
 

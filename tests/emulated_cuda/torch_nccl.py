@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from drivetrain.testing._emulated_cuda.patches import Patches
+from emulated_cuda.patches import Patches
 
 _TIMEOUT = timedelta(minutes=10)  # the default timeout for NCCL in torch
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from drivetrain.errors import ConfigurationError
-from drivetrain.testing._emulated_cuda.building import load_extension
-from drivetrain.testing._emulated_cuda.findings import Copy, FreeInUse, HostSync, Operation, Race, format_findings
-from drivetrain.testing._emulated_cuda.sites import Sites
-from drivetrain.testing._emulated_cuda.torch_cuda import DeviceProperties, check_torch_version, emulated_names
-from drivetrain.testing._emulated_cuda.torch_nccl import emulated_nccl
+from emulated_cuda.building import load_extension
+from emulated_cuda.findings import Copy, FreeInUse, HostSync, Operation, Race, format_findings
+from emulated_cuda.sites import Sites
+from emulated_cuda.torch_cuda import DeviceProperties, check_torch_version, emulated_names
+from emulated_cuda.torch_nccl import emulated_nccl
 
 _loaded: tuple[ModuleType, Sites] | None = None
 

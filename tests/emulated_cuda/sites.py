@@ -11,12 +11,14 @@ from types import CodeType, FrameType
 
 import torch
 
+from drivetrain.testing import _rank_process
+
 _MAX_LINES = 6  # the maximum number of lines per place in the code
 _TORCH_FOLDER = str(Path(torch.__file__).parent)
 # Paths that are not user code: the standard library, and the module that calls test functions on ranks.
 _SKIPPED_PATHS = (
     str(Path(os.__file__).parent),
-    str(Path(__file__).parents[1] / "_rank_process.py"),
+    _rank_process.__file__,
     "<frozen",
     "<string>",
 )

@@ -52,7 +52,7 @@ def load_extension() -> ModuleType:
         raise ConfigurationError(
             f"CUDA cannot be emulated here: the emulation {reason}.",
             "the emulation is a C++ extension for builds of torch without CUDA.",
-            "install what is missing, or skip the test with drivetrain.testing.requires_emulated_cuda().",
+            "install what is missing, or skip the test with emulated_cuda.requires_emulated_cuda().",
         )
     path = _build_cached()
     spec = importlib.util.spec_from_file_location(_NAME, path)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from drivetrain.errors import ConfigurationError
-from drivetrain.testing._emulated_cuda.patches import Patches
+from emulated_cuda.patches import Patches
 
 # The emulation replaces or uses these names in torch.cuda. Another version of torch may lack some of them.
 _NEEDED_NAMES = (

@@ -1,1 +1,0 @@
-"""CUDA emulated in host memory, for builds of torch without CUDA: devices, streams and events with race detection."""
