@@ -219,6 +219,10 @@ def _refused(path: str, harm: str) -> str:
             weights["row"] = truth()["row"]
         elif harm == "gap":
             weights["cube"] = replace(weights["cube"], is_primary=False)
+        elif harm == "order":
+            weights = dict(reversed(weights.items()))
+        elif harm == "parts":
+            contents.optimizers = [*contents.optimizers, {"state": {}, "param_groups": []}]
         elif harm == "path":
             path += "-of-rank-1"
         elif harm == "value":
@@ -234,11 +238,16 @@ def _refused(path: str, harm: str) -> str:
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        ("name", "model: tiny: .* on rank 0, missing on rank 1"),
-        ("dtype", r"model: whole: torch.float32 of shape \(40, 40\) on rank 0, torch.float64 .* on rank 1"),
-        ("form", r"model: row: .*, sharded on rank 0, torch.float32 of shape \(1, 700\) on rank 1"),
+        ("name", r"model: tiny: .* on rank\(s\) \[0\]; missing on rank\(s\) \[1\]"),
+        (
+            "dtype",
+            r'model: whole: "torch.float32 of shape \(40, 40\)" on .* \[0\]; "torch.float64 .*" on .* \[1\]',
+        ),
+        ("form", r'model: row: .*, sharded" on rank\(s\) \[0\]; "torch.float32 of shape \(1, 700\)" on rank.* \[1\]'),
+        ("order", r'agree on the order of tensors: "\w+" on rank\(s\) \[0\]; "\w+" on rank\(s\) \[1\]'),
+        ("parts", r'optimizer-1: missing on rank\(s\) \[0\]; "optimizer " on rank\(s\) \[1\]'),
         ("gap", "'cube' has 210 elements, and the ranks contribute 126"),
-        ("path", "different paths: rank 0 to .*/c', rank 1 to .*/c-of-rank-1'"),
+        ("path", r'agree on the path: ".*/c" on rank\(s\) \[0\]; ".*/c-of-rank-1" on rank\(s\) \[1\]'),
         ("value", "'generator', a object"),
     ],
 )

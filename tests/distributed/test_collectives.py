@@ -238,7 +238,7 @@ def _stopping_on_rank_0() -> dict[str, Any]:
 
 def test_a_callback_that_stops_one_rank_only_is_named_without_a_hang() -> None:  # B-19
     for found in on_ranks(_stopping_on_rank_0, 2):
-        assert "rank(s) [0] reached the value of 'value'" in found["text"]
+        assert "\"the value of 'value', on which a decision depends\" on rank(s) [0]" in found["text"]
         assert found["seconds"] < 20
 
 

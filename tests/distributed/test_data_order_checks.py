@@ -99,7 +99,7 @@ def test_ranks_that_wrongly_read_the_same_data_are_warned() -> None:  # I-08
         for name, whose in (("training", "training"), ("weighed", "training"), ("validation", "validation")):
             error = found[name]
             assert error["type"] == "ConfigurationError", (name, error)
-            for part in (f"Shuffled, the sampler of the {whose} loader", "rank(s) [0] and rank(s) [1]"):
+            for part in (f"the order of Shuffled, the sampler of the {whose} loader", "rank(s) [0]; ", "rank(s) [1]"):
                 assert part in error["text"], (name, error)
         assert found["trained on before that"] == 0
         assert found["split"]["type"] == "DistributedError", found["split"]

@@ -81,9 +81,9 @@ def test_calls_in_generated_code_are_paired_or_refused() -> None:
             assert error["seconds"] < 15, (rank, case, error)
             assert "rank(s) [1]" in error["text"], (rank, case, error)
             assert "is_global_zero" in error["text"], (rank, case, error)
-        assert "rank(s) [0] reached all_gather (training batch 3" in found["alone at the end"]["text"]
+        assert 'agree on the next call: "all_gather (training batch 3' in found["alone at the end"]["text"]
         assert "Rank 0 reached all_gather (training batch 2, epoch 0, global step 3)" in found["alone"]["text"]
-        assert "rank(s) [0] reached save_checkpoint" in found["another call"]["text"]
+        assert 'agree on the next call: "save_checkpoint' in found["another call"]["text"]
 
 
 class Contrastive(Regression):

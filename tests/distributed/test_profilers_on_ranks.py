@@ -138,9 +138,9 @@ def test_a_folder_that_only_some_ranks_need_is_refused_by_name(tmp_path: Path, w
     # L-05: ranks without loggers or checkpoints do not take part in choosing the run's folder
     wants, not_ = (0, 1) if what == "profiler" else (1, 0)
     for said in on_ranks(_wanting_a_folder, 2, tmp_path, what):
-        assert "need a folder for the run" in said
-        assert f"{named} on rank(s) [{wants}]" in said
-        assert f"nothing on rank(s) [{not_}]" in said
+        assert "what needs a folder for the run" in said
+        assert f'"{named}" on rank(s) [{wants}]' in said
+        assert f'"nothing" on rank(s) [{not_}]' in said
 
 
 def _on_a_device(gpu: EmulatedCuda, root: Path) -> tuple[list[Any], str, list[int]]:

@@ -303,8 +303,9 @@ def _differently(kind: Any, options: dict[str, Any]) -> dict[str, str]:
 
 def test_different_changes_are_named_with_their_ranks() -> None:  # I-03
     for error in on_ranks(_differently, 2, DDPStrategy, {}, process_group=None):
-        assert "rank(s) [0] reached a change of the trainable parameters ('net.body.weight'" in error["text"], error
-        assert "rank(s) [1] reached a change of the trainable parameters ('net.neck.weight'" in error["text"], error
+        assert "\"a change of the trainable parameters ('net.body.weight'" in error["text"], error
+        assert "on rank(s) [0]; \"a change of the trainable parameters ('net.neck.weight'" in error["text"], error
+        assert "on rank(s) [1]" in error["text"], error
 
 
 # Layers created during the run

@@ -84,7 +84,7 @@ def _sent(plain_values: tuple[Any, ...]) -> Any:
 def test_messages_of_saving_ranks_are_plain() -> None:
     regions: list[Mapping[str, Any]] = [{"w": Box((0, 2), (3, 4)), "v": None}, {"m": Span(3, 9), "scalar": Box((), ())}]
     state = [Spec("generator", torch.uint8, (5056,)), Spec("half", torch.bfloat16, ())]
-    request = WriteRequest("/runs/x", {"folder": "y"}, ["digest"], regions, state, "sha256")
+    request = WriteRequest("digest", {"folder": "y"}, regions, state, "sha256")
     assert WriteRequest.decode(_sent(request.plain_values())) == request
     result = WriteResult(
         {"model.safetensors": FileRecord(8, "00000000", "ab" * 32)},

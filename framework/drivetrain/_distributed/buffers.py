@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import torch
 from torch import nn
 
-from drivetrain._distributed.control_plane import ControlPlane
+from drivetrain._distributed.control_plane import ControlPlane, do_ranks_differ
 
 
 def match_buffers_to_rank_0(module: nn.Module, control: ControlPlane) -> None:
     """Give the module's buffers the names, shapes and dtypes that they have on rank 0. Collective.
 
-    If the buffers already match, as almost always, the ranks only compare a checksum through the store. If the module
+    If the buffers already match, as almost always, the ranks only compare a digest through the store. If the module
     has no buffers, the ranks do not communicate.
     """
     if not any(layer._buffers for layer in module.modules()):
         return
     buffers = dict(module.named_buffers())
     specs = {name: [[*buffer.shape], str(buffer.dtype).removeprefix("torch.")] for name, buffer in buffers.items()}
-    specs_checksum = zlib.crc32(repr(specs).encode())
-    (mismatches,) = control.agree("the form of buffers", control.from_rank_0(specs_checksum) != specs_checksum)
-    if not mismatches:
+    if not do_ranks_differ(control, "the form of buffers", specs):
         return
     rank_0_specs: dict[str, Any] = control.from_rank_0(specs)
     for name in [*specs, *rank_0_specs]:

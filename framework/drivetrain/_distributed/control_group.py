@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from drivetrain._distributed.control_plane import Pending, absent_error, spread
+from drivetrain._distributed.control_plane import Pending, absent_error, refuse_differences
 from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
 from drivetrain._distributed.flight_recorder import FlightRecord
 from drivetrain._distributed.plain_values import decode, encode
 from drivetrain._distributed.watchdog import request_stacks
-from drivetrain.errors import DistributedError
 
 _FIELD_BITS = 20  # the bits of one count in the counter of an agreement, enough for a million ranks
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 0.1  # seconds between two polls of the store
@@ -158,11 +157,8 @@ class GroupControl:
             self._wait(f"{key}/done", purpose, timeout, key)
         done = json.loads(self.store.get(f"{key}/done"))
         if len(done["purposes"]) > 1:
-            ranks_by_purpose = spread([text.decode() for text in self.store.multi_get(self._arrivals(key))])
-            raise DistributedError(
-                "The ranks made different calls: "
-                + "; ".join(f"rank(s) {ranks} reached {text}" for text, ranks in ranks_by_purpose.items())
-                + ".",
+            refuse_differences(
+                [{"the next call": text.decode()} for text in self.store.multi_get(self._arrivals(key))],
                 "every rank must make the same collective calls in the same order.",
                 "look for a call under `if trainer.is_global_zero:` and move it out.",
             )

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from drivetrain._distributed.failure import AbsentRanksError, Failure
-from drivetrain.errors import DistributedError
+from drivetrain.errors import DistributedError, DrivetrainError
 
 _MAX_STACKS = 8  # the maximum number of distinct stacks in a message
+_MAX_NAMES = 20  # the maximum number of names on which ranks do not agree in a message
 _SILENT_RANK = "Its process has ended, or hangs outside of Python."
 
 
@@ -262,3 +266,81 @@ def spread(values: Sequence[Any]) -> dict[Any, list[int]]:
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
     return ranks
+
+
+# Values that must be the same on all ranks
+
+
+def check_ranks_agree(
+    control: ControlPlane,
+    values: Mapping[str, Any],
+    why: str = "they would compute different things, or wait for each other forever.",
+    fix: str = "look for a value that differs between ranks: an unseeded split, a flag, an environment variable.",
+    compared: Any = None,
+) -> None:
+    """Check that all ranks have the same values. Collective.
+
+    The ranks compare a digest through the store, and gather the values only if digests differ.
+
+    Args:
+        control: connects the ranks.
+        values: this rank's values by name, serialisable as JSON.
+        why: see `refuse_differences`.
+        fix: see `refuse_differences`.
+        compared: what the ranks compare in place of ``values``, if only a property of the values must be the same.
+
+    Raises:
+        DistributedError: see `refuse_differences`.
+    """
+    if control.world_size == 1:
+        return
+    if do_ranks_differ(control, "a comparison of values between ranks", values if compared is None else compared):
+        refuse_differences(control.gather_objects(dict(values)), why, fix)
+
+
+def do_ranks_differ(control: ControlPlane, purpose: str, value: Any) -> bool:
+    """Return whether a value that can be serialised as JSON is not the same on all ranks. Collective.
+
+    The ranks exchange a digest through the store.
+    """
+    digest = digest_of(value)
+    (differing,) = control.agree(purpose, control.from_rank_0(digest) != digest)
+    return differing > 0
+
+
+def refuse_differences(
+    values_by_rank: Sequence[Mapping[str, Any]],
+    why: str,
+    fix: str,
+    error: type[DrivetrainError] = DistributedError,
+) -> None:
+    """Raise an error on every rank if a name does not have the same value on all ranks.
+
+    Args:
+        values_by_rank: the gathered values by name, serialisable as JSON.
+        why: the reason why the values must be the same.
+        fix: how to make them the same.
+        error: the class of the error.
+
+    Raises:
+        DrivetrainError: of the class ``error``. The error lists each name with its values and their ranks.
+    """
+    differences = []
+    for name in dict.fromkeys(chain.from_iterable(values_by_rank)):
+        ranks_by_value = spread([_as_json(values[name]) if name in values else "missing" for values in values_by_rank])
+        if len(ranks_by_value) > 1:
+            listed = "; ".join(f"{value} on rank(s) {ranks}" for value, ranks in ranks_by_value.items())
+            differences.append(f"{name}: {listed}")
+    if differences:
+        count = len(differences)
+        more = f" | {count - _MAX_NAMES} more" if count > _MAX_NAMES else ""
+        raise error(f"The ranks do not agree on {' | '.join(differences[:_MAX_NAMES])}{more}.", why, fix)
+
+
+def digest_of(value: Any) -> str:
+    """Return a digest of a value that can be serialised as JSON, by which ranks compare values without sending them."""
+    return hashlib.blake2b(_as_json(value).encode(), digest_size=16).hexdigest()
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False)

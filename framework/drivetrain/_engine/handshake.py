@@ -1,44 +1,16 @@
-"""The handshake: before the first step, checks that all ranks have the same module, settings and optimizers."""
+"""What all ranks must have in common before the first step: facts about module, settings and optimizers."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain._distributed.control_plane import ControlPlane, spread
-from drivetrain.errors import DistributedError
+from drivetrain._distributed.control_plane import ControlPlane, check_ranks_agree, digest_of
 from drivetrain.run_context import RunContext
-
-
-def check_ranks_agree(control: ControlPlane, facts: Mapping[str, Any]) -> None:
-    """Compare ``facts``, which must be serialisable as JSON, with rank 0's. Collective.
-
-    Raises:
-        DistributedError: facts differ. Every rank raises the error, which names each such fact and the ranks' values.
-    """
-    if control.world_size == 1:
-        return
-    digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
-    (differ,) = control.agree("the handshake", control.from_rank_0(digest) != digest)
-    if not differ:
-        return
-    all_facts = control.gather_objects(dict(facts))
-    lines = []
-    for name in sorted({name for rank_facts in all_facts for name in rank_facts}):
-        values = spread([json.dumps(rank_facts.get(name)) for rank_facts in all_facts])
-        if len(values) > 1:
-            lines.append(f"{name}: " + "; ".join(f"{value} on rank(s) {ranks}" for value, ranks in values.items()))
-    raise DistributedError(
-        f"The ranks do not agree on {len(lines)} thing(s): " + " | ".join(lines[:20]),
-        "they would compute different things, or wait for each other forever.",
-        "look for a value that differs between ranks: an unseeded split, a flag, an environment variable.",
-    )
 
 
 def check_folder_agreement(control: ControlPlane, wanted_by: Sequence[str]) -> None:
@@ -52,19 +24,12 @@ def check_folder_agreement(control: ControlPlane, wanted_by: Sequence[str]) -> N
     Raises:
         DistributedError: ranks differ. Every rank raises the error, which lists ``wanted_by`` for the ranks.
     """
-    if control.world_size == 1:
-        return
-    wanted = bool(wanted_by)
-    (differ,) = control.agree("whether the run has a folder", control.from_rank_0(wanted) != wanted)
-    if not differ:
-        return
-    ranks_by_users = spread([", ".join(users) or "nothing" for users in control.gather_objects(list(wanted_by))])
-    raise DistributedError(
-        "Some ranks need a folder for the run and others do not: "
-        + "; ".join(f"{users} on rank(s) {ranks}" for users, ranks in ranks_by_users.items())
-        + ".",
+    check_ranks_agree(
+        control,
+        {"what needs a folder for the run": ", ".join(wanted_by) or "nothing"},
         "rank 0 chooses the folder for all ranks, so loggers, Checkpoint and a profiler must exist on every rank.",
         "give Fit the same objects on every rank; they write on rank 0 only where one file is enough.",
+        compared=bool(wanted_by),
     )
 
 
@@ -74,9 +39,7 @@ def module_facts(module: nn.Module) -> dict[str, Any]:
         f"parameter {name!r}": [list(parameter.shape), str(parameter.dtype), parameter.requires_grad]
         for name, parameter in module.named_parameters()
     }
-    facts["order of parameters"] = hashlib.blake2b(
-        "\n".join(name for name, _ in module.named_parameters()).encode(), digest_size=8
-    ).hexdigest()
+    facts["order of parameters"] = digest_of(list(facts))
     facts["torch"] = torch.__version__
     return facts
 

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from drivetrain._distributed.control_plane import check_ranks_agree
 from drivetrain._engine.batches import BatchMover
 from drivetrain._engine.evaluation_setup import build_validation
-from drivetrain._engine.handshake import check_ranks_agree
 from drivetrain._engine.resume_compatibility import data_facts
 from drivetrain._engine.run_parts import RunCore, RunData, Stopping
 from drivetrain._engine.seeding import seed_rank

@@ -378,7 +378,7 @@ class RunCheckpoint:
             assert self._trainables is not None
             self._trainables.freeze_as_saved(state["frozen"], None)
             self.regroup(checkpoint, optimization.optimizers, anew)
-            self._trainables.has_new_parameters = True
+            self._trainables.note_new_parameters()
         initial_schedulers: dict[int, dict[str, Any]] = {}
         if rolling_back:  # what starts anew returns to its initial state
             initial_schedulers = self._memory.initial_schedulers

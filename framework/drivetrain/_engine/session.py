@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from drivetrain._distributed.control_plane import check_ranks_agree
 from drivetrain._distributed.failure import Failure
 from drivetrain._engine.batches import BatchMover, build_batch_mover
 from drivetrain._engine.checkpoints import RunCheckpoints
@@ -28,7 +29,7 @@ from drivetrain._engine.evaluation_setup import (
 )
 from drivetrain._engine.failure_propagation import error_to_report, publish_failure, resolve_cause
 from drivetrain._engine.fused_optimizers import suggest_fused_optimizers
-from drivetrain._engine.handshake import check_ranks_agree, module_facts, setting_facts
+from drivetrain._engine.handshake import module_facts, setting_facts
 from drivetrain._engine.optimizer_setup import set_up_optimizers
 from drivetrain._engine.out_of_memory import explain_out_of_memory
 from drivetrain._engine.process_switches import apply_switches

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drivetrain._distributed.control_plane import ControlPlane
-from drivetrain._engine.handshake import check_ranks_agree
+from drivetrain._distributed.control_plane import ControlPlane, check_ranks_agree
 from drivetrain._engine.stage_loaders import (
     DataArguments,
     DataSplit,

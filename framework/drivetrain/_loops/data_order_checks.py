@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from itertools import chain
 
-from drivetrain._distributed.control_plane import spread
+from drivetrain._distributed.control_plane import refuse_differences
 from drivetrain._loops.windows import Batches
 from drivetrain.data._batch_source import BatchSource
 from drivetrain.data._order_fingerprint import OrderFingerprint
@@ -14,6 +13,16 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.strategies.strategy import Strategy
 
 logger = logging.getLogger("drivetrain")
+
+_WHY_ONE_ORDER = (
+    "each rank iterates over the whole order and takes its part, so with different orders some samples would be read "
+    "twice and others not at all."
+)
+_FIX_ORDER = (
+    "let the sampler draw from the global generator of torch, Python or NumPy, which is the same on all ranks while "
+    "the sampler draws, or from a generator that has the same seed on all ranks; or set "
+    "use_distributed_sampler=False, with which each rank keeps its own order."
+)
 
 
 def compare_ranks(batches: Batches, source: BatchSource, name: str, strategy: Strategy) -> Batches:
@@ -41,40 +50,29 @@ def _compare_first(batches: Batches, source: BatchSource, name: str, strategy: S
     data_ranks = [data_rank for data_rank, _ in by_rank]
     for fields_by_rank in zip(*(rank_fields for _, rank_fields in by_rank), strict=True):
         fingerprints = [OrderFingerprint(*fields) for fields in fields_by_rank]
+        digests = [fingerprint.digest for fingerprint in fingerprints]
+        if None in digests:
+            continue
         if fingerprints[0].common:
-            _check_order(fingerprints, name)
-        elif strategy.rank == 0:
-            _warn_of_equal_batches(fingerprints, data_ranks, name)
+            refuse_differences(
+                [{f"the order of {fingerprints[0].name}, the sampler of the {name}": digest} for digest in digests],
+                _WHY_ONE_ORDER,
+                _FIX_ORDER,
+                ConfigurationError,
+            )
+        elif strategy.rank == 0 and len(set(data_ranks)) > 1 and len(set(digests)) == 1:
+            _warn_of_equal_batches(fingerprints[0].name, len(set(data_ranks)), name)
     if first_batch is not None:
         yield first_batch
 
 
-def _check_order(fingerprints: Sequence[OrderFingerprint], name: str) -> None:
-    by_digest = spread([fingerprint.digest for fingerprint in fingerprints])
-    if None in by_digest or len(by_digest) == 1:
-        return
-    sampler = fingerprints[0].name
-    ranks = " and ".join(f"rank(s) {ranks}" for ranks in by_digest.values())
-    raise ConfigurationError(
-        f"{sampler}, the sampler of the {name}, draws different orders on {ranks}.",
-        "each rank iterates over the whole order and takes its part, so with different orders some samples would be "
-        "read twice and others not at all.",
-        f"let {sampler} draw from the global generator of torch, Python or NumPy, which is the same on all ranks while "
-        "the sampler draws, or from a generator that has the same seed on all ranks; or set "
-        "use_distributed_sampler=False, with which each rank keeps its own order.",
-    )
-
-
-def _warn_of_equal_batches(fingerprints: Sequence[OrderFingerprint], data_ranks: Sequence[int], name: str) -> None:
-    ranks = len(set(data_ranks))
-    if ranks == 1 or fingerprints[0].digest is None or len({fingerprint.digest for fingerprint in fingerprints}) > 1:
-        return
+def _warn_of_equal_batches(data: str, ranks: int, name: str) -> None:
     logger.warning(
         "The first batch of the %s is the same on all ranks. Each rank seems to read the whole of %s, so that every "
         "sample counts %d times: give each rank its own part, for example by drivetrain.data.split_by_rank(%s(...)). "
         "This warning is not repeated.",
         name,
-        fingerprints[0].name,
+        data,
         ranks,
-        fingerprints[0].name,
+        data,
     )

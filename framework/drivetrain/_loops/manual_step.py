@@ -22,7 +22,6 @@ from drivetrain._metrics import MetricStore
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
-from drivetrain.strategies._trainable import get_requires_grad
 from drivetrain.strategies.strategy import Strategy
 
 logger = logging.getLogger("drivetrain")
@@ -268,10 +267,7 @@ class ManualStep:
     def forward_backward(self, micro_batch: MicroBatch, batch_idx: int) -> Any:
         trainables = self._trainables
         if trainables.checks_each_window:
-            if (
-                trainables.has_new_parameters
-                or tuple(map(get_requires_grad, trainables.parameters)) != trainables.requires_grad_flags
-            ):
+            if trainables.has_changed():
                 trainables.adapt_strategy()
             trainables.window_open = True
         if self._compares_samples and micro_batch.samples * micro_batch.ranks != micro_batch.total:
@@ -297,10 +293,7 @@ class ManualStep:
         if self._toggled is not None:
             self._raise_open_toggle(self._toggled[0])
         if trainables.checks_each_window:
-            if (
-                trainables.has_new_parameters
-                or tuple(map(get_requires_grad, trainables.parameters)) != trainables.requires_grad_flags
-            ):
+            if trainables.has_changed():
                 trainables.raise_if_changed(mention_toggling=True)
             trainables.window_open = False
         return {} if output is None else output
@@ -310,10 +303,7 @@ class ManualStep:
         for hook in self._before_backward:
             hook(loss)
         trainables = self._trainables
-        if trainables.window_open and (
-            trainables.has_new_parameters
-            or tuple(map(get_requires_grad, trainables.parameters)) != trainables.requires_grad_flags
-        ):
+        if trainables.window_open and trainables.has_changed():
             trainables.raise_if_changed(unfrozen_only=True)
         loss = loss if self._scale == 1.0 else loss * self._scale
         if self._contexts is None and not self._syncs_in_context:

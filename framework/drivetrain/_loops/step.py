@@ -26,7 +26,6 @@ from drivetrain._metrics import MetricStore
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
-from drivetrain.strategies._trainable import get_requires_grad
 from drivetrain.strategies.strategy import StepRunner, Strategy
 
 logger = logging.getLogger("drivetrain")
@@ -163,10 +162,7 @@ class AutomaticStep:
             self._zero_grad(optimizer)
         if self._tracks_trainables:
             trainables = self._trainables
-            if (
-                trainables.has_new_parameters
-                or tuple(map(get_requires_grad, trainables.parameters)) != trainables.requires_grad_flags
-            ):
+            if trainables.has_changed():
                 trainables.adapt_strategy()
             trainables.window_open = True
 
@@ -186,13 +182,8 @@ class AutomaticStep:
                 with self.strategy.gradient_sync(micro_batch.closes):
                     return AutomaticStep.forward_backward(self, micro_batch, batch_idx, in_context=True)
         output = self._training_step(micro_batch.batch, batch_idx)
-        if self._tracks_trainables:
-            trainables = self._trainables
-            if (
-                trainables.has_new_parameters
-                or tuple(map(get_requires_grad, trainables.parameters)) != trainables.requires_grad_flags
-            ):
-                trainables.raise_if_changed()
+        if self._tracks_trainables and self._trainables.has_changed():
+            self._trainables.raise_if_changed()
         loss = output["loss"] if isinstance(output, dict) and "loss" in output else output
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
             if loss is None and self._none_allowed:
@@ -252,13 +243,9 @@ class AutomaticStep:
 
     def _close_trainables(self) -> None:
         """Check that no parameter changed within the window, and allow changes until the next window opens."""
-        trainables = self._trainables
-        if (
-            trainables.has_new_parameters
-            or tuple(map(get_requires_grad, trainables.parameters)) != trainables.requires_grad_flags
-        ):
-            trainables.raise_if_changed()
-        trainables.window_open = False
+        if self._trainables.has_changed():
+            self._trainables.raise_if_changed()
+        self._trainables.window_open = False
 
     def drop_window(self) -> None:
         self._trainables.window_open = False

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple
 from datetime import timedelta
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.swa_utils import SWALR
 
+from drivetrain._distributed.control_plane import digest_of
 from drivetrain._loops.configured_optimizers import SchedulerConfig, check_group
 from drivetrain._loops.hooks import is_overridden
 from drivetrain.errors import ConfigurationError, listed
@@ -23,6 +27,7 @@ from drivetrain.strategies._trainable import (
     Groups,
     TrainableChange,
     changed_within_window_error,
+    get_requires_grad,
     parameters_created_within_window,
 )
 from drivetrain.strategies.strategy import Strategy
@@ -50,8 +55,7 @@ _SCHEDULERS_WITH_FIXED_GROUPS = (
 class Trainables:
     """Tracks which parameters of a module train, and in which groups of its optimizers.
 
-    When a window opens, the step compares the ``requires_grad`` of all `parameters` with `requires_grad_flags`. The
-    comparison runs in C. New layers and parameter groups set `has_new_parameters`.
+    The step calls `has_changed` when a window opens, after each forward and when the window closes.
 
     Args:
         module: the module, wrapped by the strategy.
@@ -62,19 +66,19 @@ class Trainables:
         "_frozen_by_strategy",
         "_groups",
         "_handles",
+        "_has_new_parameters",
         "_module",
         "_optimizers",
+        "_parameters",
         "_patched",
         "_recorded",
+        "_requires_grad_flags",
         "_resuming",
         "_schedulers",
         "_strategy",
         "_warned",
         "checks_each_window",
-        "has_new_parameters",
-        "parameters",
-        "refuses_in_window",
-        "requires_grad_flags",
+        "has_changed",
         "trained",
         "window_open",
     )
@@ -92,12 +96,11 @@ class Trainables:
         self._resuming = False
         self.checks_each_window = strategy.world_size > 1 or is_overridden("trainable_changed", strategy, Strategy)
         """Whether changes are checked in each window because the strategy depends on them; otherwise once an epoch."""
-        self.refuses_in_window = self.checks_each_window
-        """Whether a parameter group that is added within an open window raises an error."""
         self.window_open = False
-        """Whether a window is open: from its first forward until ``on_before_optimizer_step``."""
-        self.has_new_parameters = False
-        """Whether a layer was created or a group added since the last check."""
+        """Whether a window is open, in which nothing may change: from its first forward to its last gradients."""
+        self._has_new_parameters = False
+        self.has_changed: Callable[[], bool]
+        """Returns whether since the last check a layer or a group was added, or a parameter frozen or unfrozen."""
         self.trained: set[str] = set()
         """The names of the parameters that train or have trained."""
         self._record()
@@ -127,6 +130,17 @@ class Trainables:
 
     # Checks
 
+    def note_new_parameters(self) -> None:
+        """Note that a layer was created, or a group added to an optimizer."""
+        self._has_new_parameters = True
+        self._compare_from_now_on()
+
+    def _compare_from_now_on(self) -> None:
+        # A step calls `has_changed` several times, so it consists of C functions: a method would cost a call each time.
+        flags_now = map(tuple, map(map, repeat(get_requires_grad), repeat(self._parameters)))
+        changes = map(operator.ne, flags_now, repeat(self._requires_grad_flags))
+        self.has_changed = repeat(True).__next__ if self._has_new_parameters else changes.__next__
+
     def adapt_strategy(self) -> None:
         """Let the strategy adapt to changes, after all ranks have agreed on them. Collective if something changed.
 
@@ -134,14 +148,16 @@ class Trainables:
             DistributedError: the changes differ between ranks. The error names them.
             ConfigurationError: the strategy does not support the change.
         """
-        self.has_new_parameters = False
+        self._has_new_parameters = False
+        self._compare_from_now_on()
         strategy = self._strategy
         now = strategy.named_parameters()
         change = TrainableChange.between(self._recorded, now, self._groups, self._current_groups())
         if not change:
             return
         if strategy.world_size > 1:
-            purpose = f"a change of the trainable parameters ({change}; {change.digest})"
+            # The digest is of all names, since the text lists only some.
+            purpose = f"a change of the trainable parameters ({change}; {digest_of(astuple(change))})"
             strategy.control.agree(purpose, timeout=_CHANGE_TIMEOUT)
         strategy.trainable_changed(self._module)
         if strategy.rank == 0:
@@ -162,7 +178,7 @@ class Trainables:
             ConfigurationError: parameters have changed. The error names them.
         """
         strategy_name = type(self._strategy).__name__
-        if self.has_new_parameters:
+        if self._has_new_parameters:
             now = self._strategy.named_parameters()
             recorded = self._recorded
             created = [name for name, value in now.items() if name not in recorded or recorded[name][0] is not value]
@@ -171,7 +187,7 @@ class Trainables:
         names = {id(parameter): name for name, (parameter, _) in self._recorded.items()}
         changed = [
             names[id(parameter)]
-            for parameter, requires_grad in zip(self.parameters, self.requires_grad_flags, strict=True)
+            for parameter, requires_grad in zip(self._parameters, self._requires_grad_flags, strict=True)
             if parameter.requires_grad != requires_grad and (parameter.requires_grad or not unfrozen_only)
         ]
         if changed:
@@ -248,7 +264,7 @@ class Trainables:
     # Notifications of new layers and groups
 
     def _on_created(self, module: Any, name: str, value: Any) -> None:
-        self.has_new_parameters = True
+        self.note_new_parameters()
 
     def _checked_add_param_group(self, optimizer: Optimizer) -> Callable[[dict[str, Any]], None]:
         add = type(optimizer).add_param_group
@@ -269,7 +285,7 @@ class Trainables:
                         len(tensors),
                     )
                 return
-            if self.window_open and self.refuses_in_window:
+            if self.window_open:
                 raise ConfigurationError(
                     "add_param_group within training_step or an open accumulation window.",
                     f"{type(strategy).__name__} exchanges gradients of the parameters that were trainable when the "
@@ -295,7 +311,7 @@ class Trainables:
             except ConfigurationError:
                 del optimizer.param_groups[before:]
                 raise
-            self.has_new_parameters = True
+            self.note_new_parameters()
 
         return add_param_group
 
@@ -320,9 +336,10 @@ class Trainables:
         self._update_requires_grad_flags()
 
     def _update_requires_grad_flags(self) -> None:
-        self.parameters = tuple(parameter for parameter, _ in self._recorded.values())
-        self.requires_grad_flags = tuple(trained for _, trained in self._recorded.values())
+        self._parameters = tuple(parameter for parameter, _ in self._recorded.values())
+        self._requires_grad_flags = tuple(trained for _, trained in self._recorded.values())
         self.trained |= {name for name, (_, trained) in self._recorded.items() if trained}
+        self._compare_from_now_on()
 
     def _current_groups(self) -> Groups:
         names = {id(parameter): name for name, parameter in self._strategy.named_parameters().items()}

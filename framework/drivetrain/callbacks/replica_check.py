@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain._distributed.checksum import checksums
-from drivetrain._distributed.control_plane import ControlPlane, spread
+from drivetrain._distributed.control_plane import ControlPlane, check_ranks_agree, digest_of, spread
 from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError, DistributedError
 
@@ -126,27 +125,27 @@ def compare_replicas(control: ControlPlane, tensors: dict[str, Tensor], when: st
         DistributedError: on every rank, if a tensor differs or the ranks pass different labels.
     """
     labels = list(tensors)
-    _compare_labels(control, labels, when)
+    check_ranks_agree(  # with different labels, the next collective would hang or mix up tensors
+        control,
+        {**dict.fromkeys(labels, f"held {when}"), "order of parameters and buffers": digest_of(labels)},
+        "replicas are compared name by name",
+        "register the same parameters and buffers on every rank",
+    )
     parts = [_local_part(tensor) for tensor in tensors.values()]
     local = torch.cat([checksums([part for part, _ in parts]), torch.tensor([shard for _, shard in parts])])
     gathered = control.all_gather(local)
     sums, shards = gathered[:, : len(labels)], gathered[:, len(labels) :]
     if not shards.any() and bool((sums == sums[0]).all()):
         return
-    differing = [
-        index
-        for index in range(len(labels))
-        if any(len(ranks_by_checksum) > 1 for ranks_by_checksum in _ranks_by_checksum(sums[:, index], shards[:, index]))
-    ]
+    differing: dict[str, dict[int, list[int]]] = {}
+    for index, label in enumerate(labels):
+        for ranks_by_checksum in _ranks_by_checksum(sums[:, index], shards[:, index]):
+            if len(ranks_by_checksum) > 1:
+                differing.setdefault(label, ranks_by_checksum)
     if differing:
-        first = differing[0]
-        groups = next(
-            ranks_by_checksum
-            for ranks_by_checksum in _ranks_by_checksum(sums[:, first], shards[:, first])
-            if len(ranks_by_checksum) > 1
-        )
+        label, groups = next(iter(differing.items()))
         raise DistributedError(
-            f"The replicas differ {when}: {labels[first]} is not the same on {_format_groups(groups)}"
+            f"The replicas differ {when}: {label} is not the same on {_format_groups(groups)}"
             + (f" (the first of {len(differing)} that differ)" if len(differing) > 1 else ""),
             "replicas that start with the same weights and apply the same gradients stay bit-identical, so other code "
             "has changed this tensor on some ranks. Known causes are nn.Embedding(max_norm=...), a module checkpointed "
@@ -154,25 +153,6 @@ def compare_replicas(control: ControlPlane, tensors: dict[str, Tensor], when: st
             "that writes to the tensor depending on the rank or the rank's data",
             "find the code that writes to the tensor; ReplicaCheck(every_n_steps=1) shows the first step at which it "
             "differs. If it is meant to differ between ranks, use ReplicaCheck(ignore=[...])",
-        )
-
-
-def _compare_labels(control: ControlPlane, labels: list[str], when: str) -> None:
-    """Raise an error if the ranks have different labels, because the next collective would hang or mix up tensors."""
-    digest = hashlib.blake2b("\n".join(labels).encode(), digest_size=8).digest()
-    local = torch.tensor([int.from_bytes(digest, "big", signed=True)])
-    if not bool((control.all_gather(local) == local).all()):
-        labels_by_rank = control.gather_objects(labels)
-        common = set.intersection(*map(set, labels_by_rank))
-        unmatched = next(
-            (label for labels_of_rank in labels_by_rank for label in labels_of_rank if label not in common),
-            "their order",
-        )
-        ranks = [rank for rank, labels_of_rank in enumerate(labels_by_rank) if unmatched in labels_of_rank]
-        raise DistributedError(
-            f"The ranks hold different parameters or buffers {when}: {unmatched} is on rank(s) {ranks} only",
-            "replicas are compared name by name",
-            "register the same parameters and buffers on every rank",
         )
 
 

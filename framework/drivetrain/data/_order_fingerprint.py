@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, uint8
 from torch.utils.data import ConcatDataset, Subset
 
+from drivetrain._distributed.control_plane import digest_of
 from drivetrain._runtime.transfer import row_major
 
 # Maximum number of indices of a list that are hashed, which is enough to distinguish two orders.
@@ -40,10 +41,7 @@ class OrderFingerprint(NamedTuple):
 
 def digest_of_indices(indices: Any) -> str:
     """Return a digest of a sampler's indices, a nested list. Equal indices have equal digests in all processes."""
-    hasher = hashlib.blake2b(digest_size=8)
-    for value in _index_tokens(indices):
-        hasher.update(f"{value!r},".encode())
-    return hasher.hexdigest()
+    return digest_of(_index_to_json(indices))
 
 
 def digest_of_batch(batch: Any) -> str | None:
@@ -83,29 +81,18 @@ def subset_fingerprint(dataset: Any) -> list[Any] | None:
 
 
 def _index_to_json(value: Any) -> Any:
+    """Return an index, or a nested list of indices, in a form that does not depend on the process."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [_index_to_json(item) for item in value]
+    if isinstance(value, str | float):
+        return value
     try:
         return operator.index(value)
     except TypeError:
         # The repr of other objects may differ between processes.
-        return str(value) if isinstance(value, str | bytes | float | tuple | Tensor) else type(value).__name__
-
-
-def _index_tokens(value: Any) -> Iterator[Any]:
-    """Yield the parts of an index, or of a nested list of indices, in a form that does not depend on the process."""
-    if isinstance(value, Tensor):
-        value = value.tolist()
-    if isinstance(value, list | tuple):
-        yield "["
-        for item in value:
-            yield from _index_tokens(item)
-        yield "]"
-    elif isinstance(value, str | bytes | float):
-        yield value
-    else:
-        try:
-            yield operator.index(value)
-        except TypeError:
-            yield type(value).__name__  # The repr of other objects may differ between processes.
+        return str(value) if isinstance(value, bytes) else type(value).__name__
 
 
 def _leaves(value: Any) -> Iterator[Any]:

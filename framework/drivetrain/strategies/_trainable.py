@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -74,11 +73,6 @@ class TrainableChange:
             sizes = [[len(group) for group in groups] for groups in self.groups]
             parts.append(f"the optimizers' groups hold {', '.join(map(str, sizes))} parameters")
         return "; ".join(parts)
-
-    @property
-    def digest(self) -> str:
-        """A digest of all names. ``str(change)`` shows only some names."""
-        return hashlib.blake2b(repr(self).encode(), digest_size=6).hexdigest()
 
 
 def parameters_created_within_window(names: Iterable[str], strategy: str) -> ConfigurationError:

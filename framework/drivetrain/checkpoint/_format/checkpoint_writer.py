@@ -7,10 +7,10 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import Any
 
-from drivetrain._distributed.control_plane import ControlPlane
+from drivetrain._distributed.control_plane import ControlPlane, digest_of, refuse_differences
 from drivetrain.checkpoint._format.checksums import checksums_of
 from drivetrain.checkpoint._format.collective_errors import gather_or_raise, run_collectively
 from drivetrain.checkpoint._format.gathered_writes import GatheredWriter, LocalWriteError, Regions
@@ -70,10 +70,11 @@ def commit(path: str, staged: StagedCheckpoint, control: ControlPlane) -> None:
         except Exception as error:
             problem = error
     try:
-        plan = _agree_on_plan(path, staged, storage, problem, control)
+        requests = _exchange_requests(path, staged, storage, problem, control)
         if storage is None:
-            storage = _join(path, plan.join_info)
-        written, parts = _write(path, staged, plan, storage, control)
+            assert requests[0].join_info is not None
+            storage = _join(path, requests[0].join_info)
+        written, parts = _write(path, staged, requests, storage, control)
         _commit_manifest(path, staged, storage, written, parts, control)
     except BaseException:
         if storage is not None:
@@ -94,83 +95,51 @@ def _join(path: str, join_info: JoinInfo) -> Storage:
     return LocalStorage.join(root, join_info) if filesystem is None else ObjectStorage.join(filesystem, root, join_info)
 
 
-# Exchange before writing: the ranks compare their requests and agree on a `_SavePlan`
+# Exchange before writing: the ranks compare what they save, and exchange who writes which regions
 
 
-@dataclass(frozen=True, slots=True)
-class _SavePlan:
-    """What the ranks agreed on before anything is written.
-
-    Attributes:
-        join_info: what the other ranks need to write to rank 0's storage.
-        regions: for each shared part, the regions that each rank contributes.
-        state: the tensors of rank 0's state.
-        digest: name of the digest to compute for each file; None for no digest.
-    """
-
-    join_info: JoinInfo
-    regions: list[list[Regions]]
-    state: list[Spec]
-    digest: str | None
-
-
-def _agree_on_plan(
+def _exchange_requests(
     path: str, staged: StagedCheckpoint, storage: Storage | None, problem: Exception | None, control: ControlPlane
-) -> _SavePlan:
-    shared = _shared_parts(staged)
+) -> list[WriteRequest]:
+    """Return the requests of all ranks, after a check that they fit together. Collective."""
+    values = {**_values_to_compare(staged), "the path": path}
+    shared = staged.shared_parts()
     request = WriteRequest(
-        path=path,
+        values=digest_of(values),
         join_info=None if storage is None else storage.join_info,
-        digests=[part.digest() for part in shared],
         regions=[{name: contributed_region(shard) for name, shard in part.shards().items()} for part in shared],
         state=shared[-1].specs if shared and control.rank == 0 else [],
         digest=staged.digest,
     )
     answers = gather_or_raise(control, f"The checkpoint {path!r} could not be written", request.plain_values(), problem)
     requests = [WriteRequest.decode(answer) for answer in answers]
-    paths = [other.path for other in requests]
-    if len(set(paths)) > 1:
-        raise CheckpointError(
-            "The ranks save to different paths: "
-            + ", ".join(f"rank {rank} to {other!r}" for rank, other in enumerate(paths[:8]))
-            + ".",
-            "the ranks write one checkpoint together.",
-            "build the path on rank 0 and broadcast it; a path that contains the time differs between ranks.",
+    if any(other.values != requests[0].values for other in requests):
+        refuse_differences(
+            control.gather_objects(values),
+            "the ranks write one checkpoint together, and each rank writes its shard of every tensor.",
+            "build the same module, optimizers and callbacks on every rank, and the path on rank 0, which broadcasts "
+            "it: a path that contains the time differs between ranks.",
+            CheckpointError,
         )
-    if any(other.digests != requests[0].digests for other in requests):
-        _raise_difference(shared, control)
-    assert requests[0].join_info is not None
-    regions = [[other.regions[number] for other in requests] for number in range(len(shared))]
-    state = requests[0].state
-    for part, rank_regions in zip(shared, regions, strict=True):
-        _check_coverage(path, state if part.role == "state" else part.specs, rank_regions)
-    return _SavePlan(requests[0].join_info, regions, state, requests[0].digest)
+    for number, part in enumerate(shared):
+        specs = requests[0].state if part.role == "state" else part.specs
+        _check_coverage(path, specs, [other.regions[number] for other in requests])
+    return requests
 
 
-def _shared_parts(staged: StagedCheckpoint) -> list[StagedPart]:
-    return [part for part in staged.parts if part.role != "rank"]
-
-
-def _raise_difference(shared: Sequence[StagedPart], control: ControlPlane) -> NoReturn:
-    entries = {
-        f"{part.stem}: {spec.name}": f"{spec.dtype} of shape {spec.shape}"
-        + (", sharded" if spec.name in part.shards() else "")
-        for part in shared
-        for spec in part.specs
-        if part.role != "state" or spec.name in part.shards()
-    }
-    entries_by_rank = control.gather_objects(entries)
-    lines = []
-    for rank, rank_entries in enumerate(entries_by_rank):
-        for name in list(dict.fromkeys([*entries_by_rank[0], *rank_entries])):
-            if entries_by_rank[0].get(name) != rank_entries.get(name):
-                first, other = entries_by_rank[0].get(name, "missing"), rank_entries.get(name, "missing")
-                lines.append(f"{name}: {first} on rank 0, {other} on rank {rank}")
-    raise CheckpointError(
-        "The ranks save different tensors: " + ("; ".join(lines[:5]) or "the same names in another order") + ".",
-        "the ranks write one checkpoint together, and each rank writes its shard of every tensor.",
-        "build the same module, optimizers and callbacks on every rank.",
-    )
+def _values_to_compare(staged: StagedCheckpoint) -> dict[str, str]:
+    """Return what must be the same on all ranks. Of the state, only the sharded tensors must be."""
+    values: dict[str, str] = {}
+    for part in staged.shared_parts():
+        shards = part.shards()
+        values[part.stem] = f"{part.role} {part.key}"
+        values |= {
+            f"{part.stem}: {spec.name}": f"{spec.dtype} of shape {spec.shape}"
+            + (", sharded" if spec.name in shards else "")
+            for spec in part.specs
+            if part.role != "state" or spec.name in shards
+        }
+    return {**values, "the order of tensors": digest_of(list(values))}
 
 
 def _check_coverage(path: str, specs: Sequence[Spec], rank_regions: Sequence[Regions]) -> None:
@@ -191,20 +160,21 @@ def _check_coverage(path: str, specs: Sequence[Spec], rank_regions: Sequence[Reg
 
 
 def _write(
-    path: str, staged: StagedCheckpoint, plan: _SavePlan, storage: Storage, control: ControlPlane
+    path: str, staged: StagedCheckpoint, requests: Sequence[WriteRequest], storage: Storage, control: ControlPlane
 ) -> tuple[dict[str, FileRecord], list[tuple[str, Part]]]:
     """Write this rank's files; return the records of all ranks' files, and the checkpoint's parts with their roles."""
     file_records: dict[str, FileRecord] = {}
     parts: list[tuple[str, Part]] = []
     problem: Exception | None = None
-    shared_regions = iter(plan.regions)
+    shared_regions = zip(*(request.regions for request in requests), strict=True)
+    digest = requests[0].digest
     for part in staged.parts:
-        specs = plan.state if part.role == "state" else None
+        specs = requests[0].state if part.role == "state" else None
         files = part.planned_files(control.rank, control.world_size, specs)
         files = [replace(file, name=storage.file_name(file.name)) for file in files]
-        regions = [{}] * control.world_size if part.role == "rank" else next(shared_regions)
+        regions = [{}] * control.world_size if part.role == "rank" else list(next(shared_regions))
         document = None if part.document is None else storage.file_name(f"{part.stem}.json")
-        writer = GatheredWriter(part.tensors, regions, control, storage, staged.sizes.piece, plan.digest)
+        writer = GatheredWriter(part.tensors, regions, control, storage, staged.sizes.piece, digest)
         try:
             # The write is collective, so this rank calls it even after an earlier part has failed. An error of the
             # exchange itself is not caught: the ranks are no longer at the same point, so this rank's failure must end
@@ -214,11 +184,11 @@ def _write(
             problem = problem or error.cause
         try:
             if part.document is not None and document is not None and problem is None:
-                file_records[document] = _write_file(storage, document, part.document, plan.digest)
+                file_records[document] = _write_file(storage, document, part.document, digest)
             index = _encode_index(part, files)
             if index is not None and control.rank == 0 and problem is None:
                 name = storage.file_name(f"{part.stem}.safetensors.index.json")
-                file_records[name] = _write_file(storage, name, index, plan.digest)
+                file_records[name] = _write_file(storage, name, index, digest)
         except Exception as error:
             problem = problem or error
         index_name = storage.file_name(f"{part.stem}.safetensors.index.json") if len(files) > 1 else None

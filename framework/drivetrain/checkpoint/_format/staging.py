@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -74,18 +73,6 @@ class StagedPart:
         """Return the tensors that are sharded."""
         return {name: value for name, value in self.tensors.items() if isinstance(value, ParameterShard)}
 
-    def digest(self) -> str:
-        """Return a hash of the tensors' descriptions, which must be equal on all ranks.
-
-        For the "state" part, the hash covers only the sharded tensors.
-        """
-        lines = [
-            f"{spec.name} {spec.dtype} {list(spec.shape)} {isinstance(self.tensors[spec.name], ParameterShard)}"
-            for spec in self.specs
-            if self.role != "state" or isinstance(self.tensors[spec.name], ParameterShard)
-        ]
-        return hashlib.sha256("\n".join([self.stem, self.key, *lines]).encode()).hexdigest()
-
     def planned_files(self, rank: int, world_size: int, specs: Sequence[Spec] | None = None) -> list[PlannedFile]:
         """Return the files for the part's tensors, with their owners. ``specs`` replaces the part's own `specs`."""
         specs = self.specs if specs is None else specs
@@ -114,6 +101,10 @@ class StagedCheckpoint:
     sizes: Sizes
     digest: str | None = None
     problem: CheckpointError | None = None
+
+    def shared_parts(self) -> list[StagedPart]:
+        """Return the parts that the ranks write together."""
+        return [part for part in self.parts if part.role != "rank"]
 
     def estimate_size(self, world_size: int) -> tuple[int, int]:
         """Return rank 0's estimate of the number of bytes and the number of files that all ranks will write.

@@ -18,17 +18,15 @@ class WriteRequest:
     """What a rank is about to write.
 
     Attributes:
-        path: path of the checkpoint.
+        values: digest of the values that must be the same on all ranks.
         join_info: what the other ranks need to join rank 0's storage; None on other ranks.
-        digests: for each shared part, a hash of the descriptions of its tensors, which must be equal on all ranks.
         regions: for each shared part, the regions that this rank writes.
         state: the tensors of rank 0's state; empty on other ranks.
         digest: name of the digest to store for each file; None for no digest. The value on rank 0 is used.
     """
 
-    path: str
+    values: str
     join_info: JoinInfo | None = None
-    digests: list[str] = field(default_factory=list)
     regions: list[Regions] = field(default_factory=list)
     state: list[Spec] = field(default_factory=list)
     digest: str | None = None
@@ -37,16 +35,15 @@ class WriteRequest:
         """Return the message as plain values."""
         regions = [{name: _encode_region(region) for name, region in part.items()} for part in self.regions]
         state = [(spec.name, NAMES[spec.dtype], tuple(spec.shape)) for spec in self.state]
-        return self.path, self.join_info, self.digests, regions, state, self.digest
+        return self.values, self.join_info, regions, state, self.digest
 
     @classmethod
     def decode(cls, plain_values: tuple[Any, ...]) -> Self:
         """Return the message from its `plain_values`."""
-        path, join_info, digests, regions, state, digest = plain_values
+        values, join_info, regions, state, digest = plain_values
         return cls(
-            path,
+            values,
             join_info,
-            digests,
             [{name: _decode_region(region) for name, region in part.items()} for part in regions],
             [Spec(name, DTYPES[dtype], shape) for name, dtype, shape in state],
             digest,
