@@ -16,6 +16,7 @@ from callback_run import FakeRun
 
 from drivetrain.callbacks import ProgressBar, progress_bar
 from drivetrain.callbacks._bar_line import Phase, fit_line, format_time
+from drivetrain.callbacks._deferred_values import NamedNumbers
 from drivetrain.callbacks._progress_default import ProgressLines
 from drivetrain.callbacks._time_left import TimeLeft
 from drivetrain.module.train_module import TrainModule
@@ -127,7 +128,7 @@ def test_without_a_log_interval_or_time_no_line_comes(time: Clock) -> None:
 
 def test_a_line_does_not_wait_for_a_device(time: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     # L-09, O-04: a line whose values have not arrived is printed at the next interval, with its own step
-    class Late(progress_bar.NamedNumbers):
+    class Late(NamedNumbers):
         arrived = False
 
         @property
