@@ -211,7 +211,6 @@ class Fit(SessionContext):
         self.preemption_signals = preemption_signals
         self.barebones = barebones
         self.default_root_dir = resolved_path(os.curdir if default_root_dir is None else default_root_dir)
-        self.strategy_setting: str | Strategy = strategy
         self.precision_setting = precision
         if not isinstance(precision, Precision):
             # This call refuses an unknown name. The support of the device is checked once the device is known.

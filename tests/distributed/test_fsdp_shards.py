@@ -10,7 +10,7 @@ from fsdp_nets import Deep
 from small_runs import Regression, loader, quiet, weights
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from drivetrain._distributed.shards import ParameterShard, cut, paste
+from drivetrain._distributed.shards import Box, ParameterShard, Region, cut
 from drivetrain.callbacks import LambdaCallback
 from drivetrain_strategies import FSDPStrategy
 from worlds import on_ranks
@@ -71,6 +71,10 @@ def _run(options: dict[str, Any]) -> Any:
     return found, weights(module)
 
 
+def _part(whole: torch.Tensor, region: Region) -> torch.Tensor:
+    return whole[region.index] if isinstance(region, Box) else whole.view(-1)[region.start : region.stop]
+
+
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
@@ -91,8 +95,8 @@ def test_the_provided_parts_make_up_the_whole(ranks: int, options: dict[str, Any
                 assert region == found["wanted"][name]
                 assert torch.equal(cut(whole, region), local)
                 if is_primary:
-                    paste(made, local, region)
-                    paste(count, cut(count, region) + 1, region)
+                    _part(made, region).copy_(local)
+                    _part(count, region).add_(1)
             assert torch.equal(made, whole), name
             assert bool((count == 1).all()), name
     sharded = sum(part[-1].numel() for part in runs[0][0]["model"].values())

@@ -78,11 +78,3 @@ def cut(whole: Any, region: Region | None) -> torch.Tensor:
     else:
         part = whole.reshape(-1)[region.start : region.stop]
     return part.contiguous()  # type: ignore[no-any-return]
-
-
-def paste(whole: torch.Tensor, part: torch.Tensor, region: Region) -> None:
-    """Write ``part`` into ``whole``, a contiguous tensor, at ``region``."""
-    if isinstance(region, Box):
-        whole[region.index].copy_(part)
-    else:
-        whole.view(-1)[region.start : region.stop].copy_(part)

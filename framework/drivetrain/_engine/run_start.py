@@ -104,7 +104,7 @@ def find_in_folders(run: RunCore, folders: Sequence[str], ckpt_path: str, check:
         _wait_for_liveness(control, search, check)  # an evaluation may read the checkpoints of a live run
     path = None
     if search is not None and run.stage == "fit":
-        path = _choose(run, search, ckpt_path, check).path
+        path = _choose(search, ckpt_path, check).path
     elif search is not None:
         path = _checkpoint_to_evaluate(run, search, ckpt_path, check).path
     found: str | None = control.from_rank_0(path)
@@ -163,7 +163,7 @@ def _wait_for_liveness(control: Any, search: RunSearch | None, check: Check) -> 
             watch.poll(_POLL_INTERVAL)
 
 
-def _choose(run: RunCore, search: RunSearch | None, ckpt_path: str | None, check: Check) -> ResumeChoice:
+def _choose(search: RunSearch | None, ckpt_path: str | None, check: Check) -> ResumeChoice:
     """Return the checkpoint and record that a fit starts from."""
     if search is None or ckpt_path is None:
         return ResumeChoice()
@@ -267,7 +267,7 @@ def _decide(
         skipped = choice.describe_skipped()
         return Beginning(choice.path, folder.path, folder.id, versions=_versions(run), skipped=skipped)
     if place is None:
-        choice = _choose(run, search, ckpt_path, check)
+        choice = _choose(search, ckpt_path, check)
     else:
         problem = write_problem(place.path)
         if problem is not None:
@@ -297,7 +297,7 @@ def _claim_folder(
     created_parents = missing_directories(place.path)
     with lock_folder(place.path):
         while True:
-            choice = _choose(run, search, ckpt_path, check)
+            choice = _choose(search, ckpt_path, check)
             if choice.record is None:
                 fixed = place.fixed or place.evaluated
                 is_known_alive = None if search is None else search.is_known_alive

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 _MAX_BAR_WIDTH = 24  # columns
@@ -15,14 +15,14 @@ class Phase:
 
     Args:
         title: the name that is shown.
-        total: the number of micro-batches; None if unknown.
+        total: the number of micro-batches; infinite if unknown.
         started: start time, in seconds of `time.monotonic`.
         first: the number of micro-batches that were completed before a resume.
     """
 
     __slots__ = ("done", "first", "paused", "started", "title", "total")
 
-    def __init__(self, title: str, total: int | None, started: float, first: int = 0) -> None:
+    def __init__(self, title: str, total: float, started: float, first: int = 0) -> None:
         self.title = title
         self.total = total
         self.done = self.first = first
@@ -37,7 +37,12 @@ class Phase:
     @property
     def is_bounded(self) -> bool:
         """Whether the total is known and has not been exceeded."""
-        return bool(self.total) and self.done <= (self.total or 0)
+        return 0 < self.total < math.inf and self.done <= self.total
+
+    @property
+    def count(self) -> str:
+        """The number of completed micro-batches as text, with the total if there is one."""
+        return f"{self.done}/{self.total}" if self.is_bounded else f"{self.done}"
 
     def elapsed(self, now: float) -> float:
         """Return the seconds since the start, without validations in between."""
@@ -53,7 +58,11 @@ class Phase:
         rate = self.rate(now)
         if not self.is_bounded or rate == 0:
             return None
-        return ((self.total or 0) - self.done) / rate
+        return (self.total - self.done) / rate
+
+    def speed(self, now: float) -> list[str]:
+        """Return the time since the start and the rate as texts."""
+        return [format_time(self.elapsed(now)), format_rate(self.rate(now))]
 
 
 class BarLine(NamedTuple):
@@ -85,38 +94,30 @@ def fit_line(phase: Phase, metrics: Mapping[str, float], now: float, run: str, w
         run: text about the remaining time of the whole run; "" for none.
         width: the number of columns of the terminal.
     """
-    count, speed_now = str(phase.done), format_rate(phase.rate(now))
+    elapsed, rate = phase.speed(now)
     seconds_left = phase.seconds_left(now)
-    times = format_time(phase.elapsed(now)) + ("" if seconds_left is None else f"<{format_time(seconds_left)}")
-    if phase.is_bounded:
-        count = f"{phase.done}/{phase.total}"
-    details = [f"[{times}, {speed_now}]", *([run] if run else [])]
-    shorter = [[count, *details], [count, f"[{times}]", *details[1:]], [count, *details[1:]], [count]]
+    times = elapsed if seconds_left is None else f"{elapsed}<{format_time(seconds_left)}"
+    run_left = [run] if run else []
+    full = [phase.count, f"[{times}, {rate}]", *run_left]
+    shorter = [full, [phase.count, f"[{times}]", *run_left], [phase.count, *run_left], [phase.count]]
+    layouts = [(_MIN_BAR_WIDTH if phase.is_bounded else 0, full), *((0, parts) for parts in shorter)]
     shown = format_metrics(metrics)
     free_columns = width - len(phase.title)
-    choices = [(_MIN_BAR_WIDTH if phase.is_bounded else 0, shorter[0]), *((0, parts) for parts in shorter)]
-    chosen = _first_that_fits(choices, shown[:1], len(shown) > 1, free_columns) or _first_that_fits(
-        choices, [], False, free_columns
-    )
-    bar, parts = chosen or (0, [count])
-    for index, metric in enumerate(shown):
-        ellipsis = [] if index == len(shown) - 1 else ["…"]
-        if _width(bar, [*parts, metric, *ellipsis]) > free_columns:
-            if index and _width(bar, [*parts, "…"]) <= free_columns:
-                parts = [*parts, "…"]
-            break
-        parts = [*parts, metric]
+    fitting = (layout for layout in _by_preference(layouts, shown) if _width(*layout) <= free_columns)
+    bar, parts = next(fitting, (0, [phase.count]))
     if bar:
         bar = min(_MAX_BAR_WIDTH, bar + free_columns - _width(bar, parts))
-    filled = bar * phase.done // (phase.total or 1) if bar else 0
+    filled = bar * phase.done // int(phase.total) if bar else 0
     return BarLine(phase.title[:width], bar, filled, " ".join(parts)[: max(free_columns - 1, 0)])
 
 
-def _first_that_fits(
-    choices: list[tuple[int, list[str]]], metric: list[str], has_more: bool, free_columns: int
-) -> tuple[int, list[str]] | None:
-    extra = [*metric, "…"] if has_more else metric
-    return next(((bar, parts) for bar, parts in choices if _width(bar, [*parts, *extra]) <= free_columns), None)
+def _by_preference(layouts: Sequence[tuple[int, list[str]]], metrics: list[str]) -> Iterator[tuple[int, list[str]]]:
+    """Yield each layout of a line with all metrics, with fewer metrics and "…", and, last, without metrics."""
+    for bar, parts in layouts:
+        for shown in range(len(metrics), 0, -1):
+            yield bar, [*parts, *metrics[:shown], *(["…"] if shown < len(metrics) else [])]
+    for bar, parts in layouts:
+        yield bar, parts
 
 
 def _width(bar: int, parts: list[str]) -> int:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import TYPE_CHECKING
 
+from drivetrain._runtime.lazy_names import is_installed
 from drivetrain._runtime.terminal_output import is_terminal
 from drivetrain.callback import Callback
 from drivetrain.callbacks._bar_line import Phase
 from drivetrain.callbacks.progress_bar import ProgressBar
-from drivetrain.callbacks.rich_progress_bar import RichProgressBar, rich_is_installed
+from drivetrain.callbacks.rich_progress_bar import RichProgressBar
 
 if TYPE_CHECKING:
     from drivetrain.run_context import RunContext
@@ -34,7 +36,8 @@ class ProgressLines(ProgressBar):
         # The batch hooks do not count micro-batches. The engine counts those of training, and an evaluation that has
         # ended has processed all of its micro-batches.
         if phase is not None:
-            phase.done = trainer.batch_idx if phase is self._training else phase.total or 0
+            total = 0 if math.isinf(phase.total) else int(phase.total)
+            phase.done = trainer.batch_idx if phase is self._training else total
         super()._end_phase(trainer, phase)
 
 
@@ -47,4 +50,4 @@ def default_progress_bar() -> ProgressBar:
     if not is_terminal(sys.stdout):
         return ProgressLines()
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    return RichProgressBar() if encoding.lower().startswith("utf") and rich_is_installed() else ProgressBar()
+    return RichProgressBar() if encoding.lower().startswith("utf") and is_installed("rich") else ProgressBar()

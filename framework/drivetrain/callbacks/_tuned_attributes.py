@@ -22,12 +22,6 @@ def find_holders(name: str, *owners: Any) -> list[Any]:
     return holders
 
 
-def get_attribute(name: str, *owners: Any) -> Any:
-    """Return the value of the attribute ``name`` in the first object that has this attribute."""
-    first = find_holders(name, *owners)[0]
-    return first[name] if isinstance(first, MutableMapping) else getattr(first, name)
-
-
 def set_attribute(name: str, value: Any, *owners: Any) -> None:
     """Set the attribute ``name`` in every object that has such an attribute or hyper-parameter.
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from drivetrain._metrics.packing import Readback
 from drivetrain._runtime.terminal_output import is_terminal, write_output
 from drivetrain.callback import Callback
-from drivetrain.callbacks._bar_line import Phase, fit_line, format_metrics, format_rate, format_time
-from drivetrain.callbacks._deferred_values import LatestNumbers
+from drivetrain.callbacks._bar_line import Phase, fit_line, format_metrics, format_time
+from drivetrain.callbacks._deferred_values import NamedNumbers
 from drivetrain.callbacks._live_lines import LiveLines
 from drivetrain.callbacks._time_left import TimeLeft
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from drivetrain.module.train_module import TrainModule
     from drivetrain.run_context import RunContext
 
@@ -63,17 +59,17 @@ class ProgressBar(Callback):
             )
         self._refresh_interval = 1.0 / refresh_rate
         self._stream = stream
-        self._metrics_reader = LatestNumbers()
-        self._lines: LiveLines | None = None
-        self._on_terminal = False  # whether this rank redraws lines on a terminal
+        self._lines: LiveLines | None = None  # the lines that this rank redraws on a terminal
         self._is_rank_zero = False
+        self._metrics: dict[str, float] = {}  # the newest metrics that have arrived, for the terminal
+        self._arriving: list[NamedNumbers] = []  # metrics that are still copied, for the terminal
         self._training: Phase | None = None
         self._phase: Phase | None = None
         self._time_left: TimeLeft | None = None
         self._time_left_in_run = ""
         self._next_refresh = 0.0
         self._next_line = 0.0
-        self._pending_line: _PendingLine | None = None
+        self._pending_line: tuple[str, NamedNumbers] | None = None  # a line whose metrics are still copied
 
     # Methods that subclasses may override or use
 
@@ -127,9 +123,9 @@ class ProgressBar(Callback):
     def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Determine whether this rank shows progress, and whether the output is a terminal."""
         self._is_rank_zero = trainer.is_global_zero
-        self._on_terminal = self._is_rank_zero and self.is_terminal()
         self._next_line = _now() + _LINE_INTERVAL
-        if self._on_terminal:
+        self._arriving = []
+        if self._is_rank_zero and self.is_terminal():
             self._lines = LiveLines(self.stream)
             if self._stream is None:
                 self._lines.guard()
@@ -140,7 +136,7 @@ class ProgressBar(Callback):
             self.close()
             self._lines.release()
         self._lines = None
-        self._on_terminal = self._is_rank_zero = False
+        self._is_rank_zero = False
         self._training = self._phase = self._time_left = self._pending_line = None
         self._time_left_in_run = ""
 
@@ -166,7 +162,7 @@ class ProgressBar(Callback):
         phase = self._training
         if phase is not None:
             phase.done = batch_idx + 1
-        if self._on_terminal and _now() >= self._next_refresh:
+        if self._lines is not None and _now() >= self._next_refresh:
             self._refresh(trainer)
 
     def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
@@ -177,9 +173,8 @@ class ProgressBar(Callback):
     # Hooks of evaluation and prediction, and the metrics to show
 
     def on_validation_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Start a validation."""
-        title = "Sanity check" if trainer.sanity_checking else "Validation"
-        self._start_phase(Phase(title, _evaluated_batches(trainer), _now()))
+        """Start a validation, test or prediction."""
+        self._start_phase(Phase(*_evaluation(trainer), _now()))
 
     def on_validation_batch_end(
         self,
@@ -191,10 +186,14 @@ class ProgressBar(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Advance the bar, and redraw it if a refresh is due."""
-        self._advance(trainer)
+        phase = self._phase
+        if phase is not None:
+            phase.done += 1
+        if self._lines is not None and _now() >= self._next_refresh:
+            self._refresh(trainer)
 
     def on_validation_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Show the epoch again, or print the final line if the validation is not part of training."""
+        """Show the epoch again, or print the final line if the evaluation is not part of training."""
         phase, now = self._phase, _now()
         if trainer.sanity_checking or self._training is not None:
             if self._training is not None and phase is not None:
@@ -203,45 +202,9 @@ class ProgressBar(Callback):
         else:
             self._end_phase(trainer, phase)
 
-    def on_test_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Start a test."""
-        self._start_phase(Phase("Test", _evaluated_batches(trainer), _now()))
-
-    def on_test_batch_end(
-        self,
-        trainer: RunContext,
-        module: TrainModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Advance the bar, and redraw it if a refresh is due."""
-        self._advance(trainer)
-
-    def on_test_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Print the final line of the test."""
-        self._end_phase(trainer, self._phase)
-
-    def on_predict_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Start a prediction."""
-        self._start_phase(Phase("Prediction", _evaluated_batches(trainer), _now()))
-
-    def on_predict_batch_end(
-        self,
-        trainer: RunContext,
-        module: TrainModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Advance the bar, and redraw it if a refresh is due."""
-        self._advance(trainer)
-
-    def on_predict_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Print the final line of the prediction."""
-        self._end_phase(trainer, self._phase)
+    on_test_start = on_predict_start = on_validation_start
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+    on_test_end = on_predict_end = on_validation_end
 
     def get_metrics(self, trainer: RunContext, module: TrainModule) -> dict[str, Any]:
         """Return the values to show, by name. Override this method to show other values."""
@@ -254,25 +217,26 @@ class ProgressBar(Callback):
         self._phase = phase
         self._next_refresh = 0.0
 
-    def _advance(self, trainer: RunContext) -> None:
-        phase = self._phase
-        if phase is not None:
-            phase.done += 1
-        if self._on_terminal and _now() >= self._next_refresh:
-            self._refresh(trainer)
-
     def _refresh(self, trainer: RunContext) -> None:
         phase, now = self._phase, _now()
         if phase is not None:
             self._update_total(trainer, phase)
             self._time_left_in_run = self._remaining_text(trainer, phase, now)
-            self.draw(phase, self._metrics_reader.read(self.get_metrics(trainer, trainer.lightning_module)), now)
+            self.draw(phase, self._latest_metrics(trainer), now)
         # The interval starts after drawing, so that a slow terminal cannot take most of the run's time.
         self._next_refresh = _now() + self._refresh_interval
 
+    def _latest_metrics(self, trainer: RunContext) -> dict[str, float]:
+        """Return the newest metrics that have arrived on the host, and start to copy the present ones."""
+        values = self.get_metrics(trainer, trainer.lightning_module)
+        self._arriving.append(NamedNumbers(values))
+        while self._arriving and self._arriving[0].has_arrived:
+            self._metrics = self._arriving.pop(0).numbers()
+        return {name: number for name, number in self._metrics.items() if name in values}
+
     def _update_total(self, trainer: RunContext, phase: Phase) -> None:
         """Show the present number of batches, since hooks may change the size of the data after a phase has begun."""
-        phase.total = _epoch_batches(trainer) if phase is self._training else _evaluated_batches(trainer)
+        phase.total = _epoch_batches(trainer) if phase is self._training else _evaluation(trainer)[1]
 
     def _remaining_text(self, trainer: RunContext, phase: Phase, now: float) -> str:
         if self._time_left is None or phase is not self._training:
@@ -284,101 +248,70 @@ class ProgressBar(Callback):
 
     def write_progress(self, trainer: RunContext, module: TrainModule, batches: int) -> None:
         """Print a line of progress if one is due and the output is not a terminal."""
-        if self._on_terminal or not self._is_rank_zero:
+        if self._lines is not None or not self._is_rank_zero:
             return
-        if self._pending_line is not None and self._pending_line.has_arrived:
-            self._write_pending_line()
+        self._write_pending_line(wait=False)
         phase, now = self._phase, _now()
         if phase is None or now < self._next_line or self._pending_line is not None:
             return
         phase.done = batches
         self._update_total(trainer, phase)
         self._next_line = now + _LINE_INTERVAL
-        values = self.get_metrics(trainer, trainer.lightning_module)
-        parts = [f"{phase.done}/{phase.total}" if phase.is_bounded else f"{phase.done}", "batches"]
-        columns = [" ".join(parts), format_time(phase.elapsed(now)), format_rate(phase.rate(now))]
+        columns = [f"{phase.count} batches", *phase.speed(now)]
         if phase is self._training:
             last = f"/{trainer.max_steps}" if trainer.max_steps >= 0 else ""
             columns = [f"step {trainer.global_step}{last}", *columns, self._remaining_text(trainer, phase, now)]
         else:
             seconds = phase.seconds_left(now)
             columns.append(f"{'?' if seconds is None else format_time(seconds)} left")
-        self._pending_line = _PendingLine(f"{phase.title}: {', '.join(columns)}", values)
-        if self._pending_line.has_arrived:
-            self._write_pending_line()
+        self._pending_line = self._line(trainer, phase, columns)
+        self._write_pending_line(wait=False)
 
-    def _write_pending_line(self) -> None:
-        if self._pending_line is not None:
-            self.write(self._pending_line.text())
+    def _line(self, trainer: RunContext, phase: Phase, columns: Sequence[str]) -> tuple[str, NamedNumbers]:
+        return f"{phase.title}: {', '.join(columns)}", NamedNumbers(self.get_metrics(trainer, trainer.lightning_module))
+
+    def _write_pending_line(self, wait: bool) -> None:
+        if self._pending_line is not None and (wait or self._pending_line[1].has_arrived):
+            text, metrics = self._pending_line
             self._pending_line = None
+            self.write(", ".join([text, *format_metrics(metrics.numbers())]))
 
     def _end_phase(self, trainer: RunContext, phase: Phase | None) -> None:
         self._phase = None
         if not self._is_rank_zero or phase is None:
             return
-        if self._on_terminal:
+        if self._lines is not None:
             self.close()
-        self._write_pending_line()
+        self._write_pending_line(wait=True)
         now = _now()
-        metrics = self._metrics_reader.read(self.get_metrics(trainer, trainer.lightning_module), wait=True)
+        columns = [format_time(phase.elapsed(now))]
+        if phase.counted:  # 0 in `ProgressLines` after an evaluation of unknown length
+            columns = [f"{phase.done} batches", *phase.speed(now)]
         run = self._remaining_text(trainer, phase, now)
-        self.write(summary_line(phase, metrics, now, "" if run == f"run {format_time(0)} left" else run))
+        if run and run != f"run {format_time(0)} left":
+            columns.append(run)
+        self._pending_line = self._line(trainer, phase, columns)
+        self._write_pending_line(wait=True)
         self._next_line = now + _LINE_INTERVAL
 
     def __getstate__(self) -> dict[str, Any]:
-        unpicklable = ("_stream", "_phase", "_training", "_lines", "_pending_line", "_time_left")
+        unpicklable = ("_stream", "_phase", "_training", "_lines", "_arriving", "_pending_line", "_time_left")
         return self.__dict__ | dict.fromkeys(unpicklable)
 
 
-class _PendingLine:
-    """A line whose metrics are still being copied from the device."""
-
-    def __init__(self, text: str, values: Mapping[str, Tensor | float]) -> None:
-        self._text = text
-        self._names = list(values)
-        self._readback = Readback(list(values.values()))
-
-    @property
-    def has_arrived(self) -> bool:
-        return self._readback.has_arrived
-
-    def text(self) -> str:
-        """Return the line with its metrics, after waiting for metrics that have not arrived."""
-        metrics = dict(zip(self._names, self._readback.numbers(), strict=True))
-        return ", ".join([self._text, *format_metrics(metrics)])
-
-
-def summary_line(phase: Phase, metrics: Mapping[str, float], now: float, run: str = "") -> str:
-    """Return the final line of an epoch or evaluation.
-
-    Args:
-        phase: the epoch or evaluation that has ended.
-        metrics: values by name.
-        now: seconds of `time.monotonic`.
-        run: the remaining time of the run as text; "" for none.
-    """
-    parts = [format_time(phase.elapsed(now))]
-    if phase.counted:  # 0 in `ProgressLines` after an evaluation of unknown length
-        parts = [f"{phase.done} batches", *parts, format_rate(phase.rate(now))]
-    return f"{phase.title}: " + ", ".join([*parts, *([run] if run else []), *format_metrics(metrics)])
-
-
-def _epoch_batches(trainer: RunContext) -> int | None:
-    """Return the number of micro-batches of the epoch, limited by ``max_steps``; None if it is unknown."""
+def _epoch_batches(trainer: RunContext) -> float:
+    """Return the number of micro-batches of the epoch, limited by ``max_steps``; infinite if it is unknown."""
     if trainer.max_steps < 0:
-        return _as_total(trainer.num_training_batches)
+        return trainer.num_training_batches
     window = trainer.accumulate_grad_batches
     window_start = trainer.batch_idx - trainer.batch_idx % window
-    return _as_total(
-        min(trainer.num_training_batches, window_start + (trainer.max_steps - trainer.global_step) * window)
-    )
+    return min(trainer.num_training_batches, window_start + (trainer.max_steps - trainer.global_step) * window)
 
 
-def _evaluated_batches(trainer: RunContext) -> int | None:
+def _evaluation(trainer: RunContext) -> tuple[str, float]:
+    """Return the title of the present evaluation, and its number of micro-batches; infinite if it is unknown."""
     if trainer.testing:
-        return _as_total(sum(trainer.num_test_batches))
-    return _as_total(sum(trainer.num_predict_batches if trainer.predicting else trainer.num_val_batches))
-
-
-def _as_total(total: float) -> int | None:
-    return None if math.isinf(total) else int(total)
+        return "Test", sum(trainer.num_test_batches)
+    if trainer.predicting:
+        return "Prediction", sum(trainer.num_predict_batches)
+    return "Sanity check" if trainer.sanity_checking else "Validation", sum(trainer.num_val_batches)

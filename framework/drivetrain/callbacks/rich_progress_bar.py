@@ -27,7 +27,7 @@ class RichProgressBar(ProgressBar):
     """
 
     def __init__(self, refresh_rate: float = 10.0, stream: TextIO | None = None, leave: bool = False) -> None:
-        if not rich_is_installed():
+        if not is_installed("rich"):
             raise ConfigurationError(
                 "RichProgressBar needs rich, which is not installed",
                 "the bar is drawn with rich",
@@ -79,8 +79,3 @@ class RichProgressBar(ProgressBar):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_epoch": None, "_last_lines": []}
-
-
-def rich_is_installed() -> bool:
-    """Return whether rich is installed, without importing rich."""
-    return is_installed("rich")

@@ -30,7 +30,6 @@ _MAX_PARAMS = 100  # parameters that MLflow accepts in one request
 _MAX_NAME_LENGTH = 250  # characters
 # Servers truncate a parameter's value at 250, 500 or 6000 characters, depending on their release.
 _MIN_TRUNCATED_LENGTH = 250
-_STORED_IMAGE = re.compile(r"([^/]+?)[+%]step[+%](\d+)[+%]timestamp")
 _UNSUPPORTED = {
     "log_model": "MLFlowLogger does not upload checkpoints: call logger.experiment.log_artifacts(logger.run_id, "
     "trainer.log_dir + '/checkpoints/...') in a hook",
@@ -42,8 +41,8 @@ class MLFlowLogger(DirectoryLogger):
     """Logs to an MLflow server, or to a local store, ``<save_dir>/mlflow.db``.
 
     The run's folder, ``<save_dir>/<experiment_name>/version_<n>``, contains ``mlflow.json`` with the id of the MLflow
-    run. A run that resumes in the folder continues this MLflow run, and does not log steps again that MLflow has
-    stored.
+    run. A run that resumes in the folder continues this MLflow run. MLflow cannot remove metrics, so values that were
+    logged after the checkpoint may be there twice.
 
     If the server fails, metrics are kept in memory and sent together with later metrics, and the run continues with a
     warning. `save` and `finalize` raise an error instead.
@@ -105,8 +104,6 @@ class MLFlowLogger(DirectoryLogger):
         self._last_opened: tuple[str, str] | None = None  # the folder and the id of the last opened run
         self._is_open = False
         self._resume_directory: str | None = None  # the folder in which a run resumes
-        self._stored: dict[str, int] = {}  # after a rewind, the last step that MLflow has stored, by metric
-        self._stored_images: dict[str, int] = {}  # after a rewind, the last step that MLflow has stored, by image
         self._latest: dict[str, tuple[int, float]] = {}  # the last logged step and value, by metric
         self._pending: list[Any] = []  # metrics that are not sent yet
         self._in_flight: list[Any] = []  # asynchronous requests that have not completed
@@ -142,12 +139,12 @@ class MLFlowLogger(DirectoryLogger):
         """Send metrics."""
         entities = _mlflow("mlflow.entities")
         now = int(time.time() * 1000)
-        run_id, stored = self._open_run_id(), self._stored
+        run_id = self._open_run_id()
         for key, value in metrics.items():
             name = self._valid_name(f"{self._prefix}{key}")
             value = float(value)
             # Some values, such as the epoch, are logged several times at the same step.
-            if step > stored.get(name, -1) and self._latest.get(name) != (step, value):
+            if self._latest.get(name) != (step, value):
                 self._latest[name] = (step, value)
                 self._pending.append(entities.Metric(name, value, now, step))
         try:
@@ -214,7 +211,7 @@ class MLFlowLogger(DirectoryLogger):
         self.experiment.log_dict(self._open_run_id(), document, self._artifact_path("tables", key, step, "json"))
 
     def rewind(self, step: int) -> None:
-        """Continue the MLflow run, and do not send metrics of repeated steps that the run already has."""
+        """Continue the MLflow run."""
         del step  # MLflow cannot remove metrics.
         self._is_open = False
         self._resume_directory = self._directory.path
@@ -280,9 +277,7 @@ class MLFlowLogger(DirectoryLogger):
                     client.set_tag(run_id, name, value)
         id_file.write(run_id)
         if self._last_opened != (path, run_id):
-            self._stored, self._stored_images, self._latest, self._pending = {}, {}, {}, []
-        if resumes:
-            self._load_stored(client, run_id)
+            self._latest, self._pending = {}, []
         self._last_opened, self._resume_directory, self._is_open = (path, run_id), None, True
 
     def _experiment_id(self, client: Any) -> Any:
@@ -302,14 +297,6 @@ class MLFlowLogger(DirectoryLogger):
             )
         return experiment.experiment_id
 
-    def _load_stored(self, client: Any, run_id: str) -> None:
-        for name in client.get_run(run_id).data.metrics:
-            self._stored[name] = max(metric.step for metric in client.get_metric_history(run_id, name))
-        for file in client.list_artifacts(run_id, "images"):
-            match = _STORED_IMAGE.match(file.path.rpartition("/")[2])
-            if match is not None:
-                self._stored_images[match[1]] = max(int(match[2]), self._stored_images.get(match[1], -1))
-
     def _send(self, run_id: str) -> None:
         while self._pending:
             batch = self._pending[:_MAX_METRICS]
@@ -325,8 +312,7 @@ class MLFlowLogger(DirectoryLogger):
             return
         name, run_id = self._valid_name(f"{self._prefix}{key}"), self._open_run_id()
         name = name.replace(":", "_")  # MLflow accepts colons in names of metrics, but not in names of images.
-        if step > self._stored_images.get(name.replace("/", "~"), -1):
-            self.experiment.log_image(run_id, pixels(), key=name, step=step)
+        self.experiment.log_image(run_id, pixels(), key=name, step=step)
 
     def _artifact_path(self, folder: str, key: str, step: int, kind: str) -> str:
         return f"{folder}/{self._valid_name(f'{self._prefix}{key}')}/step={step}.{kind}"

@@ -18,10 +18,8 @@ from drivetrain._config.secret_values import arguments_without_secrets
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.errors import ConfigurationError, nearest
 from drivetrain.loggers._directory_logger import DirectoryLogger
-from drivetrain.loggers._row_journal import RowJournal
 from drivetrain.loggers._service_run_id import ServiceRunId
 from drivetrain.loggers._wandb_checkpoints import UPLOADS, CheckpointUploads
-from drivetrain.loggers._wandb_store import StoredRows
 from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure, text_of
 
 _log = logging.getLogger("drivetrain")
@@ -38,7 +36,8 @@ class WandbLogger(DirectoryLogger):
     """Logs to Weights & Biases, or to local files that ``wandb sync`` uploads.
 
     wandb's files are in the run's folder, ``<save_dir>/<project>/version_<n>/wandb``. A run that resumes in the folder
-    continues the same wandb run, and does not log rows again that these files contain.
+    continues the same wandb run. wandb cannot remove rows, so rows that were logged after the checkpoint may be there
+    twice.
 
     Args:
         name: the run's name in wandb; None lets wandb choose a name.
@@ -113,13 +112,8 @@ class WandbLogger(DirectoryLogger):
         self._run: Any = None
         self._is_foreign_run = False  # whether other code in this process started the run with wandb.init
         self._last_opened: tuple[str, str, str | None] | None = None  # folder, id and URL of the last opened run
-        self._resume_point: tuple[str, int] | None = None  # the folder and the step from which a run resumes
-        self._next_row: int | None = None  # the next row of a resumed offline run; wandb would begin at row 0
-        self._stored: dict[str, int] = {}  # after a rewind, the last step that wandb has stored, by metric
-        self._last_sent: dict[str, int] = {}  # the last step that this object sent, by metric
+        self._resume_directory: str | None = None  # the folder in which a run resumes
         self._uploads = CheckpointUploads(log_model, checkpoint_name)
-        self._journal_failed = False
-        self._journal = RowJournal(self._directory, "wandb-rows.jsonl")
 
     @property
     def experiment(self) -> Any:
@@ -146,11 +140,7 @@ class WandbLogger(DirectoryLogger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Send a row, with the step under ``trainer/global_step``."""
-        row = self._without_stored({f"{self._prefix}{key}": value for key, value in metrics.items()}, step)
-        if row:
-            self._send(row, step)
-            if self._user_run is None and not self._is_foreign_run:
-                self._journal_row(step, row)
+        self._log(metrics, step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Add ``params``, without secrets, to the run's configuration."""
@@ -159,43 +149,34 @@ class WandbLogger(DirectoryLogger):
 
     def log_image(self, key: str, value: Any, step: int) -> None:
         """Send an image. Requires Pillow."""
-        self._log_object(key, lambda: _wandb().Image(_drop_single_channel(pixels_of(value))), step)
+        self._log({key: _wandb().Image(_drop_single_channel(pixels_of(value)))}, step)
 
     def log_figure(self, key: str, value: Any, step: int) -> None:
         """Send a figure as an image. Requires Pillow."""
-        self._log_object(key, lambda: _wandb().Image(_drop_single_channel(pixels_of_figure(value))), step)
+        self._log({key: _wandb().Image(_drop_single_channel(pixels_of_figure(value)))}, step)
 
     def log_histogram(self, key: str, value: Any, step: int) -> None:
         """Send a histogram, in which neighbouring bins are merged if there are more than 512 bins."""
         histogram = Histogram.of(value).with_at_most(_MAX_BINS)
-        self._log_object(
-            key, lambda: _wandb().Histogram(np_histogram=(list(histogram.counts), list(histogram.edges))), step
-        )
+        counts_and_edges = list(histogram.counts), list(histogram.edges)
+        self._log({key: _wandb().Histogram(np_histogram=counts_and_edges)}, step)
 
     def log_text(self, key: str, value: str, step: int) -> None:
         """Send a text as a table with one cell."""
-        self._log_object(key, lambda: _wandb().Table(columns=["text"], data=[[text_of(value)]]), step)
+        self._log({key: _wandb().Table(columns=["text"], data=[[text_of(value)]])}, step)
 
     def log_table(self, key: str, value: Any, step: int) -> None:
         """Send a table."""
-        table = Table.of(value)
-        self._log_object(key, lambda: _table(table), step)
+        self._log({key: _table(Table.of(value))}, step)
 
     def log_graph(self, module: torch.nn.Module, example: Any = None) -> None:
         """Do nothing. ``logger.experiment.watch(module)`` lets wandb show a module's graph."""
 
     def rewind(self, step: int) -> None:
-        """Continue the wandb run, and do not send values of repeated steps that the run already has.
-
-        Rows up to ``step`` that were passed to wandb, but did not reach its files, are sent again.
-        """
+        """Continue the wandb run, by wandb's own resume."""
+        del step  # wandb cannot remove rows.
         self._finish(0)
-        self._resume_point = (self._directory.path, step)
-
-    def save(self) -> None:
-        """Write the journal of rows that were passed to wandb, because wandb writes its files in blocks of 32 KiB."""
-        if self._run is not None:
-            self._journal.save()
+        self._resume_directory = self._directory.path
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
         """Upload the checkpoints of a `Checkpoint` callback, as ``log_model`` selects them."""
@@ -207,7 +188,6 @@ class WandbLogger(DirectoryLogger):
         A later write continues the run.
         """
         try:
-            self.save()
             if status == "success":
                 self._uploads.at_end(self)
         finally:
@@ -236,56 +216,18 @@ class WandbLogger(DirectoryLogger):
             _define_step(wandb.run)
             self._is_foreign_run = True
             return wandb.run
-        resumes = self._resume_point is not None and self._resume_point[0] == path
+        resumes = self._resume_directory == path
         id_file = ServiceRunId(self._directory, "wandb.json")
         previous_id = self._last_opened[1] if self._last_opened is not None and self._last_opened[0] == path else None
-        run_id = self._given_run_id or previous_id or (id_file.read() if resumes else None)
-        is_new_run = run_id is None
-        run_id = run_id or secrets.token_hex(4)
+        known_id = self._given_run_id or previous_id or (id_file.read() if resumes else None)
+        run_id = known_id or secrets.token_hex(4)
         id_file.write(run_id)
-        if self._last_opened is None or self._last_opened[:2] != (path, run_id):
-            self._last_sent, self._stored = {}, {}
         arguments = {"resume": "allow", **self._options, "project": self.name, "name": self._run_name}
         with _arguments_without_secrets():
             run = wandb.init(dir=path, id=run_id, **arguments)
-        self._last_opened = (path, run_id, run.url)
+        self._last_opened, self._resume_directory = (path, run_id, run.url), None
         _define_step(run)
-        if not is_new_run:
-            self._load_stored(
-                run, path, run_id, self._resume_point[1] if resumes and self._resume_point is not None else None
-            )
-        elif not resumes:
-            self._journal.rewind(-2)  # An earlier wandb run in the user's folder wrote the journal.
-        self._resume_point = None
         return run
-
-    def _load_stored(self, run: Any, path: str, run_id: str, step: int | None) -> None:
-        """Determine what the run has stored, so that no value is sent twice after a resume at ``step``."""
-        try:
-            stored_rows = StoredRows(path, run_id, STEP)
-        except Exception as error:  # wandb may change its file format in any release.
-            _log.warning(
-                "wandb's files of the run %s cannot be read, so steps after the checkpoint may be shown twice: %s: %s",
-                run_id,
-                type(error).__name__,
-                error,
-            )
-            return
-        if run.offline:  # Otherwise the server provides the next row's number.
-            self._next_row = max(stored_rows.next_row, run.step) or None
-        if step is None:
-            return
-        self._run = run
-        self._stored = dict(stored_rows.latest)
-        if run.resumed and isinstance(last := run.summary.get(STEP), int | float):
-            # The server may have rows that were not written to the disk.
-            self._stored = {name: max(stored_step, int(last)) for name, stored_step in self._stored.items()}
-        for name, stored_step in self._last_sent.items():
-            self._stored[name] = max(self._stored.get(name, -1), stored_step)
-        for row_step, row in self._journal.rewind(step):
-            missing = self._without_stored(row, row_step)
-            if missing:
-                self._send(missing, row_step)
 
     def _finish(self, exit_code: int) -> None:
         run, self._run = self._run, None
@@ -293,43 +235,9 @@ class WandbLogger(DirectoryLogger):
             run.finish(exit_code=exit_code)
         self._is_foreign_run = False
 
-    # Send rows
-
-    def _journal_row(self, step: int, row: Mapping[str, float]) -> None:
-        """Add a row to the journal, with a warning if that fails, because a full disk must not end the training."""
-        try:
-            self._journal.add(step, row)
-        except OSError as error:
-            if not self._journal_failed:
-                self._journal_failed = True
-                _log.warning(
-                    "wandb-rows.jsonl in %r cannot be written: %s. The run continues: the rows are kept in memory and "
-                    "written with later rows or at the end of the run.",
-                    self.log_dir,
-                    error,
-                )
-
-    def _without_stored(self, row: dict[str, Any], step: int) -> dict[str, Any]:
-        """Return the values of a row that are not stored yet."""
-        self.experiment  # noqa: B018 - Reading this property opens the run, which sets `_stored`.
-        stored, epoch = self._stored, f"{self._prefix}epoch"
-        if not stored or all(step > stored.get(name, -1) for name in row):
-            return row
-        new = {name: value for name, value in row.items() if step > stored.get(name, -1)}
-        # A chart over epochs needs the epoch in the rows of the metric that it shows.
-        return {name: value for name, value in row.items() if name in new or name == epoch} if new else new
-
-    def _send(self, row: Mapping[str, Any], step: int) -> None:
-        row_number, self._next_row = self._next_row, None
-        options = {} if row_number is None else {"step": row_number, "commit": True}
-        self.experiment.log({**row, STEP: step}, **options)
-        for name in row:
-            self._last_sent[name] = step
-
-    def _log_object(self, key: str, make: Any, step: int) -> None:
-        name = f"{self._prefix}{key}"
-        if self._without_stored({name: None}, step):
-            self._send({name: make()}, step)
+    def _log(self, values: Mapping[str, Any], step: int) -> None:
+        row = {f"{self._prefix}{key}": value for key, value in values.items()}
+        self.experiment.log({**row, STEP: step})
 
 
 def _wandb() -> Any:

@@ -120,11 +120,6 @@ class Mesh:
         """Index of the part of the data that this rank reads."""
         return int(dist.get_rank(self.data_group))
 
-    @property
-    def tensor_rank(self) -> int:
-        """This rank's index among the ranks that read the same data."""
-        return 0 if self.layout.tensor == 1 else int(self.whole.get_local_rank("tensor"))
-
     def add_mesh(self, mesh: DeviceMesh) -> None:
         """Set the timeout of a mesh that torch created for the run, and let `close` release the mesh."""
         self._added_meshes.append(mesh)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,7 @@ from callback_run import FakeRun
 
 from drivetrain.callbacks import ProgressBar, progress_bar
 from drivetrain.callbacks._bar_line import Phase, fit_line, format_time
+from drivetrain.callbacks._deferred_values import NamedNumbers
 from drivetrain.callbacks._progress_default import ProgressLines
 from drivetrain.callbacks._time_left import TimeLeft
 from drivetrain.module.train_module import TrainModule
@@ -126,14 +128,14 @@ def test_without_a_log_interval_or_time_no_line_comes(time: Clock) -> None:
 
 def test_a_line_does_not_wait_for_a_device(time: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     # L-09, O-04: a line whose values have not arrived is printed at the next interval, with its own step
-    class Late(progress_bar._PendingLine):
+    class Late(NamedNumbers):
         arrived = False
 
         @property
         def has_arrived(self) -> bool:
             return self.arrived
 
-    monkeypatch.setattr(progress_bar, "_PendingLine", Late)
+    monkeypatch.setattr(progress_bar, "NamedNumbers", Late)
     out, bar = io.StringIO(), ProgressLines()
     bar._stream = out
     run: Any = FakeRun(num_training_batches=100, max_epochs=1, progress_bar_values={"loss": torch.tensor(0.5)})
@@ -207,7 +209,7 @@ def test_what_was_slow_once_does_not_count_and_a_run_that_went_back_begins_a_new
 def test_a_line_fits_into_every_width(width: int) -> None:
     # L-09
     metrics = {"loss": 0.123456, "grad_norm": 1234567.0, "accuracy_top5": 0.5}
-    for total, run, shown in itertools.product((5678, None), ("run 1d 12:04:33 left", ""), (metrics, {})):
+    for total, run, shown in itertools.product((5678, math.inf), ("run 1d 12:04:33 left", ""), (metrics, {})):
         phase = Phase("Epoch 10/200", total, 0.0)
         phase.done = 1234
         line = fit_line(phase, shown, 3700.0, run, width)
@@ -222,7 +224,7 @@ def test_a_line_fits_into_every_width(width: int) -> None:
         if width == 200:
             assert all(part in text for part in (run, *(f"{name}=" for name in shown)))
             assert "…" not in text
-            assert (line.width == 24) is (total is not None)
+            assert (line.width == 24) is (total == 5678)
 
 
 def test_metrics_go_from_the_last_on_and_it_shows() -> None:

@@ -35,7 +35,6 @@ THE_ENGINES = {
     "progress",
     "resolved_strategy",
     "session",
-    "strategy_setting",
 }
 
 

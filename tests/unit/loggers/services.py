@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from drivetrain.loggers._wandb_store import read_records, read_rows
+from wandb_files import read_records, row_of
 
 OFFLINE = {
     "WANDB_MODE": "offline",
@@ -49,16 +48,20 @@ def wandb_records(folder: Path) -> list[list[Any]]:
     """By part of the run in a folder, its records by wandb's own schema. wandb 0.31 has no reader in Python."""
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
-    return [[Record.FromString(content) for content in read_records(str(path))] for path in _parts(folder)]
+    return [[Record.FromString(content) for content in read_records(path)] for path in _parts(folder)]
 
 
-def wandb_rows(folder: Path) -> list[dict[str, Any]]:
-    """All rows of the run in a folder, over its parts in the order of wandb's own numbers."""
-    return sorted((row for path in _parts(folder) for row in read_rows(str(path))), key=lambda row: row["_step"])
+def wandb_rows(folder: Path) -> list[list[dict[str, Any]]]:
+    """By part of the run in a folder, its rows."""
+    return [
+        [row_of(record) for record in part if record.WhichOneof("record_type") == "history"]
+        for part in wandb_records(folder)
+    ]
 
 
-def wandb_curve(folder: Path, name: str) -> list[tuple[int, Any]]:
-    return [(row["trainer/global_step"], row[name]) for row in wandb_rows(folder) if name in row]
+def wandb_curve(folder: Path, name: str) -> list[list[tuple[int, Any]]]:
+    """By part of the run in a folder, the steps and values of a metric."""
+    return [[(row["trainer/global_step"], row[name]) for row in part if name in row] for part in wandb_rows(folder)]
 
 
 def mlflow_client(root: Path) -> Any:

@@ -20,8 +20,6 @@ from drivetrain import Fit, TrainModule
 from drivetrain.callbacks import Checkpoint
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import Histogram, WandbLogger
-from drivetrain.loggers._row_journal import RowJournal
-from drivetrain.runs._directory import RunDirectory
 from drivetrain.testing import requires_package
 
 __all__ = ["offline"]
@@ -60,7 +58,7 @@ def test_what_it_writes(tmp_path: Path) -> None:
     )
     config = {one.key: json.loads(one.value_json) for update in kinds(part, "config") for one in update.update}
     assert config == {"lr": 0.1, "net": {"width": 3}}
-    rows = wandb_rows(folder)
+    [rows] = wandb_rows(folder)
     assert [(row["trainer/global_step"], row.get("a-epoch")) for row in rows] == [(3, 0), (6, None)]
     assert rows[0]["a-loss"] == 1.5
     assert math.isnan(rows[1]["a-loss"])
@@ -88,7 +86,8 @@ def test_media(tmp_path: Path) -> None:
     logger.log_table("table", {"x": [1, 2], "y": ["a", None]}, 2)
     logger.finalize("success")
     folder = folder_of(logger)
-    found = {name: value for row in wandb_rows(folder) for name, value in row.items() if isinstance(value, dict)}
+    [rows] = wandb_rows(folder)
+    found = {name: value for row in rows for name, value in row.items() if isinstance(value, dict)}
     assert {name: value["_type"] for name, value in found.items()} == {
         "picture": "image-file",
         "grey": "image-file",
@@ -116,7 +115,8 @@ def test_media_that_wandb_does_not_take(tmp_path: Path) -> None:
     logger.finalize("success")
     folder = folder_of(logger)
     (files,) = folder.glob("wandb/*run-*/files")
-    found = {name: value for row in wandb_rows(folder) for name, value in row.items() if isinstance(value, dict)}
+    [rows] = wandb_rows(folder)
+    found = {name: value for row in rows for name, value in row.items() if isinstance(value, dict)}
     assert json.loads((files / found["table"]["path"]).read_text())["data"] == [[1], ["a"], [None], [0.5]]
     counts, edges = found["weights"]["values"], found["weights"]["bins"]
     assert counts == [3] * 343 + [1]
@@ -126,46 +126,40 @@ def test_media_that_wandb_does_not_take(tmp_path: Path) -> None:
     assert config == {"classes": {"0": "cat", "1": "dog"}, "5": 1}
 
 
-def test_a_run_that_goes_on_has_no_fold(tmp_path: Path) -> None:
-    # L-04: the rows at 6 and 8 are there already
+def test_a_resumed_run_continues_at_wandb(tmp_path: Path) -> None:
+    # L-04: under the same id, with steps that go on from the checkpoint
     first = WandbLogger(save_dir=tmp_path, version=0)
-    for step in (2, 4, 6, 8):
-        first.log_metrics({"loss": step / 2, "epoch": 0}, step)
-    first.log_text("said", "before", 8)
+    for step in (2, 4, 6):
+        first.log_metrics({"loss": step / 2}, step)
     run_id = first.experiment.id
     first.finalize("failed")
-    wandb_rows(folder_of(first))
     again = WandbLogger(save_dir=tmp_path, version=0)
-    again.rewind(4)
-    for step in (6, 8, 10):
-        again.log_metrics({"loss": step / 2, "epoch": 0}, step)
-        again.log_metrics({"val_loss": -step / 2, "epoch": 0}, step)  # of which nothing was there
-        again.log_text("said", "again", step)
-    assert again.experiment.id == run_id
+    again.rewind(6)
+    again.log_metrics({"loss": 4.0}, 8)
+    assert again.run_id == run_id
     again.finalize("success")
-    rows = wandb_rows(folder_of(again))
-    assert wandb_curve(folder_of(again), "loss") == [(step, step / 2) for step in (2, 4, 6, 8, 10)]
-    assert wandb_curve(folder_of(again), "val_loss") == [(step, -step / 2) for step in (6, 8, 10)]
-    assert [step for step, _ in wandb_curve(folder_of(again), "said")] == [8, 10]
-    numbers = [row["_step"] for row in rows]
-    assert numbers == sorted(set(numbers))  # wandb's own axis goes on as well
+    assert wandb_curve(folder_of(again), "loss") == [[(2, 1.0), (4, 2.0), (6, 3.0)], [(8, 4.0)]]
+    assert _run_ids(folder_of(again)) == [run_id, run_id]
 
 
-def test_the_same_object_goes_on(tmp_path: Path) -> None:
-    # L-04: also before wandb's process has written the file
+def test_the_same_object_continues_its_run(tmp_path: Path) -> None:
+    # L-04
     logger = WandbLogger(save_dir=tmp_path)
-    for step in (2, 4, 6):
-        logger.log_metrics({"loss": step / 2}, step)
+    logger.log_metrics({"loss": 1.0}, 2)
+    run_id = logger.run_id
     logger.finalize("success")
     logger.rewind(2)
-    for step in (4, 6, 8):
-        logger.log_metrics({"loss": step / 2}, step)
+    logger.log_metrics({"loss": 2.0}, 4)
     logger.finalize("success")
-    logger.log_metrics({"test_loss": 0.5}, 8)  # an evaluation afterwards
+    logger.log_metrics({"test_loss": 0.5}, 4)  # an evaluation afterwards
     logger.finalize("success")
-    assert wandb_curve(folder_of(logger), "loss") == [(step, step / 2) for step in (2, 4, 6, 8)]
-    assert wandb_curve(folder_of(logger), "test_loss") == [(8, 0.5)]
-    assert len({run.run_id for part in wandb_records(folder_of(logger)) for run in kinds(part, "run")}) == 1
+    assert wandb_curve(folder_of(logger), "loss") == [[(2, 1.0)], [(4, 2.0)], []]
+    assert wandb_curve(folder_of(logger), "test_loss") == [[], [], [(4, 0.5)]]
+    assert _run_ids(folder_of(logger)) == [run_id] * 3
+
+
+def _run_ids(folder: Path) -> list[str]:
+    return [run.run_id for part in wandb_records(folder) for run in kinds(part, "run")]
 
 
 def test_another_folder_is_another_run(tmp_path: Path) -> None:
@@ -200,7 +194,7 @@ def test_a_run_of_the_users_is_used_and_not_ended(tmp_path: Path, caplog: pytest
     assert "has an active run" in caplog.text
     assert wandb.run is run
     run.finish()
-    assert wandb_curve(tmp_path, "loss") == [(1, 1.0), (2, 2.0)]
+    assert wandb_curve(tmp_path, "loss") == [[(1, 1.0), (2, 2.0)]]
 
 
 def test_secrets_stay_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,46 +240,6 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'drivetrain\[wandb\]'"):
         WandbLogger(save_dir=tmp_path)
-
-
-def test_a_disk_that_refuses_does_not_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # L-04: what is kept for a run that goes on waits; the rows are wandb's by then
-    logger = WandbLogger(save_dir=tmp_path, version=0)
-    logger.log_metrics({"loss": 0.0}, 0)
-    kept = folder_of(logger) / "wandb-rows.jsonl"
-    kept.mkdir()  # to be opened by nobody
-    with caplog.at_level(logging.WARNING, "drivetrain"):
-        for step in range(1, 210):
-            logger.log_metrics({"loss": step / 2}, step)
-        assert caplog.text.count("wandb-rows.jsonl in") == 1
-    with pytest.raises(OSError, match="Is a directory"):
-        logger.finalize("failed")
-    (part,) = wandb_records(folder_of(logger))
-    assert [one.exit_code for one in kinds(part, "exit")] == [1]
-    kept.rmdir()
-    logger.save()
-    assert wandb_curve(folder_of(logger), "loss") == [(step, step / 2) for step in range(210)]
-
-
-def test_rows_that_a_full_disk_has_torn_are_kept_once(tmp_path: Path) -> None:
-    # L-04
-    import resource
-
-    directory = RunDirectory(str(tmp_path), "a", "b")
-    directory.make()
-    journal = RowJournal(directory, "rows.jsonl")
-    journal.add(1, {"loss": 0.5})
-    journal.save()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    journal.add(2, {"loss": 0.25})
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30, hard))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            journal.save()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    journal.save()
-    assert journal.rewind(2) == [(1, {"loss": 0.5}), (2, {"loss": 0.25})]
 
 
 class Falling(TrainModule):
