@@ -363,17 +363,15 @@ class Callback:
         """
         return None
 
-    def existing_predictions(
-        self, trainer: RunContext, module: Any
-    ) -> Callable[[Sequence[Any] | None, int, int], bool] | None:
+    def existing_predictions(self, trainer: RunContext, module: Any) -> Callable[[int, int], bool] | None:
         """Return a function that determines whether an earlier run has stored the predictions of a batch.
 
         The engine calls this method once in `Fit.predict` with ``return_predictions=False``. A batch is skipped,
         including its hooks, if the functions of all callbacks return True for it.
 
         Returns:
-            ``is_predicted(indices, batch_idx, dataloader_idx)``, where ``indices`` is the value that
-            `RunContext.batch_indices` has for the batch. None, on all ranks, if there are no earlier predictions.
+            ``is_predicted(batch_idx, dataloader_idx)``. `RunContext.batch_indices` is None if the batch has not been
+            read yet. None, on all ranks, if there are no earlier predictions.
         """
         return None
 

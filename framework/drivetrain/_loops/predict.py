@@ -17,8 +17,8 @@ from drivetrain._loops.uneven_inputs import without_side_effects
 from drivetrain.data._batch_source import BatchSource
 from drivetrain.module.train_module import TrainModule
 
-IsPredicted = Callable[[Sequence[Any] | None, int, int], bool]
-"""``is_predicted(indices, batch_idx, dataloader_idx)``: whether an earlier run has written a batch's predictions."""
+IsPredicted = Callable[[int, int], bool]
+"""``is_predicted(batch_idx, dataloader_idx)``: whether an earlier run has written a batch's predictions."""
 
 
 class PredictLoop:
@@ -129,7 +129,7 @@ class PredictLoop:
             position.indices = None if shard.joins else indices
             # A rank without data repeats its last batch, with start < 0, to join collectives. This does not count.
             count += not shard.joins or shard.start >= 0
-            predicted = bool(self._predicted_checks) and (shard.joins or self._is_predicted(indices, batch_idx, index))
+            predicted = bool(self._predicted_checks) and (shard.joins or self._is_predicted(batch_idx, index))
             done = self._collective and self._predicted_checks and self._is_predicted_on_all_ranks(predicted)
             if shard.joins or predicted:
                 if self._collective and not done:
@@ -170,17 +170,16 @@ class PredictLoop:
         return self._strategy.collective_forward
 
     def _first_to_predict(self, index: int, source: BatchSource, limit: int | None) -> int:
-        """Return the number of the first micro-batch to predict; 0 if indices are unknown. No data is read."""
-        first, shards, indices = 0, source.shards(0), source.indices(0)
-        if shards is not None and indices is not None:
-            for shard, batch_indices in islice(zip(shards, indices, strict=False), limit):
-                if not shard.joins and not self._is_predicted(batch_indices, first, index):
-                    break
-                first += 1
+        """Return the number of the first micro-batch to predict; 0 if it is known only from reading. Reads no data."""
+        first = 0
+        for shard in islice(source.shards(0) or (), limit):
+            if not shard.joins and not self._is_predicted(first, index):
+                break
+            first += 1
         return min(self._strategy.control.gather_objects(first)) if self._collective else first
 
-    def _is_predicted(self, indices: Sequence[Any] | None, batch_idx: int, index: int) -> bool:
-        return all(check(indices, batch_idx, index) for check in self._predicted_checks)
+    def _is_predicted(self, batch_idx: int, index: int) -> bool:
+        return all(is_predicted(batch_idx, index) for is_predicted in self._predicted_checks)
 
     def _is_predicted_on_all_ranks(self, predicted: bool) -> bool:
         """Return whether no rank still has to predict this batch. Collective."""

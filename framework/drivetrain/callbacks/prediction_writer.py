@@ -117,7 +117,8 @@ class PredictionWriter(BasePredictionWriter):
     """Writes the predictions of all ranks to one folder while predicting. `data.read_predictions` reads the folder.
 
     The predictions are published in one step once all of them are written. If the run is killed, calling ``predict``
-    with the same path, weights and data resumes the killed run. Batches that were written are not written again.
+    with the same path, weights, data, batches and number of ranks resumes the killed run. Batches that were written are
+    not written again.
     With ``return_predictions=False`` they are also not computed again. Memory use does not grow with the data. See
     docs/predictions.md.
 
@@ -130,8 +131,9 @@ class PredictionWriter(BasePredictionWriter):
 
     Raises:
         ConfigurationError: ``format`` or ``part_bytes`` is invalid.
-        CheckpointError: the predictions at ``path`` are from other weights or data, are complete, or are being written
-            by another run; or ``predict_step`` returned a value that cannot be stored (raised at the first batch).
+        CheckpointError: the predictions at ``path`` are from other weights, data, batches or another number of ranks,
+            are complete, or are being written by another run; or ``predict_step`` returned a value that cannot be
+            stored (raised at the first batch).
     """
 
     def __init__(
@@ -165,12 +167,10 @@ class PredictionWriter(BasePredictionWriter):
 
         self._run = PredictionRun(self.path, trainer, module, self.part_bytes)
 
-    def existing_predictions(
-        self, trainer: RunContext, module: Any
-    ) -> Callable[[Sequence[Any] | None, int, int], bool] | None:
+    def existing_predictions(self, trainer: RunContext, module: Any) -> Callable[[int, int], bool] | None:
         """Return a function that returns whether a killed run has written a batch; None if no killed run is resumed."""
         assert self._run is not None
-        return self._run.check_written if self._run.resumes else None
+        return self._run.is_written if self._run.resumes else None
 
     def write_on_batch_end(
         self,

@@ -69,10 +69,6 @@ class BatchSource(Protocol):
         """Return the shards that `epoch` yields without reading batches; None if they are known only after reading."""
         ...
 
-    def indices(self, epoch: int) -> Iterator[list[Any]] | None:
-        """Return the data-set indices of this rank's batches without reading them; None if that is not possible."""
-        ...
-
     def requested_indices(self) -> Iterator[list[Any]] | None:
         """Return an iterator over the indices that the next call of `epoch` requests; advance it once per batch.
 

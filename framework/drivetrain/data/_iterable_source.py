@@ -82,10 +82,6 @@ class IterableSource:
         """Return None, because the size of a batch is unknown until the batch is read."""
         return
 
-    def indices(self, epoch: int) -> None:
-        """Return None, because an iterable data set has no indices."""
-        return
-
     def requested_indices(self) -> None:
         """Return None, because an iterable data set has no indices."""
         return

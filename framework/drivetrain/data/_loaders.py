@@ -185,9 +185,6 @@ class MapSource:
         # The size of a prebatched batch, and the batches of a loader with custom iteration, are unknown until read.
         return None if self._prebatched or self._custom_iteration else self._rank_sampler.shards(start, origin)
 
-    def indices(self, epoch: int) -> Iterator[list[Any]] | None:
-        return None if self._prebatched or self._custom_iteration else self._rank_sampler.indices(epoch)
-
     def requested_indices(self) -> Iterator[list[Any]] | None:
         # If prebatched, an index stands for a whole batch. With custom iteration, batches may differ from the requests.
         if self._prebatched or self._custom_iteration:

@@ -1,7 +1,6 @@
-"""The file format of written predictions: a start document, parts, and a manifest that commits the parts.
+"""The file format of written predictions: parts, and a manifest that commits the parts.
 
-A part has three files: tensors as safetensors, all other values as JSON, and an index. The index is written last and
-lists the batches of the outputs; a part without an index is ignored. docs/predictions.md describes the format.
+A part is one safetensors file, which ends with its own checksum. docs/predictions.md describes the format.
 """
 
 from __future__ import annotations
@@ -11,76 +10,72 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
-from drivetrain.checkpoint._format.checksums import BLOCK
+import torch
+from torch import Tensor
+
+from drivetrain.checkpoint._format.checksums import BLOCK, crc32
 from drivetrain.checkpoint._format.documents import parse_json
 from drivetrain.checkpoint._format.folder import StorageError
 from drivetrain.checkpoint._format.manifest import FileRecord, record_as_json, versions
+from drivetrain.checkpoint._format.pieces import bytes_of
 from drivetrain.checkpoint._format.sealed_json import dump_with_checksum, has_valid_checksum
-from drivetrain.checkpoint._format.tensor_reader import damage_error
+from drivetrain.checkpoint._format.tensor_file import Spec, header_of, in_file_order
+from drivetrain.checkpoint._format.tensor_reader import CheckedFile, damage_error, tensors_in
 from drivetrain.errors import CheckpointError
 
-FORMAT_VERSION = 1
-START_DOCUMENT = "beginning.json"
+Content = bytes | memoryview
+
+FORMAT_VERSION = 2
 MANIFEST = "predictions.json"
 LOCK = "writing.lock"
-MAX_DOCUMENT_BYTES = 2**28
-"""The maximum size of a document in bytes."""
+MAX_MANIFEST_BYTES = 2**28
 
-_STEM = r"part-\d{5,}-\d{6,}-[0-9a-f]{16}"
-_INDEX = re.compile(rf"({_STEM})\.index\.json")
-_PREDICTION_FILE = re.compile(
-    rf"{_STEM}(\.index)?\.json|{_STEM}\.safetensors|\.?{MANIFEST}(-[0-9a-f]+)?|\.?{START_DOCUMENT}(-[0-9a-f]+)?"
-)
+OUTPUTS = "outputs"
+"""The tensor in a part that holds its outputs as JSON text. All other tensors of outputs have names with a number."""
+_SAMPLES, _INDICES, _CHECKSUM = "samples", "indices", "crc32"
+_CHECKSUM_BYTES = 4
+
+_PART = re.compile(r"part-(\d+)-(\d{5,})-(\d{8,})\.safetensors")
+_PREDICTION_FILE = re.compile(rf"\.?({_PART.pattern}|{MANIFEST})(-[0-9a-f]+)?")
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """Identifies the batch of an output.
+@dataclass(frozen=True, slots=True, order=True)
+class Part:
+    """A file that stores the outputs of consecutive micro-batches.
 
     Attributes:
         loader: the number of the loader.
-        batch: the number of the loader's micro-batch on the rank.
         rank: the data rank.
-        samples: the number of samples in the batch.
-        runs: the data-set indices of the samples, in the order of the output, as runs of consecutive indices. Each
-            run is given by its first index and its length. None if samples have no indices.
+        batch: the number, on the rank, of the first micro-batch.
     """
 
     loader: int
-    batch: int
     rank: int
-    samples: int
-    runs: tuple[tuple[int, int], ...] | None
+    batch: int
+
+    @property
+    def name(self) -> str:
+        return f"part-{self.loader}-{self.rank:05d}-{self.batch:08d}.safetensors"
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Several outputs that are stored together.
+class PartSamples(NamedTuple):
+    """The samples of the outputs in a part.
 
     Attributes:
-        stem: the common beginning of the names of the part's files.
-        entries: one entry for each output, in the order of the outputs.
-        files: the records of the part's files by name: the file of tensors, if any, and the file of other values.
+        ends: for each output, the number of the part's samples up to the output's end.
+        indices: the data-set index of each sample; None if samples have no indices.
     """
 
-    stem: str
-    entries: tuple[Entry, ...]
-    files: Mapping[str, FileRecord]
+    ends: list[int]
+    indices: Tensor | None
 
-    @property
-    def index(self) -> str:
-        return f"{self.stem}.index.json"
-
-    @property
-    def values(self) -> str:
-        return f"{self.stem}.json"
-
-    @property
-    def tensors(self) -> str:
-        return f"{self.stem}.safetensors"
+    def indices_of(self, number: int) -> Tensor | None:
+        """Return the data-set indices of an output's samples."""
+        begin = self.ends[number - 1] if number else 0
+        return None if self.indices is None else self.indices[begin : self.ends[number]]
 
 
 def is_prediction_file(name: str) -> bool:
@@ -88,72 +83,82 @@ def is_prediction_file(name: str) -> bool:
     return name == LOCK or _PREDICTION_FILE.fullmatch(name) is not None
 
 
-def part_stems(names: Sequence[str]) -> list[str]:
-    """Return the stems of the parts whose index is among the file names."""
-    return sorted(match[1] for name in names if (match := _INDEX.fullmatch(name)))
+def parts_among(names: Sequence[str]) -> list[Part]:
+    """Return the parts among files, ordered by loader, rank and micro-batch."""
+    return sorted(Part(*map(int, match.groups())) for name in names if (match := _PART.fullmatch(name)))
 
 
-# Encoding and decoding of the start document, the part indices and the manifest
+# Parts
 
 
-def encode_start_document(identity: Mapping[str, Any]) -> bytes:
-    """Return the start document, which identifies the weights and data of the predictions."""
-    return dump_with_checksum({"format": FORMAT_VERSION, "identity": dict(identity)})
-
-
-def encode_manifest(identity: Mapping[str, Any], parts: Sequence[Part], indices: Mapping[str, FileRecord]) -> bytes:
-    """Return the content of the manifest, which commits the parts.
+def part_contents(
+    samples: Sequence[int], indices: Sequence[int] | None, outputs: Sequence[bytes], tensors: Mapping[str, Tensor]
+) -> list[Content]:
+    """Return the content of a part's file, in pieces.
 
     Args:
-        identity: the identity in the start document.
-        parts: all parts.
-        indices: the records of the parts' index files, by name.
+        samples: the number of samples of each output.
+        indices: the data-set indices of all samples; None if samples have no indices.
+        outputs: each output as JSON, which refers to the tensors.
+        tensors: the tensors of all outputs.
     """
-    records = {name: record for part in parts for name, record in part.files.items()} | dict(indices)
-    return dump_with_checksum(
-        {
-            "format": FORMAT_VERSION,
-            "identity": dict(identity),
-            "versions": versions(),
-            "block_size": BLOCK,
-            "parts": [part.stem for part in parts],
-            "files": {name: record_as_json(record) for name, record in records.items()},
-        }
-    )
+    text = bytearray(b"[" + b",\n".join(outputs) + b"]\n")
+    stored = {_SAMPLES: torch.tensor(samples)}
+    if indices is not None:
+        stored[_INDICES] = torch.tensor(indices, dtype=torch.int64)
+    stored |= tensors
+    stored[OUTPUTS] = torch.frombuffer(text, dtype=torch.uint8)
+    stored[_CHECKSUM] = torch.zeros(_CHECKSUM_BYTES, dtype=torch.uint8)  # last in the file, as one of its narrowest
+    specs = in_file_order(Spec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items())
+    flat = [stored[spec.name].resolve_conj().resolve_neg().reshape(-1) for spec in specs[:-1]]
+    contents: list[Content] = [header_of(specs), *map(bytes_of, flat)]
+    checksum = 0
+    for content in contents:
+        checksum = crc32(content, checksum)
+    return [*contents, checksum.to_bytes(_CHECKSUM_BYTES, "little")]
 
 
-def encode_part_index(part: Part) -> bytes:
-    """Return the content of a part's index file."""
-    return dump_with_checksum(
-        {
-            "format": FORMAT_VERSION,
-            "entries": entries_to_json(part.entries),
-            "files": {name: record_as_json(record) for name, record in part.files.items()},
-        }
-    )
+def is_whole_part(content: memoryview) -> bool:
+    """Return whether a file's content is that of a part, without any change."""
+    end = len(content) - _CHECKSUM_BYTES
+    return end > 0 and crc32(content[:end]) == int.from_bytes(content[end:], "little")
 
 
-def decode_part_index(stem: str, content: bytes, path: str) -> Part:
-    """Return a part from the content of its index file.
+def samples_in_part(file: CheckedFile, path: str) -> PartSamples:
+    """Read which samples a part stores.
 
     Raises:
-        CheckpointError: the index is damaged or incomplete.
+        CheckpointError: the file is damaged, or is no part.
     """
-    document = parse_document(content, f"{stem}.index.json", path)
-    try:
-        return Part(stem, tuple(entries_from_json(document["entries"])), records_in(document))
-    except (KeyError, TypeError, ValueError) as error:
-        raise damage_error(path, f"{stem}.index.json cannot be read: {type(error).__name__}: {error}") from error
+    tensors = tensors_in(file)
+    if _SAMPLES not in tensors or OUTPUTS not in tensors:
+        raise damage_error(path, f"{file.name} holds no predictions")
+    ends = list(accumulate(tensors[_SAMPLES].read().tolist()))
+    return PartSamples(ends, tensors[_INDICES].read() if _INDICES in tensors else None)
 
 
-def parse_document(content: bytes, name: str, path: str) -> dict[str, Any]:
-    """Return the content of a document.
+# The manifest
+
+
+def encode_manifest(identity: Mapping[str, Any], files: Mapping[str, FileRecord] | None = None) -> bytes:
+    """Return the content of the manifest.
+
+    Args:
+        identity: a description of the weights, module, data, batches and ranks.
+        files: the records of all parts' files, by name, which commits the parts; None while parts are being written.
+    """
+    document = {"format": FORMAT_VERSION, "identity": dict(identity), "versions": versions(), "block_size": BLOCK}
+    return dump_with_checksum(document if files is None else {**document, "files": records_to_json(files)})
+
+
+def parse_manifest(content: bytes, path: str) -> dict[str, Any]:
+    """Return the content of the manifest, which has "files" if the predictions are complete.
 
     Raises:
-        CheckpointError: the document is damaged or incomplete, or has another format.
+        CheckpointError: the manifest is damaged, or has another format.
     """
     if not has_valid_checksum(content):
-        raise damage_error(path, f"the checksum of {name} does not match")
+        raise damage_error(path, f"the checksum of {MANIFEST} does not match")
     document = parse_json(content)
     if not isinstance(document, dict) or document.get("format") != FORMAT_VERSION:
         raise CheckpointError(
@@ -164,53 +169,14 @@ def parse_document(content: bytes, name: str, path: str) -> dict[str, Any]:
     return document
 
 
-def records_in(document: Mapping[str, Any]) -> dict[str, FileRecord]:
-    """Return the file records in a document."""
-    return {
-        str(name): FileRecord(int(record["size"]), str(record["crc32"]), str(record.get("sha256", "")))
-        for name, record in document["files"].items()
-    }
+def records_to_json(records: Mapping[str, FileRecord]) -> dict[str, Any]:
+    """Return file records as JSON-able values."""
+    return {name: record_as_json(record) for name, record in records.items()}
 
 
-def entries_to_json(entries: Sequence[Entry]) -> list[list[Any]]:
-    """Return entries as JSON-able lists. The runs of an entry become one flat list of numbers."""
-    return [
-        [
-            entry.loader,
-            entry.batch,
-            entry.rank,
-            entry.samples,
-            None if entry.runs is None else list(chain.from_iterable(entry.runs)),
-        ]
-        for entry in entries
-    ]
-
-
-def entries_from_json(entries: Any) -> Iterator[Entry]:
-    """Yield the entries that `entries_to_json` returned.
-
-    Raises:
-        TypeError: the value has another structure.
-        ValueError: the value has another structure, or its numbers are inconsistent.
-    """
-    for loader, batch, rank, samples, flat_runs in entries:
-        if not all(type(number) is int and number >= 0 for number in (loader, batch, rank, samples)):
-            raise ValueError(f"the entry {(loader, batch, rank, samples)} has an invalid number")
-        runs = None if flat_runs is None else tuple(zip(flat_runs[::2], flat_runs[1::2], strict=True))
-        if runs is not None and sum(count for _, count in runs) != samples:
-            raise ValueError(f"an entry has {sum(count for _, count in runs)} indices and {samples} samples")
-        yield Entry(loader, batch, rank, samples, runs)
-
-
-def index_runs(indices: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return the runs of consecutive indices, each with its first index and its length."""
-    runs: list[tuple[int, int]] = []
-    for index in indices:
-        if runs and index == sum(runs[-1]):
-            runs[-1] = runs[-1][0], runs[-1][1] + 1
-        else:
-            runs.append((index, 1))
-    return tuple(runs)
+def records_from_json(records: Mapping[str, Any]) -> dict[str, FileRecord]:
+    """Return the file records that `records_to_json` returned as JSON-able values."""
+    return {name: FileRecord(int(record["size"]), str(record["crc32"])) for name, record in records.items()}
 
 
 def as_integer_indices(indices: Sequence[Any] | None) -> tuple[int, ...] | None:

@@ -42,8 +42,6 @@ def rows_of(value: Any, layout: Layout, rows: Sequence[int]) -> Any:
     Raises:
         ValueError: the value does not match ``layout``.
     """
-    if layout == WHOLE:
-        return value
     if layout == TENSOR:
         return _require_type(value, Tensor)[list(rows)]
     if layout == LIST:

@@ -62,10 +62,6 @@ class RankSampler(ABC):
         """Return the shards that `begin` would return; None if they are known only after the sampler is read."""
         return None
 
-    def indices(self, epoch: int) -> Iterator[list[Any]] | None:
-        """See `BatchSource`."""
-        return None
-
     @abstractmethod
     def count(self, epoch: int) -> int | None:
         """See `BatchSource`."""
@@ -140,9 +136,6 @@ class ShardedSampler(RankSampler):
 
     def shards(self, start: int, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard]:
         return chain.from_iterable(self._sharding.remaining(origin.samples).shards(start - origin.number))
-
-    def indices(self, epoch: int) -> Iterator[list[Any]]:
-        return chain.from_iterable(self._sharding.indices(self._order_of(self._sharding.samples, epoch)))
 
     def count(self, epoch: int) -> int | None:
         return self.length

@@ -138,10 +138,6 @@ class CombinedSource:
         """Return None, because the loader that a shard comes from is known only when its batch is read."""
         return
 
-    def indices(self, epoch: int) -> None:
-        """Return None, because there is no common order of the indices of several loaders."""
-        return
-
     def requested_indices(self) -> None:
         """Return None, because there is no common order of the indices of several loaders."""
         return

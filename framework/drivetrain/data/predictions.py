@@ -9,20 +9,23 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar, overload
 
+import torch
+from torch import Tensor
+
 from drivetrain.checkpoint._format.documents import decode, loads
 from drivetrain.checkpoint._format.folder import Folder, folder_at, read_if_there
 from drivetrain.checkpoint._format.manifest import FileRecord
 from drivetrain.checkpoint._format.tensor_reader import CheckedFile, TensorSource, damage_error, tensors_in
 from drivetrain.data._prediction_files import (
     MANIFEST,
-    MAX_DOCUMENT_BYTES,
-    START_DOCUMENT,
-    Entry,
+    MAX_MANIFEST_BYTES,
+    OUTPUTS,
     Part,
-    decode_part_index,
     describe_errors_as_predictions,
-    parse_document,
-    records_in,
+    parse_manifest,
+    parts_among,
+    records_from_json,
+    samples_in_part,
 )
 from drivetrain.data._sample_rows import Layout, concatenate, concatenated_layout, layout_of, rows_of, sample_of
 from drivetrain.errors import CheckpointError, ConfigurationError
@@ -45,7 +48,7 @@ def read_predictions(path: str | os.PathLike[str], dataloader_idx: int | None = 
             file.
         ConfigurationError: there were several loaders and ``dataloader_idx`` is None, or there is no such loader.
     """
-    folder, parts, loaders, files, block = _open_folder(os.fspath(path))
+    folder, files, loaders, block = _open_folder(os.fspath(path))
     if dataloader_idx is None and loaders > 1:
         raise ConfigurationError(
             f"{folder.path!r} holds the predictions for {loaders} loaders.",
@@ -58,35 +61,23 @@ def read_predictions(path: str | os.PathLike[str], dataloader_idx: int | None = 
             f"{folder.path!r} holds the predictions for {loaders} loader(s).",
             f"give a number from 0 to {loaders - 1}.",
         )
-    return Predictions(folder, parts, files, block, dataloader_idx or 0)
+    return Predictions(folder, files, block, dataloader_idx or 0)
 
 
-class _OutputLocation(NamedTuple):
-    """The location of an output.
+class _Output(NamedTuple):
+    """A stored output.
 
     Attributes:
         part: the part that stores the output.
         number: the number of the output within the part.
-        entry: the entry that identifies the output's batch.
+        samples: the number of samples of the output.
+        indices: the data-set indices of the samples; None if samples have no indices.
     """
 
     part: Part
     number: int
-    entry: Entry
-
-
-class _Run(NamedTuple):
-    """Samples in consecutive rows of an output.
-
-    Attributes:
-        location: the index of the output's `_OutputLocation`.
-        row: the first row.
-        length: the number of rows.
-    """
-
-    location: int
-    row: int
-    length: int
+    samples: int
+    indices: Tensor | None
 
 
 class Predictions(Sequence[Any]):
@@ -98,51 +89,36 @@ class Predictions(Sequence[Any]):
 
     Args:
         folder: the folder of the predictions.
-        parts: the parts that the manifest names.
-        files: the record of each file, by name.
+        files: the record of each part's file, by name.
         block: the size in bytes of the blocks that have checksums.
         loader: the number of the loader whose predictions are read.
     """
 
-    def __init__(
-        self, folder: Folder, parts: Sequence[Part], files: dict[str, FileRecord], block: int, loader: int
-    ) -> None:
+    def __init__(self, folder: Folder, files: dict[str, FileRecord], block: int, loader: int) -> None:
         self.path = folder.path
         self._folder = folder
         self._records = files
         self._block = block
-        locations = [
-            _OutputLocation(part, number, entry)
-            for part in parts
-            for number, entry in enumerate(part.entries)
-            if entry.loader == loader
+        outputs = [
+            output for part in parts_among(list(files)) if part.loader == loader for output in self._outputs_in(part)
         ]
-        locations.sort(key=_sort_key)
-        self._locations = locations
-        runs = [
-            (first, location, row, count)
-            for location, (_, _, entry) in enumerate(locations)
-            for first, row, count in _runs_with_rows(entry)
-        ]
-        if all(location.entry.runs is not None for location in locations):
-            runs.sort()
-        else:
-            runs.sort(key=lambda run: run[1])
-        self._first_indices = [first for first, *_ in runs]
-        self._runs = [_Run(location, row, count) for _, location, row, count in runs]
-        self._ends = list(accumulate(run.length for run in self._runs))
+        self._has_indices = all(output.indices is not None for output in outputs)
+        outputs.sort(key=self._sort_key)
+        self._outputs = outputs
+        self._ends = list(accumulate(output.samples for output in outputs))
+        indices = [output.indices for output in outputs if output.indices is not None]
+        samples = self._ends[-1] if outputs else 0
+        # The samples are numbered in the order of the outputs. `_order` contains their numbers in data-set order.
+        keys = torch.cat(indices) if indices and self._has_indices else torch.arange(samples)
+        self._indices, self._order = torch.sort(keys, stable=True)
         self._layout: Layout = None
         self._output_cache: _LruCache[Any] = _LruCache()
-        self._values_cache: _LruCache[list[Any]] = _LruCache()
-        self._tensors_cache: _LruCache[dict[str, TensorSource]] = _LruCache()
+        self._part_cache: _LruCache[tuple[list[Any], dict[str, TensorSource]]] = _LruCache()
 
     @property
     def indices(self) -> list[int] | None:
         """The data-set index of each sample, ascending; None if samples have no indices."""
-        if any(location.entry.runs is None for location in self._locations):
-            return None
-        firsts = zip(self._first_indices, self._runs, strict=True)
-        return [index for first, run in firsts for index in range(first, first + run.length)]
+        return self._indices.tolist() if self._has_indices else None
 
     def batches(self) -> Iterator[Any]:
         """Yield what ``predict_step`` returned for each micro-batch, ordered by each micro-batch's smallest index.
@@ -150,8 +126,8 @@ class Predictions(Sequence[Any]):
         If samples have no indices, the order is by micro-batch and then by rank. The micro-batches depend on the number
         of ranks that wrote the predictions.
         """
-        for location in range(len(self._locations)):
-            yield self._read(location)
+        for number in range(len(self._outputs)):
+            yield self._read(number)
 
     def together(self) -> Any:
         """Return all predictions concatenated in data-set order: tensors have shape (N, ...).
@@ -159,14 +135,14 @@ class Predictions(Sequence[Any]):
         Raises:
             CheckpointError: the outputs cannot be concatenated; `batches` yields them separately.
         """
-        if not self._runs:
+        if not self._outputs:
             return None
         layout = self._get_layout()
-        first_rows = list(accumulate((location.entry.samples for location in self._locations), initial=0))
-        order = [first_rows[run.location] + row for run in self._runs for row in range(run.row, run.row + run.length)]
         try:
-            all_outputs = concatenate([self._read(location) for location in range(len(self._locations))], layout)
-            return all_outputs if order == sorted(order) else rows_of(all_outputs, concatenated_layout(layout), order)
+            all_outputs = concatenate(list(self.batches()), layout)
+            if torch.equal(self._order, torch.arange(len(self))):
+                return all_outputs
+            return rows_of(all_outputs, concatenated_layout(layout), self._order.tolist())
         except (ValueError, KeyError) as error:
             raise self._not_per_sample_error(str(error)) from error
 
@@ -187,21 +163,20 @@ class Predictions(Sequence[Any]):
         if not -len(self) <= index < len(self):
             raise IndexError(f"prediction {index} is out of range: there are {len(self)}")
         index %= len(self)
-        number = bisect_right(self._ends, index)
-        run = self._runs[number]
-        run_start = self._ends[number] - run.length
-        layout, output = self._get_layout(), self._output(run.location)
+        sample = int(self._order[index])
+        number = bisect_right(self._ends, sample)
+        layout, output = self._get_layout(), self._output(number)
         try:
-            return sample_of(output, layout, run.row + index - run_start)
+            return sample_of(output, layout, sample - self._ends[number] + self._outputs[number].samples)
         except (ValueError, KeyError, IndexError) as error:
             raise self._not_per_sample_error(str(error)) from error
 
     def _get_layout(self) -> Layout:
         """Return how outputs are split by sample, as determined from the largest and thus least ambiguous batch."""
         if self._layout is None:
-            location = max(range(len(self._locations)), key=lambda number: self._locations[number].entry.samples)
-            samples = self._locations[location].entry.samples
-            self._layout = layout_of(self._output(location), samples)
+            number = max(range(len(self._outputs)), key=lambda number: self._outputs[number].samples)
+            samples = self._outputs[number].samples
+            self._layout = layout_of(self._output(number), samples)
             if self._layout is None:
                 raise self._not_per_sample_error(
                     f"in a batch of {samples} samples, not every tensor and list has {samples} entries"
@@ -215,30 +190,35 @@ class Predictions(Sequence[Any]):
             "read what predict_step returned batch by batch: read_predictions(path).batches().",
         )
 
-    def _output(self, location: int) -> Any:
-        return self._output_cache.get(location, lambda: self._read(location))
+    def _output(self, number: int) -> Any:
+        return self._output_cache.get(number, lambda: self._read(number))
 
-    def _read(self, location: int) -> Any:
-        part, number, _ = self._locations[location]
+    def _read(self, number: int) -> Any:
+        part, position, *_ = self._outputs[number]
         with describe_errors_as_predictions(self.path):
-            values = self._values_cache.get(part.stem, lambda: self._values_of(part))
-            tensors = self._tensors_cache.get(part.stem, lambda: self._tensors_of(part))
             try:
-                return decode(values[number], lambda name: tensors[name].read())
-            except (KeyError, IndexError, ValueError) as error:
-                raise damage_error(
-                    self.path, f"{part.values} cannot be read: {type(error).__name__}: {error}"
-                ) from error
+                values, tensors = self._part_cache.get(part, lambda: self._open(part))
+                return decode(values[position], lambda name: tensors[name].read())
+            except (KeyError, IndexError, TypeError, ValueError) as error:
+                raise damage_error(self.path, f"{part.name} cannot be read: {type(error).__name__}: {error}") from error
 
-    def _values_of(self, part: Part) -> list[Any]:
-        file = self._file(part.values)
-        values = loads(file.read(0, file.size), part.values)
-        if not isinstance(values, list):
-            raise damage_error(self.path, f"{part.values} is not a list")
-        return values
+    def _open(self, part: Part) -> tuple[list[Any], dict[str, TensorSource]]:
+        tensors = tensors_in(self._file(part.name))
+        return loads(tensors[OUTPUTS].read().numpy().tobytes(), part.name), tensors
 
-    def _tensors_of(self, part: Part) -> dict[str, TensorSource]:
-        return tensors_in(self._file(part.tensors)) if part.tensors in part.files else {}
+    def _outputs_in(self, part: Part) -> Iterator[_Output]:
+        with describe_errors_as_predictions(self.path):
+            samples = samples_in_part(self._file(part.name), self.path)
+        begin = 0
+        for number, end in enumerate(samples.ends):
+            yield _Output(part, number, end - begin, samples.indices_of(number))
+            begin = end
+
+    def _sort_key(self, output: _Output) -> tuple[int, int, int]:
+        batch, first = output.part.batch + output.number, 0
+        if self._has_indices and output.indices is not None and output.samples:
+            first = int(output.indices.min())
+        return first, batch, output.part.rank
 
     def _file(self, name: str) -> CheckedFile:
         return CheckedFile(self._folder, name, self._records[name], self._block)
@@ -257,53 +237,20 @@ class _LruCache(OrderedDict[Hashable, Cached]):
         return self[key]
 
 
-def _sort_key(location: _OutputLocation) -> tuple[int, int, int]:
-    entry = location.entry
-    return (min(entry.runs)[0] if entry.runs else entry.batch, entry.batch, entry.rank)
-
-
-def _runs_with_rows(entry: Entry) -> Iterator[tuple[int, int, int]]:
-    """Yield the first index, the first row and the length of each run of consecutive indices."""
-    row = 0
-    for first, count in ((0, entry.samples),) if entry.runs is None else entry.runs:
-        yield first, row, count
-        row += count
-
-
-def _open_folder(path: str) -> tuple[Folder, list[Part], int, dict[str, FileRecord], int]:
+def _open_folder(path: str) -> tuple[Folder, dict[str, FileRecord], int, int]:
     with describe_errors_as_predictions(path):
         folder = folder_at(path)
-        document = parse_document(_read_manifest(folder), MANIFEST, path)
-        records = records_in(document)
-        block = int(document["block_size"])
-        parts = []
-        for stem in document["parts"]:
-            name = f"{stem}.index.json"
-            file = CheckedFile(folder, name, records[name], block)
-            parts.append(decode_part_index(stem, bytes(file.read(0, file.size)), path))
-        return folder, parts, len(document["identity"]["data"]), records, block
-
-
-def _exists(folder: Folder, name: str) -> bool:
-    try:
-        folder.open(name)
-    except OSError:
-        return False
-    return True
-
-
-def _read_manifest(folder: Folder) -> bytes:
-    content = read_if_there(folder, MANIFEST, MAX_DOCUMENT_BYTES)
-    if content is not None:
-        return content
-    if not _exists(folder, START_DOCUMENT):
+        content = read_if_there(folder, MANIFEST, MAX_MANIFEST_BYTES)
+        if content is None:
+            raise CheckpointError(
+                f"There are no predictions at {path!r}.", f"it does not contain {MANIFEST}.", "check the path."
+            )
+        manifest = parse_manifest(content, path)
+    if "files" not in manifest:
         raise CheckpointError(
-            f"There are no predictions at {folder.path!r}.",
-            f"it contains neither {MANIFEST} nor {START_DOCUMENT}.",
-            "check the path.",
+            f"The predictions {path!r} are incomplete.",
+            f"{MANIFEST} lists no files yet: the run is still writing predictions, or was killed.",
+            "wait for the run to end, or call predict again with the same weights, data, batches and number of ranks, "
+            "which continues the writing.",
         )
-    raise CheckpointError(
-        f"The predictions {folder.path!r} are incomplete: {MANIFEST} is missing.",
-        f"{MANIFEST} is written last; the run is still writing predictions, or was killed.",
-        "wait for the run to end, or call predict again with the same weights and data, which continues the writing.",
-    )
+    return folder, records_from_json(manifest["files"]), len(manifest["identity"]["data"]), manifest["block_size"]

@@ -15,7 +15,16 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, Subset, TensorDataset
+from safetensors.torch import load_file
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+)
 
 from drivetrain import Callback, CheckpointError, ConfigurationError, Fit, TrainModule
 from drivetrain.callbacks import BasePredictionWriter, PredictionWriter
@@ -217,6 +226,9 @@ def test_combined_loaders_and_loaders_of_whole_batches(tmp_path: Path) -> None: 
         if not (tmp_path / "combined").exists():
             cut_off(tmp_path / "combined", at=1, module=First(), loaders=loaders)
         else:
+            other = CombinedLoader({"a": loader(batch_size=3), "b": loader()}, "min_size")
+            with pytest.raises(CheckpointError, match="'batch size': 3"):
+                predict(tmp_path / "combined", First(), other)
             predict(tmp_path / "combined", First(), loaders)
     assert firsts(read_predictions(tmp_path / "combined")) == [2 * number for number in range(11)]
 
@@ -305,7 +317,7 @@ def test_a_reader_sees_nothing_before_all_is_there(tmp_path: Path) -> None:  # L
 
     predict(tmp_path / "out", None, None, Reading())
     assert len(seen) == 3
-    assert "are incomplete: predictions.json is missing" in seen[0]
+    assert "are incomplete" in seen[0]
     assert len(read_predictions(tmp_path / "out")) == 11
     with pytest.raises(CheckpointError, match="There are no predictions at"):
         read_predictions(tmp_path / "nowhere")
@@ -319,13 +331,12 @@ def test_a_reader_sees_nothing_before_all_is_there(tmp_path: Path) -> None:  # L
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:  # L-03
     predict(tmp_path / "out", Predicting(lambda x: {"x": x, "text": [str(row) for row in x]}))
-    for pattern, change in {
-        "*000001-*.safetensors": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
-        "*000002-????????????????.json": lambda content: content.replace(b"1", b"2"),
-        "*000000-*.index.json": lambda content: content.replace(b"4", b"3", 1),
+    for name, change in {
+        "part-0-00000-00000001.safetensors": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+        "part-0-00000-00000000.safetensors": lambda content: content.replace(b"samples", b"simples", 1),
         "predictions.json": lambda content: content.replace(b"4", b"3", 1),
     }.items():
-        (path,) = (tmp_path / "out").glob(pattern)
+        path = tmp_path / "out" / name
         before = path.read_bytes()
         path.write_bytes(change(before))
         with pytest.raises(CheckpointError, match=path.name) as caught:
@@ -345,7 +356,10 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:  # L-03
 def test_what_is_missing_is_computed_and_nothing_else(tmp_path: Path) -> None:  # L-03
     cut_off(tmp_path / "out", at=2, loaders=loader(22))
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("part-*")}
-    assert len(written) == 6
+    assert sorted(path.name for path in written) == [
+        "part-0-00000-00000000.safetensors",
+        "part-0-00000-00000001.safetensors",
+    ]
     module = Predicting()
     predict(tmp_path / "out", module, loader(22))
     assert module.given[0] == [8, 9, 10, 11]
@@ -372,21 +386,6 @@ def test_what_was_read_already_is_not_read_again(tmp_path: Path) -> None:  # L-0
     assert read == [8, 9, 10, 11]
 
 
-def test_another_batch_size_goes_on_sample_by_sample(tmp_path: Path) -> None:  # L-03
-    make = lambda x: (x * 2, [str(int(value)) for value in x[:, 0]])  # noqa: E731
-    cut_off(tmp_path / "out", at=2, module=Predicting(make))
-    module = Predicting(make)
-    predict(tmp_path / "out", module, loader(11, batch_size=3))
-    assert module.given == [[6, 7, 8], [9, 10]]  # the first batch has one new sample
-    read = read_predictions(tmp_path / "out")
-    assert [(int(x[0]), text) for x, text in read] == [(2 * number, str(number)) for number in range(11)]
-    cut_off(tmp_path / "mean", at=2, module=Predicting(lambda x: x.mean()))
-    with pytest.raises(CheckpointError, match="cannot be split by samples"):
-        predict(tmp_path / "mean", Predicting(lambda x: x.mean()), loader(11, batch_size=3))
-    predict(tmp_path / "mean", Predicting(lambda x: x.mean()))
-    assert len(list(read_predictions(tmp_path / "mean").batches())) == 3
-
-
 def test_own_orders_and_streams_go_on_too(tmp_path: Path) -> None:  # L-03
     order = [7, 1, 9, 0, 3, 8, 2, 10, 5, 4, 6]
 
@@ -403,8 +402,11 @@ def test_own_orders_and_streams_go_on_too(tmp_path: Path) -> None:  # L-03
         assert module.given == [rest], name
         assert firsts(read_predictions(tmp_path / name)) == [2 * number for number in range(11)], name
     cut_off(tmp_path / "other", at=2, loaders=stream())
-    with pytest.raises(CheckpointError, match="other ranks or batch sizes"):
+    with pytest.raises(CheckpointError, match="differ in data: batch size 4 then, 3 now"):
         predict(tmp_path / "other", loaders=stream(3))
+    with pytest.raises(CheckpointError, match="more batches of rank 0 than its data") as caught:
+        predict(tmp_path / "other", loaders=DataLoader(Stream(4), batch_size=4))
+    assert "delete the folder" in caught.value.fix
 
 
 def test_outputs_that_are_returned_are_computed_and_not_written_twice(tmp_path: Path) -> None:  # L-03
@@ -422,14 +424,22 @@ def test_others_are_refused_by_name(tmp_path: Path) -> None:  # L-03
     cut_off(tmp_path / "out", at=2)
     before = sorted(path.name for path in (tmp_path / "out").iterdir())
     for named, arguments, options in (
-        ("other weights", (Predicting(seed=1),), {}),
-        ("other module", (Another(),), {}),
-        ("other precision", (), {"precision": "bf16-mixed"}),
-        ("other data", (None, loader(12)), {}),
-        ("other data", (None, DataLoader(numbered(11, offset=1), batch_size=4)), {}),
-        ("other data", (None, DataLoader(numbered(11), batch_size=4, sampler=Own(list(range(11))))), {}),
-        ("other data", (None, DataLoader(Subset(numbered(12), range(11)), batch_size=4)), {}),
-        ("other limit", (), {"limit_predict_batches": 3}),
+        ("differ in weights", (Predicting(seed=1),), {}),
+        ("differ in module", (Another(),), {}),
+        ("differ in precision", (), {"precision": "bf16-mixed"}),
+        ("differ in data", (None, loader(12)), {}),
+        ("differ in data", (None, DataLoader(numbered(11, offset=1), batch_size=4)), {}),
+        ("differ in data", (None, DataLoader(numbered(11), batch_size=4, sampler=Own(list(range(11))))), {}),
+        ("differ in data", (None, DataLoader(Subset(numbered(12), range(11)), batch_size=4)), {}),
+        ("drawn samples 11 then, 7 now", (None, loader(11, sampler=SequentialSampler(range(7)))), {}),
+        ("differ in use_distributed_sampler: True then, False now", (), {"use_distributed_sampler": False}),
+        ("differ in limit", (), {"limit_predict_batches": 3}),
+        ("differ in data: batch size 4 then, 3 now", (None, loader(11, batch_size=3)), {}),
+        (
+            "differ in data: batch size 4 then, 3 now",
+            (None, DataLoader(numbered(11), batch_sampler=BatchSampler(SequentialSampler(range(11)), 3, False))),
+            {},
+        ),
     ):
         with pytest.raises(CheckpointError, match=named) as caught:
             predict(tmp_path / "out", *arguments, **options)
@@ -440,15 +450,22 @@ def test_others_are_refused_by_name(tmp_path: Path) -> None:  # L-03
         predict(tmp_path / "out")
 
 
-def test_a_sampler_that_draws_twice_is_not_gone_on_with(tmp_path: Path) -> None:  # L-03
-    def twice() -> DataLoader[Any]:
-        return DataLoader(numbered(11), batch_size=2, sampler=Own([1, 2, 3, 4, 1, 5]))
+def test_a_sampler_has_to_draw_in_the_same_order(tmp_path: Path) -> None:  # L-03
+    def own(*order: int) -> DataLoader[Any]:
+        return DataLoader(numbered(11), batch_size=2, sampler=Own(list(order)))
 
-    cut_off(tmp_path / "out", at=2, loaders=twice())
-    with pytest.raises(CheckpointError, match="not complete: 5 of 6 samples were written"):
-        predict(tmp_path / "out", loaders=twice())
+    cut_off(tmp_path / "out", at=2, loaders=own(1, 2, 3, 4, 1, 5))
+    for returned in (False, True):
+        writer = PredictionWriter(tmp_path / "out")
+        fit = Fit(callbacks=[writer], accelerator="cpu", logger=False, enable_progress_bar=False)
+        with pytest.raises(CheckpointError, match=r"other samples in batch 1 of rank 0: \[3, 4\] then, \[4, 3\] now"):
+            fit.predict(Predicting(), own(1, 2, 4, 3, 1, 5), return_predictions=returned)
     with pytest.raises(CheckpointError, match="are incomplete"):
         read_predictions(tmp_path / "out")
+    module = Predicting()
+    predict(tmp_path / "out", module, own(1, 2, 3, 4, 1, 5))
+    assert module.given == [[1, 5]]
+    assert firsts(read_predictions(tmp_path / "out")) == [2, 2, 4, 6, 8, 10]
 
 
 def test_what_is_no_prediction_is_left_alone(tmp_path: Path) -> None:  # L-03
@@ -533,12 +550,12 @@ def test_a_store_that_fails(tmp_path: Path) -> None:  # L-03
     store = FaultyStore(tmp_path / "store").mount()
     path = f"{store.url}/out"
     # Temporary failures and lost responses: the upload is repeated.
-    store.fail("put", "*000001-*.safetensors", times=2)
+    store.fail("put", "*00000001.safetensors", times=2)
     store.fail("put", "*predictions.json", lost=True)
     predict(path)
     assert firsts(read_predictions(path)) == [2 * number for number in range(11)]
     # Permanent failure: the run fails, the parts remain, and a later run resumes.
-    store.fail("put", "other/part-00000-000001-*", times=None)
+    store.fail("put", "other/part-0-00000-00000001*", times=None)
     with pytest.raises(OSError, match="503"):
         predict(f"{store.url}/other")
     with pytest.raises(CheckpointError, match="are incomplete"):
@@ -559,28 +576,54 @@ def test_a_store_that_fails(tmp_path: Path) -> None:  # L-03
     store.heal()
 
 
-def test_a_torn_beginning_is_said(tmp_path: Path) -> None:  # L-03
+def test_a_torn_manifest_is_said(tmp_path: Path) -> None:  # L-03
     cut_off(tmp_path / "out", at=2)
-    beginning = tmp_path / "out" / "beginning.json"
-    beginning.write_bytes(beginning.read_bytes()[:-3])
-    with pytest.raises(CheckpointError, match=r"The predictions .* are damaged: the checksum of beginning\.json"):
-        predict(tmp_path / "out")
-    beginning.unlink()
-    with pytest.raises(CheckpointError, match=r"but not beginning\.json, which identifies the weights and data"):
+    manifest = tmp_path / "out" / "predictions.json"
+    manifest.write_bytes(manifest.read_bytes()[:-3])
+    for function in (predict, read_predictions):
+        with pytest.raises(CheckpointError, match=r"The predictions .* are damaged: the checksum of predictions\.json"):
+            function(tmp_path / "out")
+    manifest.unlink()
+    with pytest.raises(CheckpointError, match=r"but not predictions\.json, which identifies the weights and data"):
         predict(tmp_path / "out")
 
 
-def test_a_torn_part_is_none(tmp_path: Path) -> None:  # L-03
-    cut_off(tmp_path / "out", at=2)
-    (index,) = (tmp_path / "out").glob("*000001-*.index.json")
-    index.write_bytes(index.read_bytes()[:-20])
-    (tensors,) = (tmp_path / "out").glob("*000000-*.safetensors")
-    tensors.write_bytes(tensors.read_bytes()[:-1])
-    module = Predicting()
-    predict(tmp_path / "out", module)
-    assert module.given == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
-    assert not list((tmp_path / "out").glob(index.name))
-    assert firsts(read_predictions(tmp_path / "out")) == [2 * number for number in range(11)]
+def test_a_part_that_has_changed_is_found_and_its_batches_are_predicted_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:  # L-03
+    changes: list[Callable[[bytes], bytes]] = [
+        lambda content: content[:-1],
+        lambda content: b"",
+        *(
+            lambda content, at=at: content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+            for at in (0, 100, -40, -1)
+        ),
+    ]
+    for number, change in enumerate(changes):
+        path = tmp_path / str(number)
+        cut_off(path, at=2)
+        changed = path / "part-0-00000-00000000.safetensors"
+        changed.write_bytes(change(changed.read_bytes()))
+        (path / f".{changed.name}-01234567").touch()  # a file that a killed run was writing
+        module = Predicting()
+        caplog.clear()
+        predict(path, module)
+        assert module.given == [[0, 1, 2, 3], [8, 9, 10]]
+        assert caplog.text.count(f"{changed.name} of the predictions {str(path)!r} has changed") == 1
+        assert firsts(read_predictions(path)) == [2 * number for number in range(11)]
+        assert sorted(file.name for file in path.iterdir()) == [
+            *(f"part-0-00000-0000000{batch}.safetensors" for batch in range(3)),
+            "predictions.json",
+        ]
+
+
+def test_a_part_opens_without_drivetrain(tmp_path: Path) -> None:  # L-03
+    predict(tmp_path / "out", Predicting(lambda x: {"x": x, "text": ["a"] * len(x)}))
+    tensors = load_file(tmp_path / "out" / "part-0-00000-00000001.safetensors")
+    assert tensors["0/x"].tolist() == [[number, 1] for number in range(4, 8)]
+    assert tensors["indices"].tolist() == [4, 5, 6, 7]
+    assert tensors["samples"].tolist() == [4]
+    assert json.loads(tensors["outputs"].numpy().tobytes()) == [{"x": {"$tensor": "0/x"}, "text": ["a"] * 4}]
 
 
 def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:  # L-03

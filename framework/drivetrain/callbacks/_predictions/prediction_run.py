@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import json
-import secrets
 import time
+from array import array
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._loops.outputs import on_host
-from drivetrain.callbacks._predictions.completed_predictions import CompletedPredictions
 from drivetrain.callbacks._predictions.data_identity import class_name, data_identity
-from drivetrain.callbacks._predictions.prediction_store import PredictionStore
+from drivetrain.callbacks._predictions.prediction_store import PredictionStore, StoredPart
 from drivetrain.callbacks._predictions.weights_digest import weights_digest
-from drivetrain.checkpoint._format.collective_errors import gather_or_raise, run_collectively
+from drivetrain.checkpoint._format.collective_errors import run_collectively
 from drivetrain.checkpoint._format.documents import encode
-from drivetrain.checkpoint._format.pieces import bytes_of
-from drivetrain.checkpoint._format.tensor_file import Spec, check_storable, header_of, in_file_order
+from drivetrain.checkpoint._format.tensor_file import check_storable
 from drivetrain.data._prediction_files import (
-    Entry,
     Part,
     as_integer_indices,
-    decode_part_index,
-    encode_part_index,
-    entries_from_json,
-    entries_to_json,
-    index_runs,
+    part_contents,
+    records_from_json,
+    records_to_json,
 )
-from drivetrain.data._sample_rows import layout_of, rows_of
 from drivetrain.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -51,120 +45,111 @@ class PredictionRun:
 
     def __init__(self, path: str, trainer: RunContext, module: Any, part_bytes: int) -> None:
         strategy = trainer.strategy
-        self._control = strategy.control
+        self._trainer = trainer
+        self._control = control = strategy.control
         self._rank, self._data_rank = strategy.rank, strategy.data_rank
         self._is_data_leader = strategy.is_data_leader
         self._part_bytes = part_bytes
-        loaders = trainer.evaluated_loaders
         self._identity: dict[str, Any] = {
             "weights": weights_digest(strategy),
             "module": class_name(module),
             "precision": strategy.precision.name,
-            "data": [data_identity(loader) for loader in loaders],
+            "data": [data_identity(loader) for loader in trainer.evaluated_loaders],
             "limit": repr(trainer.limit_predict_batches),
-            "dealing": {
-                "ranks": strategy.data_world_size,
-                "batch_size": [getattr(loader, "batch_size", None) for loader in loaders],
-            },
+            "use_distributed_sampler": trainer.use_distributed_sampler,
+            "number of ranks": strategy.data_world_size,
         }
-        failure_message = f"Predictions could not be written to {path!r}"
-
-        def begin() -> tuple[PredictionStore, bool]:
-            store = PredictionStore(path)
-            try:
-                return store, store.begin(self._identity) if self._rank == 0 else False
-            except BaseException:
-                store.release()
-                raise
-
-        self.store, resumes = run_collectively(self._control, failure_message, begin)
-        entries = [entry for part, _ in self.store.earlier_parts.values() for entry in part.entries]
-        self._failure_message = failure_message
-        self._completed, self._token, self.resumes = _broadcast(self._control, entries, resumes)
-        self._part_number = 0  # the number of the next part
-        self._entries: list[Entry] = []
-        self._values: list[bytes] = []
+        self._failure_message = message = f"Predictions could not be written to {path!r}"
+        self.store = run_collectively(control, message, lambda: PredictionStore(path))
+        self._earlier: dict[Part, StoredPart] = {}  # the parts of the killed run, of this rank's batches
+        try:
+            begun = run_collectively(control, message, self._begin)
+            self.resumes = control.gather_objects(begun)[0]
+            if self.resumes:
+                self._earlier = run_collectively(control, message, lambda: self.store.whole_parts(self._data_rank))
+        except BaseException:
+            self.store.release()
+            raise
+        self._earlier_parts = list(self._earlier)
+        self._records = {part.name: stored.record for part, stored in self._earlier.items()}
+        self._part: Part | None = None  # the part of the buffered outputs
+        self._samples: list[int] = []
+        self._indices: array[int] | None = array("q")
+        self._outputs: list[bytes] = []
         self._tensors: dict[str, Tensor] = {}
         self._buffered_bytes = 0
         self._buffered_since = 0.0
-        self._parts: list[Part] = []
-        self._last_batch: dict[int, int] = {}  # the last batch of each loader whose samples are counted
-        self._sample_count = 0
+        self._batches_seen: dict[int, int] = {}  # by loader
         self._write_failed = False
 
-    def check_written(self, indices: Sequence[Any] | None, batch_idx: int, dataloader_idx: int) -> bool:
-        """Return whether an earlier run has written all samples of a batch. If so, count these samples."""
-        integer_indices = as_integer_indices(indices)
-        is_written = self._completed.has(dataloader_idx, batch_idx, self._data_rank, integer_indices)
-        if is_written:
-            self._count_samples(
-                dataloader_idx,
-                batch_idx,
-                self._completed.samples(dataloader_idx, batch_idx, self._data_rank, integer_indices),
+    def is_written(self, batch_idx: int, dataloader_idx: int) -> bool:
+        """Return whether the killed run has written a batch.
+
+        Raises:
+            CheckpointError: the batch, if it has been read, has other samples than in the killed run.
+        """
+        self._batches_seen[dataloader_idx] = batch_idx + 1
+        number = bisect_right(self._earlier_parts, Part(dataloader_idx, self._data_rank, batch_idx)) - 1
+        part = self._earlier_parts[number] if number >= 0 else None
+        if part is None or part.loader != dataloader_idx:
+            return False
+        samples, position = self._earlier[part].samples, batch_idx - part.batch
+        if position >= len(samples.ends):
+            return False
+        indices, stored = as_integer_indices(self._trainer.batch_indices), samples.indices_of(position)
+        if indices is not None and stored is not None and list(indices) != stored.tolist():
+            raise CheckpointError(
+                f"The unfinished predictions {self.store.path!r} have other samples in batch {batch_idx} of rank "
+                f"{self._data_rank}: {_shortened(stored.tolist())} then, {_shortened(indices)} now.",
+                "the sampler draws in another order, so the remaining batches would not be those that are missing.",
+                "resume with a sampler that draws in the same order, write to another path, or delete the folder to "
+                "start again.",
             )
-        return is_written
+        return True
 
     def add(
         self, output: Any, indices: Sequence[Any] | None, samples: int | None, batch_idx: int, dataloader_idx: int
     ) -> None:
-        """Buffer the samples of an output that no earlier run wrote, and write the buffer if it is large enough."""
-        integer_indices = as_integer_indices(indices)
-        count = len(indices) if indices is not None else samples or 1
-        self._count_samples(dataloader_idx, batch_idx, count)
-        rows = self._completed.missing(dataloader_idx, batch_idx, self._data_rank, integer_indices, count)
-        if not rows:
+        """Buffer an output that the killed run has not written, and write the buffer if it is large enough."""
+        if self.is_written(batch_idx, dataloader_idx):
             return
         self._check(output, batch_idx)
-        if len(rows) < count:
-            layout = layout_of(output, count)
-            if layout is None:
-                raise CheckpointError(
-                    f"The predictions {self.store.path!r} cannot be resumed: some of the {count} samples of batch "
-                    f"{batch_idx} were written before, and the output of predict_step cannot be split by samples.",
-                    "the killed run used other batches, and only tensors with the batch size as first dimension and "
-                    "lists with one entry for each sample can be split.",
-                    "resume with the same number of ranks and batch size, or delete the folder to start again.",
-                )
-            assert integer_indices is not None
-            output = rows_of(output, layout, rows)
-            integer_indices = tuple(integer_indices[row] for row in rows)
-            count = len(rows)
-        runs = None if integer_indices is None else index_runs(integer_indices)
-        self._buffer(
-            on_host(output, fresh_memory=False), Entry(dataloader_idx, batch_idx, self._data_rank, count, runs)
-        )
+        part = self._part
+        if part is not None and (part.loader, part.batch + len(self._samples)) != (dataloader_idx, batch_idx):
+            self._flush()  # a part has consecutive batches of one loader
+        if self._part is None:
+            self._part, self._buffered_since = Part(dataloader_idx, self._data_rank, batch_idx), time.monotonic()
+        tensors: dict[str, Tensor] = {}
+        encoded = encode(on_host(output, fresh_memory=False), tensors, str(len(self._samples)))
+        text = json.dumps(encoded, allow_nan=False).encode()
+        integer_indices = as_integer_indices(indices)
+        if integer_indices is None:
+            self._indices = None
+        elif self._indices is not None:
+            self._indices.extend(integer_indices)
+        self._samples.append(len(indices) if indices is not None else samples or 1)
+        self._outputs.append(text)
+        self._tensors.update(tensors)
+        self._buffered_bytes += len(text) + sum(tensor.nbytes for tensor in tensors.values())
         if self._buffered_bytes >= self._part_bytes or time.monotonic() - self._buffered_since > _MAX_BUFFER_SECONDS:
             self._flush()
 
     def publish(self) -> None:
         """Write the buffer, and publish the predictions of all ranks. A collective operation."""
-        run_collectively(self._control, self._failure_message, self._flush)
-        index_documents = [(part.stem, encode_part_index(part).decode()) for part in self._parts]
-        written_by_rank = gather_or_raise(
-            self._control,
-            self._failure_message,
-            (index_documents, self._sample_count if self._is_data_leader else 0),
-            None,
-        )
+
+        def finish() -> dict[str, Any]:
+            if not self._is_data_leader:
+                return {}
+            self._flush()
+            self._check_all_seen()
+            return records_to_json(self._records)
+
+        written = self._control.gather_objects(run_collectively(self._control, self._failure_message, finish))
 
         def commit() -> None:
-            if self._rank != 0:
-                return
-            parts = [
-                decode_part_index(stem, text.encode(), self.store.path)
-                for indices, _ in written_by_rank
-                for stem, text in indices
-            ]
-            earlier = [part for part, _ in self.store.earlier_parts.values()]
-            written = sum(entry.samples for part in (*earlier, *parts) for entry in part.entries)
-            seen = sum(count for _, count in written_by_rank)
-            if written != seen:
-                raise CheckpointError(
-                    f"The predictions {self.store.path!r} are not complete: {written} of {seen} samples were written.",
-                    "the killed run used other data, or its sampler draws samples more than once.",
-                    "delete the folder and predict again.",
-                )
-            self.store.publish(self._identity, parts)
+            if self._rank == 0:
+                files = {name: record for records in written for name, record in records_from_json(records).items()}
+                self.store.publish(self._identity, files)
 
         run_collectively(self._control, self._failure_message, commit)
 
@@ -176,11 +161,18 @@ class PredictionRun:
             except Exception:
                 return  # Only the original failure is reported.
 
-    def _count_samples(self, loader: int, batch_idx: int, samples: int) -> None:
-        # The loop calls `check_written` before and after it reads a batch, but must count the batch only once.
-        if batch_idx > self._last_batch.get(loader, -1):
-            self._last_batch[loader] = batch_idx
-            self._sample_count += samples
+    def _begin(self) -> bool:
+        return self._rank == 0 and self.store.begin(self._identity)
+
+    def _check_all_seen(self) -> None:
+        for part, stored in self._earlier.items():
+            if part.batch + len(stored.samples.ends) > self._batches_seen.get(part.loader, 0):
+                raise CheckpointError(
+                    f"The unfinished predictions {self.store.path!r} have more batches of rank {part.rank} than its "
+                    f"data: {part.name} begins with batch {part.batch} of loader {part.loader}.",
+                    "the killed run used other data.",
+                    "delete the folder to start again, or write to another path.",
+                )
 
     def _check(self, output: Any, batch_idx: int) -> None:
         problem = _unstorable(output, "predict_step's output")
@@ -192,40 +184,20 @@ class PredictionRun:
                 "for an array and output._asdict() for a named tuple; or write a subclass of BasePredictionWriter.",
             )
 
-    def _buffer(self, output: Any, entry: Entry) -> None:
-        if not self._entries:
-            self._buffered_since = time.monotonic()
-        extracted: dict[str, Any] = {}
-        text = json.dumps(encode(output, extracted, str(len(self._entries))), allow_nan=False).encode()
-        self._values.append(text)
-        self._tensors.update(extracted)
-        self._entries.append(entry)
-        self._buffered_bytes += len(text) + sum(tensor.nbytes for tensor in extracted.values())
-
     def _flush(self) -> None:
         """Write the buffer as a part."""
-        if not self._entries:
+        if self._part is None:
             return
-        stem = f"part-{self._rank:05d}-{self._part_number:06d}-{self._token}"
-        self._part_number += 1
-        specs = in_file_order(Spec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items())
-        tensors: list[bytes | memoryview] = []
-        if specs:
-            flat = [self._tensors[spec.name].resolve_conj().resolve_neg().reshape(-1) for spec in specs]
-            tensors = [header_of(specs), *map(bytes_of, flat)]
         self._write_failed = True
-        self._parts.append(self.store.write(stem, self._entries, tensors, b"[" + b",\n".join(self._values) + b"]\n"))
+        contents = part_contents(self._samples, self._indices, self._outputs, self._tensors)
+        self._records[self._part.name] = self.store.write(self._part, contents)
         self._write_failed = False
-        self._entries, self._values, self._tensors, self._buffered_bytes = [], [], {}, 0
+        self._part, self._samples, self._indices = None, [], array("q")
+        self._outputs, self._tensors, self._buffered_bytes = [], {}, 0
 
 
-def _broadcast(
-    control: ControlPlane, entries: Sequence[Entry], resumes: bool
-) -> tuple[CompletedPredictions, str, bool]:
-    """Broadcast from rank 0 the entries, the token of this run's file names, and ``resumes``. Collective."""
-    message = json.dumps([entries_to_json(entries), secrets.token_hex(8), resumes]).encode()
-    written, token, resumes = json.loads(control.gather_bytes(message if control.rank == 0 else b"")[0])
-    return CompletedPredictions(list(entries_from_json(written))), token, resumes
+def _shortened(indices: Sequence[int]) -> str:
+    return f"{list(indices)!s:.100}"
 
 
 def _unstorable(value: Any, name: str) -> str | None:

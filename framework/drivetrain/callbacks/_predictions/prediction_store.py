@@ -3,47 +3,53 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import secrets
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from drivetrain.checkpoint._format.checksums import BlockChecksums
+from drivetrain.checkpoint._format.checksums import BLOCK, BlockChecksums
 from drivetrain.checkpoint._format.eager_file import EagerFile
 from drivetrain.checkpoint._format.folder import as_os_errors, folder_at
 from drivetrain.checkpoint._format.local_storage import sync_folder
 from drivetrain.checkpoint._format.manifest import FileRecord
-from drivetrain.checkpoint._format.object_file import make_folder, open_object
+from drivetrain.checkpoint._format.object_file import make_folder
 from drivetrain.checkpoint._format.object_storage import put_with_retries
 from drivetrain.checkpoint._format.storage import filesystem_of
+from drivetrain.checkpoint._format.tensor_reader import CheckedFile
 from drivetrain.data._prediction_files import (
     LOCK,
     MANIFEST,
-    MAX_DOCUMENT_BYTES,
-    START_DOCUMENT,
-    Entry,
+    MAX_MANIFEST_BYTES,
+    Content,
     Part,
-    decode_part_index,
+    PartSamples,
     describe_errors_as_predictions,
     encode_manifest,
-    encode_part_index,
-    encode_start_document,
     is_prediction_file,
-    parse_document,
-    part_stems,
+    is_whole_part,
+    parse_manifest,
+    parts_among,
+    samples_in_part,
 )
 from drivetrain.errors import CheckpointError, listed
 
-Content = bytes | memoryview
+logger = logging.getLogger("drivetrain")
 
-_LABELS = {"dealing": "ranks or batch sizes"}
-"""Descriptions, for error messages, of keys of the identity that are not clear by themselves."""
 
-_RETRY_DELAYS = (0.5, 1.0, 2.0)  # seconds between attempts to upload a file
+class StoredPart(NamedTuple):
+    """A part that is stored as it was written.
+
+    Attributes:
+        record: the size and the checksums of the part's file.
+        samples: the samples of the part's outputs.
+    """
+
+    record: FileRecord
+    samples: PartSamples
 
 
 class PredictionStore:
@@ -58,27 +64,25 @@ class PredictionStore:
         self._filesystem, root = filesystem_of(path)
         self._root = root.rstrip("/") if self._filesystem is not None else os.path.realpath(root)
         self._lock: int | None = None
-        self._existing_names: list[str] = []
-        self.earlier_parts: dict[str, tuple[Part, FileRecord]] = {}
-        """On rank 0, the parts of an earlier run and the records of their index files, by the index files' names."""
 
     # Start a run, on rank 0 only
 
     def begin(self, identity: Mapping[str, Any]) -> bool:
-        """Prepare the folder for writing, or find the parts of a killed run.
+        """Prepare the folder for writing, or check that a killed run has begun the same predictions there.
 
         Args:
-            identity: a description of the weights, module and data. It must equal the identity of the killed run.
+            identity: a description of the weights, module, data, batches and ranks. It must equal the identity of the
+                killed run.
 
         Returns:
-            Whether the folder contains parts of a killed run.
+            Whether a killed run has begun these predictions.
 
         Raises:
             CheckpointError: the folder has other contents, or another run is writing to it.
         """
         self._make_folder()
         self._acquire_lock()
-        self._existing_names = names = self._names()
+        names = self._names()
         foreign = [name for name in names if not is_prediction_file(name)]
         if foreign:
             raise CheckpointError(
@@ -86,117 +90,91 @@ class PredictionStore:
                 "predictions need their own folder.",
                 "write to another path, or move these files away.",
             )
-        if MANIFEST in names:
+        if MANIFEST not in names:
+            if parts_among(names):
+                raise CheckpointError(
+                    f"{self.path!r} contains parts of predictions but not {MANIFEST}, which identifies the weights and "
+                    "data of the predictions.",
+                    "predictions of different weights or data could be mixed up.",
+                    "delete the folder, or write to another path.",
+                )
+            self._write(MANIFEST, [encode_manifest(identity)])
+            return False
+        with describe_errors_as_predictions(self.path):
+            manifest = parse_manifest(folder_at(self.path).read_all(MANIFEST, MAX_MANIFEST_BYTES), self.path)
+        if "files" in manifest:
             raise CheckpointError(
                 f"{self.path!r} contains complete predictions.",
                 "a new prediction would overwrite them.",
                 "read them with drivetrain.data.read_predictions; to predict again, write to another path or delete "
                 "the folder.",
             )
-        if START_DOCUMENT not in names:
-            if part_stems(names):
-                raise CheckpointError(
-                    f"{self.path!r} contains parts of predictions but not {START_DOCUMENT}, which identifies the "
-                    "weights and data of the predictions.",
-                    "predictions of different weights or data could be mixed up.",
-                    "delete the folder, or write to another path.",
-                )
-            self._write_atomically(START_DOCUMENT, encode_start_document(identity))
-            return False
-        with describe_errors_as_predictions(self.path):
-            self._find_parts(identity, names)
+        self._check_identity(identity, manifest["identity"])
         return True
 
-    def _find_parts(self, identity: Mapping[str, Any], names: Sequence[str]) -> None:
-        folder = folder_at(self.path)
-        before = parse_document(folder.read_all(START_DOCUMENT, MAX_DOCUMENT_BYTES), START_DOCUMENT, self.path).get(
-            "identity", {}
-        )
-        for stem in part_stems(names):
-            content = folder.read_all(f"{stem}.index.json", MAX_DOCUMENT_BYTES)
-            with suppress(CheckpointError):  # An incomplete index means that the part was not committed.
-                part = decode_part_index(stem, content, self.path)
-                if all(self._size(name) == record.size for name, record in part.files.items()):
-                    self.earlier_parts[part.index] = part, _file_record([content])
-        entries = [entry for part, _ in self.earlier_parts.values() for entry in part.entries]
-        self._check_identity(identity, before, entries)
-
-    def _check_identity(self, identity: Mapping[str, Any], before: Mapping[str, Any], entries: Iterable[Entry]) -> None:
-        # With limit_predict_batches the distribution over ranks determines which samples are predicted.
-        by_rank = identity["limit"] != "None" or any(entry.runs is None for entry in entries)
+    def _check_identity(self, identity: Mapping[str, Any], before: Mapping[str, Any]) -> None:
         for key in dict.fromkeys([*identity, *before]):
-            if identity.get(key) == before.get(key) or (key == "dealing" and not by_rank):
+            if identity.get(key) == before.get(key):
                 continue
             difference = "" if key == "weights" else f": {_difference(before.get(key), identity.get(key))}"
             raise CheckpointError(
-                f"The unfinished predictions {self.path!r} have other {_LABELS.get(key, key)}{difference}.",
-                "the remaining predictions would not match those that were written."
-                if key != "dealing"
-                else "without sample indices, or with limit_predict_batches, these settings determine which samples "
-                "remain.",
+                f"The unfinished predictions {self.path!r} differ in {key}{difference}.",
+                "the remaining batches would not match those that were written.",
                 "resume with the same settings, write to another path, or delete the folder to start again.",
             )
-        repeated = _first_repeated(entries)
-        if repeated is not None:
-            raise CheckpointError(
-                f"{self.path!r} contains several predictions for sample {repeated}.",
-                "the sampler draws samples more than once, so the samples that remain cannot be determined.",
-                "delete the folder to start again, or write to another path.",
-            )
 
-    # Write parts, on any rank
+    # Read and write parts, on any rank
 
-    def write(self, stem: str, entries: Sequence[Entry], tensors: Sequence[Content], values: bytes) -> Part:
-        """Write a part. The index file of the part is written last and commits the part.
+    def whole_parts(self, rank: int) -> dict[Part, StoredPart]:
+        """Return the parts that a killed run has written for a data rank. A part that has changed since is left out."""
+        folder, parts = folder_at(self.path), {}
+        for part in parts_among(self._names()):
+            if part.rank != rank:
+                continue
+            source = folder.open(part.name)
+            content = memoryview(bytearray(source.size))
+            source.fill(0, content)
+            if is_whole_part(content):
+                record = _file_record([content])
+                samples = samples_in_part(CheckedFile(folder, part.name, record, BLOCK), self.path)
+                parts[part] = StoredPart(record, samples)
+            else:
+                logger.warning(
+                    "%s of the predictions %r has changed since it was written. Its batches are predicted again.",
+                    part.name,
+                    self.path,
+                )
+        return parts
 
-        Args:
-            stem: the unique stem of the part's file names.
-            entries: identifiers of the outputs.
-            tensors: the contents of a safetensors file in pieces; empty if there are no tensors.
-            values: all other values, as JSON.
-        """
-        part = Part(stem, entries=tuple(entries), files={})
-        files = {part.values: _file_record([values])}
-        if tensors:
-            files[part.tensors] = _file_record(tensors)
-            self._write_file(part.tensors, tensors)
-        self._write_file(part.values, [values])
-        part = Part(stem, tuple(entries), files)
-        self._write_file(part.index, [encode_part_index(part)])
-        return part
+    def write(self, part: Part, contents: Sequence[Content]) -> FileRecord:
+        """Write the file of a part, and return its record."""
+        self._write(part.name, contents)
+        return _file_record(contents)
 
     # Publish all parts, on rank 0 only
 
-    def publish(self, identity: Mapping[str, Any], parts: Sequence[Part]) -> None:
-        """Publish all parts in one step, by writing the manifest.
+    def publish(self, identity: Mapping[str, Any], files: Mapping[str, FileRecord]) -> None:
+        """Publish all parts in one step, by writing their records to the manifest.
 
         Args:
             identity: as passed to `begin`.
-            parts: the parts of all ranks, without those of an earlier run.
+            files: the records of the files of all ranks' parts, by name.
 
         Raises:
             CheckpointError: rank 0 cannot see another rank's part.
         """
-        records = {name: record for name, (_, record) in self.earlier_parts.items()}
-        for part in parts:
-            index = _file_record([encode_part_index(part)])
-            for name, record in {**part.files, part.index: index}.items():
-                if self._size(name) != record.size:
-                    raise CheckpointError(
-                        f"Rank 0 does not see the whole file {name} of the predictions {self.path!r}, which another "
-                        "rank has written.",
-                        "all ranks must write to the same folder.",
-                        "write to a disk that all nodes share, or to an object store; rank 0 is on "
-                        f"{os.uname().nodename}.",
-                    )
-            records[part.index] = index
-        all_parts = [part for part, _ in self.earlier_parts.values()] + list(parts)
-        self._write_atomically(MANIFEST, encode_manifest(identity, all_parts, records))
-        used = {name for part in all_parts for name in (*part.files, part.index)}
-        for name in self._existing_names:
-            if is_prediction_file(name) and name not in used and name != LOCK:
+        for name, record in files.items():
+            if self._size(name) != record.size:
+                raise CheckpointError(
+                    f"Rank 0 does not see the whole file {name} of the predictions {self.path!r}, which another "
+                    "rank has written.",
+                    "all ranks must write to the same folder.",
+                    f"write to a disk that all nodes share, or to an object store; rank 0 is on {os.uname().nodename}.",
+                )
+        self._write(MANIFEST, [encode_manifest(identity, files)])
+        for name in self._names():
+            if is_prediction_file(name) and name not in files and name not in (MANIFEST, LOCK):
                 self._remove(name)
-        self._remove(START_DOCUMENT)
 
     def release(self) -> None:
         """Release the lock, so that other runs can write to the folder."""
@@ -260,31 +238,16 @@ class PredictionStore:
         except FileNotFoundError:
             return None
 
-    def _write_file(self, name: str, contents: Sequence[Content]) -> None:
-        """Write a new file. After a failure, the part's index is not written, so the part does not count."""
-        if self._filesystem is None:
-            with EagerFile(Path(self._root, name)) as file:
-                file.writelines(contents)
-            return
-        for delay in (*_RETRY_DELAYS, None):
-            try:
-                with open_object(self._filesystem, f"{self._root}/{name}") as stream:
-                    stream.write(b"".join(contents))
-                return
-            except Exception as error:  # each storage library has its own exceptions
-                if delay is None or isinstance(error, PermissionError):
-                    raise
-            time.sleep(delay)
-
-    def _write_atomically(self, name: str, content: bytes) -> None:
-        """Write a document so that other processes see either all of it or nothing."""
+    def _write(self, name: str, contents: Sequence[Content]) -> None:
+        """Write a file so that other processes see either all of it or nothing."""
         if self._filesystem is None:
             temporary = Path(self._root, f".{name}-{secrets.token_hex(4)}")
             with EagerFile(temporary) as file:
-                file.write(content)
+                file.writelines(contents)
             os.replace(temporary, Path(self._root, name))
             sync_folder(Path(self._root))
             return
+        content = b"".join(contents)
 
         def is_stored() -> bool:
             with suppress(Exception):
@@ -308,15 +271,6 @@ def _difference(then: Any, now: Any) -> str:
         differing = [f"{name} {old!r:.100} then, {new!r:.100} now" for name, old, new in fields if old != new]
         return "; ".join(differing)
     return f"{then!r:.200} then, {now!r:.200} now"
-
-
-def _first_repeated(entries: Iterable[Entry]) -> int | None:
-    """Return the first sample index that occurs twice, or None."""
-    runs = sorted((entry.loader, first, first + count) for entry in entries for first, count in entry.runs or ())
-    for (loader, _, end), (other, first, _) in pairwise(runs):
-        if loader == other and first < end:
-            return first
-    return None
 
 
 def _file_record(contents: Sequence[Content]) -> FileRecord:
