@@ -90,7 +90,7 @@ class ProfiledSession(Session):
             self._profiler.stop(self._facts.stage)
         elif is_nested is not None:
             self._measuring.discard(id(self._profiler))
-            for part in (self._profiler.end, self._show, self._write):
+            for part in (self._set_folder, self._profiler.end, self._show, self._write):
                 try:
                     part()
                 except Exception as error:  # so that an error in the profiler does not fail the run
@@ -102,7 +102,6 @@ class ProfiledSession(Session):
             self.core.trainer.print(text)
 
     def _write(self) -> None:
-        self._set_folder()
         if self._facts.folder is not None:
             written = self._profiler.write(self._facts.folder, self._facts.name)
             if written and self._facts.rank == 0:
