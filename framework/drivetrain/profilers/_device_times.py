@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from drivetrain.profilers._phase_times import Phase
+    from drivetrain.profilers._phase import Phase
 
 _MAX_PENDING = 256  # pairs of events; with more pending pairs, the completed pairs are read
 

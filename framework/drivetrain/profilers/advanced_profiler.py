@@ -7,7 +7,7 @@ import io
 import os
 import pstats
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from drivetrain.errors import ConfigurationError
@@ -77,7 +77,7 @@ class AdvancedProfiler(Profiler):
         self._disable()
         self._times.end()
         profiles = {" > ".join(phase.path) or OTHER: profile for phase, profile in self._profiles.items()}
-        self._stats = {name: pstats.Stats(profile) for name, profile in profiles.items() if _has_entries(profile)}
+        self._stats = {name: pstats.Stats(profile) for name, profile in profiles.items() if profile.getstats()}
         self._profiles = {}
 
     def _change(self, change: Callable[[str], None], phase: str) -> None:
@@ -117,7 +117,7 @@ class AdvancedProfiler(Profiler):
     def _text(self, limit: int | None) -> str:
         if not self._times.root.calls:
             return ""
-        ordered = sorted(self._stats.items(), key=lambda item: -_total_seconds(item[1]))
+        ordered = sorted(self._stats.items(), key=lambda item: -item[1].total_tt)  # type: ignore[attr-defined]
         parts = [f"Profile of {name}\n{self._functions(stats)}" for name, stats in ordered[:limit]]
         if limit is not None and len(ordered) > limit:
             parts.append(f"The profile's file contains {len(ordered) - limit} more phases.")
@@ -139,16 +139,6 @@ class AdvancedProfiler(Profiler):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_profiles": {}, "_stats": {}}
-
-
-def _total_seconds(stats: pstats.Stats) -> float:
-    seconds: float = stats.total_tt  # type: ignore[attr-defined]
-    return seconds
-
-
-def _has_entries(profile: cProfile.Profile) -> bool:
-    entries: Sequence[Any] = profile.getstats()
-    return bool(entries)
 
 
 def _file_name_part(phase: str) -> str:
