@@ -56,14 +56,6 @@ class BatchMover:
             batch = change(batch, dataloader_idx)
         return batch
 
-    def wrap(self, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Wrap every hook, copy and cast, so that the profiler can time calls. Call it before the first batch."""
-        self._before = [wrapper(hook) for hook in self._before]
-        self._transfer = None if self._transfer is None else wrapper(self._transfer)
-        self._after = [wrapper(change) for change in self._after]
-        if self.prefetcher is not None:
-            self.prefetcher.wrap(wrapper)
-
     @property
     def prefetcher(self) -> Prefetcher | None:
         """The prefetcher of the run; None on CPU. There is only one, since CUDA streams do not share freed memory."""

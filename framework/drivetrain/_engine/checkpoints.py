@@ -17,6 +17,7 @@ from drivetrain._engine.handshake import check_folder_agreement
 from drivetrain._engine.run_folder import CKPT_PATH_KEYWORDS, Beginning
 from drivetrain._engine.saved_state_schema import reporting_malformed
 from drivetrain._engine.seeding import order_seed
+from drivetrain._loops.save_requests import SaveRequests
 from drivetrain._loops.stopping import limit_reached
 from drivetrain._loops.trainables import freeze_only
 from drivetrain.errors import CheckpointError, ConfigurationError, listed
@@ -52,7 +53,7 @@ class RunCheckpoints:
         self._collect_parts = collect_parts
         self._path = core.request.ckpt_path
         self._allow = core.request.allow
-        self.requests = core.profiling.save_requests()
+        self.requests = SaveRequests()
         """Saves and rollbacks deferred to the end of the accumulation window."""
         self._accepted: list[Difference] = []  # the differences from the resumed run that `allow` permits
         self._background: BackgroundSaver | None = None
@@ -94,7 +95,7 @@ class RunCheckpoints:
     def _folder_needed_by(self) -> list[str]:
         """Return the class names of the objects that need a folder for the run, and "ckpt_path" if it is given."""
         core, trainer = self._core, self._core.trainer
-        profilers = [trainer.profiler] if core.profiling.wants_folder else []
+        profilers = [trainer.profiler] if core.profile_needs_folder else []
         callbacks = [callback for callback in core.callbacks if callback.wants_run_folder]
         argument = [] if self._path is None else ["ckpt_path"]
         return [*(type(user).__name__ for user in (*trainer.loggers, *callbacks, *profilers)), *argument]
@@ -291,7 +292,7 @@ class RunCheckpoints:
         if self.opened is not None:
             from drivetrain._engine.resume_compatibility import StartsAnew
 
-            with self._core.profiling.span("checkpoint"):
+            with self._core.span("checkpoint"):
                 self._run_state().load(self.opened, StartsAnew.after(self._accepted))
             self._trainables().set_resuming(self._frozen_names() is not None)
 
@@ -395,7 +396,7 @@ class RunCheckpoints:
     def load_weights(self) -> None:
         """Load the weights and counters of the opened checkpoint for an evaluation, if there is one. Collective."""
         if self.opened is not None:
-            with self._core.profiling.span("checkpoint"):
+            with self._core.span("checkpoint"):
                 self._run_state().load_weights(self.opened, self._core.request.averaged)
             self._core.progress.load_state_dict(self.opened.progress)
             self._core.progress.cut_short = False
@@ -446,7 +447,7 @@ class RunCheckpoints:
                 refuse_half_step(core, self._collect_parts())
             self.write_after_failure(path, None, trainable_only, weights_only=weights_only)
             return
-        with core.profiling.span("checkpoint"):
+        with core.span("checkpoint"):
             self.write(path, weights_only, trainable_only=trainable_only)
 
     def write(
@@ -574,7 +575,7 @@ class RunCheckpoints:
             CheckpointError: the checkpoint could not be written.
         """
         if self._background is not None:
-            with self._core.profiling.span("checkpoint"):
+            with self._core.span("checkpoint"):
                 self._background.finish()
 
     def abandon(self) -> None:

@@ -59,7 +59,7 @@ def build_evaluation(
         hooks=core.hooks,
         position=core.position,
         data=EvaluationData(
-            [core.profiling.evaluated(source) for source in data.loaded.sources[stage]],
+            data.loaded.sources[stage],
             lambda: _limits(data.loaded.resize_evaluation(stage), sanity_steps),
             _safe_mover(core, data, stage, move),
         ),
@@ -96,7 +96,7 @@ def build_validation(
         ):
             evaluation.validating = True
             try:
-                with core.profiling.span("validation"):
+                with core.span("validation"):
                     return evaluate()
             except Exception:
                 if early is not None:
@@ -118,7 +118,7 @@ def build_prediction(
         hooks=core.hooks,
         position=core.position,
         data=EvaluationData(
-            [core.profiling.evaluated(source) for source in data.loaded.sources["predict"]],
+            data.loaded.sources["predict"],
             lambda: data.loaded.resize_evaluation("predict"),
             _safe_mover(core, data, "predict", move),
         ),
@@ -146,7 +146,7 @@ def run_sanity_check(
     """
     steps, hooks, evaluation = core.trainer.num_sanity_val_steps, core.hooks, core.evaluation
     evaluation.sanity_checking = True
-    with core.profiling.span("sanity check"), _separate_generators(core, data), evaluation.buffers.restored_at_end():
+    with core.span("sanity check"), _separate_generators(core, data), evaluation.buffers.restored_at_end():
         for hook in hooks.on_sanity_check_start:
             hook()
         build_evaluation(core, data, "validate", runner, move, steps)()

@@ -96,7 +96,12 @@ def run_here(request: RunRequest[SessionContext], topology: Topology) -> Any:
             logger.warning("Nothing limits the run: it trains for max_epochs=%d.", DEFAULT_MAX_EPOCHS)
     if strategy.rank == 0:
         warn_of_unused_loader(stage, request.module, request.given)
-    session = Session(request, strategy, topology)
+    session_class = Session
+    if trainer.profiles:
+        from drivetrain._engine.profiled_session import ProfiledSession  # only runs with a profiler need it
+
+        session_class = ProfiledSession
+    session = session_class(request, strategy, topology)
     trainer.session = session
     trainer.state = {"fit": "fitting", "validate": "validating", "test": "testing", "predict": "predicting"}[stage]
     began_on_meta = _has_meta_parameters(request.module)

@@ -26,13 +26,11 @@ class RunCallbacks:
     Args:
         trainer: the `Fit`, whose ``callbacks`` are used.
         module: the user's module.
-        wrap_hooks: takes the table of hooks and returns one in which a profiler times each hook.
     """
 
-    def __init__(self, trainer: RunContext, module: TrainModule, wrap_hooks: Callable[[HookTable], HookTable]) -> None:
+    def __init__(self, trainer: RunContext, module: TrainModule) -> None:
         self._trainer = trainer
         self._module = module
-        self._wrap = wrap_hooks
         self._from_trainer: list[Callback] = []  # trainer.callbacks at the last `collect`
         self.from_module: list[Callback] = []
         """The callbacks that ``configure_callbacks`` returned."""
@@ -72,7 +70,7 @@ class RunCallbacks:
             from drivetrain._engine.hook_contexts import in_contexts_of_strategy  # only such strategies need it
 
             table = in_contexts_of_strategy(table, self._trainer)
-        self._hooks = self._wrap(table)
+        self._hooks = table
         for callback in self._all:
             bind_logging(callback, self._module)
 

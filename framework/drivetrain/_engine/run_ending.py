@@ -63,7 +63,7 @@ class RunEnding:
         if core.trainer.loggers:
             from drivetrain._engine.run_loggers import finalize_loggers  # only runs that log need it
 
-            with core.profiling.span("logging"):
+            with core.span("logging"):
                 problem = finalize_loggers(core.trainer, status)
         if problem is not None:
             status, self._recorded_reason = "failed", _described(problem)

@@ -57,7 +57,7 @@ def locate_run(run: RunCore) -> RunLocation | None:
             place = place._replace(evaluated=before.path.rstrip("/").rpartition("/")[2])
         return place
     saves = any(callback.wants_run_folder for callback in run.callbacks)
-    if not saves and not run.profiling.wants_folder:
+    if not saves and not run.profile_needs_folder:
         return None
     writer = "Checkpoint" if saves else _PROFILER
     return RunLocation(

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -40,14 +40,9 @@ from drivetrain.run_context import RunContext
 from drivetrain.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
-    from drivetrain._engine.batches import BatchMover
     from drivetrain._loops.progress_reports import ProgressReporter
     from drivetrain._loops.step import TrainStep
-    from drivetrain._loops.windows import MicroBatch
     from drivetrain.data._batch_source import BatchSource
-
-F = TypeVar("F", bound=Callable[..., Any])
-
 
 Trainer = TypeVar("Trainer", bound=RunContext, covariant=True)
 
@@ -85,72 +80,6 @@ class RunRequest(Generic[Trainer]):
     previous_folder: RunFolder | None = None
 
 
-class NoProfiling:
-    """Builds a run's parts without timing them. `Profiling` overrides each method to wrap the part."""
-
-    train_loop: type[TrainLoop] = TrainLoop
-    """The class of the training loop."""
-
-    @property
-    def wants_folder(self) -> bool:
-        """Whether the run needs a folder for a profile."""
-        return False
-
-    def begin(self) -> None:
-        """Begin to measure."""
-
-    def compare_ranks(self) -> None:
-        """Exchange the measurements between ranks. Collective."""
-
-    def end(self) -> None:
-        """Print and write the measurements. Called after a failure too."""
-
-    def span(self, phase: str) -> AbstractContextManager[Any]:
-        """Return a context manager that times a phase, for code that runs once in a run or an epoch."""
-        return nullcontext(phase)
-
-    def call(self, phase: str, function: F) -> F:
-        """Return ``function``, timed as a phase."""
-        del phase
-        return function
-
-    def hooks(self, table: HookTable) -> HookTable:
-        """Return the hooks, each timed as a phase."""
-        return table
-
-    def save_requests(self) -> SaveRequests:
-        """Return an empty queue of requested checkpoints, each of which is timed as a phase."""
-        return SaveRequests()
-
-    def mover(self, move: BatchMover | None) -> BatchMover | None:
-        """Return the mover of batches to the device, timed."""
-        return move
-
-    def source(self, source: BatchSource) -> BatchSource:
-        """Return a source of training batches, timed."""
-        return source
-
-    def evaluated(self, source: BatchSource) -> BatchSource:
-        """Return a source of evaluation batches, timed."""
-        return source
-
-    def windows(
-        self, micro_batches: Callable[[int, int], Iterator[MicroBatch]]
-    ) -> Callable[[int, int], Iterator[MicroBatch]]:
-        """Return the function that yields an epoch's micro-batches, timed."""
-        return micro_batches
-
-    def step(self, step: TrainStep) -> TrainStep:
-        """Return the training step, timed."""
-        return step
-
-    def set_folder(self) -> None:
-        """Set where the profile is written, once the run's folder is known."""
-
-    def set_loaders(self, loaders: Iterable[Any]) -> None:
-        """Record the settings of the loaders that the user passed."""
-
-
 @dataclass(slots=True)
 class EvaluationWithinFit:
     """Whether a fit is evaluating at the moment, and this rank's buffers, which are replaced during the evaluation.
@@ -179,7 +108,6 @@ class RunCore:
         evaluation: the state of an evaluation within fit.
         callbacks: the callbacks, and the table of hooks that they and the module override.
         folder: the run's folder and its record.
-        profiling: times the parts of the run if there is a profiler, and does nothing otherwise.
         secrets: removes secrets from hyper-parameters before they are logged or saved.
     """
 
@@ -191,7 +119,6 @@ class RunCore:
     evaluation: EvaluationWithinFit
     callbacks: RunCallbacks
     folder: RunFolder
-    profiling: NoProfiling
     secrets: SecretFilter = field(default_factory=SecretFilter)
 
     def __post_init__(self) -> None:
@@ -232,6 +159,11 @@ class RunCore:
         """Whether a preemption signal makes the run save and exit; the same on every rank."""
         return self.trainer.preemption_signals is not None
 
+    @property
+    def profile_needs_folder(self) -> bool:
+        """Whether the run needs a folder for the files of a profiler."""
+        return self.trainer.profiles and self.trainer.profiler.dirpath is None
+
     def logged_hyper_parameters(self, warn: bool = True) -> dict[str, Any]:
         """Return the hyper-parameters of the module and the data module that loggers receive, without secrets.
 
@@ -245,7 +177,18 @@ class RunCore:
         """Return the function that sends values to the loggers; None on ranks and in phases that do not log."""
         if not self.trainer.loggers or self.strategy.rank != 0 or self.evaluation.sanity_checking:
             return None
-        return self.profiling.call("loggers", self.trainer.log_metrics)
+        if not self.trainer.profiles:
+            return self.trainer.log_metrics
+
+        def log_in_phase(values: Mapping[str, torch.Tensor | float]) -> None:
+            with self.span("loggers"):
+                self.trainer.log_metrics(values)
+
+        return log_in_phase
+
+    def span(self, phase: str) -> AbstractContextManager[None]:
+        """Return a context that the run's profiler times as a phase, for code that runs once in a run or an epoch."""
+        return self.trainer.profiler.profile(phase) if self.trainer.profiles else nullcontext()
 
     def progress_reporter(self) -> ProgressReporter | None:
         """Return the object that reports a loop's progress to callbacks; None if none overrides `write_progress`."""
@@ -355,13 +298,18 @@ class Training:
 
     Attributes:
         loop: the loop.
-        manual: the training step of manual optimization; None with automatic optimization.
+        step: the training step, without the checks of ``detect_anomaly``.
         pass_over_data: runs the training step over an epoch's data without training, to collect statistics.
     """
 
     loop: TrainLoop
-    manual: ManualStep | None
+    step: TrainStep
     pass_over_data: Callable[[], None]
+
+    @property
+    def manual(self) -> ManualStep | None:
+        """The training step of manual optimization; None with automatic optimization."""
+        return self.step if isinstance(self.step, ManualStep) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,6 @@ from drivetrain._engine.run_parts import (
     CheckpointMemory,
     CheckpointParts,
     EvaluationWithinFit,
-    NoProfiling,
     Optimization,
     RunCore,
     RunData,
@@ -88,7 +87,7 @@ logger = logging.getLogger("drivetrain")
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
+class PreparedRun:
     """The results of set-up that every stage uses.
 
     Attributes:
@@ -114,11 +113,6 @@ class Session:
     def __init__(self, request: RunRequest[RunContext], strategy: Strategy, topology: Topology) -> None:
         trainer, module, control = request.trainer, request.module, strategy.control
         folder = RunFolder(request.previous_folder)
-        profiling = NoProfiling()
-        if trainer.profiles:
-            from drivetrain._engine.profiling import Profiling  # only runs with a profiler need it
-
-            profiling = Profiling(request, strategy, folder, trainer.profiler)
         self.core = RunCore(
             request,
             strategy,
@@ -126,9 +120,8 @@ class Session:
             request.counters or Progress(),
             Position(),
             EvaluationWithinFit(EvaluationBuffers(module, strategy)),
-            RunCallbacks(trainer, module, profiling.hooks),
+            RunCallbacks(trainer, module),
             folder,
-            profiling,
         )
         self.data = RunData(request.given, Lengths(control), RngReplay(strategy.device))
         self.optimization = Optimization()
@@ -172,7 +165,8 @@ class Session:
                 stage_data = self.data.stage_data
                 batch_size = None if stage_data is None else stage_data.batch_size
                 explain_out_of_memory(error, core, self.optimization.optimizers, batch_size)
-                cause = self._fail(error)
+                with core.span("failure"):
+                    cause = self._fail(error)
                 if self._signals.raised:
                     self._requeue(self._signals.raised)
                 try:
@@ -185,7 +179,6 @@ class Session:
                 for child, training in flags:
                     child.training = training
                 self._detach()
-                core.profiling.end()
         if self._ending.exit_error is not None:
             self._requeue(self.stopping.stop.leaving)
             raise self._ending.exit_error
@@ -210,26 +203,25 @@ class Session:
 
     def _run(self) -> Any:
         core = self.core
-        core.profiling.begin()
-        with core.profiling.span("set-up"):
+        with core.span("set-up"):
             prepared = self._prepare()
         result = None
         if core.stage == "fit":
             self._fit(prepared)
         else:
             result = self._evaluate(prepared)
-        with core.profiling.span("taking down"):
+        with core.span("taking down"):
             self._tear_down()
         return result
 
-    def _prepare(self) -> _Prepared:
+    def _prepare(self) -> PreparedRun:
         """Do the part of set-up that all stages share."""
         core, data, checkpoints = self.core, self.data, self.checkpoints
-        trainer, strategy, profiling = core.trainer, core.strategy, core.profiling
+        trainer, strategy = core.trainer, core.strategy
         apply_switches(trainer.deterministic, trainer.benchmark, trainer.detect_anomaly)
         if trainer.seed is not None:
             seed_rank(trainer.seed, 0)  # every rank initializes the module with the same seed
-        with profiling.span("setup_environment"):
+        with core.span("setup_environment"):
             strategy.setup_environment()
         if trainer.loggers:
             from drivetrain.loggers._other_ranks import silence_loggers  # only runs that log need it
@@ -243,9 +235,8 @@ class Session:
             core.callbacks.configure()
         core.callbacks.collect()
         checkpoints.choose_start()
-        profiling.set_folder()
         strategy.control.set_record_folder(self._log.folder)
-        with profiling.span("prepare_data"):
+        with core.span("prepare_data"):
             self._prepare_data()
         self._call_setup_hooks()
         self._check_folders()
@@ -265,25 +256,24 @@ class Session:
                 warn_of_similar_names(owner)
         reloading = self._load_data()
         stage_data = data.loaded
-        profiling.set_loaders(stage_data.loaders or stage_data.evaluated)
         checkpoints.check_module_and_data()
-        with profiling.span("setup_module"):
-            runner = profiling.call("forward", self._set_up_module(stage_data))
+        with core.span("setup_module"):
+            runner = self._set_up_module(stage_data)
         core.callbacks.early_draws = seed_data_rank(trainer.seed, data.seed, strategy)
-        return _Prepared(runner, profiling.mover(build_batch_mover(core.module, core.datamodule, strategy)), reloading)
+        return PreparedRun(runner, build_batch_mover(core.module, core.datamodule, strategy), reloading)
 
-    def _fit(self, prepared: _Prepared) -> None:
-        with self.core.profiling.span("set-up"):
+    def _fit(self, prepared: PreparedRun) -> None:
+        with self.core.span("set-up"):
             training, monitors = self._prepare_training(prepared)
         self._train(prepared, training.loop, monitors)
 
-    def _prepare_training(self, prepared: _Prepared) -> tuple[Training, MonitorCheck]:
+    def _prepare_training(self, prepared: PreparedRun) -> tuple[Training, MonitorCheck]:
         from drivetrain._engine.monitors import MonitorCheck  # only training needs it
 
         core, data, checkpoints = self.core, self.data, self.checkpoints
         runner, move, reloading = prepared.runner, prepared.move, prepared.reloading
         assert self._trainables is not None
-        with core.profiling.span("configure_optimizers"):
+        with core.span("configure_optimizers"):
             self.optimization = optimization = set_up_optimizers(
                 core, self._trainables, self._memory.components, checkpoints.regroup
             )
@@ -308,7 +298,7 @@ class Session:
                 log_once(advice)
         return training, monitors
 
-    def _train(self, prepared: _Prepared, loop: TrainLoop, monitors: MonitorCheck) -> None:
+    def _train(self, prepared: PreparedRun, loop: TrainLoop, monitors: MonitorCheck) -> None:
         core, checkpoints, ending = self.core, self.checkpoints, self._ending
         hooks, strategy, progress = core.hooks, core.strategy, core.progress
         already_ended = checkpoints.already_ended
@@ -326,7 +316,7 @@ class Session:
             hook()
         checkpoints.restore_trainables_after_start_hooks()
         if already_ended is None:
-            with core.profiling.span("set-up"):
+            with core.span("set-up"):
                 checkpoints.rehearse_saves()
             self._record_beginning()
             ending.has_trained = True
@@ -351,7 +341,7 @@ class Session:
         facts = {**self._memory.components.get("data", {}), "batches": batches if batches != math.inf else None}
         self.core.folder.note_training({**facts, "batch_size": data.batch_size}, self.data.seed, data.batch_size)
 
-    def _evaluate(self, prepared: _Prepared) -> Any:
+    def _evaluate(self, prepared: PreparedRun) -> Any:
         core = self.core
         core.strategy.setup_optimizers([])
         if core.strategy.world_size > 1:
@@ -360,7 +350,7 @@ class Session:
         self.stopping = Stopping(StopRequest(core.strategy.control, None, None, None))
         evaluate = build_stage(core, self.data, self.stopping.stop, prepared.runner, prepared.move)
         self._signals.defer_to_run()
-        with core.profiling.span(HOOK_STAGE_NAMES[core.stage]):
+        with core.span(HOOK_STAGE_NAMES[core.stage]):
             result = evaluate()
         if self.stopping.stop.leaving:
             self._leave(self.stopping.stop.leaving)
@@ -419,11 +409,11 @@ class Session:
 
     def _call_setup_hooks(self) -> None:
         core, datamodule = self.core, self.core.datamodule
-        setups: list[Callable[[str], None]] = [*core.hooks.setup]
-        if datamodule is not None:
-            setups.insert(0, core.profiling.call(f"{type(datamodule).__name__}.setup", datamodule.setup))
         self._plan_teardowns()
-        for setup in setups:
+        if datamodule is not None:
+            with core.span(f"{type(datamodule).__name__}.setup"):
+                datamodule.setup(core.stage)
+        for setup in core.hooks.setup:
             setup(core.stage)
         core.callbacks.set_up_appended(core.stage, self.checkpoints.claim_folder_for_late_callbacks)
         self._plan_teardowns()
@@ -444,24 +434,27 @@ class Session:
 
     def _load_data(self) -> Reloading | None:
         """Build the loaders. Return the object that rebuilds them, or None if they are not to be rebuilt."""
-        core, data, strategy, trainer = self.core, self.data, self.core.strategy, self.core.trainer
-        data.cursor.world_size = strategy.data_world_size
-        data_split = DataSplit(strategy.data_rank, strategy.data_world_size, data.seed, trainer.use_distributed_sampler)
-        load = partial(StageData, trainer, core.stage, core.module, data.given, data_split, strategy.control)
-        with core.profiling.span("loaders"):
-            if core.stage != "fit" or not trainer.reload_dataloaders_every_n_epochs:
-                data.stage_data = load()
+        core, data = self.core, self.data
+        data.cursor.world_size = core.strategy.data_world_size
+        with core.span("loaders"):
+            if core.stage != "fit" or not core.trainer.reload_dataloaders_every_n_epochs:
+                data.stage_data = self._build_stage_data()
                 return None
             from drivetrain._engine.reloading import Reloading  # only runs that reload need it
 
-            reloading = Reloading(core, data, self._memory.components, load)
+            reloading = Reloading(core, data, self._memory.components, self._build_stage_data)
             reloading.begin(self.checkpoints.opened)
             return reloading
+
+    def _build_stage_data(self) -> StageData:
+        core, data, strategy, trainer = self.core, self.data, self.core.strategy, self.core.trainer
+        data_split = DataSplit(strategy.data_rank, strategy.data_world_size, data.seed, trainer.use_distributed_sampler)
+        return StageData(trainer, core.stage, core.module, data.given, data_split, strategy.control)
 
     def _set_up_module(self, data: StageData) -> StepRunner:
         core, module, strategy = self.core, self.core.module, self.core.strategy
         strategy.set_run_settings(self._settings(data))
-        with strategy.module_init_context(), core.profiling.span("configure_model"):
+        with strategy.module_init_context(), core.span("configure_model"):
             module.configure_model()
         self._attach()  # attaches the modules that configure_model has built
         if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
@@ -524,7 +517,6 @@ class Session:
         while self._teardowns:
             self._teardowns.pop(0)(core.stage)
         self._finish("success" if self._ending.exit_error is None else "interrupted")
-        core.profiling.compare_ranks()
         self._ending.log(self.checkpoints.written)
         strategy.control.leave()
         strategy.teardown()
@@ -559,10 +551,6 @@ class Session:
 
     def _fail(self, error: BaseException) -> BaseException:
         """Report a failure to the hooks and the other ranks, tear down the run, and return the error to raise."""
-        with self.core.profiling.span("failure"):
-            return self._tear_down_failed(error)
-
-    def _tear_down_failed(self, error: BaseException) -> BaseException:
         core, ending = self.core, self._ending
         strategy, control = core.strategy, core.strategy.control
         error = error_to_report(control, error)

@@ -28,7 +28,7 @@ from drivetrain._loops.schedulers import Schedulers, StepEstimate
 from drivetrain._loops.step import AutomaticStep, OptimizerStep, TrainStep
 from drivetrain._loops.step_arguments import StepArguments, WrappedModule
 from drivetrain._loops.stopping import StopRequest
-from drivetrain._loops.train import Checkpointing, EpochData, Schedule, TrainingProgress, TrainLimits
+from drivetrain._loops.train import Checkpointing, EpochData, Schedule, TrainingProgress, TrainLimits, TrainLoop
 from drivetrain._loops.validation import ValidationPlan
 from drivetrain._loops.windows import (
     Batches,
@@ -70,8 +70,7 @@ def build_training(
     """
     core, data, stopping = parts.core, parts.data, parts.stopping
     trainer, metrics, strategy, module = core.trainer, core.metrics, core.strategy, core.module
-    inner = _build_step(parts, runner)
-    step = core.profiling.step(inner)
+    step = inner = _build_step(parts, runner)
     if trainer.detect_anomaly:
         from drivetrain._loops.anomaly import AnomalyStep
 
@@ -81,7 +80,7 @@ def build_training(
     if parts.validate is not None:
         _warn_if_never_validates(core)
     limits = TrainLimits(trainer.max_epochs, trainer.max_steps, trainer.log_every_n_steps)
-    loop = core.profiling.train_loop(
+    loop = TrainLoop(
         step,
         epoch_data(core, data, move),
         hooks=core.hooks,
@@ -107,8 +106,7 @@ def build_training(
             checks=EpochChecks(step, metrics, type(module).__name__, strategy.rank == 0, after_first_batch),
         ),
     )
-    manual = inner if isinstance(inner, ManualStep) else None
-    return Training(loop, manual, build_training_pass(core, data, runner, move))
+    return Training(loop, inner, build_training_pass(core, data, runner, move))
 
 
 def _warn_if_never_validates(core: RunCore) -> None:
@@ -144,7 +142,7 @@ def epoch_data(core: RunCore, data: RunData, move: BatchMover | None) -> EpochDa
     count = BatchCount("training loader", source.length, not source.shards_known, data.lengths)
     end = _EndOfData()
     return EpochData(
-        micro_batches=core.profiling.windows(_micro_batches(core, data, move, count, end)),
+        micro_batches=_micro_batches(core, data, move, count, end),
         exhausted=lambda: end.reached,
         length=data.train_length,
         length_is_exact=data.loaded.train_certain or source.stateful,
@@ -411,7 +409,7 @@ def _micro_batches(
 ) -> Callable[[int, int], Iterator[MicroBatch]]:
     """Return the function ``begin(epoch, first)``, which iterates over an epoch from micro-batch ``first``."""
     strategy, trainer, module, train_limit = core.strategy, core.trainer, core.module, data.loaded.train_limit
-    source = core.profiling.source(data.train)
+    source = data.train
     weigh = module.batch_weight if is_overridden("batch_weight", module, TrainModule) else None
     if not module.automatic_optimization:
         weigh = None

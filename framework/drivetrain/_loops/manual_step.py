@@ -135,10 +135,6 @@ class OptimizerHandle:
         self._weights_changed()
         return losses[0] if losses else None
 
-    def wrap(self, wrapper: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Wrap the optimizer's step; ``wrapper`` takes "optimizer" and the function, and returns the wrapped one."""
-        self._step_optimizer = wrapper("optimizer", self._step_optimizer)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the optimizer's parameters."""
         self.optimizer.zero_grad(set_to_none)
@@ -235,16 +231,6 @@ class ManualStep:
         self._compares_samples = strategy.world_size > 1 and strategy.rank == 0
         self._versions_at_start = self._sum_versions()
         self._backward = resolve_backward(wrapped.module, strategy) or strategy.backward
-
-    def wrap(self, wrapper: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Wrap backward and the optimizers' steps, before the first step.
-
-        Args:
-            wrapper: takes "backward" or "optimizer" and the function to wrap; returns the wrapped function.
-        """
-        self._backward = wrapper("backward", self._backward)
-        for handle in self._handles:
-            handle.wrap(wrapper)
 
     last_loss = None
 

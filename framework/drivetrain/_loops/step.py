@@ -138,15 +138,6 @@ class AutomaticStep:
 
     manual_step_missing = False
 
-    def wrap(self, wrapper: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Wrap backward and clipping, before the first step.
-
-        Args:
-            wrapper: takes "backward" or "clipping" and the function to wrap; returns the wrapped function.
-        """
-        self._backward = wrapper("backward", self._backward or operator.methodcaller("backward"))
-        self._clip = None if self._clip is None else wrapper("clipping", self._clip)
-
     @property
     def last_loss(self) -> Tensor | None:
         return self._loss

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -33,16 +32,8 @@ class Prefetcher:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._has_unknown_objects = False
 
-        self.send: Callable[[Any], InFlight] = self._send
-        """Starts copying a batch."""
-        self.receive: Callable[[InFlight], Any] = self._receive
-        """Returns the copied batch, after making the current stream wait for the copy."""
-
-    def wrap(self, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace `send` and `receive` with the functions that ``wrapper`` returns for them."""
-        self.send, self.receive = wrapper(self.send), wrapper(self.receive)
-
-    def _send(self, batch: Any) -> InFlight:
+    def send(self, batch: Any) -> InFlight:
+        """Start copying a batch."""
         if self._has_unknown_objects:
             # `record_stream` cannot be called for tensors in unknown objects, so this copy could reuse memory that an
             # earlier step still reads.
@@ -53,7 +44,8 @@ class Prefetcher:
             arrived.record(self._stream)
         return InFlight(moved, arrived)
 
-    def _receive(self, sent: InFlight) -> Any:
+    def receive(self, sent: InFlight) -> Any:
+        """Return the copied batch, after making the current stream wait for the copy."""
         current = torch.cuda.current_stream(self._device)
         current.wait_event(sent.arrived)
 

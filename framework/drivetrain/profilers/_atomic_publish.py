@@ -2,47 +2,35 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from drivetrain.checkpoint._folders import child
-from drivetrain.checkpoint._format.storage import filesystem_of
+from drivetrain.runs._atomic_file import replace_file
 from drivetrain.runs._directory import make_directory
 
 
-def publish(folder: str, name: str, content: bytes | Path) -> str:
+def publish(folder: str, name: str, content: bytes) -> str:
     """Write a file, replacing a file of the same name, and return its path or URL.
 
     Args:
         folder: a path or URL, which is created if necessary.
-        name: the file's name.
-        content: the content, or the path of a local file with the content.
+        name: the file's name, which may contain folders.
+        content: the content.
 
     Raises:
         OSError: writing failed.
     """
     path = child(folder, name)
-    make_directory(path.rpartition("/")[0])  # The name may contain folders.
-    filesystem, root = filesystem_of(path)
-    if filesystem is not None:  # Object stores write atomically.
-        if isinstance(content, Path):
-            filesystem.put_file(str(content), root)
-        else:
-            filesystem.pipe_file(root, content)
-        return path
-    temporary = f"{root}.{os.urandom(4).hex()}.new"
-    try:
-        with open(temporary, "wb") as file:
-            if isinstance(content, Path):
-                with content.open("rb") as source:
-                    while chunk := source.read(2**20):
-                        file.write(chunk)
-            else:
-                file.write(content)
-        os.replace(temporary, root)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+    make_directory(path.rpartition("/")[0])
+    replace_file(path, content)
     return path
+
+
+def publish_export(folder: str, name: str, export: Callable[[str], object]) -> str:
+    """Write a file as `publish` does, with the content that ``export`` writes to the local path that it receives."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch, "content")
+        export(str(path))
+        return publish(folder, name, path.read_bytes())

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
+from drivetrain import profilers
 from drivetrain._config.entry_points import EntryPointRegistry
 from drivetrain.errors import ConfigurationError
 from drivetrain.profilers.profiler import Profiler
-
-
-def _simple() -> Profiler:
-    from drivetrain.profilers.simple_profiler import SimpleProfiler
-
-    return SimpleProfiler()
-
-
-def _advanced() -> Profiler:
-    from drivetrain.profilers.advanced_profiler import AdvancedProfiler
-
-    return AdvancedProfiler()
-
-
-def _pytorch() -> Profiler:
-    from drivetrain.profilers.pytorch_profiler import PyTorchProfiler
-
-    return PyTorchProfiler()
-
 
 _NAMES = EntryPointRegistry[Profiler](
     "profiler",
     "drivetrain.profilers",
     Profiler,  # type: ignore[type-abstract]
-    {"simple": _simple, "advanced": _advanced, "pytorch": _pytorch},
+    {
+        "simple": lambda: profilers.SimpleProfiler(),  # a lambda, because the class is imported on first use
+        "advanced": lambda: profilers.AdvancedProfiler(),
+        "pytorch": lambda: profilers.PyTorchProfiler(),
+    },
     other_values=(),
     meaning="the name selects a profiler",
     alternatives="a drivetrain.profilers.Profiler, or None",
@@ -47,7 +33,6 @@ def resolve_profiler(profiler: object) -> Profiler:
             neither a name nor a profiler.
     """
     if isinstance(profiler, str):
-        _NAMES.check(profiler)
         return _NAMES.make(profiler)
     if isinstance(profiler, Profiler):
         return profiler

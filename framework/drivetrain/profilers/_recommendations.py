@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from drivetrain.profilers._phase_times import Phase
+from drivetrain.profilers._phase import Phase
 from drivetrain.profilers.profiler import ProfiledRun
 
 MAX_LINES = 3

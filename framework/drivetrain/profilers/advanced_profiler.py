@@ -7,12 +7,12 @@ import io
 import os
 import pstats
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from drivetrain.errors import ConfigurationError
-from drivetrain.profilers._atomic_publish import publish
+from drivetrain.profilers._atomic_publish import publish, publish_export
+from drivetrain.profilers._phase import Phase
 from drivetrain.profilers._phase_times import PhaseTimes
 from drivetrain.profilers._recommendations import next_steps
 from drivetrain.profilers.profiler import ProfiledRun, Profiler
@@ -46,9 +46,8 @@ class AdvancedProfiler(Profiler):
         self.line_count_restriction = line_count_restriction
         self.dump_stats = dump_stats
         self._run = ProfiledRun("fit")
-        self._times: PhaseTimes | None = None
-        self._open: list[cProfile.Profile] = []  # the profiles of the open phases; only the last is enabled
-        self._profiles: dict[str, cProfile.Profile] = {}
+        self._times = PhaseTimes(begins=False)
+        self._profiles: dict[Phase, cProfile.Profile] = {}  # only that of the innermost open phase is enabled
         self._stats: dict[str, pstats.Stats] = {}
 
     def begin(self, run: ProfiledRun) -> None:
@@ -57,24 +56,13 @@ class AdvancedProfiler(Profiler):
         Raises:
             ConfigurationError: another profiler is active in this thread.
         """
-        if sys.getprofile() is not None:
-            raise ConfigurationError(
-                f"profiler='advanced' while {type(sys.getprofile()).__name__} is active in this thread.",
-                "Python supports one profiler at a time.",
-                "stop the other one, or use profiler='simple'.",
-            )
-        self._run = run
-        self._times = PhaseTimes(run.stage)
-        self._profiles, self._stats, self._open = {}, {}, []
-        self._enter()
+        self._run, self._times = run, PhaseTimes()
+        self._profiles, self._stats = {}, {}
+        self._enable()
 
     def start(self, phase: str) -> None:
         """Begin a phase. From now on, time in functions counts for this phase."""
-        if self._times is None or not self._open or not self._times.is_own_thread:
-            return
-        self._open[-1].disable()
-        self._times.start(phase)
-        self._enter()
+        self._change(self._times.start, phase)
 
     def stop(self, phase: str) -> None:
         """End a phase.
@@ -82,33 +70,54 @@ class AdvancedProfiler(Profiler):
         Raises:
             ConfigurationError: the phase was not started.
         """
-        if self._times is None or not self._open or not self._times.is_own_thread:
-            return
-        self._open[-1].disable()
-        try:
-            self._times.stop(phase)
-        finally:
-            del self._open[self._times.depth :]
-            self._open[-1].enable()
+        self._change(self._times.stop, phase)
 
     def end(self) -> None:
         """End the run."""
-        if self._open:
-            self._open[-1].disable()
-            self._open.clear()
-        if self._times is not None:
-            self._times.end()
-        self._stats = {name: pstats.Stats(profile) for name, profile in self._profiles.items() if _has_entries(profile)}
+        self._disable()
+        self._times.end()
+        profiles = {" > ".join(phase.path) or OTHER: profile for phase, profile in self._profiles.items()}
+        self._stats = {name: pstats.Stats(profile) for name, profile in profiles.items() if profile.getstats()}
         self._profiles = {}
+
+    def _change(self, change: Callable[[str], None], phase: str) -> None:
+        if self._times.is_measuring:
+            self._disable()
+            try:
+                change(phase)
+            finally:
+                self._enable()
+
+    def _disable(self) -> None:
+        if self._times.top is not None:
+            self._profiles[self._times.top].disable()
+
+    def _enable(self) -> None:
+        top = self._times.top
+        assert top is not None
+        profile = self._profiles.get(top)
+        if profile is None:
+            profile = self._profiles[top] = cProfile.Profile()
+        try:
+            if sys.getprofile() is not None:  # Python 3.11 would replace it
+                raise ValueError
+            profile.enable()
+        except ValueError as error:
+            self._times.end()
+            raise ConfigurationError(
+                "profiler='advanced' while another profiler is active in this thread.",
+                "Python supports one profiler at a time.",
+                "stop the other one, or use profiler='simple'.",
+            ) from error
 
     def summary(self) -> str:
         """Return the functions of the longest phases, and recommendations."""
         return self._text(_MAX_PHASES)
 
     def _text(self, limit: int | None) -> str:
-        if self._times is None:
+        if not self._times.root.calls:
             return ""
-        ordered = sorted(self._stats.items(), key=lambda item: -_total_seconds(item[1]))
+        ordered = sorted(self._stats.items(), key=lambda item: -item[1].total_tt)  # type: ignore[attr-defined]
         parts = [f"Profile of {name}\n{self._functions(stats)}" for name, stats in ordered[:limit]]
         if limit is not None and len(ordered) > limit:
             parts.append(f"The profile's file contains {len(ordered) - limit} more phases.")
@@ -116,12 +125,8 @@ class AdvancedProfiler(Profiler):
         return "\n\n".join(part for part in parts if part)
 
     def _functions(self, stats: pstats.Stats) -> str:
-        stream = io.StringIO()
-        previous_stream, stats.stream = stats.stream, stream  # type: ignore[attr-defined]
-        try:
-            stats.sort_stats("cumulative").print_stats(self.line_count_restriction)
-        finally:
-            stats.stream = previous_stream  # type: ignore[attr-defined]
+        stats.stream = stream = io.StringIO()  # type: ignore[attr-defined]
+        stats.sort_stats("cumulative").print_stats(self.line_count_restriction)
         return stream.getvalue().strip()
 
     def write(self, folder: str, name: str) -> list[str]:
@@ -129,46 +134,11 @@ class AdvancedProfiler(Profiler):
         written = [publish(folder, f"{name}.txt", self._text(None).encode())]
         if self.dump_stats:
             for phase, stats in self._stats.items():
-                written.append(_publish_stats(stats, folder, f"{name}-{_file_name_part(phase)}.prof"))
+                written.append(publish_export(folder, f"{name}-{_file_name_part(phase)}.prof", stats.dump_stats))
         return written
 
-    def _enter(self) -> None:
-        assert self._times is not None
-        phase = " > ".join(self._times.path) or OTHER
-        profile = self._profiles.get(phase)
-        if profile is None:
-            profile = self._profiles[phase] = cProfile.Profile()
-        try:
-            profile.enable()
-        except ValueError as error:  # From Python 3.12 on, this means that another profiler is active.
-            raise ConfigurationError(
-                "profiler='advanced' while another profiler is active in this process.",
-                "Python supports one profiler at a time.",
-                "stop the other one, or use profiler='simple'.",
-            ) from error
-        self._open.append(profile)
-
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_open": [], "_profiles": {}, "_stats": {}}
-
-
-def _total_seconds(stats: pstats.Stats) -> float:
-    seconds: float = stats.total_tt  # type: ignore[attr-defined]
-    return seconds
-
-
-def _has_entries(profile: cProfile.Profile) -> bool:
-    entries: Sequence[Any] = profile.getstats()
-    return bool(entries)
-
-
-def _publish_stats(stats: pstats.Stats, folder: str, name: str) -> str:
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch, name)
-        stats.dump_stats(path)
-        return publish(folder, name, path)
+        return self.__dict__ | {"_profiles": {}, "_stats": {}}
 
 
 def _file_name_part(phase: str) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from contextlib import nullcontext
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule, supported_activities
 
 from drivetrain.errors import ConfigurationError, nearest
-from drivetrain.profilers._atomic_publish import publish
+from drivetrain.profilers._atomic_publish import publish_export
 from drivetrain.profilers._phase_times import PhaseTimes
 from drivetrain.profilers._recommendations import LOOPS, SHORT_US, SmallOperations, next_steps
 from drivetrain.profilers.profiler import ProfiledRun, Profiler
@@ -102,7 +102,7 @@ class PyTorchProfiler(Profiler):
         self.export_to_chrome = export_to_chrome
         self.memory_snapshot = memory_snapshot
         self._run = ProfiledRun("fit")
-        self._times: PhaseTimes | None = None
+        self._times = PhaseTimes(begins=False)
         self._torch_profiler: Any = None
         self._spans: list[tuple[str, Any]] = []  # the open phases, each with its span in the trace
         self._steps = 0
@@ -125,19 +125,19 @@ class PyTorchProfiler(Profiler):
                 )
             torch.cuda.memory._record_memory_history(max_entries=_MAX_SNAPSHOT_ENTRIES)
         self._run = run
-        self._times = PhaseTimes(run.stage)
+        self._times = PhaseTimes()
         self._spans, self._written, self._tables, self._small_stats, self._steps = [], [], [], None, 0
 
     def start(self, phase: str) -> None:
         """Begin a phase, which is a span in the trace."""
         times = self._times
-        if times is None or times.ended is not None or not times.is_own_thread:
+        if not times.is_measuring:
             return
-        if self._torch_profiler is None and phase in LOOPS and times.depth == 1:
+        if phase in LOOPS and times.top is times.root:
             with times.overhead():
                 self._start_torch()
         times.start(phase)
-        self._spans.append((phase, self._enter_span(phase)))
+        self._open_span(phase)
 
     def stop(self, phase: str) -> None:
         """End a phase.
@@ -146,40 +146,41 @@ class PyTorchProfiler(Profiler):
             ConfigurationError: the phase was not started.
         """
         times = self._times
-        if times is None or times.ended is not None or not times.is_own_thread:
+        if times.top is None or not times.is_measuring:
             return
         times.stop(phase)
-        while len(self._spans) >= times.depth:
-            self._exit_span(self._spans.pop()[1])
-        if self._torch_profiler is not None and times.depth == 1 and phase in LOOPS:
+        self._close_spans(len(times.top.path))
+        if phase in LOOPS and times.top is times.root:
             with times.overhead():
                 self._stop_torch()
 
     def step(self) -> None:
         """End the span of a micro-batch and begin the span of the next micro-batch."""
-        if self._torch_profiler is None or self._times is None:
+        if self._torch_profiler is None:
             return
         self._steps += 1
         with self._times.overhead():
             # Open spans are split here, because viewers do not support spans that overlap without nesting.
-            for _, span in reversed(self._spans):
-                self._exit_span(span)
+            phases = [phase for phase, _ in self._spans]
+            self._close_spans(0)
             self._torch_profiler.step()
-            self._spans = [(phase, self._enter_span(phase)) for phase, _ in self._spans]
+            for phase in phases:
+                self._open_span(phase)
 
     def end(self) -> None:
         """End the trace, also of a run that failed, and write the memory snapshot."""
-        while self._spans:
-            self._exit_span(self._spans.pop()[1])
+        self._close_spans(0)
         self._stop_torch()
-        if self._times is not None:
-            self._times.end()
+        self._times.end()
         if self.memory_snapshot and self._run.device.type == "cuda":
-            self._take_snapshot()
+            try:
+                self._export(".memory.pickle", torch.cuda.memory._dump_snapshot)
+            finally:
+                torch.cuda.memory._record_memory_history(enabled=None)
 
     def summary(self) -> str:
         """Return the longest operations, the paths of the traces, and recommendations."""
-        if self._times is None:
+        if not self._times.root.calls:
             return ""
         lines = self._tables[-1:]
         if not self._tables:
@@ -225,16 +226,16 @@ class PyTorchProfiler(Profiler):
             stopping, self._torch_profiler = self._torch_profiler, None
             stopping.stop()
 
-    def _enter_span(self, phase: str) -> Any:
-        if self._torch_profiler is None or self._torch_profiler.current_action not in _RECORDING_ACTIONS:
-            return None
-        span: Any = record_function(phase)
+    def _open_span(self, phase: str) -> None:
+        span: Any = nullcontext()
+        if self._torch_profiler is not None and self._torch_profiler.current_action in _RECORDING_ACTIONS:
+            span = record_function(phase)
         span.__enter__()
-        return span
+        self._spans.append((phase, span))
 
-    def _exit_span(self, span: Any) -> None:
-        if span is not None:
-            span.__exit__(None, None, None)
+    def _close_spans(self, remaining: int) -> None:
+        while len(self._spans) > remaining:
+            self._spans.pop()[1].__exit__(None, None, None)
 
     def _on_trace_ready(self, traced: profile) -> None:
         """Write the trace of one cycle of the schedule, and make the table of its operations."""
@@ -243,8 +244,10 @@ class PyTorchProfiler(Profiler):
         sort_by = self.sort_by_key or (
             "self_cpu_time_total" if self._run.device.type == "cpu" else "self_device_time_total"
         )
+        cycle = f"-{len(self._written) + 1}" if self._written else ""
         try:
-            self._write_trace(traced)
+            if self.export_to_chrome:
+                self._export(f"{cycle}.trace.json", traced.export_chrome_trace)
         except OSError as error:  # A failed write of a trace must not fail the run.
             logger.warning("A trace of this run's profile could not be written: %s: %s", type(error).__name__, error)
         averages = traced.key_averages(group_by_input_shape=self.group_by_input_shapes)
@@ -252,28 +255,10 @@ class PyTorchProfiler(Profiler):
         lines = [line.rstrip() for line in table.strip("\n").splitlines()]
         self._tables.append("\n".join([f"Operations of the traced micro-batches of {self._run.stage}", *lines]))
 
-    def _write_trace(self, traced: profile) -> None:
-        if not self.export_to_chrome or self._run.folder is None:
-            return
-        cycle = "" if not self._written else f"-{len(self._written) + 1}"
-        with tempfile.TemporaryDirectory() as scratch:
-            path = Path(scratch, "trace.json")
-            traced.export_chrome_trace(str(path))
-            self._written.append(publish(self._run.folder, f"{self._run.name}{cycle}.trace.json", path))
-
-    def _take_snapshot(self) -> None:
-        folder = self._run.folder
-        try:
-            if folder is not None:
-                with tempfile.TemporaryDirectory() as scratch:
-                    path = Path(scratch, "memory.pickle")
-                    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
-                    self._written.append(publish(folder, f"{self._run.name}.memory.pickle", path))
-        finally:
-            torch.cuda.memory._record_memory_history(enabled=None)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_torch_profiler": None, "_spans": []}
+    def _export(self, suffix: str, export: Callable[[str], object]) -> None:
+        """Write a file, if the run writes any."""
+        if self._run.folder is not None:
+            self._written.append(publish_export(self._run.folder, f"{self._run.name}{suffix}", export))
 
 
 def _find_small_operations(events: Iterable[Any]) -> SmallOperations | None:
@@ -291,18 +276,14 @@ def _find_small_operations(events: Iterable[Any]) -> SmallOperations | None:
     for event in all_events:
         if event.device_type == DeviceType.CPU and not event.is_user_annotation:
             times.setdefault(event.name, []).append(event.self_cpu_time_total)
-    durations = [time for durations_of_name in times.values() for time in durations_of_name]
-    if not durations:
-        return None
     # Medians are robust against other load on the machine.
-    medians = {name: (median(durations_of_name), len(durations_of_name)) for name, durations_of_name in times.items()}
-    total_us = sum(typical * count for typical, count in medians.values())
-    short_us = sum(typical * count for typical, count in medians.values() if typical < SHORT_US)
-    return (
-        SmallOperations("operations", len(durations) / len(steps), median(durations), short_us / total_us)
-        if total_us
-        else None
-    )
+    medians = {name: median(durations) for name, durations in times.items()}
+    total_us = sum(medians[name] * len(durations) for name, durations in times.items())
+    if not total_us:
+        return None
+    short_us = sum(medians[name] * len(durations) for name, durations in times.items() if medians[name] < SHORT_US)
+    every = list(chain(*times.values()))
+    return SmallOperations("operations", len(every) / len(steps), median(every), short_us / total_us)
 
 
 def _small_kernels(kernels: list[Any], step_us: float, steps: int) -> SmallOperations | None:

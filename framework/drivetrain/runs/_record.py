@@ -16,6 +16,7 @@ from drivetrain.checkpoint._format import StorageError
 from drivetrain.checkpoint._format.documents import parse_json
 from drivetrain.checkpoint._format.folder import as_os_errors
 from drivetrain.checkpoint._format.storage import filesystem_of
+from drivetrain.runs._atomic_file import replace_file
 from drivetrain.runs._directory import RECORD
 from drivetrain.runs._process import Job, Process
 
@@ -126,23 +127,7 @@ def write(folder: str, document: Mapping[str, Any]) -> None:
     Raises:
         OSError: the record cannot be written.
     """
-    content = encode_record(document)
-    filesystem, root = filesystem_of(child(folder, RECORD))
-    if filesystem is not None:
-        with as_os_errors():
-            filesystem.pipe_file(root, content)
-        return
-    temporary = f"{root}.{os.urandom(4).hex()}.new"
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())  # otherwise a crash of the machine could leave an empty file
-        os.replace(temporary, root)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+    replace_file(child(folder, RECORD), encode_record(document))
 
 
 def remove(folder: str) -> None:

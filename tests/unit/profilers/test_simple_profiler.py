@@ -380,3 +380,44 @@ def test_a_profiler_of_ones_own_needs_not_call_the_constructor_of_its_base(tmp_p
     runner.fit(Net(), loader(), loader())
     assert runner.log_dir is not None
     assert "phases" in Path(runner.log_dir, "profile/fit-counting-rank-0.txt").read_text()
+
+
+def test_loaders_that_are_built_anew_are_timed_too(tmp_path: Path) -> None:
+    # L-05, L-07
+    class Loading(Net):
+        def train_dataloader(self) -> Any:
+            return loader()
+
+        def val_dataloader(self) -> Any:
+            return loader(4)
+
+    profiler = SimpleProfiler()
+    fit(tmp_path, profiler=profiler, max_epochs=3, reload_dataloaders_every_n_epochs=1).fit(Loading())
+    assert adds_up(profiler)
+    rows = paths(profiler)
+    assert rows["training > data"].calls == 15  # the last of each epoch finds the end
+    assert rows["training > validation > data"].calls == 9
+    assert rows["training > forward"].calls == 12
+
+
+@pytest.mark.parametrize("name", [None, "simple"])
+def test_a_requested_checkpoint_that_a_failure_prevents_is_named(
+    tmp_path: Path, name: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(Net):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.trainer.save_checkpoint(str(tmp_path / "never"))
+            raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        fit(tmp_path, profiler=name).fit(Failing(), loader())
+    assert f"The checkpoint {str(tmp_path / 'never')!r} is not written: the run failed" in caplog.text
+
+
+def test_anomaly_detection_leaves_the_phases_of_a_step(tmp_path: Path) -> None:
+    # L-05
+    profiler = SimpleProfiler()
+    fit(tmp_path, profiler=profiler, detect_anomaly=True, gradient_clip_val=1.0).fit(Net(), loader())
+    rows = paths(profiler)
+    assert [rows[f"training > {name}"].calls for name in ("forward", "backward", "optimizer")] == [4, 4, 4]
+    assert rows["training > optimizer > clipping"].calls == 4

@@ -1,0 +1,230 @@
+"""ProfiledSession: a session that wraps the finished parts of its run, so that a profiler times them."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any, ClassVar, TypeVar
+
+from drivetrain._engine.batches import BatchMover
+from drivetrain._engine.monitors import MonitorCheck
+from drivetrain._engine.run_parts import RunRequest, Training
+from drivetrain._engine.session import PreparedRun, Session
+from drivetrain._engine.stage_data import StageData
+from drivetrain._engine.topology import Topology
+from drivetrain._loops.manual_step import ManualStep
+from drivetrain._loops.step import AutomaticStep
+from drivetrain.checkpoint._folders import child
+from drivetrain.profilers import ProfiledRun
+from drivetrain.run_context import RunContext
+from drivetrain.strategies.strategy import Strategy
+
+logger = logging.getLogger("drivetrain")
+
+Call = Callable[..., Any]
+T = TypeVar("T")
+
+FOLDER = "profile"
+"""The profile's folder within a run's folder."""
+
+
+class ProfiledSession(Session):
+    """Runs one stage, and times it with the profiler of `Fit`.
+
+    Each part is wrapped when it is finished and before it is used first: hooks, sources of batches, the mover of
+    batches, the runner of the module's steps, the training step and the training loop. Set-up, checkpoints and
+    evaluations within fit open their phases themselves, through `RunCore.span`.
+
+    Args:
+        request: the entry point that was called, with its arguments. Its `Fit` has a profiler. If that profiler is
+            measuring a run already, this run becomes one phase of the outer run.
+        strategy: as for `Session`.
+        topology: as for `Session`.
+    """
+
+    _measuring: ClassVar[set[int]] = set()
+    """The ids of the profilers that are measuring a run."""
+
+    def __init__(self, request: RunRequest[RunContext], strategy: Strategy, topology: Topology) -> None:
+        super().__init__(request, strategy, topology)
+        trainer, before = request.trainer, request.previous_folder
+        self._profiler = trainer.profiler
+        self._facts = ProfiledRun(
+            request.stage,
+            strategy.rank,
+            strategy.world_size,
+            strategy.device,
+            trainer.log_every_n_steps,
+            bool(trainer.compile),
+        )
+        self._folder_of_fit = before.path if before is not None and before.is_of_fit else None
+        self._is_nested: bool | None = None  # None unless the run is being measured
+        self._replace(self.core.callbacks, "collect", lambda collect: partial(self._time_hooks, collect))
+        self._replace(self.checkpoints.requests, "run", lambda run: partial(self._time_saves, run))
+
+    # Beginning and ending the measurement
+
+    def _run(self) -> Any:
+        is_nested = id(self._profiler) in self._measuring
+        if is_nested:
+            self._profiler.start(self._facts.stage)
+        else:
+            self._profiler.begin(self._facts)
+            self._measuring.add(id(self._profiler))
+        self._is_nested = is_nested
+        return super()._run()
+
+    def _finish(self, status: str) -> None:
+        super()._finish(status)
+        if self._facts.world_size > 1 and not self._is_nested and not self.checkpoints.run_failed:
+            self._profiler.receive_results(self.core.strategy.control.gather_objects(self._profiler.measured()))
+
+    def _detach(self) -> None:
+        super()._detach()
+        is_nested, self._is_nested = self._is_nested, None
+        if is_nested:
+            self._profiler.stop(self._facts.stage)
+        elif is_nested is not None:
+            self._measuring.discard(id(self._profiler))
+            for part in (self._set_folder, self._profiler.end, self._show, self._write):
+                try:
+                    part()
+                except Exception as error:  # so that an error in the profiler does not fail the run
+                    logger.warning("A part of this run's profile is lost: %s: %s", type(error).__name__, error)
+
+    def _show(self) -> None:
+        text = self._profiler.summary() if self._facts.rank == 0 else ""
+        if text:
+            self.core.trainer.print(text)
+
+    def _write(self) -> None:
+        if self._facts.folder is not None:
+            written = self._profiler.write(self._facts.folder, self._facts.name)
+            if written and self._facts.rank == 0:
+                logger.info("The profile is in %s.", ", ".join(written))
+
+    def _set_folder(self) -> None:
+        profiler, facts, trainer = self._profiler, self._facts, self.core.trainer
+        facts.name = f"{profiler.filename or f'{facts.stage}-{profiler.kind}'}-rank-{facts.rank}"
+        facts.folder = profiler.dirpath
+        if profiler.dirpath is None and not trainer.fast_dev_run:
+            # An evaluation gets a folder when a logger first writes to one, which only rank 0 knows.
+            is_fit = facts.stage == "fit"
+            run_folder = self.core.folder.path if is_fit else self._folder_of_fit or trainer.default_root_dir
+            facts.folder = None if run_folder is None else child(run_folder, FOLDER)
+
+    # Wrapping the parts of the run
+
+    def _time_hooks(self, collect: Callable[[], None]) -> None:
+        """Collect the callbacks, and time each hook."""
+        collect()
+        for table in (self.core.hooks.early, self.core.hooks.late):
+            for name, hooks in table.items():
+                table[name] = tuple(self._timed(f"{_owner(hook)}.{name}", hook) for hook in hooks)
+
+    def _time_saves(self, run: Callable[[], None]) -> None:
+        """Write the requested checkpoints, if there are any, as one phase."""
+        requests = self.checkpoints.requests
+        writes = requests.waiting and requests.rollback is None
+        (self._timed("checkpoint", run) if writes else run)()
+
+    def _build_stage_data(self) -> StageData:
+        data = super()._build_stage_data()
+        if data.train is not None:
+            self._replace(data.train, "epoch", lambda epoch: lambda *args: self._read("data", epoch(*args)))
+        for source in chain(*data.sources.values()):
+            self._replace(source, "epoch", lambda epoch: lambda *args: self._steps(self._read("data", epoch(*args))))
+        return data
+
+    def _prepare(self) -> PreparedRun:
+        prepared = super()._prepare()
+        self._set_folder()
+        loaders = self.data.loaded.loaders or self.data.loaded.evaluated
+        workers = [loader.num_workers for loader in loaders if isinstance(getattr(loader, "num_workers", None), int)]
+        pinned = [loader.pin_memory for loader in loaders if isinstance(getattr(loader, "pin_memory", None), bool)]
+        self._facts.num_workers = min(workers, default=None)
+        self._facts.pin_memory = all(pinned) if pinned else None
+        if prepared.move is not None:
+            self._time_transfer(prepared.move)
+        return replace(prepared, runner=self._timed("forward", prepared.runner))
+
+    def _time_transfer(self, move: BatchMover) -> None:
+        for name in ("_before", "_after"):
+            self._replace(move, name, lambda calls: [self._timed("transfer", call) for call in calls])
+        self._replace(move, "_transfer", lambda call: call and self._timed("transfer", call))
+        if move.prefetcher is not None:
+            self._time(move.prefetcher, "transfer", "send", "receive")
+
+    def _prepare_training(self, prepared: PreparedRun) -> tuple[Training, MonitorCheck]:
+        training, monitors = super()._prepare_training(prepared)
+        loop, step = training.loop, training.step
+        self._time(loop, "training", "run")
+        self._time(loop, "logging", "_flush", "_reduce_epoch", "_flush_epoch")
+        self._replace(
+            loop._schedule.checks, "with_first_check", lambda check: lambda items: check(self._windows(items))
+        )
+        if isinstance(step, ManualStep):
+            self._time(step, "backward", "_backward")
+            for handle in self.optimization.handles:
+                self._time(handle, "optimizer", "_step_optimizer")
+        elif isinstance(step, AutomaticStep):
+            self._replace(step, "_backward", lambda call: self._timed("backward", call or _BACKWARD))
+            self._replace(step, "_clip", lambda call: call and self._timed("clipping", call))
+            self._time(step, "optimizer", "clip_and_step")
+        return training, monitors
+
+    def _time(self, owner: object, phase: str, *names: str) -> None:
+        """Time functions of an object."""
+        for name in names:
+            self._replace(owner, name, lambda call: self._timed(phase, call))
+
+    def _replace(self, owner: object, name: str, wrap: Callable[[Any], Any]) -> None:
+        setattr(owner, name, wrap(getattr(owner, name)))
+
+    def _timed(self, phase: str, function: Call) -> Call:
+        """Return a function that is timed as a phase."""
+        start, stop = self._profiler.start, self._profiler.stop
+
+        def timed(*args: Any, **options: Any) -> Any:
+            start(phase)
+            try:
+                return function(*args, **options)
+            finally:
+                stop(phase)
+
+        return timed
+
+    # Iterators that report reading and steps
+
+    def _windows(self, items: Iterator[T]) -> Iterator[T]:
+        return self._steps(items if self._facts.world_size == 1 else self._read("windows", items))
+
+    def _read(self, phase: str, items: Iterator[T]) -> Iterator[T]:
+        """Yield the items, and time how long each item takes to arrive."""
+        arrive = self._timed(phase, next)
+        while True:
+            try:
+                item = arrive(items)
+            except StopIteration:
+                return
+            yield item
+
+    def _steps(self, items: Iterator[T]) -> Iterator[T]:
+        """Yield the items, and report the end of a step when the next item is requested."""
+        step = self._profiler.step
+        for item in items:
+            yield item
+            step()
+
+
+_BACKWARD = operator.methodcaller("backward")
+
+
+def _owner(hook: Any) -> str:
+    """Return the name of the class that a hook belongs to."""
+    bound_method = getattr(hook, "func", hook)
+    return type(bound_method.__self__).__name__ if hasattr(bound_method, "__self__") else "module"
