@@ -118,19 +118,26 @@ def refuse_gradients_through(outputs: Tensor | Sequence[Tensor], names: Mapping[
     Raises:
         ConfigurationError: names a parameter on which ``outputs`` depend.
     """
-    values = [outputs] if isinstance(outputs, Tensor) else outputs
-    pending = [value.grad_fn for value in values]
+    reached = leaves_reached([outputs] if isinstance(outputs, Tensor) else outputs)
+    name = next((name for key, name in names.items() if key in reached), None)
+    if name is not None:
+        raise ConfigurationError(
+            f"torch.autograd.grad was called under {strategy} on values that depend on {name!r}.",
+            "the parameter is sharded, and it is gathered for one backward only, that of the returned loss.",
+            "use strategy='ddp' or strategy='deepspeed_stage_2', under which every rank has whole parameters.",
+        )
+
+
+def leaves_reached(outputs: Sequence[Tensor]) -> set[int]:
+    """Return the ids of the tensors that get a gradient in a backward from ``outputs``."""
+    leaves: set[int] = set()
     seen: set[Any] = set()
+    pending: list[Any] = [output.grad_fn for output in outputs]
     while pending:
         node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        name = names.get(id(getattr(node, "variable", None)))
-        if name is not None:
-            raise ConfigurationError(
-                f"torch.autograd.grad was called under {strategy} on values that depend on {name!r}.",
-                "the parameter is sharded, and it is gathered for one backward only, that of the returned loss.",
-                "use strategy='ddp' or strategy='deepspeed_stage_2', under which every rank has whole parameters.",
-            )
+        leaves.add(id(getattr(node, "variable", None)))
         pending += [following for following, _ in node.next_functions]
+    return leaves

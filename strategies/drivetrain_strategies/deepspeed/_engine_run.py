@@ -29,7 +29,7 @@ from drivetrain_strategies.deepspeed._error_messages import (
     explain_start_errors,
 )
 from drivetrain_strategies.deepspeed._frozen_weights import FrozenWeights
-from drivetrain_strategies.deepspeed._gradient_order import GradientOrder
+from drivetrain_strategies.deepspeed._gradient_exchange import GradientExchange
 from drivetrain_strategies.deepspeed._internals import Zero, without_broadcast, write_part
 from drivetrain_strategies.deepspeed._library import redirected_prints
 from drivetrain_strategies.deepspeed._optimizers import AdoptedOptimizer, GradientCopies
@@ -37,7 +37,6 @@ from drivetrain_strategies.deepspeed._partition import Partitioner, materialize
 from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision
 from drivetrain_strategies.deepspeed._root_module import Root, unwrap_output
 from drivetrain_strategies.deepspeed._state import State, StoredParameter, whole_of
-from drivetrain_strategies.deepspeed._unused_parameters import UnusedParameters
 from drivetrain_strategies.deepspeed._user_hooks import UserHooks
 from drivetrain_strategies.deepspeed._whole_step import GradientCollector, WholeStep
 
@@ -58,7 +57,8 @@ class RunOptions:
         control: exchanges small values between the ranks.
         gather_limit: size in bytes up to which the parameters are gathered after the run.
         leaf_modules: classes of modules that stage 3 gathers as a whole.
-        find_unused_parameters: the strategy's argument. `UnusedParameters` implements it.
+        find_unused_parameters: the strategy's argument. None makes `GradientExchange` compare the ranks, and True makes
+            stage 2 exchange gradients after backward.
         elementwise: the optimizers that the user declared element-wise.
     """
 
@@ -96,9 +96,8 @@ class DeepSpeedRun:
         self._adopted: AdoptedOptimizer | None = None
         self._copies: GradientCopies | None = None
         self.whole_step: WholeStep | None = None
-        self._unused: UnusedParameters | None = None
+        self._exchange: GradientExchange | None = None
         self._gather_order: GatherOrder | None = None
-        self._gradient_order: GradientOrder | None = None
         self._user_hooks: UserHooks | None = None
         self._watch: EmptyParameters | None = None
         self._unwatched: set[str] = set()  # names of the steps that used no empty parameter
@@ -240,9 +239,8 @@ class DeepSpeedRun:
             self.schedulers = [engine.lr_scheduler]
             engine.lr_scheduler = None  # the loop steps the scheduler once per optimizer step
         control, find_unused = self._options.control, self._options.find_unused_parameters
-        self._unused = UnusedParameters(names, self._zero, control, find_unused)
-        if find_unused is None and self._zero.stage == 2 and control.world_size > 1:
-            self._gradient_order = GradientOrder(self._zero.optimizer, names, control)
+        compares = find_unused is None and self._zero.stage > 1 and control.world_size > 1
+        self._exchange = GradientExchange(names, self._zero, control, compares)
         self._restore_masters()
 
     @torch.no_grad()
@@ -284,8 +282,8 @@ class DeepSpeedRun:
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
         if self._engine is None:
             return step(*args)
-        if self._frozen.has_weights:
-            self._frozen.check()
+        if self._frozen.weights and (lost_update := self._frozen.lost_update()) is not None:
+            raise lost_update
         if self._options.stage == 3:
             self.keep_writes_of_hooks()  # stage 3 partitions parameters within the forward
         call = partial(step, *args)
@@ -326,16 +324,12 @@ class DeepSpeedRun:
         if self._zero is None:
             loss.backward()  # type: ignore[no-untyped-call]
             return
-        assert self._unused is not None
+        assert self._exchange is not None
         self.has_gradients = True
-        self._unused.before_backward(loss)
-        if self._unused.in_order:
-            self._close_gradient_order()
-        with explain_different_parameters(partial(self._unused.differing, loss)):
-            self._zero.backward(loss, self._unused.in_order, within_forward=self._within_forward)
-        self._unused.after_backward(loss)
-        if self._gradient_order is not None:
-            self._gradient_order.after_backward()
+        self._exchange.before_backward(loss)
+        with explain_different_parameters(partial(self._exchange.differing, loss)):
+            self._zero.backward(loss, bool(self._options.find_unused_parameters), within_forward=self._within_forward)
+        self._exchange.after_backward()
 
     def step(self, max_norm: float | None) -> bool:
         self.has_gradients = False
@@ -343,10 +337,8 @@ class DeepSpeedRun:
         stepped = self.zero.step(max_norm)
         if self._within_forward and self._user_hooks is not None:
             self._user_hooks.after_optimizer_step()
-        assert self._unused is not None
-        self._unused.after_step()
-        if self._gradient_order is not None:
-            self._gradient_order.after_step()
+        assert self._exchange is not None
+        self._exchange.after_step()
         if not stepped and self._options.precision.name == "16-mixed":
             self._options.precision.note_skipped_step()
         elif not stepped and not self._warned_skipped:
@@ -355,11 +347,6 @@ class DeepSpeedRun:
                 "A gradient was infinite or NaN: DeepSpeed skipped the step on every rank. This warning is shown once."
             )
         return stepped
-
-    def _close_gradient_order(self) -> None:
-        if self._gradient_order is not None:
-            self._gradient_order.close()
-            self._gradient_order = None
 
     def forget(self) -> None:
         self.has_gradients = False
@@ -449,7 +436,7 @@ class DeepSpeedRun:
             return
         weights = self.weights()
         lost_update = self._frozen.lost_update()
-        if lost_update is not None:  # an update after the last forward, where `FrozenWeights.check` ran
+        if lost_update is not None:  # an update after the last forward
             logger.warning("%s Why: %s Fix: %s", lost_update.what, lost_update.why, lost_update.fix)
         parameters = dict(self._module.named_parameters())
         # Copies go to the host until DeepSpeed's buffers are freed: a device may not have memory for both.
@@ -511,11 +498,10 @@ class DeepSpeedRun:
 
     def _undo(self) -> None:
         """Remove everything that DeepSpeed and this class added to the module."""
-        if self._unused is not None:
-            self._unused.close()
+        if self._exchange is not None:
+            self._exchange.close()
         if self._watch is not None:
             self._watch.close()
-        self._close_gradient_order()
         if self._engine is not None:
             with redirected_prints():
                 self._engine.destroy()
@@ -526,7 +512,7 @@ class DeepSpeedRun:
         for parameter in self._untrained:
             parameter.requires_grad_(True)
         self._untrained = []
-        self._engine = self._root = self._zero = self._state = self._unused = self._gather_order = None
+        self._engine = self._root = self._zero = self._state = self._exchange = self._gather_order = None
         self._user_hooks = None
 
 

@@ -15,7 +15,7 @@ from drivetrain_strategies.deepspeed._library import redirected_prints
 
 _COMPILING_MODULES = ("deepspeed.ops.op_builder.", "op_builder.", "torch.utils.cpp_extension")
 
-_DIFFERENT_PARAMETERS = (
+DIFFERENT_PARAMETERS = (
     "ZeRO exchanges parameters and gradients in one order on all ranks, but these ranks used different parameters.",
     "at stage 3, name the block that contains the parameters, as in DeepSpeedStrategy(leaf_modules=[Experts]); at "
     "stage 2, set find_unused_parameters=True; stage 1 and FSDP support such models.",
@@ -129,7 +129,7 @@ def explain_different_units() -> Iterator[None]:
     except DistributedError as error:
         if "the forward of" not in error.what:
             raise
-        raise ConfigurationError(error.what, *_DIFFERENT_PARAMETERS) from error
+        raise ConfigurationError(error.what, *DIFFERENT_PARAMETERS) from error
 
 
 @contextmanager
@@ -150,5 +150,5 @@ def explain_different_parameters(differing: Callable[[], list[str]]) -> Iterator
         names = differing()
         if names or "Detected a disagreement" in str(error):
             text = f"DeepSpeed failed{': ' + listed(names) if names else ''}. {error}"
-            raise ConfigurationError(text, *_DIFFERENT_PARAMETERS) from error
+            raise ConfigurationError(text, *DIFFERENT_PARAMETERS) from error
         raise
