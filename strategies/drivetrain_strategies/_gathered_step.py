@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import is_
 from typing import Any
@@ -96,15 +95,9 @@ class GatheredStep(ABC):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the optimizer on whole tensors; return what its step returns. Collective."""
-        with self.whole_tensors():
-            return self._original_step() if closure is None else self._original_step(partial(self._evaluate, closure))
-
-    @contextmanager
-    def whole_tensors(self) -> Iterator[None]:
-        """Context manager in which the optimizer's tensors are whole. Collective."""
         self.enter()
         try:
-            yield
+            return self._original_step() if closure is None else self._original_step(partial(self._evaluate, closure))
         finally:
             self.leave()
 

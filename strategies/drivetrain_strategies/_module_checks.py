@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from drivetrain.errors import ConfigurationError
+from drivetrain.errors import ConfigurationError, nearest
 
 
 def refuse_device_map(module: nn.Module) -> None:
@@ -69,6 +69,23 @@ def refuse_meta(module: nn.Module) -> None:
             "meta parameters have no values, and this strategy does not initialise them.",
             "build the layers without torch.device('meta'), or call module.to_empty and initialise the parameters.",
         )
+
+
+def refuse_absent_classes(module: nn.Module, classes: Sequence[type[nn.Module]], argument: str) -> None:
+    """Refuse an argument that names classes of modules which do not occur in the module.
+
+    Raises:
+        ConfigurationError: names the argument and the class, and lists the classes in ``module``.
+    """
+    class_names = {type(child).__name__ for child in module.modules() if child is not module}
+    for wanted in classes:
+        if not any(isinstance(child, wanted) for child in module.modules()):
+            raise ConfigurationError(
+                f"{argument}: no module of class {wanted.__name__} is in {type(module).__name__}."
+                f"{nearest(wanted.__name__, class_names)}",
+                f"the module has only these classes: {', '.join(sorted(class_names))}.",
+                "name one of these classes.",
+            )
 
 
 def refuse_other_device(created: Mapping[str, nn.Parameter], device: torch.device) -> None:

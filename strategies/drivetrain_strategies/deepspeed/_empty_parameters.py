@@ -13,7 +13,6 @@ from drivetrain.errors import ConfigurationError
 from drivetrain_strategies._callers import is_called_by_library
 from drivetrain_strategies._module_checks import refuse_gradients_through
 from drivetrain_strategies.deepspeed._internals import accept_whole_gradients, is_gathered, whole_copy
-from drivetrain_strategies.deepspeed._whole_step import WholeStep
 
 _ATTRIBUTES_WITHOUT_VALUES = {
     *("grad", "requires_grad", "is_leaf", "grad_fn", "device", "dtype", "layout", "is_sparse", "is_meta", "is_cpu"),
@@ -34,13 +33,11 @@ class EmptyParameters(TorchFunctionMode):
 
     Args:
         names: names of the module's parameters, by the parameter's ``id``.
-        whole_step: the optimizer's step on whole parameters, if it has one; during this step no parameter is empty.
         gathers: whether operators get whole copies. Set it only where every rank runs the same operators.
     """
 
-    def __init__(self, names: Mapping[int, str], whole_step: WholeStep | None, gathers: bool) -> None:
+    def __init__(self, names: Mapping[int, str], gathers: bool) -> None:
         self._names = names
-        self._whole_step = whole_step
         self._gathers = gathers
         self._handles: dict[int, list[Any]] = {}
         self.found = False
@@ -66,7 +63,7 @@ class EmptyParameters(TorchFunctionMode):
 
     def _concerns(self, value: Any) -> bool:
         """Return whether a value is a parameter that is empty, or that backward may find empty."""
-        if id(value) not in self._names or (self._whole_step is not None and self._whole_step.is_entered):
+        if id(value) not in self._names:
             return False
         # Stage 3 may partition a parameter before backward if no running layer owns it.
         may_become_empty = self._gathers and not value.ds_active_sub_modules and not value.is_external_param

@@ -20,7 +20,7 @@ from drivetrain.strategies import ControlPlane, broadcast_together, may_move, re
 from drivetrain_strategies._gather_limit import check_gather_limit
 from drivetrain_strategies._gather_order import GatherOrder
 from drivetrain_strategies._materialize import Recording
-from drivetrain_strategies.deepspeed._checks import is_known, needs_whole_step
+from drivetrain_strategies.deepspeed._checks import is_known
 from drivetrain_strategies.deepspeed._cleanup import ModuleSnapshot, forget_root
 from drivetrain_strategies.deepspeed._empty_parameters import EmptyParameters
 from drivetrain_strategies.deepspeed._error_messages import (
@@ -38,7 +38,6 @@ from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision
 from drivetrain_strategies.deepspeed._root_module import Root, unwrap_output
 from drivetrain_strategies.deepspeed._state import State, StoredParameter, whole_of
 from drivetrain_strategies.deepspeed._user_hooks import UserHooks
-from drivetrain_strategies.deepspeed._whole_step import GradientCollector, WholeStep
 
 logger = logging.getLogger("drivetrain")
 
@@ -59,7 +58,6 @@ class RunOptions:
         leaf_modules: classes of modules that stage 3 gathers as a whole.
         find_unused_parameters: the strategy's argument. None makes `GradientExchange` compare the ranks, and True makes
             stage 2 exchange gradients after backward.
-        elementwise: the optimizers that the user declared element-wise.
     """
 
     stage: int
@@ -69,7 +67,6 @@ class RunOptions:
     gather_limit: int
     leaf_modules: tuple[type[nn.Module], ...]
     find_unused_parameters: bool | None
-    elementwise: Sequence[Optimizer] = ()
 
 
 class DeepSpeedRun:
@@ -95,7 +92,6 @@ class DeepSpeedRun:
         self._state: State | None = None
         self._adopted: AdoptedOptimizer | None = None
         self._copies: GradientCopies | None = None
-        self.whole_step: WholeStep | None = None
         self._exchange: GradientExchange | None = None
         self._gather_order: GatherOrder | None = None
         self._user_hooks: UserHooks | None = None
@@ -134,12 +130,12 @@ class DeepSpeedRun:
                 if needs_engine:
                     self._initialize(optimizers)
         broadcast_together(list(module.buffers()))
-        self._state = State(module, self._unrounded, self._zero, self._update_compute_weights, self.whole_step)
+        self._state = State(module, self._unrounded, self._zero, self._update_compute_weights)
         self._frozen = FrozenWeights(module, options.stage, rounded=options.precision.half_dtype is not None)
         if self._adopted is not None:
             self._adopted.load_into_masters(self._state)
         if self._zero is not None:
-            self._user_hooks = UserHooks(module, self._zero, self._state, options.gather_limit, self.whole_step)
+            self._user_hooks = UserHooks(module, self._zero, self._state, options.gather_limit)
             if options.stage == 3:
                 self._zero.gather_small_parameters()  # so that hooks find them whole before the first step, too
 
@@ -203,13 +199,10 @@ class DeepSpeedRun:
         numel = sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in names)
         self._config["zero_optimization"].setdefault("reduce_bucket_size", max(1, min(500_000_000, numel)))
         self._root = Root(module)
-        stepped: list[Optimizer] = list(optimizers)
-        if optimizers and needs_whole_step(optimizers[0], self._options.elementwise):
-            stepped = [GradientCollector(optimizers[0])]
         with explain_start_errors(), without_broadcast():
             self._engine, *_ = self._deepspeed.initialize(
                 model=self._root,
-                optimizer=stepped[0] if stepped else None,
+                optimizer=optimizers[0] if optimizers else None,
                 model_parameters=list(names),
                 config=copy.deepcopy(self._config),
             )
@@ -223,17 +216,13 @@ class DeepSpeedRun:
             sets_minimum_scale = "min_loss_scale" in self._config["fp16"]
             self._options.precision.take_scaler(engine.optimizer.loss_scaler, sets_minimum_scale)
         optimizer = self._zero.base_optimizer
-        if isinstance(optimizer, GradientCollector):
-            optimizer.gradients = {}
-            self.whole_step = WholeStep(optimizers[0], module, self._zero, optimizer, self._options.device)
-            optimizer = optimizers[0]
         # The optimizer's own zero_grad would remove the gradients that DeepSpeed keeps with offloaded state.
         optimizer.__dict__["zero_grad"] = self._forget_pending_gradients
         for name in _WRITING_METHODS:
             if hasattr(optimizer, name):
                 optimizer.__dict__[name] = partial(self._call_and_update_weights, getattr(optimizer, name))
         self.optimizers = [optimizer]
-        if self.whole_step is None and not is_known(optimizer):
+        if not is_known(optimizer):
             self._copies = GradientCopies(optimizer)  # torch's and DeepSpeed's optimizers keep no gradient
         if engine.lr_scheduler is not None:
             self.schedulers = [engine.lr_scheduler]
@@ -308,7 +297,7 @@ class DeepSpeedRun:
         """Give operators whole copies of empty parameters. After a first step without any, later steps do without."""
         if self._watch is None:
             names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-            self._watch = EmptyParameters(names, self.whole_step, gathers=True)
+            self._watch = EmptyParameters(names, gathers=True)
         self._watch.found = False
         with self._watch:
             result = call()
@@ -389,13 +378,7 @@ class DeepSpeedRun:
     def _call_and_update_weights(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the optimizer that writes the master weights. Collective."""
         self.keep_writes_of_hooks()
-        if self.whole_step is None:
-            masters: AbstractContextManager[None] = self.zero.params_in_groups(
-                list(enumerate(self.zero.flat_tensors()))
-            )
-        else:
-            masters = self.whole_step.whole_tensors()
-        with masters:
+        with self.zero.params_in_groups(list(enumerate(self.zero.flat_tensors()))):
             result = method(*args, **kwargs)
         self._update_compute_weights()
         return result
@@ -461,8 +444,6 @@ class DeepSpeedRun:
                 optimizer.__dict__.pop(name, None)
         if self._copies is not None:
             self._copies.close()
-        if self.whole_step is not None:
-            self.whole_step.undo()
         self._options.precision.loss_scaler = None
 
     @torch.no_grad()

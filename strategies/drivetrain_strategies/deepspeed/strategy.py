@@ -33,20 +33,16 @@ from drivetrain_strategies._activation_checkpointing import (
 )
 from drivetrain_strategies._device_restore import OriginalDevice
 from drivetrain_strategies._gather_limit import GATHER_LIMIT
-from drivetrain_strategies._gathered_step import announce
 from drivetrain_strategies._half_norms import half_precision_norms, with_float32_weights
 from drivetrain_strategies._materialize import RecordedBuild
-from drivetrain_strategies._module_checks import refuse_meta
+from drivetrain_strategies._module_checks import refuse_absent_classes, refuse_meta
 from drivetrain_strategies.deepspeed._checks import (
     add_param_group_error,
-    check_leaves,
     check_module,
     check_optimizers,
     check_trainable,
-    check_whole_step,
     clip_by_value_error,
     is_known,
-    needs_whole_step,
 )
 from drivetrain_strategies.deepspeed._cleanup import DeepSpeedWorld
 from drivetrain_strategies.deepspeed._config import (
@@ -222,7 +218,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         if self.stage < 3:
             refuse_meta(module)
         else:
-            check_leaves(module, self.leaf_modules)
+            refuse_absent_classes(module, self.leaf_modules, "leaf_modules")
         self.resolved_config = resolve(
             self._config, self._arguments, self.settings, self.precision.name, self.world_size
         )
@@ -259,14 +255,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         assert config is not None
         assert isinstance(self.precision, DeepSpeedPrecision)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        check_optimizers(optimizers, self._config, names, self.settings, self.stage)
-        if self._config.get("zero_allow_untested_optimizer"):
-            self.elementwise_optimizers = optimizers
-        for optimizer in optimizers:
-            if needs_whole_step(optimizer, self.elementwise_optimizers):
-                check_whole_step(optimizer, config, self.gather_limit)
-                if self.rank == 0:
-                    announce(optimizer)
+        declared = optimizers if self._config.get("zero_allow_untested_optimizer") else self.elementwise_optimizers
+        check_optimizers(optimizers, declared, self._config, names, self.settings, self.stage)
         self._run = DeepSpeedRun(
             self._deepspeed,
             module,
@@ -279,7 +269,6 @@ class DeepSpeedStrategy(DistributedStrategy):
                 self.gather_limit,
                 self.leaf_modules,
                 self.find_unused_parameters,
-                self.elementwise_optimizers,
             ),
         )
         self._run.start(optimizers, self._recorded_build.take())
@@ -321,39 +310,19 @@ class DeepSpeedStrategy(DistributedStrategy):
         return self._active_run.zero.norm()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        run = self._active_run
-        if run.whole_step is None:
-            if closure is not None:
-                self._check_closure(optimizer)
-                closure()  # torch's element-wise optimizers evaluate it once, before anything else
-            max_norm, self._max_norm = self._max_norm, None
-            return run.step(max_norm)
         if closure is not None:
             self._check_closure(optimizer)
-        # The engine's step reduces and clips the gradients. In manual optimization, a closure may compute the first.
-        if (closure is None or run.has_gradients) and not self._step_engine():
-            return False
-        optimizer.step(closure and partial(self._evaluate, closure, run))
-        return True
-
-    def _step_engine(self) -> bool:
+            closure()  # torch's element-wise optimizers evaluate it once, before anything else
         max_norm, self._max_norm = self._max_norm, None
         return self._active_run.step(max_norm)
 
-    def _evaluate(self, closure: Callable[[], Any], run: DeepSpeedRun) -> Any:
-        loss = closure()
-        if run.has_gradients and not self._step_engine():
-            assert run.whole_step is not None
-            run.whole_step.mark_overflow()
-        return loss
-
     def _check_closure(self, optimizer: Optimizer) -> None:
         kind = type(optimizer).__name__
-        if self._active_run.whole_step is None and not is_known(optimizer):
+        if not is_known(optimizer):
             raise ConfigurationError(
-                f"{kind} was declared element-wise and steps with a closure under DeepSpeed.",
-                "DeepSpeed's engine steps such an optimizer, and cannot evaluate a closure within the step.",
-                "leave out 'elementwise' and zero_allow_untested_optimizer, or use strategy='fsdp' or 'ddp'.",
+                f"{kind} steps with a closure under DeepSpeed.",
+                "DeepSpeed's engine steps the optimizer, and cannot evaluate a closure within the step.",
+                "use strategy='fsdp' or 'ddp'.",
             )
         if self.precision.name == "16-mixed":
             raise ConfigurationError(
