@@ -142,6 +142,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], Callable[[], Any], str]] = [
     ({}, {}, lambda: Sparse(max_norm=1.0), "'table' is an Embedding with max_norm"),
     # known only to DeepSpeed: its text is part of the message
     ({"config": {"zero_optimization": {"reduce_bukcet_size": 5}}}, {}, DeepRegression, "reduce_bukcet_size"),
+    ({"offload_optimizer": "gpu"}, {}, DeepRegression, "offload_optimizer.device"),
+    ({"communication_data_type": "int8"}, {}, DeepRegression, "Got: int8"),
     ({"activation_checkpointing": [nn.Conv2d]}, {}, DeepRegression, "no module of class Conv2d"),
 ]
 if not FP16:

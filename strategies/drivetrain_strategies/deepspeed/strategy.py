@@ -45,15 +45,7 @@ from drivetrain_strategies.deepspeed._checks import (
     is_known,
 )
 from drivetrain_strategies.deepspeed._cleanup import DeepSpeedWorld
-from drivetrain_strategies.deepspeed._config import (
-    Config,
-    StrategyArguments,
-    check_arguments,
-    offload,
-    read_config,
-    resolve,
-    stage_of,
-)
+from drivetrain_strategies.deepspeed._config import Config, combine, offload, resolve
 from drivetrain_strategies.deepspeed._engine_run import DeepSpeedRun, RunOptions
 from drivetrain_strategies.deepspeed._error_messages import (
     check_by_deepspeed,
@@ -146,6 +138,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         super().__init__(process_group_backend, timeout, step_timeout)
         check_library()
         zero = {
+            "stage": stage,
             "offload_optimizer": offload(offload_optimizer, "offload_optimizer", nvme_path),
             "offload_param": offload(offload_parameters, "offload_parameters", nvme_path),
             "sub_group_size": sub_group_size,
@@ -158,11 +151,9 @@ class DeepSpeedStrategy(DistributedStrategy):
             "overlap_comm": overlap_comm,
             "contiguous_gradients": contiguous_gradients,
         }
-        top_level = {"communication_data_type": communication_data_type}
-        self._config = read_config(config)
-        self._arguments = StrategyArguments(stage, _without_none(zero), _without_none(top_level))
-        self.stage = stage_of(self._config, self._arguments)
-        check_arguments(self.stage, self._config, self._arguments)
+        arguments = {"zero_optimization": _without_none(zero), "communication_data_type": communication_data_type}
+        self._config = combine(config, _without_none(arguments))
+        self.stage: int = self._config["zero_optimization"]["stage"]
         self.leaf_modules = tuple(leaf_modules or ())
         self.activation_checkpointing = activation_checkpointing
         self.find_unused_parameters = find_unused_parameters
@@ -219,9 +210,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             refuse_meta(module)
         else:
             refuse_absent_classes(module, self.leaf_modules, "leaf_modules")
-        self.resolved_config = resolve(
-            self._config, self._arguments, self.settings, self.precision.name, self.world_size
-        )
+        self.resolved_config = resolve(self._config, self.settings, self.precision.name, self.world_size)
         check_by_deepspeed(self.resolved_config)
         check_operations(self.resolved_config, trains=self.settings.stage == "fit")
 
