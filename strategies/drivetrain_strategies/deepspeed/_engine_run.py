@@ -398,16 +398,6 @@ class DeepSpeedRun:
         if self._zero is not None:
             self._zero.update_compute_weights()
 
-    # DeepSpeed's own checkpoints
-
-    def write_native(self, path: str) -> None:
-        self._engine.save_checkpoint(path)
-
-    def read_native(self, path: str) -> bool:
-        """Load DeepSpeed's checkpoint. Return False if ``path`` holds none, for which DeepSpeed raises no error."""
-        loaded, _ = self._engine.load_checkpoint(path)
-        return loaded is not None
-
     # End of the run: the module is restored
 
     @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -14,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.environments import Placement
-from drivetrain.errors import CheckpointError, ConfigurationError
+from drivetrain.errors import ConfigurationError
 from drivetrain.precision import Precision
 from drivetrain.strategies import (
     DEFAULT_STEP_TIMEOUT,
@@ -56,9 +55,6 @@ from drivetrain_strategies.deepspeed._library import RedirectedLogging, check_li
 from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision, check_fp16
 from drivetrain_strategies.deepspeed._required_internals import check_names
 
-NATIVE = ".deepspeed"
-"""Suffix of the folder that holds DeepSpeed's own checkpoint."""
-
 
 class DeepSpeedStrategy(DistributedStrategy):
     """ZeRO stages 1, 2 and 3 with the package `deepspeed`.
@@ -91,7 +87,6 @@ class DeepSpeedStrategy(DistributedStrategy):
             those of attention, "save_matmuls" also those of matrix products, and a function decides per operator.
         find_unused_parameters: None refuses parameters that become used or unused after the first accumulation window.
             True allows such parameters, and makes stage 2 exchange gradients after backward. False does not check.
-        save_native: write DeepSpeed's own checkpoint next to each checkpoint, for DeepSpeed's tools.
         gather_limit: size in bytes up to which the parameters are gathered after a run. Those of a larger module are
             on the meta device then.
         meta: at stage 3, build layers of ``configure_model`` on the meta device and initialise the layers one by one.
@@ -128,7 +123,6 @@ class DeepSpeedStrategy(DistributedStrategy):
         activation_checkpointing: Sequence[type[nn.Module]] | None = None,
         activation_policy: Policy = "full",
         find_unused_parameters: bool | None = None,
-        save_native: bool = False,
         gather_limit: int = GATHER_LIMIT,
         meta: bool = True,
         process_group_backend: str | None = None,
@@ -157,7 +151,6 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.leaf_modules = tuple(leaf_modules or ())
         self.activation_checkpointing = activation_checkpointing
         self.find_unused_parameters = find_unused_parameters
-        self.save_native = save_native
         self.gather_limit = gather_limit
         self.meta = meta
         self.resolved_config: dict[str, Any] | None = None
@@ -340,7 +333,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             )
         return self._run
 
-    # Whole parameters, and DeepSpeed's own checkpoints
+    # Whole parameters
 
     @contextmanager
     def gathered(
@@ -362,27 +355,6 @@ class DeepSpeedStrategy(DistributedStrategy):
         wanted = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
         with run.gathered(wanted, write):
             yield
-
-    def save_additional_files(self, path: str) -> None:
-        if self.save_native and "://" not in path:
-            self._active_run.write_native(f"{path}{NATIVE}")
-
-    def load_native(self, path: str) -> None:
-        """Load a checkpoint that DeepSpeed wrote at the same stage and number of ranks. Collective.
-
-        Call this method within a run, for example in ``on_fit_start``. DeepSpeed unpickles the files, so load only
-        checkpoints that you trust as much as your own code.
-
-        Raises:
-            CheckpointError: ``path`` holds no checkpoint of DeepSpeed's.
-        """
-        if not os.path.isdir(path) or not self._active_run.read_native(path):
-            raise CheckpointError(
-                f"{path!r} holds no checkpoint of DeepSpeed's.",
-                "DeepSpeed would silently start from scratch.",
-                "pass the folder that DeepSpeed wrote. With save_native=True, this is the checkpoint's path followed "
-                f"by {NATIVE!r}.",
-            )
 
     # Weights and optimizer state of a checkpoint
 
