@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from drivetrain.errors import ConfigurationError
-from drivetrain_strategies._callers import is_called_by_library
+from drivetrain_strategies._callers import is_called_by_library, tensors_in
 from drivetrain_strategies._module_checks import refuse_gradients_through
 from drivetrain_strategies.deepspeed._internals import accept_whole_gradients, is_gathered, whole_copy
 
@@ -53,11 +53,7 @@ class EmptyParameters(TorchFunctionMode):
             outputs = args[0] if args else (kwargs or {})["outputs"]
             refuse_gradients_through(outputs, self._names, "DeepSpeedStrategy(stage=3)")
         arguments = (*args, *(kwargs or {}).values())
-        concerned = any(
-            any(map(self._concerns, one)) if isinstance(one, (list, tuple)) else self._concerns(one)
-            for one in arguments
-        )
-        if concerned and not is_called_by_library():
+        if any(map(self._concerns, tensors_in(arguments))) and not is_called_by_library():
             return self._use(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -101,8 +97,7 @@ class EmptyParameters(TorchFunctionMode):
         return whole_copy(value)
 
     def _refuse(self, values: list[Any]) -> None:
-        flat = [one for value in values for one in (value if isinstance(value, (list, tuple)) else [value])]
-        name = next(self._names[id(one)] for one in flat if self._concerns(one))
+        name = next(self._names[id(one)] for one in tensors_in(values) if self._concerns(one))
         raise ConfigurationError(
             f"{name!r} is partitioned by DeepSpeedStrategy(stage=3), but its values were used.",
             "outside of its layer's forward, a partitioned parameter is an empty tensor.",
