@@ -23,11 +23,7 @@ from drivetrain_strategies._materialize import Recording
 from drivetrain_strategies.deepspeed._checks import is_known
 from drivetrain_strategies.deepspeed._cleanup import ModuleSnapshot, forget_root
 from drivetrain_strategies.deepspeed._empty_parameters import EmptyParameters
-from drivetrain_strategies.deepspeed._error_messages import (
-    explain_different_parameters,
-    explain_different_units,
-    explain_start_errors,
-)
+from drivetrain_strategies.deepspeed._error_messages import explain_different_parameters, explain_start_errors
 from drivetrain_strategies.deepspeed._frozen_weights import FrozenWeights
 from drivetrain_strategies.deepspeed._gradient_exchange import GradientExchange
 from drivetrain_strategies.deepspeed._internals import Zero, without_broadcast, write_part
@@ -98,7 +94,7 @@ class DeepSpeedRun:
         self._watch: EmptyParameters | None = None
         self._unwatched: set[str] = set()  # names of the steps that used no empty parameter
         self._untrained: list[nn.Parameter] = []
-        self._within_forward = self.has_gradients = self._warned_skipped = self._restored = False
+        self._within_forward = self._has_gradients = self._warned_skipped = self._restored = False
         self._frozen = FrozenWeights(nn.Module(), options.stage, rounded=False)
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
@@ -288,7 +284,7 @@ class DeepSpeedRun:
         try:
             if gather_order is None:
                 return unwrap_output(self._engine(call))
-            with explain_different_units(), gather_order.compared():
+            with explain_different_parameters(), gather_order.compared():
                 return unwrap_output(self._engine(call))
         finally:
             self._within_forward = False
@@ -314,14 +310,14 @@ class DeepSpeedRun:
             loss.backward()  # type: ignore[no-untyped-call]
             return
         assert self._exchange is not None
-        self.has_gradients = True
+        self._has_gradients = True
         self._exchange.before_backward(loss)
         with explain_different_parameters(partial(self._exchange.differing, loss)):
             self._zero.backward(loss, bool(self._options.find_unused_parameters), within_forward=self._within_forward)
         self._exchange.after_backward()
 
     def step(self, max_norm: float | None) -> bool:
-        self.has_gradients = False
+        self._has_gradients = False
         self.keep_writes_of_hooks()
         stepped = self.zero.step(max_norm)
         if self._within_forward and self._user_hooks is not None:
@@ -338,12 +334,12 @@ class DeepSpeedRun:
         return stepped
 
     def forget(self) -> None:
-        self.has_gradients = False
+        self._has_gradients = False
         if self._zero is not None:
             self._zero.forget()
 
     def _forget_pending_gradients(self, set_to_none: bool = True) -> None:
-        if self.has_gradients:
+        if self._has_gradients:
             self.forget()
 
     # Whole parameters within a run, and updates of the weights that the module computes with

@@ -118,11 +118,14 @@ def check_by_deepspeed(config: dict[str, Any]) -> None:
 
 
 @contextmanager
-def explain_different_units() -> Iterator[None]:
-    """Translate errors of `GatherOrder` within this context.
+def explain_different_parameters(differing: Callable[[], list[str]] = list) -> Iterator[None]:
+    """Translate errors of `GatherOrder`, DeepSpeed and its collectives if ranks used different parameters.
+
+    Args:
+        differing: returns the names of such parameters, where they are known.
 
     Raises:
-        ConfigurationError: ranks ran the forwards of different units, which the error names.
+        ConfigurationError: names the parameters, or the units whose forwards the ranks ran.
     """
     try:
         yield
@@ -130,20 +133,6 @@ def explain_different_units() -> Iterator[None]:
         if "the forward of" not in error.what:
             raise
         raise ConfigurationError(error.what, *DIFFERENT_PARAMETERS) from error
-
-
-@contextmanager
-def explain_different_parameters(differing: Callable[[], list[str]]) -> Iterator[None]:
-    """Translate errors of DeepSpeed and of its collectives within this context if ranks used different parameters.
-
-    Args:
-        differing: returns the names of such parameters.
-
-    Raises:
-        ConfigurationError: names the parameters.
-    """
-    try:
-        yield
     except RuntimeError as error:
         if not _modules_in_traceback(error)[-1].startswith(("deepspeed.", "torch.distributed.")):
             raise
