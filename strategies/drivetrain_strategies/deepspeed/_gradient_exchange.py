@@ -112,9 +112,8 @@ class GradientExchange:
 
     def differing(self, loss: torch.Tensor) -> list[str]:
         """Return the parameters that this loss reaches, but no loss of the first window, and those of the reverse."""
-        reached = leaves_reached([loss])
-        changed = {key for key in self._names if (key in reached) != (key in self._reached)} - self._in_leaves
-        return [self._names[key] for key in changed] if self._known else []
+        changed = (leaves_reached([loss]) ^ self._reached) - self._in_leaves
+        return [name for key, name in self._names.items() if key in changed] if self._known else []
 
     def after_step(self) -> None:
         """After the first step, warn about parameters that got no gradient on any rank. Collective in that step."""
