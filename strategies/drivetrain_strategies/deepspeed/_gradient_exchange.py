@@ -60,6 +60,7 @@ class GradientExchange:
         Raises:
             ConfigurationError: names the parameters that only some ranks use.
         """
+        self._buckets = []
         if not self._compares_ranks:
             return
         self._reached |= (reached := leaves_reached([loss]))
@@ -95,7 +96,7 @@ class GradientExchange:
         Raises:
             ConfigurationError: names the parameters that differ.
         """
-        buckets, self._buckets = self._buckets, []
+        buckets = self._buckets
         if buckets in self._known:
             return
         if self._compares_ranks:

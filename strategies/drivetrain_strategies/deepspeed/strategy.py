@@ -85,8 +85,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         activation_checkpointing: classes of modules whose activations are recomputed in backward.
         activation_policy: which results are saved rather than recomputed. "full" saves none, "save_attention" saves
             those of attention, "save_matmuls" also those of matrix products, and a function decides per operator.
-        find_unused_parameters: None refuses parameters that become used or unused after the first accumulation window.
-            True allows such parameters, and makes stage 2 exchange gradients after backward. False does not check.
+        find_unused_parameters: None refuses parameters that only some ranks use, or that become used or unused after
+            the first accumulation window. True allows such parameters, and makes stage 2 exchange gradients after
+            backward. False does not check.
         gather_limit: size in bytes up to which the parameters are gathered after a run. Those of a larger module are
             on the meta device then.
         meta: at stage 3, build layers of ``configure_model`` on the meta device and initialise the layers one by one.
