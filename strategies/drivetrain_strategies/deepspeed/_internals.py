@@ -309,9 +309,6 @@ class Zero:
 
     # Accumulation window: backward, exchange, norm and step
 
-    def forward(self, call: Any) -> Any:
-        return self.engine(call)
-
     def backward(self, loss: torch.Tensor, in_order: bool = False, within_forward: bool = False) -> None:
         """Run backward. At stages 2 and 3, the gradients are also exchanged and accumulated. Collective.
 

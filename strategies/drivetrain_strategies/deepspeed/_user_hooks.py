@@ -112,7 +112,14 @@ class UserHooks:
             for fragment in fragments:
                 whole = gather(zero.gradient(fragment).float(), fragment.shape, fragment.span)
                 gradients[id(fragment.parameter)] = whole.div_(scale).to(fragment.parameter.device)
-        with zero.params_in_groups(self._params), _gradient_property(fragments, *_access_to(gradients)):
+
+        def read(parameter: Any) -> Any:
+            return gradients[id(parameter)]
+
+        def write(parameter: Any, value: Any) -> None:
+            gradients[id(parameter)] = value
+
+        with zero.params_in_groups(self._params), _gradient_property(fragments, read, write):
             yield
         changed = []
         with torch.no_grad():
@@ -138,16 +145,6 @@ class UserHooks:
 
         with self._zero.params_in_groups(self._params), _gradient_property(self._fragments, refuse, refuse):
             yield
-
-
-def _access_to(gradients: dict[int, Any]) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None]]:
-    def read(parameter: Any) -> Any:
-        return gradients[id(parameter)]
-
-    def write(parameter: Any, value: Any) -> None:
-        gradients[id(parameter)] = value
-
-    return read, write
 
 
 @contextmanager
