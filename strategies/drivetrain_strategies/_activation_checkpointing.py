@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
 
 from drivetrain.errors import ConfigurationError, nearest
 from drivetrain.strategies import MemoryAdvice
+from drivetrain_strategies._module_checks import refuse_absent_classes
 
 _MATRIX_PRODUCTS = (
     torch.ops.aten.mm.default,
@@ -131,15 +132,7 @@ def outermost_modules(module: nn.Module, classes: Sequence[type[nn.Module]]) -> 
     Raises:
         ConfigurationError: ``module`` contains no instance of a class. The error lists the classes in ``module``.
     """
-    class_names = {type(child).__name__ for child in module.modules() if child is not module}
-    for wanted in classes:
-        if not any(isinstance(child, wanted) for child in module.modules()):
-            raise ConfigurationError(
-                f"activation_checkpointing: no module of class {wanted.__name__} is in {type(module).__name__}."
-                f"{nearest(wanted.__name__, class_names)}",
-                f"the module has only these classes: {', '.join(sorted(class_names))}.",
-                "name one of these classes.",
-            )
+    refuse_absent_classes(module, classes, "activation_checkpointing")
     chosen: list[str] = []
     for name, child in module.named_modules():
         if any(isinstance(child, wanted) for wanted in classes) and not any(

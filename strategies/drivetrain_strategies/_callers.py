@@ -1,9 +1,12 @@
-"""Distinguishes calls of torch's functions by user code from those by the strategies and the engine."""
+"""Looks at calls of torch's functions that a `TorchFunctionMode` intercepts: who calls, and with which tensors."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 _LIBRARIES = ("deepspeed.", "drivetrain.", "drivetrain_strategies.", "torch.distributed.fsdp.")
 
@@ -21,3 +24,12 @@ def is_called_by_library() -> bool:
             return bool(name.startswith(_LIBRARIES))
         frame = frame.f_back
     return False
+
+
+def tensors_in(values: Any) -> Iterator[Any]:
+    """Yield the tensors among arguments of a function of torch, and those in lists of tensors."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (one for one in value if isinstance(one, torch.Tensor))

@@ -1,12 +1,9 @@
-"""Steps optimizers whose update is not element-wise: their step needs whole parameters, gradients and state."""
+"""Which optimizers are element-wise, and what the step of another one needs: whole parameters, gradients and state."""
 
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
 
@@ -55,7 +52,7 @@ def announce(optimizer: Optimizer) -> None:
     )
 
 
-def check_fits(optimizer: Optimizer, nbytes: int, limit: int, strategy: str) -> None:
+def check_fits(optimizer: Optimizer, nbytes: int, limit: int) -> None:
     """Refuse to gather more than ``limit`` bytes of parameters in each step.
 
     Raises:
@@ -68,59 +65,8 @@ def check_fits(optimizer: Optimizer, nbytes: int, limit: int, strategy: str) -> 
             f"{kind} may not be element-wise, so each of its steps gathers parameters, gradients and optimizer state "
             "on every rank.",
             "if its update of an element depends on that element alone, return {'optimizer': optimizer, 'elementwise': "
-            f"True}} from configure_optimizers; otherwise raise {strategy}(gather_limit=...).",
+            "True} from configure_optimizers; otherwise raise FSDPStrategy(gather_limit=...).",
         )
-
-
-class GatheredStep(ABC):
-    """Replaces an optimizer's ``step`` by one during which its tensors are whole, until `undo` is called.
-
-    A closure is evaluated as outside of the step: with the shards, which hold the values that the optimizer has
-    written.
-
-    Args:
-        optimizer: the optimizer whose step is replaced.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer: Any = optimizer
-        self._instance_step = optimizer.__dict__.get("step")
-        self._original_step: Callable[..., Any] = optimizer.step
-        self.optimizer.__dict__["step"] = self.step
-
-    def undo(self) -> None:
-        """Restore the optimizer's original ``step``."""
-        del self.optimizer.__dict__["step"]
-        if self._instance_step is not None:
-            self.optimizer.__dict__["step"] = self._instance_step
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the optimizer on whole tensors; return what its step returns. Collective."""
-        with self.whole_tensors():
-            return self._original_step() if closure is None else self._original_step(partial(self._evaluate, closure))
-
-    @contextmanager
-    def whole_tensors(self) -> Iterator[None]:
-        """Context manager in which the optimizer's tensors are whole. Collective."""
-        self.enter()
-        try:
-            yield
-        finally:
-            self.leave()
-
-    def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        self.leave()
-        loss = closure()
-        self.enter()
-        return loss
-
-    @abstractmethod
-    def enter(self) -> None:
-        """Make the optimizer's parameters, gradients and state whole. Collective."""
-
-    @abstractmethod
-    def leave(self) -> None:
-        """Undo `enter`, if it was not undone yet, and write the values into the shards."""
 
 
 def map_state(state: Any, parameter: Any, change: Callable[[Any], Any]) -> None:

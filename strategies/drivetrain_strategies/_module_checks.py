@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from drivetrain.errors import ConfigurationError
+from drivetrain.errors import ConfigurationError, nearest
 
 
 def refuse_device_map(module: nn.Module) -> None:
@@ -71,6 +71,23 @@ def refuse_meta(module: nn.Module) -> None:
         )
 
 
+def refuse_absent_classes(module: nn.Module, classes: Sequence[type[nn.Module]], argument: str) -> None:
+    """Refuse an argument that names classes of modules which do not occur in the module.
+
+    Raises:
+        ConfigurationError: names the argument and the class, and lists the classes in ``module``.
+    """
+    class_names = {type(child).__name__ for child in module.modules() if child is not module}
+    for wanted in classes:
+        if not any(isinstance(child, wanted) for child in module.modules()):
+            raise ConfigurationError(
+                f"{argument}: no module of class {wanted.__name__} is in {type(module).__name__}."
+                f"{nearest(wanted.__name__, class_names)}",
+                f"the module has only these classes: {', '.join(sorted(class_names))}.",
+                "name one of these classes.",
+            )
+
+
 def refuse_other_device(created: Mapping[str, nn.Parameter], device: torch.device) -> None:
     """Refuse layers that were created during a run on a device other than the run's.
 
@@ -118,19 +135,26 @@ def refuse_gradients_through(outputs: Tensor | Sequence[Tensor], names: Mapping[
     Raises:
         ConfigurationError: names a parameter on which ``outputs`` depend.
     """
-    values = [outputs] if isinstance(outputs, Tensor) else outputs
-    pending = [value.grad_fn for value in values]
+    reached = leaves_reached([outputs] if isinstance(outputs, Tensor) else outputs)
+    name = next((name for key, name in names.items() if key in reached), None)
+    if name is not None:
+        raise ConfigurationError(
+            f"torch.autograd.grad was called under {strategy} on values that depend on {name!r}.",
+            "the parameter is sharded, and it is gathered for one backward only, that of the returned loss.",
+            "use strategy='ddp' or strategy='deepspeed_stage_2', under which every rank has whole parameters.",
+        )
+
+
+def leaves_reached(outputs: Sequence[Tensor]) -> set[int]:
+    """Return the ids of the tensors that get a gradient in a backward from ``outputs``."""
+    leaves: set[int] = set()
     seen: set[Any] = set()
+    pending: list[Any] = [output.grad_fn for output in outputs]
     while pending:
         node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        name = names.get(id(getattr(node, "variable", None)))
-        if name is not None:
-            raise ConfigurationError(
-                f"torch.autograd.grad was called under {strategy} on values that depend on {name!r}.",
-                "the parameter is sharded, and it is gathered for one backward only, that of the returned loss.",
-                "use strategy='ddp' or strategy='deepspeed_stage_2', under which every rank has whole parameters.",
-            )
+        leaves.add(id(getattr(node, "variable", None)))
         pending += [following for following, _ in node.next_functions]
+    return leaves

@@ -5,7 +5,6 @@ run.
 from __future__ import annotations
 
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ from small_runs import TIGHT, Saver, about, each, failing, global_batches, loade
 from drivetrain import Callback, Strategy
 from drivetrain._distributed.shards import ParameterShard, Span, cut
 from drivetrain.callbacks import LambdaCallback
-from drivetrain.errors import CheckpointError
 from drivetrain.testing import assert_close_states
 from drivetrain_strategies import DeepSpeedStrategy
-from drivetrain_strategies.deepspeed._library import import_library
 from worlds import on_ranks
 
 ZERO = ("zero 1", "zero 2", "zero 3")
@@ -250,40 +247,6 @@ def test_one_parameter_gathered() -> None:
     for seen, head in on_ranks(_one_gathered, 2):
         assert seen == [8, (1, 8), 1.0, 8]
         assert torch.equal(head, torch.ones(1, 8))
-
-
-# DeepSpeed's own checkpoints
-
-
-def _native(folder: str, stage: int) -> Any:
-    folder = f"{folder}/{stage}"
-    saver = Saver(f"{folder}/half")
-    whole = DeepRegression()
-    strategy = DeepSpeedStrategy(stage=stage, save_native=True)
-    quiet(strategy=strategy, max_epochs=2, callbacks=saver).fit(whole, loader(40, 4))
-    again = DeepRegression()
-    load = LambdaCallback(on_fit_start=lambda trainer, module: trainer.strategy.load_native(f"{folder}/half.deepspeed"))
-    quiet(strategy=DeepSpeedStrategy(stage=stage), callbacks=load).fit(again, loader(40, 4))
-    missing = LambdaCallback(on_fit_start=lambda trainer, module: trainer.strategy.load_native(f"{folder}/nowhere"))
-    with failing() as caught:
-        quiet(strategy=DeepSpeedStrategy(stage=stage), callbacks=missing).fit(DeepRegression(), loader(40, 4))
-    return weights(whole), weights(again), f"{caught['type']}: {caught['text']}"
-
-
-def test_deepspeeds_own_checkpoints(tmp_path: Path) -> None:
-    # E-09: load_checkpoint of a missing directory returns (None, None) and starts afresh; here it is refused
-    import_library()
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    cases = [(str(tmp_path), stage) for stage in (2, 3)]
-    for whole, again, text in chain.from_iterable(on_ranks(each, 2, _native, *cases)):
-        torch.testing.assert_close(again, whole, **TIGHT)
-        assert text.startswith(CheckpointError.__name__)
-        assert "holds no checkpoint of DeepSpeed's" in text
-    # and DeepSpeed's tools find the names of the user's module
-    for stage in ("2", "3"):
-        state = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / stage / "half.deepspeed"))
-        assert set(state) == set(dict(DeepRegression().named_parameters()))
 
 
 # An optimizer that the module keeps

@@ -82,9 +82,8 @@ def _experts(options: dict[str, Any], count: int) -> Any:
 
 EXPERTS = [
     {"stage": 1},
-    {"stage": 2},
     {"stage": 2, "find_unused_parameters": True},
-    {"stage": 2, "offload_optimizer": "cpu"},
+    {"stage": 2, "find_unused_parameters": True, "offload_optimizer": "cpu"},
     {"stage": 3, "leaf_modules": [Block2], **SPREAD},
 ]
 
@@ -103,25 +102,41 @@ def test_experts_that_some_ranks_use() -> None:
         assert not [text for text in silent if "counts as zero" in text]
 
 
-def _different() -> Any:
+def _different(options: dict[str, Any], net: Any) -> Any:
     with failing() as caught:
-        quiet(strategy=DeepSpeedStrategy(stage=3, **SPREAD)).fit(
-            DeepRegression(seeded(Experts)), DataLoader(_split_data(), batch_size=4)
+        quiet(strategy=DeepSpeedStrategy(**options)).fit(
+            DeepRegression(seeded(net)), DataLoader(_split_data(), batch_size=4)
         )
     module = DeepRegression()
     quiet(strategy="ddp").fit(module, loader(16, 4))  # and the next run trains
     return caught, weights(module)
 
 
-def test_stage_3_refuses_parameters_used_on_some_ranks_only() -> None:
+def test_parameters_used_on_some_ranks_only_are_refused() -> None:
     # D-11: refused in the first step, by name, without a hang
-    (first, one), (second, other) = on_ranks(_different, 2)
-    for caught in (first, second):
-        assert caught["type"] == "ConfigurationError"
-        assert "the forward of 'net.experts.0" in caught["text"]
-        assert "the forward of 'net.experts.1" in caught["text"]
-        assert "leaf_modules" in caught["text"]
-    assert torch.equal(one, other)
+    cases: list[tuple[dict[str, Any], Any, list[str]]] = [
+        ({"stage": 2}, Mixture, ["12 parameter(s)", "'net.block.experts.1.", "find_unused_parameters=True"]),
+        ({"stage": 3, **SPREAD}, Experts, ["the forward of 'net.experts.0", "the forward of 'net.experts.1"]),
+        ({"stage": 3}, PartlyUsed, ["1 parameter(s)", "'net.scale'", "leaf_modules"]),
+    ]
+    ranks = on_ranks(each, 2, _different, *((options, net) for options, net, _ in cases))
+    for (_, net, parts), (first, one), (second, other) in zip(cases, *ranks, strict=True):
+        for caught in (first, second):
+            assert caught["type"] == "ConfigurationError", (net, caught)
+            assert all(part in caught["text"] for part in parts), caught["text"]
+        assert torch.equal(one, other)
+
+
+class PartlyUsed(nn.Module):
+    """All ranks run the same layers, but only rank 0 uses one of the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(FEATURES, 1), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.layer(x)
+        return out * self.scale if dist.is_initialized() and dist.get_rank() == 0 else out
 
 
 class Late(nn.Module):

@@ -23,7 +23,6 @@ from worlds import DEEPSPEED, on_ranks, preload
 preload(*DEEPSPEED)
 
 SAMPLES, BATCH = 48, 8
-SPREAD: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}
 
 # Optimizers
 
@@ -228,19 +227,15 @@ def _weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
-FSDP: dict[str, Callable[[], Strategy]] = {
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "full": FSDPStrategy,
     "grad_op": lambda: FSDPStrategy(sharding="grad_op"),
     "ignored": lambda: FSDPStrategy(ignored=["net.2.*"]),
 }
 ZERO: dict[str, Callable[[], Strategy]] = {
-    "zero 1": lambda: DeepSpeedStrategy(stage=1),
     "zero 2": lambda: DeepSpeedStrategy(stage=2),
-    "zero 2, offloaded": lambda: DeepSpeedStrategy(stage=2, offload_optimizer="cpu"),
-    "zero 3": lambda: DeepSpeedStrategy(**SPREAD, sub_group_size=20),
-    "zero 3, persistent": lambda: DeepSpeedStrategy(stage=3),
+    "zero 3": lambda: DeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=0, sub_group_size=20),
 }
-STRATEGIES = {**FSDP, **ZERO}
 
 
 def _train(
@@ -346,14 +341,7 @@ def _resume(moves: tuple[tuple[str, str], ...], names: tuple[str, ...], folder: 
 
 
 PLACES: dict[str, Callable[[], Any]] = {**STRATEGIES, "ddp": lambda: "ddp"}
-MOVES = (
-    ("full", "full"),
-    ("full", "zero 3"),
-    ("zero 3", "ddp"),
-    ("zero 2", "zero 3"),
-    ("ddp", "zero 2"),
-    ("zero 1", "full"),
-)
+MOVES = (("full", "full"), ("full", "ddp"), ("ddp", "grad_op"))
 
 
 def test_state_is_saved_and_resumed_elsewhere(tmp_path: Path) -> None:  # B-17
@@ -366,7 +354,7 @@ def test_state_is_saved_and_resumed_elsewhere(tmp_path: Path) -> None:  # B-17
                 )
 
 
-def _sizes_of_state(strategy: str) -> list[int]:
+def _sizes_of_state() -> list[int]:
     """Return the numbers of elements for which this rank's momenta take memory, after the last step."""
     module = Module("lamb")
     sizes: list[int] = []
@@ -376,16 +364,15 @@ def _sizes_of_state(strategy: str) -> list[int]:
             part = trainer.strategy.shard_of(values["exp_avg"])
             sizes.append(part.local.untyped_storage().nbytes() // 4)
 
-    quiet(strategy=STRATEGIES[strategy](), callbacks=[LambdaCallback(on_train_end=note)]).fit(
+    quiet(strategy=FSDPStrategy(), callbacks=[LambdaCallback(on_train_end=note)]).fit(
         module, loader(SAMPLES, BATCH // 2)
     )
     return sizes
 
 
-@pytest.mark.parametrize("strategy", ["full", "zero 2", "zero 3"])
-def test_state_is_sharded_between_steps(strategy: str) -> None:  # B-17
+def test_state_is_sharded_between_steps() -> None:  # B-17
     total = sum(parameter.numel() for parameter in Module("lamb").parameters())
-    per_rank = [sum(sizes) for sizes in on_ranks(_sizes_of_state, 2, strategy)]
+    per_rank = [sum(sizes) for sizes in on_ranks(_sizes_of_state, 2)]
     assert sum(per_rank) == total, per_rank
 
 
@@ -425,7 +412,7 @@ def _declared(strategy: str, declared: bool) -> tuple[set[tuple[int, str]], dict
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    quiet(strategy=STRATEGIES[strategy]()).fit(module, loader(SAMPLES, BATCH // 2))
+    quiet(strategy={**STRATEGIES, **ZERO}[strategy]()).fit(module, loader(SAMPLES, BATCH // 2))
     logger.removeHandler(handler)
     logger.setLevel(level)
     return made[0].seen, _weights(module), [text for text in logged if "element-wise" in text]
@@ -445,33 +432,30 @@ def test_a_declared_optimizer_steps_plain_shards(strategy: str) -> None:  # B-17
         assert {kind for _, kind in seen} == {"Tensor"}
         assert not logged, rank
         assert_near(trained, _weights(module), rtol=1e-5)
+    if strategy in ZERO:  # where it is refused: see test_deepspeed_runs.py
+        return
     for rank, (seen, trained, logged) in enumerate(on_ranks(_declared, 2, strategy, False)):
         assert seen == whole
         assert len(logged) == (rank == 0)
         assert_near(trained, _weights(module), rtol=1e-5)
 
 
-def _refused(limit: int) -> list[str]:
-    texts = []
-    for build in (lambda: FSDPStrategy(gather_limit=limit), lambda: DeepSpeedStrategy(stage=2, gather_limit=limit)):
-        with failing() as caught:
-            _train("lamb", build(), 2)
-        texts.append(f"{caught['type']}: {caught['text']}")
-        module = Module("lamb")
-        module.configure_optimizers = lambda module=module: AdamW(module.parameters())  # type: ignore[method-assign,misc]
-        quiet(strategy=build()).fit(module, loader(SAMPLES, BATCH // 2))
-    return texts
+def _refused(limit: int) -> str:
+    with failing() as caught:
+        _train("lamb", FSDPStrategy(gather_limit=limit), 2)
+    module = Module("lamb")
+    module.configure_optimizers = lambda: AdamW(module.parameters())  # type: ignore[method-assign]
+    quiet(strategy=FSDPStrategy(gather_limit=limit)).fit(module, loader(SAMPLES, BATCH // 2))
+    return f"{caught['type']}: {caught['text']}"
 
 
 def test_parameters_above_the_limit_are_refused_with_both_ways_out() -> None:  # B-17
     nbytes = 4 * sum(parameter.numel() for parameter in Module("lamb").parameters())
-    for texts in on_ranks(_refused, 2, nbytes - 1):
-        for text in texts:
-            assert text.startswith("ConfigurationError: Lamb holds 252 bytes of sharded parameters"), text
-            assert "gather_limit=251" in text
-            assert "'elementwise': True" in text
-            assert "raise " in text
-            assert "Strategy(gather_limit=...)" in text
+    for text in on_ranks(_refused, 2, nbytes - 1):
+        assert text.startswith("ConfigurationError: Lamb holds 252 bytes of sharded parameters"), text
+        assert "gather_limit=251" in text
+        assert "'elementwise': True" in text
+        assert "raise FSDPStrategy(gather_limit=...)" in text
 
 
 def test_the_declaration_is_a_boolean() -> None:  # B-17

@@ -191,9 +191,6 @@ def test_a_kept_gradient_stays_as_it_was_on_one_rank() -> None:  # Q-02
 ZERO = ("plain", "one parameter", "accumulated", "clipped", "manual")
 """The programs for an optimizer that is declared element-wise, which DeepSpeed's engine steps without a closure."""
 
-WHOLE = tuple(name for name in PROGRAMS if name != "manual, zeroed in place")
-"""The programs for an optimizer that steps whole parameters. ZeRO's gradients cannot be zeroed in place."""
-
 STAGES: tuple[tuple[dict[str, Any], str], ...] = (
     *(({"stage": stage}, precision) for stage in (1, 2, 3) for precision in ("32-true", "bf16-mixed")),
     *(({"stage": stage, "offload_optimizer": "cpu"}, "32-true") for stage in (1, 2, 3)),
@@ -208,24 +205,6 @@ def _every_stage() -> list[Tensor]:
         for options, precision in STAGES
         for name in ZERO
     ]
-
-
-def _on_whole_parameters() -> list[dict[str, Tensor]]:
-    return [
-        {
-            name: _trained(DeepSpeedStrategy(stage, stage3_param_persistence_threshold=0), PROGRAMS[name], 2)
-            for name in WHOLE
-        }
-        for stage in (1, 2, 3)
-    ]
-
-
-def test_a_kept_whole_gradient_stays_as_it_was_under_zero() -> None:  # Q-02, B-17
-    for found in on_ranks(_on_whole_parameters, 2, process_group=None, timeout=300):
-        for stage, trained in enumerate(found, 1):
-            for name in WHOLE:
-                expected = weights(Keeping(PROGRAMS[name]).by_hand())
-                torch.testing.assert_close(trained[name], expected, **TIGHT, msg=about((stage, name)))
 
 
 def test_a_kept_gradient_stays_as_it_was_under_zero() -> None:  # Q-02

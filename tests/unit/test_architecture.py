@@ -251,7 +251,6 @@ SAME_NAME: dict[str, str] = {
     "_internals": "what a strategy uses of a library's insides",
     "_state": "a strategy's state by plain names",
     "_user_hooks": "what hooks of the user may do with a strategy's parameters",
-    "_unused_parameters": "what a strategy does about parameters without a gradient",
 }
 
 

@@ -503,8 +503,6 @@ class RunCheckpoints:
                 save(path, contents, LocalControl())
                 record_completion()
             return
-        if not weights_only:
-            strategy.save_additional_files(path)
         control = strategy.control
         if not background:
             save(path, contents, control, checkpoint.shard_of)

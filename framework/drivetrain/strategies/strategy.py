@@ -321,7 +321,7 @@ class StrategyState:
     """Weights and optimizer state, by the parameters' names in the bare module without the strategy's wrappers.
 
     All methods may be overridden. The defaults suit a strategy that holds the whole module on every rank. A strategy
-    that shards the module overrides all methods except `save_additional_files`.
+    that shards the module overrides all methods.
     """
 
     module: torch.nn.Module | None
@@ -368,9 +368,6 @@ class StrategyState:
     def optimizer_regions(self, index: int = 0) -> dict[str, Region]:
         """Return the regions of one optimizer's state tensors that have the parameter's shape, by parameter name."""
         return self.model_regions()
-
-    def save_additional_files(self, path: str) -> None:
-        """Write files for tools of the strategy's library next to the checkpoint at ``path``. Collective."""
 
 
 class Strategy(StrategyLifecycle, StrategyOptimization, StrategyCollectives, StrategyState, StrategyPlacement, ABC):

@@ -11,14 +11,18 @@ from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError, listed
 from drivetrain.strategies import RunSettings, refuse_embedding_max_norm
-from drivetrain_strategies._gathered_step import check_fits, is_elementwise
+from drivetrain_strategies._gathered_step import is_elementwise
 from drivetrain_strategies._module_checks import refuse_device_map, refuse_sparse_embeddings
 
 _ELEMENTWISE_OF_DEEPSPEED = frozenset({"FusedAdam", "DeepSpeedCPUAdam", "FusedLion", "DeepSpeedCPULion"})
 """Class names of DeepSpeed's optimizers whose update is element-wise."""
 
-_OWN_STEP = (torch.optim.Adagrad, torch.optim.ASGD)
-"""Element-wise optimizers whose step DeepSpeed replaces by its own, or whose state it cannot flatten."""
+_REFUSAL_REASONS = {
+    torch.optim.SparseAdam: "ZeRO's gradients are dense.",
+    torch.optim.Adagrad: "DeepSpeed replaces it by an Adagrad of its own, which ignores learning rate schedulers.",
+    torch.optim.ASGD: "ZeRO flattens the parameters of a group, and this optimizer has state for each parameter.",
+}
+"""Why ZeRO cannot step an optimizer, even if it was declared element-wise."""
 
 
 def check_module(module: nn.Module, run: RunSettings, world_size: int, mixed: bool) -> None:
@@ -60,22 +64,6 @@ def _refuse_parameters_without_elements(module: nn.Module) -> None:
             )
 
 
-def check_leaves(module: nn.Module, classes: Sequence[type[nn.Module]]) -> None:
-    """Refuse classes in ``leaf_modules`` that do not occur in the module.
-
-    Raises:
-        ConfigurationError: names the class.
-    """
-    for wanted in classes:
-        if not any(isinstance(child, wanted) for child in module.modules()):
-            class_names = sorted({type(child).__name__ for child in module.modules()} - {type(module).__name__})
-            raise ConfigurationError(
-                f"leaf_modules: no module of class {wanted.__name__} is in {type(module).__name__}.",
-                f"the module has only these classes: {', '.join(class_names)}.",
-                "name one of these classes.",
-            )
-
-
 def clip_by_value_error() -> ConfigurationError:
     return ConfigurationError(
         "gradient_clip_algorithm='value' under DeepSpeed.",
@@ -85,12 +73,18 @@ def clip_by_value_error() -> ConfigurationError:
 
 
 def check_optimizers(
-    optimizers: Sequence[Optimizer], config: dict[str, Any], names: dict[int, str], run: RunSettings, stage: int
+    optimizers: Sequence[Optimizer],
+    declared: Sequence[Optimizer],
+    config: dict[str, Any],
+    names: dict[int, str],
+    run: RunSettings,
+    stage: int,
 ) -> None:
     """Refuse optimizers that ZeRO cannot step.
 
     Args:
         optimizers: the optimizers that ``configure_optimizers`` returned.
+        declared: those of them that the user declared element-wise.
         config: the user's config.
         names: names of the module's parameters, by the parameter's ``id``.
         run: the run's settings.
@@ -128,12 +122,7 @@ def check_optimizers(
                 "both schedulers would set the learning rate.",
                 "keep only one scheduler.",
             )
-        if isinstance(optimizer, torch.optim.SparseAdam):
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} under DeepSpeed.",
-                "ZeRO's gradients are dense.",
-                "use another optimizer (AdamW, SGD), or strategy='ddp'.",
-            )
+        _check_kind(optimizer, declared)
         for number, group in enumerate(optimizer.param_groups):
             if not any(parameter.requires_grad for parameter in group["params"]):
                 members = [names.get(id(parameter), "?") for parameter in group["params"]]
@@ -200,48 +189,27 @@ def add_param_group_error(optimizer: Optimizer) -> ConfigurationError:
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Return whether torch or DeepSpeed wrote the optimizer and DeepSpeed steps it on flat parameters correctly."""
+    """Return whether torch or DeepSpeed wrote the optimizer, and its update is element-wise."""
     kind = type(optimizer)
     if kind.__module__.partition(".")[0] == "deepspeed":
         return kind.__name__ in _ELEMENTWISE_OF_DEEPSPEED
-    return is_elementwise(optimizer, ()) and kind not in _OWN_STEP
+    return is_elementwise(optimizer, ())
 
 
-def needs_whole_step(optimizer: Optimizer, declared: Sequence[Optimizer]) -> bool:
-    """Return whether an optimizer may not step flat parameters, in which ZeRO keeps them.
-
-    Args:
-        optimizer: the optimizer.
-        declared: the optimizers that the user declared element-wise.
-    """
-    return not is_known(optimizer) and not any(other is optimizer for other in declared)
-
-
-def check_whole_step(optimizer: Optimizer, config: Mapping[str, Any], limit: int) -> None:
-    """Refuse an optimizer whose step cannot be given whole parameters.
-
-    Args:
-        optimizer: an optimizer for which `needs_whole_step` returns True.
-        config: the resolved config.
-        limit: the strategy's ``gather_limit``, in bytes.
-
-    Raises:
-        ConfigurationError: names the optimizer and the reason.
-    """
-    kind = type(optimizer).__name__
-    trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
-    check_fits(optimizer, sum(4 * one.numel() for one in trained), limit, "DeepSpeedStrategy")
-    offload = config["zero_optimization"].get("offload_optimizer") or {}
-    if offload.get("device") == "nvme":
+def _check_kind(optimizer: Optimizer, declared: Sequence[Optimizer]) -> None:
+    """Refuse an optimizer that may not be element-wise, since ZeRO steps parts of flat parameters."""
+    kind = type(optimizer)
+    reason = _REFUSAL_REASONS.get(kind)
+    if reason is not None:
         raise ConfigurationError(
-            f"{kind} with offload_optimizer='nvme'.",
-            f"{kind} may not be element-wise, so it steps whole parameters, which DeepSpeed does not keep on a drive.",
-            "use offload_optimizer='cpu'; or, if the optimizer is element-wise, return {'optimizer': optimizer, "
-            "'elementwise': True} from configure_optimizers.",
+            f"{kind.__name__} under DeepSpeed.",
+            reason,
+            "use another optimizer (AdamW, SGD), or strategy='fsdp' or 'ddp'.",
         )
-    if "scheduler" in config:
+    if not is_known(optimizer) and not any(other is optimizer for other in declared):
         raise ConfigurationError(
-            f"config: scheduler={config['scheduler'].get('type')!r} with {kind}.",
-            f"{kind} may not be element-wise, so it steps whole parameters outside of DeepSpeed's engine.",
-            "return the scheduler from configure_optimizers.",
+            f"{kind.__name__} under DeepSpeed may not be element-wise.",
+            "ZeRO flattens parameters, and each rank steps a part of them.",
+            "use strategy='fsdp', which gives the step whole parameters, or 'ddp'. If the update of an element depends "
+            "on that element alone, return {'optimizer': optimizer, 'elementwise': True} from configure_optimizers.",
         )

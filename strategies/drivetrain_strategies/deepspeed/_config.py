@@ -6,7 +6,6 @@ import copy
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,27 +53,27 @@ SECTION_KEYS = (
 """The top-level keys whose values this module reads as dicts."""
 
 
-@dataclass(frozen=True, slots=True)
-class StrategyArguments:
-    """The strategy's arguments under DeepSpeed's names.
+def combine(source: Config, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the user's config, completed by the strategy's arguments.
 
-    Attributes:
-        stage: ZeRO stage; None uses the config's stage, or 2.
-        zero: settings of the section ``zero_optimization``.
-        top_level: settings at the top level of the configuration.
-    """
-
-    stage: int | None = None
-    zero: Mapping[str, Any] = field(default_factory=dict)
-    top_level: Mapping[str, Any] = field(default_factory=dict)
-
-
-def read_config(source: Config) -> dict[str, Any]:
-    """Return a copy of a config from a dict or the path of a JSON file.
+    Args:
+        source: a dict, or the path of a JSON file.
+        arguments: the arguments, in the form of a config.
 
     Raises:
-        ConfigurationError: the file does not exist, is not a JSON object, or has an unknown key.
+        ConfigurationError: the config cannot be read, has an unknown key, or contradicts an argument, or the ZeRO stage
+            does not support a setting.
     """
+    config = _read(source)
+    _merge(config, arguments, "")
+    zero = config["zero_optimization"]
+    if zero.get("stage", "auto") == "auto":
+        zero["stage"] = 2
+    _check_zero(zero)
+    return config
+
+
+def _read(source: Config) -> dict[str, Any]:
     if source is None:
         return {}
     if isinstance(source, Mapping):
@@ -113,53 +112,29 @@ def read_config(source: Config) -> dict[str, Any]:
     return config
 
 
-def stage_of(config: Mapping[str, Any], arguments: StrategyArguments) -> int:
-    """Return the ZeRO stage.
+def offload(target: str | None, argument: str, nvme_path: str | None) -> dict[str, Any] | None:
+    """Return DeepSpeed's section for an offload; None if nothing is offloaded.
 
     Raises:
-        ConfigurationError: the argument and the config contradict each other, or the stage does not exist.
+        ConfigurationError: ``nvme_path`` is missing.
     """
-    configured = config.get("zero_optimization", {}).get("stage", "auto")
-    if configured != "auto" and arguments.stage is not None and configured != arguments.stage:
-        raise _contradiction("zero_optimization.stage", configured, f"DeepSpeedStrategy(stage={arguments.stage})")
-    stage = arguments.stage if arguments.stage is not None else 2 if configured == "auto" else configured
+    if target is None:
+        return None
+    if target == "nvme" and nvme_path is None:
+        raise ConfigurationError(
+            f"{argument}='nvme' without nvme_path.", "DeepSpeed needs a folder on the drive.", "set nvme_path='/...'."
+        )
+    return {"device": target, "nvme_path": nvme_path} if target == "nvme" else {"device": target}
+
+
+def _check_zero(zero: Mapping[str, Any]) -> None:
+    stage = zero["stage"]
     if stage not in (1, 2, 3):
         raise ConfigurationError(
             f"stage={stage!r}.",
             "ZeRO has the stages 1, 2 and 3. Stage 0 would be plain DDP.",
             "use stage 1, 2 or 3, or strategy='ddp'.",
         )
-    return int(stage)
-
-
-def offload(target: str | None, argument: str, nvme_path: str | None) -> dict[str, Any] | None:
-    """Return DeepSpeed's section for an offload; None if nothing is offloaded.
-
-    Raises:
-        ConfigurationError: the target is unknown, or ``nvme_path`` is missing.
-    """
-    if target is None:
-        return None
-    if target not in ("cpu", "nvme"):
-        raise ConfigurationError(
-            f"{argument}={target!r}.{nearest(str(target), ('cpu', 'nvme'))}",
-            "the argument must name an offload target.",
-            "use 'cpu' or 'nvme'.",
-        )
-    if target == "nvme" and nvme_path is None:
-        raise ConfigurationError(
-            f"{argument}='nvme' without nvme_path.", "DeepSpeed needs a folder on the drive.", "set nvme_path='/...'."
-        )
-    return {"device": target} if target == "cpu" else {"device": target, "nvme_path": nvme_path}
-
-
-def check_arguments(stage: int, config: Mapping[str, Any], arguments: StrategyArguments) -> None:
-    """Refuse settings of `zero_optimization` that contradict each other or the stage.
-
-    Raises:
-        ConfigurationError: a setting contradicts another setting or the stage.
-    """
-    zero = {**config.get("zero_optimization", {}), **arguments.zero}
     for key in ("offload_param", "offload_optimizer"):
         if not isinstance(zero.get(key) or {}, Mapping):
             raise _not_a_section(f"zero_optimization.{key}", zero[key])
@@ -177,13 +152,6 @@ def check_arguments(stage: int, config: Mapping[str, Any], arguments: StrategyAr
             "DeepSpeed supports offloading to NVMe at stage 3 only.",
             "use stage=3, or 'cpu'.",
         )
-    dtype = arguments.top_level.get("communication_data_type", "fp32")
-    if dtype not in ("fp32", "bf16", "fp16"):
-        raise ConfigurationError(
-            f"communication_data_type={dtype!r}.",
-            "the argument must name the dtype in which gradients are exchanged.",
-            "use 'fp32', 'bf16' or 'fp16'.",
-        )
     if zero.get("round_robin_gradients"):
         raise ConfigurationError(
             "config: zero_optimization.round_robin_gradients=True.",
@@ -193,22 +161,19 @@ def check_arguments(stage: int, config: Mapping[str, Any], arguments: StrategyAr
         )
 
 
-def resolve(
-    config: Mapping[str, Any], arguments: StrategyArguments, run: RunSettings, precision: str, ranks: int
-) -> dict[str, Any]:
+def resolve(config: Mapping[str, Any], run: RunSettings, precision: str, ranks: int) -> dict[str, Any]:
     """Return the configuration for DeepSpeed.
 
     `Fit` manages averaging, accumulation and batch sizes, so DeepSpeed's own accumulation is set to one micro-batch.
 
     Args:
-        config: the user's config, as `read_config` returned it. This function does not modify it.
-        arguments: the strategy's arguments.
+        config: the result of `combine`. This function does not modify it.
         run: the run's settings.
         precision: canonical name of the precision.
         ranks: number of ranks.
 
     Raises:
-        ConfigurationError: the config contradicts `Fit` or an argument. The error names both settings.
+        ConfigurationError: the config contradicts `Fit`. The error names both settings.
     """
     resolved = copy.deepcopy(dict(config))
     _compare_batches(resolved, run, ranks)
@@ -225,11 +190,8 @@ def resolve(
     # optimizers may step offloaded state.
     resolved["zero_allow_untested_optimizer"] = True
     resolved.setdefault("zero_force_ds_cpu_optimizer", False)
-    _merge(resolved, arguments.top_level, "")
-    zero = {key: value for key, value in resolved.get("zero_optimization", {}).items() if value != "auto"}
-    zero["stage"] = stage_of(config, arguments)
-    _merge(zero, arguments.zero, "zero_optimization.")
-    resolved["zero_optimization"] = zero
+    zero = resolved["zero_optimization"]
+    resolved["zero_optimization"] = {key: value for key, value in zero.items() if value != "auto"}
     _set_precision(resolved, precision)
     for path in _auto_keys(resolved):
         raise ConfigurationError(
@@ -275,7 +237,7 @@ def _merge(config: dict[str, Any], arguments: Mapping[str, Any], prefix: str) ->
             if isinstance(configured, dict) and isinstance(value, dict):
                 _merge(configured, value, f"{prefix}{key}.")
                 continue
-            raise _contradiction(f"{prefix}{key}", configured, f"DeepSpeedStrategy's {value!r}")
+            raise _contradiction(f"{prefix}{key}", configured, f"DeepSpeedStrategy's {key}={value!r}")
         config[key] = copy.deepcopy(value)
 
 

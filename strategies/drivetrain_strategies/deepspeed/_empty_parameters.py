@@ -10,10 +10,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from drivetrain.errors import ConfigurationError
-from drivetrain_strategies._callers import is_called_by_library
+from drivetrain_strategies._callers import is_called_by_library, tensors_in
 from drivetrain_strategies._module_checks import refuse_gradients_through
 from drivetrain_strategies.deepspeed._internals import accept_whole_gradients, is_gathered, whole_copy
-from drivetrain_strategies.deepspeed._whole_step import WholeStep
 
 _ATTRIBUTES_WITHOUT_VALUES = {
     *("grad", "requires_grad", "is_leaf", "grad_fn", "device", "dtype", "layout", "is_sparse", "is_meta", "is_cpu"),
@@ -34,13 +33,11 @@ class EmptyParameters(TorchFunctionMode):
 
     Args:
         names: names of the module's parameters, by the parameter's ``id``.
-        whole_step: the optimizer's step on whole parameters, if it has one; during this step no parameter is empty.
         gathers: whether operators get whole copies. Set it only where every rank runs the same operators.
     """
 
-    def __init__(self, names: Mapping[int, str], whole_step: WholeStep | None, gathers: bool) -> None:
+    def __init__(self, names: Mapping[int, str], gathers: bool) -> None:
         self._names = names
-        self._whole_step = whole_step
         self._gathers = gathers
         self._handles: dict[int, list[Any]] = {}
         self.found = False
@@ -56,17 +53,13 @@ class EmptyParameters(TorchFunctionMode):
             outputs = args[0] if args else (kwargs or {})["outputs"]
             refuse_gradients_through(outputs, self._names, "DeepSpeedStrategy(stage=3)")
         arguments = (*args, *(kwargs or {}).values())
-        concerned = any(
-            any(map(self._concerns, one)) if isinstance(one, (list, tuple)) else self._concerns(one)
-            for one in arguments
-        )
-        if concerned and not is_called_by_library():
+        if any(map(self._concerns, tensors_in(arguments))) and not is_called_by_library():
             return self._use(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     def _concerns(self, value: Any) -> bool:
         """Return whether a value is a parameter that is empty, or that backward may find empty."""
-        if id(value) not in self._names or (self._whole_step is not None and self._whole_step.is_entered):
+        if id(value) not in self._names:
             return False
         # Stage 3 may partition a parameter before backward if no running layer owns it.
         may_become_empty = self._gathers and not value.ds_active_sub_modules and not value.is_external_param
@@ -104,8 +97,7 @@ class EmptyParameters(TorchFunctionMode):
         return whole_copy(value)
 
     def _refuse(self, values: list[Any]) -> None:
-        flat = [one for value in values for one in (value if isinstance(value, (list, tuple)) else [value])]
-        name = next(self._names[id(one)] for one in flat if self._concerns(one))
+        name = next(self._names[id(one)] for one in tensors_in(values) if self._concerns(one))
         raise ConfigurationError(
             f"{name!r} is partitioned by DeepSpeedStrategy(stage=3), but its values were used.",
             "outside of its layer's forward, a partitioned parameter is an empty tensor.",

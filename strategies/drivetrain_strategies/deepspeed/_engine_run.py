@@ -20,16 +20,12 @@ from drivetrain.strategies import ControlPlane, broadcast_together, may_move, re
 from drivetrain_strategies._gather_limit import check_gather_limit
 from drivetrain_strategies._gather_order import GatherOrder
 from drivetrain_strategies._materialize import Recording
-from drivetrain_strategies.deepspeed._checks import is_known, needs_whole_step
+from drivetrain_strategies.deepspeed._checks import is_known
 from drivetrain_strategies.deepspeed._cleanup import ModuleSnapshot, forget_root
 from drivetrain_strategies.deepspeed._empty_parameters import EmptyParameters
-from drivetrain_strategies.deepspeed._error_messages import (
-    explain_different_parameters,
-    explain_different_units,
-    explain_start_errors,
-)
+from drivetrain_strategies.deepspeed._error_messages import explain_different_parameters, explain_start_errors
 from drivetrain_strategies.deepspeed._frozen_weights import FrozenWeights
-from drivetrain_strategies.deepspeed._gradient_order import GradientOrder
+from drivetrain_strategies.deepspeed._gradient_exchange import GradientExchange
 from drivetrain_strategies.deepspeed._internals import Zero, without_broadcast, write_part
 from drivetrain_strategies.deepspeed._library import redirected_prints
 from drivetrain_strategies.deepspeed._optimizers import AdoptedOptimizer, GradientCopies
@@ -37,9 +33,7 @@ from drivetrain_strategies.deepspeed._partition import Partitioner, materialize
 from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision
 from drivetrain_strategies.deepspeed._root_module import Root, unwrap_output
 from drivetrain_strategies.deepspeed._state import State, StoredParameter, whole_of
-from drivetrain_strategies.deepspeed._unused_parameters import UnusedParameters
 from drivetrain_strategies.deepspeed._user_hooks import UserHooks
-from drivetrain_strategies.deepspeed._whole_step import GradientCollector, WholeStep
 
 logger = logging.getLogger("drivetrain")
 
@@ -58,8 +52,8 @@ class RunOptions:
         control: exchanges small values between the ranks.
         gather_limit: size in bytes up to which the parameters are gathered after the run.
         leaf_modules: classes of modules that stage 3 gathers as a whole.
-        find_unused_parameters: the strategy's argument. `UnusedParameters` implements it.
-        elementwise: the optimizers that the user declared element-wise.
+        find_unused_parameters: the strategy's argument. None makes `GradientExchange` compare the ranks, and True makes
+            stage 2 exchange gradients after backward.
     """
 
     stage: int
@@ -69,7 +63,6 @@ class RunOptions:
     gather_limit: int
     leaf_modules: tuple[type[nn.Module], ...]
     find_unused_parameters: bool | None
-    elementwise: Sequence[Optimizer] = ()
 
 
 class DeepSpeedRun:
@@ -95,15 +88,13 @@ class DeepSpeedRun:
         self._state: State | None = None
         self._adopted: AdoptedOptimizer | None = None
         self._copies: GradientCopies | None = None
-        self.whole_step: WholeStep | None = None
-        self._unused: UnusedParameters | None = None
+        self._exchange: GradientExchange | None = None
         self._gather_order: GatherOrder | None = None
-        self._gradient_order: GradientOrder | None = None
         self._user_hooks: UserHooks | None = None
         self._watch: EmptyParameters | None = None
         self._unwatched: set[str] = set()  # names of the steps that used no empty parameter
         self._untrained: list[nn.Parameter] = []
-        self._within_forward = self.has_gradients = self._warned_skipped = self._restored = False
+        self._within_forward = self._has_gradients = self._warned_skipped = self._restored = False
         self._frozen = FrozenWeights(nn.Module(), options.stage, rounded=False)
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
@@ -135,12 +126,12 @@ class DeepSpeedRun:
                 if needs_engine:
                     self._initialize(optimizers)
         broadcast_together(list(module.buffers()))
-        self._state = State(module, self._unrounded, self._zero, self._update_compute_weights, self.whole_step)
+        self._state = State(module, self._unrounded, self._zero, self._update_compute_weights)
         self._frozen = FrozenWeights(module, options.stage, rounded=options.precision.half_dtype is not None)
         if self._adopted is not None:
             self._adopted.load_into_masters(self._state)
         if self._zero is not None:
-            self._user_hooks = UserHooks(module, self._zero, self._state, options.gather_limit, self.whole_step)
+            self._user_hooks = UserHooks(module, self._zero, self._state, options.gather_limit)
             if options.stage == 3:
                 self._zero.gather_small_parameters()  # so that hooks find them whole before the first step, too
 
@@ -204,13 +195,10 @@ class DeepSpeedRun:
         numel = sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in names)
         self._config["zero_optimization"].setdefault("reduce_bucket_size", max(1, min(500_000_000, numel)))
         self._root = Root(module)
-        stepped: list[Optimizer] = list(optimizers)
-        if optimizers and needs_whole_step(optimizers[0], self._options.elementwise):
-            stepped = [GradientCollector(optimizers[0])]
         with explain_start_errors(), without_broadcast():
             self._engine, *_ = self._deepspeed.initialize(
                 model=self._root,
-                optimizer=stepped[0] if stepped else None,
+                optimizer=optimizers[0] if optimizers else None,
                 model_parameters=list(names),
                 config=copy.deepcopy(self._config),
             )
@@ -224,25 +212,20 @@ class DeepSpeedRun:
             sets_minimum_scale = "min_loss_scale" in self._config["fp16"]
             self._options.precision.take_scaler(engine.optimizer.loss_scaler, sets_minimum_scale)
         optimizer = self._zero.base_optimizer
-        if isinstance(optimizer, GradientCollector):
-            optimizer.gradients = {}
-            self.whole_step = WholeStep(optimizers[0], module, self._zero, optimizer, self._options.device)
-            optimizer = optimizers[0]
         # The optimizer's own zero_grad would remove the gradients that DeepSpeed keeps with offloaded state.
         optimizer.__dict__["zero_grad"] = self._forget_pending_gradients
         for name in _WRITING_METHODS:
             if hasattr(optimizer, name):
                 optimizer.__dict__[name] = partial(self._call_and_update_weights, getattr(optimizer, name))
         self.optimizers = [optimizer]
-        if self.whole_step is None and not is_known(optimizer):
+        if not is_known(optimizer):
             self._copies = GradientCopies(optimizer)  # torch's and DeepSpeed's optimizers keep no gradient
         if engine.lr_scheduler is not None:
             self.schedulers = [engine.lr_scheduler]
             engine.lr_scheduler = None  # the loop steps the scheduler once per optimizer step
         control, find_unused = self._options.control, self._options.find_unused_parameters
-        self._unused = UnusedParameters(names, self._zero, control, find_unused)
-        if find_unused is None and self._zero.stage == 2 and control.world_size > 1:
-            self._gradient_order = GradientOrder(self._zero.optimizer, names, control)
+        compares = find_unused is None and self._zero.stage > 1 and control.world_size > 1
+        self._exchange = GradientExchange(names, self._zero, control, compares)
         self._restore_masters()
 
     @torch.no_grad()
@@ -284,8 +267,8 @@ class DeepSpeedRun:
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
         if self._engine is None:
             return step(*args)
-        if self._frozen.has_weights:
-            self._frozen.check()
+        if self._frozen.weights and (lost_update := self._frozen.lost_update()) is not None:
+            raise lost_update
         if self._options.stage == 3:
             self.keep_writes_of_hooks()  # stage 3 partitions parameters within the forward
         call = partial(step, *args)
@@ -301,7 +284,7 @@ class DeepSpeedRun:
         try:
             if gather_order is None:
                 return unwrap_output(self._engine(call))
-            with explain_different_units(), gather_order.compared():
+            with explain_different_parameters(), gather_order.compared():
                 return unwrap_output(self._engine(call))
         finally:
             self._within_forward = False
@@ -310,7 +293,7 @@ class DeepSpeedRun:
         """Give operators whole copies of empty parameters. After a first step without any, later steps do without."""
         if self._watch is None:
             names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-            self._watch = EmptyParameters(names, self.whole_step, gathers=True)
+            self._watch = EmptyParameters(names, gathers=True)
         self._watch.found = False
         with self._watch:
             result = call()
@@ -326,27 +309,21 @@ class DeepSpeedRun:
         if self._zero is None:
             loss.backward()  # type: ignore[no-untyped-call]
             return
-        assert self._unused is not None
-        self.has_gradients = True
-        self._unused.before_backward(loss)
-        if self._unused.in_order:
-            self._close_gradient_order()
-        with explain_different_parameters(partial(self._unused.differing, loss)):
-            self._zero.backward(loss, self._unused.in_order, within_forward=self._within_forward)
-        self._unused.after_backward(loss)
-        if self._gradient_order is not None:
-            self._gradient_order.after_backward()
+        assert self._exchange is not None
+        self._has_gradients = True
+        self._exchange.before_backward(loss)
+        with explain_different_parameters(partial(self._exchange.differing, loss)):
+            self._zero.backward(loss, bool(self._options.find_unused_parameters), within_forward=self._within_forward)
+        self._exchange.after_backward()
 
     def step(self, max_norm: float | None) -> bool:
-        self.has_gradients = False
+        self._has_gradients = False
         self.keep_writes_of_hooks()
         stepped = self.zero.step(max_norm)
         if self._within_forward and self._user_hooks is not None:
             self._user_hooks.after_optimizer_step()
-        assert self._unused is not None
-        self._unused.after_step()
-        if self._gradient_order is not None:
-            self._gradient_order.after_step()
+        assert self._exchange is not None
+        self._exchange.after_step()
         if not stepped and self._options.precision.name == "16-mixed":
             self._options.precision.note_skipped_step()
         elif not stepped and not self._warned_skipped:
@@ -356,18 +333,13 @@ class DeepSpeedRun:
             )
         return stepped
 
-    def _close_gradient_order(self) -> None:
-        if self._gradient_order is not None:
-            self._gradient_order.close()
-            self._gradient_order = None
-
     def forget(self) -> None:
-        self.has_gradients = False
+        self._has_gradients = False
         if self._zero is not None:
             self._zero.forget()
 
     def _forget_pending_gradients(self, set_to_none: bool = True) -> None:
-        if self.has_gradients:
+        if self._has_gradients:
             self.forget()
 
     # Whole parameters within a run, and updates of the weights that the module computes with
@@ -402,13 +374,7 @@ class DeepSpeedRun:
     def _call_and_update_weights(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the optimizer that writes the master weights. Collective."""
         self.keep_writes_of_hooks()
-        if self.whole_step is None:
-            masters: AbstractContextManager[None] = self.zero.params_in_groups(
-                list(enumerate(self.zero.flat_tensors()))
-            )
-        else:
-            masters = self.whole_step.whole_tensors()
-        with masters:
+        with self.zero.params_in_groups(list(enumerate(self.zero.flat_tensors()))):
             result = method(*args, **kwargs)
         self._update_compute_weights()
         return result
@@ -428,16 +394,6 @@ class DeepSpeedRun:
         if self._zero is not None:
             self._zero.update_compute_weights()
 
-    # DeepSpeed's own checkpoints
-
-    def write_native(self, path: str) -> None:
-        self._engine.save_checkpoint(path)
-
-    def read_native(self, path: str) -> bool:
-        """Load DeepSpeed's checkpoint. Return False if ``path`` holds none, for which DeepSpeed raises no error."""
-        loaded, _ = self._engine.load_checkpoint(path)
-        return loaded is not None
-
     # End of the run: the module is restored
 
     @torch.no_grad()
@@ -449,7 +405,7 @@ class DeepSpeedRun:
             return
         weights = self.weights()
         lost_update = self._frozen.lost_update()
-        if lost_update is not None:  # an update after the last forward, where `FrozenWeights.check` ran
+        if lost_update is not None:  # an update after the last forward
             logger.warning("%s Why: %s Fix: %s", lost_update.what, lost_update.why, lost_update.fix)
         parameters = dict(self._module.named_parameters())
         # Copies go to the host until DeepSpeed's buffers are freed: a device may not have memory for both.
@@ -474,8 +430,6 @@ class DeepSpeedRun:
                 optimizer.__dict__.pop(name, None)
         if self._copies is not None:
             self._copies.close()
-        if self.whole_step is not None:
-            self.whole_step.undo()
         self._options.precision.loss_scaler = None
 
     @torch.no_grad()
@@ -511,11 +465,10 @@ class DeepSpeedRun:
 
     def _undo(self) -> None:
         """Remove everything that DeepSpeed and this class added to the module."""
-        if self._unused is not None:
-            self._unused.close()
+        if self._exchange is not None:
+            self._exchange.close()
         if self._watch is not None:
             self._watch.close()
-        self._close_gradient_order()
         if self._engine is not None:
             with redirected_prints():
                 self._engine.destroy()
@@ -526,7 +479,7 @@ class DeepSpeedRun:
         for parameter in self._untrained:
             parameter.requires_grad_(True)
         self._untrained = []
-        self._engine = self._root = self._zero = self._state = self._unused = self._gather_order = None
+        self._engine = self._root = self._zero = self._state = self._exchange = self._gather_order = None
         self._user_hooks = None
 
 

@@ -15,7 +15,7 @@ from drivetrain_strategies.deepspeed._library import redirected_prints
 
 _COMPILING_MODULES = ("deepspeed.ops.op_builder.", "op_builder.", "torch.utils.cpp_extension")
 
-_DIFFERENT_PARAMETERS = (
+DIFFERENT_PARAMETERS = (
     "ZeRO exchanges parameters and gradients in one order on all ranks, but these ranks used different parameters.",
     "at stage 3, name the block that contains the parameters, as in DeepSpeedStrategy(leaf_modules=[Experts]); at "
     "stage 2, set find_unused_parameters=True; stage 1 and FSDP support such models.",
@@ -118,37 +118,26 @@ def check_by_deepspeed(config: dict[str, Any]) -> None:
 
 
 @contextmanager
-def explain_different_units() -> Iterator[None]:
-    """Translate errors of `GatherOrder` within this context.
+def explain_different_parameters(differing: Callable[[], list[str]] = list) -> Iterator[None]:
+    """Translate errors of `GatherOrder`, DeepSpeed and its collectives if ranks used different parameters.
+
+    Args:
+        differing: returns the names of such parameters, where they are known.
 
     Raises:
-        ConfigurationError: ranks ran the forwards of different units, which the error names.
+        ConfigurationError: names the parameters, or the units whose forwards the ranks ran.
     """
     try:
         yield
     except DistributedError as error:
         if "the forward of" not in error.what:
             raise
-        raise ConfigurationError(error.what, *_DIFFERENT_PARAMETERS) from error
-
-
-@contextmanager
-def explain_different_parameters(differing: Callable[[], list[str]]) -> Iterator[None]:
-    """Translate errors of DeepSpeed and of its collectives within this context if ranks used different parameters.
-
-    Args:
-        differing: returns the names of such parameters.
-
-    Raises:
-        ConfigurationError: names the parameters.
-    """
-    try:
-        yield
+        raise ConfigurationError(error.what, *DIFFERENT_PARAMETERS) from error
     except RuntimeError as error:
         if not _modules_in_traceback(error)[-1].startswith(("deepspeed.", "torch.distributed.")):
             raise
         names = differing()
         if names or "Detected a disagreement" in str(error):
             text = f"DeepSpeed failed{': ' + listed(names) if names else ''}. {error}"
-            raise ConfigurationError(text, *_DIFFERENT_PARAMETERS) from error
+            raise ConfigurationError(text, *DIFFERENT_PARAMETERS) from error
         raise

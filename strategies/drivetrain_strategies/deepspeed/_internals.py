@@ -8,9 +8,10 @@ every parameter.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from drivetrain.strategies import Span
+
+_EXCHANGE_OF_STAGE_3 = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+"""The method with which stage 3 exchanges a bucket of gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,9 +309,6 @@ class Zero:
 
     # Accumulation window: backward, exchange, norm and step
 
-    def forward(self, call: Any) -> Any:
-        return self.engine(call)
-
     def backward(self, loss: torch.Tensor, in_order: bool = False, within_forward: bool = False) -> None:
         """Run backward. At stages 2 and 3, the gradients are also exchanged and accumulated. Collective.
 
@@ -439,10 +440,25 @@ class Zero:
                 optimizer._offload_accumulated_param_ids = set()
         self._open_window()
 
-    @property
-    def gradients_seen(self) -> int:
-        """Number of parameters that got a gradient in the last backward."""
-        return int(getattr(self.optimizer, "_hooks_fired_this_backward", 0))
+    def before_each_exchange(self, call: Callable[[list[nn.Parameter]], None]) -> None:
+        """Let stages 2 and 3 call ``call`` before they exchange a bucket, with its parameters in their order there."""
+        optimizer = self.optimizer
+        name = _EXCHANGE_OF_STAGE_3 if self.stage == 3 else "reduce_ipg_grads"
+        exchange = getattr(optimizer, name)
+
+        def watched(comm_dtype: torch.dtype | None = None) -> None:
+            for dtype, bucket in optimizer.ipg_buckets.items():
+                if bucket.params and comm_dtype in (None, dtype):
+                    call(self._parameters_in(bucket))
+            exchange(comm_dtype)
+
+        setattr(optimizer, name, watched)
+
+    def _parameters_in(self, bucket: Any) -> list[nn.Parameter]:
+        if self.stage == 3:  # which sorts them before the exchange
+            return sorted(bucket.params, key=attrgetter("ds_id"))
+        groups = self.optimizer.bit16_groups
+        return [groups[group][index] for group, index, _ in bucket.params]
 
     @property
     def loss_scale(self) -> float:

@@ -20,13 +20,13 @@ REQUIRED_NAMES = {
         *("_gradient_reduction_buffer_dtype", "_lazy_init_hp_params_optimizer_state", "allreduce_bucket"),
         *("clear_backward_seen_flag", "finalize_gradient_accumulation_boundary", "get_gradient_for_reduction"),
         *("overlapping_partition_gradients_reduce_epilogue", "reduce_ready_partitions_and_remove_grads"),
-        *("reset_cpu_buffers", "scaled_global_norm", "setup_buckets", "update_lp_params"),
+        *("reduce_ipg_grads", "reset_cpu_buffers", "scaled_global_norm", "setup_buckets", "update_lp_params"),
     ),
     "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": (
         *("_lazy_init_hp_params_optimizer_state", "get_grads_for_norm", "update_lp_params"),
     ),
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": (
-        "_get_fp32_grad_state_partition",
+        *("_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads", "_get_fp32_grad_state_partition"),
         *("_get_norm_groups", "_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"),
         *("_partition_all_parameters", "_pre_step", "_reassign_or_swap_out_partitioned_parameters"),
         *("_release_swap_buffers", "_swappable_optimizer_subgroup", "clear_backward_seen_flag"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,17 +19,6 @@ class Root(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-
-    # These methods return names of the user's module, since DeepSpeed writes the returned names into its checkpoints.
-
-    def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.module.named_parameters(*args, **options)
-
-    def state_dict(self, *args: Any, **options: Any) -> Any:
-        return self.module.state_dict(*args, **options)
-
-    def load_state_dict(self, *args: Any, **options: Any) -> Any:
-        return self.module.load_state_dict(*args, **options)
 
     def forward(self, call: Callable[[], Any]) -> tuple[Any, ...]:
         output = call()

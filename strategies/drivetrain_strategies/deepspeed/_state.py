@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,14 +83,6 @@ def whole_of(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-class OptimizerState(Protocol):
-    """Reads and loads an optimizer's state by parameter names."""
-
-    def state(self) -> dict[str, Any]: ...
-
-    def load(self, saved: Mapping[str, Any]) -> None: ...
-
-
 class State:
     """The state of a module under DeepSpeed.
 
@@ -99,7 +91,6 @@ class State:
         unrounded: stored parameters that have no master weights, by ``id`` of the parameter.
         zero: DeepSpeed's engine; None if nothing is trained.
         update_compute_weights: called after a load, to update the weights that the module computes with.
-        whole_step: keeps the state of an optimizer that steps whole parameters; None if DeepSpeed steps the optimizer.
     """
 
     def __init__(
@@ -108,13 +99,11 @@ class State:
         unrounded: Mapping[int, StoredParameter],
         zero: Zero | None,
         update_compute_weights: Callable[[], None],
-        whole_step: OptimizerState | None = None,
     ) -> None:
         self._module = module
         self._unrounded = unrounded
         self._zero = zero
         self._update_compute_weights = update_compute_weights
-        self._whole_step = whole_step
         self._fragments = {} if zero is None else {id(fragment.parameter): fragment for fragment in zero.fragments()}
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
 
@@ -228,8 +217,6 @@ class State:
 
     def optimizer(self) -> dict[str, Any]:
         """Return state and parameter groups by parameter names. Parameters without state yet are left out."""
-        if self._whole_step is not None:
-            return self._whole_step.state()
         optimizer = self._active_zero.base_optimizer
         state: dict[str, Any] = {}
         for number, fragments in self._fragments_by_flat_tensor():
@@ -276,9 +263,6 @@ class State:
         Raises:
             CheckpointError: the state has other parameters or groups, or differs between parameters of one flat tensor.
         """
-        if self._whole_step is not None:
-            self._whole_step.load(saved)
-            return
         zero, optimizer, groups = self._active_zero, self._active_zero.base_optimizer, self._groups()
         check_optimizer_fits(optimizer, groups, saved)
         for group, settings in zip(optimizer.param_groups, saved["param_groups"], strict=True):

@@ -15,7 +15,6 @@ from drivetrain.strategies import cut
 from drivetrain_strategies.deepspeed._empty_parameters import EmptyParameters
 from drivetrain_strategies.deepspeed._internals import Fragment, Zero
 from drivetrain_strategies.deepspeed._state import State, gather
-from drivetrain_strategies.deepspeed._whole_step import WholeStep
 
 _VERSION = attrgetter("_version")
 _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
@@ -33,14 +32,10 @@ class UserHooks:
         zero: DeepSpeed's engine.
         state: the state of the module.
         gather_limit: size in bytes up to which gradients are gathered.
-        whole_step: the optimizer's step on whole parameters, if it has one.
     """
 
-    def __init__(
-        self, module: nn.Module, zero: Zero, state: State, gather_limit: int, whole_step: WholeStep | None
-    ) -> None:
+    def __init__(self, module: nn.Module, zero: Zero, state: State, gather_limit: int) -> None:
         self._zero = zero
-        self._whole_step = whole_step
         self._state = state
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._gather_limit = gather_limit
@@ -61,7 +56,7 @@ class UserHooks:
                     self._shown_gradients() if withheld is None else self._withheld_gradients(*withheld)
                 )
             if self._zero.stage == 3:
-                contexts.enter_context(EmptyParameters(self._names, self._whole_step, gathers=False))
+                contexts.enter_context(EmptyParameters(self._names, gathers=False))
             yield
 
     def run_step(self, step: Callable[[], Any]) -> Any:
@@ -117,7 +112,14 @@ class UserHooks:
             for fragment in fragments:
                 whole = gather(zero.gradient(fragment).float(), fragment.shape, fragment.span)
                 gradients[id(fragment.parameter)] = whole.div_(scale).to(fragment.parameter.device)
-        with zero.params_in_groups(self._params), _gradient_property(fragments, *_access_to(gradients)):
+
+        def read(parameter: Any) -> Any:
+            return gradients[id(parameter)]
+
+        def write(parameter: Any, value: Any) -> None:
+            gradients[id(parameter)] = value
+
+        with zero.params_in_groups(self._params), _gradient_property(fragments, read, write):
             yield
         changed = []
         with torch.no_grad():
@@ -143,16 +145,6 @@ class UserHooks:
 
         with self._zero.params_in_groups(self._params), _gradient_property(self._fragments, refuse, refuse):
             yield
-
-
-def _access_to(gradients: dict[int, Any]) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None]]:
-    def read(parameter: Any) -> Any:
-        return gradients[id(parameter)]
-
-    def write(parameter: Any, value: Any) -> None:
-        gradients[id(parameter)] = value
-
-    return read, write
 
 
 @contextmanager

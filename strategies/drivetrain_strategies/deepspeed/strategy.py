@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -14,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.environments import Placement
-from drivetrain.errors import CheckpointError, ConfigurationError
+from drivetrain.errors import ConfigurationError
 from drivetrain.precision import Precision
 from drivetrain.strategies import (
     DEFAULT_STEP_TIMEOUT,
@@ -33,31 +32,19 @@ from drivetrain_strategies._activation_checkpointing import (
 )
 from drivetrain_strategies._device_restore import OriginalDevice
 from drivetrain_strategies._gather_limit import GATHER_LIMIT
-from drivetrain_strategies._gathered_step import announce
 from drivetrain_strategies._half_norms import half_precision_norms, with_float32_weights
 from drivetrain_strategies._materialize import RecordedBuild
-from drivetrain_strategies._module_checks import refuse_meta
+from drivetrain_strategies._module_checks import refuse_absent_classes, refuse_meta
 from drivetrain_strategies.deepspeed._checks import (
     add_param_group_error,
-    check_leaves,
     check_module,
     check_optimizers,
     check_trainable,
-    check_whole_step,
     clip_by_value_error,
     is_known,
-    needs_whole_step,
 )
 from drivetrain_strategies.deepspeed._cleanup import DeepSpeedWorld
-from drivetrain_strategies.deepspeed._config import (
-    Config,
-    StrategyArguments,
-    check_arguments,
-    offload,
-    read_config,
-    resolve,
-    stage_of,
-)
+from drivetrain_strategies.deepspeed._config import Config, combine, offload, resolve
 from drivetrain_strategies.deepspeed._engine_run import DeepSpeedRun, RunOptions
 from drivetrain_strategies.deepspeed._error_messages import (
     check_by_deepspeed,
@@ -67,9 +54,6 @@ from drivetrain_strategies.deepspeed._error_messages import (
 from drivetrain_strategies.deepspeed._library import RedirectedLogging, check_library, import_library
 from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision, check_fp16
 from drivetrain_strategies.deepspeed._required_internals import check_names
-
-NATIVE = ".deepspeed"
-"""Suffix of the folder that holds DeepSpeed's own checkpoint."""
 
 
 class DeepSpeedStrategy(DistributedStrategy):
@@ -101,9 +85,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         activation_checkpointing: classes of modules whose activations are recomputed in backward.
         activation_policy: which results are saved rather than recomputed. "full" saves none, "save_attention" saves
             those of attention, "save_matmuls" also those of matrix products, and a function decides per operator.
-        find_unused_parameters: None refuses parameters that become used or unused after the first accumulation window.
-            True allows such parameters, and makes stage 2 exchange gradients after backward. False does not check.
-        save_native: write DeepSpeed's own checkpoint next to each checkpoint, for DeepSpeed's tools.
+        find_unused_parameters: None refuses parameters that only some ranks use, or that become used or unused after
+            the first accumulation window. True allows such parameters, and makes stage 2 exchange gradients after
+            backward. False does not check.
         gather_limit: size in bytes up to which the parameters are gathered after a run. Those of a larger module are
             on the meta device then.
         meta: at stage 3, build layers of ``configure_model`` on the meta device and initialise the layers one by one.
@@ -140,7 +124,6 @@ class DeepSpeedStrategy(DistributedStrategy):
         activation_checkpointing: Sequence[type[nn.Module]] | None = None,
         activation_policy: Policy = "full",
         find_unused_parameters: bool | None = None,
-        save_native: bool = False,
         gather_limit: int = GATHER_LIMIT,
         meta: bool = True,
         process_group_backend: str | None = None,
@@ -150,6 +133,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         super().__init__(process_group_backend, timeout, step_timeout)
         check_library()
         zero = {
+            "stage": stage,
             "offload_optimizer": offload(offload_optimizer, "offload_optimizer", nvme_path),
             "offload_param": offload(offload_parameters, "offload_parameters", nvme_path),
             "sub_group_size": sub_group_size,
@@ -162,15 +146,12 @@ class DeepSpeedStrategy(DistributedStrategy):
             "overlap_comm": overlap_comm,
             "contiguous_gradients": contiguous_gradients,
         }
-        top_level = {"communication_data_type": communication_data_type}
-        self._config = read_config(config)
-        self._arguments = StrategyArguments(stage, _without_none(zero), _without_none(top_level))
-        self.stage = stage_of(self._config, self._arguments)
-        check_arguments(self.stage, self._config, self._arguments)
+        arguments = {"zero_optimization": _without_none(zero), "communication_data_type": communication_data_type}
+        self._config = combine(config, _without_none(arguments))
+        self.stage: int = self._config["zero_optimization"]["stage"]
         self.leaf_modules = tuple(leaf_modules or ())
         self.activation_checkpointing = activation_checkpointing
         self.find_unused_parameters = find_unused_parameters
-        self.save_native = save_native
         self.gather_limit = gather_limit
         self.meta = meta
         self.resolved_config: dict[str, Any] | None = None
@@ -222,10 +203,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         if self.stage < 3:
             refuse_meta(module)
         else:
-            check_leaves(module, self.leaf_modules)
-        self.resolved_config = resolve(
-            self._config, self._arguments, self.settings, self.precision.name, self.world_size
-        )
+            refuse_absent_classes(module, self.leaf_modules, "leaf_modules")
+        self.resolved_config = resolve(self._config, self.settings, self.precision.name, self.world_size)
         check_by_deepspeed(self.resolved_config)
         check_operations(self.resolved_config, trains=self.settings.stage == "fit")
 
@@ -259,14 +238,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         assert config is not None
         assert isinstance(self.precision, DeepSpeedPrecision)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        check_optimizers(optimizers, self._config, names, self.settings, self.stage)
-        if self._config.get("zero_allow_untested_optimizer"):
-            self.elementwise_optimizers = optimizers
-        for optimizer in optimizers:
-            if needs_whole_step(optimizer, self.elementwise_optimizers):
-                check_whole_step(optimizer, config, self.gather_limit)
-                if self.rank == 0:
-                    announce(optimizer)
+        declared = optimizers if self._config.get("zero_allow_untested_optimizer") else self.elementwise_optimizers
+        check_optimizers(optimizers, declared, self._config, names, self.settings, self.stage)
         self._run = DeepSpeedRun(
             self._deepspeed,
             module,
@@ -279,7 +252,6 @@ class DeepSpeedStrategy(DistributedStrategy):
                 self.gather_limit,
                 self.leaf_modules,
                 self.find_unused_parameters,
-                self.elementwise_optimizers,
             ),
         )
         self._run.start(optimizers, self._recorded_build.take())
@@ -321,39 +293,19 @@ class DeepSpeedStrategy(DistributedStrategy):
         return self._active_run.zero.norm()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        run = self._active_run
-        if run.whole_step is None:
-            if closure is not None:
-                self._check_closure(optimizer)
-                closure()  # torch's element-wise optimizers evaluate it once, before anything else
-            max_norm, self._max_norm = self._max_norm, None
-            return run.step(max_norm)
         if closure is not None:
             self._check_closure(optimizer)
-        # The engine's step reduces and clips the gradients. In manual optimization, a closure may compute the first.
-        if (closure is None or run.has_gradients) and not self._step_engine():
-            return False
-        optimizer.step(closure and partial(self._evaluate, closure, run))
-        return True
-
-    def _step_engine(self) -> bool:
+            closure()  # torch's element-wise optimizers evaluate it once, before anything else
         max_norm, self._max_norm = self._max_norm, None
         return self._active_run.step(max_norm)
 
-    def _evaluate(self, closure: Callable[[], Any], run: DeepSpeedRun) -> Any:
-        loss = closure()
-        if run.has_gradients and not self._step_engine():
-            assert run.whole_step is not None
-            run.whole_step.mark_overflow()
-        return loss
-
     def _check_closure(self, optimizer: Optimizer) -> None:
         kind = type(optimizer).__name__
-        if self._active_run.whole_step is None and not is_known(optimizer):
+        if not is_known(optimizer):
             raise ConfigurationError(
-                f"{kind} was declared element-wise and steps with a closure under DeepSpeed.",
-                "DeepSpeed's engine steps such an optimizer, and cannot evaluate a closure within the step.",
-                "leave out 'elementwise' and zero_allow_untested_optimizer, or use strategy='fsdp' or 'ddp'.",
+                f"{kind} steps with a closure under DeepSpeed.",
+                "DeepSpeed's engine steps the optimizer, and cannot evaluate a closure within the step.",
+                "use strategy='fsdp' or 'ddp'.",
             )
         if self.precision.name == "16-mixed":
             raise ConfigurationError(
@@ -382,7 +334,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             )
         return self._run
 
-    # Whole parameters, and DeepSpeed's own checkpoints
+    # Whole parameters
 
     @contextmanager
     def gathered(
@@ -404,27 +356,6 @@ class DeepSpeedStrategy(DistributedStrategy):
         wanted = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
         with run.gathered(wanted, write):
             yield
-
-    def save_additional_files(self, path: str) -> None:
-        if self.save_native and "://" not in path:
-            self._active_run.write_native(f"{path}{NATIVE}")
-
-    def load_native(self, path: str) -> None:
-        """Load a checkpoint that DeepSpeed wrote at the same stage and number of ranks. Collective.
-
-        Call this method within a run, for example in ``on_fit_start``. DeepSpeed unpickles the files, so load only
-        checkpoints that you trust as much as your own code.
-
-        Raises:
-            CheckpointError: ``path`` holds no checkpoint of DeepSpeed's.
-        """
-        if not os.path.isdir(path) or not self._active_run.read_native(path):
-            raise CheckpointError(
-                f"{path!r} holds no checkpoint of DeepSpeed's.",
-                "DeepSpeed would silently start from scratch.",
-                "pass the folder that DeepSpeed wrote. With save_native=True, this is the checkpoint's path followed "
-                f"by {NATIVE!r}.",
-            )
 
     # Weights and optimizer state of a checkpoint
 

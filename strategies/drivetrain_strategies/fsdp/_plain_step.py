@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor, Muon, Optimizer
 
-from drivetrain_strategies._gathered_step import GatheredStep, map_state
+from drivetrain_strategies._gathered_step import map_state
 from drivetrain_strategies.fsdp._state import in_layout_of
 
 _PER_PARAMETER = frozenset({Adafactor, Muon})
@@ -26,25 +27,35 @@ class _PlainParameter(torch.Tensor):
     __torch_function__ = nn.Parameter.__torch_function__
 
 
-class PlainStep(GatheredStep):
-    """Replaces an optimizer's step by one during which its sharded parameters are plain tensors.
+class PlainStep:
+    """Replaces an optimizer's step, until `undo`, by one during which its sharded parameters are plain tensors.
 
     Each parameter stays the same object, so that whatever the optimizer keeps by parameter, or keeps of its parameters,
     stays valid. Gradients and state are plain tensors too. Between steps, state of the parameter's shape is sharded,
-    and other state is the same on every rank.
+    and other state is the same on every rank. A closure is evaluated as outside of the step: with the shards, which
+    hold the values that the optimizer has written.
 
     Args:
-        optimizer: the optimizer.
+        optimizer: the optimizer whose step is replaced.
         whole: whether the tensors are whole. Otherwise they are this rank's shards, which suffice for an optimizer that
             is element-wise and cannot handle DTensors, or DTensors of several meshes.
     """
 
     def __init__(self, optimizer: Optimizer, whole: bool) -> None:
-        super().__init__(optimizer)
+        self.optimizer: Any = optimizer
+        self._instance_step = optimizer.__dict__.get("step")
+        self._original_step: Callable[..., Any] = optimizer.step
+        self.optimizer.__dict__["step"] = self.step
         self._whole = whole
         self._steps_each = whole and type(optimizer) in _PER_PARAMETER
         self._entered: list[_StandIn] = []
         self._kept_gradients: dict[int, tuple[Any, Any]] = {}
+
+    def undo(self) -> None:
+        """Restore the optimizer's original ``step``."""
+        del self.optimizer.__dict__["step"]
+        if self._instance_step is not None:
+            self.optimizer.__dict__["step"] = self._instance_step
 
     @property
     def gathers_all(self) -> bool:
@@ -57,14 +68,28 @@ class PlainStep(GatheredStep):
         return 0 if not self._whole else max(sizes) if self._steps_each else sum(sizes)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the optimizer on plain tensors; return what its step returns. Collective."""
         if not self._steps_each:
-            return super().step(closure)
+            return self._step_all(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with _hooks_around(self.optimizer):
             self._step_each()
+        return loss
+
+    def _step_all(self, closure: Callable[[], Any] | None = None) -> Any:
+        self._enter()
+        try:
+            return self._original_step() if closure is None else self._original_step(partial(self._evaluate, closure))
+        finally:
+            self._leave()
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        self._leave()
+        loss = closure()
+        self._enter()
         return loss
 
     def _step_each(self) -> None:
@@ -74,12 +99,13 @@ class PlainStep(GatheredStep):
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         optimizer.param_groups = [{**group, "params": [parameter]}]
-                        super().step()
+                        self._step_all()
         finally:
             optimizer.param_groups = groups
 
     @torch.no_grad()
-    def enter(self) -> None:
+    def _enter(self) -> None:
+        """Make the optimizer's parameters, gradients and state plain. Collective."""
         state = self.optimizer.state
         entered = [
             _StandIn(shard, self._whole, self._kept_gradients) for shard in _sharded(self.optimizer.param_groups)
@@ -91,7 +117,8 @@ class PlainStep(GatheredStep):
             stand_in.swap()
 
     @torch.no_grad()
-    def leave(self) -> None:
+    def _leave(self) -> None:
+        """Undo `_enter`, if it was not undone yet, and write the values into the shards."""
         entered, self._entered = self._entered, []
         self._kept_gradients = {}
         for stand_in in entered:

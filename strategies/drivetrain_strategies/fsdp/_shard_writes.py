@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from drivetrain.errors import ConfigurationError
+from drivetrain_strategies._callers import tensors_in
 from drivetrain_strategies.fsdp._state import in_layout_of
 
 SET_DATA = cast(Any, torch.Tensor.data).__set__
@@ -124,15 +125,6 @@ def is_in_place(func: Any) -> bool:
     if name in _NOT_WRITING:
         return False
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-
-
-def tensors_in(values: Any) -> Iterator[Any]:
-    """Yield the tensors among arguments of a function of torch, and those in lists of tensors."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from (one for one in value if isinstance(one, torch.Tensor))
 
 
 def _whole(value: Any) -> Any:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from drivetrain.errors import ConfigurationError
-from drivetrain_strategies._callers import is_called_by_library
+from drivetrain_strategies._callers import is_called_by_library, tensors_in
 from drivetrain_strategies._manual_updates import GATHERED_UPDATE_REASON_AND_FIX, manual_update_error
 from drivetrain_strategies._module_checks import refuse_gradients_through
 from drivetrain_strategies.fsdp._internals import Sharded
@@ -23,7 +23,6 @@ from drivetrain_strategies.fsdp._shard_writes import (
     SET_GRADIENT,
     ShardWrites,
     is_in_place,
-    tensors_in,
 )
 from drivetrain_strategies.fsdp._state import in_layout_of
 

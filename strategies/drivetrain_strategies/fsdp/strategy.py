@@ -366,7 +366,7 @@ class FSDPStrategy(DistributedStrategy):
             self._plain_steps.append(step)
             if step.gathers_all and self.rank == 0:
                 announce(optimizer)
-        check_fits(optimizer, step.nbytes(), self.gather_limit, "FSDPStrategy")
+        check_fits(optimizer, step.nbytes(), self.gather_limit)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         if self.module is None:
