@@ -55,7 +55,7 @@ class Stream(torch.Stream):
 
     def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Any:
         """Create a stream, or wrap the existing stream with ``stream_id``, ``device_index`` and ``device_type``."""
-        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.init()
         if "stream_id" in kwargs:
             return super().__new__(cls, **kwargs)
         index = torch.cuda._utils._get_device_index(device, optional=True)
@@ -173,11 +173,11 @@ def emulated_names(extension: ModuleType, devices: int, properties: DeviceProper
     # The following functions initialise CUDA, as in torch, where the first call that names a device or requests the
     # current device does so.
     def get_device() -> int:
-        cuda.init()  # type: ignore[no-untyped-call]
+        cuda.init()
         return int(extension.current_device())
 
     def set_device(index: int) -> None:
-        cuda.init()  # type: ignore[no-untyped-call]
+        cuda.init()
         extension.set_device(index)
 
     def exchange(index: int) -> int:
@@ -198,7 +198,7 @@ def emulated_names(extension: ModuleType, devices: int, properties: DeviceProper
         extension.set_stream(device_index, stream_id)
 
     def get_device_properties(device: Any = None) -> DeviceProperties:
-        cuda.init()  # type: ignore[no-untyped-call]
+        cuda.init()
         index = index_of(device)
         if not 0 <= index < devices:
             raise AssertionError("Invalid device id")
@@ -218,7 +218,7 @@ def emulated_names(extension: ModuleType, devices: int, properties: DeviceProper
         }
 
     def mem_get_info(device: Any = None) -> tuple[int, int]:
-        cuda.init()  # type: ignore[no-untyped-call]
+        cuda.init()
         return properties.total_memory - extension.memory_of(index_of(device))["current"], properties.total_memory
 
     storage_class: Any = torch.UntypedStorage
