@@ -171,6 +171,20 @@ def test_what_is_missing_is_computed_under_any_strategy(
     assert {number for part in given for number in part} == set(range(4 * ranks, 23))
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_changed_part_of_one_rank_is_predicted_again(tmp_path: Path, strategy: str) -> None:  # L-03
+    path = str(tmp_path / "out")
+    on_ranks(_begin, 2, path, strategy, 3, process_group=None)
+    part = tmp_path / "out" / "part-0-00001-00000001.safetensors"
+    content = part.read_bytes()
+    part.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+    first, second = on_ranks(_go_on, 2, path, strategy, process_group=None)
+    # Under FSDP, the other rank joins the forward of the batch.
+    assert [number for number in first if number < 12] == ([4, 5] if strategy == "fsdp" else [])
+    assert [number for number in second if number < 12] == [6, 7]
+    assert [int(one["number"]) for one in read_predictions(path)] == list(range(23))
+
+
 def test_another_number_of_ranks_does_not_resume(tmp_path: Path) -> None:  # L-03
     path = str(tmp_path / "out")
     on_ranks(_begin, 2, path, "ddp", 2, process_group=None)
