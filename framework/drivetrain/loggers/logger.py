@@ -140,7 +140,8 @@ class Logger(ABC):
         """Remove what was logged after optimizer step ``step``, because the run resumes from a checkpoint of that step.
 
         This method is called when a run resumes in the folder of an earlier run, possibly in another process. It is
-        called before anything is logged, including hyper-parameters. Afterwards, each step should be shown only once.
+        called before anything is logged, including hyper-parameters. Afterwards, each step should be shown only once,
+        unless the logger writes to a service that cannot remove rows.
 
         Args:
             step: the checkpoint's step. 0 keeps only what was logged before the first step, and -1 keeps nothing.
