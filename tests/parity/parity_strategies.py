@@ -65,6 +65,7 @@ BY_ZERO = {
     "several optimizers": "2 optimizers (Muon, AdamW) under DeepSpeed",
     "two optimizers, clipped": "2 optimizers (AdamW, SGD) under DeepSpeed",
     "GAN": "2 optimizers (AdamW, AdamW) that take turns (manual optimization) under DeepSpeed",
+    "LBFGS": "LBFGS under DeepSpeed may not be element-wise",
 }
 PRECISIONS_BY_ZERO = {
     "64-true": "DeepSpeed's optimizers keep float32 master weights",
