@@ -665,7 +665,7 @@ def test_a_prediction_does_not_continue_that_of_the_other_weights(tmp_path: Path
 
     with pytest.raises(RuntimeError, match="killed"):
         write(None, fails_at=1)
-    with pytest.raises(CheckpointError, match="have other weights"):
+    with pytest.raises(CheckpointError, match="differ in weights"):
         write(False)
     write(True)
 
