@@ -71,20 +71,34 @@ def refuse_meta(module: nn.Module) -> None:
         )
 
 
-def refuse_absent_classes(module: nn.Module, classes: Sequence[type[nn.Module]], argument: str) -> None:
+def refuse_absent_classes(
+    module: nn.Module,
+    classes: Sequence[type[nn.Module]],
+    argument: str,
+    includes_module: bool = True,
+    fix: str = "name one of these classes.",
+) -> None:
     """Refuse an argument that names classes of modules which do not occur in the module.
+
+    Args:
+        module: the module that is searched.
+        classes: the classes that the argument names.
+        argument: name of the argument.
+        includes_module: whether ``module`` itself may be meant, besides the modules in it.
+        fix: the fix in the error.
 
     Raises:
         ConfigurationError: names the argument and the class, and lists the classes in ``module``.
     """
-    class_names = {type(child).__name__ for child in module.modules() if child is not module}
+    children = [child for child in module.modules() if child is not module]
+    class_names = {type(child).__name__ for child in children}
     for wanted in classes:
-        if not any(isinstance(child, wanted) for child in module.modules()):
+        if not any(isinstance(child, wanted) for child in ([module, *children] if includes_module else children)):
             raise ConfigurationError(
                 f"{argument}: no module of class {wanted.__name__} is in {type(module).__name__}."
                 f"{nearest(wanted.__name__, class_names)}",
                 f"the module has only these classes: {', '.join(sorted(class_names))}.",
-                "name one of these classes.",
+                fix,
             )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
 
 from drivetrain.errors import ConfigurationError
 from drivetrain_strategies._manual_updates import PARTITIONED, ROUNDED, manual_update_error
+
+_VERSION = attrgetter("_version")
 
 
 class FrozenWeights:
@@ -32,6 +35,7 @@ class FrozenWeights:
 
     def accept_current_values(self) -> None:
         """Treat the current values as unmodified, for example after a load."""
+        self._counts = tuple(map(_VERSION, self.weights.values()))
         # An update within GatheredParameters changes the partition, too, and is kept unless weights are rounded.
         self._versions = {
             name: (weight._version, None if self._rounded else weight.ds_tensor._version)
@@ -40,6 +44,8 @@ class FrozenWeights:
 
     def lost_update(self) -> ConfigurationError | None:
         """Return the error for updates since the last call that would be lost. None if there are no such updates."""
+        if tuple(map(_VERSION, self.weights.values())) == self._counts:
+            return None  # in most steps, after one comparison
         before = self._versions
         self.accept_current_values()
         names = [

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from drivetrain.errors import ConfigurationError, nearest
+from drivetrain_strategies._module_checks import refuse_absent_classes
 
 Wrap = None | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]
 """How units are chosen.
@@ -185,19 +186,13 @@ def _choose_units(module: nn.Module, wrap: Wrap) -> tuple[dict[str, nn.Module], 
                 )
         return chosen, "chosen by wrap"
     classes: tuple[type[nn.Module], ...] = tuple(wrap)
-    class_names = {type(child).__name__ for child in named.values()}
     for wanted in classes:
         if not issubclass(wanted, nn.Module):
             raise ConfigurationError(
                 f"wrap={wanted!r}.", "wrap must list module classes.", "use wrap=[Block], a callable, or None."
             )
-        if not any(isinstance(child, wanted) for child in named.values()):
-            raise ConfigurationError(
-                f"wrap: no module of class {wanted.__name__} is in {type(module).__name__}."
-                f"{nearest(wanted.__name__, class_names)}",
-                f"the module has only these classes: {', '.join(sorted(class_names))}.",
-                "name one of these, or leave wrap out to use the repeated blocks.",
-            )
+    fix = "name one of these, or leave wrap out to use the repeated blocks."
+    refuse_absent_classes(module, classes, "wrap", includes_module=False, fix=fix)
     return {name: child for name, child in named.items() if isinstance(child, classes)}, "classes in wrap"
 
 
