@@ -37,6 +37,17 @@ EXAMPLES = (
         Program(data=Data(samples=4, batch=4), adds=True, logs=(Log(on_step=False, on_epoch=True),)),
     ),
     Example(
+        "a value of the ranks that have data, logged in the hook that ends the epoch",
+        "I-01: it was not reduced over the ranks, so rank 0 without data logged an earlier one",
+        Program(
+            strategy="ddp",
+            ranks=3,
+            data=Data(kind="sharded", samples=12, batch=1, workers=2, rising=True),
+            logs=(Log("on_train_batch_start", "number", sync_dist=True),),
+            stop=Stop(how="skip", at=2),
+        ),
+    ),
+    Example(
         "a number that float32 cannot hold",
         "I-01: a sum of 50331657 was logged as 50331656",
         Program(data=Data(samples=6), logs=(Log(what="large", on_step=False, on_epoch=True, reduce_fx="sum"),)),

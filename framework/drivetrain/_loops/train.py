@@ -457,6 +457,7 @@ class TrainLoop:
         self._step.drop_window()
         self._progress.within_window = False
         self._metrics.batch = None
+        self._flushed_at = -1  # the hook that ended the epoch may have logged values, which no step reduces
         if joining is not None:
             joining.end()
         return EpochEnd.DATA
