@@ -218,7 +218,9 @@ class Loop:
                     break
             else:
                 break
-        self.end_epoch(cut)
+        # Nothing is read ahead from a stateful loader, since it would save another position: its length is believed.
+        believed = program.data.kind == "stateful" and said(program.data, self.world) == self.batch_idx
+        self.end_epoch(cut and not believed)
 
     def micros(self, left: list[int]) -> list[Micro]:
         data = self.program.data
