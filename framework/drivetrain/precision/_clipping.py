@@ -26,9 +26,9 @@ def clip_gradients(
     """Clip the gradients of all ``optimizers`` together, in place.
 
     The results are those of `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` on whole gradients, bit for bit if
-    all gradients are plain. Unlike torch's functions, this function also supports plain and sharded gradients together,
-    two device meshes, and sparse gradients. It waits for the device only to coalesce sparse gradients on an accelerator
-    and to move the norms of gradients on several devices to one device.
+    all gradients are plain and one optimizer has them. Unlike torch's functions, this function also supports plain and
+    sharded gradients together, two device meshes, and sparse gradients. It waits for the device only to coalesce sparse
+    gradients on an accelerator and to move the norms of gradients on several devices to one device.
 
     Args:
         optimizers: the optimizers whose gradients are clipped. The norm is over the gradients of all optimizers.
@@ -51,9 +51,11 @@ def clip_gradients(
     order = 2.0 if algorithm == "norm" else math.inf
     plain, sharded = group_by_mesh(optimizers)
     buckets = _buckets(plain)
-    norms: list[Tensor] = []
-    for bucket in buckets:
-        norms.extend(torch._foreach_norm(bucket, order))
+    if len(buckets) == 1:
+        norms = list(torch._foreach_norm(buckets[0], order))
+    else:
+        # The order in which norms of several dtypes are added decides the last bit, and torch's order is undocumented.
+        norms = [get_total_norm([gradient for bucket in buckets for gradient in bucket], order)] if buckets else []
     for mesh, parameters in sharded.items():
         norms.append(_norm_over_shards(parameters) if algorithm == "norm" else _largest_over_shards(parameters, mesh))
     if not norms:
