@@ -1,10 +1,10 @@
-"""Adds a note to out-of-memory errors that says what uses the memory, and which settings would use less."""
+"""Adds a note to out-of-memory errors that says what the weights take, and which settings would use less."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
@@ -19,19 +19,6 @@ if TYPE_CHECKING:
 # Messages of torch's host allocator, which raises a plain RuntimeError. Device allocators have an error class.
 _HOST_MESSAGES = re.compile(r"can't allocate memory|not enough memory|Cannot allocate memory")
 _ERROR_TYPES = ("OutOfMemoryError", "MemoryError")
-_MAX_LISTED_TENSORS = 5
-
-
-class _Tensor(NamedTuple):
-    """A live tensor, with a name that the user recognises."""
-
-    kind: str
-    name: str
-    tensor: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.untyped_storage().nbytes()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -53,91 +40,53 @@ def ran_out_of_memory(error: BaseException) -> bool:
 def explain_out_of_memory(
     error: BaseException, run: RunCore, optimizers: Sequence[Optimizer], batch_size: int | None
 ) -> None:
-    """Add a note to an out-of-memory error that lists the largest tensors and the settings to change first.
+    """Add a note to an out-of-memory error with the sizes of the run's state and the settings to change first.
 
     The function has to be called before the run's tensors are freed. It leaves other errors unchanged and never raises.
     """
     try:
         if is_out_of_memory(error):
-            error.add_note(_note(error, run, optimizers, batch_size))
+            error.add_note(_note(run, optimizers, batch_size))
     except Exception:
         return
 
 
-def _note(error: BaseException, run: RunCore, optimizers: Sequence[Optimizer], batch_size: int | None) -> str:
-    tensors = _distinct([*_run_tensors(run, optimizers), *_frame_tensors(error)])
-    totals: dict[str, int] = {}
-    for entry in tensors:
-        totals[entry.kind] = totals.get(entry.kind, 0) + entry.nbytes
-    strategy, progress = run.strategy, run.progress
-    position = f"rank {strategy.rank}, {strategy.device}, {run.stage}, global_step={progress.global_step}"
-    lines = [f"Out of memory on {position}. On this rank there were:"]
-    lines.append("  " + ", ".join(f"{kind} {_size(nbytes)}" for kind, nbytes in totals.items()))
+def _note(run: RunCore, optimizers: Sequence[Optimizer], batch_size: int | None) -> str:
+    strategy, sizes = run.strategy, _state_sizes(run, optimizers)
+    position = f"rank {strategy.rank}, {strategy.device}, {run.stage}, global_step={run.progress.global_step}"
+    lines = [
+        f"Out of memory on {position}. On this rank there were:",
+        "  " + ", ".join(f"{kind} {_size(nbytes)}" for kind, nbytes in sizes.items() if nbytes),
+    ]
+    state_first = False
     if strategy.device.type == "cuda":
         allocated, reserved = torch.cuda.memory_allocated(strategy.device), torch.cuda.memory_reserved(strategy.device)
         lines.append(f"  on the device {_size(allocated)} in tensors, {_size(reserved)} reserved")
-    lines.append("The largest tensors:")
-    for entry in sorted(tensors, key=lambda entry: -entry.nbytes)[:_MAX_LISTED_TENSORS]:
-        dtype, shape = str(entry.tensor.dtype).removeprefix("torch."), tuple(entry.tensor.shape)
-        lines.append(f"  {_size(entry.nbytes)}  {entry.kind}: {entry.name}, {dtype} of shape {shape}")
+        state_first = sum(sizes.values()) > allocated / 2
     lines += [
         f"{'  then' if index else 'Change first'}: {change}"
-        for index, change in enumerate(_advice(run, batch_size, totals))
+        for index, change in enumerate(_advice(run, batch_size, state_first))
     ]
     return "\n".join(lines)
 
 
-# Collecting the live tensors
+def _state_sizes(run: RunCore, optimizers: Sequence[Optimizer]) -> dict[str, int]:
+    """Return the bytes of this rank's parameters, gradients and optimizer state."""
+    parameters = list(run.module.parameters())
+    states = [state for optimizer in optimizers for state in getattr(optimizer, "state", {}).values()]
+    tensors = {
+        "parameters": parameters,
+        "gradients": [parameter.grad for parameter in parameters],
+        "optimizer state": [value for state in states if isinstance(state, dict) for value in state.values()],
+    }
+    return {kind: sum(_local_bytes(tensor) for tensor in of_kind) for kind, of_kind in tensors.items()}
 
 
-def _run_tensors(run: RunCore, optimizers: Sequence[Optimizer]) -> Iterator[_Tensor]:
-    names = {}
-    for name, parameter in run.module.named_parameters():
-        names[id(parameter)] = name
-        yield _Tensor("parameters", name, _local(parameter))
-        if parameter.grad is not None:
-            yield _Tensor("gradients", name, _local(parameter.grad))
-    for name, buffer in run.module.named_buffers():
-        yield _Tensor("buffers", name, _local(buffer))
-    for optimizer in optimizers:
-        for parameter, state in getattr(optimizer, "state", {}).items():
-            for key, value in state.items() if isinstance(state, dict) else ():
-                if isinstance(value, torch.Tensor):
-                    name = f"{key} of {names.get(id(parameter), 'a parameter')}"
-                    yield _Tensor("optimizer state", name, _local(value))
-
-
-def _frame_tensors(error: BaseException) -> Iterator[_Tensor]:
-    """Yield the tensors in local variables of the frames in the traceback: inputs, activations, losses."""
-    trace = error.__traceback__
-    while trace is not None:
-        frame, trace = trace.tb_frame, trace.tb_next
-        for name, value in frame.f_locals.items():
-            for tensor in _tensors_in(value):
-                yield _Tensor("activations and batches", f"{name} in {frame.f_code.co_qualname}", _local(tensor))
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        yield from (item for item in value if isinstance(item, torch.Tensor))
-    elif type(value) is dict:
-        yield from (item for item in value.values() if isinstance(item, torch.Tensor))
-
-
-def _distinct(tensors: list[_Tensor]) -> list[_Tensor]:
-    """Return one tensor per storage, the first in the list, without empty tensors."""
-    by_storage: dict[int, _Tensor] = {}
-    for entry in tensors:
-        if entry.tensor.device.type != "meta":
-            by_storage.setdefault(entry.tensor.untyped_storage().data_ptr(), entry)
-    return [entry for entry in by_storage.values() if entry.nbytes]
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.detach()
+def _local_bytes(value: object) -> int:
+    if not isinstance(value, torch.Tensor) or value.is_meta:
+        return 0
+    local: torch.Tensor = value.to_local() if hasattr(value, "to_local") else value
+    return local.untyped_storage().nbytes()
 
 
 def _size(nbytes: int) -> str:
@@ -147,15 +96,9 @@ def _size(nbytes: int) -> str:
 # Advice
 
 
-def _advice(run: RunCore, batch_size: int | None, totals: dict[str, int]) -> list[str]:
-    """Return the settings to change, the most effective first.
-
-    Settings that reduce parameters, gradients and optimizer state come first if these use more than half of the memory.
-    """
-    state = sum(totals.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
-    strategy = run.strategy
-    used = torch.cuda.memory_allocated(strategy.device) if strategy.device.type == "cuda" else sum(totals.values())
-    fitting = run.stage == "fit"
+def _advice(run: RunCore, batch_size: int | None, state_first: bool) -> list[str]:
+    """Return the settings to change. With ``state_first``, those that reduce the run's state come first."""
+    strategy, fitting = run.strategy, run.stage == "fit"
     from_strategy = strategy.memory_advice(run.module) if fitting else ()
     from_precision = strategy.precision.memory_advice()
     for_activations = (
@@ -164,7 +107,7 @@ def _advice(run: RunCore, batch_size: int | None, totals: dict[str, int]) -> lis
         + _texts_about("activations", from_strategy)
     )
     for_state = _texts_about("state", from_strategy) + (_texts_about("state", from_precision) if fitting else [])
-    return for_state + for_activations if state > used / 2 and for_state else for_activations + for_state
+    return for_state + for_activations if state_first else for_activations + for_state
 
 
 def _texts_about(use: str, advice: Iterable[MemoryAdvice]) -> list[str]:

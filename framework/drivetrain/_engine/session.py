@@ -28,7 +28,6 @@ from drivetrain._engine.evaluation_setup import (
     run_sanity_check,
 )
 from drivetrain._engine.failure_propagation import error_to_report, publish_failure, resolve_cause
-from drivetrain._engine.fused_optimizers import suggest_fused_optimizers
 from drivetrain._engine.handshake import module_facts, setting_facts
 from drivetrain._engine.optimizer_setup import set_up_optimizers
 from drivetrain._engine.out_of_memory import explain_out_of_memory
@@ -293,9 +292,6 @@ class Session:
         checkpoints.load()
         if not core.request.trial:
             log_once(core.strategy.precision.describe())
-            advice = suggest_fused_optimizers(optimization.optimizers)
-            if advice is not None:
-                log_once(advice)
         return training, monitors
 
     def _train(self, prepared: PreparedRun, loop: TrainLoop, monitors: MonitorCheck) -> None:

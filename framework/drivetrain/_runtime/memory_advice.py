@@ -10,7 +10,7 @@ class MemoryAdvice(NamedTuple):
 
     Attributes:
         reduces: the kind of memory that the change reduces. "state" stands for parameters, gradients and optimizer
-            state, "activations" for activations and batches. Advice on the larger kind is shown first.
+            state, "activations" for activations and batches. On CUDA, advice on the larger kind is shown first.
         text: what to change and, after a colon, the effect: ``"strategy='fsdp': each rank holds its part"``.
     """
 

@@ -15,6 +15,7 @@ from engine_case import Regression, Tiny, fit, loader, regression
 
 from captured_warnings import captured_warnings
 from drivetrain import Callback, CheckpointError, ConfigurationError, Fit, RunContext, TrainModule
+from drivetrain._runtime import console_logging
 from drivetrain.callbacks import Checkpoint, EarlyStopping, Timer
 from drivetrain.loggers import CSVLogger
 
@@ -103,6 +104,15 @@ def test_a_withdrawn_stop_is_not_a_reason(tmp_path: Path) -> None:  # I-17
     assert "whim" not in ending(fit(tmp_path, callbacks=Hesitant()), Tiny(), loader())
 
 
+def test_a_process_logs_each_precision_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # L-09
+    monkeypatch.setattr(console_logging, "_LOGGED", set())
+    with captured_warnings(logging.INFO) as lines:
+        for precision in ("32-true", "32-true", "bf16-mixed"):
+            fit(tmp_path, precision=precision).fit(Tiny(), loader())
+    told = [line.partition(":")[0] for line in lines if line.startswith("Precision")]
+    assert told == ["Precision 32-true", "Precision bf16-mixed"]
+
+
 # Monitors
 
 
@@ -154,24 +164,6 @@ class Late(Logs):
         self.log("at_" + "the_end", 1.0)
 
 
-class Sometimes(Logs):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 2:
-            self.log("seldom", 1.0, on_epoch=True)
-        return super().training_step(batch, batch_idx)
-
-
-def log_seldom(module: TrainModule) -> None:
-    module.log("now_and_then", 1.0, on_epoch=True)
-
-
-class ByFunction(Logs):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 2:
-            log_seldom(self)
-        return super().training_step(batch, batch_idx)
-
-
 class Muted(Logs):
     mute = True
 
@@ -198,8 +190,6 @@ class Staged(Tiny):
         (Logs(), "val_loss"),
         (Logs(), "loss_epoch"),
         (Late(), "at_the_end"),
-        (Sometimes(), "seldom"),
-        (ByFunction(), "now_and_then"),
         (Muted(), "val_loss"),
         (Staged(), "val_loss"),
     ],

@@ -1,10 +1,12 @@
-"""The note on out-of-memory errors: the largest tensors by name, and the settings to change."""
+"""The note on out-of-memory errors: the sizes of the run's state, and the settings to change."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from engine_case import Regression, fit, regression
 
 from drivetrain import Precision, Strategy
+from drivetrain._engine.out_of_memory import _advice
 from drivetrain.precision import HalfPrecision, MixedPrecision
 from drivetrain.strategies import MemoryAdvice
 from drivetrain_strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
@@ -43,37 +46,22 @@ def _note(path: Path, width: int, **options: Any) -> list[str]:
     return note.splitlines()
 
 
-def test_the_error_names_the_largest_tensors_and_settings_to_change(tmp_path: Path) -> None:
+def test_the_error_names_sizes_and_settings_to_change(tmp_path: Path) -> None:
     lines = _note(tmp_path, 1000)
     assert lines[0].startswith("Out of memory on rank 0, cpu, fit, global_step=2.")
-    largest = lines[lines.index("The largest tensors:") + 1]
-    assert largest.split("  ")[-1].startswith("activations and batches: activation in Hungry.training_step, float32 of")
-    assert "39.06 KiB" in largest
+    assert re.fullmatch(r"  parameters 3\.9\d+ KiB, optimizer state 7\.8\d+ KiB", lines[1])
     assert lines[-4] == "Change first: batch_size=2 instead of 4 with accumulate_grad_batches=2: the same steps"
     assert "precision='bf16-mixed'" in lines[-3]
     assert "activation checkpointing" in lines[-2]
     assert "strategy='fsdp' on several devices" in lines[-1]
 
 
-def test_sharding_is_suggested_first_if_the_state_is_large(tmp_path: Path) -> None:
-    class Wide(Hungry):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if batch_idx == 2:
-                torch.empty(2**50)
-            return self.loss(batch) + self.wide.weight.square().sum()
-
-    with pytest.raises(RuntimeError) as caught:
-        fit(tmp_path, precision="bf16-mixed").fit(Wide(100_000), regression())
-    lines = caught.value.__notes__[0].splitlines()
-    names = [line.split("  ")[-1].split(",")[0] for line in lines[lines.index("The largest tensors:") + 1 :]][:3]
-    assert set(names) == {
-        "parameters: wide.weight",
-        "optimizer state: exp_avg of wide.weight",
-        "optimizer state: exp_avg_sq of wide.weight",
-    }
-    first = next(line for line in lines if line.startswith("Change first:"))
-    assert first.startswith("Change first: strategy='fsdp'")
-    assert not any("precision='bf16-mixed'" in line for line in lines)
+def test_sharding_is_suggested_first_if_the_state_is_large() -> None:
+    trainer = SimpleNamespace(accumulate_grad_batches=1)
+    run: Any = SimpleNamespace(stage="fit", strategy=SingleDeviceStrategy(), module=Regression(), trainer=trainer)
+    run.strategy.precision = MixedPrecision("bf16-mixed", "cpu")
+    assert _advice(run, 4, state_first=True)[0].startswith("strategy='fsdp'")
+    assert _advice(run, 4, state_first=False)[0].startswith("batch_size=2")
 
 
 def test_other_errors_are_unchanged(tmp_path: Path) -> None:
@@ -113,11 +101,11 @@ class Silent(SingleDeviceStrategy):
         return []
 
 
-def test_the_largest_tensors_are_named_without_advice(tmp_path: Path) -> None:
+def test_sizes_are_named_without_advice(tmp_path: Path) -> None:
     data = torch.utils.data.DataLoader(regression().dataset, batch_size=1)
     with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
         fit(tmp_path, strategy=Silent(), precision="bf16-true").fit(Hungry(1000), data)
-    assert "The largest tensors:" in caught.value.__notes__[0]
+    assert "On this rank there were:" in caught.value.__notes__[0]
     assert "Change first" not in caught.value.__notes__[0]
 
 
