@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import tempfile
 import time
 import warnings
 from types import TracebackType
@@ -18,9 +17,6 @@ _LOGGER = logging.getLogger("drivetrain")
 
 MAX_LOG_BYTES = 8 * 2**20
 """The size at which a log is rotated. One rotated file is kept."""
-
-_MAX_RECORD_LENGTH = 2**20
-"""The number of characters above which the middle of a record is omitted."""
 
 
 class RankLog:
@@ -76,7 +72,7 @@ class RankLog:
                 return
             os.makedirs(folder, exist_ok=True)
             path = os.path.join(folder, f"rank-{self._rank}.log")
-            record = f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {self._rank}: {_shortened(text.rstrip())}\n".encode(
+            record = f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {self._rank}: {text.rstrip()}\n".encode(
                 errors="backslashreplace"
             )
             with contextlib.suppress(FileNotFoundError):
@@ -87,14 +83,10 @@ class RankLog:
             self.path = path
 
     def add_failure(self, error: BaseException, traceback: str) -> None:
-        """Write this rank's traceback and all threads' stacks, and add a note with the log's path to ``error``."""
-        if not self._enabled:
-            return
-        threads = ""
-        with contextlib.suppress(OSError):  # the disk may be full
-            threads = f"Threads, innermost call first:\n{_thread_stacks()}"
-        self.add(f"The run failed.\n{traceback.rstrip()}\n{threads}")
-        self._note_path(error)
+        """Write this rank's traceback, and add a note with the log's path to ``error``."""
+        if self._enabled:
+            self.add(f"The run failed.\n{traceback}")
+            self._note_path(error)
 
     def add_cause(self, cause: BaseException) -> None:
         """Write the failure of another rank that caused this rank's failure."""
@@ -122,20 +114,3 @@ class _Handler(logging.Handler):
         if _LOGGER.handlers == [self] and not logging.getLogger().handlers and logging.lastResort is not None:
             logging.lastResort.handle(record)  # `logging` itself uses lastResort only for loggers without a handler
         self._log.add(self.format(record))
-
-
-def _shortened(text: str) -> str:
-    excess = len(text) - _MAX_RECORD_LENGTH
-    if excess <= 0:
-        return text
-    half = _MAX_RECORD_LENGTH // 2
-    return f"{text[:half]}\n... {excess:,} characters are left out here ...\n{text[-half:]}"
-
-
-def _thread_stacks() -> str:
-    import faulthandler
-
-    with tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        return file.read()

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from drivetrain import ConfigurationError
-from drivetrain._engine.process_switches import apply_switches
 from drivetrain._engine.topology import refuse_shared_devices
 from drivetrain._runtime import accelerators, process_state
 from drivetrain._runtime.generators import generator_states, restore_generators
@@ -91,22 +90,6 @@ def _index_for_deepspeed(index: int | None, before: str | None) -> tuple[str | N
 def test_deepspeed_uses_the_device_of_the_run(index: int | None, before: str | None, seen: str) -> None:  # O-03
     # By default it uses the device of LOCAL_RANK: a wrong one with devices=[1, 3], and none if each task sees one GPU.
     assert on_ranks(_index_for_deepspeed, 1, index, before) == [(seen, before)]
-
-
-@pytest.mark.parametrize("in_use", [False, True])
-def test_determinism_set_too_late_is_warned_about(
-    in_use: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_rng_state_all", list)
-    with ProcessState():
-        apply_switches(True, None, detect_anomaly=False)
-        apply_switches("warn", None, detect_anomaly=False)  # it has been set by now
-    said = "Start the process with CUBLAS_WORKSPACE_CONFIG=:4096:8" in caplog.text
-    assert said is in_use
-    assert len(caplog.records) == in_use
 
 
 def test_an_unused_accelerator_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -29,10 +28,9 @@ def test_a_log_is_in_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unwritable_log_does_not_fail_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_log_does_not_fail_the_run(tmp_path: Path) -> None:
     root = tmp_path / "root"
     log = _log(root)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     first, second = ValueError("first"), ValueError("second")
     log.add_failure(first, "the traceback")
     path = root / "logs" / "rank-1.log"
@@ -73,13 +71,3 @@ def test_a_log_is_bounded_and_keeps_the_newest_records(tmp_path: Path) -> None:
     assert newest.read_text().endswith("rank 1: a run that goes on\n")
     assert newest.stat().st_size < 200
     assert before.stat().st_size == MAX_LOG_BYTES
-
-
-def test_the_middle_of_a_long_record_is_omitted(tmp_path: Path) -> None:
-    log = _log(tmp_path)
-    log.add("begin" + "x" * 2**22 + "end \ud800")
-    (line, left_out, end) = (tmp_path / "logs" / "rank-1.log").read_text().splitlines()
-    assert "rank 1: beginxxx" in line
-    assert left_out == "... 3,145,738 characters are left out here ..."
-    assert end.endswith("xend \\ud800")
-    assert len(line) + len(end) < 2**20 + 100
