@@ -25,7 +25,7 @@ from drivetrain.errors import CheckpointError, ConfigurationError, listed
 # The code that reads and writes checkpoints is imported on use, because many runs neither read nor write any.
 if TYPE_CHECKING:
     from drivetrain._engine.background import BackgroundSaver
-    from drivetrain._engine.resume_compatibility import Difference, StartsAnew
+    from drivetrain._engine.resume_compatibility import Difference
     from drivetrain._engine.run_checkpoint import RunCheckpoint
     from drivetrain._engine.run_parts import CheckpointMemory, CheckpointParts, RunCore, RunData
     from drivetrain._loops.trainables import Trainables
@@ -250,11 +250,7 @@ class RunCheckpoints:
         self._report_saved_numbers([difference for difference in found if difference.kind not in self._allow])
 
     def _differences(self, checkpoint: Checkpoint, current: dict[str, Any]) -> list[Difference]:
-        from drivetrain._engine.resume_compatibility import (
-            find_differences,
-            immovable_optimizers,
-            unrecorded_optimizers,
-        )
+        from drivetrain._engine.resume_compatibility import find_differences, immovable_optimizers
 
         state, strategy = checkpoint.state(), self._core.strategy
         saved = state.get("made_of")
@@ -265,8 +261,6 @@ class RunCheckpoints:
                 layouts = (manifest.metadata.strategy, manifest.world_size), own
                 flattened = state.get("flattened_optimizer_state") or {}
                 found += immovable_optimizers(flattened, *layouts, strategy.shards_parameters, found)
-            if "optimizer" in self._allow and not any(difference.kind == "optimizer" for difference in found):
-                found += unrecorded_optimizers(saved, current)
         return found
 
     def _report_saved_numbers(self, kept: Sequence[Difference]) -> None:
@@ -278,14 +272,6 @@ class RunCheckpoints:
             kinds = ", ".join(f'"{kind}"' for kind in dict.fromkeys(difference.kind for difference in kept))
             logger.warning("%s To start with this run's values: fit(..., allow=(%s,)).", text, kinds)
             self._core.folder.note("kept settings", text, int(self.opened.progress["global_step"]))
-
-    def _starts_anew(self, checkpoint: Checkpoint) -> StartsAnew:
-        """Return which optimizers and schedulers differ from those of a checkpoint, and so do not load its state."""
-        from drivetrain._engine.resume_compatibility import StartsAnew
-
-        differences = self._differences(checkpoint, self._memory.components)
-        allowed = [difference for difference in differences if difference.kind in self._allow]
-        return StartsAnew.after([difference for difference in allowed if difference.kind != "data"])
 
     def load(self) -> None:
         """Load the opened checkpoint, if there is one. Collective."""
@@ -373,7 +359,9 @@ class RunCheckpoints:
 
         Raises:
             CheckpointError: the checkpoint cannot be opened. Damaged contents raise the error later, in the loop.
+            ConfigurationError: the checkpoint has other optimizers or schedulers, which ``allow`` has permitted.
         """
+        from drivetrain._engine.resume_compatibility import StartsAnew
         from drivetrain.checkpoint._format import load, run_collectively
 
         core = self._core
@@ -381,11 +369,20 @@ class RunCheckpoints:
             core.strategy.control, f"The checkpoint {path!r} cannot be opened", lambda: load(path)
         )
 
+        found = self._differences(checkpoint, self._memory.components)
+        replaced = [each for each in found if each.kind in ("optimizer", "scheduler") and each.kind in self._allow]
+        if replaced:
+            raise ConfigurationError(
+                f"The run cannot go back to {path!r}: it had {replaced[0].saved}, and this run {replaced[0].now}.",
+                "the state in the checkpoint does not belong to what started anew in this run (fit's argument allow).",
+                "save a checkpoint soon after the start of this run, to which it can go back.",
+            )
+
         def load_now() -> None:
             self.finish()
             for callback in core.callbacks:
                 callback.before_rollback(core.trainer, core.module)
-            self._run_state().load(checkpoint, self._starts_anew(checkpoint), rolling_back=True)
+            self._run_state().load(checkpoint, StartsAnew(), rolling_back=True)
             if core.strategy.rank == 0:
                 core.folder.note("went back", f"to {path}", core.progress.global_step)
             for callback in core.callbacks:
@@ -422,8 +419,7 @@ class RunCheckpoints:
         if any(callback.writes_to for callback in self._core.callbacks):
             from drivetrain._engine.save_rehearsal import SaveRehearsal
 
-            optimizers = self._collect_parts().optimization.optimizers
-            rehearsal = SaveRehearsal(self._core, optimizers, self.requests, self._run_state)
+            rehearsal = SaveRehearsal(self._core, self.requests, self._run_state)
             rehearsal.run()
             rehearsal.repeat_after_first_step()
 

@@ -198,19 +198,6 @@ def _optimizer_differences(saved: dict[str, Any], now: dict[str, Any]) -> Iterat
                 yield Difference("optimizer", each.saved, each.now, index, each.is_number)
 
 
-def unrecorded_optimizers(saved: Any, now: dict[str, Any]) -> list[Difference]:
-    """Return a difference for each optimizer whose settings a checkpoint of an earlier version does not record.
-
-    Such an optimizer is not known to differ, but it starts anew if ``allow`` contains "optimizer".
-    """
-    if not isinstance(saved, dict) or "optimizer_groups" in saved or len(saved.get("optimizers", ())) == 0:
-        return []
-    return [
-        Difference("optimizer", f"no record of the settings of {_describe([name])}", "those of this run", index)
-        for index, name in enumerate(now.get("optimizers", ()))
-    ]
-
-
 def immovable_optimizers(
     flattened: Mapping[str, Any],
     saved: tuple[str, int],

@@ -6,7 +6,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -278,7 +277,7 @@ class RunCheckpoint:
         """Restore the saved parameter groups, some of which may have been added during the saved run. Collective.
 
         The groups' settings, such as the learning rates, are loaded later by `load`. An optimizer that starts anew
-        keeps its groups, and gets those that were added during the saved run; a rollback returns to these groups.
+        keeps its groups, and gets those that were added during the saved run.
         """
         if len(checkpoint.manifest.optimizers) != len(optimizers):
             return  # `load` reports this error
@@ -289,10 +288,7 @@ class RunCheckpoint:
         configured = (checkpoint.state().get("made_of") or {}).get("optimizer_groups")
         for number, (optimizer, groups) in enumerate(zip(optimizers, saved, strict=True)):
             if anew.optimizer(number):
-                initial = self._memory.initial_groups.get(number)
-                if initial is not None:
-                    regroup_parameters(optimizer, [group["params"] for group in initial], named)
-                elif configured is not None and len(configured) == len(optimizers):
+                if configured is not None and len(configured) == len(optimizers):
                     add_later_groups(optimizer, configured[number], groups, named)
                 continue
             dropped = regroup_parameters(optimizer, [group["params"] for group in groups], named)
@@ -379,13 +375,6 @@ class RunCheckpoint:
             self._trainables.freeze_as_saved(state["frozen"], None)
             self.regroup(checkpoint, optimization.optimizers, anew)
             self._trainables.note_new_parameters()
-        initial_schedulers: dict[int, dict[str, Any]] = {}
-        if rolling_back:  # what starts anew returns to its initial state
-            initial_schedulers = self._memory.initial_schedulers
-            for index, groups in self._memory.initial_groups.items():
-                states.setdefault(index, {"state": {}, "param_groups": deepcopy(groups)})
-        else:
-            self._keep_initial_states(anew)
         self._memory.trained |= set(state.get("trained") or ())
         self._load_weights(checkpoint, weights)
         for index, optimizer_state in states.items():
@@ -394,8 +383,6 @@ class RunCheckpoint:
         for number, scheduler in schedulers.items():
             with reporting_malformed(checkpoint, "the run's state", f"schedulers/{number}"):
                 scheduler.load_state_dict(state["schedulers"][number])
-        for number in initial_schedulers.keys() - schedulers.keys():
-            optimization.schedulers[number].scheduler.load_state_dict(deepcopy(initial_schedulers[number]))
         with reporting_malformed(checkpoint, "the run's state", "precision"):
             strategy.precision.load_state_dict(state["precision"])
         core.progress.load_state_dict(checkpoint.progress)
@@ -405,20 +392,6 @@ class RunCheckpoint:
             with reporting_malformed(checkpoint, "the ranks' documents", "source"):
                 self._restore_position(state, ranks)
         self._load_into_hooks(checkpoint, state, tensors)
-
-    def _keep_initial_states(self, anew: StartsAnew) -> None:
-        """Keep the groups and scheduler states of what starts anew, to which a rollback returns."""
-        optimizers, memory = self._optimization.optimizers, self._memory
-        memory.initial_groups = {
-            index: deepcopy(self._strategy.optimizer_state(index)["param_groups"])
-            for index in range(len(optimizers))
-            if anew.optimizer(index)
-        }
-        memory.initial_schedulers = {
-            number: deepcopy(config.scheduler.state_dict())
-            for number, config in enumerate(self._optimization.schedulers)
-            if anew.scheduler(config.scheduler, optimizers)
-        }
 
     def _load_weights(self, checkpoint: Checkpoint, weights: dict[str, Any]) -> None:
         base = checkpoint.manifest.metadata.base

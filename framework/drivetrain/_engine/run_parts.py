@@ -360,13 +360,8 @@ class CheckpointMemory:
         components: describes the module, data, optimizers and schedulers, to be compared with those of a resumed run.
         trained: the names of the parameters that have trained by the last save.
         base: checksums of parameters that have never trained, for checkpoints that leave these parameters out.
-        initial_groups: the groups with which optimizers started anew in a resumed run, by the optimizer's index. A
-            rollback to the resumed run's checkpoint returns to them.
-        initial_schedulers: the states with which schedulers started anew in a resumed run, by the scheduler's number.
     """
 
     components: dict[str, Any] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
     base: dict[str, str] = field(default_factory=dict)
-    initial_groups: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-    initial_schedulers: dict[int, dict[str, Any]] = field(default_factory=dict)
