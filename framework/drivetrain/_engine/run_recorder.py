@@ -6,9 +6,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Self
 
 from drivetrain._config.secret_values import without_url_passwords
@@ -19,7 +18,7 @@ from drivetrain.checkpoint._format.manifest import versions
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.errors import ConfigurationError
 from drivetrain.runs import _liveness
-from drivetrain.runs._directory import RECORD, claim_version, make_directory, missing_directories
+from drivetrain.runs._directory import RECORD, claim_version, make_directory
 from drivetrain.runs._process import Job, Process
 from drivetrain.runs._record import (
     FINISHED,
@@ -40,59 +39,30 @@ logger = logging.getLogger("drivetrain")
 _MAX_ENTRIES = 1000  # of each list in a record (parts, events, checkpoints); the newest are kept
 
 
-@dataclass(frozen=True, slots=True)
-class RunDescription:
-    """The facts about a run that are known when the run begins.
-
-    Attributes:
-        stage: "fit", "validate", "test" or "predict".
-        module: the module's class.
-        name: the run's name.
-        hyper_parameters: the module's hyper-parameters as JSON, without secrets.
-        settings: the settings of `Fit`, each with its value and source, without secrets.
-        argv: the command line, without secrets.
-        world_size: the number of processes.
-        strategy: the strategy's name.
-        precision: a description of the dtypes.
-        device: rank 0's device.
-    """
-
-    stage: str
-    module: str
-    name: str
-    hyper_parameters: Mapping[str, Any]
-    settings: Mapping[str, Any]
-    argv: list[str]
-    world_size: int
-    strategy: str
-    precision: str
-    device: str
-
-
 class RunRecorder:
     """Keeps the record of one run up to date.
 
     Args:
         folder: the run's folder, which exists.
         identifier: the run's id.
-        run: the run's description.
+        run: the entries of the record that are known when the run begins.
         earlier: the record of the run that is resumed; None for a new run.
-        created_folders: the local folders that were created for this run, innermost first.
+        is_removable: whether the folder was created for this run under a name that the user did not choose.
     """
 
     def __init__(
         self,
         folder: str,
         identifier: str,
-        run: RunDescription,
+        run: Mapping[str, Any],
         earlier: dict[str, Any] | None,
-        created_folders: Sequence[str],
+        is_removable: bool,
     ) -> None:
         self.folder = folder
         self.id = identifier
         self._earlier = earlier
-        self._created_folders = created_folders
-        self._trained = run.stage != "fit"
+        self._is_removable = is_removable
+        self._trained = run["stage"] != "fit"
         self._write_failed = False  # whether the last attempt to write failed
         self._lock = threading.Lock()
         self._document: dict[str, Any] | None = _first_document(identifier, run, earlier or {})
@@ -108,8 +78,7 @@ class RunRecorder:
         place: str,
         fixed: str | None,
         asked: str | None,
-        run: RunDescription,
-        created_parents: Sequence[str],
+        run: Mapping[str, Any],
         expected: str | None = None,
         is_known_alive: Callable[[Record], bool] | None = None,
     ) -> Self:
@@ -119,8 +88,7 @@ class RunRecorder:
             place: the folder that contains the folders of runs of this name.
             fixed: the folder's name if the user chose it, else None.
             asked: the name that user code has read before the run and may rely on; None if it was not read.
-            run: the run's description.
-            created_parents: the folders that were created so that ``place`` exists.
+            run: the entries of the record that are known when the run begins.
             expected: the name to use unless another run has claimed it; None for any.
             is_known_alive: returns whether a run was seen alive on another machine; None if this was not checked.
 
@@ -130,14 +98,13 @@ class RunRecorder:
         """
         if fixed is None:
             folder = child(place, claim_version(place, asked, expected))
-            created_folders = [folder]
         else:
             folder = child(place, fixed)
-            created_folders = _take_over(folder, is_known_alive)
-        return cls(folder, os.urandom(8).hex(), run, None, [*created_folders, *created_parents])
+            _take_over(folder, is_known_alive)
+        return cls(folder, os.urandom(8).hex(), run, None, is_removable=fixed is None)
 
     @classmethod
-    def resume(cls, record: Record, run: RunDescription) -> Self | None:
+    def resume(cls, record: Record, run: Mapping[str, Any]) -> Self | None:
         """Take over the folder of a run that has ended or was killed; return None if another process did so first.
 
         Raises:
@@ -147,7 +114,7 @@ class RunRecorder:
         if current is None or current.document != record.document:
             return None
         clear_leftovers(record.folder)
-        return cls(record.folder, record.id, run, record.document, [])
+        return cls(record.folder, record.id, run, record.document, is_removable=False)
 
     def note_start(self, path: str | None, identifier: str, step: int, parent: str, continues_run: bool) -> None:
         """Record the checkpoint that the run starts from.
@@ -242,11 +209,10 @@ class RunRecorder:
                         if self._document is not None:
                             self._write(self._earlier)
                     return
-                if self._is_bare():
+                filesystem, root = filesystem_of(self.folder)
+                if self._is_removable and filesystem is None and os.listdir(root) == [RECORD]:
                     remove(self.folder)
-                    with suppress(OSError):  # another process may have put files into the folder
-                        for folder in self._created_folders:
-                            os.rmdir(folder)
+                    os.rmdir(root)
                     return
         time = now()
 
@@ -254,11 +220,6 @@ class RunRecorder:
             document.update(status=status, why=why, ended=time)
 
         self._update(close, status=status, why=why, ended=time, to_step=step)
-
-    def _is_bare(self) -> bool:
-        """Whether the folder was created for this run and contains only the record."""
-        filesystem, root = filesystem_of(self.folder)
-        return filesystem is None and bool(self._created_folders) and os.listdir(root) == [RECORD]
 
     def _update(self, change: Callable[[dict[str, Any]], None], **part: Any) -> None:
         """Change the record and write it.
@@ -319,7 +280,7 @@ class _Heartbeat(threading.Thread):
         self.join(_liveness.HEARTBEAT_SECONDS)
 
 
-def _first_document(identifier: str, run: RunDescription, before: Mapping[str, Any]) -> dict[str, Any]:
+def _first_document(identifier: str, run: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     time, process, jobs = now(), Process.here().as_json(), [job.as_json() for job in Job.of(os.environ)]
     part = {
         "token": os.urandom(8).hex(),
@@ -329,9 +290,7 @@ def _first_document(identifier: str, run: RunDescription, before: Mapping[str, A
         "why": None,
         "process": process,
         "job": jobs,
-        "world_size": run.world_size,
-        "strategy": run.strategy,
-        "precision": run.precision,
+        **{name: run[name] for name in ("world_size", "strategy", "precision")},
         "seed": None,
         "batch_size": None,
         "from_checkpoint": None,
@@ -343,10 +302,7 @@ def _first_document(identifier: str, run: RunDescription, before: Mapping[str, A
         "format": FORMAT,
         "id": identifier,
         "parent": before.get("parent") or None,
-        "stage": run.stage,
-        "module": run.module,
-        "name": run.name,
-        "hyper_parameters": run.hyper_parameters,
+        **run,
         "status": RUNNING,
         "why": None,
         "started": before.get("started", time),
@@ -354,14 +310,8 @@ def _first_document(identifier: str, run: RunDescription, before: Mapping[str, A
         "ended": None,
         "process": process,
         "job": jobs,
-        "argv": run.argv,
         "working_directory": working_directory(),
-        "world_size": run.world_size,
-        "strategy": run.strategy,
-        "precision": run.precision,
-        "device": run.device,
         "versions": _versions(),
-        "settings": run.settings,
         "data": None,
         "loggers": [],
         "checkpoints": checkpoints,
@@ -375,13 +325,12 @@ def _add_event(document: dict[str, Any], kind: str, text: str, step: int) -> Non
     document["events"] = [*document["events"], event][-_MAX_ENTRIES:]
 
 
-def _take_over(folder: str, is_known_alive: Callable[[Record], bool] | None) -> list[str]:
-    """Create the folder that the user named, or rename the record of an earlier run in it; return created folders."""
+def _take_over(folder: str, is_known_alive: Callable[[Record], bool] | None) -> None:
+    """Create the folder that the user named, or rename the record of an earlier run in it."""
     before = read(folder)
     if before is None:
-        created_folders = missing_directories(folder)
         make_directory(folder)
-        return created_folders
+        return
     if _liveness.is_alive(before, Job.of(os.environ)) or (is_known_alive is not None and is_known_alive(before)):
         raise ConfigurationError(
             f"The folder {folder!r} belongs to a run that is under way{_process_hint(before.process)}.",
@@ -391,7 +340,6 @@ def _take_over(folder: str, is_known_alive: Callable[[Record], bool] | None) -> 
     archived_name = archive_record(folder)
     if before.is_training:
         logger.warning("%r has an earlier run's files; its record is kept as %s.", folder, archived_name)
-    return []
 
 
 def _versions() -> dict[str, str]:

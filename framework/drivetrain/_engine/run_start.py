@@ -25,10 +25,10 @@ from drivetrain._engine.run_location import (
     run_name,
     write_error,
 )
-from drivetrain._engine.run_recorder import RunDescription, RunRecorder
+from drivetrain._engine.run_recorder import RunRecorder
 from drivetrain._engine.saved_state_schema import reporting_malformed
 from drivetrain._engine.write_checks import write_problem
-from drivetrain.checkpoint._discovery import StorageRetry, find_best, resumable_in, select_newest
+from drivetrain.checkpoint._discovery import StorageRetry, resumable_in, select_newest
 from drivetrain.checkpoint._folders import child, is_checkpoint_at, is_plain_name
 from drivetrain.checkpoint._format import Checkpoint, load
 from drivetrain.checkpoint._retention import SavedCheckpoint
@@ -38,7 +38,6 @@ from drivetrain.runs._directory import (
     CHECKPOINTS,
     free_version,
     lock_folder,
-    missing_directories,
 )
 from drivetrain.runs._identity import Identity, class_path, encode_hyper_parameters
 from drivetrain.runs._liveness import HeartbeatWatch
@@ -174,30 +173,27 @@ def _choose(search: RunSearch | None, ckpt_path: str | None, check: Check) -> Re
     choice = search.newest(check)
     if ckpt_path != "best" or choice.path is None:
         return choice
-    return choice._replace(path=_best_in_folder_of(choice.path), record=None)
+    best, _ = _best_checkpoint(load(choice.path), [])
+    return choice._replace(path=best or choice.path, record=None)
 
 
 def _checkpoint_to_evaluate(run: RunCore, search: RunSearch, ckpt_path: str, check: Check) -> ResumeChoice:
-    """Return the checkpoint whose weights an evaluation loads; its run may be live.
-
-    For "best", runs that have no best checkpoint by a monitored value are passed over.
-    """
+    """Return the checkpoint whose weights an evaluation loads; its run may be live."""
     best = [callback.best_model_path for callback in run.callbacks if callback.best_model_path]
     if ckpt_path == "best" and best:
         return ResumeChoice(best[0])
-    while True:
-        choice = search.newest(check, include_running=True)
-        if ckpt_path != "best" or choice.path is None:
-            return choice
-        newest = load(choice.path)
-        folders = [folder for callback in run.callbacks for folder in callback.writes_to]
-        path, problem = _best_by_value(newest, folders)
-        if path is not None:
-            return choice._replace(path=path)
-        search.pass_over_run_of(newest, problem)
+    choice = search.newest(check, include_running=True)
+    if ckpt_path != "best" or choice.path is None:
+        return choice
+    newest = load(choice.path)
+    path, problem = _best_checkpoint(newest, [folder for callback in run.callbacks for folder in callback.writes_to])
+    if path is None:
+        name = repr(choice.path) if choice.record is None else choice.record.name
+        choice = choice._replace(skipped=(*choice.skipped, f"{name} ({problem})"))
+    return choice._replace(path=path)
 
 
-def _best_by_value(newest: Checkpoint, folders: Sequence[str]) -> tuple[str | None, str]:
+def _best_checkpoint(newest: Checkpoint, folders: Sequence[str]) -> tuple[str | None, str]:
     """Return the path of the best checkpoint by a monitored value, or None and the reason why there is none.
 
     Args:
@@ -206,45 +202,24 @@ def _best_by_value(newest: Checkpoint, folders: Sequence[str]) -> tuple[str | No
     """
     problem = "none of its Checkpoint callbacks has saved by a monitored value"
     with reporting_malformed(newest, "the run's state", "callbacks"):
-        for state in _callback_states(newest):
-            best = _scored_best(state)
+        for saved in newest.state()["callbacks"].values():
+            best = _scored_best(saved["state"])
             if best is None:
                 continue
             for folder in (newest.path.rpartition("/")[0], *folders):
-                # Earlier versions stored no identifiers.
-                if is_checkpoint_at(folder, best.name, best.identifier) or (
-                    not best.identifier and find_best(folder, best.name)
-                ):
+                if is_checkpoint_at(folder, best.name, best.identifier):
                     return child(folder, best.name), ""
             problem = f"its best checkpoint, {best.name!r}, is not in the folder of its newest one"
     return None, problem
 
 
-def _scored_best(state: dict[str, Any]) -> SavedCheckpoint | None:
+def _scored_best(state: Any) -> SavedCheckpoint | None:
     """Return the best checkpoint of a callback's state; None if it has no score or the state is another callback's."""
-    name, kept = state.get("best"), state.get("kept")
+    name, kept = (state.get("best"), state.get("kept")) if isinstance(state, dict) else (None, None)
     if not isinstance(name, str) or not isinstance(kept, list):
         return None
     saved = [SavedCheckpoint.from_state(each) for each in kept if isinstance(each, dict) and "score" in each]
     return next((each for each in saved if each.name == name.rpartition("/")[2] and each.score is not None), None)
-
-
-def _callback_states(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    states = [saved["state"] for saved in checkpoint.state()["callbacks"].values()]
-    return [state for state in states if isinstance(state, dict)]
-
-
-def _best_in_folder_of(path: str) -> str:
-    """Return the best checkpoint in the folder of the newest one, ``path``; else ``path``.
-
-    The best checkpoint is read from the state of the callbacks in the newest checkpoint.
-    """
-    newest = load(path)
-    with reporting_malformed(newest, "the run's state", "callbacks"):
-        states = _callback_states(newest)
-    folder = path.rpartition("/")[0]
-    found = [find_best(folder, state.get("best")) for state in states]
-    return next((best for best in found if best is not None), path)
 
 
 # The folder, on rank 0
@@ -294,16 +269,13 @@ def _claim_folder(
 ) -> ResumeChoice:
     """Choose a checkpoint, and claim the folder of its run or a new one, under a lock on the parent folder."""
     loggers, described = run.trainer.loggers, _description(run)
-    created_parents = missing_directories(place.path)
     with lock_folder(place.path):
         while True:
             choice = _choose(search, ckpt_path, check)
             if choice.record is None:
                 fixed = place.fixed or place.evaluated
                 is_known_alive = None if search is None else search.is_known_alive
-                recorder = RunRecorder.claim(
-                    place.path, fixed, place.asked, described, created_parents, is_known_alive=is_known_alive
-                )
+                recorder = RunRecorder.claim(place.path, fixed, place.asked, described, is_known_alive=is_known_alive)
                 _set_recorder(folder, recorder)
                 break
             resumed = RunRecorder.resume(choice.record, described)
@@ -342,7 +314,8 @@ def _set_recorder(folder: RunFolder, recorder: RunRecorder) -> None:
     folder.recorder, folder.path, folder.id = recorder, recorder.folder, recorder.id
 
 
-def _description(run: RunCore) -> RunDescription:
+def _description(run: RunCore) -> dict[str, Any]:
+    """Return the entries of the record that are known when the run begins, without secrets."""
     trainer, strategy = run.trainer, run.strategy
     settings = {name: {"value": _public(each.value), "source": each.source} for name, each in trainer.settings.items()}
     public, setting_secrets = without_secrets(settings)
@@ -351,18 +324,18 @@ def _description(run: RunCore) -> RunDescription:
     _, data_secrets = without_secrets({} if datamodule is None else datamodule.hparams)
     hyper_parameters, module_secrets = without_secrets(run.module.hparams)
     run.secrets.warn([*data_secrets, *module_secrets, *setting_secrets, *argument_secrets])
-    return RunDescription(
-        stage=run.stage,
-        module=class_path(type(run.module)),
-        name=run_name(run),
-        hyper_parameters=encode_hyper_parameters(hyper_parameters),
-        settings=plain(public),
-        argv=[sys.executable, *arguments],
-        world_size=strategy.world_size,
-        strategy=strategy.name,
-        precision=strategy.precision.describe(),
-        device=str(strategy.device),
-    )
+    return {
+        "stage": run.stage,
+        "module": class_path(type(run.module)),
+        "name": run_name(run),
+        "hyper_parameters": encode_hyper_parameters(hyper_parameters),
+        "settings": plain(public),
+        "argv": [sys.executable, *arguments],
+        "world_size": strategy.world_size,
+        "strategy": strategy.name,
+        "precision": strategy.precision.describe(),
+        "device": str(strategy.device),
+    }
 
 
 def _public(value: Any) -> Any:
@@ -389,9 +362,7 @@ def _share_with_evaluation(run: RunCore, folder: RunFolder) -> None:
             existing = None if place.fixed is None else read(folder.path or "")
             if place.fixed is not None and existing is not None and existing.is_training:
                 return place.fixed  # keep the record of the fit that ran in this folder
-            _set_recorder(
-                folder, RunRecorder.claim(place.path, place.fixed, place.asked, _description(run), [], version)
-            )
+            _set_recorder(folder, RunRecorder.claim(place.path, place.fixed, place.asked, _description(run), version))
         assert folder.path is not None
         return folder.path.rstrip("/").rpartition("/")[2]
 

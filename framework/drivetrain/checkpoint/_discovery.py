@@ -6,9 +6,9 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from drivetrain.checkpoint._folders import child, children, is_plain_name, read_latest
+from drivetrain.checkpoint._folders import child, children, read_latest
 from drivetrain.checkpoint._format import Checkpoint, StorageError, load
 from drivetrain.errors import CheckpointError
 
@@ -86,20 +86,6 @@ def select_newest(
         logger.warning("Skipping checkpoint %r. %s", candidate.path, problem)
         checkpoints.remove(candidate)
     return None
-
-
-def find_best(folder: str, saved: Any) -> str | None:
-    """Return the path of the checkpoint that a callback's state names as the best, if it exists in ``folder``.
-
-    Args:
-        folder: the folder of checkpoints.
-        saved: the ``best`` entry of the callback's state: a name, or a path if an earlier version wrote it.
-    """
-    name = saved.rpartition("/")[2] if isinstance(saved, str) else ""
-    if not is_plain_name(name):
-        return None
-    path = child(folder, name)
-    return None if StorageRetry(RETRY_SECONDS).call(partial(_load_if_complete, path)) is None else path
 
 
 def _load_if_complete(path: str) -> Checkpoint | None:

@@ -184,18 +184,6 @@ def lock_folder(place: str) -> Iterator[None]:
         yield
 
 
-def missing_directories(path: str) -> list[str]:
-    """Return the local directories that have to be created for ``path`` to exist, innermost first."""
-    filesystem, root = filesystem_of(path)
-    missing_paths: list[str] = []
-    if filesystem is None:
-        root = os.path.abspath(root)
-        while not os.path.lexists(root):
-            missing_paths.append(root)
-            root = os.path.dirname(root)
-    return missing_paths
-
-
 def make_directory(path: str) -> None:
     """Create a directory if it does not exist."""
     filesystem, root = filesystem_of(path)

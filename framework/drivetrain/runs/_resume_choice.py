@@ -115,24 +115,6 @@ class RunSearch:
         """Add a run of this experiment."""
         self._runs.setdefault(record.id, record)
 
-    def pass_over_run_of(self, checkpoint: Checkpoint, reason: str) -> None:
-        """Remove a checkpoint, and the run that wrote it if that is known, from what can be chosen."""
-        run_id = checkpoint.manifest.metadata.run.get("id")
-        parent = checkpoint.path.rstrip("/").rpartition("/")[0]
-        passed_over = [
-            run
-            for run in self._runs.values()
-            if run.id == run_id or resolve_folder(child(run.folder, CHECKPOINTS)) == resolve_folder(parent)
-        ]
-        for run in passed_over:
-            del self._runs[run.id]
-        self._user_checkpoints = [
-            other
-            for other in self._user_checkpoints
-            if other.path != checkpoint.path and (run_id is None or other.manifest.metadata.run.get("id") != run_id)
-        ]
-        self._skipped.append(f"{passed_over[0].name if passed_over else repr(checkpoint.path)} ({reason})")
-
     def set_folder_owner(self, version: str) -> None:
         """Read the record in the folder that the user named for the new run."""
         self._folder_owner = self._read(child(self._runs_folder, version))

@@ -13,7 +13,7 @@ import torch
 
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.checkpoint import _discovery as finding
-from drivetrain.checkpoint._discovery import find_best, newest
+from drivetrain.checkpoint._discovery import newest
 from drivetrain.checkpoint._folders import children, is_taken, write_latest
 from drivetrain.checkpoint._format import Checkpoint, CheckpointMetadata, Contents, StorageError, save
 from drivetrain.errors import CheckpointError
@@ -165,18 +165,6 @@ def test_whether_a_name_is_taken_is_asked_again_and_never_guessed(
     store.fail("size", times=None)
     with pytest.raises(StorageError, match="It is unknown whether"):
         is_taken(f"{store.url}/one")
-
-
-def test_the_best_lies_beside_the_one_that_names_it(tmp_path: Path) -> None:
-    # J-01
-    (tmp_path / "run").mkdir()
-    best = written(tmp_path / "run", "best", [("a", 1)])
-    outside = written(tmp_path, "outside", [("b", 1)])
-    folder = str(tmp_path / "run")
-    assert find_best(folder, "best") == best
-    assert find_best(folder, f"/somewhere/else/{Path(best).name}") == best  # earlier versions stored a path
-    for said in (outside, "../outside", "..", "", None, 7, "missing"):
-        assert find_best(folder, said) is None
 
 
 def test_what_no_run_can_go_on_from_is_passed_over_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""ckpt_path="best" of a fresh Fit: the newest run that monitored a value, and an error where there is none."""
+"""ckpt_path="best" of a fresh Fit: the best of the newest run, and an error if it monitored no value."""
 
 from __future__ import annotations
 
@@ -30,20 +30,6 @@ def best_weights(root: Path, **options: Any) -> torch.Tensor:
 
 def weights_of(path: str) -> torch.Tensor:
     return load(path).weights()["net.weight"]
-
-
-def test_runs_that_monitored_nothing_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    best = trained(tmp_path, callbacks=monitored(), max_epochs=3).checkpoint_callback
-    assert best is not None
-    assert best.best_model_path != best.last_model_path
-    for _ in range(2):
-        trained(tmp_path, callbacks=Checkpoint(save_top_k=-1), max_epochs=2)
-    caplog.clear()
-    assert torch.equal(best_weights(tmp_path), weights_of(best.best_model_path))
-    (line,) = [one.getMessage() for one in caplog.records if "ckpt_path='best'" in one.getMessage()]
-    assert "version_0/checkpoints/epoch=0" in line
-    assert "version_2 (" in line
-    assert "version_1 (" in line
 
 
 @pytest.mark.parametrize("stage", ["test", "validate", "predict"])

@@ -168,7 +168,7 @@ def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
     for number in range(2):
         with pytest.raises(ConfigurationError):
             fit(tmp_path / "new" / "root").fit(Refused(), data())
-        assert list(tmp_path.iterdir()) == [], number
+        assert folders(tmp_path / "new" / "root") == [], number
     failed = stopped(tmp_path, step=3)  # a run that has trained leaves its record
     assert record(failed.log_dir)["status"] == "failed"
 
