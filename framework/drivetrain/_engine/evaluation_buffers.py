@@ -13,46 +13,25 @@ from drivetrain._runtime.transfer import row_major
 from drivetrain.strategies.strategy import Strategy
 
 
-class _ReplacedBuffer(NamedTuple):
-    """A buffer that the broadcast from rank 0 replaced or changed.
+class _Copy(NamedTuple):
+    """A buffer with a copy of its values, which is None if this rank does not hold the values."""
 
-    Attributes:
-        layer: the layer that holds the buffer.
-        name: the buffer's name in ``layer``.
-        existed: whether ``layer`` had a buffer of this name before the broadcast.
-        original: the buffer before the broadcast.
-        original_values: a copy of the values of ``original``, if the broadcast changed them in place; otherwise None.
-        received: the buffer after the broadcast.
-        received_values: a copy of the values of ``received``.
-    """
+    buffer: Tensor | None
+    values: Tensor | None
 
-    layer: nn.Module
-    name: str
-    existed: bool
-    original: Tensor | None
-    original_values: Tensor | None
-    received: Tensor | None
-    received_values: Tensor | None
+    def equals(self, buffer: Tensor | None) -> bool:
+        """Whether ``buffer`` is the copied tensor, and its values are still those of the copy."""
+        return buffer is self.buffer and (buffer is None or self.has_values_of(buffer))
 
-    def is_unchanged(self, trained: Tensor | None = None) -> bool:
-        """Whether the evaluation has changed neither the received buffer nor its values.
+    def has_values_of(self, tensor: Tensor) -> bool:
+        """Whether the values of ``tensor`` are those of the copy, if they can be compared."""
+        return self.values is None or _same_bits(tensor, self.values)
 
-        Args:
-            trained: the trained values, if a callback has replaced the buffer for now, for example by averages.
-        """
-        if self.layer._buffers.get(self.name) is not self.received and trained is None:
-            return False
-        values = self.received if trained is None else trained
-        return values is None or self.received_values is None or _same_bits(values, self.received_values)
 
-    def restore(self) -> None:
-        """Restore the buffer and its values from before the broadcast."""
-        if not self.existed:
-            delattr(self.layer, self.name)
-        elif self.original_values is None or self.original is None:
-            self.layer._buffers[self.name] = self.original
-        else:
-            self.original.copy_(self.original_values)
+_NO_BUFFER = _Copy(None, None)
+
+_Place = tuple[nn.Module, str]
+"""The layer that holds a buffer, and the buffer's name in it."""
 
 
 class EvaluationBuffers:
@@ -69,30 +48,44 @@ class EvaluationBuffers:
     def __init__(self, module: nn.Module, strategy: Strategy) -> None:
         self._module = module
         self._strategy = strategy
-        self._replaced: list[_ReplacedBuffer] = []
+        self._replaced: dict[_Place, tuple[_Copy | None, _Copy]] = {}
+        """The buffers that the broadcast has changed: before it, None if there was no such buffer, and after it."""
 
     def take_from_rank_0(self) -> None:
         """Replace this rank's buffers by rank 0's. Collective."""
         if self._strategy.world_size == 1:
             self._strategy.sync_buffers(self._module)
             return
-        before = [(layer, dict(layer._buffers)) for layer in self._module.modules()]
-        values = {
-            id(buffer): buffer.detach().clone()
-            for _, buffers in before
-            for buffer in buffers.values()
-            if has_local_values(buffer)
-        }
+        own = self._copies()
         self._strategy.sync_buffers(self._module)
-        self._replaced = [buffer for layer, buffers in before for buffer in _replaced_in(layer, buffers, values)]
+        received = self._copies()
+        pairs = {place: (own.get(place), received.get(place, _NO_BUFFER)) for place in {**own, **received}}
+        self._replaced = {
+            place: (before, after)
+            for place, (before, after) in pairs.items()
+            if before is None or not before.equals(after.buffer)
+        }
+
+    def _copies(self) -> dict[_Place, _Copy]:
+        return {
+            (layer, name): _Copy(buffer, buffer.detach().clone() if has_local_values(buffer) else None)
+            for layer in self._module.modules()
+            for name, buffer in layer._buffers.items()
+        }
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore this rank's own buffers, except those that the evaluation has changed."""
-        replaced, self._replaced = self._replaced, []
-        for buffer in replaced:
-            if buffer.is_unchanged():
-                buffer.restore()
+        replaced, self._replaced = self._replaced, {}
+        for (layer, name), (own, received) in replaced.items():
+            if not received.equals(layer._buffers.get(name)):
+                continue
+            if own is None:
+                delattr(layer, name)
+                continue
+            layer._buffers[name] = own.buffer
+            if own.buffer is not None and own.values is not None:
+                own.buffer.copy_(own.values)
 
     @contextmanager
     def restored_at_end(self) -> Iterator[None]:
@@ -108,37 +101,16 @@ class EvaluationBuffers:
         Args:
             replaced: the trained values of buffers that callbacks have replaced for now, by name.
         """
-        if not self._replaced:
-            return {}
-        paths = {id(layer): f"{path}." if path else "" for path, layer in self._module.named_modules()}
-        named = {paths[id(one.layer)] + one.name: one for one in self._replaced if id(one.layer) in paths}
-        values = {
-            name: buffer.original if buffer.original_values is None else buffer.original_values
-            for name, buffer in named.items()
-            if buffer.is_unchanged(replaced.get(name))
-        }
-        return {name: value for name, value in values.items() if value is not None}
-
-
-def _replaced_in(
-    layer: nn.Module, buffers: dict[str, Tensor | None], values: dict[int, Tensor]
-) -> Iterator[_ReplacedBuffer]:
-    """Yield the buffers of ``layer`` that were replaced or changed.
-
-    Args:
-        layer: the layer.
-        buffers: the layer's buffers before the broadcast, by name.
-        values: copies of the values before the broadcast, by the buffers' ids.
-    """
-    for name in {**buffers, **layer._buffers}:
-        original, received = buffers.get(name), layer._buffers.get(name)
-        existed = name in buffers
-        if original is not received or not existed:
-            copied = received.detach().clone() if has_local_values(received) else None
-            yield _ReplacedBuffer(layer, name, existed, original, None, received, copied)
-        elif original is not None and id(original) in values and not _same_bits(original, values[id(original)]):
-            copied = original.detach().clone()
-            yield _ReplacedBuffer(layer, name, existed, original, values[id(original)], received, copied)
+        values: dict[str, Tensor] = {}
+        for path, layer in self._module.named_modules() if self._replaced else ():
+            for key, buffer in layer._buffers.items():
+                own, received = self._replaced.get((layer, key), (None, _NO_BUFFER))
+                name = f"{path}.{key}" if path else key
+                trained = replaced.get(name)
+                unchanged = received.equals(buffer) if trained is None else received.has_values_of(trained)
+                if own is not None and own.values is not None and unchanged:
+                    values[name] = own.values
+        return values
 
 
 def has_local_values(buffer: Tensor | None) -> TypeGuard[Tensor]:
