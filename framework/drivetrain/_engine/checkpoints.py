@@ -90,7 +90,7 @@ class RunCheckpoints:
         if needed_by:
             from drivetrain._engine.run_start import begin
 
-            self._beginning = begin(core, core.folder, self._path, _check_schema)
+            self._beginning = begin(core)
 
     def _folder_needed_by(self) -> list[str]:
         """Return the class names of the objects that need a folder for the run, and "ckpt_path" if it is given."""
@@ -106,7 +106,7 @@ class RunCheckpoints:
         if core.stage == "fit" and core.folder.path is None:
             from drivetrain._engine.run_start import begin
 
-            self._beginning = begin(core, core.folder, self._path, _check_schema)
+            self._beginning = begin(core)
 
     def open(self) -> int:
         """Open the checkpoint that the run starts from, and return the seed of its sample order. Collective.
@@ -125,7 +125,7 @@ class RunCheckpoints:
             added_in_setup = [folder for folder in self._callback_folders() if folder not in self._searched_folders]
             path = beginning.path
             if path is None and added_in_setup:
-                path = find_in_folders(core, added_in_setup, self._path or "", _check_schema)
+                path = find_in_folders(core, added_in_setup)
             if path is None and self._path != "auto":
                 raise CheckpointError(
                     f"ckpt_path={self._path!r}: there is no checkpoint to {'resume from' if fitting else 'evaluate'}.",
@@ -581,12 +581,6 @@ class RunCheckpoints:
         self.requests.waiting.clear()
         if self._background is not None:
             self._background.abandon()
-
-
-def _check_schema(checkpoint: Checkpoint) -> None:
-    from drivetrain._engine.checkpoint_compatibility import check_saved_state
-
-    check_saved_state(checkpoint)
 
 
 def _absolute(folder: str | None) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from drivetrain._config.secret_values import arguments_without_secrets, without_secrets, without_url_passwords
+from drivetrain._distributed.control_plane import ControlPlane
+from drivetrain._engine.checkpoint_compatibility import check_saved_state
 from drivetrain._engine.run_folder import CKPT_PATH_KEYWORDS, Beginning, RunFolder
 from drivetrain._engine.run_location import (
     RunLocation,
@@ -50,38 +52,31 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("drivetrain")
 
-Check = Callable[[Checkpoint], None]
-
 _POLL_INTERVAL = 5.0
 """Seconds between two reads of another run's heartbeat, and between two messages to the other ranks."""
 
 
-def begin(run: RunCore, folder: RunFolder, ckpt_path: str | None, check: Check) -> Beginning:
+def begin(run: RunCore) -> Beginning:
     """Choose the checkpoint that a run starts from, and claim the run's folder. Collective.
 
     Args:
-        run: the run.
-        folder: the run's folder, whose path and id this function sets.
-        ckpt_path: a path or URL, one of `CKPT_PATH_KEYWORDS`, or None.
-        check: raises `CheckpointError` if a run cannot resume from the checkpoint.
+        run: the run. This function sets the path and the id of its folder.
 
     Raises:
         ConfigurationError: the folder cannot be created, or belongs to a live run. Raised on every rank.
         StorageError: the files of a remote storage cannot be listed.
     """
-    control = run.strategy.control
+    control, folder, ckpt_path = run.strategy.control, run.folder, run.request.ckpt_path
     is_fit = run.stage == "fit"
     place = locate_run(run) if is_fit else None
     fixed = None if place is None else place.fixed
     search = None
     needs_search = ckpt_path in CKPT_PATH_KEYWORDS or (is_fit and ckpt_path is not None) or fixed is not None
     if control.rank == 0 and needs_search:
-        search = _search(run, place, ckpt_path)
+        search = _search(run, place)
     if is_fit and (ckpt_path is not None or fixed is not None):
-        _wait_for_liveness(control, search, check)
-    decided = None
-    if control.rank == 0:
-        decided = _decide(run, folder, place, search, ckpt_path, check)
+        _wait_for_liveness(control, search)
+    decided = _decide(run, place, search) if control.rank == 0 else None
     beginning = Beginning(*control.from_rank_0(decided))
     if beginning.problem is not None:
         control.agree("the error about the run's folder")  # no rank may leave before all have read the result
@@ -95,28 +90,21 @@ def begin(run: RunCore, folder: RunFolder, ckpt_path: str | None, check: Check) 
     return beginning
 
 
-def find_in_folders(run: RunCore, folders: Sequence[str], ckpt_path: str, check: Check) -> str | None:
+def find_in_folders(run: RunCore, folders: Sequence[str]) -> str | None:
     """Return the newest checkpoint in folders that callbacks chose in their ``setup``. Collective."""
     control = run.strategy.control
-    search = _search(run, None, ckpt_path, folders) if control.rank == 0 else None
+    search = _search(run, None, folders) if control.rank == 0 else None
     if run.stage == "fit":
-        _wait_for_liveness(control, search, check)  # an evaluation may read the checkpoints of a live run
-    path = None
-    if search is not None and run.stage == "fit":
-        path = _choose(search, ckpt_path, check).path
-    elif search is not None:
-        path = _checkpoint_to_evaluate(run, search, ckpt_path, check).path
-    found: str | None = control.from_rank_0(path)
+        _wait_for_liveness(control, search)  # an evaluation may read the checkpoints of a live run
+    found: str | None = control.from_rank_0(None if search is None else _choose(run, search).path)
     return found
 
 
 # The checkpoint
 
 
-def _search(
-    run: RunCore, place: RunLocation | None, ckpt_path: str | None, folders: Sequence[str] | None = None
-) -> RunSearch:
-    location = place or locate_logs(run)
+def _search(run: RunCore, place: RunLocation | None, folders: Sequence[str] | None = None) -> RunSearch:
+    location, ckpt_path = place or locate_logs(run), run.request.ckpt_path
     identity = Identity.of(
         type(run.module), run_name(run), without_secrets(run.module.hparams)[0], run.trainer.searched
     )
@@ -135,7 +123,7 @@ def _search(
     return search
 
 
-def _wait_for_liveness(control: Any, search: RunSearch | None, check: Check) -> None:
+def _wait_for_liveness(control: ControlPlane, search: RunSearch | None) -> None:
     """Watch the heartbeat of a run that may be live on another machine. Collective: the other ranks wait for rank 0."""
     watch: HeartbeatWatch | None = None
 
@@ -146,10 +134,10 @@ def _wait_for_liveness(control: Any, search: RunSearch | None, check: Check) -> 
             search.finish_watch(watch)
             watch = None
         if watch is None:
-            uncertain = search.run_of_unknown_liveness(check)
+            uncertain = search.run_of_unknown_liveness(check_saved_state)
             if uncertain is None:
                 return True
-            watch = HeartbeatWatch(uncertain, _liveness.WATCH_SECONDS, search.reread)
+            watch = HeartbeatWatch(uncertain, _liveness.WATCH_SECONDS, search.read_record)
             logger.warning(
                 "%s may be under way on another machine. This run watches the record of that run for %.0f s.",
                 uncertain.name,
@@ -162,27 +150,30 @@ def _wait_for_liveness(control: Any, search: RunSearch | None, check: Check) -> 
             watch.poll(_POLL_INTERVAL)
 
 
-def _choose(search: RunSearch | None, ckpt_path: str | None, check: Check) -> ResumeChoice:
-    """Return the checkpoint and record that a fit starts from."""
+def _choose(run: RunCore, search: RunSearch | None) -> ResumeChoice:
+    """Return the checkpoint that a run starts from, and for a fit the record of the run that it continues."""
+    ckpt_path = run.request.ckpt_path
     if search is None or ckpt_path is None:
-        return ResumeChoice()
+        return ResumeChoice(ckpt_path)
+    if run.stage != "fit":
+        return _checkpoint_to_evaluate(run, search, ckpt_path)
     if ckpt_path not in CKPT_PATH_KEYWORDS:
         with suppress(CheckpointError):
             return search.resume_from(load(ckpt_path))
         return ResumeChoice(ckpt_path)  # every rank gets the error when it opens the checkpoint
-    choice = search.newest(check)
+    choice = search.newest(check_saved_state)
     if ckpt_path != "best" or choice.path is None:
         return choice
     best, _ = _best_checkpoint(load(choice.path), [])
     return choice._replace(path=best or choice.path, record=None)
 
 
-def _checkpoint_to_evaluate(run: RunCore, search: RunSearch, ckpt_path: str, check: Check) -> ResumeChoice:
+def _checkpoint_to_evaluate(run: RunCore, search: RunSearch, ckpt_path: str) -> ResumeChoice:
     """Return the checkpoint whose weights an evaluation loads; its run may be live."""
     best = [callback.best_model_path for callback in run.callbacks if callback.best_model_path]
     if ckpt_path == "best" and best:
         return ResumeChoice(best[0])
-    choice = search.newest(check, include_running=True)
+    choice = search.newest(check_saved_state, include_running=True)
     if ckpt_path != "best" or choice.path is None:
         return choice
     newest = load(choice.path)
@@ -225,53 +216,37 @@ def _scored_best(state: Any) -> SavedCheckpoint | None:
 # The folder, on rank 0
 
 
-def _decide(
-    run: RunCore,
-    folder: RunFolder,
-    place: RunLocation | None,
-    search: RunSearch | None,
-    ckpt_path: str | None,
-    check: Check,
-) -> Beginning:
-    if run.stage != "fit":
-        choice = ResumeChoice(ckpt_path)
-        if search is not None and ckpt_path in CKPT_PATH_KEYWORDS:
-            choice = _checkpoint_to_evaluate(run, search, ckpt_path, check)
-            _log_choice(run, ckpt_path, choice)
-        _share_with_evaluation(run, folder)
-        skipped = choice.describe_skipped()
-        return Beginning(choice.path, folder.path, folder.id, versions=_versions(run), skipped=skipped)
+def _decide(run: RunCore, place: RunLocation | None, search: RunSearch | None) -> Beginning:
+    folder = run.folder
     if place is None:
-        choice = _choose(search, ckpt_path, check)
+        choice = _choose(run, search)
     else:
         problem = write_problem(place.path)
         if problem is not None:
             return Beginning(problem=write_error(place, problem))
         try:
-            choice = _claim_folder(run, folder, place, search, ckpt_path, check)
+            choice = _claim_folder(run, place, search)
         except ConfigurationError as error:
             return Beginning(problem=(error.what, error.why, error.fix))
         except OSError as error:
             return Beginning(problem=write_error(place, error.strerror or str(error)))
-    if ckpt_path in CKPT_PATH_KEYWORDS:
-        _log_choice(run, ckpt_path, choice)
-    continues, skipped = choice.record is not None, choice.describe_skipped()
+    if run.request.ckpt_path in CKPT_PATH_KEYWORDS:
+        _log_choice(run, run.request.ckpt_path, choice)
+    skipped = choice.describe_skipped()
+    if run.stage != "fit":
+        _share_with_evaluation(run)
+        return Beginning(choice.path, folder.path, folder.id, versions=_versions(run), skipped=skipped)
+    continues = choice.record is not None
     return Beginning(choice.path, folder.path, folder.id, continues, choice.parent, _versions(run), skipped=skipped)
 
 
-def _claim_folder(
-    run: RunCore,
-    folder: RunFolder,
-    place: RunLocation,
-    search: RunSearch | None,
-    ckpt_path: str | None,
-    check: Check,
-) -> ResumeChoice:
+def _claim_folder(run: RunCore, place: RunLocation, search: RunSearch | None) -> ResumeChoice:
     """Choose a checkpoint, and claim the folder of its run or a new one, under a lock on the parent folder."""
+    folder = run.folder
     loggers, described = run.trainer.loggers, _description(run)
     with lock_folder(place.path):
         while True:
-            choice = _choose(search, ckpt_path, check)
+            choice = _choose(run, search)
             if choice.record is None:
                 fixed = place.fixed or place.evaluated
                 is_known_alive = None if search is None else search.is_known_alive
@@ -342,9 +317,9 @@ def _public(value: Any) -> Any:
     return without_url_passwords(value) if isinstance(value, str) else value
 
 
-def _share_with_evaluation(run: RunCore, folder: RunFolder) -> None:
+def _share_with_evaluation(run: RunCore) -> None:
     """Make an evaluation log to the last run's folder, or to a folder that is claimed at the first write."""
-    loggers = run.trainer.loggers
+    folder, loggers = run.folder, run.trainer.loggers
     first = first_with_files(loggers)
     before = folder.before
     if first is None:

@@ -88,7 +88,7 @@ class RunSearch:
         records = sorted((record for record in results if record is not None), key=_start_time, reverse=True)
         for record in records:
             if record.is_training and self._is_same_experiment(record):
-                self.add_run(record)
+                self._runs.setdefault(record.id, record)
         checkpoint_folders_of_runs = {resolve_folder(child(record.folder, CHECKPOINTS)) for record in records}
         self.collect_checkpoints(
             [folder for folder in folders if resolve_folder(folder) not in checkpoint_folders_of_runs]
@@ -109,25 +109,18 @@ class RunSearch:
         """Add the run that wrote a checkpoint."""
         record = self.find_run_of(checkpoint)
         if record is not None:
-            self.add_run(record)
-
-    def add_run(self, record: Record) -> None:
-        """Add a run of this experiment."""
-        self._runs.setdefault(record.id, record)
+            self._runs.setdefault(record.id, record)
 
     def set_folder_owner(self, version: str) -> None:
         """Read the record in the folder that the user named for the new run."""
-        self._folder_owner = self._read(child(self._runs_folder, version))
+        self._folder_owner = self.read_record(child(self._runs_folder, version))
 
-    def reread(self, folder: str) -> Record | None:
+    def read_record(self, folder: str) -> Record | None:
         """Return the current record of a folder.
 
         Raises:
             StorageError: the storage still fails after the last retry.
         """
-        return self._read(folder)
-
-    def _read(self, folder: str) -> Record | None:
         return self._retry.call(partial(read, folder))
 
     def _read_if_permitted(self, folder: str) -> Record | None:
@@ -167,7 +160,7 @@ class RunSearch:
         metadata = checkpoint.manifest.metadata
         checkpoints_folder, _, _ = checkpoint.path.rstrip("/").rpartition("/")
         run_folder, _, name = checkpoints_folder.rpartition("/")
-        record = self._read(run_folder or "/") if name == CHECKPOINTS else None
+        record = self.read_record(run_folder or "/") if name == CHECKPOINTS else None
         if record is None or record.id != metadata.run.get("id"):
             record = self._read_stored_folder(metadata.run.get("folder", ""))
         return record if record is not None and record.id == metadata.run.get("id") else None
