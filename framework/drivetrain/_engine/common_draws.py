@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from drivetrain._loops.hooks import HookTable
+from drivetrain._runtime.generators import generators_restorer
 from drivetrain._runtime.seed import derive_seed, seed_generators
 
 _SALT = 0x686F6F6B  # separates these seeds from others that derive from the same seed
@@ -57,15 +56,15 @@ class EarlyDraws:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._restore = _generators_restorer(device)
+        self._restore = generators_restorer(device)
 
     def call(self, hook: Callable[..., Any], *arguments: Any) -> Any:
         """Call the hook with these random numbers. If it seeds torch, the generators stay as the hook leaves them."""
-        restore_own = _generators_restorer(self._device)
+        restore_own = generators_restorer(self._device)
         self._restore()
         seed = torch.initial_seed()
         result = hook(*arguments)
-        self._restore = _generators_restorer(self._device)
+        self._restore = generators_restorer(self._device)
         if torch.initial_seed() == seed:
             restore_own()
         return result
@@ -90,26 +89,9 @@ class _InCommon:
         if early_draws is not None and not progress.micro_batches:
             return early_draws.call(self.func, *arguments)
         seed = derive_seed(_SALT, session.data.seed, progress.epoch, progress.micro_batches, *self._key)
-        restore = _generators_restorer(self._trainer.strategy.device)
+        restore = generators_restorer(self._trainer.strategy.device)
         seed_generators(seed)
         result = self.func(*arguments)
         if torch.initial_seed() == seed:
             restore()
         return result
-
-
-def _generators_restorer(device: torch.device) -> Callable[[], None]:
-    """Return a function that restores the present states of the generators of Python, torch, ``device`` and NumPy."""
-    python, host, numpy = random.getstate(), torch.get_rng_state(), sys.modules.get("numpy")
-    arrays = None if numpy is None else numpy.random.get_state()
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def restore() -> None:
-        random.setstate(python)
-        torch.set_rng_state(host)
-        if numpy is not None:
-            numpy.random.set_state(arrays)
-        if on_device is not None:
-            torch.cuda.set_rng_state(on_device, device)
-
-    return restore

@@ -77,6 +77,23 @@ def restore_generators(states: Mapping[str, Any], device: torch.device) -> None:
         torch.mps.set_rng_state(states["mps"])
 
 
+def generators_restorer(device: torch.device) -> Callable[[], None]:
+    """Return a function that restores the present states of the generators of Python, torch, ``device`` and NumPy."""
+    python, host, numpy = random.getstate(), torch.get_rng_state(), sys.modules.get("numpy")
+    arrays = None if numpy is None else numpy.random.get_state()
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore() -> None:
+        random.setstate(python)
+        torch.set_rng_state(host)
+        if numpy is not None:
+            numpy.random.set_state(arrays)
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device, device)
+
+    return restore
+
+
 @contextmanager
 def preserved_generators(device: torch.device, own: Iterable[Any] = ()) -> Iterator[dict[str, Any]]:
     """Restore the generators on exit, so that draws within the context do not affect later draws.

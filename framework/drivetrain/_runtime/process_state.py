@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import sys
 import threading
@@ -12,6 +11,8 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+
+from drivetrain._runtime.generators import generators_restorer
 
 _INDUCTOR_CONFIG = "torch._inductor.config"
 
@@ -84,10 +85,8 @@ class ProcessState:
         if threading.current_thread() is threading.main_thread():
             self._restore.append(_save_signal_handlers())
         if self._generators:
-            self._restore.append(_save_python_generator())
-            self._restore.append(_save_torch_generators(self._cuda_generators))
-            if "numpy" in sys.modules:
-                self._restore.append(_save_numpy_generator())
+            self._restore.append(generators_restorer(torch.device("cpu")))
+            self._restore.append(_save_cuda_generators(self._cuda_generators))
 
     def restore(self) -> None:
         """Restore the state that `remember` saved. A second call does nothing."""
@@ -210,29 +209,15 @@ def _save_signal_handlers() -> Callable[[], None]:
     return restore
 
 
-def _save_python_generator() -> Callable[[], None]:
-    before = random.getstate()
-    return lambda: random.setstate(before)
-
-
-def _save_numpy_generator() -> Callable[[], None]:
-    import numpy
-
-    before: Any = numpy.random.get_state()
-    return lambda: numpy.random.set_state(before)
-
-
 def _cuda_is_in_use() -> bool:
     in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return in_use
 
 
-def _save_torch_generators(cuda: bool) -> Callable[[], None]:
-    cpu = torch.get_rng_state()
+def _save_cuda_generators(cuda: bool) -> Callable[[], None]:
     devices = torch.cuda.get_rng_state_all() if cuda or _cuda_is_in_use() else []
 
     def restore() -> None:
-        torch.set_rng_state(cpu)
         if devices:
             torch.cuda.set_rng_state_all(devices)
 
