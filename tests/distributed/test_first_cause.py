@@ -10,14 +10,13 @@ from scripts import TORCHRUN, Run, run_cases
 
 # Two epochs of eight micro-batches per rank, with two per window.
 _SCRIPT = """
-import logging, warnings
+import logging
 
 LAUNCHER = "fork" if CASE == "fork" else "auto"
 
 class OnOneRank(Model):
     def on_train_start(self):
         if self.global_rank == 0:
-            warnings.warn("odd weather")
             logging.getLogger("drivetrain").warning("on rank 0")
     def training_step(self, batch, batch_idx):
         if self.current_epoch == 1 and batch_idx == 3 and self.global_rank == 1:
@@ -87,13 +86,12 @@ def test_the_first_cause_is_printed_once_with_its_place(  # G-01
     # Errors that other ranks did not print are recorded, with the preceding lines.
     assert not (folder / "undisturbed").exists()
     first, second = (log.read_text() for log in logs)
-    assert [first.count(text) for text in ("odd weather\n", "WARNING: on rank 0\n")] == [1, 1], first
-    assert errors.count("odd weather\n") == errors.count("on rank 0\n") == 1  # and displayed as usual
+    assert first.count("WARNING: on rank 0\n") == 1, first
+    assert errors.count("on rank 0\n") == 1  # and displayed as usual
     assert "in _train_epoch" in first
     assert "Where: rank 0, epoch 1, global step 5, batch index 3" in first
     assert "The failure was caused by another rank:\nRank 1 failed with ValueError: boom" in first
     assert f"ValueError: boom\n{_WHERE}\n" in second
-    assert "Thread 0x" in second
 
 
 @pytest.mark.parametrize("launched", ["subprocess", "torchrun"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -74,7 +74,7 @@ def _state_sizes(run: RunCore, optimizers: Sequence[Optimizer]) -> dict[str, int
     """Return the bytes of this rank's parameters, gradients and optimizer state."""
     parameters = list(run.module.parameters())
     states = [state for optimizer in optimizers for state in getattr(optimizer, "state", {}).values()]
-    tensors = {
+    tensors: dict[str, list[Any]] = {
         "parameters": parameters,
         "gradients": [parameter.grad for parameter in parameters],
         "optimizer state": [value for state in states if isinstance(state, dict) for value in state.values()],

@@ -1,4 +1,4 @@
-"""A log file per rank for warnings and errors, in runs of several ranks."""
+"""A log file per rank for the framework's warnings and the rank's errors, in runs of several ranks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import contextlib
 import logging
 import os
 import time
-import warnings
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from drivetrain._engine.run_folder import RunFolder
@@ -20,9 +19,10 @@ MAX_LOG_BYTES = 8 * 2**20
 
 
 class RankLog:
-    """Within its ``with`` block, also writes this rank's warnings and errors to ``<run folder>/logs/rank-N.log``.
+    """Within its ``with`` block, also writes this rank's log to ``<run folder>/logs/rank-N.log``.
 
-    The first record creates the file. A full file is renamed to ``rank-N.1.log``, replacing an older one.
+    The log has the framework's warnings and this rank's errors. The first record creates the file. A full file is
+    renamed to ``rank-N.1.log``, replacing an older one.
 
     Args:
         run: the run's folder.
@@ -37,7 +37,6 @@ class RankLog:
         self._rank = rank
         self._enabled = world_size > 1
         self._handler: _Handler | None = None  # None outside the run, so that the object can be pickled
-        self._previous_showwarning: Any = None
         self.path: str | None = None
         """The log file, once it has been written to."""
 
@@ -51,7 +50,6 @@ class RankLog:
         if self._enabled:
             self._handler = _Handler(self)
             _LOGGER.addHandler(self._handler)
-            self._previous_showwarning, warnings.showwarning = warnings.showwarning, self._showwarning
         return self
 
     def __exit__(
@@ -60,9 +58,6 @@ class RankLog:
         if self._handler is not None:
             _LOGGER.removeHandler(self._handler)
             self._handler = None
-        if warnings.showwarning == self._showwarning:
-            warnings.showwarning = self._previous_showwarning
-        self._previous_showwarning = None
 
     def add(self, text: str) -> None:
         """Append ``text`` to the log. Errors, such as a full disk, are ignored."""
@@ -96,10 +91,6 @@ class RankLog:
     def _note_path(self, error: BaseException) -> None:
         if self.path is not None:
             error.add_note(f"Log: {self.path}")
-
-    def _showwarning(self, message: Any, category: Any, filename: str, lineno: int, *rest: Any, **more: Any) -> None:
-        self._previous_showwarning(message, category, filename, lineno, *rest, **more)
-        self.add(warnings.formatwarning(message, category, filename, lineno))
 
 
 class _Handler(logging.Handler):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from drivetrain._runtime.working_directory import REMOVED, lacks_its_start
@@ -14,8 +14,6 @@ from drivetrain.callback import Callback
 from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.loggers import Logger
 from drivetrain.strategies.strategy import Strategy
-
-logger = logging.getLogger("drivetrain")
 
 _PROBE = ".drivetrain-probe"
 """The name of the object that is written to a store and removed to test the store. All tests use the same name."""
@@ -29,7 +27,7 @@ _PAUSES = (0.5, 1.0, 2.0)  # seconds between attempts to write to a store that m
 def check_writable_folders(strategy: Strategy, callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> None:
     """Check that all ranks can write to their folders, without leaving files there. Collective.
 
-    If objects can be written to a store but not removed, a warning is logged, and an empty object stays there.
+    If objects can be written to a store but not removed, an empty object stays there.
 
     Args:
         strategy: connects the ranks.
@@ -78,7 +76,7 @@ def write_problem(folder: str) -> str | None:
     except CheckpointError as error:
         return error.what
     if filesystem is not None:
-        return _object_problem(filesystem, path.rstrip("/"), folder)
+        return _object_problem(filesystem, path.rstrip("/"))
     if lacks_its_start(path):
         return REMOVED
     path = os.path.abspath(path)
@@ -108,7 +106,7 @@ def _exists(path: str) -> bool:
     return True
 
 
-def _object_problem(filesystem: Any, root: str, folder: str) -> str | None:
+def _object_problem(filesystem: Any, root: str) -> str | None:
     """Return why no object can be written to ``root``, or None."""
     from drivetrain.checkpoint._format.object_file import make_folder
 
@@ -122,17 +120,6 @@ def _object_problem(filesystem: Any, root: str, folder: str) -> str | None:
             if pause is None or isinstance(error, PermissionError | FileNotFoundError | NotImplementedError):
                 return f"{type(error).__name__}: {error}"
             time.sleep(pause)
-    try:
+    with suppress(Exception):  # the store may permit writing alone, and another node may have removed the object
         filesystem.rm_file(path)
-    except FileNotFoundError:
-        pass  # another node has removed it
-    except Exception as error:
-        logger.warning(
-            "%r lets objects be written and not removed (%s: %s). Checkpoints that are no longer kept will stay there, "
-            "and so will the empty object %r.",
-            folder,
-            type(error).__name__,
-            error,
-            _PROBE,
-        )
     return None

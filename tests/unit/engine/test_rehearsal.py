@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -177,13 +176,8 @@ def test_a_busy_store_is_retried_and_the_probe_is_removed(tmp_path: Path, store:
     assert not [name for name in store.objects() if "probe" in name]
 
 
-def test_a_store_that_cannot_remove_objects_is_warned_about(
-    tmp_path: Path, store: FaultyStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_store_that_cannot_remove_objects_does_not_prevent_a_run(tmp_path: Path, store: FaultyStore) -> None:
     store.fail("remove", error=PermissionError("no right to remove objects"), times=None)
     saver = Checkpoint("faulty://store/c", every_n_train_steps=1)
-    with caplog.at_level(logging.WARNING, logger="drivetrain"):
-        fit(tmp_path, callbacks=saver).fit(Tiny(), loader())
-    told = [record.getMessage() for record in caplog.records]
-    assert any("lets objects be written and not removed" in line for line in told)
+    fit(tmp_path, callbacks=saver).fit(Tiny(), loader())
     assert saver.best_model_path.endswith("step=4")
