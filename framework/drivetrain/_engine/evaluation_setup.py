@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -88,7 +88,12 @@ def build_validation(
     evaluation = core.evaluation
 
     def validate() -> list[dict[str, float]]:
-        with _separate_generators(core, data), evaluation.buffers.restored_at_end():
+        snapshot = stopping.snapshot if core.progress.within_window else None
+        with (
+            snapshot.keep_evaluation_changes() if snapshot else nullcontext(),
+            _separate_generators(core, data),
+            evaluation.buffers.restored_at_end(),
+        ):
             evaluation.validating = True
             try:
                 with core.span("validation"):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -117,6 +118,19 @@ class WindowSnapshot:
                 torch._foreach_copy_([copies[key] for key in current], list(current.values()))
         else:
             self._buffers = {key: buffer.detach().clone() for key, buffer in current.items()}
+
+    @contextmanager
+    @torch.no_grad()
+    def keep_evaluation_changes(self) -> Iterator[None]:
+        """Copy to the snapshot the buffers that the evaluation in the block changes.
+
+        A resumed run does not repeat the evaluation.
+        """
+        before = {key: buffer.detach().clone() for key, buffer in self._current_buffers().items()}
+        yield
+        for key, buffer in self._current_buffers().items():
+            if key not in before or not torch.equal(before[key], buffer):
+                self._buffers[key] = buffer.detach().clone()
 
     def go_back(self) -> None:
         """Reset the counters to the start of the window, and activate the snapshot if it is of this window."""
