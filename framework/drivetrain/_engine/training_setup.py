@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
@@ -76,9 +76,7 @@ def build_training(
 
         step = AnomalyStep(step, core.progress, strategy.rank)
     if strategy.rank == 0:
-        strategy.precision.on_minimum_scale = _LossScaleWarning()
-    if parts.validate is not None:
-        _warn_if_never_validates(core)
+        strategy.precision.on_minimum_scale = _loss_scale_warning()
     limits = TrainLimits(trainer.max_epochs, trainer.max_steps, trainer.log_every_n_steps)
     loop = TrainLoop(
         step,
@@ -107,18 +105,6 @@ def build_training(
         ),
     )
     return Training(loop, inner, build_training_pass(core, data, runner, move))
-
-
-def _warn_if_never_validates(core: RunCore) -> None:
-    """Warn if the run has fewer epochs than an interval between validations. A later run may have more epochs."""
-    every, epochs = core.trainer.check_val_every_n_epoch, core.trainer.max_epochs
-    if core.strategy.rank == 0 and every is not None and epochs is not None and 0 < epochs < every:
-        logger.warning(
-            "check_val_every_n_epoch=%d is more than max_epochs=%d: this run never validates. Lower "
-            "check_val_every_n_epoch, or pass no validation data.",
-            every,
-            epochs,
-        )
 
 
 def _resize(core: RunCore, data: RunData, move: BatchMover | None, epoch_begins: bool) -> EpochData | None:
@@ -229,21 +215,19 @@ def _count_steps(
     return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
 
 
-class _LossScaleWarning:
-    """Warns once that the loss scale has reached its minimum."""
+def _loss_scale_warning() -> Callable[[float], None]:
+    """Return a function that warns that the loss scale has reached its minimum, the first time it is called."""
 
-    def __init__(self) -> None:
-        self._warned = False
+    @cache
+    def warn(scale: float) -> None:
+        logger.warning(
+            "The loss scale has fallen to its floor, 2^%d: gradients in fp16 were not finite even with a small "
+            "scaled loss, and each such step was skipped. Check whether the loss itself is NaN "
+            "(detect_anomaly=True, NonFiniteGuard), or train in 'bf16-mixed'. This is logged once.",
+            round(math.log2(scale)),
+        )
 
-    def __call__(self, scale: float) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "The loss scale has fallen to its floor, 2^%d: gradients in fp16 were not finite even with a small "
-                "scaled loss, and each such step was skipped. Check whether the loss itself is NaN "
-                "(detect_anomaly=True, NonFiniteGuard), or train in 'bf16-mixed'. This is logged once.",
-                round(math.log2(scale)),
-            )
+    return warn
 
 
 def under_context(runner: StepRunner, precision: Precision) -> StepRunner:
