@@ -54,17 +54,18 @@ class BackgroundSaver:
         Raises:
             CheckpointError: the checkpoint could not be written.
         """
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        self._join()
         self._raise()
 
     def abandon(self) -> None:
         """Wait for the thread and discard its error, since the run is already failing with another error."""
+        self._join()
+        self._failure = None
+
+    def _join(self) -> None:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()
-        self._failure = None
 
     def _raise(self) -> Any:
         failure, self._failure = self._failure, None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
 from difflib import get_close_matches
 from types import FunctionType, MethodType
 
@@ -193,22 +192,16 @@ def _check_arguments(owner: object, name: str, base: type) -> None:
         signature = inspect.signature(hook, follow_wrapped=False)  # a decorator may pass more arguments
     except (TypeError, ValueError):  # the hook is not written in Python
         return
-    if with_loader_index != passed and _accepts(signature, with_loader_index):
-        return
-    named = {name: None for name in passed if name in _PASSED_BY_NAME}
-    try:
-        signature.bind(*(name for name in passed if name not in named), **named)
-    except TypeError as error:
-        raise ConfigurationError(
-            f"{type(owner).__name__}.{name}{signature} cannot be called with ({', '.join(passed)}): {error}.",
-            "the engine calls the method with these arguments.",
-            f"write def {name}({', '.join(['self', *passed])}).",
-        ) from None
-
-
-def _accepts(signature: inspect.Signature, passed: Sequence[str]) -> bool:
-    try:
-        signature.bind(*passed)
-    except TypeError:
-        return False
-    return True
+    problem: TypeError | None = None
+    for arguments in (with_loader_index, passed):
+        named = {name: None for name in arguments if name in _PASSED_BY_NAME}
+        try:
+            signature.bind(*(name for name in arguments if name not in named), **named)
+            return
+        except TypeError as error:
+            problem = error
+    raise ConfigurationError(
+        f"{type(owner).__name__}.{name}{signature} cannot be called with ({', '.join(passed)}): {problem}.",
+        "the engine calls the method with these arguments.",
+        f"write def {name}({', '.join(['self', *passed])}).",
+    )

@@ -18,6 +18,8 @@ IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 _MEMBERS = ("params", "param_names", "name")
 """Entries of a group that are no options: its parameters, their names, and a label that some users give groups."""
 
+_NO_OPTIONS = (*_MEMBERS, *IMPLEMENTATION_OPTIONS)
+
 _RATES = ("base_lrs", "_last_lr")
 """Attributes of a scheduler that repeat the learning rates of its optimizer's groups."""
 
@@ -52,7 +54,10 @@ def describe_groups(optimizers: Sequence[Optimizer], named: Mapping[str, nn.Para
     names = {id(parameter): name for name, parameter in named.items()}
     return [
         [
-            {"params": [names.get(id(parameter), "?") for parameter in group["params"]], **_options(group)}
+            {
+                "params": [names.get(id(parameter), "?") for parameter in group["params"]],
+                **_plain_entries(group, _NO_OPTIONS),
+            }
             for group in optimizer.param_groups
         ]
         for optimizer in optimizers
@@ -64,9 +69,7 @@ def describe_schedulers(schedulers: Sequence[Any]) -> list[dict[str, Any]]:
 
     The positions of new schedulers are among them, and are alike in all runs.
     """
-    found = [getattr(scheduler, "__dict__", {}) for scheduler in schedulers]
-    plain = [{name: _plain(value) for name, value in attributes.items() if name not in _RATES} for attributes in found]
-    return [{name: value for name, value in each.items() if _is_plain(value)} for each in plain]
+    return [_plain_entries(getattr(scheduler, "__dict__", {}), _RATES) for scheduler in schedulers]
 
 
 def _is_plain(value: Any) -> bool:
@@ -84,12 +87,9 @@ def compare_schedulers(saved: Mapping[str, Any], now: Mapping[str, Any], schedul
     ]
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    plain = {
-        name: _plain(value)
-        for name, value in group.items()
-        if name not in _MEMBERS and name not in IMPLEMENTATION_OPTIONS
-    }
+def _plain_entries(values: Mapping[str, Any], left_out: Collection[str]) -> dict[str, Any]:
+    """Return the entries that a description contains, without ``left_out``."""
+    plain = {name: _plain(value) for name, value in values.items() if name not in left_out}
     return {name: value for name, value in plain.items() if _is_plain(value)}
 
 

@@ -105,9 +105,8 @@ def find_in_folders(run: RunCore, folders: Sequence[str]) -> str | None:
 
 def _search(run: RunCore, place: RunLocation | None, folders: Sequence[str] | None = None) -> RunSearch:
     location, ckpt_path = place or locate_logs(run), run.request.ckpt_path
-    identity = Identity.of(
-        type(run.module), run_name(run), without_secrets(run.module.hparams)[0], run.trainer.searched
-    )
+    hyper_parameters = encode_hyper_parameters(without_secrets(run.module.hparams)[0])
+    identity = Identity(class_path(type(run.module)), run_name(run), hyper_parameters, frozenset(run.trainer.searched))
     search = RunSearch(
         location.path, location.fixed if run.stage == "fit" else None, identity, Job.of(os.environ), StorageRetry()
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import reprlib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,20 +28,6 @@ class Identity:
     name: str
     hyper_parameters: Mapping[str, Any]
     searched: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(
-        cls, module_class: type, name: str, hyper_parameters: Mapping[str, Any], searched: Iterable[str] = ()
-    ) -> Identity:
-        """Return the identity of a run.
-
-        Args:
-            module_class: the module's class.
-            name: the run's name.
-            hyper_parameters: the module's hyper-parameters, without secrets.
-            searched: names of hyper-parameters that a hyper-parameter search sets.
-        """
-        return cls(class_path(module_class), name, encode_hyper_parameters(hyper_parameters), frozenset(searched))
 
     def difference(self, module: str, name: str, hyper_parameters: Any) -> str | None:
         """Describe how another run differs from this experiment; None if it belongs to this experiment.
