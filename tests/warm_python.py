@@ -22,7 +22,7 @@ from worlds import preloaded
 _LIMIT = 150.0  # seconds
 
 _HINT = re.compile(
-    r"would be faster here|unseeded|is not seeded|does not validate|stays sharded|"
+    r"unseeded|is not seeded|does not validate|stays sharded|"
     r"UserWarning: (?!Error detected in)|RuntimeWarning: |^\[drivetrain warning\]"
 )
 """What a line contains if it is a warning, or advice that the framework prints for settings that could be better.

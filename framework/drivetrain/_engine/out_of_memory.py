@@ -86,7 +86,7 @@ def _local_bytes(value: object) -> int:
     if not isinstance(value, torch.Tensor) or value.is_meta:
         return 0
     local: torch.Tensor = value.to_local() if hasattr(value, "to_local") else value
-    return local.untyped_storage().nbytes()
+    return local.nbytes
 
 
 def _size(nbytes: int) -> str:
