@@ -23,8 +23,6 @@ from drivetrain.strategies.strategy import Strategy
 
 _CONNECT_TIMEOUT = timedelta(minutes=5)
 
-_MAX_STORES = 8
-
 _stores: dict[tuple[str, int, Placement, str | None, bool], TCPStore] = {}
 """The stores that this process hosts or has joined, by the arguments of `_connect`.
 
@@ -192,8 +190,6 @@ def _open_store(environment: Environment, placement: Placement) -> Store:
     store = _stores.get(key)
     if store is None or not _is_reachable(store):  # its host may have ended, and another store listen on the port
         store = _stores[key] = _connect(*key)
-        if len(_stores) > _MAX_STORES:
-            del _stores[next(iter(_stores))]
     # A store that outlives the processes still contains the keys from before a restart, so each restart has a prefix.
     return PrefixStore(f"drivetrain/restart{environment.restart_count}", store)
 
