@@ -449,10 +449,10 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, PlainNames):
     ) -> ONNXProgram:
         """Export ``forward`` in eval mode to ONNX, by `torch.onnx.export` with ``dynamo=True``.
 
-        The file is written atomically. Weights above 2 GB are stored in a second file, ``<file_path>.data``.
+        Weights above 2 GB are stored in a second file, ``<file_path>.data``.
 
         Args:
-            file_path: a path, an fsspec URL, or a binary file object such as `io.BytesIO`. None writes nothing.
+            file_path: a path, or a binary file object such as `io.BytesIO`. None writes nothing.
             input_sample: the input to trace with, in any form that `example_input_array` may have. The default is
                 the value of `example_input_array`.
             kwargs: arguments of `torch.onnx.export`, such as ``dynamic_shapes``, ``input_names``, ``output_names`` or
@@ -464,7 +464,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, PlainNames):
 
         Raises:
             ConfigurationError: a package, ``forward`` or the sample is missing, this process does not hold all weights,
-                a named size cannot be dynamic, or ``file_path`` is not the name of a file.
+                torch cannot export ``forward``, or ``file_path`` is not the name of a file.
             CheckpointError: the file cannot be written.
         """
         from drivetrain.module._export import export_onnx  # Imported only here, because it is slow to import.
