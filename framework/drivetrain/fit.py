@@ -7,9 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, overload
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain._config.arguments import check_arguments
 from drivetrain._config.precedence import Settings, resolved_settings
@@ -336,32 +334,6 @@ class Fit(SessionContext):
             "test", _module_argument("test", module, model), dataloaders, datamodule, ckpt_path, verbose, averaged
         )
 
-    @overload
-    def predict(
-        self,
-        module: TrainModule | None = None,
-        dataloaders: Any = None,
-        datamodule: DataModule | None = None,
-        ckpt_path: str | os.PathLike[str] | None = None,
-        return_predictions: Literal[True] = True,
-        *,
-        averaged: bool | None = None,
-        model: TrainModule | None = None,
-    ) -> list[Any]: ...
-
-    @overload
-    def predict(
-        self,
-        module: TrainModule | None = None,
-        dataloaders: Any = None,
-        datamodule: DataModule | None = None,
-        ckpt_path: str | os.PathLike[str] | None = None,
-        *,
-        return_predictions: bool,
-        averaged: bool | None = None,
-        model: TrainModule | None = None,
-    ) -> list[Any] | None: ...
-
     def predict(
         self,
         module: TrainModule | None = None,
@@ -454,23 +426,14 @@ class Fit(SessionContext):
                 "the arguments after the loaders are datamodule and ckpt_path, in this order.",
                 "pass them by name: datamodule=..., ckpt_path=....",
             )
-        if isinstance(module, type):
-            raise ConfigurationError(
-                f"{stage} was given the class {module.__name__}.",
-                "an instance of a TrainModule is needed, because it holds the weights.",
-                f"create an instance: Fit().{stage}({module.__name__}(...), ...).",
-            )
-        if isinstance(module, torch.utils.data.DataLoader | DataModule):
-            raise ConfigurationError(
-                f"{stage} was given a {type(module).__name__} in place of the module.",
-                "the module is the first argument, and the data is the second.",
-                f"swap them: Fit().{stage}(module, data).",
-            )
         if not isinstance(module, TrainModule):
+            is_class = isinstance(module, type)
+            given_type = f"the class {module.__name__}" if is_class else f"a {type(module).__name__}"
             raise ConfigurationError(
-                f"{stage} was given a {type(module).__name__}.",
-                "the engine calls the steps and the hooks of a drivetrain.TrainModule.",
-                "subclass TrainModule, write training_step and configure_optimizers; to compile: Fit(compile=True).",
+                f"{stage} was given {given_type} in place of the module.",
+                "the first argument is an instance of a drivetrain.TrainModule, and the second is the data.",
+                f"write Fit().{stage}({module.__name__ if is_class else 'Model'}(...), data), with a subclass of "
+                "TrainModule that has training_step and configure_optimizers; to compile: Fit(compile=True).",
             )
         if is_attached(module):
             raise ConfigurationError(
