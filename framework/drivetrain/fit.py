@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from drivetrain._config.arguments import check_arguments
 from drivetrain._config.precedence import Settings, resolved_settings
@@ -333,6 +333,32 @@ class Fit(SessionContext):
         return self._evaluate(
             "test", _module_argument("test", module, model), dataloaders, datamodule, ckpt_path, verbose, averaged
         )
+
+    @overload
+    def predict(
+        self,
+        module: TrainModule | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        return_predictions: Literal[True] = True,
+        *,
+        averaged: bool | None = None,
+        model: TrainModule | None = None,
+    ) -> list[Any]: ...
+
+    @overload
+    def predict(
+        self,
+        module: TrainModule | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        *,
+        return_predictions: bool,
+        averaged: bool | None = None,
+        model: TrainModule | None = None,
+    ) -> list[Any] | None: ...
 
     def predict(
         self,
