@@ -257,6 +257,10 @@ class RunContext(Protocol):
     def progress_bar_values(self) -> dict[str, torch.Tensor]:
         """The values of `progress_bar_metrics` as tensors on their devices. Reading this property does not wait."""
 
+    @property
+    def evaluation_so_far(self) -> Mapping[str, torch.Tensor]:
+        """Running means, on this rank, of the values that the current evaluation has logged with ``prog_bar=True``."""
+
     loggers: list[Logger]
     """The loggers, to all of which values are sent."""
 

@@ -145,6 +145,10 @@ class SessionContext(RunContext):
         return {} if self.session is None else self.session.core.metrics.progress_bar_metrics()
 
     @property
+    def evaluation_so_far(self) -> dict[str, torch.Tensor]:
+        return {} if self.session is None else self.session.core.metrics.evaluation_so_far()
+
+    @property
     def should_stop(self) -> bool:
         return self.session is not None and self.session.stopping.stop.is_asked
 

@@ -330,6 +330,23 @@ class MetricStore:
         """Return the latest values with ``prog_bar=True``. Converting these values to numbers waits for the device."""
         return self._select("prog_bar")
 
+    def evaluation_so_far(self) -> dict[str, Tensor]:
+        """Return this rank's preliminary values with ``prog_bar=True`` of the current evaluation.
+
+        Nothing is reduced or changed, so the evaluation's results are not affected.
+        """
+        values: dict[str, Tensor] = {}
+        for entry in self.entries.values():
+            if not entry.prog_bar or entry.metric is not None:
+                continue
+            if entry.on_step and entry.last is not None and (entry.waiting or entry.total is not None):
+                values[entry.step_name] = copy_as_tensor(entry.last)
+            elif entry.on_epoch:
+                total, weight = entry.clone().epoch_total(), entry.weight
+                if total is not None and (isinstance(weight, Tensor) or weight > 0):
+                    values[entry.epoch_name] = copy_as_tensor(total / weight if entry.operation == "mean" else total)
+        return values
+
     def reduced_at(self, name: str) -> int | None:
         """Return the global step at which a value of `callback_metrics` was reduced, the same on all ranks. Collective.
 

@@ -53,6 +53,7 @@ class FakeRun:
     should_stop: bool = False
     stop_reason: str = ""
     callback_metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+    evaluation_so_far: dict[str, torch.Tensor] = field(default_factory=dict)
     progress_bar_values: dict[str, torch.Tensor] = field(default_factory=dict)
     lightning_module: Any = None
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)

@@ -167,3 +167,32 @@ def test_formats_of_paths_and_durations(tmp_path: Path) -> None:
         "1:00:00 h",
         "25:01:01 h",
     ]
+
+
+def test_values_of_an_unfinished_evaluation_are_those_logged_so_far(tmp_path: Path) -> None:
+    # L-09
+    seen: list[dict[str, float]] = []
+
+    class Evaluates(Tiny):
+        reads = True
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("train_loss", 7.0, prog_bar=True)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("mean", torch.tensor(float(batch_idx)), prog_bar=True)
+            self.log("largest", -float(batch_idx), prog_bar=True, reduce_fx="max")
+            self.log("hidden", 1.0)
+            if self.reads:
+                seen.append({name: float(value) for name, value in self.trainer.evaluation_so_far.items()})
+
+    results = []
+    for reads in (True, False):
+        module = Evaluates()
+        module.reads = reads
+        run = fit(tmp_path, max_epochs=2, num_sanity_val_steps=0)
+        run.fit(module, loader(), loader())
+        results.append({name: run.callback_metrics[name] for name in ("mean", "largest")})
+    assert seen == 2 * [{"mean": index / 2, "largest": 0.0} for index in range(4)]
+    assert results[0] == results[1]
