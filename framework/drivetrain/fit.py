@@ -452,21 +452,7 @@ class Fit(SessionContext):
                 "the arguments after the loaders are datamodule and ckpt_path, in this order.",
                 "pass them by name: datamodule=..., ckpt_path=....",
             )
-        if not isinstance(module, TrainModule):
-            is_class = isinstance(module, type)
-            given_type = f"the class {module.__name__}" if is_class else f"a {type(module).__name__}"
-            raise ConfigurationError(
-                f"{stage} was given {given_type} in place of the module.",
-                "the first argument is an instance of a drivetrain.TrainModule, and the second is the data.",
-                f"write Fit().{stage}({module.__name__ if is_class else 'Model'}(...), data), with a subclass of "
-                "TrainModule that has training_step and configure_optimizers; to compile: Fit(compile=True).",
-            )
-        if is_attached(module):
-            raise ConfigurationError(
-                f"{stage} was called while a run of {type(module).__name__} is under way.",
-                "both runs would use the same module, metrics and processes.",
-                f"call {stage} after the run, on every rank; to validate within fit, set val_check_interval.",
-            )
+        check_module(stage, module)
         self.built_unseeded = stage == "fit" and self.seed is not None and built_unseeded(module)
         path = None if ckpt_path is None else _checkpoint_path(ckpt_path)
         if averaged is not None:
@@ -488,6 +474,30 @@ class Fit(SessionContext):
             return launch(RunRequest(self, stage, module, given, path, return_predictions, allow, averaged=averaged))
         except ConfigurationError as error:
             raise shortened(error)  # noqa: B904 - `shortened` returns the same error
+
+
+def check_module(call: str, module: Any) -> None:
+    """Check that ``module`` can be run.
+
+    Raises:
+        ConfigurationError: it is no `TrainModule`, or it is in a run.
+    """
+    if not isinstance(module, TrainModule):
+        is_class = isinstance(module, type)
+        given_type = f"the class {module.__name__}" if is_class else f"a {type(module).__name__}"
+        raise ConfigurationError(
+            f"{call} was given {given_type} in place of the module.",
+            "the first argument is an instance of a drivetrain.TrainModule, and the second is the data.",
+            f"write {call}({module.__name__ if is_class else 'Model'}(...), data), with a subclass of TrainModule that "
+            "has training_step and configure_optimizers; to compile: Fit(compile=True).",
+        )
+    if is_attached(module):
+        raise ConfigurationError(
+            f"{call} was called while a run of {type(module).__name__} is under way.",
+            "both runs would use the same module, metrics and processes.",
+            f"call {call} after the run, on every rank; within fit, val_check_interval sets when to validate, "
+            "and the callbacks LearningRateFinder and BatchSizeFinder search.",
+        )
 
 
 def _checkpoint_path(ckpt_path: str | os.PathLike[str]) -> str:
