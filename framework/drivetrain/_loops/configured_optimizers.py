@@ -21,7 +21,6 @@ _INTERVALS = ("epoch", "step")
 _SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "name", "strict", "reduce_on_plateau")
 
 _DICT_KEYS = ("optimizer", "lr_scheduler", "monitor", "closure", "elementwise")
-_DICT_KEYS_TEXT = "its keys are 'optimizer', 'lr_scheduler', 'monitor', 'closure' and 'elementwise'."
 _FORMS = (
     "return an optimizer; a list of them; (optimizers, schedulers) as two lists; a dict {'optimizer': o, "
     "'lr_scheduler': s}, where s is a scheduler or {'scheduler', 'interval', 'frequency', 'monitor', 'strict', "
@@ -132,12 +131,19 @@ def _dicts(configured: Any) -> list[Mapping[str, Any]]:
     return [part for part in parts if isinstance(part, Mapping)]
 
 
+def _check_keys(configured: Mapping[str, Any], required: str, known: Sequence[str], description: str) -> None:
+    unknown = [key for key in configured if key not in known]
+    if required not in configured or unknown:
+        problem = f"unknown keys {unknown}.{nearest(str(unknown[0]), known)}" if unknown else f"no {required!r}."
+        raise ConfigurationError(
+            f"configure_optimizers returned {description} with {problem}",
+            f"its keys are {', '.join(map(repr, known))}.",
+            _FORMS,
+        )
+
+
 def _from_dict(configured: Mapping[str, Any]) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    unknown = [key for key in configured if key not in _DICT_KEYS]
-    if "optimizer" not in configured or unknown:
-        problem = f"unknown keys {unknown}" if unknown else "no 'optimizer'"
-        hint = nearest(str(unknown[0]), _DICT_KEYS) if unknown else ""
-        raise ConfigurationError(f"configure_optimizers returned a dict with {problem}.{hint}", _DICT_KEYS_TEXT, _FORMS)
+    _check_keys(configured, "optimizer", _DICT_KEYS, "a dict")
     schedulers, monitor = [], configured.get("monitor")
     if configured.get("lr_scheduler") is not None:
         schedulers = [_scheduler(configured["lr_scheduler"])]
@@ -163,17 +169,7 @@ def _scheduler(value: Any) -> SchedulerConfig:
         if not callable(getattr(value, "step", None)):
             raise _unsupported(value)
         return SchedulerConfig(value)
-    for key in value:
-        if key not in _SCHEDULER_KEYS:
-            raise ConfigurationError(
-                f"configure_optimizers: unknown key {key!r} in a scheduler's dict.{nearest(str(key), _SCHEDULER_KEYS)}",
-                f"the keys are {', '.join(_SCHEDULER_KEYS)}.",
-                _FORMS,
-            )
-    if "scheduler" not in value:
-        raise ConfigurationError(
-            "configure_optimizers: a scheduler's dict has no 'scheduler'.", "there is nothing to step.", _FORMS
-        )
+    _check_keys(value, "scheduler", _SCHEDULER_KEYS, "a scheduler's dict")
     interval, frequency = value.get("interval", "epoch"), value.get("frequency", 1)
     if interval not in _INTERVALS:
         raise ConfigurationError(

@@ -207,14 +207,10 @@ class Entry:
     def state_dict(self) -> dict[str, Any]:
         """Return the options and values of the key. `MetricStore` saves the state of a metric object separately."""
         self.epoch_total()
-        state = {name: getattr(self, name) for name in (*_OPTION_FIELDS, *_VALUE_FIELDS)}
-        forced = self.options[:2]  # on_step and on_epoch as passed to `log`, before defaults
-        is_reduced = self.last is not None and self.last is self.reduced
         return {
-            **state,
-            "forced": list(forced),
-            "is_reduced": is_reduced,
-            **{name: getattr(self, name) for name in _AGES},
+            **{name: getattr(self, name) for name in (*_OPTION_FIELDS, *_VALUE_FIELDS, *_AGES)},
+            "forced": list(self.options[:2]),  # on_step and on_epoch as passed to `log`, before defaults
+            "is_reduced": self.last is not None and self.last is self.reduced,
         }
 
     @classmethod

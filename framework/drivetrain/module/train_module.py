@@ -260,7 +260,13 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, PlainNames):
             ConfigurationError: `log` is called outside of a run, or an option is not supported.
         """
         if enable_graph or sync_dist_group is not None:
-            raise _cannot_log(name, enable_graph)
+            option = f"{enable_graph=}" if enable_graph else "sync_dist_group=..."
+            raise ConfigurationError(
+                f"log({name!r}, {option}).",
+                "a logged value is detached from its graph, and reduced over all ranks that read data.",
+                "remove the option. Store values that you differentiate in an attribute; to reduce a value otherwise, "
+                "do so yourself and log the result with sync_dist=False.",
+            )
         if rank_zero_only:
             sync_dist = False
         (self._trainer or self._require_run("log")).metrics.record(
@@ -513,17 +519,3 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, PlainNames):
             )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
-
-
-def _cannot_log(name: str, enable_graph: bool) -> ConfigurationError:
-    if enable_graph:
-        return ConfigurationError(
-            f"log({name!r}, enable_graph=True).",
-            "a logged value is kept until the epoch's end, and its graph would be kept with it.",
-            "remove enable_graph, and store values that you differentiate in an attribute.",
-        )
-    return ConfigurationError(
-        f"log({name!r}, sync_dist_group=...).",
-        "values are reduced over all ranks that read data.",
-        "remove sync_dist_group, or reduce the value yourself and log the result with sync_dist=False.",
-    )
