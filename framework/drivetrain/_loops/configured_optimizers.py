@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -254,8 +254,16 @@ def check_optimizers(
             )
 
 
-def check_parameters(module: nn.Module, optimizers: Sequence[Optimizer], automatic: bool) -> None:
+def check_parameters(
+    module: nn.Module, optimizers: Sequence[Optimizer], automatic: bool, checked: Collection[int] = ()
+) -> None:
     """Check that ``module`` holds the parameters of ``optimizers``, and that automatic optimization steps each once.
+
+    Args:
+        module: the module.
+        optimizers: the optimizers.
+        automatic: whether the engine steps the optimizers.
+        checked: ids of parameters that the module held before. It may have replaced their layers since.
 
     Raises:
         ConfigurationError: one of the two does not hold. The error names the parameter, or its shape.
@@ -265,7 +273,7 @@ def check_parameters(module: nn.Module, optimizers: Sequence[Optimizer], automat
     for number, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if id(parameter) not in names:
+                if id(parameter) not in names and id(parameter) not in checked:
                     raise ConfigurationError(
                         f"Optimizer {number} ({type(optimizer).__name__}) holds a parameter of shape "
                         f"{tuple(parameter.shape)} that is not the module's.",

@@ -274,6 +274,8 @@ class Trainables:
             strategy.check_added_group(optimizer)
             self._check_schedulers(optimizer)
             before = len(optimizer.param_groups)
+            groups_before = [earlier for other in self._optimizers for earlier in other.param_groups]
+            checked = {id(param) for earlier in groups_before for param in earlier["params"]}
             if (
                 before
                 and "param_names" in optimizer.param_groups[0]
@@ -286,7 +288,7 @@ class Trainables:
             add(optimizer, group)
             try:
                 strategy.adopt_parameters([optimizer])
-                check_parameters(module, self._optimizers, module.automatic_optimization)
+                check_parameters(module, self._optimizers, module.automatic_optimization, checked)
             except ConfigurationError:
                 del optimizer.param_groups[before:]
                 raise
