@@ -487,9 +487,9 @@ def check_module(call: str, module: Any) -> None:
         given_type = f"the class {module.__name__}" if is_class else f"a {type(module).__name__}"
         raise ConfigurationError(
             f"{call} was given {given_type} in place of the module.",
-            "the first argument is an instance of a drivetrain.TrainModule, and the second is the data.",
-            f"write {call}({module.__name__ if is_class else 'Model'}(...), data), with a subclass of TrainModule that "
-            "has training_step and configure_optimizers; to compile: Fit(compile=True).",
+            "the engine calls the steps and the hooks of a drivetrain.TrainModule; data is the second argument.",
+            "subclass TrainModule, write training_step and configure_optimizers, and call "
+            f"{call}({module.__name__ if is_class else 'Model'}(...), data); to compile: Fit(compile=True).",
         )
     if is_attached(module):
         raise ConfigurationError(

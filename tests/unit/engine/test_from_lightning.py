@@ -51,7 +51,7 @@ class TestVerbs:
         with pytest.raises(ConfigurationError, match=r"fit was given the class Logs[\s\S]*fit\(Logs\(\.\.\.\)"):
             fit(tmp_path).fit(Logs, loader(4))  # type: ignore[arg-type]
         with pytest.raises(
-            ConfigurationError, match=r"given a DataLoader in place of the module[\s\S]*the second is the data"
+            ConfigurationError, match=r"given a DataLoader in place of the module[\s\S]*data is the second argument"
         ):
             fit(tmp_path).fit(loader(4), Logs())  # type: ignore[arg-type]
 
