@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import torch
-
 from drivetrain._config.arguments import check_arguments
 from drivetrain._config.precedence import Settings, resolved_settings
 from drivetrain._engine.defaults import default_callbacks, default_loggers
@@ -454,30 +452,7 @@ class Fit(SessionContext):
                 "the arguments after the loaders are datamodule and ckpt_path, in this order.",
                 "pass them by name: datamodule=..., ckpt_path=....",
             )
-        if isinstance(module, type):
-            raise ConfigurationError(
-                f"{stage} was given the class {module.__name__}.",
-                "an instance of a TrainModule is needed, because it holds the weights.",
-                f"create an instance: Fit().{stage}({module.__name__}(...), ...).",
-            )
-        if isinstance(module, torch.utils.data.DataLoader | DataModule):
-            raise ConfigurationError(
-                f"{stage} was given a {type(module).__name__} in place of the module.",
-                "the module is the first argument, and the data is the second.",
-                f"swap them: Fit().{stage}(module, data).",
-            )
-        if not isinstance(module, TrainModule):
-            raise ConfigurationError(
-                f"{stage} was given a {type(module).__name__}.",
-                "the engine calls the steps and the hooks of a drivetrain.TrainModule.",
-                "subclass TrainModule, write training_step and configure_optimizers; to compile: Fit(compile=True).",
-            )
-        if is_attached(module):
-            raise ConfigurationError(
-                f"{stage} was called while a run of {type(module).__name__} is under way.",
-                "both runs would use the same module, metrics and processes.",
-                f"call {stage} after the run, on every rank; to validate within fit, set val_check_interval.",
-            )
+        check_module(stage, module)
         self.built_unseeded = stage == "fit" and self.seed is not None and built_unseeded(module)
         path = None if ckpt_path is None else _checkpoint_path(ckpt_path)
         if averaged is not None:
@@ -499,6 +474,30 @@ class Fit(SessionContext):
             return launch(RunRequest(self, stage, module, given, path, return_predictions, allow, averaged=averaged))
         except ConfigurationError as error:
             raise shortened(error)  # noqa: B904 - `shortened` returns the same error
+
+
+def check_module(call: str, module: Any) -> None:
+    """Check that ``module`` can be run.
+
+    Raises:
+        ConfigurationError: it is no `TrainModule`, or it is in a run.
+    """
+    if not isinstance(module, TrainModule):
+        is_class = isinstance(module, type)
+        given_type = f"the class {module.__name__}" if is_class else f"a {type(module).__name__}"
+        raise ConfigurationError(
+            f"{call} was given {given_type} in place of the module.",
+            "the engine calls the steps and the hooks of a drivetrain.TrainModule; data is the second argument.",
+            "subclass TrainModule, write training_step and configure_optimizers, and call "
+            f"{call}({module.__name__ if is_class else 'Model'}(...), data); to compile: Fit(compile=True).",
+        )
+    if is_attached(module):
+        raise ConfigurationError(
+            f"{call} was called while a run of {type(module).__name__} is under way.",
+            "both runs would use the same module, metrics and processes.",
+            f"call {call} after the run, on every rank; within fit, val_check_interval sets when to validate, "
+            "and the callbacks LearningRateFinder and BatchSizeFinder search.",
+        )
 
 
 def _checkpoint_path(ckpt_path: str | os.PathLike[str]) -> str:

@@ -530,7 +530,7 @@ def test_a_group_of_foreign_parameters_is_refused_and_not_added() -> None:
             before = len(self.optimizers().param_groups)
             with failing() as error:
                 self.optimizers().add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-            assert "a parameter of shape (3,) is not the module's" in error["text"]
+            assert "a parameter of shape (3,) that is not the module's" in error["text"]
             assert len(self.optimizers().param_groups) == before
 
     assert train(Stray({("on_train_epoch_start", 3): "."}), "single_device", 1).global_step == 9

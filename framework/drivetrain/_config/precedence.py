@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
@@ -114,7 +114,7 @@ def resolved_settings(init: Callable[Concatenate[S, P], None]) -> Callable[Conca
                 raise _unknown_setting_error(
                     name, f"{owner}() has no argument {name!r}.", _format_argument(name, value), parameters
                 )
-        settings = resolve(cast(FunctionType, init), parameters, kwargs, os.environ, Path.cwd)
+        settings = resolve(cast(FunctionType, init), parameters, kwargs)
         self.settings = settings  # type: ignore[attr-defined]
         values: dict[str, Any] = {name: setting.value for name, setting in settings.items()}
         init(self, **values)  # type: ignore[call-arg]
@@ -122,21 +122,13 @@ def resolved_settings(init: Callable[Concatenate[S, P], None]) -> Callable[Conca
     return resolving
 
 
-def resolve(
-    init: FunctionType,
-    parameters: Mapping[str, inspect.Parameter],
-    given: Mapping[str, Any],
-    variables: Mapping[str, str],
-    directory: Callable[[], Path],
-) -> Settings:
-    """Resolve ``parameters`` of ``init`` from code, environment ``variables`` and the file.
+def resolve(init: FunctionType, parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any]) -> Settings:
+    """Resolve ``parameters`` of ``init`` from code, environment and the file.
 
     Args:
         init: the function whose annotations define the accepted values.
         parameters: the arguments with their defaults.
         given: the arguments passed in code.
-        variables: the environment.
-        directory: returns the working directory.
 
     Returns:
         All arguments that have a value, in the order of the signature.
@@ -147,8 +139,10 @@ def resolve(
     # All values of the environment and the file are checked, because an error in them is raised even if code
     # overrides the value.
     configured: dict[str, Setting] = {}
-    sources = (_from_file(variables, directory, parameters), _from_environment(variables, parameters))
-    for source in sources:  # the environment comes last and overrides the file
+    for source in (
+        _from_file(parameters),
+        _from_environment(parameters),
+    ):  # the environment comes last and overrides the file
         for name, (value, where, is_text) in source.items():
             accepted = accepted_values(parameters[name].annotation, init.__globals__)
             configured[name] = Setting(_validated(name, value, where, is_text, accepted), where)
@@ -163,39 +157,25 @@ def resolve(
     return Settings(settings)
 
 
-def _from_environment(
-    variables: Mapping[str, str], parameters: Mapping[str, inspect.Parameter]
-) -> dict[str, tuple[Any, str, bool]]:
+def _from_environment(parameters: Mapping[str, inspect.Parameter]) -> dict[str, tuple[Any, str, bool]]:
     names = {PREFIX + name.upper(): name for name in parameters}
     values: dict[str, tuple[Any, str, bool]] = {}
-    for variable, text in variables.items():
+    for variable, text in os.environ.items():
         if not variable.startswith(PREFIX) or variable == CONFIG_VARIABLE:
             continue
         if variable not in names:
-            replacement = _new_name(variable.removeprefix(PREFIX))
-            if replacement is not None:
-                raise ConfigurationError(
-                    f"The environment variable {_format_argument(variable, text)} has no effect.",
-                    f"Variables that begin with {PREFIX} are settings, but no setting has this name.",
-                    f"Unset the variable, and {replacement}; {PREFIX}<NAME> sets the argument of that name.",
-                )
-            raise ConfigurationError(
-                f"The environment variable {_format_argument(variable, text)} has no effect."
-                f"{nearest(variable.upper(), [*names, CONFIG_VARIABLE])}",
-                f"Variables that begin with {PREFIX} are settings, but no setting has this name.",
-                f"Correct the name of the variable, or unset it: unset {variable}",
-            )
+            given = _format_argument(variable, text)
+            what = f"The environment variable {given} is not a setting."
+            raise _unknown_setting_error(variable.upper(), what, given, [*names, CONFIG_VARIABLE])
         values[names[variable]] = (text, f"environment {variable}", True)
     return values
 
 
-def _from_file(
-    variables: Mapping[str, str], directory: Callable[[], Path], parameters: Mapping[str, inspect.Parameter]
-) -> dict[str, tuple[Any, str, bool]]:
-    named = variables.get(CONFIG_VARIABLE)
+def _from_file(parameters: Mapping[str, inspect.Parameter]) -> dict[str, tuple[Any, str, bool]]:
+    named = os.environ.get(CONFIG_VARIABLE)
     path = Path(named).expanduser() if named is not None else Path(CONFIG_FILE)
     try:
-        path = directory() / path
+        path = Path.cwd() / path
         # A missing default file is not an error. A missing file that the user named is an error.
         if named is None and not path.exists():
             return {}
@@ -228,22 +208,16 @@ def _from_file(
     return {key: (value, f"file {path}", False) for key, value in table.items()}
 
 
-def _new_name(name: str) -> str | None:
+def _unknown_setting_error(name: str, what: str, given: str, known: Iterable[str]) -> ConfigurationError:
     from drivetrain._config.old_names import find_replacement  # imported only for this error
 
-    return find_replacement(name)
-
-
-def _unknown_setting_error(name: str, what: str, given: str, parameters: Mapping[str, Any]) -> ConfigurationError:
-    replacement = _new_name(name)
+    replacement = find_replacement(name.removeprefix(PREFIX))
     if replacement is not None:
         return ConfigurationError(
             what, f"{given} has another name in drivetrain, or is set in another place.", f"{replacement}."
         )
     return ConfigurationError(
-        what + nearest(name, parameters),
-        f"{given} would have no effect.",
-        f"The arguments are {', '.join(parameters)}.",
+        what + nearest(name, known), f"{given} would have no effect.", f"The names are {', '.join(known)}."
     )
 
 

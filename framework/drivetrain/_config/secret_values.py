@@ -126,10 +126,8 @@ def arguments_without_secrets(arguments: Sequence[str]) -> tuple[list[str], list
     option = ""  # the preceding option if the current argument may be its value, else ""
     for argument in arguments:
         name, has_value, value = argument.partition("=")
-        if option and not argument.startswith("-"):
-            if has_value and names_a_secret(name) and not names_a_secret(option):  # --set api_token=X
-                option = name
-            name, prefix, value = option, f"{name}=" if option == name else "", argument
+        if option and not argument.startswith("-") and not (has_value and names_a_secret(name)):
+            name, prefix, value = option, "", argument  # --api_token X, but not --set api_token=X
         elif has_value:
             prefix = f"{name}="
         else:
@@ -196,7 +194,7 @@ def _without(value: Any, location: tuple[str, ...], left_out: list[str], ancesto
         for key, part in named:
             path = (*location, str(key))
             if isinstance(key, str) and (
-                (names_a_secret(key) and _contains_text(part))
+                (names_a_secret(key) and any(_texts(part, within_names=True)))
                 or _contains_url_password(part)
                 or (_names_headers(key) and _has_secret_header(part))
             ):
@@ -223,23 +221,25 @@ def _named_parts(value: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def _contains_text(value: Any, ancestors: tuple[int, ...] = ()) -> bool:
+def _texts(value: Any, within_names: bool, ancestors: tuple[int, ...] = ()) -> Iterator[str | bytes | bytearray]:
+    """Yield the texts in a value and in its lists, and ``within_names`` also those in its named parts."""
     if isinstance(value, str | bytes | bytearray):
-        return bool(value)
+        yield value
+        return
     if len(ancestors) > _MAX_DEPTH or id(value) in ancestors:
-        return False
-    ancestors = (*ancestors, id(value))
-    return any(_contains_text(part, ancestors) for part in _parts(value))
+        return
+    named, parts = _named_parts(value), []
+    if named is not None and within_names:
+        parts = [part for _, part in named]
+    elif named is None and isinstance(value, list | tuple | set | frozenset):
+        parts = list(value)
+    for part in parts:
+        yield from _texts(part, within_names, (*ancestors, id(value)))
 
 
-def _contains_url_password(value: Any, ancestors: tuple[int, ...] = ()) -> bool:
+def _contains_url_password(value: Any) -> bool:
     """Return whether a text, or a text in a list, contains a URL with a password. Named parts are not searched."""
-    if isinstance(value, str):
-        return "://" in value and _URL_PASSWORD.search(value) is not None
-    is_list = isinstance(value, list | tuple | set | frozenset) and not hasattr(value, "_fields")
-    if not is_list or len(ancestors) > _MAX_DEPTH or id(value) in ancestors:
-        return False
-    return any(_contains_url_password(part, (*ancestors, id(value))) for part in value)
+    return any(isinstance(text, str) and _URL_PASSWORD.search(text) for text in _texts(value, within_names=False))
 
 
 def _names_headers(name: str) -> bool:
@@ -255,14 +255,6 @@ def _has_secret_header(value: Any) -> bool:
         elif isinstance(header, list | tuple) and len(header) == 2:
             names.append(header[0])
     return any(isinstance(name, str) and names_a_secret(name) for name in names)
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    named = _named_parts(value)
-    if named is not None:
-        yield from (part for _, part in named)
-    elif isinstance(value, list | tuple | set | frozenset):
-        yield from value
 
 
 def _secrets_given(option: str, value: str) -> list[str]:

@@ -17,7 +17,8 @@ _CHUNK = 1 << 22  # the number of elements per chunk, which bounds the memory fo
 # 2**64 divided by the golden ratio, as a signed number. A multiplication by this factor spreads positions over all
 # bits.
 _MIX = -7046029254386353131
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integer dtype in which elements of a number of bytes are summed."""
 
 
 @torch.no_grad()
@@ -47,7 +48,7 @@ def checksum(tensor: Tensor, map_positions: Callable[[Tensor], Tensor] | None = 
             map_pair = map_positions
             map_positions = lambda positions: map_pair(positions // 2) * 2 + positions % 2  # noqa: E731
         tensor = torch.view_as_real(tensor.resolve_conj())
-    bits = tensor.resolve_neg().reshape(-1).view(_INTEGERS[tensor.dtype.itemsize])
+    bits = tensor.resolve_neg().reshape(-1).view(INTEGERS[tensor.dtype.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, bits.numel(), _CHUNK):
         part = bits[start : start + _CHUNK].to(torch.int64)

@@ -67,7 +67,7 @@ class MonitorCheck:
             for name, description in callback.monitors.items():
                 yield description, name
         for config in self._schedulers:
-            if config.plateau and config.monitor is not None and config.strict:
+            if config.reduce_on_plateau and config.monitor is not None and config.strict:
                 yield f"'monitor': {config.monitor!r} of {type(config.scheduler).__name__}", config.monitor
 
     def _may_log_later(self) -> bool:

@@ -93,7 +93,7 @@ def _warn_of_unused_keys(schedulers: Sequence[SchedulerConfig], automatic: bool)
                 "training_step steps the scheduler by self.lr_schedulers().step().",
                 kind,
             )
-        elif automatic and config.monitor is not None and not config.plateau:
+        elif automatic and config.monitor is not None and not config.reduce_on_plateau:
             logger.warning(
                 "configure_optimizers: 'monitor': %r is ignored with %s, whose step takes no value. If its step does "
                 "take the value, return 'reduce_on_plateau': True as well.",

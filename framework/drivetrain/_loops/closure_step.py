@@ -145,8 +145,6 @@ class ParameterSnapshot:
     parameters before they call the closure. Only a comparison of the tensors shows what an optimizer does.
     """
 
-    __slots__ = ("_norms", "_optimizer", "_versions")
-
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._versions = self._current_versions()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import linecache
 import re
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from drivetrain.errors import ConfigurationError, DrivetrainError, nearest
-from drivetrain.module.train_module import TrainModule
 from drivetrain.strategies._optimizer_state import parameter_names
 from drivetrain.strategies.strategy import Strategy
 
@@ -23,7 +21,6 @@ _INTERVALS = ("epoch", "step")
 _SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "name", "strict", "reduce_on_plateau")
 
 _DICT_KEYS = ("optimizer", "lr_scheduler", "monitor", "closure", "elementwise")
-_DICT_KEYS_TEXT = "its keys are 'optimizer', 'lr_scheduler', 'monitor', 'closure' and 'elementwise'."
 _FORMS = (
     "return an optimizer; a list of them; (optimizers, schedulers) as two lists; a dict {'optimizer': o, "
     "'lr_scheduler': s}, where s is a scheduler or {'scheduler', 'interval', 'frequency', 'monitor', 'strict', "
@@ -45,7 +42,8 @@ class SchedulerConfig:
         name: the scheduler's name in `LearningRateMonitor`.
         strict: whether an error is raised if ``monitor`` was not logged. Otherwise the step is skipped, with a warning
             the first time.
-        plateau: whether the scheduler's ``step`` takes the monitored value, as that of `ReduceLROnPlateau` does.
+        reduce_on_plateau: whether the scheduler's ``step`` takes the monitored value, as that of `ReduceLROnPlateau`
+            does.
     """
 
     scheduler: Any
@@ -54,15 +52,10 @@ class SchedulerConfig:
     monitor: str | None = None
     name: str | None = None
     strict: bool = True
-    plateau: bool = False
+    reduce_on_plateau: bool = False
 
     def __post_init__(self) -> None:
-        self.plateau = self.plateau or isinstance(self.scheduler, ReduceLROnPlateau)
-
-    @property
-    def reduce_on_plateau(self) -> bool:
-        """The value of `plateau`, under the name that Lightning gives it."""
-        return self.plateau
+        self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
 
 
 def parse_optimizers(configured: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
@@ -98,13 +91,7 @@ def needs_engine_closure(configured: Any, optimizers: Sequence[Optimizer], autom
     closure_settings = [part["closure"] for part in _dicts(configured) if "closure" in part]
     closure_optimizers = [optimizer for optimizer in optimizers if needs_closure(optimizer)]
     for value in closure_settings:
-        if not isinstance(value, bool):
-            raise ConfigurationError(
-                f"configure_optimizers: 'closure': {value!r}.",
-                "'closure' tells whether the engine passes the optimizer a closure, so it is a boolean.",
-                "use True or False; to write your own closure, set self.automatic_optimization = False and call "
-                "optimizer.step(closure).",
-            )
+        _check_boolean("closure", value)
         if value and not automatic:
             raise ConfigurationError(
                 "configure_optimizers: 'closure': True with manual optimization.",
@@ -128,14 +115,15 @@ def declared_elementwise(configured: Any) -> list[Optimizer]:
     """
     dicts = [part for part in _dicts(configured) if "elementwise" in part]
     for part in dicts:
-        if not isinstance(part["elementwise"], bool):
-            raise ConfigurationError(
-                f"configure_optimizers: 'elementwise': {part['elementwise']!r}.",
-                "'elementwise' tells whether the update of an element depends on that element alone, so it is a "
-                "boolean.",
-                "use True or False.",
-            )
+        _check_boolean("elementwise", part["elementwise"])
     return [part["optimizer"] for part in dicts if part["elementwise"]]
+
+
+def _check_boolean(key: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ConfigurationError(
+            f"configure_optimizers: {key!r}: {value!r}.", "the value has to be a boolean.", "use True or False."
+        )
 
 
 def _dicts(configured: Any) -> list[Mapping[str, Any]]:
@@ -143,12 +131,19 @@ def _dicts(configured: Any) -> list[Mapping[str, Any]]:
     return [part for part in parts if isinstance(part, Mapping)]
 
 
+def _check_keys(configured: Mapping[str, Any], required: str, known: Sequence[str], description: str) -> None:
+    unknown = [key for key in configured if key not in known]
+    if required not in configured or unknown:
+        problem = f"unknown keys {unknown}.{nearest(str(unknown[0]), known)}" if unknown else f"no {required!r}."
+        raise ConfigurationError(
+            f"configure_optimizers returned {description} with {problem}",
+            f"its keys are {', '.join(map(repr, known))}.",
+            _FORMS,
+        )
+
+
 def _from_dict(configured: Mapping[str, Any]) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    unknown = [key for key in configured if key not in _DICT_KEYS]
-    if "optimizer" not in configured or unknown:
-        problem = f"unknown keys {unknown}" if unknown else "no 'optimizer'"
-        hint = nearest(str(unknown[0]), _DICT_KEYS) if unknown else ""
-        raise ConfigurationError(f"configure_optimizers returned a dict with {problem}.{hint}", _DICT_KEYS_TEXT, _FORMS)
+    _check_keys(configured, "optimizer", _DICT_KEYS, "a dict")
     schedulers, monitor = [], configured.get("monitor")
     if configured.get("lr_scheduler") is not None:
         schedulers = [_scheduler(configured["lr_scheduler"])]
@@ -174,17 +169,7 @@ def _scheduler(value: Any) -> SchedulerConfig:
         if not callable(getattr(value, "step", None)):
             raise _unsupported(value)
         return SchedulerConfig(value)
-    for key in value:
-        if key not in _SCHEDULER_KEYS:
-            raise ConfigurationError(
-                f"configure_optimizers: unknown key {key!r} in a scheduler's dict.{nearest(str(key), _SCHEDULER_KEYS)}",
-                f"the keys are {', '.join(_SCHEDULER_KEYS)}.",
-                _FORMS,
-            )
-    if "scheduler" not in value:
-        raise ConfigurationError(
-            "configure_optimizers: a scheduler's dict has no 'scheduler'.", "there is nothing to step.", _FORMS
-        )
+    _check_keys(value, "scheduler", _SCHEDULER_KEYS, "a scheduler's dict")
     interval, frequency = value.get("interval", "epoch"), value.get("frequency", 1)
     if interval not in _INTERVALS:
         raise ConfigurationError(
@@ -201,14 +186,9 @@ def _scheduler(value: Any) -> SchedulerConfig:
     scheduler, strict, plateau = value["scheduler"], value.get("strict", True), value.get("reduce_on_plateau")
     if not callable(getattr(scheduler, "step", None)):
         raise _unsupported(scheduler)
-    for key, flag, allowed in (
-        ("strict", strict, (True, False)),
-        ("reduce_on_plateau", plateau, (True, False, None)),
-    ):
-        if not any(flag is choice for choice in allowed):
-            raise ConfigurationError(
-                f"configure_optimizers: {key!r}: {flag!r}.", "the value has to be a boolean.", "use True or False."
-            )
+    _check_boolean("strict", strict)
+    if plateau is not None:
+        _check_boolean("reduce_on_plateau", plateau)
     if plateau is False and isinstance(scheduler, ReduceLROnPlateau):
         raise ConfigurationError(
             "configure_optimizers: 'reduce_on_plateau': False with ReduceLROnPlateau.",
@@ -249,25 +229,7 @@ def check_optimizers(
     Raises:
         ConfigurationError: they cannot train it. The error names the parameter, the optimizer or the scheduler.
     """
-    names = parameter_names(module)
-    owner_numbers: dict[int, int] = {}
-    for number, optimizer in enumerate(optimizers):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in names:
-                    raise ConfigurationError(
-                        f"Optimizer {number} ({type(optimizer).__name__}) holds a parameter of shape "
-                        f"{tuple(parameter.shape)} that is not the module's.",
-                        "the optimizer would train a tensor that is not saved, moved or synchronized.",
-                        "assign the layer to the module (self.layer = ...), and pass the layer's parameters.",
-                    )
-                other = owner_numbers.setdefault(id(parameter), number)
-                if automatic and other != number:
-                    raise ConfigurationError(
-                        f"Optimizers {other} and {number} share the parameter {names[id(parameter)]!r}.",
-                        "with automatic optimization all optimizers step, so the parameter would be updated twice.",
-                        "give the optimizers disjoint parameters, or set self.automatic_optimization = False.",
-                    )
+    check_parameters(module, optimizers, automatic)
     if automatic and closure and len(optimizers) > 1:
         first = next((number for number, optimizer in enumerate(optimizers) if needs_closure(optimizer)), None)
         closure_user = "An optimizer" if first is None else f"Optimizer {first} ({type(optimizers[first]).__name__})"
@@ -277,7 +239,7 @@ def check_optimizers(
             "use this optimizer alone, or set self.automatic_optimization = False.",
         )
     for config in schedulers:
-        if config.plateau and config.monitor is None and automatic:
+        if config.reduce_on_plateau and config.monitor is None and automatic:
             raise ConfigurationError(
                 f"{type(config.scheduler).__name__} without a 'monitor'.",
                 "the scheduler's step needs the value of a logged metric.",
@@ -292,33 +254,39 @@ def check_optimizers(
             )
 
 
-def check_group(module: TrainModule, optimizer: Optimizer, optimizers: Sequence[Optimizer]) -> None:
-    """Check that the last parameter group of ``optimizer``, just added, can train ``module``.
+def check_parameters(
+    module: nn.Module, optimizers: Sequence[Optimizer], automatic: bool, checked: Collection[int] = ()
+) -> None:
+    """Check that ``module`` holds the parameters of ``optimizers``, and that automatic optimization steps each once.
+
+    Args:
+        module: the module.
+        optimizers: the optimizers.
+        automatic: whether the engine steps the optimizers.
+        checked: ids of parameters that the module held before. It may have replaced their layers since.
 
     Raises:
-        ConfigurationError: the group cannot train ``module``. The error names the parameter, or its shape.
+        ConfigurationError: one of the two does not hold. The error names the parameter, or its shape.
     """
     names = parameter_names(module)
-    others = {
-        id(parameter)
-        for other in optimizers
-        if other is not optimizer
-        for group in other.param_groups
-        for parameter in group["params"]
-    }
-    for parameter in optimizer.param_groups[-1]["params"]:
-        if id(parameter) not in names:
-            raise ConfigurationError(
-                f"add_param_group: a parameter of shape {tuple(parameter.shape)} is not the module's.",
-                "the optimizer would train a tensor that is not saved, moved or synchronized.",
-                "assign the layer to the module (self.layer = ...) first, and add the layer's parameters.",
-            )
-        if module.automatic_optimization and id(parameter) in others:
-            raise ConfigurationError(
-                f"add_param_group: another optimizer holds {names[id(parameter)]!r} already.",
-                "with automatic optimization all optimizers step, so the parameter would be updated twice.",
-                "add the parameter to only one optimizer, or set self.automatic_optimization = False.",
-            )
+    owner_numbers: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in names and id(parameter) not in checked:
+                    raise ConfigurationError(
+                        f"Optimizer {number} ({type(optimizer).__name__}) holds a parameter of shape "
+                        f"{tuple(parameter.shape)} that is not the module's.",
+                        "the optimizer would train a tensor that is not saved, moved or synchronized.",
+                        "assign the layer to the module (self.layer = ...) first, and pass the layer's parameters.",
+                    )
+                other = owner_numbers.setdefault(id(parameter), number)
+                if automatic and other != number:
+                    raise ConfigurationError(
+                        f"Optimizers {other} and {number} share the parameter {names[id(parameter)]!r}.",
+                        "with automatic optimization all optimizers step, so the parameter would be updated twice.",
+                        "give the optimizers disjoint parameters, or set self.automatic_optimization = False.",
+                    )
 
 
 # Optimizers that evaluate the loss again within their step
@@ -377,9 +345,7 @@ def _misses_closure(error: Exception) -> bool:
     for (frame, _), summary in reversed([*zip(traceback.walk_tb(trace), traceback.extract_tb(trace), strict=True)]):
         if not frame.f_globals.get("__name__", "").startswith(("torch.", "drivetrain.", "drivetrain_strategies.")):
             closure = frame.f_locals.get("closure", error)
-            numbers = range(summary.lineno or 0, (summary.end_lineno or 0) + 1)
-            lines = [linecache.getline(summary.filename, number) for number in numbers]
-            return getattr(closure, "__wrapped__", closure) is None and _mentions_closure(" ".join(lines))
+            return getattr(closure, "__wrapped__", closure) is None and _mentions_closure(summary.line or "")
     return False
 
 

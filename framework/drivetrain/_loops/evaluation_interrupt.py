@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drivetrain._distributed.checksum import INTEGERS, stack_on_cpu
 from drivetrain._distributed.shards import ParameterShard
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.uneven_inputs import BufferSnapshot
@@ -93,12 +94,12 @@ class ValidationExit(EarlyExit):
         self._module = module
         self._metrics = metrics
         self._must_finish = False
-        self._weights_at_start: list[Tensor] = []
+        self._weights_at_start = torch.empty(0)
         self._buffers: BufferSnapshot | None = None
         self._metric_states: Sequence[tuple[Any, dict[str, Any]]] = ()
 
     def begin(self) -> None:
-        self._weights_at_start = self._checksums()
+        self._weights_at_start = self._weight_sums()
         self._buffers = BufferSnapshot(self._module)
         self._metric_states = [(metric, metric_state(metric)) for metric in self._metrics.objects.all().values()]
 
@@ -135,7 +136,7 @@ class ValidationExit(EarlyExit):
         self._metrics.enter(self._metrics.stage)
 
     def end(self) -> None:
-        self._weights_at_start, self._buffers, self._metric_states = [], None, ()
+        self._buffers, self._metric_states = None, ()
 
     def _weights_changed(self, purpose: str) -> bool:
         """Return whether the weights of any rank have changed since the validation began. Collective."""
@@ -143,38 +144,23 @@ class ValidationExit(EarlyExit):
         return changed > 0
 
     def _weights_differ(self) -> bool:
-        now = self._checksums()
-        return len(now) != len(self._weights_at_start) or any(
-            before.shape != after.shape or not torch.equal(before, after)
-            for before, after in zip(self._weights_at_start, now, strict=True)
-        )
+        return not torch.equal(self._weight_sums(), self._weights_at_start)
 
     @torch.no_grad()
-    def _checksums(self) -> list[Tensor]:
-        """Return checksums of the parameters that this rank would save, one tensor for each device."""
+    def _weight_sums(self) -> Tensor:
+        """Return a sum of the memory of each parameter that this rank would save, on the CPU."""
         parameters = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
-        sums: dict[torch.device, list[Tensor]] = {}
+        sums = []
         for name, value in self._strategy.model_state().items():
             shard = self._strategy.shard_of(value) if name in parameters else None
             local = shard.local if isinstance(shard, ParameterShard) else shard
             if isinstance(local, Tensor) and _is_plain(local):
-                sums.setdefault(local.device, []).extend(_memory_sums(local))
-        return [torch.stack(device_sums) for device_sums in sums.values()]
+                content = row_major(local.detach())
+                sums.append(content.view(INTEGERS[min(content.dtype.itemsize, 8)]).sum(dtype=torch.int64))
+        return stack_on_cpu(sums)
 
 
 def _is_plain(tensor: Tensor) -> bool:
     """Return whether the tensor is plain and strided, so that its memory can be summed. Others are not compared."""
-    plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+    plain = type(tensor) in (Tensor, nn.Parameter)
     return plain and tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
-
-
-def _memory_sums(tensor: Tensor) -> list[Tensor]:
-    """Return sums of the tensor's memory, read as int64 numbers where the memory is aligned and as bytes elsewhere."""
-    content = row_major(tensor.detach()).view(torch.uint8)
-    aligned_end = content.numel() // 8 * 8
-    parts = (
-        [content[:aligned_end].view(torch.int64), content[aligned_end:]]
-        if content.storage_offset() % 8 == 0
-        else [content]
-    )
-    return [part.sum(dtype=torch.int64) for part in parts]

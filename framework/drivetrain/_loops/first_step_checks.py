@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, NoReturn
 
@@ -34,7 +34,7 @@ def run_first_step(
             with suppress(AttributeError):
                 hooks.callback(optimizer.register_step_pre_hook(refuse_step).remove)
         output = step(batch, batch_idx)
-    if _gradients(parameters).items() - before.items():
+    if _gradients(parameters) - before:
         raise ConfigurationError(
             f"{name}.training_step ran a backward by hand (or torch.autograd.grad, with sharded parameters).",
             "with automatic optimization the engine runs the backward of the returned loss, so gradients would be "
@@ -53,25 +53,21 @@ def refuse_step(optimizer: Optimizer, *_: Any) -> NoReturn:
     )
 
 
-def _optimized_parameters(module: Module, optimizers: Sequence[Optimizer]) -> dict[str, Parameter]:
-    """Return the module's parameters by name, without those that only an optimizer of the user's own may hold.
+def _optimized_parameters(module: Module, optimizers: Sequence[Optimizer]) -> list[Parameter]:
+    """Return the module's parameters, without those that only an optimizer of the user's own may hold.
 
     An optimizer whose parameters are not the module's, as ZeRO's are, may step any parameter of the module.
     """
-    parameters = dict(module.named_parameters())
-    ids = set(map(id, parameters.values()))
+    parameters = list(module.parameters())
     held = {
         id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
     }
-    if not held <= ids:
+    if not held <= set(map(id, parameters)):
         return parameters
-    return {name: parameter for name, parameter in parameters.items() if id(parameter) in held}
+    return [parameter for parameter in parameters if id(parameter) in held]
 
 
-def _gradients(parameters: Mapping[str, Parameter]) -> dict[str, tuple[int, int]]:
-    """Return the identity and version of each gradient, by the parameter's name."""
-    return {
-        name: (id(parameter.grad), parameter.grad._version)
-        for name, parameter in parameters.items()
-        if parameter.grad is not None
-    }
+def _gradients(parameters: Sequence[Parameter]) -> set[tuple[int, int, int]]:
+    """Return the parameter, identity and version of each gradient."""
+    gradients = [(id(parameter), parameter.grad) for parameter in parameters]
+    return {(owner, id(gradient), gradient._version) for owner, gradient in gradients if gradient is not None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -27,21 +27,6 @@ from drivetrain.strategies.strategy import Strategy
 logger = logging.getLogger("drivetrain")
 
 
-class Contexts(NamedTuple):
-    """The context managers of a precision.
-
-    Attributes:
-        forward: returns the context in which a forward runs.
-        outside: returns the context that suspends the forward's context for a backward or a step within a forward.
-    """
-
-    forward: Callable[[], AbstractContextManager[Any]]
-    outside: Callable[[], AbstractContextManager[Any]]
-
-
-_NO_CONTEXTS = Contexts(nullcontext, nullcontext)
-
-
 class OptimizerHandle:
     """An optimizer as ``self.optimizers()`` returns it: its ``step`` goes through the strategy and the precision.
 
@@ -53,9 +38,7 @@ class OptimizerHandle:
         before_step: the hooks to call before the optimizer steps.
         passes_closure: whether a closure is passed on to the optimizer; otherwise the handle calls the closure once,
             before the step.
-        weights_changed: called after the weights have changed, to drop what was cached of them; None if nothing is
-            cached.
-        contexts: the precision's contexts; None if a step need not suspend any.
+        within_forward: whether `step` is called within the precision's context of a forward, which it suspends.
     """
 
     def __init__(
@@ -64,16 +47,15 @@ class OptimizerHandle:
         strategy: Strategy,
         before_step: Sequence[Callable[..., Any]],
         passes_closure: bool,
-        weights_changed: Callable[[], None] | None = None,
-        contexts: Contexts | None = None,
+        within_forward: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self._strategy = strategy
         self._step_optimizer: Callable[..., bool] = strategy.optimizer_step
         self._before_step = before_step
         self._passes_closure = passes_closure
-        self._weights_changed = weights_changed or _do_nothing
-        self._contexts = contexts
+        self._weights_changed = strategy.precision.weights_changed
+        self._suspends_forward = within_forward and suspends_forward(strategy)
         self.may_step = True
         """Whether `step` may be called. With automatic optimization only the module's ``optimizer_step`` may."""
         self.share = 1.0
@@ -103,11 +85,11 @@ class OptimizerHandle:
             for hook in self._before_step:
                 hook(self.optimizer)
         try:
-            if self._contexts is None:
-                self.stepped = self._step_optimizer(self.optimizer)
-            else:
-                with self._contexts.outside():
+            if self._suspends_forward:
+                with self._strategy.precision.outside_forward():
                     self.stepped = self._step_optimizer(self.optimizer)
+            else:
+                self.stepped = self._step_optimizer(self.optimizer)
         except Exception as error:
             explain_missing_closure(error, self.optimizer, self._strategy)
             raise
@@ -116,11 +98,11 @@ class OptimizerHandle:
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
         losses: list[Any] = []
-        contexts = self._contexts or _NO_CONTEXTS
+        precision = self._strategy.precision
 
         def evaluate() -> Any:
             self._weights_changed()
-            with contexts.forward():
+            with precision.forward_context() if self._suspends_forward else nullcontext():
                 loss = closure()
             if loss is not None and self._strategy.world_size > 1:  # line search has to decide the same on every rank
                 loss = self._strategy.reduce(torch.as_tensor(loss).detach() * self.share, "mean")
@@ -130,7 +112,7 @@ class OptimizerHandle:
             losses.append(loss)
             return loss
 
-        with contexts.outside():
+        with precision.outside_forward() if self._suspends_forward else nullcontext():
             self.stepped = self._step_optimizer(self.optimizer, evaluate)
         self._weights_changed()
         return losses[0] if losses else None
@@ -166,29 +148,15 @@ def build_optimizer_handles(
             handle.may_step = False
         return handles
     before_step = hooks.on_before_optimizer_step
-    weights_changed, contexts = resolve_weights_changed(strategy), resolve_contexts(strategy)
     return [
-        OptimizerHandle(optimizer, strategy, before_step, not evaluates_once(optimizer), weights_changed, contexts)
+        OptimizerHandle(optimizer, strategy, before_step, not evaluates_once(optimizer), within_forward=True)
         for optimizer in optimizers
     ]
 
 
-def resolve_contexts(strategy: Strategy) -> Contexts | None:
-    """Return the contexts of ``strategy.precision``; None if a backward or a step need not suspend any."""
-    precision = strategy.precision
-    if not is_overridden("outside_forward", precision, Precision):
-        return None
-    return Contexts(precision.forward_context, precision.outside_forward)
-
-
-def resolve_weights_changed(strategy: Strategy) -> Callable[[], None] | None:
-    """Return ``strategy.precision.weights_changed``; None if the precision inherits the method, which does nothing."""
-    precision = strategy.precision
-    return precision.weights_changed if is_overridden("weights_changed", precision, Precision) else None
-
-
-def _do_nothing() -> None:
-    return None
+def suspends_forward(strategy: Strategy) -> bool:
+    """Return whether a backward or a step within a forward has to suspend the precision's context of the forward."""
+    return is_overridden("outside_forward", strategy.precision, Precision)
 
 
 class ManualStep:
@@ -221,9 +189,9 @@ class ManualStep:
         self._arguments = arguments
         self._before_backward = hooks.on_before_backward
         self._after_backward = hooks.on_after_backward
-        self._weights_changed = resolve_weights_changed(strategy) or _do_nothing
-        self._contexts = resolve_contexts(strategy)
-        self._syncs_in_context = syncs_in_context(strategy)
+        self._weights_changed = strategy.precision.weights_changed
+        self._outside_forward = strategy.precision.outside_forward if suspends_forward(strategy) else nullcontext
+        self._backward_in_context = suspends_forward(strategy) or syncs_in_context(strategy)
         self._scales_loss = strategy.precision.scales_loss
         self._scale = 1.0
         self._toggled: tuple[Any, AbstractContextManager[None]] | None = None
@@ -292,11 +260,11 @@ class ManualStep:
         if trainables.window_open and trainables.has_changed():
             trainables.raise_if_changed(unfrozen_only=True)
         loss = loss if self._scale == 1.0 else loss * self._scale
-        if self._contexts is None and not self._syncs_in_context:
-            self._backward(loss)
-        else:
-            with (self._contexts or _NO_CONTEXTS).outside(), self._strategy.gradient_sync(True):
+        if self._backward_in_context:
+            with self._outside_forward(), self._strategy.gradient_sync(True):
                 self._backward(loss)
+        else:
+            self._backward(loss)
         # From here on, `training_step` may change the weights in other ways than by `OptimizerHandle.step`.
         self._weights_changed()
         for hook in self._after_backward:

@@ -118,7 +118,7 @@ class Schedulers:
 
     def _step_scheduler(self, config: SchedulerConfig) -> None:
         value = None
-        if config.plateau and config.monitor is not None:
+        if config.reduce_on_plateau and config.monitor is not None:
             value = self._monitored(config.monitor)
             if value is None:
                 self._handle_missing(config, config.monitor)

@@ -332,11 +332,9 @@ def syncs_in_context(strategy: Strategy) -> bool:
 def resolve_backward(module: TrainModule, strategy: Strategy) -> Callable[[Tensor], object] | None:
     """Return the function that runs backward under ``strategy``; None if backward is ``loss.backward()``."""
     if is_overridden("backward", module, TrainModule):
-        from drivetrain._loops.module_backward import (
-            ModuleBackward,
-        )  # only modules with a backward of their own need it
+        from drivetrain._loops.module_backward import backward_by_module  # only modules with an override need it
 
-        return ModuleBackward(module, strategy)
+        return backward_by_module(module, strategy)
     if is_overridden("backward", strategy, Strategy):
         return strategy.backward
     if is_overridden("backward", strategy.precision, Precision):

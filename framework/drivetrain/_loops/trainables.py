@@ -19,7 +19,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.swa_utils import SWALR
 
 from drivetrain._distributed.control_plane import digest_of
-from drivetrain._loops.configured_optimizers import SchedulerConfig, check_group
+from drivetrain._loops.configured_optimizers import SchedulerConfig, check_parameters
 from drivetrain._loops.hooks import is_overridden
 from drivetrain.errors import ConfigurationError, listed
 from drivetrain.module.train_module import TrainModule
@@ -61,27 +61,6 @@ class Trainables:
         module: the module, wrapped by the strategy.
         strategy: the strategy, which adapts to a change between windows.
     """
-
-    __slots__ = (
-        "_frozen_by_strategy",
-        "_groups",
-        "_handles",
-        "_has_new_parameters",
-        "_module",
-        "_optimizers",
-        "_parameters",
-        "_patched",
-        "_recorded",
-        "_requires_grad_flags",
-        "_resuming",
-        "_schedulers",
-        "_strategy",
-        "_warned",
-        "checks_each_window",
-        "has_changed",
-        "trained",
-        "window_open",
-    )
 
     def __init__(self, module: TrainModule, strategy: Strategy) -> None:
         self._module = module
@@ -295,6 +274,8 @@ class Trainables:
             strategy.check_added_group(optimizer)
             self._check_schedulers(optimizer)
             before = len(optimizer.param_groups)
+            groups_before = [earlier for other in self._optimizers for earlier in other.param_groups]
+            checked = {id(param) for earlier in groups_before for param in earlier["params"]}
             if (
                 before
                 and "param_names" in optimizer.param_groups[0]
@@ -307,7 +288,7 @@ class Trainables:
             add(optimizer, group)
             try:
                 strategy.adopt_parameters([optimizer])
-                check_group(module, optimizer, self._optimizers)
+                check_parameters(module, self._optimizers, module.automatic_optimization, checked)
             except ConfigurationError:
                 del optimizer.param_groups[before:]
                 raise

@@ -19,8 +19,6 @@ class LoggingPaused:
         metrics: the logged values.
     """
 
-    __slots__ = ("_metrics", "_states", "_was_joining", "_was_muted")
-
     def __init__(self, metrics: MetricStore) -> None:
         self._metrics = metrics
         self._was_muted, self._was_joining = metrics.muted, metrics.joining
@@ -39,8 +37,6 @@ class Joining(LoggingPaused):
 
     Until `end` is called, ``trainer.joining`` is true and logged values are discarded.
     """
-
-    __slots__ = ()
 
     def __init__(self, metrics: MetricStore) -> None:
         super().__init__(metrics)
@@ -70,8 +66,6 @@ class BufferSnapshot:
     Args:
         module: the module.
     """
-
-    __slots__ = ("_buffer_values", "_buffers_by_layer")
 
     def __init__(self, module: nn.Module) -> None:
         self._buffer_values = [(buffer, buffer.clone()) for buffer in module.buffers()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, Self
 
 import torch
@@ -34,10 +35,11 @@ _AGES = ("reduced_at", "logged_at")
 _FOLD_AT = 64  # the number of pending values at which they are reduced to one value
 
 
+@dataclass(slots=True, eq=False)
 class Entry:
     """The state of one logged key. Device tensors stay on their device, and no method waits for the device.
 
-    Args:
+    Attributes:
         name: the key.
         options: the arguments of `log`, which further calls have to repeat.
         on_step: keep the latest value.
@@ -50,76 +52,45 @@ class Entry:
         attribute: the metric object's name on the module.
         loader: the suffix of the key that identifies one of several loaders. ``_step`` and ``_epoch`` are inserted
             before this suffix.
+        loader_idx: with several loaders, the index of the loader that was in use when the key was first logged.
+        last: the latest value.
+        reduced: the value of ``last`` after the latest reduction over ranks.
+        result: the value of the latest epoch.
+        reduced_at: the global step at which ``result`` was reduced.
+        logged_at: the global step at which ``last`` was logged; None if ``result`` is newer.
+        weighed: a value of ``last`` whose weight is a tensor, and whether this weight is not 0.
+        fresh: whether ``last`` was not sent to the loggers yet.
+        resumed: whether the key was restored from a checkpoint and has not been logged since.
+        total: the weighted sum, sum, maximum or minimum of the epoch's values, without those that wait.
+        weight: the sum of the weights of the epoch's values.
+        waiting: the values that `total` does not contain yet.
+        weights: the weights of the values that wait.
     """
 
-    __slots__ = (
-        "attribute",
-        "fresh",
-        "last",
-        "loader",
-        "loader_idx",
-        "logged_at",
-        "logger",
-        "merged",
-        "metric",
-        "name",
-        "on_epoch",
-        "on_step",
-        "operation",
-        "options",
-        "prog_bar",
-        "reduced",
-        "reduced_at",
-        "result",
-        "resumed",
-        "sync_dist",
-        "total",
-        "waiting",
-        "weighed",
-        "weight",
-        "weights",
-    )
-
-    def __init__(
-        self,
-        name: str,
-        options: tuple[Any, ...],
-        *,
-        on_step: bool,
-        on_epoch: bool,
-        prog_bar: bool,
-        logger: bool,
-        operation: str,
-        sync_dist: bool | None,
-        metric: Any = None,
-        attribute: str | None = None,
-        loader: str = "",
-    ) -> None:
-        self.name = name
-        self.options = options
-        self.on_step = on_step
-        self.on_epoch = on_epoch
-        self.prog_bar = prog_bar
-        self.logger = logger
-        self.operation = operation
-        self.sync_dist = sync_dist
-        self.metric = metric
-        self.attribute = attribute
-        self.loader = loader
-        # With several loaders: the index of the loader that was in use when the key was first logged.
-        self.loader_idx: int | None = None
-        self.last: torch.Tensor | float | None = None
-        self.reduced: torch.Tensor | float | None = None  # the value of `last` after the latest reduction over ranks
-        # A value of `last` that was merged from several ranks of a checkpoint, and the number of these ranks.
-        self.merged: tuple[torch.Tensor | float | None, int] = (None, 1)
-        self.result: torch.Tensor | None = None
-        self.reduced_at: int | None = None  # the global step at which `result` was reduced
-        self.logged_at: int | None = None  # the global step at which `last` was logged; None if `result` is newer
-        # A value of `last` whose weight is a tensor, and whether this weight is not 0.
-        self.weighed: tuple[torch.Tensor | float | None, torch.Tensor | float] = (None, 1.0)
-        self.fresh = False
-        self.resumed = False
-        self.reset()
+    name: str
+    options: tuple[Any, ...]
+    on_step: bool
+    on_epoch: bool
+    prog_bar: bool
+    logger: bool
+    operation: str
+    sync_dist: bool | None
+    metric: Any = None
+    attribute: str | None = None
+    loader: str = ""
+    loader_idx: int | None = None
+    last: torch.Tensor | float | None = None
+    reduced: torch.Tensor | float | None = None
+    result: torch.Tensor | None = None
+    reduced_at: int | None = None
+    logged_at: int | None = None
+    weighed: tuple[torch.Tensor | float | None, torch.Tensor | float] = (None, 1.0)
+    fresh: bool = False
+    resumed: bool = False
+    total: torch.Tensor | float | None = None
+    weight: torch.Tensor | float = 0.0
+    waiting: list[torch.Tensor] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
 
     @property
     def step_name(self) -> str:
@@ -148,10 +119,8 @@ class Entry:
 
     def reset(self) -> None:
         """Clear the epoch's values."""
-        self.total: torch.Tensor | float | None = None
-        self.weight: torch.Tensor | float = 0.0
-        self.waiting: list[torch.Tensor] = []
-        self.weights: list[float] = []
+        self.total, self.weight = None, 0.0
+        self.waiting, self.weights = [], []
 
     @property
     def idle(self) -> bool:
@@ -238,14 +207,10 @@ class Entry:
     def state_dict(self) -> dict[str, Any]:
         """Return the options and values of the key. `MetricStore` saves the state of a metric object separately."""
         self.epoch_total()
-        state = {name: getattr(self, name) for name in (*_OPTION_FIELDS, *_VALUE_FIELDS)}
-        forced = self.options[:2]  # on_step and on_epoch as passed to `log`, before defaults
-        is_reduced = self.last is not None and self.last is self.reduced
         return {
-            **state,
-            "forced": list(forced),
-            "is_reduced": is_reduced,
-            **{name: getattr(self, name) for name in _AGES},
+            **{name: getattr(self, name) for name in (*_OPTION_FIELDS, *_VALUE_FIELDS, *_AGES)},
+            "forced": list(self.options[:2]),  # on_step and on_epoch as passed to `log`, before defaults
+            "is_reduced": self.last is not None and self.last is self.reduced,
         }
 
     @classmethod
@@ -267,8 +232,8 @@ class Entry:
             # A result has been reduced and is on the host.
             setattr(entry, key, state[key] if key == "result" else move_to(state[key], device))
         entry.reduced = entry.last if state["is_reduced"] else None
-        for key in _AGES:  # older checkpoints lack them
-            setattr(entry, key, None if state.get(key) is None else int(state[key]))
+        for key in _AGES:
+            setattr(entry, key, None if state[key] is None else int(state[key]))
         entry.resumed = True
         return entry
 
@@ -277,21 +242,8 @@ class Entry:
         if other.total is not None:
             self.total = self._combine(self.total, other.total)
         self.weight += other.weight
-        if self.on_step and self.sync_dist and None not in (self.last, other.last) and self.last is not self.reduced:
-            self._merge_last(other.last)
-
-    @property
-    def ranks_of_last(self) -> int:
-        """The number of ranks whose values `last` stands for: 1, unless it was merged from ranks of a checkpoint."""
-        return self.merged[1] if self.last is self.merged[0] else 1
-
-    def _merge_last(self, last: Any) -> None:
-        """Merge the step value of another rank, which is to be reduced over ranks."""
-        count = self.ranks_of_last
-        is_mean = self.operation == "mean"
-        total = self._combine(self.last * count if is_mean else self.last, last)  # type: ignore[operator]
-        self.last = total / (count + 1) if is_mean else total
-        self.merged = self.last, count + 1
+        if self.on_step and self.sync_dist and self.last is not self.reduced:
+            self.last = None  # a part of a value that the ranks of the checkpoint had not reduced yet
 
     def adopt_options(self, options: tuple[Any, ...], operation: str | None) -> bool:
         """Return True if this entry was restored and ``options`` equal its options. If so, store ``options``.

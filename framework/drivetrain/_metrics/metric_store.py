@@ -216,35 +216,23 @@ class MetricStore:
 
     def reduce_epoch(self, together: bool) -> dict[str, Tensor]:
         """Return the stage's epoch values by name. ``together`` reduces them over all ranks, in one collective."""
-        numeric = sorted(
-            (entry for entry in self.entries.values() if entry.on_epoch and entry.metric is None and not entry.idle),
-            key=lambda entry: entry.name,
-        )
-        shared = [entry for entry in numeric if entry.sync_dist is not False]
-        local = [entry for entry in numeric if entry.sync_dist is False]
-        metrics = sorted(
-            (entry for entry in self.entries.values() if entry.on_epoch and entry.metric is not None),
-            key=lambda entry: entry.name,
-        )
-        totals = [entry.epoch_total() for entry in [*shared, *local]]
+        entries = sorted((entry for entry in self.entries.values() if entry.on_epoch), key=lambda entry: entry.name)
+        numeric = [entry for entry in entries if entry.metric is None and not entry.idle]
+        metrics = [entry for entry in entries if entry.metric is not None]
+        shared = [entry for entry in numeric if together and entry.sync_dist is not False]
+        local = [entry for entry in numeric if not together or entry.sync_dist is False]
+        totals = [entry.epoch_total() for entry in (*shared, *local)]
         weights = [entry.weight for entry in (*shared, *local)]
         host_values = to_host([*(0.0 if total is None else total for total in totals), *weights])
-        numbers = [
-            part for pair in zip(host_values[: len(totals)], host_values[len(totals) :], strict=True) for part in pair
-        ]
+        numbers = [part for pair in zip(host_values, host_values[len(totals) :], strict=False) for part in pair]
         results: dict[str, Tensor | None] = {}
         split = 2 * len(shared)
         if together:
             if not self.contributes:
                 numbers[:split] = [0.0] * split
-            keys = [
-                *(_key(entry.epoch_name, entry) for entry in shared),
-                *(
-                    f"{entry.epoch_name}\tmetric\t{entry.attribute}"
-                    for entry in metrics
-                    if entry.sync_dist is not False
-                ),
-            ]
+            keys = [_key(entry.epoch_name, entry) for entry in shared]
+            synced_metrics = [entry for entry in metrics if entry.sync_dist is not False]
+            keys += [f"{entry.epoch_name}\tmetric\t{entry.attribute}" for entry in synced_metrics]
             keys, table = gather_packed(self.control, keys, numbers[:split], self._part(keys))
             for position, key in enumerate(keys):
                 name, operation, attribute = key.split("\t")
@@ -253,18 +241,13 @@ class MetricStore:
                     results[name] = self.objects.epoch_value(name, name, self.objects.at(attribute), True)
                 else:
                     results[name] = combine(operation, table[:, 2 * position], table[:, 2 * position + 1])
-        else:
-            local = [*shared, *local]
-            split = 0
         for position, entry in enumerate(local):
             column = torch.tensor(numbers[split + 2 * position : split + 2 * position + 2], dtype=torch.float64)
             results[entry.epoch_name] = combine(entry.operation, column[:1], column[1:])
         for entry in metrics:
-            if entry.epoch_name not in results:
-                together = entry.sync_dist is not False
-                results[entry.epoch_name] = self.objects.epoch_value(
-                    entry.name, entry.epoch_name, entry.metric, together
-                )
+            name, across_ranks = entry.epoch_name, entry.sync_dist is not False
+            if name not in results:
+                results[name] = self.objects.epoch_value(entry.name, name, entry.metric, across_ranks)
         self.objects.mark_reduced()
         # A value that was logged in an earlier epoch but not in this one is kept.
         logged = {name: value for name, value in results.items() if value is not None}
@@ -307,21 +290,12 @@ class MetricStore:
         is_new = [entry.last is not entry.reduced for entry in synced]
         values = [entry.last if new else 0.0 for entry, new in zip(synced, is_new, strict=True)]
         host_values = to_host([*values, *(entry.has_weight for entry in synced)])  # type: ignore[list-item]
-        numbers = [
-            (number, new and has_weight > 0)
-            for number, new, has_weight in zip(host_values, is_new, host_values[len(synced) :], strict=False)
-        ]
+        pairs: list[float] = []
+        for host_value, has_weight, new in zip(host_values, host_values[len(synced) :], is_new, strict=False):
+            counts = new and has_weight > 0 and self.contributes
+            pairs += (host_value, 1.0) if counts else (0.0, 0.0)
         keys = [_key(entry.name, entry) for entry in synced]
-        keys, table = gather_packed(
-            self.control,
-            keys,
-            [
-                part
-                for entry, (number, counts) in zip(synced, numbers, strict=True)
-                for part in _weighted(entry, number, counts and self.contributes)
-            ],
-            self._part(keys),
-        )
+        keys, table = gather_packed(self.control, keys, pairs, self._part(keys))
         for entry in synced:
             column = 2 * keys.index(_key(entry.name, entry))
             reduced = combine(entry.operation, table[:, column], table[:, column + 1])
@@ -485,14 +459,6 @@ class MetricStore:
             if entry.result is not None:
                 values[entry.epoch_name] = copy_as_tensor(entry.result)
         return values
-
-
-def _weighted(entry: Entry, number: float, counts: bool) -> tuple[float, float]:
-    """Return the value of an entry's last step and its weight in the reduction over ranks."""
-    if not counts:
-        return 0.0, 0.0
-    ranks = entry.ranks_of_last
-    return (number * ranks if entry.operation == "mean" else number), float(ranks)
 
 
 def _states_of(entries: Mapping[str, Entry]) -> dict[str, Any]:

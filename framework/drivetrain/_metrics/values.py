@@ -105,13 +105,7 @@ def _from_numpy(name: str, value: Any) -> Any:
             "a logged value is one number.",
             "log its mean(), or one element at a time.",
         )
-    if value.dtype.kind in "buif":  # `item` of a longdouble does not return a Python float
-        return float(value.item()) if value.dtype.kind == "f" else value.item()
-    if isinstance(value, numpy.ndarray):
-        raise _value_error(
-            name, f"an array of {value.dtype.name}", "a logged value is one number.", "convert it to a float."
-        )
-    return value
+    return float(value) if value.dtype.kind == "f" else value.item()  # `item` of a longdouble is no Python float
 
 
 def _value_error(name: str, found: str, why: str, fix: str) -> ConfigurationError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.onnx import OnnxExporterError
 from torch.utils._pytree import tree_map_only
 
 from drivetrain._runtime.generators import preserved_generators
 from drivetrain._runtime.lazy_names import is_installed
 from drivetrain._runtime.module_modes import in_eval_mode
-from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.errors import CheckpointError, ConfigurationError, listed
 from drivetrain.module._example_inputs import example_arguments, has_forward
 
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from torch.onnx import ONNXProgram
 
 _REQUIRED_PACKAGES = ("onnx", "onnxscript")
-_RESERVED_ARGUMENTS = {"model": "the module", "args": "input_sample", "kwargs": "input_sample=a dict", "f": "file_path"}
-"""Arguments of `torch.onnx.export` that `to_onnx` sets itself, and what to pass instead."""
 
 
 def export_onnx(module: Any, file_path: Any, input_sample: Any, kwargs: dict[str, Any]) -> ONNXProgram:
@@ -39,11 +36,6 @@ def export_onnx(module: Any, file_path: Any, input_sample: Any, kwargs: dict[str
             "torch.onnx uses these packages.",
             "pip install onnx onnxscript (and onnxruntime to run the file).",
         )
-    for name, instead in _RESERVED_ARGUMENTS.items():
-        if name in kwargs:
-            raise ConfigurationError(
-                f"to_onnx got {name}=.", "to_onnx itself passes this argument to torch.onnx.export.", f"pass {instead}."
-            )
     if not kwargs.setdefault("dynamo", True):
         raise ConfigurationError(
             "to_onnx got dynamo=False.",
@@ -52,18 +44,28 @@ def export_onnx(module: Any, file_path: Any, input_sample: Any, kwargs: dict[str
         )
     if not (file_path is None or hasattr(file_path, "write")):
         file_path = _validate_path(file_path)
-    dimensions: dict[str, Any] = {}
-    kwargs["dynamic_shapes"] = _resolve_dynamic_shapes(kwargs.get("dynamic_shapes"), dimensions)
     external_data = kwargs.pop("external_data", None)
     kwargs.setdefault("verbose", False)
     with _tracing(module, "to_onnx", input_sample) as (forward_args, forward_kwargs):
-        program = torch.onnx.export(module, forward_args, kwargs=forward_kwargs, **kwargs)
+        try:
+            program = torch.onnx.export(module, forward_args, kwargs=forward_kwargs, **kwargs)
+        except OnnxExporterError as error:
+            raise ConfigurationError(
+                f"to_onnx: torch.onnx cannot export {type(module).__name__}.forward: {error.__cause__ or error}",
+                "forward contains what the exporter cannot translate, or dynamic_shapes names a size that it fixes.",
+                "omit the size from dynamic_shapes, or change forward as torch's message says.",
+            ) from error
     assert program is not None  # Only TorchScript's exporter returns None.
-    _check_dynamic_sizes(program, dimensions)
-    if isinstance(file_path, str):
-        _write_atomically(program, file_path, external_data)
-    elif file_path is not None:
-        program.save(file_path)
+    if file_path is None:
+        return program
+    try:
+        if isinstance(file_path, str):
+            Path(file_path).parent.mkdir(parents=True, exist_ok=True)
+        program.save(file_path, external_data=external_data)
+    except OSError as error:
+        raise CheckpointError(
+            f"{file_path!r} could not be written: {error}.", "", "check the path, the permissions and the free space."
+        ) from error
     return program
 
 
@@ -73,36 +75,24 @@ def _validate_path(file_path: Any) -> str:
     The path is checked before the export, because an export may take minutes.
 
     Raises:
-        ConfigurationError: the path is a folder, or not the name of a file.
+        ConfigurationError: the path is a folder or a URL, or not the name of a file.
     """
     path = file_path
     with suppress(TypeError):
         path = os.fspath(file_path)
-    if not isinstance(path, str) or not path or path.endswith("/") or os.path.isdir(path):
+    if not isinstance(path, str) or "://" in path or os.path.basename(path) == "" or os.path.isdir(path):
         raise ConfigurationError(
             f"to_onnx(file_path={file_path!r}) cannot be written.",
-            "the value is not the name of a file.",
-            'pass a file name, such as "model.onnx", an fsspec URL, or a file that is open for writing bytes.',
+            "the value is not the name of a local file.",
+            'pass a file name, such as "model.onnx", or a file that is open for writing bytes.',
         )
     return path
 
 
-def _check_dynamic_sizes(program: ONNXProgram, dimensions: dict[str, Any]) -> None:
-    """Check that all sizes named in ``dynamic_shapes`` are dynamic, since the exporter may silently fix a size."""
-    dynamic = {str(size) for value in program.model.graph.inputs for size in value.shape or ()}
-    fixed = [name for name in dimensions if name not in dynamic]
-    if fixed:
-        shapes = {str(value.name): str(value.shape) for value in program.model.graph.inputs}
-        raise ConfigurationError(
-            f"to_onnx: {listed(fixed)} cannot vary, and the inputs have the shapes {shapes}.",
-            "forward supports only the size of the sample, as a linear layer supports only one number of features.",
-            "omit the size from dynamic_shapes, or make forward work for any size.",
-        )
-
-
 def export_program(module: Any, input_sample: Any, kwargs: dict[str, Any]) -> ExportedProgram:
     """Export by `torch.export`; see `TrainModule.export`."""
-    kwargs["dynamic_shapes"] = _resolve_dynamic_shapes(kwargs.get("dynamic_shapes"))
+    # torch.onnx takes names of sizes as they are, but torch.export takes only dimensions.
+    kwargs["dynamic_shapes"] = tree_map_only(str, torch.export.Dim, kwargs.get("dynamic_shapes"))
     with _tracing(module, "export", input_sample) as (forward_args, forward_kwargs):
         return torch.export.export(module, forward_args, forward_kwargs, **kwargs)
 
@@ -159,42 +149,3 @@ def _check_weights(module: nn.Module, method: str) -> None:
             "a program contains weights, but these weights have no values yet.",
             f"load the weights first, as {name}.load_from_checkpoint(path) does, or train the module.",
         )
-
-
-def _resolve_dynamic_shapes(shapes: Any, dimensions: dict[str, Any] | None = None) -> Any:
-    """Replace each name of a size by a dimension of torch.export. Equal names are replaced by the same dimension."""
-    dimensions = {} if dimensions is None else dimensions
-    if isinstance(shapes, str):
-        if shapes not in dimensions:
-            dimensions[shapes] = torch.export.Dim(shapes)
-        return dimensions[shapes]
-    if isinstance(shapes, dict):
-        return {key: _resolve_dynamic_shapes(shape, dimensions) for key, shape in shapes.items()}
-    if isinstance(shapes, tuple | list):
-        return type(shapes)(_resolve_dynamic_shapes(shape, dimensions) for shape in shapes)
-    return shapes
-
-
-def _write_atomically(program: ONNXProgram, path: str, external_data: bool | None) -> None:
-    """Write the program to a temporary folder next to ``path``, then move its files into place.
-
-    A file with external weights is moved first, because the program's file refers to it.
-    """
-    filesystem, root = filesystem_of(path)
-    folder, _, name = root.replace(os.sep, "/").rpartition("/")
-    try:
-        if filesystem is None:
-            Path(folder or ".").mkdir(parents=True, exist_ok=True)
-        scratch_parent = (folder or ".") if filesystem is None else None
-        with tempfile.TemporaryDirectory(prefix=".onnx-", dir=scratch_parent) as scratch:
-            program.save(os.path.join(scratch, name), external_data=external_data)
-            for written in sorted(os.listdir(scratch), key=lambda file: file == name):
-                source, target = os.path.join(scratch, written), f"{folder}/{written}" if folder else written
-                if filesystem is None:
-                    os.replace(source, target)
-                else:
-                    filesystem.put_file(source, target)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path!r} could not be written: {error}.", "", "check the path, the permissions and the free space."
-        ) from error

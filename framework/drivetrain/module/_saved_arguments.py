@@ -17,11 +17,8 @@ from drivetrain.module._hyper_parameters import HyperParameters, with_attributes
 
 T = TypeVar("T")
 
-_SIGNATURE_ERROR = re.compile(
-    r"(?:.*\.)?(?P<owner>\w+)\.__init__\(\) (?:got an unexpected keyword argument '(?P<unknown>\w+)'"
-    r"|missing \d+ required [a-z-]+ arguments?: (?P<missing>.+))"
-)
-"""Python's error message for a constructor call whose arguments do not match its signature."""
+_SIGNATURE_ERROR = re.compile(r"(?:.*\.)?(\w+)\.__init__\(\) (got an unexpected keyword|missing \d+ required)")
+"""The beginning of Python's error message for a constructor call whose arguments do not match its signature."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,7 @@ class SavedArguments:
         """Return an instance of ``owner`` built from the saved arguments.
 
         If only a base class takes a saved argument, the ``__init__`` of ``owner`` must pass the saved value to this
-        class.
+        class. Arguments are passed by name.
 
         Args:
             owner: the class to build.
@@ -58,13 +55,17 @@ class SavedArguments:
                 saved. The message names the argument.
         """
         ignored = {ignore} if isinstance(ignore, str) else set(ignore)
-        if self.argument and self.argument in inspect.signature(owner).parameters:
-            return self._build_from_mapping(owner, overrides, ignored)
         saved = {name: with_attributes(value) for name, value in self.hyper_parameters.items() if name not in ignored}
         parameters = list(inspect.signature(owner).parameters.values())
         named = [param for param in parameters if param.kind not in (param.VAR_KEYWORD, param.VAR_POSITIONAL)]
         accepted = [param.name for param in named]
         takes_any = any(param.kind is param.VAR_KEYWORD for param in parameters)
+        passed = {*overrides, *ignored}
+        in_mapping = self.argument in accepted
+        if in_mapping:  # overrides that are no arguments replace hyper-parameters
+            replaced = {name: value for name, value in overrides.items() if name not in accepted}
+            overrides = {name: value for name, value in overrides.items() if name in accepted}
+            saved = {self.argument: HyperParameters(saved | replaced)}
         needed = [param.name for param in named if param.default is param.empty]
         missing = [name for name in needed if name not in saved and name not in overrides]
         inherited_values: dict[str, Any] = {}
@@ -79,15 +80,10 @@ class SavedArguments:
             inherited_values = {name: saved.pop(name) for name in list(saved) if name not in accepted}
         if missing:
             raise self._missing_error(owner, missing)
-        self._warn_about_secrets(owner, {*overrides, *ignored}, None if takes_any else accepted)
+        self._warn_about_secrets(owner, passed, None if takes_any or in_mapping else accepted)
         arguments = {**saved, **overrides}
-        by_position = [
-            arguments.pop(param.name)
-            for param in named
-            if param.kind is param.POSITIONAL_ONLY and param.name in arguments
-        ]
         try:
-            instance = owner(*by_position, **arguments)
+            instance = owner(**arguments)
         except TypeError as error:
             problem = self._explain_base_error(owner, str(error), arguments) if takes_any else None
             if problem is None:
@@ -101,32 +97,6 @@ class SavedArguments:
         ]
         if changed:
             raise self._removed_error(owner, changed, accepted)
-        return instance
-
-    def _build_from_mapping(self, owner: type[T], overrides: Mapping[str, Any], ignored: set[str]) -> T:
-        """Return an instance of ``owner`` whose single argument holds all hyper-parameters.
-
-        Overrides that are not arguments of ``owner`` replace hyper-parameters.
-        """
-        accepted = inspect.signature(owner).parameters
-        hyper_parameters = HyperParameters(
-            {name: with_attributes(value) for name, value in self.hyper_parameters.items() if name not in ignored}
-        )
-        hyper_parameters |= {name: value for name, value in overrides.items() if name not in accepted}
-        self._warn_about_secrets(owner, {*overrides, *ignored}, None)
-        arguments = {
-            self.argument: hyper_parameters,
-            **{name: value for name, value in overrides.items() if name in accepted},
-        }
-        missing = [
-            name
-            for name, param in accepted.items()
-            if param.default is param.empty and param.kind not in (param.VAR_KEYWORD, param.VAR_POSITIONAL)
-        ]
-        missing = [name for name in missing if name not in arguments]
-        if missing:
-            raise self._missing_error(owner, missing)
-        instance: T = owner(**arguments)
         return instance
 
     def _missing_error(self, owner: type, names: Sequence[str]) -> CheckpointError:
@@ -161,18 +131,17 @@ class SavedArguments:
     def _explain_base_error(self, owner: type, message: str, arguments: Mapping[str, Any]) -> CheckpointError | None:
         """Return the error for a `TypeError` from a base class's ``__init__``, or None if the cause is another one."""
         match = _SIGNATURE_ERROR.match(message)
-        if match is None or match["owner"] not in {base.__name__ for base in owner.__mro__}:
+        if match is None or match[1] not in {base.__name__ for base in owner.__mro__}:
             return None
-        if match["missing"]:
-            return self._missing_error(owner, re.findall(r"'(\w+)'", match["missing"]))
-        name, accepted = match["unknown"], sorted(_inherited_arguments(owner))
-        if name not in arguments:
+        names = re.findall(r"'(\w+)'", message)
+        if match[2].startswith("missing"):
+            return self._missing_error(owner, names)
+        if names[0] not in arguments:
             return None
-        return (
-            self._removed_error(owner, [name], accepted)
-            if name in self.hyper_parameters
-            else _unknown_overrides_error(owner, [name], accepted)
-        )
+        accepted = sorted(_inherited_arguments(owner))
+        if names[0] in self.hyper_parameters:
+            return self._removed_error(owner, names, accepted)
+        return _unknown_overrides_error(owner, names, accepted)
 
     def _warn_about_secrets(self, owner: type, passed: Container[str], accepted: Container[str] | None) -> None:
         """Warn about secrets that neither the checkpoint nor the caller provides."""

@@ -260,7 +260,13 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, PlainNames):
             ConfigurationError: `log` is called outside of a run, or an option is not supported.
         """
         if enable_graph or sync_dist_group is not None:
-            raise _cannot_log(name, enable_graph)
+            option = f"{enable_graph=}" if enable_graph else "sync_dist_group=..."
+            raise ConfigurationError(
+                f"log({name!r}, {option}).",
+                "a logged value is detached from its graph, and reduced over all ranks that read data.",
+                "remove the option. Store values that you differentiate in an attribute; to reduce a value otherwise, "
+                "do so yourself and log the result with sync_dist=False.",
+            )
         if rank_zero_only:
             sync_dist = False
         (self._trainer or self._require_run("log")).metrics.record(
@@ -449,10 +455,10 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, PlainNames):
     ) -> ONNXProgram:
         """Export ``forward`` in eval mode to ONNX, by `torch.onnx.export` with ``dynamo=True``.
 
-        The file is written atomically. Weights above 2 GB are stored in a second file, ``<file_path>.data``.
+        Weights above 2 GB are stored in a second file, ``<file_path>.data``.
 
         Args:
-            file_path: a path, an fsspec URL, or a binary file object such as `io.BytesIO`. None writes nothing.
+            file_path: a path, or a binary file object such as `io.BytesIO`. None writes nothing.
             input_sample: the input to trace with, in any form that `example_input_array` may have. The default is
                 the value of `example_input_array`.
             kwargs: arguments of `torch.onnx.export`, such as ``dynamic_shapes``, ``input_names``, ``output_names`` or
@@ -464,7 +470,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, PlainNames):
 
         Raises:
             ConfigurationError: a package, ``forward`` or the sample is missing, this process does not hold all weights,
-                a named size cannot be dynamic, or ``file_path`` is not the name of a file.
+                torch cannot export ``forward``, or ``file_path`` is not the name of a file.
             CheckpointError: the file cannot be written.
         """
         from drivetrain.module._export import export_onnx  # Imported only here, because it is slow to import.
@@ -513,17 +519,3 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, PlainNames):
             )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
-
-
-def _cannot_log(name: str, enable_graph: bool) -> ConfigurationError:
-    if enable_graph:
-        return ConfigurationError(
-            f"log({name!r}, enable_graph=True).",
-            "a logged value is kept until the epoch's end, and its graph would be kept with it.",
-            "remove enable_graph, and store values that you differentiate in an attribute.",
-        )
-    return ConfigurationError(
-        f"log({name!r}, sync_dist_group=...).",
-        "values are reduced over all ranks that read data.",
-        "remove sync_dist_group, or reduce the value yourself and log the result with sync_dist=False.",
-    )

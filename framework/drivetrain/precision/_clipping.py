@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_value_, get_total_norm
 from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError, nearest
-from drivetrain.precision._gradient_meshes import group_by_mesh
+from drivetrain.precision._gradient_meshes import group_by_dtype, group_by_mesh
 
 ALGORITHMS = ("norm", "value")
 
@@ -50,7 +50,7 @@ def clip_gradients(
         )
     order = 2.0 if algorithm == "norm" else math.inf
     plain, sharded = group_by_mesh(optimizers)
-    buckets = _buckets(plain)
+    buckets = group_by_dtype(plain)
     if len(buckets) == 1:
         norms = list(torch._foreach_norm(buckets[0], order))
     else:
@@ -93,27 +93,6 @@ def _complex_error(dtype: torch.dtype) -> ConfigurationError:
         "complex numbers have no order, so torch cannot clip them by value.",
         "use 'norm'.",
     )
-
-
-def _buckets(parameters: list[Parameter]) -> list[list[Tensor]]:
-    """Return dense gradients and the values of coalesced sparse gradients, in one list per device and dtype."""
-    buckets: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for parameter in parameters:
-        gradient = parameter.grad
-        assert gradient is not None  # checked by `group_by_mesh`
-        if gradient.is_sparse:
-            # Rows may occur several times, and only their sum is the gradient.
-            parameter.grad = gradient = gradient.coalesce()
-            gradient = gradient._values()
-        if gradient.numel() == 0:  # an empty tensor has no largest element
-            continue
-        key = (gradient.device, gradient.dtype)
-        bucket = buckets.get(key)
-        if bucket is None:
-            buckets[key] = [gradient]
-        else:
-            bucket.append(gradient)
-    return list(buckets.values())
 
 
 def _norm_over_shards(parameters: list[Parameter]) -> Tensor:

@@ -35,15 +35,32 @@ def group_by_mesh(optimizers: Iterable[Optimizer]) -> tuple[list[Parameter], dic
     return plain, sharded
 
 
+def group_by_dtype(parameters: list[Parameter]) -> list[list[Tensor]]:
+    """Return dense gradients and the values of coalesced sparse gradients, in one list per device and dtype."""
+    buckets: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        assert gradient is not None  # checked by `group_by_mesh`
+        if gradient.is_sparse:
+            # Rows may occur several times, and only their sum is the gradient.
+            parameter.grad = gradient = gradient.coalesce()
+            gradient = gradient._values()
+        if gradient.numel() == 0:  # an empty tensor has no largest element
+            continue
+        key = (gradient.device, gradient.dtype)
+        bucket = buckets.get(key)
+        if bucket is None:
+            buckets[key] = [gradient]
+        else:
+            bucket.append(gradient)
+    return list(buckets.values())
+
+
 @torch.no_grad()
 def multiply(optimizers: Iterable[Optimizer], factor: Tensor) -> None:
     """Multiply all gradients, or this rank's shards of them, in place by ``factor`` of shape ()."""
     plain, sharded = group_by_mesh(optimizers)
-    gradients: list[Any] = [parameter.grad for parameter in plain]
-    gradients += [cast(Any, parameter.grad).to_local() for parameters in sharded.values() for parameter in parameters]
-    buckets: dict[torch.device, list[Tensor]] = {}
-    for gradient in gradients:
-        values = gradient._values() if gradient.is_sparse else gradient
-        buckets.setdefault(gradient.device, []).append(values)
-    for device, bucket in buckets.items():
-        torch._foreach_mul_(bucket, factor.to(device))
+    buckets = group_by_dtype(plain)
+    buckets += [[cast(Any, parameter.grad).to_local() for parameter in parameters] for parameters in sharded.values()]
+    for bucket in buckets:
+        torch._foreach_mul_(bucket, factor.to(bucket[0].device))

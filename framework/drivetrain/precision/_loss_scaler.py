@@ -38,17 +38,6 @@ class LossScaler:
         scaler: the scaler that holds the scale.
     """
 
-    __slots__ = (
-        "_checks",
-        "_overflowed",
-        "_skipped",
-        "_stepped",
-        "_to_rescale",
-        "_unused_checks",
-        "scaler",
-        "unscaled",
-    )
-
     def __init__(self, scaler: GradScaler) -> None:
         self.scaler = scaler
         self.unscaled: dict[int, Optimizer] = {}
@@ -236,8 +225,6 @@ def _gradients(optimizers: Sequence[Optimizer]) -> list[Tensor]:
 
 class _Parameters:
     """Holds the parameters of one device mesh, in place of the optimizer that `GradScaler.unscale_` expects."""
-
-    __slots__ = ("param_groups",)
 
     def __init__(self, parameters: list[Parameter]) -> None:
         self.param_groups = [{"params": parameters}]

@@ -10,8 +10,7 @@ from drivetrain.callbacks._batch_size_search import find_batch_size
 from drivetrain.callbacks._lr_search import LRFind, find_lr
 from drivetrain.data import DataModule
 from drivetrain.errors import ConfigurationError, nearest
-from drivetrain.fit import Fit
-from drivetrain.module._run_handle import is_attached
+from drivetrain.fit import Fit, check_module
 from drivetrain.module.train_module import TrainModule
 
 _STAGES = ("fit", "validate", "test", "predict")
@@ -132,15 +131,7 @@ class Tuner:
         return find_batch_size(trials, mode, init_val, max_trials, steps_per_trial, batch_arg_name)
 
     def _trials(self, method: str, stage: str, module: Any, data: DataArguments) -> EngineTrials:
-        if not isinstance(module, TrainModule) or is_attached(module):
-            is_module = isinstance(module, TrainModule)
-            raise ConfigurationError(
-                f"{method} was called during a run of {type(module).__name__}."
-                if is_module
-                else f"{method} was called with a {type(module).__name__}.",
-                f"{method} starts runs itself." if is_module else f"{method} runs a drivetrain.TrainModule.",
-                f"call {method} before fit, or use the callbacks LearningRateFinder and BatchSizeFinder.",
-            )
+        check_module(method, module)
         if self._fit.fast_dev_run:
             raise ConfigurationError(
                 f"{method} with fast_dev_run={self._fit.fast_dev_run!r}.",

@@ -50,7 +50,9 @@ class TestVerbs:
     def test_a_class_or_data_in_place_of_the_module_is_named(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=r"fit was given the class Logs[\s\S]*fit\(Logs\(\.\.\.\)"):
             fit(tmp_path).fit(Logs, loader(4))  # type: ignore[arg-type]
-        with pytest.raises(ConfigurationError, match=r"given a DataLoader in place of the module[\s\S]*swap them"):
+        with pytest.raises(
+            ConfigurationError, match=r"given a DataLoader in place of the module[\s\S]*data is the second argument"
+        ):
             fit(tmp_path).fit(loader(4), Logs())  # type: ignore[arg-type]
 
     def test_without_a_module_the_best_weights_of_the_last_run_are_used(self, tmp_path: Path) -> None:

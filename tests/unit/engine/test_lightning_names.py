@@ -430,7 +430,6 @@ def test_a_name_has_lightnings_meaning(recorded: Recorded, name: str) -> None:
         ("logger_connector", r"read trainer\.callback_metrics"),
         ("_checkpoint_connector", r"use trainer\.save_checkpoint"),
         ("precision_plugin", r"read trainer\.precision"),
-        ("world_rank", r"read trainer\.global_rank"),
         ("strategy.model", r"read trainer\.model"),
         ("strategy.precision_plugin", r"read strategy\.precision"),
         ("strategy.global_rank", r"read strategy\.rank"),

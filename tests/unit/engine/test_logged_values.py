@@ -214,7 +214,7 @@ class TestNumbers:
             (np.zeros(2), "an array of shape (2,)"),
             (np.str_("high"), "a str_"),
             (np.datetime64("2020-01-01"), "a datetime64"),
-            (np.array("high"), "an array of str128"),
+            (np.array("high"), "a ndarray"),
             (np.complex64(1j), "a complex64"),
             (1j, "a complex"),
             (torch.tensor(1j), "a tensor of complex64"),

@@ -91,17 +91,12 @@ def test_what_a_run_trained_answers_alike_in_onnxruntime(tmp_path: Path) -> None
     torch.testing.assert_close(answer, in_eval(module, inputs(2), torch.tensor([1.0, 3.0])))
 
 
-def test_large_weights_lie_beside_the_file_and_urls_are_written(tmp_path: Path) -> None:  # L-08
-    import fsspec
-
+def test_large_weights_lie_beside_the_file(tmp_path: Path) -> None:  # L-08
     module, x = Net(width=600), inputs(3)
     for _ in range(2):  # the second time over the first
         module.to_onnx(str(tmp_path / "net.onnx"), x, external_data=True)
     assert sorted(os.listdir(tmp_path)) == ["net.onnx", "net.onnx.data"]
     torch.testing.assert_close(in_onnxruntime(tmp_path / "net.onnx", x), in_eval(module, x))
-    module.to_onnx("memory://served/net.onnx")
-    with fsspec.open("memory://served/net.onnx") as file:
-        torch.testing.assert_close(in_onnxruntime(file.read(), x), in_eval(module, x))
 
 
 def test_torch_exports_program_goes_through_a_file(tmp_path: Path) -> None:  # L-08
@@ -139,7 +134,6 @@ def without_example() -> Net:
         (lambda: without_example().export(), "set self.example_input_array"),
         (lambda: Hollow().export(), "are on the meta device"),
         (lambda: Net().to_onnx(dynamo=False), "omit dynamo"),
-        (lambda: Net().to_onnx(args=(inputs(1),)), "pass input_sample"),
         (lambda: Net().to_torchscript("net.pt"), r"use export\(\)"),
     ],
 )
@@ -156,7 +150,7 @@ def test_where_the_translators_lack_the_line_for_pip_is_given(monkeypatch: pytes
 
 def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:  # L-08
     (tmp_path / "net.onnx").mkdir()
-    for place in (tmp_path / "net.onnx", f"{tmp_path}/", "", 3, b"net.onnx"):
+    for place in (tmp_path / "net.onnx", f"{tmp_path}/", "", 3, b"net.onnx", "memory://served/net.onnx"):
         with pytest.raises(ConfigurationError, match="cannot be written"):
             Net().to_onnx(place)  # type: ignore[arg-type]
     (tmp_path / "file").touch()
@@ -174,7 +168,7 @@ def test_an_open_file_will_do(tmp_path: Path) -> None:  # L-08
 
 
 def test_a_size_that_cannot_vary_is_named(tmp_path: Path) -> None:  # L-08
-    with pytest.raises(ConfigurationError, match=r"'features' cannot vary, and the inputs have the shapes .*batch.*4"):
+    with pytest.raises(ConfigurationError, match="omit the size from dynamic_shapes"):
         Net().to_onnx(tmp_path / "net.onnx", dynamic_shapes={"x": {0: "batch", 1: "features"}})
     assert not os.listdir(tmp_path)
 

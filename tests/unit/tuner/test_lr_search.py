@@ -141,7 +141,7 @@ def test_what_cannot_be_searched_is_refused() -> None:  # L-06
             Tuner(quiet()).lr_find(Net(), loader(), **options)
     with pytest.raises(ConfigurationError, match="fast_dev_run"):
         Tuner(quiet(fast_dev_run=True)).lr_find(Net(), loader())
-    with pytest.raises(ConfigurationError, match="was called with a Linear"):
+    with pytest.raises(ConfigurationError, match="was given a Linear in place of the module"):
         Tuner(quiet()).lr_find(cast(Any, torch.nn.Linear(1, 1)), loader())
 
 
