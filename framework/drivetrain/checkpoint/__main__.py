@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     consolidate_parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     convert_parser = command(
         "convert",
-        "Convert another library's file or folder to a checkpoint, or a checkpoint to the Hugging Face layout.",
+        "Convert another library's file to a checkpoint, or a checkpoint to the Hugging Face layout.",
     )
     convert_parser.add_argument("out", metavar="OUT", help="the checkpoint or folder to write")
     convert_parser.add_argument(
