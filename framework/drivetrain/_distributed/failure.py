@@ -193,7 +193,7 @@ class AbsentRanksError(DistributedError):
 
 
 def failure_file(error_file: str) -> str:
-    """Return the path of a process's `Failure`, next to the error file that elastic has chosen for it."""
+    """Return the path of a process's `Failure`, next to the error file that its launcher has chosen."""
     return f"{error_file}.failure"
 
 
