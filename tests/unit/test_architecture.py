@@ -503,7 +503,7 @@ def test_public_classes_import_nothing_heavy() -> None:
     # H-02, for the imports of a typical script.
     names, _ = imported_after("from drivetrain import Callback, DataModule, Fit, Strategy, TrainModule")
     assert not heavy(names)
-    # fsspec, elastic and the checkpoint writer are imported on first use.
+    # fsspec and the checkpoint writer are imported on first use.
     assert [name for name in names if not is_ours(name)] == []
     assert len(names) <= 157  # about 0.25 ms each
 

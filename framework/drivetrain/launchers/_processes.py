@@ -13,12 +13,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from drivetrain._distributed.failure import Failure, failure_file
-from drivetrain._runtime.temporary_folders import TemporaryFolder
 
 FAILURES_PREFIX = "left"
 """Prefix of the store keys under which ranks report failures that they could not write to a file."""
@@ -39,7 +39,7 @@ class Processes:
 
     def __init__(self, first_rank: int) -> None:
         self._first_rank = first_rank
-        self._scratch = TemporaryFolder()  # for the error files
+        self._scratch = TemporaryDirectory(prefix="drivetrain-", ignore_cleanup_errors=True)  # for the error files
         self._processes: dict[int, subprocess.Popen[bytes] | BaseProcess] = {}
         self._pipes: dict[int, Connection] = {}
         self._values: dict[int, Any] = {}
@@ -88,7 +88,7 @@ class Processes:
 
     def error_file(self, rank: int) -> str:
         """Return the path of the error file of a rank."""
-        return f"{self._scratch.path}/{rank}.json"
+        return f"{self._scratch.name}/{rank}.json"
 
     def exit_codes(self) -> dict[int, int | None]:
         """Return each rank's exit code, which is None while the rank runs and negative if a signal ended the rank."""
@@ -162,7 +162,7 @@ class Processes:
             self.wait(_KILL_AFTER)
         self.send(signal.SIGKILL)
         self.wait(float("inf"))
-        self._scratch.remove()
+        self._scratch.cleanup()
 
 
 def _send_value(fn: Callable[..., Any], arguments: tuple[Any, ...], error_file: str, sender: Connection) -> None:

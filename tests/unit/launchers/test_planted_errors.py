@@ -82,7 +82,7 @@ def test_a_failure_goes_into_the_store_as_text() -> None:  # J-06
 def test_error_files_are_writable_only_for_this_user() -> None:  # J-06
     processes = Processes.of_script(1, ["/bin/sleep", "60"], [{}])
     try:
-        folder = Path(processes._scratch.path)
+        folder = Path(processes._scratch.name)
         assert folder in Path(processes.error_file(1)).parents
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert folder.stat().st_uid == os.getuid()
