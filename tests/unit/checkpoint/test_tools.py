@@ -1,4 +1,4 @@
-"""The command line: show, diff, verify, consolidate and convert."""
+"""The command line: show, verify, consolidate and convert."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_case import contents, equal, flip, written
+from checkpoint_case import equal, flip, written
 from safetensors.torch import load_file, load_model
 from torch import nn
 
 from drivetrain import CheckpointError, TrainModule
 from drivetrain._distributed.control_plane import LocalControl
-from drivetrain.checkpoint import consolidate, convert, diff, load, show, verify
+from drivetrain.checkpoint import consolidate, convert, load, show, verify
 from drivetrain.checkpoint.__main__ import main
 from drivetrain.checkpoint._format import Contents, Sizes, save
 
@@ -70,35 +70,6 @@ class TestShow:
         assert ["head.weight", "F32", "2x3", "tied", "to", "layer.weight"] in rows
 
 
-class TestDiff:
-    def test_equal_ones(self, tmp_path: Path) -> None:
-        assert diff(written(tmp_path / "a"), written(tmp_path / "b")) == []
-
-    def test_what_differs_is_named(self, tmp_path: Path) -> None:
-        written(tmp_path / "a")
-        other = contents()
-        weights: dict[str, Any] = dict(other.weights)
-        weights["layer.weight"] = weights["layer.weight"].clone()
-        weights["layer.weight"][0, 0] += 0.5
-        weights["count"] = torch.tensor([3])
-        weights["new"] = weights.pop("half")
-        other.weights = weights
-        adam = other.optimizers[0]["state"]["layer.weight"]
-        adam["step"] = torch.tensor(6.0)
-        other.optimizers[0]["param_groups"][0]["lr"] = 0.2
-        save(str(tmp_path / "b"), other, LOCAL)
-        lines = "\n".join(diff(tmp_path / "a", tmp_path / "b"))
-        for said in (
-            "layer.weight: 1 of 6 numbers differ, by 0.5 at most",
-            "count: I64 () against I64 1",
-            "half: only in the first",
-            "new: only in the second",
-            "optimizer 0: layer.weight/step: 1 of 1 numbers differ",
-            "optimizer 0: param_groups: [{'lr': 0.1",
-        ):
-            assert said in lines
-
-
 class TestCommandLine:
     def test_as_a_program(self, tmp_path: Path) -> None:
         command = [sys.executable, "-m", "drivetrain.checkpoint", "show", written(tmp_path / "c")]
@@ -113,12 +84,6 @@ class TestCommandLine:
         flip(tmp_path / "c" / "state.json", 3)
         assert main(["verify", path]) == 1
         assert "state.json was altered" in capsys.readouterr().out
-
-    def test_diff(self, tmp_path: Path, capsys: Any) -> None:
-        paths = [written(tmp_path / "a"), written(tmp_path / "b"), written(tmp_path / "c", 2.0)]
-        assert main(["diff", *paths[:2]]) == 0
-        assert main(["diff", paths[0], paths[2]]) == 1
-        assert "layer.weight: 5 of 6 numbers differ" in capsys.readouterr().out
 
     def test_consolidate_and_convert(self, tmp_path: Path) -> None:
         path = written(tmp_path / "c")
