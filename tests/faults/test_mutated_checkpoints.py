@@ -35,7 +35,7 @@ def _read_all(path: Path) -> None:
     checkpoint = load(path)
     checkpoint.weights().staged()
     for index in range(len(checkpoint.manifest.optimizers)):
-        checkpoint.optimizer_groups(index)
+        checkpoint.optimizer_settings(index)
         checkpoint.optimizer_state(index)
     checkpoint.state()
     for rank in range(len(checkpoint.manifest.ranks)):
