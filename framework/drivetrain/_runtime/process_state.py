@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import sys
 import threading
@@ -13,6 +12,9 @@ from typing import Any, Self
 
 import torch
 
+from drivetrain._runtime.generators import generator_states, restore_generators
+
+_CPU = torch.device("cpu")
 _INDUCTOR_CONFIG = "torch._inductor.config"
 
 # Flags that are restored, in this order. A parent comes before the flags that inherit its value, because restoring the
@@ -62,16 +64,6 @@ class ProcessState:
         self._restore: list[Callable[[], None]] = []
 
     def __enter__(self) -> Self:
-        self.remember()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.restore()
-
-    def remember(self) -> None:
-        """Save the current state."""
         self._restore = [
             _save_environment(),
             _save_default_dtype(),
@@ -84,15 +76,13 @@ class ProcessState:
         if threading.current_thread() is threading.main_thread():
             self._restore.append(_save_signal_handlers())
         if self._generators:
-            self._restore.append(_save_python_generator())
-            self._restore.append(_save_torch_generators(self._cuda_generators))
-            if "numpy" in sys.modules:
-                self._restore.append(_save_numpy_generator())
+            self._restore.append(_save_generators(self._cuda_generators))
+        return self
 
-    def restore(self) -> None:
-        """Restore the state that `remember` saved. A second call does nothing."""
-        actions, self._restore = self._restore, []
-        for restore in actions:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for restore in self._restore:
             restore()
 
 
@@ -210,29 +200,17 @@ def _save_signal_handlers() -> Callable[[], None]:
     return restore
 
 
-def _save_python_generator() -> Callable[[], None]:
-    before = random.getstate()
-    return lambda: random.setstate(before)
-
-
-def _save_numpy_generator() -> Callable[[], None]:
-    import numpy
-
-    before: Any = numpy.random.get_state()
-    return lambda: numpy.random.set_state(before)
-
-
 def _cuda_is_in_use() -> bool:
     in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return in_use
 
 
-def _save_torch_generators(cuda: bool) -> Callable[[], None]:
-    cpu = torch.get_rng_state()
+def _save_generators(cuda: bool) -> Callable[[], None]:
+    states = generator_states(_CPU)
     devices = torch.cuda.get_rng_state_all() if cuda or _cuda_is_in_use() else []
 
     def restore() -> None:
-        torch.set_rng_state(cpu)
+        restore_generators(states, _CPU)
         if devices:
             torch.cuda.set_rng_state_all(devices)
 
