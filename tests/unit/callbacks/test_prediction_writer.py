@@ -30,7 +30,7 @@ from torch.utils.data import (
 from drivetrain import Callback, CheckpointError, ConfigurationError, Fit, TrainModule
 from drivetrain.callbacks import BasePredictionWriter, PredictionWriter
 from drivetrain.data import CombinedLoader, read_predictions
-from drivetrain.testing import FaultyStore
+from faulty_store import FaultyStore
 
 Make = Callable[[torch.Tensor], Any]
 

@@ -17,7 +17,7 @@ from drivetrain.checkpoint._discovery import find_best, newest
 from drivetrain.checkpoint._folders import children, is_taken, write_latest
 from drivetrain.checkpoint._format import Checkpoint, CheckpointMetadata, Contents, StorageError, save
 from drivetrain.errors import CheckpointError
-from drivetrain.testing import FaultyStore
+from faulty_store import FaultyStore
 
 
 def written(folder: Any, name: str, lineage: list[tuple[str, int]], **metadata: Any) -> str:
