@@ -61,7 +61,7 @@ def consolidate(
             f"{checkpoint.path!r} lacks {listed(list(checkpoint.manifest.metadata.base))}.",
             "it holds only trained parameters (trainable_only=True), and a model needs all weights.",
             "load it with TrainModule.load_from_checkpoint(path), and save the module's state_dict(); for the files of "
-            "a PEFT adapter, use convert(path, out, to='hf').",
+            "a PEFT adapter, call save_pretrained of the loaded module's model.",
         )
     if not overwrite and is_taken(target):
         raise CheckpointError(

@@ -47,7 +47,7 @@ def convert(
     With ``to="hf"`` the result is a folder as ``save_pretrained`` writes it, for ``from_pretrained``. The input is a
     checkpoint of a module that has a Hugging Face model as an attribute; the model's configuration comes from the
     checkpoint. Tensors have the names that they have in the model, and a tied tensor is stored under one name. For a
-    model with PEFT adapters, only the adapters are written, as ``save_pretrained`` does.
+    model with PEFT adapters, call ``save_pretrained`` of the loaded module's model.
 
     Args:
         path: a local file; with ``to="hf"`` a checkpoint's path or URL.
