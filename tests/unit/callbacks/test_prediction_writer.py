@@ -479,7 +479,7 @@ def test_what_is_no_prediction_is_left_alone(tmp_path: Path) -> None:  # L-03
 
 SCRIPT = """
     import sys
-    sys.path.insert(0, sys.argv[1])
+    sys.path[:0] = sys.argv[2:]
     from test_prediction_writer import Predicting, loader, predict
 
     def when_told(x):
@@ -487,7 +487,7 @@ SCRIPT = """
         sys.stdin.readline()
         return x * 2
 
-    predict(sys.argv[2], Predicting(when_told), loader(40, 1))
+    predict(sys.argv[1], Predicting(when_told), loader(40, 1))
 """
 
 
@@ -495,7 +495,8 @@ def started(folder: Path) -> subprocess.Popen[str]:
     """Start a process that predicts samples one by one, printing each index and waiting for a line of input."""
     script = folder / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    command = [sys.executable, str(script), str(Path(__file__).parent), str(folder / "out")]
+    paths = [Path(__file__).parent, Path(__file__).parents[2]]
+    command = [sys.executable, str(script), str(folder / "out"), *map(str, paths)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
