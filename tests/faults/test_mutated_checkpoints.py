@@ -20,7 +20,7 @@ from mutating import Mutator
 from drivetrain import Callback, CheckpointError, ConfigurationError, Fit, TrainModule
 from drivetrain.callbacks import Checkpoint, EarlyStopping
 from drivetrain.checkpoint import load, show, verify
-from drivetrain.checkpoint._discovery import newest
+from newest_checkpoint import newest
 
 FAULTS = int(os.environ.get("FAULTS", "0"))
 COUNT = 500 * FAULTS or 2000

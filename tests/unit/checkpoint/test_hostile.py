@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from drivetrain import CheckpointError
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint._discovery import newest
 from drivetrain.checkpoint._format import Contents, save
 from drivetrain.checkpoint._format.checksums import checksums_of
 from drivetrain.checkpoint._format.documents import decode, dumps, loads
 from drivetrain.checkpoint._format.tensor_file import read_header
+from newest_checkpoint import newest
 
 
 def put(folder: Path, name: str, content: bytes) -> None:
