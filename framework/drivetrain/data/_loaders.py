@@ -118,7 +118,7 @@ class MapSource:
 
     def __init__(self, loader: DataLoader[Any], sharding: _Sharding) -> None:
         self._dataset: Any = loader.dataset
-        self._size = len_or_none(self._dataset)
+        self._size = len_or_none(loader.dataset)  # type: ignore[arg-type]
         self.stateful = False
         self.in_process = loader.num_workers == 0
         sampler_attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
