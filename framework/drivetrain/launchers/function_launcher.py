@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
+from drivetrain._distributed.failure import Failure, RankFailedError, error_of_all, first_cause
 from drivetrain._distributed.rendezvous import host, host_on, listen
 from drivetrain._runtime.working_directory import working_directory
 from drivetrain.environments import Placement
@@ -184,14 +184,12 @@ class FunctionLauncher(Launcher):
 
     def _error(self, failures: Sequence[Failure], world_size: int) -> BaseException:
         cause = first_cause(failures)
+        original = error_of_all(failures, world_size)
+        if original is not None:
+            # A cause would be printed with the error's text again, and below it the frames of this process.
+            original.add_note(f"Traceback of rank {cause.rank}:\n{cause.frames()}")
+            return original
         error = RankFailedError(cause)
-        kinds_of_failure = {(failure.error_type, failure.message) for failure in failures}
-        if len(failures) == world_size and len(kinds_of_failure) == 1 and cause.pickled_error is not None:
-            original = cause.load_error()
-            if original is not None:
-                # A cause would be printed with the error's text again, and below it the frames of this process.
-                original.add_note(f"Traceback of rank {cause.rank}:\n{cause.frames()}")
-                return original
         if cause.error_type is None and cause.exit_code == 1 and self.start_method != "fork":
             error.fix += (
                 '; if the script has no `if __name__ == "__main__":`, put the work of the script under this line'
