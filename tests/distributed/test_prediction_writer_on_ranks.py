@@ -126,7 +126,7 @@ def _check_all_forms(folder: Path, expected: Callable[[int], torch.Tensor]) -> N
         torch.testing.assert_close(torch.stack([one["out"] for one in read]), expected(samples))
     for index, samples in enumerate((7, 15)):
         read = read_predictions(folder / "several", dataloader_idx=index)
-        assert read.together()["number"].tolist() == list(range(samples))
+        assert [int(one["number"]) for one in read] == list(range(samples))
     stream = read_predictions(folder / "stream")
     assert sorted(int(one["number"]) for one in stream) == list(range(11))
     assert stream.indices is None

@@ -14,7 +14,8 @@ from drivetrain._distributed.control_group import GroupControl
 from drivetrain._distributed.shards import ParameterShard, Span
 from drivetrain.checkpoint import load, verify
 from drivetrain.checkpoint._format import Contents, Sizes, save
-from drivetrain.testing import FaultyStore, run_distributed
+from drivetrain.testing import run_distributed
+from faulty_store import FaultyStore
 
 URL = "faulty://store/run/c"
 SMALL = Sizes(small=64, large=10**9, piece=512)  # so that each rank has a file of weights

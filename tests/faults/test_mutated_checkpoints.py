@@ -20,7 +20,7 @@ from mutating import Mutator
 from drivetrain import Callback, CheckpointError, ConfigurationError, Fit, TrainModule
 from drivetrain.callbacks import Checkpoint, EarlyStopping
 from drivetrain.checkpoint import load, show, verify
-from drivetrain.checkpoint._discovery import newest
+from newest_checkpoint import newest
 
 FAULTS = int(os.environ.get("FAULTS", "0"))
 COUNT = 500 * FAULTS or 2000
@@ -35,7 +35,7 @@ def _read_all(path: Path) -> None:
     checkpoint = load(path)
     checkpoint.weights().staged()
     for index in range(len(checkpoint.manifest.optimizers)):
-        checkpoint.optimizer_groups(index)
+        checkpoint.optimizer_settings(index)
         checkpoint.optimizer_state(index)
     checkpoint.state()
     for rank in range(len(checkpoint.manifest.ranks)):

@@ -20,9 +20,10 @@ from drivetrain._distributed.control_group import GroupControl
 from drivetrain._distributed.control_plane import ControlPlane, LocalControl
 from drivetrain._distributed.shards import ParameterShard, Span
 from drivetrain.checkpoint import verify
-from drivetrain.checkpoint._discovery import newest
 from drivetrain.checkpoint._format import CheckpointMetadata, Contents, Sizes, object_storage, save
-from drivetrain.testing import FaultyStore, requires_linux, run_distributed
+from drivetrain.testing import requires_linux, run_distributed
+from faulty_store import FaultyStore
+from newest_checkpoint import newest
 
 FAULTS = int(os.environ.get("FAULTS", "0"))
 SEED = int(os.environ.get("FAULTS_SEED", "5"))

@@ -352,7 +352,6 @@ PICKLES = {
     "drivetrain._distributed.failure": "an error, through a file that only this user can write",
     "drivetrain._distributed.flight_recorder": "of this very process",
     "drivetrain._loops.outputs": "a user's own objects, between ranks of one job",
-    "drivetrain.checkpoint._dcp_checkpoint": "by an unpickler that knows DCP's records alone",
     "drivetrain.launchers._ray_worker": "the caller's function, brought by Ray",
     "drivetrain.launchers.function_launcher": "through pipes to processes of this one",
     "drivetrain.launchers.ray_launcher": "what a worker returned, brought by Ray",
@@ -504,7 +503,7 @@ def test_public_classes_import_nothing_heavy() -> None:
     # H-02, for the imports of a typical script.
     names, _ = imported_after("from drivetrain import Callback, DataModule, Fit, Strategy, TrainModule")
     assert not heavy(names)
-    # fsspec, elastic and the checkpoint writer are imported on first use.
+    # fsspec and the checkpoint writer are imported on first use.
     assert [name for name in names if not is_ours(name)] == []
     assert len(names) <= 157  # about 0.25 ms each
 

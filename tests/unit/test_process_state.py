@@ -114,18 +114,6 @@ def test_generators_are_only_restored_on_request() -> None:
     assert random.getstate() == after[1]
 
 
-def test_a_second_restore_does_nothing() -> None:
-    state = ProcessState()
-    state.remember()
-    state.restore()
-    os.environ["DRIVETRAIN_TEST_LATER"] = "1"
-    try:
-        state.restore()
-        assert os.environ["DRIVETRAIN_TEST_LATER"] == "1"
-    finally:
-        del os.environ["DRIVETRAIN_TEST_LATER"]
-
-
 def test_works_in_a_thread_where_handlers_cannot_be_set() -> None:
     failures: list[BaseException] = []
 

@@ -10,7 +10,7 @@ import pickle
 import signal
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
@@ -193,7 +193,7 @@ class AbsentRanksError(DistributedError):
 
 
 def failure_file(error_file: str) -> str:
-    """Return the path of a process's `Failure`, next to the error file that elastic has chosen for it."""
+    """Return the path of a process's `Failure`, next to the error file that its launcher has chosen."""
     return f"{error_file}.failure"
 
 
@@ -214,6 +214,14 @@ def first_cause(failures: Iterable[Failure]) -> Failure:
     rank may report a lost or silent peer before the failure of that peer is detected.
     """
     return min(failures, key=lambda failure: (failure.distance, failure.time_ns))
+
+
+def error_of_all(failures: Sequence[Failure], world_size: int) -> BaseException | None:
+    """Return the error itself if all ranks raised the same one and it can be unpickled, or None."""
+    kinds_of_failure = {(failure.error_type, failure.message) for failure in failures}
+    if len(failures) < world_size or len(kinds_of_failure) > 1:
+        return None
+    return first_cause(failures).load_error()
 
 
 def _dump(error: BaseException) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,12 @@ class Span:
 
 
 Region = Box | Span
+
+
+def region_from(bounds: Sequence[Any]) -> Region:
+    """Return the region from its two fields, as `dataclasses.astuple` returns them."""
+    first, second = bounds
+    return Box(first, second) if isinstance(first, tuple) else Span(first, second)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

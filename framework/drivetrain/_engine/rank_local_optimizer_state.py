@@ -7,10 +7,11 @@ tensor in general. Each rank stores its own, and a run with the same shards load
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 from drivetrain._distributed.control_plane import ControlPlane
-from drivetrain._distributed.shards import Box, ParameterShard, Region, Span
+from drivetrain._distributed.shards import ParameterShard, Region, region_from
 from drivetrain.checkpoint._format import is_flattenable
 from drivetrain.errors import CheckpointError, listed
 
@@ -59,9 +60,7 @@ def _is_flattenable_shard(value: Any) -> bool:
 
 
 def _plain_shard(shard: ParameterShard) -> dict[str, Any]:
-    region = shard.region
-    bounds = (region.start, region.stop) if isinstance(region, Span) else (region.offsets, region.sizes)
-    return {"local": shard.local, "shape": list(shard.shape), "bounds": [bounds[0], bounds[1]]}
+    return {"local": shard.local, "shape": list(shard.shape), "bounds": [*astuple(shard.region)]}
 
 
 def add_own_shards(
@@ -91,6 +90,4 @@ def add_own_shards(
 
 
 def _shard(value: Mapping[str, Any]) -> ParameterShard:
-    first, second = value["bounds"]
-    region: Region = Box(tuple(first), tuple(second)) if isinstance(first, tuple) else Span(first, second)
-    return ParameterShard(value["local"], tuple(value["shape"]), region)
+    return ParameterShard(value["local"], tuple(value["shape"]), region_from(value["bounds"]))

@@ -63,16 +63,6 @@ class ProcessState:
         self._restore: list[Callable[[], None]] = []
 
     def __enter__(self) -> Self:
-        self.remember()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.restore()
-
-    def remember(self) -> None:
-        """Save the current state."""
         self._restore = [
             _save_environment(),
             _save_default_dtype(),
@@ -87,11 +77,12 @@ class ProcessState:
         if self._generators:
             self._restore.append(generators_restorer(torch.device("cpu")))
             self._restore.append(_save_cuda_generators(self._cuda_generators))
+        return self
 
-    def restore(self) -> None:
-        """Restore the state that `remember` saved. A second call does nothing."""
-        actions, self._restore = self._restore, []
-        for restore in actions:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for restore in self._restore:
             restore()
 
 

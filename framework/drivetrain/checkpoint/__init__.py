@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.averaged_weights import evaluated_weights as evaluated_weights
     from drivetrain.checkpoint.consolidation import consolidate as consolidate
     from drivetrain.checkpoint.conversion import convert as convert
-    from drivetrain.checkpoint.inspection import diff as diff
     from drivetrain.checkpoint.inspection import show as show
 
 _FORMAT = "drivetrain.checkpoint._format"
@@ -24,13 +23,12 @@ _HOME = {
     "Checkpoint": _FORMAT,
     "consolidate": ".consolidation",
     "convert": ".conversion",
-    "diff": ".inspection",
     "evaluated_weights": ".averaged_weights",
     "load": _FORMAT,
     "show": ".inspection",
     "verify": _FORMAT,
 }
 
-__all__ = ["Checkpoint", "consolidate", "convert", "diff", "evaluated_weights", "load", "show", "verify"]
+__all__ = ["Checkpoint", "consolidate", "convert", "evaluated_weights", "load", "show", "verify"]
 
 __getattr__, __dir__ = lazy_names(__name__, _HOME)

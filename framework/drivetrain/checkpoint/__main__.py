@@ -1,4 +1,4 @@
-"""``python -m drivetrain.checkpoint``: inspect, verify, compare and convert checkpoints."""
+"""``python -m drivetrain.checkpoint``: inspect, verify and convert checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import sys
 from collections.abc import Sequence
 
-from drivetrain.checkpoint import consolidate, convert, diff, show, verify
+from drivetrain.checkpoint import consolidate, convert, show, verify
 from drivetrain.errors import DrivetrainError
 
 
@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
     Returns:
-        0 on success, 1 if checkpoints differ or files are damaged, 2 on an error.
+        0 on success, 1 if files are damaged, 2 on an error.
     """
     options = _parser().parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):  # tensor names may contain characters that the terminal cannot encode
@@ -49,9 +49,8 @@ def _run(options: argparse.Namespace) -> int:
             )
         )
     else:
-        is_verify = options.command == "verify"
-        lines = verify(options.path, options.digest) if is_verify else diff(options.path, options.other)
-        print("\n".join(lines) or f"{options.path} is {'intact' if is_verify else f'equal to {options.other}'}.")
+        lines = verify(options.path, options.digest)
+        print("\n".join(lines) or f"{options.path} is intact.")
         return 1 if lines else 0
     return 0
 
@@ -70,9 +69,6 @@ def _parser() -> argparse.ArgumentParser:
         "--digest", choices=["sha256"], help="fail unless the checkpoint stores this digest of every file"
     )
     command("show", "Print a checkpoint's training progress, file sizes and a table of its tensors.")
-    command("diff", "List the tensors, matched by name, in which two checkpoints differ.").add_argument(
-        "other", metavar="OTHER", help="path or fsspec URL of the other checkpoint"
-    )
     consolidate_parser = command("consolidate", "Write a checkpoint's weights into one safetensors file.")
     consolidate_parser.add_argument(
         "out", metavar="OUT", help="the .safetensors file to write, or a folder in which model.safetensors is written"
@@ -80,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     consolidate_parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     convert_parser = command(
         "convert",
-        "Convert another library's file or folder to a checkpoint, or a checkpoint to the Hugging Face layout.",
+        "Convert another library's file to a checkpoint, or a checkpoint to the Hugging Face layout.",
     )
     convert_parser.add_argument("out", metavar="OUT", help="the checkpoint or folder to write")
     convert_parser.add_argument(

@@ -25,30 +25,6 @@ If the retries ended early, a newer checkpoint could be missed.
 _FIRST_PAUSE = 0.5  # seconds before the first retry; the pause doubles for each further retry
 
 
-def newest(
-    folders: Iterable[str],
-    retry_seconds: float = RETRY_SECONDS,
-    check: Callable[[Checkpoint], None] = lambda checkpoint: None,
-) -> Checkpoint | None:
-    """Return the newest checkpoint directly inside ``folders``, or None.
-
-    A checkpoint is newer than its ancestors in the lineage, regardless of their timestamps; between unrelated
-    checkpoints, the checkpoint with the later timestamp is newer. Incomplete checkpoints, other formats and
-    weights-only checkpoints are skipped, since no run can resume from them.
-
-    Args:
-        folders: paths or URLs.
-        retry_seconds: total time for which failing storage requests are retried.
-        check: raises `CheckpointError` for a checkpoint that the run cannot resume from. Such a checkpoint is skipped,
-            with a warning.
-
-    Raises:
-        StorageError: the storage still fails after ``retry_seconds``.
-    """
-    retry = StorageRetry(retry_seconds)
-    return select_newest(resumable_in(folders, retry), retry, check)
-
-
 def resumable_in(folders: Iterable[str], retry: StorageRetry) -> list[Checkpoint]:
     """Return the complete checkpoints directly inside ``folders`` that hold more than weights.
 
@@ -71,7 +47,20 @@ def select_newest(
     retry: StorageRetry,
     check: Callable[[Checkpoint], None] = lambda checkpoint: None,
 ) -> Checkpoint | None:
-    """Return the newest of ``checkpoints`` that passes ``check``; None if none passes. See `newest` for the order."""
+    """Return the newest of ``checkpoints`` that passes ``check``; None if none passes.
+
+    A checkpoint is newer than its ancestors in the lineage, regardless of their timestamps; between unrelated
+    checkpoints, the checkpoint with the later timestamp is newer.
+
+    Args:
+        checkpoints: complete checkpoints.
+        retry: retries requests to a failing storage.
+        check: raises `CheckpointError` for a checkpoint that the run cannot resume from. Such a checkpoint is skipped,
+            with a warning.
+
+    Raises:
+        StorageError: the storage still fails after the last retry.
+    """
     checkpoints = list(checkpoints)
     while checkpoints:
         without_descendants = [

@@ -20,14 +20,6 @@ from drivetrain.errors import CheckpointError, listed, nearest
 Sources = Mapping[str, TensorSource]
 
 _WEIGHTS_FILE_NAME = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|index\.json)")
-_ADAPTER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._ -]{0,100}")
-_SUPPORTED_ADAPTERS = frozenset(
-    ("LORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "HRA", "LN_TUNING", "C3A", "MISS", "FOURIERFT", "TRAINABLE_TOKENS")
-)
-"""PEFT adapter types whose files hold the model's tensors unchanged.
-
-For other types, PEFT computes the stored tensors or shares tensors between layers.
-"""
 _SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", re.IGNORECASE)
 
@@ -46,16 +38,16 @@ def write_pretrained(
         raise CheckpointError(f"out={os.fspath(out)!r} does not name a folder.", "", "give the folder to write.")
     checkpoint = load(path)
     name, description = _select_model(checkpoint, prefix, config)
+    if description.get("adapters"):
+        raise CheckpointError(
+            f"The model {name!r} in {checkpoint.path!r} has PEFT adapters.",
+            "PEFT chooses which tensors the files of an adapter hold, and converts some of them.",
+            "load it with TrainModule.load_from_checkpoint(path), and call the model's save_pretrained.",
+        )
     # If the configuration disables tying, `from_pretrained` would not initialize tied names that are not stored.
     untied = description.get("config", {}).get("tie_word_embeddings") is False
     sources = _model_tensors(checkpoint, name, averaged, with_tied=untied)
     _check_no_weights(target)
-    adapters = description.get("adapters")
-    if adapters:
-        for adapter, settings in adapters.items():
-            folder = target if adapter == "default" or len(adapters) == 1 else f"{target}/{adapter}"
-            _write_adapter(checkpoint, folder, adapter, settings, description, sources)
-        return target
     _check_complete(checkpoint, name)
     dtype = next(
         (str(source.dtype).partition(".")[2] for source in sources.values() if source.dtype.is_floating_point), None
@@ -175,7 +167,7 @@ def _check_no_weights(target: str) -> None:
         )
 
 
-# Writing of the files of a model or an adapter
+# Writing of the files of a model
 
 
 def _write_weights(target: str, sources: Sources, limit: int) -> None:
@@ -205,56 +197,6 @@ def _split_by_size(sources: Sources, limit: int) -> list[dict[str, TensorSource]
         files[-1][name] = source
         remaining -= source.spec.nbytes
     return files
-
-
-def _write_adapter(
-    checkpoint: Checkpoint, folder: str, adapter: str, settings: Any, description: Mapping[str, Any], sources: Sources
-) -> None:
-    """Write the files of PEFT's ``save_pretrained``, with the adapter's name removed from tensor names."""
-    # The adapter's name becomes the name of a folder, which must be inside the target.
-    if not _ADAPTER_NAME.fullmatch(adapter):
-        raise CheckpointError(
-            f"{checkpoint.path!r} has an adapter {adapter!r}.",
-            "this is not a valid folder name.",
-            "rename the adapter.",
-        )
-    if str(settings.get("peft_type")) not in _SUPPORTED_ADAPTERS:
-        raise CheckpointError(
-            f"The adapter {adapter!r} in {checkpoint.path!r} has the type {settings.get('peft_type')!s}.",
-            "PEFT does not store the model's own tensors for this type; convert writes "
-            f"{', '.join(sorted(_SUPPORTED_ADAPTERS))}.",
-            "load it with TrainModule.load_from_checkpoint(path), and call the model's save_pretrained.",
-        )
-    tensors = {}
-    biases = _trained_biases(sources, description["adapters"], settings)
-    for name, source in sources.items():
-        parts = name.split(".")
-        if adapter in parts or name in biases:
-            kept_parts = [part for part in parts if part not in (adapter, "modules_to_save")]
-            # In PEFT's files, the name of DoRA's magnitude does not end with `.weight`.
-            if kept_parts[-2:] == ["lora_magnitude_vector", "weight"]:
-                del kept_parts[-1]
-            tensors[description.get("adapter_prefix", "") + ".".join(kept_parts)] = source
-    if not tensors:
-        raise CheckpointError(
-            f"{checkpoint.path!r} has no weights of the adapter {adapter!r}.",
-            "PEFT includes the adapter's name in the names of its weights.",
-            "load it with TrainModule.load_from_checkpoint(path), and call the model's save_pretrained.",
-        )
-    _write_tensors(f"{folder}/adapter_model.safetensors", tensors)
-    _write_json(f"{folder}/adapter_config.json", {**settings, "inference_mode": True})
-
-
-def _trained_biases(sources: Sources, adapters: Mapping[str, Any], settings: Mapping[str, Any]) -> set[str]:
-    """Return the base model's biases that PEFT stores with a LoRA adapter (``bias="all"`` or ``"lora_only"``)."""
-    bias = settings.get("bias", "none")
-    base_names = [name for name in sources if adapters.keys().isdisjoint(name.split("."))]
-    if bias == "all":
-        return {name for name in base_names if name.endswith("bias") and ".original_module." not in name}
-    if bias == "lora_only":
-        layers = {name.partition("lora_")[0] for name in sources if "lora_" in name}
-        return {name for name in base_names if name.removesuffix("base_layer.bias") in layers}
-    return set()
 
 
 def _write_tensors(target: str, sources: Sources) -> None:

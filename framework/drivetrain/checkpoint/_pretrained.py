@@ -22,9 +22,8 @@ def pretrained_models(module: nn.Module) -> dict[str, dict[str, Any]]:
     """Return what ``save_pretrained`` of each Hugging Face model in ``module`` writes besides the weights.
 
     Returns:
-        A dict for each model, by the model's name in ``module``. Its keys are "class" and, if the model has them,
-        "config", "generation_config", "adapters" (PEFT configurations by name) and "adapter_prefix" (prefix of tensor
-        names in adapter files).
+        A dict for each model, by the model's name in ``module``. Its keys are "class" and either "adapters", the names
+        of PEFT adapters, or "config" and, if the model generates, "generation_config".
     """
     models = {}
     for name, child in _outermost("", module):
@@ -58,29 +57,15 @@ def _describe(model: Any) -> dict[str, Any]:
     class_name = plain_class(model).__name__
     description: dict[str, Any] = {"class": class_name}
     if adapters := _adapters(model):
-        description["adapters"] = {name: _as_json(config.to_dict()) for name, config in adapters.items()}
-        # The parameter names of a PeftModel have this prefix, unlike those of a transformers model with add_adapter().
-        is_peft_model = hasattr(type(model), "get_base_model")
-        description["adapter_prefix"] = "" if is_peft_model else "base_model.model."
-        if is_peft_model:  # PeftModel.save_pretrained records the base class if there is no task type
-            base = plain_class(model.get_base_model())
-            auto_mapping = {"base_model_class": base.__name__, "parent_library": base.__module__}
-            for config in description["adapters"].values():
-                if config.get("task_type") is None and config.get("auto_mapping") is None:
-                    config["auto_mapping"] = auto_mapping
-        return description
-    description["config"] = _as_json(json.loads(model.config.to_json_string())) | {"architectures": [class_name]}
+        return {**description, "adapters": list(adapters)}
+    description["config"] = _public(model.config) | {"architectures": [class_name]}
     generation: Any = getattr(model, "generation_config", None)
     if callable(getattr(generation, "to_json_string", None)) and model.can_generate():
-        description["generation_config"] = _as_json(json.loads(generation.to_json_string()))
+        description["generation_config"] = _public(generation)
     return description
 
 
-def _as_json(values: dict[str, Any]) -> dict[str, Any]:
-    """Return ``values`` as JSON-able values, with sets as lists and without secrets."""
-    public, _ = without_secrets(json.loads(json.dumps(values, default=_to_plain)))
+def _public(config: Any) -> dict[str, Any]:
+    """Return a configuration without secrets."""
+    public, _ = without_secrets(json.loads(config.to_json_string()))
     return public
-
-
-def _to_plain(value: Any) -> Any:
-    return sorted(value) if isinstance(value, set | frozenset) else str(value)

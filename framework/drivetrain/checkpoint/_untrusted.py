@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +21,16 @@ class Placeholder:
         pass
 
 
-def load_safely(path: Path, is_allowed: Callable[[str], bool] = lambda name: False) -> dict[str, Any]:
+def load_safely(path: Path) -> dict[str, Any]:
     """Read a `torch.save` file that holds a dict.
 
-    Args:
-        path: the file.
-        is_allowed: returns whether the file may refer to a class, given its full name. The class is not imported;
-            its objects become placeholders.
+    The file may refer to any class. The class is not imported; its objects become placeholders.
 
     Raises:
-        CheckpointError: the file holds other objects, or cannot be read.
+        CheckpointError: the file holds no dict, or cannot be read.
     """
     try:
-        names = [name for name in get_unsafe_globals_in_checkpoint(path) if is_allowed(name)]
-        with safe_globals([(Placeholder, name) for name in names]):
+        with safe_globals([(Placeholder, name) for name in get_unsafe_globals_in_checkpoint(path)]):
             document = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         first_line = str(error).partition("\n")[0]

@@ -23,20 +23,7 @@ from drivetrain.checkpoint._format.tensor_reader import TensorSource
 from drivetrain.checkpoint.averaged_weights import evaluated_weights
 from drivetrain.errors import CheckpointError, listed
 
-_OTHER_FORMATS = {
-    ".pt",
-    ".pth",
-    ".bin",
-    ".ckpt",
-    ".pkl",
-    ".pickle",
-    ".npz",
-    ".npy",
-    ".h5",
-    ".onnx",
-    ".gguf",
-    ".msgpack",
-}
+_OTHER_FORMATS = {".pt", ".pth", ".bin", ".ckpt", ".onnx", ".gguf"}
 _PIECE_BYTES = 16 * 2**20  # number of bytes that are read into memory at a time, unless a single row is larger
 
 
@@ -74,7 +61,7 @@ def consolidate(
             f"{checkpoint.path!r} lacks {listed(list(checkpoint.manifest.metadata.base))}.",
             "it holds only trained parameters (trainable_only=True), and a model needs all weights.",
             "load it with TrainModule.load_from_checkpoint(path), and save the module's state_dict(); for the files of "
-            "a PEFT adapter, use convert(path, out, to='hf').",
+            "a PEFT adapter, call save_pretrained of the loaded module's model.",
         )
     if not overwrite and is_taken(target):
         raise CheckpointError(

@@ -13,18 +13,18 @@ import torch
 
 from drivetrain._config.secret_values import SecretFilter
 from drivetrain._distributed.control_plane import LocalControl
-from drivetrain.checkpoint._dcp_checkpoint import is_dcp, read_dcp
 from drivetrain.checkpoint._format import CheckpointMetadata, Contents, save
 from drivetrain.checkpoint._format.documents import encode
 from drivetrain.checkpoint._hugging_face import write_pretrained
-from drivetrain.checkpoint._nesting import common_nest, nest_of, nested_weights
+from drivetrain.checkpoint._nesting import nested_weights
 from drivetrain.checkpoint._untrusted import Placeholder, load_safely
-from drivetrain.checkpoint._zero_checkpoint import is_zero, read_zero
 from drivetrain.checkpoint.averaged_weights import announce_choice, check_averaged
 from drivetrain.errors import CheckpointError
 
 _LIGHTNING_TRAINED = "current_model_state"
 """Key of the trained weights in a file with Lightning's `WeightAveraging`, whose ``state_dict`` has the averages."""
+_WRAPPER = "module."  # before each name in the state dict of DataParallel and DistributedDataParallel
+
 logger = logging.getLogger("drivetrain")
 
 
@@ -42,16 +42,15 @@ def convert(
 
     With ``to="checkpoint"`` the result is a weights-only checkpoint for `TrainModule.load_from_checkpoint`. Supported
     inputs: a Lightning ``.ckpt``, with those hyper-parameters that are JSON-able and not secret; a
-    ``torch.save`` file that holds a state dict; ``.safetensors`` files; folders of ``torch.distributed.checkpoint``;
-    and folders that DeepSpeed's ``save_checkpoint`` wrote at any ZeRO stage, without model parallelism.
+    ``torch.save`` file that holds a state dict; and ``.safetensors`` files.
 
     With ``to="hf"`` the result is a folder as ``save_pretrained`` writes it, for ``from_pretrained``. The input is a
     checkpoint of a module that has a Hugging Face model as an attribute; the model's configuration comes from the
     checkpoint. Tensors have the names that they have in the model, and a tied tensor is stored under one name. For a
-    model with PEFT adapters, only the adapters are written, as ``save_pretrained`` does.
+    model with PEFT adapters, call ``save_pretrained`` of the loaded module's model.
 
     Args:
-        path: a local file or folder; with ``to="hf"`` a checkpoint's path or URL.
+        path: a local file; with ``to="hf"`` a checkpoint's path or URL.
         out: the path or URL of the checkpoint or folder to write.
         prefix: keep only names with this prefix and strip it. The keys of nested dicts that lead to all weights, such
             as "model" in ``{"model": state}``, and the ``module.`` of data-parallel modules are stripped anyway. With
@@ -80,8 +79,7 @@ def convert(
             'give to="checkpoint" without config, or to="hf".',
         )
     check_averaged(averaged)
-    weights, hyper_parameters, nests = _read_other_format(Path(path), averaged)
-    nest = common_nest(nests, [name for name in weights if name.startswith(prefix)])
+    weights, hyper_parameters, nest = _read_other_format(Path(path), averaged)
     if len(nest) > len(prefix) and nest.startswith(prefix):
         logger.warning("The names of all weights in %r begin with %r, which is taken off.", os.fspath(path), nest)
         prefix = nest
@@ -100,24 +98,15 @@ def convert(
     return os.fspath(out)
 
 
-def _read_other_format(
-    path: Path, averaged: bool | None
-) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, str]]:
-    """Return the weights, the hyper-parameters, and what stands before the name of each weight in its module."""
+def _read_other_format(path: Path, averaged: bool | None) -> tuple[dict[str, torch.Tensor], dict[str, Any], str]:
+    """Return the weights, the hyper-parameters, and what stands before the name of every weight in its module."""
     if path.is_dir():
-        dcp = is_dcp(path)
-        if averaged and (dcp or is_zero(path)):
-            raise _no_averages_error(path)
-        if dcp:
-            weights, nests = read_dcp(path)
-            return weights, {}, nests
-        if is_zero(path):
-            return read_zero(path), {}, {}
         raise CheckpointError(
             f"{str(path)!r} is a folder of an unknown format.",
-            "supported are folders of torch.distributed.checkpoint (with a file .metadata) and of DeepSpeed (with a "
-            "file latest, or files *_model_states.pt).",
-            'check the path; to="hf" (--to hf) converts a checkpoint of drivetrain for from_pretrained.',
+            "convert reads files. The shards in a folder of another library must first be merged into one file.",
+            "for torch.distributed.checkpoint: python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER "
+            "FILE; for DeepSpeed: the script zero_to_fp32.py in the folder. Both unpickle, so use them only for files "
+            'that you trust. to="hf" (--to hf) converts a checkpoint of drivetrain for from_pretrained.',
         )
     if not path.exists():
         raise CheckpointError(f"{str(path)!r} does not exist.", "", "check the path.")
@@ -126,8 +115,8 @@ def _read_other_format(
             raise _no_averages_error(path)
         from safetensors.torch import load_file
 
-        return load_file(path), {}, {}
-    document = load_safely(path, is_allowed=lambda name: True)  # objects outside of `state_dict` may be of any class
+        return load_file(path), {}, ""
+    document = load_safely(path)
     state = document.get("state_dict", document)
     trained = document.get(_LIGHTNING_TRAINED)
     if trained is not None:
@@ -151,12 +140,11 @@ def _read_other_format(
             "load the file in a program that defines the classes, and save plain tensors.",
         )
     tensors = {f"{nest}{name}": value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    nests = (
-        {}
-        if "pytorch-lightning_version" in document
-        else {name: nest_of(name, (*nest.split(".")[:-1], name)) for name in tensors}
-    )
-    return tensors, _json_hyper_parameters(document.get("hyper_parameters")), nests
+    if "pytorch-lightning_version" in document:
+        nest = ""
+    elif tensors and all(name.startswith(nest + _WRAPPER) for name in tensors):
+        nest += _WRAPPER
+    return tensors, _json_hyper_parameters(document.get("hyper_parameters")), nest
 
 
 def _no_averages_error(path: Path) -> CheckpointError:

@@ -1,13 +1,11 @@
-"""Describes and compares checkpoints as text."""
+"""Describes checkpoints as text."""
 
 from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
-
-import torch
 
 from drivetrain._config.secret_values import without_secrets
 from drivetrain._runtime.size_format import format_size
@@ -66,48 +64,6 @@ def _describe_averages(checkpoint: Checkpoint, record: AveragesRecord) -> str:
 
 def _list_models(models: Mapping[str, Mapping[str, Any]]) -> str:
     return ", ".join(f"{name} ({model.get('class', 'unknown')})" for name, model in models.items())
-
-
-def diff(path: str | os.PathLike[str], other: str | os.PathLike[str]) -> list[str]:
-    """Compare the weights, optimizer states and callback tensors of two checkpoints by name.
-
-    Returns:
-        A line for each name that only one checkpoint has, or whose values differ; an empty list if there is none.
-    """
-    left, right = load(path), load(other)
-    lines = list(_differences("", left.weights().sources(), right.weights().sources()))
-    counts = (len(left.manifest.optimizers), len(right.manifest.optimizers))
-    if counts[0] != counts[1]:
-        lines.append(f"optimizers: {counts[0]} against {counts[1]}")
-    for index in range(min(counts)):
-        parts = (left.manifest.optimizers[index], right.manifest.optimizers[index])
-        lines += _differences(f"optimizer {index}: ", left.tensors(parts[0]), right.tensors(parts[1]))
-        groups = [checkpoint.optimizer_settings(index) for checkpoint in (left, right)]
-        if repr(groups[0]) != repr(groups[1]):
-            lines.append(f"optimizer {index}: param_groups: {groups[0]} against {groups[1]}")
-    for key in dict.fromkeys([*left.manifest.callbacks, *right.manifest.callbacks]):
-        lines += _differences(f"{key}: ", left.callback_tensors(key).sources(), right.callback_tensors(key).sources())
-    return lines
-
-
-def _differences(prefix: str, left: Mapping[str, TensorSource], right: Mapping[str, TensorSource]) -> Iterator[str]:
-    for name in dict.fromkeys([*left, *right]):
-        if name not in right or name not in left:
-            yield f"{prefix}{name}: only in the {'first' if name in left else 'second'}"
-        elif left[name].spec != right[name].spec:
-            yield f"{prefix}{name}: {' '.join(_type_shape(left[name]))} against {' '.join(_type_shape(right[name]))}"
-        else:
-            distance = _distance(left[name].read(), right[name].read())
-            if distance is not None:
-                yield f"{prefix}{name}: {distance}"
-
-
-def _distance(left: torch.Tensor, right: torch.Tensor) -> str | None:
-    if torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)):
-        return None
-    wide = torch.complex128 if left.is_complex() else torch.float64
-    distances = (left.to(wide) - right.to(wide)).abs()
-    return f"{int((distances != 0).sum())} of {left.numel()} numbers differ, by {distances.max():.3g} at most"
 
 
 def _type_shape(source: TensorSource) -> tuple[str, str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -104,39 +105,32 @@ class SamplerRng:
     def __init__(self, seed: int, epoch: int, generators: Iterable[torch.Generator]) -> None:
         self._seed = derive_seed(_SAMPLER_SEED_SALT, seed, epoch)
         self._generators = (torch.default_generator, *generators)
-        self._sampler_states: _RngStates | None = None
-        self._process_states: _RngStates | None = None
+        self._restore_sampler: list[Callable[[], object]] = []
+        self._restore_process: list[Callable[[], object]] = []
 
     def __enter__(self) -> None:
-        self._process_states = _RngStates(self._generators)
-        if self._sampler_states is not None:
-            self._sampler_states.restore()
-            return
-        seed_generators(self._seed)
-        for generator in self._generators:
-            generator.manual_seed(self._seed)
+        self._restore_process = _state_restorers(self._generators)
+        if not self._restore_sampler:
+            seed_generators(self._seed)
+            for generator in self._generators:
+                generator.manual_seed(self._seed)
+        for restore in self._restore_sampler:
+            restore()
 
     def __exit__(self, *_: object) -> None:
-        self._sampler_states = _RngStates(self._generators)
-        if self._process_states is not None:
-            self._process_states.restore()
+        self._restore_sampler = _state_restorers(self._generators)
+        for restore in self._restore_process:
+            restore()
 
 
-class _RngStates:
-    """The states of Python's, NumPy's and the given torch generators."""
-
-    def __init__(self, generators: tuple[torch.Generator, ...]) -> None:
-        self._python = random.getstate()
-        self._torch = [(generator, generator.get_state()) for generator in generators]
-        numpy = sys.modules.get("numpy")
-        self._numpy = numpy.random.get_state() if numpy is not None else None
-
-    def restore(self) -> None:
-        random.setstate(self._python)
-        for generator, state in self._torch:
-            generator.set_state(state)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
+def _state_restorers(generators: Iterable[torch.Generator]) -> list[Callable[[], object]]:
+    """Return functions that restore the present states of Python's, NumPy's and the given torch generators."""
+    restorers: list[Callable[[], object]] = [partial(random.setstate, random.getstate())]
+    restorers += [partial(generator.set_state, generator.get_state()) for generator in generators]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        restorers.append(partial(numpy.random.set_state, numpy.random.get_state()))
+    return restorers
 
 
 def _bounds(sizes: list[int]) -> list[int]:

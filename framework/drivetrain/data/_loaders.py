@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -96,9 +97,8 @@ def prepare_loader(
         from drivetrain.data._socket_paths import check_temporary_folder  # imported only if there are workers
 
         check_temporary_folder(loader.num_workers)
-    planner = _MapStylePlanner(training, predicting, rank, world_size, seed, replace_sampler)
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        return planner.plan(loader)
+        return MapSource(loader, _Sharding(training, predicting, rank, world_size, seed, replace_sampler))
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise ConfigurationError(
             f"{type(loader).__name__} is not a loader",
@@ -112,55 +112,50 @@ class MapSource:
     """`BatchSource` over a `DataLoader` with a map-style data set, sharded by index.
 
     Args:
-        clone: a copy of the loader with ``rank_sampler`` in place of its sampler.
-        dataset: the loader's data set.
-        rank_sampler: the sampler of this rank's shards.
-        shards_known: see `BatchSource`.
-        samples_known: whether this rank reads a part of one data set, whose size is the same on every rank.
-        prebatched: automatic batching is off, so each item of the data set is a whole batch of unknown size.
-        custom_iteration: the loader may yield more or fewer batches than its sampler requests.
-        rank_local: the shards of other ranks are unknown.
-        on_epoch_start: called with the number of each epoch when the epoch begins.
-        in_process: see `BatchSource`.
-        stride: see `BatchSource`.
-        subset: see `BatchSource`.
-        sampler: the class name of a custom sampler that every rank iterates and whose order has to be compared between
-            ranks; None for drivetrain's own order and for samplers that are local to a rank.
+        loader: the user's loader, which is not modified.
+        sharding: how the loader's sampler is sharded.
     """
 
-    def __init__(
-        self,
-        clone: LoaderClone,
-        dataset: Any,
-        rank_sampler: RankSampler,
-        shards_known: bool,
-        samples_known: bool,
-        prebatched: bool,
-        custom_iteration: bool,
-        rank_local: bool,
-        on_epoch_start: Callable[[int], None],
-        in_process: bool,
-        stride: int | None,
-        subset: list[Any] | None,
-        sampler: str | None,
-    ) -> None:
-        self._clone = clone
-        self._rank_sampler = rank_sampler
-        self._prebatched = prebatched
-        self._custom_iteration = custom_iteration
-        self._rank_local = rank_local
-        self._on_epoch_start = on_epoch_start
-        self.shards_known = shards_known
-        self._dataset = dataset
-        self._samples_known = samples_known
-        self._size = len_or_none(dataset)
-        self.in_process = in_process
+    def __init__(self, loader: DataLoader[Any], sharding: _Sharding) -> None:
+        self._dataset: Any = loader.dataset
+        self._size = len_or_none(loader.dataset)  # type: ignore[arg-type]
         self.stateful = False
-        self.stride = stride
-        self.subset = subset
-        self._sampler = sampler
-        self.needs_order_check = sampler is not None
-        self.fresh_memory = allocates_each_batch(clone.loader)
+        self.in_process = loader.num_workers == 0
+        sampler_attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        sampler: Any = getattr(loader, sampler_attribute)
+        # Without automatic batching, an index stands for a whole batch, unless the sampler yields lists of indices.
+        prebatched = sampler_attribute == "sampler" and not isinstance(sampler, BatchSampler)
+        multi_rank = sharding.world_size > 1
+        rank_local = multi_rank and (not sharding.replace_sampler or _is_already_sharded(sampler, sharding.world_size))
+        rank_sampler: RankSampler | None = None
+        if sharding.replace_sampler and not rank_local:
+            rank_sampler = sharding.standard_sampler(sampler, prebatched, keyed=not self.in_process)
+        self._custom_samplers = _nested_samplers(sampler) if rank_sampler is None else ()
+        if rank_sampler is None:
+            rank_sampler = sharding.custom_sampler(sampler, prebatched, not self.in_process, rank_local)
+        self._rank_sampler = rank_sampler
+        if self.length == 0:
+            raise no_batches_error(_describe_empty(loader, sharding.world_size))
+        # The loader must yield batches in order, because each batch is paired with its shard by position.
+        attributes: dict[str, Any] = {sampler_attribute: self._rank_sampler, "in_order": True}
+        if not self.in_process:
+            attributes["dataset"] = SeededDataset(loader.dataset, sharding.seed, sharding.rank)
+            attributes["worker_init_fn"] = WorkerInit(loader.worker_init_fn)
+        self._clone = LoaderClone(loader, **attributes)
+        self._prebatched = prebatched
+        self._custom_iteration = False
+        """Whether the loader may yield more or fewer batches than its sampler requests."""
+        if type(loader) is not DataLoader and not prebatched:
+            from drivetrain.data._custom_loaders import has_custom_iteration  # imported only if needed
+
+            self._custom_iteration = has_custom_iteration(loader)
+        self._shards_unknown = multi_rank and (rank_local or prebatched)
+        self.shards_known = not self._shards_unknown and not (self._custom_iteration and multi_rank)
+        self.stride = None if rank_local else _stride(loader, prebatched, sharding.world_size)
+        self.subset = _dataset_subset(loader.dataset) if multi_rank and not rank_local else None
+        # Every rank iterates the whole of a custom sampler, unless the sampler is local to the rank.
+        self.needs_order_check = multi_rank and not rank_local and bool(self._custom_samplers)
+        self.fresh_memory = allocates_each_batch(loader)
 
     @property
     def length(self) -> int | None:
@@ -168,7 +163,7 @@ class MapSource:
 
     @property
     def samples(self) -> int | None:
-        return self._size if self._samples_known else None
+        return None if self._shards_unknown else self._size
 
     def refresh(self) -> bool:
         before = self._size, self.length
@@ -199,19 +194,19 @@ class MapSource:
     def count(self, epoch: int) -> int | None:
         if self._custom_iteration:
             return None
-        self._on_epoch_start(epoch)
+        set_epoch(epoch, *self._custom_samplers)
         return self._rank_sampler.count(epoch)
 
     def epoch(
         self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START
     ) -> Iterator[tuple[Any, BatchShard]]:
-        if origin.samples and self._rank_local:
+        if origin.samples and self._shards_unknown:
             raise ConfigurationError(
                 "a loader whose sampler is local to each rank cannot resume within an epoch at another world size",
                 "the parts that the ranks' samplers select cannot be re-sharded",
                 "resume on the same number of ranks, from a checkpoint at an epoch's end, or let Fit shard the data",
             )
-        self._on_epoch_start(epoch)
+        set_epoch(epoch, *self._custom_samplers)
         shards = self._rank_sampler.begin(epoch, start, origin)
         if self._custom_iteration:
             return self._pair_custom_iteration(shards, start)
@@ -225,7 +220,7 @@ class MapSource:
         self.needs_order_check = False
         first_groups = getattr(self._rank_sampler, "first", None)
         digest = None if first_groups is None else digest_of_indices([group.indices for group in first_groups])
-        return [OrderFingerprint(self._sampler or "", digest, common=True)]
+        return [OrderFingerprint(_custom_sampler_name(self._custom_samplers), digest, common=True)]
 
     def state_dict(self) -> dict[str, Any]:
         return self._rank_sampler.state_dict()
@@ -256,71 +251,21 @@ class MapSource:
     def _with_counted_samples(self, pairs: Iterator[tuple[Any, BatchShard]]) -> Iterator[tuple[Any, BatchShard]]:
         for batch, shard in pairs:
             samples = 0 if shard.joins else count_samples(batch)
-            yield batch, shard._replace(samples=samples, total=None if self._rank_local else samples)
+            yield batch, shard._replace(samples=samples, total=None if self._shards_unknown else samples)
 
 
-class _MapStylePlanner:
-    """Builds a `MapSource` from a map-style `DataLoader`. The arguments are those of `prepare_loader`."""
+@dataclass(frozen=True, slots=True)
+class _Sharding:
+    """How the sampler of a map-style `DataLoader` is sharded. The attributes are the arguments of `prepare_loader`."""
 
-    def __init__(
-        self, training: bool, predicting: bool, rank: int, world_size: int, seed: int, replace_sampler: bool
-    ) -> None:
-        self._training = training
-        self._predicting = predicting
-        self._rank = rank
-        self._world_size = world_size
-        self._seed = seed
-        self._replace_sampler = replace_sampler
+    training: bool
+    predicting: bool
+    rank: int
+    world_size: int
+    seed: int
+    replace_sampler: bool
 
-    def plan(self, loader: DataLoader[Any]) -> MapSource:
-        sampler_attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        sampler: Any = getattr(loader, sampler_attribute)
-        # Without automatic batching, an index stands for a whole batch, unless the sampler yields lists of indices.
-        prebatched = sampler_attribute == "sampler" and not isinstance(sampler, BatchSampler)
-        uses_workers = loader.num_workers > 0
-        rank_local = self._world_size > 1 and (
-            not self._replace_sampler or _is_already_sharded(sampler, self._world_size)
-        )
-        rank_sampler = (
-            None
-            if rank_local or not self._replace_sampler
-            else self._shard_standard_sampler(sampler, prebatched, uses_workers)
-        )
-        custom_samplers: tuple[Any, ...] = ()
-        if rank_sampler is None:
-            rank_sampler = self._shard_custom_sampler(sampler, prebatched, uses_workers, rank_local)
-            custom_samplers = _nested_samplers(sampler)
-        if rank_sampler.length == 0:
-            raise no_batches_error(_describe_empty(loader, self._world_size))
-        # The loader must yield batches in order, because each batch is paired with its shard by position.
-        attributes: dict[str, Any] = {sampler_attribute: rank_sampler, "in_order": True}
-        if uses_workers:
-            attributes["dataset"] = SeededDataset(loader.dataset, self._seed, self._rank)
-            attributes["worker_init_fn"] = WorkerInit(loader.worker_init_fn)
-        custom_iteration = False
-        if type(loader) is not DataLoader and not prebatched:
-            from drivetrain.data._custom_loaders import has_custom_iteration  # imported only if needed
-
-            custom_iteration = has_custom_iteration(loader)
-        multi_rank = self._world_size > 1
-        shards_unknown = multi_rank and (rank_local or prebatched)
-        return MapSource(
-            LoaderClone(loader, **attributes),
-            loader.dataset,
-            rank_sampler,
-            not shards_unknown and not (custom_iteration and multi_rank),
-            not shards_unknown,
-            prebatched,
-            custom_iteration,
-            shards_unknown,
-            lambda epoch: set_epoch(epoch, *custom_samplers),
-            not uses_workers,
-            None if rank_local else _stride(loader, prebatched, self._world_size),
-            _dataset_subset(loader.dataset) if multi_rank and not rank_local else None,
-            _custom_sampler_name(custom_samplers) if multi_rank and not rank_local and custom_samplers else None,
-        )
-
-    def _shard_standard_sampler(self, sampler: Any, prebatched: bool, uses_workers: bool) -> RankSampler | None:
+    def standard_sampler(self, sampler: Any, prebatched: bool, keyed: bool) -> RankSampler | None:
         """Return a `ShardedSampler` that replaces a standard torch sampler; None for any other sampler."""
         batch_size, drop_last, inner = 1, False, sampler
         if not prebatched:
@@ -331,11 +276,11 @@ class _MapStylePlanner:
         if standard is None:
             return None
         source, shuffle = standard
-        in_order = not shuffle or self._predicting
-        drop_last = drop_last and not self._predicting
+        in_order = not shuffle or self.predicting
+        drop_last = drop_last and not self.predicting
 
         def order_of(samples: int, epoch: int) -> Order:
-            return SequentialOrder(samples) if in_order else KeyedPermutation(samples, self._seed, epoch)
+            return SequentialOrder(samples) if in_order else KeyedPermutation(samples, self.seed, epoch)
 
         def sharding_of() -> EpochSharding:
             if shuffle and type(inner) is RandomSampler and len(inner) != len(inner.data_source):
@@ -346,17 +291,15 @@ class _MapStylePlanner:
                     "data set",
                     "leave num_samples out, or use shuffle=True of the DataLoader",
                 )
-            return EpochSharding(len(source), batch_size, self._rank, self._world_size, drop_last, self._training)
+            return EpochSharding(len(source), batch_size, self.rank, self.world_size, drop_last, self.training)
 
-        return ShardedSampler(sharding_of, order_of, prebatched, uses_workers)
+        return ShardedSampler(sharding_of, order_of, prebatched, keyed)
 
-    def _shard_custom_sampler(
-        self, sampler: Any, prebatched: bool, uses_workers: bool, rank_local: bool
-    ) -> ShardedCustomSampler:
+    def custom_sampler(self, sampler: Any, prebatched: bool, keyed: bool, rank_local: bool) -> ShardedCustomSampler:
         """Return a sampler that shards a custom sampler. If ``rank_local``, the custom sampler is read in full."""
-        sharded = self._replace_sampler and not rank_local
-        world_size, rank = (self._world_size, self._rank) if not rank_local else (1, 0)
-        drop_last = bool(getattr(sampler, "drop_last", False)) and not (self._predicting and sharded)
+        sharded = self.replace_sampler and not rank_local
+        world_size, rank = (self.world_size, self.rank) if not rank_local else (1, 0)
+        drop_last = bool(getattr(sampler, "drop_last", False)) and not (self.predicting and sharded)
         start: Callable[[int], Iterator[GlobalBatch]]
         if prebatched:
             start = lambda skip: group_indices(sampler, 1, world_size, False, skip)  # noqa: E731
@@ -374,15 +317,15 @@ class _MapStylePlanner:
 
         def start_groups(skip: int) -> Iterator[GlobalBatch]:
             groups = start(skip)
-            return groups if self._training or not sharded else rebalance_tail(groups, world_size)
+            return groups if self.training or not sharded else rebalance_tail(groups, world_size)
 
         generators = [
             part.generator
             for part in _nested_samplers(sampler)
             if isinstance(getattr(part, "generator", None), torch.Generator)
         ]
-        rng_for_epoch = (lambda epoch: SamplerRng(self._seed, epoch, generators)) if sharded else None
-        return ShardedCustomSampler(start_groups, rng_for_epoch, rank, rank_local, length_of, prebatched, uses_workers)
+        rng_for_epoch = (lambda epoch: SamplerRng(self.seed, epoch, generators)) if sharded else None
+        return ShardedCustomSampler(start_groups, rng_for_epoch, rank, rank_local, length_of, prebatched, keyed)
 
 
 def _standard_sampler(sampler: Any) -> tuple[Any, bool] | None:

@@ -1,12 +1,11 @@
-"""Splits the output of a step into the outputs of single samples, and concatenates outputs."""
+"""Splits the output of a step into the outputs of single samples."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 TENSOR, LIST, WHOLE = "rows", "each", "whole"
@@ -36,19 +35,6 @@ def layout_of(value: Any, samples: int) -> Layout:
     return WHOLE if layout is None and samples == 1 else layout
 
 
-def rows_of(value: Any, layout: Layout, rows: Sequence[int]) -> Any:
-    """Return the given samples of ``value``, in the same structure.
-
-    Raises:
-        ValueError: the value does not match ``layout``.
-    """
-    if layout == TENSOR:
-        return _require_type(value, Tensor)[list(rows)]
-    if layout == LIST:
-        return type(value)(_require_type(value, list | tuple)[row] for row in rows)
-    return _map_parts(value, layout, lambda part, inner: rows_of(part, inner, rows))
-
-
 def sample_of(value: Any, layout: Layout, row: int) -> Any:
     """Return one sample of ``value``; for a tensor of shape (n, ...), a copy of a row of shape (...).
 
@@ -61,51 +47,13 @@ def sample_of(value: Any, layout: Layout, row: int) -> Any:
         return _require_type(value, Tensor)[row].clone()
     if layout == LIST:
         return copy.deepcopy(_require_type(value, list | tuple)[row])
-    return _map_parts(value, layout, lambda part, inner: sample_of(part, inner, row))
-
-
-def concatenate(values: Sequence[Any], layout: Layout) -> Any:
-    """Concatenate several outputs: tensors along their first dimension, and lists.
-
-    Raises:
-        ValueError: an output does not match ``layout``, or tensors have incompatible shapes.
-    """
-    if layout == WHOLE:
-        return list(values)
-    if layout == TENSOR:
-        try:
-            return torch.cat([_require_type(value, Tensor) for value in values])
-        except RuntimeError as error:
-            raise ValueError(f"tensors of different batches cannot be concatenated: {error}") from error
-    if layout == LIST:
-        return type(values[0])(item for value in values for item in _require_type(value, list | tuple))
-    if isinstance(layout, dict):
-        return {
-            key: concatenate([_require_type(value, Mapping)[key] for value in values], layout[key]) for key in layout
-        }
-    assert isinstance(layout, list)
-    columns = zip(*(_require_type(value, list | tuple) for value in values), strict=True)
-    return type(values[0])(concatenate(column, inner) for column, inner in zip(columns, layout, strict=True))
-
-
-def concatenated_layout(layout: Layout) -> Layout:
-    """Return the layout of the result of `concatenate` for outputs with this layout."""
-    if isinstance(layout, dict):
-        return {key: concatenated_layout(inner) for key, inner in layout.items()}
-    if isinstance(layout, list):
-        return [concatenated_layout(inner) for inner in layout]
-    return LIST if layout == WHOLE else layout
-
-
-def _map_parts(value: Any, layout: Layout, function: Any) -> Any:
     if isinstance(layout, dict):
         if _require_type(value, Mapping).keys() != layout.keys():
             raise ValueError(f"the keys {list(value)} differ from those of other batches, {list(layout)}")
-        return {key: function(value[key], layout[key]) for key in layout}
+        return {key: sample_of(value[key], layout[key], row) for key in layout}
     assert isinstance(layout, list)
-    return type(value)(
-        function(part, inner) for part, inner in zip(_require_type(value, list | tuple), layout, strict=True)
-    )
+    parts = zip(_require_type(value, list | tuple), layout, strict=True)
+    return type(value)(sample_of(part, inner, row) for part, inner in parts)
 
 
 def _has_rows(layout: Layout) -> bool:

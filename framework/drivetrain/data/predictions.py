@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -27,13 +27,11 @@ from drivetrain.data._prediction_files import (
     records_from_json,
     samples_in_part,
 )
-from drivetrain.data._sample_rows import Layout, concatenate, concatenated_layout, layout_of, rows_of, sample_of
+from drivetrain.data._sample_rows import Layout, layout_of, sample_of
 from drivetrain.errors import CheckpointError, ConfigurationError
 
 # Number of outputs, and number of parts, that are cached, because neighbouring samples are mostly read consecutively.
 _CACHE_SIZE = 16
-
-Cached = TypeVar("Cached")
 
 
 def read_predictions(path: str | os.PathLike[str], dataloader_idx: int | None = None) -> Predictions:
@@ -112,8 +110,8 @@ class Predictions(Sequence[Any]):
         keys = torch.cat(indices) if indices and self._has_indices else torch.arange(samples)
         self._indices, self._order = torch.sort(keys, stable=True)
         self._layout: Layout = None
-        self._output_cache: _LruCache[Any] = _LruCache()
-        self._part_cache: _LruCache[tuple[list[Any], dict[str, TensorSource]]] = _LruCache()
+        self._output = lru_cache(_CACHE_SIZE)(self._read)
+        self._open_part = lru_cache(_CACHE_SIZE)(self._open)
 
     @property
     def indices(self) -> list[int] | None:
@@ -128,23 +126,6 @@ class Predictions(Sequence[Any]):
         """
         for number in range(len(self._outputs)):
             yield self._read(number)
-
-    def together(self) -> Any:
-        """Return all predictions concatenated in data-set order: tensors have shape (N, ...).
-
-        Raises:
-            CheckpointError: the outputs cannot be concatenated; `batches` yields them separately.
-        """
-        if not self._outputs:
-            return None
-        layout = self._get_layout()
-        try:
-            all_outputs = concatenate(list(self.batches()), layout)
-            if torch.equal(self._order, torch.arange(len(self))):
-                return all_outputs
-            return rows_of(all_outputs, concatenated_layout(layout), self._order.tolist())
-        except (ValueError, KeyError) as error:
-            raise self._not_per_sample_error(str(error)) from error
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -190,14 +171,11 @@ class Predictions(Sequence[Any]):
             "read what predict_step returned batch by batch: read_predictions(path).batches().",
         )
 
-    def _output(self, number: int) -> Any:
-        return self._output_cache.get(number, lambda: self._read(number))
-
     def _read(self, number: int) -> Any:
         part, position, *_ = self._outputs[number]
         with describe_errors_as_predictions(self.path):
             try:
-                values, tensors = self._part_cache.get(part, lambda: self._open(part))
+                values, tensors = self._open_part(part)
                 return decode(values[position], lambda name: tensors[name].read())
             except (KeyError, IndexError, TypeError, ValueError) as error:
                 raise damage_error(self.path, f"{part.name} cannot be read: {type(error).__name__}: {error}") from error
@@ -222,19 +200,6 @@ class Predictions(Sequence[Any]):
 
     def _file(self, name: str) -> CheckedFile:
         return CheckedFile(self._folder, name, self._records[name], self._block)
-
-
-class _LruCache(OrderedDict[Hashable, Cached]):
-    """A cache of the most recently used values."""
-
-    def get(self, key: Hashable, read: Callable[[], Cached]) -> Cached:  # type: ignore[override]
-        """Return the cached value, or read it."""
-        if key not in self:
-            self[key] = read()
-            if len(self) > _CACHE_SIZE:
-                self.popitem(last=False)
-        self.move_to_end(key)
-        return self[key]
 
 
 def _open_folder(path: str) -> tuple[Folder, dict[str, FileRecord], int, int]:

@@ -9,7 +9,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from drivetrain._distributed.failure import Failure
-from drivetrain.launchers._elastic import Processes
+from drivetrain.launchers._processes import Processes
 
 
 class SignalForwarding:
@@ -43,11 +43,8 @@ class SignalForwarding:
         """Return a forwarded signal that ended a rank because the rank did not handle the signal, or None."""
         for number in self._forwarded:
             name = signal.Signals(number).name
-            for failure in failures:
-                # In function processes, elastic's handler of SIGTERM raises a SignalException.
-                raised = (failure.error_type or "").endswith("SignalException") and name in failure.message
-                if raised or failure.signal_name == name:
-                    return number
+            if any(failure.signal_name == name for failure in failures):
+                return number
         return None
 
     def _forward(self, number: int, frame: FrameType | None) -> None:

@@ -14,14 +14,14 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
+from drivetrain._distributed.failure import Failure, RankFailedError, error_of_all, first_cause
 from drivetrain._distributed.rendezvous import host, host_on, listen
 from drivetrain._runtime.working_directory import working_directory
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
-from drivetrain.launchers._elastic import Processes, polls
 from drivetrain.launchers._fork_safety import why_not_fork
 from drivetrain.launchers._parent_watchdog import die_with_parent
+from drivetrain.launchers._processes import ERROR_FILE_VARIABLE, Processes, polls
 from drivetrain.launchers._signal_forwarding import SignalForwarding
 from drivetrain.launchers._torchrun_variables import suggested_threads, torchrun_variables
 from drivetrain.launchers.launcher import Launcher, Work
@@ -162,40 +162,34 @@ class FunctionLauncher(Launcher):
 
     def _wait(self, processes: Processes) -> dict[int, bytes]:
         for _ in polls(float("inf")):
-            # Exit codes are checked before `values` is called, because in `values` elastic terminates the other ranks
-            # as soon as one rank has ended without a value. The other ranks should instead stop by themselves and
-            # report their own failures.
-            codes = processes.exit_codes()
-            failures = processes.failures()
-            if not failures and not any(code is not None for code in codes.values()):
-                values = processes.values()
-                if values is not None:
+            # Exit codes are read before values, because a process ends after it has sent its value.
+            codes, values, failures = processes.exit_codes(), processes.values(), processes.failures()
+            if not failures and all(code is None or rank in values for rank, code in codes.items()):
+                if None not in codes.values():
                     return values
                 continue
             if failures:
                 processes.announce(first_cause(failures))
+            # The other ranks stop by themselves, and report their own failures.
             processes.wait(self._grace)
             failures = processes.failures()
-            ended = [rank for rank, code in processes.exit_codes().items() if code is not None]
-            known = {failure.rank for failure in failures}
+            known = {failure.rank for failure in failures} | values.keys()
             failures += [
                 Failure(rank, 0, message="ended before its function had returned")
-                for rank in ended
-                if rank not in known
+                for rank, code in processes.exit_codes().items()
+                if code is not None and rank not in known
             ]
             raise self._error(failures, len(codes))
         raise AssertionError("unreachable: the polls never end")
 
     def _error(self, failures: Sequence[Failure], world_size: int) -> BaseException:
         cause = first_cause(failures)
+        original = error_of_all(failures, world_size)
+        if original is not None:
+            # A cause would be printed with the error's text again, and below it the frames of this process.
+            original.add_note(f"Traceback of rank {cause.rank}:\n{cause.frames()}")
+            return original
         error = RankFailedError(cause)
-        kinds_of_failure = {(failure.error_type, failure.message) for failure in failures}
-        if len(failures) == world_size and len(kinds_of_failure) == 1 and cause.pickled_error is not None:
-            original = cause.load_error()
-            if original is not None:
-                # A cause would be printed with the error's text again, and below it the frames of this process.
-                original.add_note(f"Traceback of rank {cause.rank}:\n{cause.frames()}")
-                return original
         if cause.error_type is None and cause.exit_code == 1 and self.start_method != "fork":
             error.fix += (
                 '; if the script has no `if __name__ == "__main__":`, put the work of the script under this line'
@@ -252,11 +246,11 @@ def _restore_process_settings(setup: _RankSetup) -> None:
     The fork server has the variables and the directory of the moment when the server was started. Without the caller's
     start method, DataLoader workers would be started like this process, import torch again, and take seconds to start.
     """
-    error_file = os.environ["TORCHELASTIC_ERROR_FILE"]
+    error_file = os.environ[ERROR_FILE_VARIABLE]
     os.environ.clear()
     os.environ.update(setup.variables)
     os.environ.update(torchrun_variables(setup.placement, setup.address, setup.port, setup.job))
-    os.environ["TORCHELASTIC_ERROR_FILE"] = error_file
+    os.environ[ERROR_FILE_VARIABLE] = error_file
     if setup.folder is not None:
         os.chdir(setup.folder)
     multiprocessing.set_start_method(setup.child_start_method, force=True)

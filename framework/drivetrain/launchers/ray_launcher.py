@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
-from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
+from drivetrain._distributed.failure import Failure, RankFailedError, error_of_all, first_cause
 from drivetrain._runtime.accelerators import Devices, resolve_devices
 from drivetrain._runtime.process_state import ProcessState
 from drivetrain.environments import Placement
@@ -230,13 +230,9 @@ def _all_or_raise(outcomes: list[Any]) -> list[Any]:
     failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
     if not failures:
         return outcomes
-    cause = first_cause(failures)
-    error = RankFailedError(cause)
-    kinds_of_failure = {(failure.error_type, failure.message) for failure in failures}
-    if len(failures) == len(outcomes) and len(kinds_of_failure) == 1:
-        original = cause.load_error()
-        if original is not None:
-            raise original from error
+    error, original = RankFailedError(first_cause(failures)), error_of_all(failures, len(outcomes))
+    if original is not None:
+        raise original from error
     raise error
 
 

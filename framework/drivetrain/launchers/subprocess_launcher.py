@@ -12,8 +12,8 @@ from dataclasses import replace
 from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
 from drivetrain._distributed.rendezvous import host
 from drivetrain.environments import Placement
-from drivetrain.errors import ConfigurationError, DistributedError
-from drivetrain.launchers._elastic import Processes
+from drivetrain.errors import ConfigurationError
+from drivetrain.launchers._processes import Processes
 from drivetrain.launchers._rerun_command import rerun_command
 from drivetrain.launchers._torchrun_variables import thread_variables, torchrun_variables
 from drivetrain.launchers.launcher import Launcher
@@ -23,6 +23,7 @@ from drivetrain.launchers.world import (
     THREAD_VARIABLE,
     World,
     current_world,
+    gone_error,
     name_new_job,
     set_current_world,
 )
@@ -133,13 +134,9 @@ def _reuse_world(world: World, placement: Placement) -> World:
     failures = world.failures()
     if failures:
         raise RankFailedError(first_cause(failures))
-    gone = sorted(world.ended())
+    gone = world.ended()
     if gone:
-        raise DistributedError(
-            f"rank {', '.join(map(str, gone))} has already left the script, which this rank is still running",
-            "every rank has to make the same calls in the same order",
-            "look for an early `sys.exit()`, or an `if` that depends on the rank near the end of the script",
-        )
+        raise gone_error(gone)
     if world.placement.world_size != placement.world_size:
         raise ConfigurationError(
             f"{placement.world_size} processes are requested, but this script runs in {world.placement.world_size}",

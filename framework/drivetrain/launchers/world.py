@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -16,8 +17,8 @@ from drivetrain._distributed.rendezvous import NO_NAME, admit
 from drivetrain.environments import Placement, PlainEnvironment, TorchrunEnvironment
 from drivetrain.environments._utilities_rank import set_utilities_rank
 from drivetrain.errors import ConfigurationError, DistributedError
-from drivetrain.launchers._elastic import FAILURES_PREFIX, Processes
 from drivetrain.launchers._parent_watchdog import die_with_parent
+from drivetrain.launchers._processes import ERROR_FILE_VARIABLE, FAILURES_PREFIX, Processes
 
 # Environment variables of a process that runs the caller's script again. The children of that process inherit the
 # variables too, but the process id of their parent differs from the value of `PARENT_VARIABLE`.
@@ -113,14 +114,10 @@ class World:
             failures = self.failures()
             if failures:
                 raise RankFailedError(first_cause(failures))
-            gone = sorted(self.ended())
+            gone = self.ended()
             arrived = store.add("come", 0)
             if gone and arrived < self._meetings * self.placement.world_size:
-                raise DistributedError(
-                    f"rank {', '.join(map(str, gone))} has already left the script, which this rank is still running",
-                    "every rank has to make the same calls in the same order",
-                    "look for an early `sys.exit()`, or an `if` that depends on the rank near the end of the script",
-                )
+                raise gone_error(gone)
             time.sleep(_MEET_PAUSE)
 
     def failures(self) -> list[Failure]:
@@ -148,7 +145,7 @@ class World:
 
     def report(self, error: BaseException) -> None:
         """Report an error of this process to the process that started it, where `failures` returns the report."""
-        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        path = os.environ.get(ERROR_FILE_VARIABLE)
         if path and not self.is_caller:
             failure = Failure.of_exception(self.placement.rank, error)
             try:
@@ -162,6 +159,15 @@ class World:
     def is_current_process(self) -> bool:
         """Whether this is the process that created the object, and not a fork of it."""
         return self._pid == os.getpid()
+
+
+def gone_error(ranks: Iterable[int]) -> DistributedError:
+    """Return the error for ranks whose processes have ended while this rank makes a further call."""
+    return DistributedError(
+        f"rank {', '.join(map(str, sorted(ranks)))} has already left the script, which this rank is still running",
+        "every rank has to make the same calls in the same order",
+        "look for an early `sys.exit()`, or an `if` that depends on the rank near the end of the script",
+    )
 
 
 def name_new_job(placement: Placement) -> str:

@@ -1,8 +1,7 @@
-"""Test helpers: functions on several ranks, a faulty object store, parity assertions, marks."""
+"""Test helpers: functions on several ranks, parity assertions, marks."""
 
 from __future__ import annotations
 
-from drivetrain.testing.faulty_store import FaultyStore, StoreFault
 from drivetrain.testing.marks import (
     requires_command,
     requires_cuda,
@@ -14,8 +13,6 @@ from drivetrain.testing.parity import assert_close_states, assert_close_traces, 
 from drivetrain.testing.run_distributed import World, run_distributed
 
 __all__ = [
-    "FaultyStore",
-    "StoreFault",
     "World",
     "assert_close_states",
     "assert_close_traces",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,7 +21,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
 from drivetrain._distributed.rendezvous import host
-from drivetrain._runtime.temporary_folders import TemporaryFolder
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.launchers._torchrun_variables import torchrun_variables
@@ -54,7 +54,7 @@ class World:
         self.nprocs = nprocs
         self._preload = preload
         self._workers: list[_Worker] = []
-        self._scratch: TemporaryFolder | None = None
+        self._scratch: TemporaryDirectory[str] | None = None
         self._calls = 0
 
     def __enter__(self) -> Self:
@@ -144,7 +144,7 @@ class World:
         for worker in workers:
             worker.end()
         if self._scratch is not None:
-            self._scratch.remove()
+            self._scratch.cleanup()
             self._scratch = None
 
     def _start(self) -> None:
@@ -152,7 +152,7 @@ class World:
             return
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*PRELOAD, "drivetrain.testing._rank_process", *self._preload])
-        self._scratch = TemporaryFolder()
+        self._scratch = TemporaryDirectory(prefix="drivetrain-", ignore_cleanup_errors=True)
         for rank in range(self.nprocs):
             caller_end, rank_end = context.Pipe()
             process = context.Process(target=serve, args=(rank, self.nprocs, rank_end), name=f"rank-{rank}")
@@ -176,7 +176,7 @@ class World:
         self._calls += 1
         for worker in self._workers:
             rank_variables = {} if store is None else _rank_variables(worker.rank, self.nprocs, store.port)
-            worker.stack_file = Path(self._scratch.path) / f"stack-{self._calls}-{worker.rank}.txt"
+            worker.stack_file = Path(self._scratch.name) / f"stack-{self._calls}-{worker.rank}.txt"
             worker.send(
                 Call(
                     work,
@@ -185,7 +185,7 @@ class World:
                     list(sys.path),
                     multiprocessing.get_start_method(allow_none=True),
                     process_group,
-                    f"{self._scratch.path}/rendezvous-{self._calls}",
+                    f"{self._scratch.name}/rendezvous-{self._calls}",
                     timeout,
                     str(worker.stack_file),
                 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing.util
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from drivetrain._distributed.failure import Failure, failure_file
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.launchers import FunctionLauncher, RankFailedError, current_world
-from drivetrain.launchers._elastic import Processes
+from drivetrain.launchers._processes import Processes
 
 _ONE = Placement()
 _TWO = Placement(world_size=2, local_world_size=2)
@@ -210,69 +209,19 @@ def _killed_beside_one_that_reports(rank: int, ready: Path) -> None:
         raise
 
 
-def test_elastic_does_not_end_ranks_that_report(tmp_path: Path) -> None:  # G-02
-    # A rank dies just when elastic is asked for values, which would end the other rank.
+def test_a_rank_that_dies_does_not_end_ranks_that_report(tmp_path: Path) -> None:  # G-02
     processes = Processes.of_function(
         0, _killed_beside_one_that_reports, [(rank, tmp_path / "ready") for rank in range(2)], "fork"
     )
     try:
         while processes.exit_codes()[0] is None:
             time.sleep(0.01)
-        assert processes.values() is None
+        assert processes.values() == {}
         assert processes.exit_codes()[1] is None
         [failure] = processes.failures()
     finally:
         processes.end(kill=True)
     assert (failure.rank, failure.signal_name) == (0, "SIGKILL")
-
-
-def _fail_on_a_full_disk(rank: int, ready: Path) -> None:
-    if rank == 0:
-        while not ready.exists():
-            time.sleep(0.01)
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
-        raise OSError("no room")
-    ready.touch()
-    time.sleep(60)
-
-
-def test_elastic_cannot_read_the_error_file_of_a_full_disk(tmp_path: Path) -> None:  # F-05, G-01
-    arguments: list[Any] = [(rank, tmp_path / "ready") for rank in range(2)]
-    processes = Processes.of_function(0, _fail_on_a_full_disk, arguments, "fork")
-    try:
-        while processes.exit_codes()[0] is None:
-            time.sleep(0.01)
-        assert processes.values() is None
-        assert processes.exit_codes()[1] is None
-        assert [failure.rank for failure in processes.failures()] == [0]
-    finally:
-        processes.end(kill=True)
-
-
-def _tell_process(path: Path) -> None:
-    path.write_text(str(os.getpid()))
-
-
-def test_a_rank_killed_after_its_function_has_returned(tmp_path: Path) -> None:  # G-02
-    paths = [tmp_path / "0", tmp_path / "1"]
-    processes = Processes.of_function(0, _tell_process, [(path,) for path in paths], "fork")
-    try:
-        while not all(path.exists() and path.read_text() for path in paths):
-            time.sleep(0.01)
-        time.sleep(0.5)  # by now they wait for permission to exit
-        one = int(paths[1].read_text())
-        os.kill(one, signal.SIGSTOP)
-        asking = threading.Thread(target=processes.values, daemon=True)
-        asking.start()
-        time.sleep(0.5)
-        os.kill(one, signal.SIGKILL)
-        asking.join(30)
-        assert not asking.is_alive()
-        [failure] = processes.failures()
-    finally:
-        processes.end(kill=True)
-    assert (failure.rank, failure.signal_name) == (1, "SIGKILL")
 
 
 def test_a_rank_that_does_not_exit_is_killed(tmp_path: Path) -> None:  # G-01

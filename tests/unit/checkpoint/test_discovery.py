@@ -13,11 +13,11 @@ import torch
 
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.checkpoint import _discovery as finding
-from drivetrain.checkpoint._discovery import newest
 from drivetrain.checkpoint._folders import children, is_taken, write_latest
 from drivetrain.checkpoint._format import Checkpoint, CheckpointMetadata, Contents, StorageError, save
 from drivetrain.errors import CheckpointError
-from drivetrain.testing import FaultyStore
+from faulty_store import FaultyStore
+from newest_checkpoint import newest
 
 
 def written(folder: Any, name: str, lineage: list[tuple[str, int]], **metadata: Any) -> str:

@@ -15,7 +15,7 @@ from drivetrain import CheckpointError
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.checkpoint import consolidate, load, verify
 from drivetrain.checkpoint._format import object_storage, save
-from drivetrain.testing import FaultyStore, StoreFault
+from faulty_store import FaultyStore, StoreFault
 
 URL = "faulty://store/runs/c"
 

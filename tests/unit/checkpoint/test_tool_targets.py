@@ -67,13 +67,16 @@ class TestConsolidate:
         assert main(["consolidate", path, out, "--overwrite"]) == 0
 
 
-def dcp_save(folder: Path, state: dict[str, Any]) -> Path:
+def merged(folder: Path, state: dict[str, Any]) -> Path:
+    """Return a file of the state, which torch's own command has merged from a folder of DCP."""
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(state, checkpoint_id=folder, no_dist=True)  # type: ignore[attr-defined]
-    return folder
+        dcp_to_torch_save(folder, folder / "merged.pt")
+    return folder / "merged.pt"
 
 
 def converted(path: Path, tmp_path: Path, **options: Any) -> list[str]:
@@ -85,8 +88,8 @@ PLAIN = ["layer.bias", "layer.weight"]
 
 
 class TestNesting:
-    @pytest.mark.parametrize("nest", [("model",), ("state_dict",), ("module",), ("app", "model")])
-    def test_of_a_dcp_folder_is_taken_off_with_one_line(
+    @pytest.mark.parametrize("nest", [("model",), ("module",), ("app", "model")])
+    def test_of_a_merged_dcp_folder_is_taken_off_with_one_line(
         self, nest: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         # the names kept "model.", so that they fitted no module
@@ -94,25 +97,16 @@ class TestNesting:
         for key in reversed(nest):
             state = {key: state}
         with caplog.at_level(logging.INFO, "drivetrain"):
-            assert converted(dcp_save(tmp_path / "dcp", {**state, "step": 3}), tmp_path) == PLAIN
+            assert converted(merged(tmp_path / "dcp", {**state, "step": 3}), tmp_path) == PLAIN
         (line,) = [record.getMessage() for record in caplog.records]
         assert repr(".".join(nest) + ".") in line
         Net.load_from_checkpoint(tmp_path / "c")
 
     def test_names_of_the_module_itself_stay(self, tmp_path: Path) -> None:
         state = {f"model.{name}": value for name, value in Net().state_dict().items()}
-        assert converted(dcp_save(tmp_path / "dcp", state), tmp_path) == ["model.layer.bias", "model.layer.weight"]
-        torch.save({"state_dict": state, "pytorch-lightning_version": "2.6.0"}, tmp_path / "a.ckpt")
-        assert converted(tmp_path / "a.ckpt", tmp_path) == ["model.layer.bias", "model.layer.weight"]
-
-    def test_with_several_nests_nothing_is_taken_off(self, tmp_path: Path) -> None:
-        folder = dcp_save(tmp_path / "dcp", {"model": Net().state_dict(), "other": Net().state_dict()})
-        assert converted(folder, tmp_path)[0] == "model.layer.bias"
-        assert converted(folder, tmp_path, prefix="model.") == PLAIN
-
-    def test_below_a_given_prefix_is_taken_off(self, tmp_path: Path) -> None:
-        nested = {"state": {"model": Net().state_dict()}, "optim": {"step": torch.ones(1)}}
-        assert converted(dcp_save(tmp_path / "dcp", nested), tmp_path, prefix="state.") == PLAIN
+        for more in ({}, {"pytorch-lightning_version": "2.6.0"}):
+            torch.save({"state_dict": state, **more}, tmp_path / "a.ckpt")
+            assert converted(tmp_path / "a.ckpt", tmp_path) == ["model.layer.bias", "model.layer.weight"]
 
     @pytest.mark.parametrize("nest", ["model", "module", "model_state_dict"])
     def test_of_a_file_is_taken_off(self, nest: str, tmp_path: Path) -> None:
@@ -120,15 +114,9 @@ class TestNesting:
         torch.save({nest: Net().state_dict(), "epoch": 3}, tmp_path / "a.pt")
         assert converted(tmp_path / "a.pt", tmp_path) == PLAIN
 
-    @pytest.mark.parametrize("of_dcp", [False, True])
-    def test_the_prefix_of_data_parallel_modules_is_taken_off(self, of_dcp: bool, tmp_path: Path) -> None:
-        state = {f"module.{name}": value for name, value in Net().state_dict().items()}
-        if of_dcp:
-            path = dcp_save(tmp_path / "dcp", state)
-        else:
-            path = tmp_path / "a.pt"
-            torch.save(state, path)
-        assert converted(path, tmp_path) == PLAIN
+    def test_the_prefix_of_data_parallel_modules_is_taken_off(self, tmp_path: Path) -> None:
+        torch.save({f"module.{name}": value for name, value in Net().state_dict().items()}, tmp_path / "a.pt")
+        assert converted(tmp_path / "a.pt", tmp_path) == PLAIN
 
 
 def test_a_consolidated_file_is_converted_back(tmp_path: Path) -> None:

@@ -1,28 +1,24 @@
-"""The command line: show, diff, verify, consolidate and convert."""
+"""The command line: show, verify, consolidate and convert."""
 
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from checkpoint_case import contents, equal, flip, written
+from checkpoint_case import equal, flip, written
 from safetensors.torch import load_file, load_model
 from torch import nn
 
 from drivetrain import CheckpointError, TrainModule
 from drivetrain._distributed.control_plane import LocalControl
-from drivetrain.checkpoint import consolidate, convert, diff, load, show, verify
+from drivetrain.checkpoint import consolidate, convert, load, show, verify
 from drivetrain.checkpoint.__main__ import main
 from drivetrain.checkpoint._format import Contents, Sizes, save
-from worlds import on_ranks
 
 LOCAL = LocalControl()
 
@@ -74,35 +70,6 @@ class TestShow:
         assert ["head.weight", "F32", "2x3", "tied", "to", "layer.weight"] in rows
 
 
-class TestDiff:
-    def test_equal_ones(self, tmp_path: Path) -> None:
-        assert diff(written(tmp_path / "a"), written(tmp_path / "b")) == []
-
-    def test_what_differs_is_named(self, tmp_path: Path) -> None:
-        written(tmp_path / "a")
-        other = contents()
-        weights: dict[str, Any] = dict(other.weights)
-        weights["layer.weight"] = weights["layer.weight"].clone()
-        weights["layer.weight"][0, 0] += 0.5
-        weights["count"] = torch.tensor([3])
-        weights["new"] = weights.pop("half")
-        other.weights = weights
-        adam = other.optimizers[0]["state"]["layer.weight"]
-        adam["step"] = torch.tensor(6.0)
-        other.optimizers[0]["param_groups"][0]["lr"] = 0.2
-        save(str(tmp_path / "b"), other, LOCAL)
-        lines = "\n".join(diff(tmp_path / "a", tmp_path / "b"))
-        for said in (
-            "layer.weight: 1 of 6 numbers differ, by 0.5 at most",
-            "count: I64 () against I64 1",
-            "half: only in the first",
-            "new: only in the second",
-            "optimizer 0: layer.weight/step: 1 of 1 numbers differ",
-            "optimizer 0: param_groups: [{'lr': 0.1",
-        ):
-            assert said in lines
-
-
 class TestCommandLine:
     def test_as_a_program(self, tmp_path: Path) -> None:
         command = [sys.executable, "-m", "drivetrain.checkpoint", "show", written(tmp_path / "c")]
@@ -117,12 +84,6 @@ class TestCommandLine:
         flip(tmp_path / "c" / "state.json", 3)
         assert main(["verify", path]) == 1
         assert "state.json was altered" in capsys.readouterr().out
-
-    def test_diff(self, tmp_path: Path, capsys: Any) -> None:
-        paths = [written(tmp_path / "a"), written(tmp_path / "b"), written(tmp_path / "c", 2.0)]
-        assert main(["diff", *paths[:2]]) == 0
-        assert main(["diff", paths[0], paths[2]]) == 1
-        assert "layer.weight: 5 of 6 numbers differ" in capsys.readouterr().out
 
     def test_consolidate_and_convert(self, tmp_path: Path) -> None:
         path = written(tmp_path / "c")
@@ -247,60 +208,8 @@ class TestLightning:
             convert(tmp_path / "a.pt", tmp_path / "c", prefix="other")
 
 
-def _save_dcp(folder: str) -> None:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (2,))
-    torch.manual_seed(0)
-    state = Tied(5).state_dict()
-    sharded = {
-        name: distribute_tensor(value, mesh, [Shard(value.dim() - 1)]) if value.dim() else value
-        for name, value in state.items()
-    }
-    dcp.save({"model": sharded, "step": 3, "lr": torch.tensor(0.1)}, checkpoint_id=folder)  # type: ignore[attr-defined]
-
-
-class TestDcp:
-    def test_sharded_over_two_ranks(self, tmp_path: Path) -> None:
-        on_ranks(_save_dcp, 2, str(tmp_path / "dcp"))
-        convert(tmp_path / "dcp", tmp_path / "c", prefix="model.")
-        torch.manual_seed(0)
-        assert equal(dict(sorted(load(tmp_path / "c").weights().items())), dict(sorted(Tied(5).state_dict().items())))
-
-    def test_planted_metadata_runs_nothing(self, tmp_path: Path) -> None:
-        # F-04
-        folder, mark = tmp_path / "dcp", tmp_path / "executed"
-        folder.mkdir()
-        for planted in (Planted(str(mark)), {"state_dict_metadata": {"w": Planted(str(mark))}}):
-            (folder / ".metadata").write_bytes(pickle.dumps(planted))
-            with pytest.raises(CheckpointError, match=r"its metadata names posix\.mkdir"):
-                convert(folder, tmp_path / "c")
-        assert sorted(os.listdir(tmp_path)) == ["dcp"]
-
-    def test_a_path_that_leads_out_is_refused(self, tmp_path: Path) -> None:
-        import torch.distributed.checkpoint as dcp
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "dcp", no_dist=True)  # type: ignore[attr-defined]
-        metadata = pickle.loads((tmp_path / "dcp" / ".metadata").read_bytes())
-        for info in metadata.storage_data.values():
-            info.relative_path = "../secret"
-        (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(metadata))
-        (tmp_path / "secret").write_bytes(b"x" * 10**4)
-        with pytest.raises(CheckpointError, match=r"it points to '\.\./secret'"):
-            convert(tmp_path / "dcp", tmp_path / "c")
-
-    def test_a_file_that_is_missing(self, tmp_path: Path) -> None:
-        on_ranks(_save_dcp, 2, str(tmp_path / "dcp"))
-        (tmp_path / "dcp" / "__1_0.distcp").unlink()
-        with pytest.raises(CheckpointError, match=r"__1_0\.distcp"):
-            convert(tmp_path / "dcp", tmp_path / "c")
-
+class TestFolders:
     def test_a_folder_of_an_unknown_kind(self, tmp_path: Path) -> None:
-        assert not dist.is_initialized()
         with pytest.raises(CheckpointError, match="a folder of an unknown format"):
             convert(tmp_path, tmp_path / "c")
         assert verify(tmp_path / "c") != []

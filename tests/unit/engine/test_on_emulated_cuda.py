@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from drivetrain import Fit, TrainModule
 from drivetrain.callbacks import (
@@ -484,7 +484,7 @@ def _written(gpu: EmulatedCuda, folder: str) -> Tensor:
             callbacks=[PredictionWriter(f"{folder}/{path}", part_bytes=16)],
         )
         fit.predict(module, rows(pin_memory=device == "cuda"), return_predictions=False)
-    one, other = (read_predictions(f"{folder}/{path}").together() for path in ("out", "reference"))
+    one, other = (default_collate(list(read_predictions(f"{folder}/{path}"))) for path in ("out", "reference"))
     return torch.stack([one, other])
 
 

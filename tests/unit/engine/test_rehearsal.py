@@ -14,7 +14,7 @@ from engine_case import Tiny, fit, loader
 from drivetrain import Callback, CheckpointError, ConfigurationError, DataModule
 from drivetrain._engine import write_checks
 from drivetrain.callbacks import Checkpoint
-from drivetrain.testing import FaultyStore
+from faulty_store import FaultyStore
 
 
 class Odd(Callback):

@@ -17,7 +17,7 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from drivetrain._distributed.control_group import GroupControl
 from drivetrain._distributed.failure import Failure
 from drivetrain.environments import Placement
-from drivetrain.launchers._elastic import FAILURES_PREFIX, Processes
+from drivetrain.launchers._processes import FAILURES_PREFIX, Processes
 from drivetrain.launchers.world import World
 
 
@@ -82,8 +82,8 @@ def test_a_failure_goes_into_the_store_as_text() -> None:  # J-06
 def test_error_files_are_writable_only_for_this_user() -> None:  # J-06
     processes = Processes.of_script(1, ["/bin/sleep", "60"], [{}])
     try:
-        folder = Path(processes._scratch.path)
-        assert folder in Path(processes._context.error_files[0]).parents
+        folder = Path(processes._scratch.name)
+        assert folder in Path(processes.error_file(1)).parents
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert folder.stat().st_uid == os.getuid()
     finally:

@@ -13,7 +13,7 @@ import pytest
 
 from drivetrain.errors import DrivetrainError
 from drivetrain.loggers import CSVLogger, csv_logger
-from drivetrain.testing import FaultyStore
+from faulty_store import FaultyStore
 
 URL = "faulty://store/logs"
 KEY = "logs/version_0/metrics.csv"

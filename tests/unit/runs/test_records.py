@@ -18,7 +18,7 @@ from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import _discovery
 from drivetrain.checkpoint._format import StorageError
 from drivetrain.runs import _record
-from drivetrain.testing import FaultyStore
+from faulty_store import FaultyStore
 
 
 def test_a_record_describes_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # J-13, N-06

@@ -117,10 +117,6 @@ class Checkpoint:
         state: dict[str, Any] = _read_tensors(document, wanted_regions, self.readers)
         return state
 
-    def optimizer_groups(self, index: int = 0) -> list[list[str]]:
-        """Return the parameter names of each group of an optimizer, without reading tensors."""
-        return [list(group["params"]) for group in self.optimizer_document(index)["param_groups"]]
-
     def optimizer_settings(self, index: int = 0) -> list[dict[str, Any]]:
         """Return the parameter groups of an optimizer with parameter names as ``params``, without reading its state."""
         groups: list[dict[str, Any]] = _read_tensors(self.optimizer_document(index)["param_groups"], {}, self.readers)

@@ -30,7 +30,7 @@ class FileWriter:
 
     Args:
         sink: the destination, which the caller closes.
-        digest: name of a digest in `DIGESTS`, which a third thread computes; None for no digest.
+        digest: name of a digest in `DIGESTS`, which the thread of the checksums computes too; None for no digest.
     """
 
     def __init__(self, sink: Sink, digest: str | None = None) -> None:
@@ -39,13 +39,9 @@ class FileWriter:
         self._writer = ThreadPoolExecutor(1, "checkpoint-write")
         self._checksummer = ThreadPoolExecutor(1, "checkpoint-sum")
         self._digest: Any = None if digest is None else DIGESTS[digest]()
-        self._digester = None if digest is None else ThreadPoolExecutor(1, "checkpoint-digest")
         self._waiting_contents: deque[_Content] = deque()
         self._last_write: Future[None] | None = None
         self._last_checksum: Future[None] | None = None
-        self._last_digest: Future[None] | None = None
-        self._undigested_contents: deque[_Content] = deque()
-        self._digest_is_due = False  # whether a queued call of `_digest_waiting` has not started yet
         self._temporary_pieces: deque[list[Future[None]]] = deque()
         self._error: Exception | None = None
 
@@ -66,12 +62,9 @@ class FileWriter:
         self._raise_error()
         self._waiting_contents.append(content)
         self._last_write = self._writer.submit(self._run_unless_failed, self._write_waiting)
-        self._last_checksum = self._checksummer.submit(self._run_unless_failed, self._checksums.update, content)
-        futures = [self._last_write, self._last_checksum]
-        if self._digester is not None:
-            futures.append(self._submit_digest(self._digester, content))
+        self._last_checksum = self._checksummer.submit(self._run_unless_failed, self._add_to_checksums, content)
         if not borrowed:
-            self._temporary_pieces.append(futures)
+            self._temporary_pieces.append([self._last_write, self._last_checksum])
 
     def flush(self) -> None:
         """Wait until all queued contents are written. Their checksums may still be in progress.
@@ -86,9 +79,8 @@ class FileWriter:
     def record(self) -> FileRecord:
         """Wait until all contents are written and checksummed, and return the file's size, checksums and digest."""
         self.flush()
-        for future in (self._last_checksum, self._last_digest):
-            if future is not None:
-                future.result()
+        if self._last_checksum is not None:
+            self._last_checksum.result()
         self._raise_error()
         return FileRecord(
             self._checksums.size, self._checksums.text(), "" if self._digest is None else self._digest.hexdigest()
@@ -99,8 +91,6 @@ class FileWriter:
         self._error = self._error or RuntimeError("the file was closed")
         self._writer.shutdown()
         self._checksummer.shutdown()
-        if self._digester is not None:
-            self._digester.shutdown()
 
     def _write_waiting(self) -> None:
         batch: list[_Content] = []
@@ -111,18 +101,10 @@ class FileWriter:
         if batch:  # it is empty if a previous call has written all waiting contents
             self._sink.writelines(batch)
 
-    def _submit_digest(self, digester: ThreadPoolExecutor, content: _Content) -> Future[None]:
-        """Queue ``content`` for the digest. One call processes all queued contents, to save calls for small pieces."""
-        self._undigested_contents.append(content)
-        if self._last_digest is None or not self._digest_is_due:
-            self._digest_is_due = True
-            self._last_digest = digester.submit(self._run_unless_failed, self._digest_waiting)
-        return self._last_digest
-
-    def _digest_waiting(self) -> None:
-        self._digest_is_due = False
-        while self._undigested_contents:
-            self._digest.update(self._undigested_contents.popleft())
+    def _add_to_checksums(self, content: _Content) -> None:
+        self._checksums.update(content)
+        if self._digest is not None:
+            self._digest.update(content)
 
     def _run_unless_failed(self, work: Callable[..., Any], *contents: _Content) -> None:
         if self._error is None:

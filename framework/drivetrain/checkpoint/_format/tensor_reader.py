@@ -6,7 +6,6 @@ process (SIGBUS).
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -200,13 +199,6 @@ class TensorSource:
     @property
     def spec(self) -> Spec:
         return Spec(self.entry.name, self.dtype, self.entry.shape)
-
-    def nbytes(self, region: Region | None = None) -> int:
-        """Return the size in bytes of the tensor, or of a region of it."""
-        if region is None:
-            return self.entry.nbytes
-        numel = region.stop - region.start if isinstance(region, Span) else math.prod(region.sizes)
-        return max(0, numel) * self.entry.dtype.itemsize
 
     def read(self, region: Region | None = None) -> torch.Tensor:
         """Read and verify the tensor, or a region of it, into new CPU memory, and return the result.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, Self
 
-from drivetrain._distributed.shards import Box, Region, Span
+from drivetrain._distributed.shards import region_from
 from drivetrain.checkpoint._format.gathered_writes import Regions
 from drivetrain.checkpoint._format.manifest import FileRecord, Part
 from drivetrain.checkpoint._format.storage import JoinInfo
@@ -33,7 +33,10 @@ class WriteRequest:
 
     def plain_values(self) -> tuple[Any, ...]:
         """Return the message as plain values."""
-        regions = [{name: _encode_region(region) for name, region in part.items()} for part in self.regions]
+        regions = [
+            {name: None if region is None else astuple(region) for name, region in part.items()}
+            for part in self.regions
+        ]
         state = [(spec.name, NAMES[spec.dtype], tuple(spec.shape)) for spec in self.state]
         return self.values, self.join_info, regions, state, self.digest
 
@@ -44,7 +47,10 @@ class WriteRequest:
         return cls(
             values,
             join_info,
-            [{name: _decode_region(region) for name, region in part.items()} for part in regions],
+            [
+                {name: None if bounds is None else region_from(bounds) for name, bounds in part.items()}
+                for part in regions
+            ],
             [Spec(name, DTYPES[dtype], shape) for name, dtype, shape in state],
             digest,
         )
@@ -75,18 +81,3 @@ class WriteResult:
             {name: FileRecord(*record) for name, record in written.items()},
             [(role, Part(*part)) for role, *part in parts],
         )
-
-
-def _encode_region(region: Region | None) -> list[Any] | None:
-    if region is None:
-        return None
-    if isinstance(region, Span):
-        return ["span", region.start, region.stop]
-    return ["box", [*region.offsets], [*region.sizes]]
-
-
-def _decode_region(encoded: list[Any] | None) -> Region | None:
-    if encoded is None:
-        return None
-    kind, first, second = encoded
-    return Span(first, second) if kind == "span" else Box(tuple(first), tuple(second))

@@ -146,7 +146,7 @@ class FaultyStore:
         os.replace(partial_file, path)
 
 
-class _FileSystem(AbstractFileSystem):  # type: ignore[misc]
+class _FileSystem(AbstractFileSystem):
     """The fsspec interface of a `FaultyStore`."""
 
     cachable = False
