@@ -53,7 +53,6 @@ from drivetrain_strategies.deepspeed._error_messages import (
 )
 from drivetrain_strategies.deepspeed._library import RedirectedLogging, check_library, import_library
 from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision, check_fp16
-from drivetrain_strategies.deepspeed._required_internals import check_names
 
 
 class DeepSpeedStrategy(DistributedStrategy):
@@ -180,7 +179,6 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def setup_environment(self) -> None:
         self._deepspeed = import_library()
-        check_names()
         self._redirected_logging = RedirectedLogging().__enter__()
         if self.precision.name == "16-mixed":
             # This check runs before any process group is created. A rank that failed while groups are created would
