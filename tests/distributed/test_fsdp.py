@@ -192,7 +192,7 @@ def test_the_default_plan() -> None:
     plan = make_plan(module, None, [])
     assert [unit.name for unit in plan.units] == ["net.blocks.0", "net.blocks.1", "net.blocks.2", ""]
     table = plan.table(2)
-    assert "Block: net.blocks.0 ... net.blocks.2" in table
+    assert "3 x Block (net.blocks.0 ... net.blocks.2), each" in table
     assert "the rest" in table
     assert str(sum(parameter.numel() for parameter in module.parameters())) in table.replace(",", "")
 
