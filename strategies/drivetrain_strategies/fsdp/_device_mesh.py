@@ -128,18 +128,3 @@ class Mesh:
     def _own_groups(self) -> list[Any]:
         groups_by_id = {id(group): group for group in [*self.whole.get_all_groups(), self.data_group]}
         return [group for group in groups_by_id.values() if group is not dist.group.WORLD and group is not None]
-
-
-def require_mesh(mesh: Mesh | None) -> Mesh:
-    """Return the mesh of the run.
-
-    Raises:
-        ConfigurationError: there is no mesh, since `setup_environment` was not called.
-    """
-    if mesh is None:
-        raise ConfigurationError(
-            "FSDPStrategy.setup_module was called without a process group.",
-            "sharding needs a process group.",
-            "use the strategy through Fit, or call bind and setup_environment first.",
-        )
-    return mesh

@@ -42,7 +42,7 @@ from drivetrain_strategies.fsdp._checks import (
     check_optimizer,
     check_torch,
 )
-from drivetrain_strategies.fsdp._device_mesh import Layout, Mesh, require_mesh, resolve_layout
+from drivetrain_strategies.fsdp._device_mesh import Layout, Mesh, resolve_layout
 from drivetrain_strategies.fsdp._frozen_casts import save_no_frozen_casts
 from drivetrain_strategies.fsdp._gradients import Gradients
 from drivetrain_strategies.fsdp._internals import (
@@ -245,7 +245,8 @@ class FSDPStrategy(DistributedStrategy):
         check_module(module, self.world_size, self.tensor_parallel)
 
     def setup_module(self, module: nn.Module) -> StepRunner:
-        mesh = require_mesh(self._mesh)
+        mesh = self._mesh
+        assert mesh is not None
         self.module = module
         meta_module = MetaModule(module, self._recorded_build.take())
         self.precision.convert_module(module)
