@@ -290,7 +290,7 @@ class DeepSpeedRun:
             self._within_forward = False
 
     def _watched(self, call: Callable[[], Any], name: str) -> Any:
-        """Give operators whole copies of empty parameters. After a first step without any, later steps do without."""
+        """Gather empty parameters that operators use. After a first step without any, later steps do without."""
         if self._watch is None:
             names = {id(parameter): name for name, parameter in self._module.named_parameters()}
             self._watch = EmptyParameters(names, gathers=True)
@@ -467,8 +467,6 @@ class DeepSpeedRun:
         """Remove everything that DeepSpeed and this class added to the module."""
         if self._exchange is not None:
             self._exchange.close()
-        if self._watch is not None:
-            self._watch.close()
         if self._engine is not None:
             with redirected_prints():
                 self._engine.destroy()
