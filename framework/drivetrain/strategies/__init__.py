@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from drivetrain._runtime.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from drivetrain._distributed.collectives import average_together as average_together
     from drivetrain._distributed.collectives import broadcast_together as broadcast_together
     from drivetrain._distributed.control_plane import ControlPlane as ControlPlane
     from drivetrain._distributed.control_plane import LocalControl as LocalControl
@@ -60,6 +61,7 @@ _MODULE_BY_NAME = {
     "StepRunner": ".strategy",
     "Strategy": ".strategy",
     "absent_error": "drivetrain._distributed.control_plane",
+    "average_together": "drivetrain._distributed.collectives",
     "broadcast_together": "drivetrain._distributed.collectives",
     "changed_within_window_error": "._trainable",
     "check_optimizer_fits": "._optimizer_state",
@@ -94,6 +96,7 @@ __all__ = [
     "Strategy",
     "WeightMismatch",
     "absent_error",
+    "average_together",
     "broadcast_together",
     "changed_within_window_error",
     "check_optimizer_fits",

@@ -16,11 +16,6 @@ from drivetrain_strategies.fsdp._internals import REQUIRED_METHODS
 
 SHARDINGS = ("full", "grad_op", "hybrid")
 
-_REFUSED_OPTIMIZERS = {
-    torch.optim.SparseAdam: "sharded gradients are dense",
-}
-"""Why FSDP refuses an optimizer, by the optimizer's class."""
-
 
 def check_torch() -> None:
     """Refuse a torch version without the internals of `fully_shard` that this strategy uses.
@@ -124,10 +119,9 @@ def check_optimizer(optimizer: Optimizer) -> None:
     Raises:
         ConfigurationError: names the optimizer and the reason.
     """
-    for kind in type(optimizer).__mro__:
-        if kind in _REFUSED_OPTIMIZERS:
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} under FSDP.",
-                f"{_REFUSED_OPTIMIZERS[kind]}.",
-                "use another optimizer, or strategy='ddp'.",
-            )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} under FSDP.",
+            "sharded gradients are dense.",
+            "use another optimizer, or strategy='ddp'.",
+        )

@@ -32,11 +32,6 @@ class Layout:
     tensor: int
     hybrid: bool
 
-    @property
-    def data(self) -> int:
-        """Number of parts that the data is split into."""
-        return self.replicate * self.shard
-
 
 def resolve_layout(
     placement: Placement, sharding: str, replicate_size: int | None, shard_size: int | None, tensor_parallel: int
@@ -112,11 +107,6 @@ class Mesh:
 
     def _flat(self) -> DeviceMesh:
         return self.data._flatten("data") if self.data.ndim > 1 else self.data
-
-    @property
-    def data_rank(self) -> int:
-        """Index of the part of the data that this rank reads."""
-        return int(dist.get_rank(self.data_group))
 
     def close(self) -> None:
         """Destroy the groups that were created for the run. The default group stays open."""
