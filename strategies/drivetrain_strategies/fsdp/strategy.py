@@ -360,7 +360,7 @@ class FSDPStrategy(DistributedStrategy):
                 return
             step = PlainStep(optimizer, whole=not elementwise)
             self._plain_steps.append(step)
-            if step.gathers_all and self.rank == 0:
+            if step.whole and self.rank == 0:
                 announce(optimizer)
         check_fits(optimizer, step.nbytes(), self.gather_limit)
 
