@@ -46,11 +46,7 @@ from drivetrain_strategies.deepspeed._checks import (
 from drivetrain_strategies.deepspeed._cleanup import DeepSpeedWorld
 from drivetrain_strategies.deepspeed._config import Config, combine, offload, resolve
 from drivetrain_strategies.deepspeed._engine_run import DeepSpeedRun, RunOptions
-from drivetrain_strategies.deepspeed._error_messages import (
-    check_by_deepspeed,
-    check_operations,
-    explain_compilation_errors,
-)
+from drivetrain_strategies.deepspeed._error_messages import check_operations, explain_compilation_errors
 from drivetrain_strategies.deepspeed._library import RedirectedLogging, check_library, import_library
 from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision, check_fp16
 
@@ -177,7 +173,6 @@ class DeepSpeedStrategy(DistributedStrategy):
         else:
             refuse_absent_classes(module, self.leaf_modules, "leaf_modules")
         self.resolved_config = resolve(self._config, self.settings, self.precision.name, self.world_size)
-        check_by_deepspeed(self.resolved_config)
         check_operations(self.resolved_config, trains=self.settings.stage == "fit")
 
     @property
