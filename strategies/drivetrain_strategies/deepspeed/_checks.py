@@ -123,6 +123,12 @@ def check_optimizers(
                 "keep only one scheduler.",
             )
         _check_kind(optimizer, declared)
+        if optimizer.state:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} has state, from earlier steps or from its constructor.",
+                "DeepSpeed's engine steps flat tensors in place of the parameters, and these have no state yet.",
+                "build a new optimizer in configure_optimizers. To go on with saved state, pass ckpt_path.",
+            )
         for number, group in enumerate(optimizer.param_groups):
             if not any(parameter.requires_grad for parameter in group["params"]):
                 members = [names.get(id(parameter), "?") for parameter in group["params"]]
