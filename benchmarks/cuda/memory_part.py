@@ -79,7 +79,9 @@ def _loop(strategy: str, loop: str, make: Callable[[], GPT]) -> Callable[[int], 
         precision = "bf16-mixed" if loop in AUTOCAST else "32-true"
         options: dict[str, dict[str, Any]] = {
             "engine": {"mixed_precision": BF16},
-            AUTOCAST[0]: {"param_dtype": torch.bfloat16},
+            AUTOCAST[0]: {
+                "mixed_precision": MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+            },
             AUTOCAST[1]: {},
         }
         chosen = FSDPStrategy(**options[loop])

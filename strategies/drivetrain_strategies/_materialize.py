@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import DefaultDtype
+from drivetrain.strategies import ControlPlane
 
 _OVERWRITES = {"uniform_", "normal_", "fill_", "zero_", "copy_", "random_", "exponential_", "log_normal_", "cauchy_"}
 """In-place operations that overwrite all values without reading them."""
@@ -279,6 +280,24 @@ def replay(
             on_final(tensor, materialized(tensor))
         storages.pop(key, None)
     restore_generator(recording.final_origin)
+
+
+def replay_on_every_rank(
+    recording: Recording,
+    wanted: list[torch.Tensor],
+    on_final: Callable[[torch.Tensor, torch.Tensor], None],
+    control: ControlPlane,
+) -> None:
+    """Run the recorded calls from the generator state with which rank 0 began its recording; see `replay`. Collective.
+
+    The generator is left as an ordinary build leaves it, unless it was in another state on this rank.
+    """
+    state = torch.tensor(control.from_rank_0(recording.generator.tolist()), dtype=torch.uint8)
+    state_before = torch.get_rng_state()
+    torch.set_rng_state(state)
+    replay(recording, wanted, on_final)
+    if not torch.equal(state, recording.generator) or not torch.equal(state_before, recording.generator):
+        torch.set_rng_state(state_before)
 
 
 def _run(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,8 +46,8 @@ def refuse_sparse_embeddings(module: nn.Module, reason: str) -> None:
     Raises:
         ConfigurationError: names the embedding and gives ``reason``.
     """
-    for name, child in _embeddings(module):
-        if child.sparse:
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             raise ConfigurationError(
                 f"{name!r} is an {type(child).__name__} with sparse=True.",
                 reason,
@@ -115,12 +115,6 @@ def refuse_other_device(created: Mapping[str, nn.Parameter], device: torch.devic
                 f"this rank computes on {device}, and the strategy has already placed the module.",
                 "build the layer with device=self.device.",
             )
-
-
-def _embeddings(module: nn.Module) -> Iterator[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
-    for name, child in module.named_modules():
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag):
-            yield name, child
 
 
 def refuse_accumulate_hook(name: str, parameter: Tensor) -> None:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
-from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from small_runs import Regression, loader, quiet
 
 from captured_warnings import captured_warnings
 from drivetrain import Callback
-from drivetrain_strategies.ddp import _reducer as reducer
 from worlds import on_ranks
 
 
@@ -70,49 +65,3 @@ def test_a_message_is_logged_once() -> None:
     for part in ("did not call step() of any", "no validation loader", "The run ended: max_epochs=1 is reached"):
         assert sum(part in line for line in first["forgets"]) == 1, first["forgets"]
     assert second == {"within": [], "between": [], "forgets": []}
-
-
-class CapturesStderr(Callback):
-    """Collects what torch writes to standard error while a manual run is prepared, and during its first backward."""
-
-    said: tuple[str, str] = "", ""
-
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        ddp = trainer.strategy.ddp_module
-        torch.set_warn_always(True)  # these ranks may have printed it before
-        reducer._warning_consumed = False
-        try:
-            loss = sum(one.sum() for one in module.parameters())
-            self.said = (
-                _written(lambda: reducer.consume_unused_parameters_warning(ddp)),
-                _written(lambda: reducer.expect_backward(ddp, loss)),
-            )
-        finally:
-            torch.set_warn_always(False)
-
-
-def _written(call: Callable[[], Any]) -> str:
-    """Return what ``call`` writes to the file descriptor of standard error."""
-    with tempfile.TemporaryFile() as file:
-        kept = os.dup(2)
-        os.dup2(file.fileno(), 2)
-        try:
-            call()
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-        file.seek(0)
-        return file.read().decode()
-
-
-def _advised() -> tuple[str, str]:
-    listens = CapturesStderr()
-    quiet(strategy="ddp", callbacks=listens, limit_val_batches=0).fit(NeverSteps(), loader(8, 2))
-    return listens.said
-
-
-def test_torchs_advice_on_unused_parameters_is_hidden_in_manual_optimization() -> None:
-    # I-17
-    for told_there, else_it_would in on_ranks(_advised, 2):
-        assert told_there == ""
-        assert "find_unused_parameters=True was specified" in else_it_would

@@ -192,7 +192,7 @@ def test_the_default_plan() -> None:
     plan = make_plan(module, None, [])
     assert [unit.name for unit in plan.units] == ["net.blocks.0", "net.blocks.1", "net.blocks.2", ""]
     table = plan.table(2)
-    assert "Block: net.blocks.0 ... net.blocks.2" in table
+    assert "3 x Block (net.blocks.0 ... net.blocks.2), each" in table
     assert "the rest" in table
     assert str(sum(parameter.numel() for parameter in module.parameters())) in table.replace(",", "")
 
@@ -233,6 +233,7 @@ def test_an_impossible_plan_is_refused(options: dict[str, Any], text: str) -> No
     [
         ({"sharding": "ful"}, "did you mean 'full'"),
         ({"sharding": "grad_op", "reshard_after_forward": True}, "keeps parameters gathered"),
+        ({"reshard_after_forward": 2}, "reshard_after_forward=2"),
         ({"replicate_size": 2}, "replicate_size=2 with sharding='full'"),
         ({"activation_policy": "fulll"}, "activation_policy='fulll'"),
         ({"tensor_parallel": 0}, "tensor_parallel=0"),
@@ -263,7 +264,6 @@ def _refusals() -> list[str]:
         (FSDPStrategy(shard_size=1), DeepRegression()),
         (FSDPStrategy(tensor_parallel=3), DeepRegression()),
         (FSDPStrategy(tensor_parallel=2), DeepRegression()),
-        (FSDPStrategy(reshard_after_forward=3), DeepRegression()),
         (FSDPStrategy(activation_checkpointing=[nn.Conv2d]), DeepRegression()),
         (FSDPStrategy(), _ForeignOptimizer()),
     ):
@@ -289,7 +289,6 @@ def test_unsupported_training_is_refused_by_name() -> None:
         "shard_size=1 with sharding='full' on 2 ranks",
         "tensor_parallel=3 on 2 ranks",
         "tensor_parallel=2, but no layer of DeepRegression is split",
-        "reshard_after_forward=3",
         "no module of class Conv2d",
         "holds a parameter of shape (2, 2) that is not the module's",
     ]

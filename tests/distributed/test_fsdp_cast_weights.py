@@ -87,27 +87,23 @@ CHECKPOINTED = {"activation_checkpointing": [Block]}
 
 
 @pytest.mark.parametrize(
-    ("precision", "ranks", "options", "kept"),
+    ("precision", "options"),
     [
-        ("bf16-mixed", 2, {}, 0),
-        ("bf16-mixed", 2, CHECKPOINTED, 0),
-        ("bf16-mixed", 2, {"param_dtype": HALF}, 0),
-        ("16-mixed", 2, {}, 0),
-        ("bf16-mixed", 4, {"reshard_after_forward": 2}, UNIT // 2),  # whole on both ranks together
+        ("bf16-mixed", {}),
+        ("bf16-mixed", CHECKPOINTED),
+        ("bf16-mixed", {"mixed_precision": MixedPrecisionPolicy(HALF, torch.float32, cast_forward_inputs=False)}),
+        ("16-mixed", {}),
     ],
     ids=str,
 )
-def test_a_further_block_costs_its_shards_and_its_activations(
-    precision: str, ranks: int, options: dict[str, Any], kept: int
-) -> None:
+def test_a_further_block_costs_its_shards_and_its_activations(precision: str, options: dict[str, Any]) -> None:
     # D-01, D-07: without casts of its weights, UNIT / 2, which autocast's cache would keep until the end of the
     # forward, and products until their backward
-    for more in on_ranks(_by_depth, ranks, precision, options):
-        shard = UNIT // ranks
-        assert shard + kept <= more["forward"] <= shard + kept + REST
-        assert more["peak forward"] <= shard + kept + REST
-        assert more["peak backward"] <= 2 * shard + kept + REST
-        assert more["peak evaluation"] <= 2 * shard + kept + REST  # gradients stay until the next step
+    for more in on_ranks(_by_depth, 2, precision, options):
+        assert SHARD <= more["forward"] <= SHARD + REST
+        assert more["peak forward"] <= SHARD + REST
+        assert more["peak backward"] <= 2 * SHARD + REST
+        assert more["peak evaluation"] <= 2 * SHARD + REST  # gradients stay until the next step
 
 
 def test_gathered_weights_keep_their_casts() -> None:
@@ -326,7 +322,6 @@ def _both(options: dict[str, Any], window: int, manual: bool, *kinds: Any) -> li
         ({}, 2, False),
         ({}, 1, True),
         ({"activation_checkpointing": [Reusing]}, 1, False),
-        ({"reshard_after_forward": 2}, 1, False),
         ({"activation_checkpointing": [Reusing]}, 1, True),
     ],
     ids=str,

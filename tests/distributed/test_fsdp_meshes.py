@@ -130,12 +130,11 @@ TENSOR: dict[str, Any] = {"tensor_parallel": 2}
     ("options", "stream"),
     [
         (HYBRID, False),
-        ({"reshard_after_forward": 2}, False),
         (TENSOR, False),
         (TENSOR, True),
         ({**TENSOR, "sharding": "hybrid", "replicate_size": 2}, False),
     ],
-    ids=["hybrid", "halves in between", "tensor parallel", "tensor parallel on streams", "hybrid and tensor parallel"],
+    ids=["hybrid", "tensor parallel", "tensor parallel on streams", "hybrid and tensor parallel"],
 )
 def test_two_by_two_equals_the_reference(options: dict[str, Any], stream: bool, reference: Any) -> None:
     # D-04, D-08, B-05, B-12, B-14

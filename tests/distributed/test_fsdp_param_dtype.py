@@ -1,4 +1,4 @@
-"""FSDPStrategy(param_dtype=...): weights that are gathered in half precision, and stored in float32. D-08."""
+"""A policy with a half-precision param_dtype: weights are gathered in it, and stored in float32. D-08."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.traffic import a_step
-from drivetrain import ConfigurationError
 from drivetrain.callbacks import LambdaCallback
 from drivetrain.checkpoint import load
 from drivetrain_strategies import FSDPStrategy
 from worlds import on_ranks
 
 HALF = torch.bfloat16
+POLICY = MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 class Stemmed(Twice):
@@ -84,11 +84,10 @@ def _with_and_by_hand(checkpointed: bool, window: int) -> list[bool]:
     if checkpointed:
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    policy = MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    shard_by_hand(by_hand.net, blocks, policy)
+    shard_by_hand(by_hand.net, blocks, POLICY)
     expected = train_sharded_by_hand(by_hand, 32, window)
     options: dict[str, Any] = {"activation_checkpointing": [Reusing]} if checkpointed else {}
-    module = _run(Behind(), param_dtype=HALF, accumulate_grad_batches=window, **options)
+    module = _run(Behind(), mixed_precision=POLICY, accumulate_grad_batches=window, **options)
     return [torch.equal(one, other) for one, other in zip(module.parameters(), expected, strict=True)]
 
 
@@ -99,7 +98,7 @@ def test_the_bits_are_those_of_a_policy_by_hand(checkpointed: bool, window: int)
         assert all(same), same
 
 
-EACH_WAY: tuple[dict[str, Any], ...] = ({}, {"param_dtype": HALF})
+EACH_WAY: tuple[dict[str, Any], ...] = ({}, {"mixed_precision": POLICY})
 
 
 def _with_and_without(build: Any, steps: int = -1) -> list[torch.Tensor]:
@@ -146,7 +145,7 @@ def _seen() -> dict[str, set[torch.dtype]]:
         seen["gradient"] |= {one.grad.dtype for one in module.parameters()}
 
     hooks = LambdaCallback(on_train_batch_end=look, on_before_optimizer_step=look_at_gradients)
-    _run(Looking(), param_dtype=HALF, callbacks=hooks, wrap=lambda name, module: name in ("net.1", "net.2"))
+    _run(Looking(), mixed_precision=POLICY, callbacks=hooks, wrap=lambda name, module: name in ("net.1", "net.2"))
     return seen
 
 
@@ -167,7 +166,7 @@ def _sent(options: dict[str, Any]) -> Any:
     return a_step(run)
 
 
-@pytest.mark.parametrize(("options", "itemsize"), [({}, 4), ({"param_dtype": HALF}, 2)], ids=str)
+@pytest.mark.parametrize(("options", "itemsize"), [({}, 4), ({"mixed_precision": POLICY}, 2)], ids=str)
 def test_gathering_takes_half_the_bytes(options: dict[str, Any], itemsize: int) -> None:
     # H-01: in as many collectives; gradients travel in float32 either way
     layers = [one for one in Products().net if isinstance(one, nn.Linear)]
@@ -185,10 +184,10 @@ def _saved(path: str) -> Any:
     save = LambdaCallback(
         on_train_batch_end=lambda trainer, module, *_: trainer.global_step == 2 and trainer.save_checkpoint(path)
     )
-    through = _run(Behind(), param_dtype=HALF, callbacks=save)
+    through = _run(Behind(), mixed_precision=POLICY, callbacks=save)
     resumed, elsewhere = Behind(), Behind()
     others: list[tuple[Regression, dict[str, Any], str]] = [
-        (resumed, {"param_dtype": HALF}, "bf16-mixed"),
+        (resumed, {"mixed_precision": POLICY}, "bf16-mixed"),
         (elsewhere, {}, "32-true"),
     ]
     for module, options, precision in others:
@@ -207,33 +206,9 @@ def test_checkpoints_hold_float32_and_resume_bit_for_bit(tmp_path: Path) -> None
     assert any(not torch.equal(value, value.to(HALF).float()) for value in state.values())
 
 
-# What is refused
-
-
-@pytest.mark.parametrize(
-    ("dtype", "precision", "why"),
-    [
-        (HALF, "32-true", "keeps, gathers and uses parameters in one dtype, torch.float32"),
-        (HALF, "bf16-true", "keeps, gathers and uses parameters in one dtype, torch.bfloat16"),
-        (HALF, "16-mixed", "which computes in torch.float16"),
-        (torch.float16, "bf16-mixed", "which computes in torch.bfloat16"),
-        (torch.float32, "bf16-mixed", "which computes in torch.bfloat16"),
-    ],
-    ids=str,
-)
-def test_a_dtype_that_is_not_the_precisions_is_refused(dtype: torch.dtype, precision: str, why: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"param_dtype={dtype}\) with precision='{precision}'") as refused:
-        _run(Products(), precision, param_dtype=dtype)
-    assert why in str(refused.value)
-
-
-def test_two_dtypes_at_once_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"param_dtype=torch.bfloat16\) together with mixed_precision="):
-        FSDPStrategy(param_dtype=HALF, mixed_precision=MixedPrecisionPolicy())
-
-
 def _scaled() -> tuple[torch.Tensor, torch.Tensor]:
-    both = [weights(_run(Products(), "16-mixed", **options)) for options in ({}, {"param_dtype": torch.float16})]
+    half = MixedPrecisionPolicy(torch.float16, torch.float32, cast_forward_inputs=False)
+    both = [weights(_run(Products(), "16-mixed", **options)) for options in ({}, {"mixed_precision": half})]
     return both[0], both[1]
 
 

@@ -170,7 +170,7 @@ class ReducedInHalf(Precision):
 
 
 def test_a_reduction_dtype_of_a_precision_is_used() -> None:
-    assert mixed_precision_policy(ReducedInHalf(), None).reduce_dtype is torch.bfloat16
+    assert mixed_precision_policy(ReducedInHalf()).reduce_dtype is torch.bfloat16
     for strategy, refused in ((DDPStrategy(), True), (DDPStrategy(comm_hook="bf16"), False)):
         strategy.bind(Placement(world_size=2, local_world_size=2), CPU, ReducedInHalf())
         if refused:

@@ -60,23 +60,23 @@ def broadcast_together(tensors: Sequence[torch.Tensor], group: Any = None) -> No
                 tensor.copy_(part.view_as(tensor))
 
 
-def average_together(tensors: Sequence[torch.Tensor]) -> None:
-    """Overwrite tensors with their means over all ranks. Shapes and dtypes have to be equal on all ranks.
+def average_together(tensors: Sequence[torch.Tensor], group: Any = None) -> None:
+    """Overwrite tensors with their means over the ranks of a group; None stands for all ranks.
 
-    Dense tensors of one dtype are packed into one all-reduce. The tensors are divided before the all-reduce, so that
-    the sum does not overflow if the mean does not overflow.
+    Shapes and dtypes have to be equal on all ranks. Dense tensors of one dtype are packed into one all-reduce. The
+    tensors are divided before the all-reduce, so that the sum does not overflow if the mean does not overflow.
     """
-    world_size = dist.get_world_size()
+    world_size = dist.get_world_size(group)
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.is_sparse:
             tensor.div_(world_size)
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=group)
         else:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for same_dtype in by_dtype.values():
         packed = torch.cat([tensor.reshape(-1) for tensor in same_dtype]).div_(world_size)
-        dist.all_reduce(packed)
+        dist.all_reduce(packed, group=group)
         parts = torch.split(packed, [tensor.numel() for tensor in same_dtype])
         torch._foreach_copy_(same_dtype, [part.view_as(tensor) for part, tensor in zip(parts, same_dtype, strict=True)])
 

@@ -278,7 +278,8 @@ def check_parameters(
                         f"Optimizer {number} ({type(optimizer).__name__}) holds a parameter of shape "
                         f"{tuple(parameter.shape)} that is not the module's.",
                         "the optimizer would train a tensor that is not saved, moved or synchronized.",
-                        "assign the layer to the module (self.layer = ...) first, and pass the layer's parameters.",
+                        "assign the layer to the module (self.layer = ...) first, and pass the layer's parameters. If "
+                        "an earlier run stepped this optimizer, build a new one in configure_optimizers.",
                     )
                 other = owner_numbers.setdefault(id(parameter), number)
                 if automatic and other != number:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from drivetrain._runtime.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from drivetrain._distributed.collectives import average_together as average_together
     from drivetrain._distributed.collectives import broadcast_together as broadcast_together
     from drivetrain._distributed.control_plane import ControlPlane as ControlPlane
     from drivetrain._distributed.control_plane import LocalControl as LocalControl
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from drivetrain.strategies._optimizer_state import load_named_optimizer_state as load_named_optimizer_state
     from drivetrain.strategies._optimizer_state import named_optimizer_state as named_optimizer_state
     from drivetrain.strategies._replaced_tensors import replace_tensors as replace_tensors
+    from drivetrain.strategies._trainable import TrainableChange as TrainableChange
     from drivetrain.strategies._trainable import changed_within_window_error as changed_within_window_error
     from drivetrain.strategies.distributed import DEFAULT_STEP_TIMEOUT as DEFAULT_STEP_TIMEOUT
     from drivetrain.strategies.distributed import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
@@ -59,7 +61,9 @@ _MODULE_BY_NAME = {
     "Span": "drivetrain._distributed.shards",
     "StepRunner": ".strategy",
     "Strategy": ".strategy",
+    "TrainableChange": "._trainable",
     "absent_error": "drivetrain._distributed.control_plane",
+    "average_together": "drivetrain._distributed.collectives",
     "broadcast_together": "drivetrain._distributed.collectives",
     "changed_within_window_error": "._trainable",
     "check_optimizer_fits": "._optimizer_state",
@@ -92,8 +96,10 @@ __all__ = [
     "Span",
     "StepRunner",
     "Strategy",
+    "TrainableChange",
     "WeightMismatch",
     "absent_error",
+    "average_together",
     "broadcast_together",
     "changed_within_window_error",
     "check_optimizer_fits",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import nn
 
 from drivetrain.errors import ConfigurationError
@@ -17,16 +15,10 @@ def refuse_embedding_max_norm(module: nn.Module, world_size: int) -> None:
     """
     if world_size == 1:
         return
-    for name, child in _embeddings(module):
-        if child.max_norm is not None:
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.max_norm is not None:
             raise ConfigurationError(
                 f"{name!r} is an {type(child).__name__} with max_norm={child.max_norm}, on {world_size} ranks.",
                 "such a layer rewrites the rows that this rank looks up, so the replicas would silently diverge.",
                 "remove max_norm, and renormalize all rows in on_train_batch_end, on every rank.",
             )
-
-
-def _embeddings(module: nn.Module) -> Iterator[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
-    for name, child in module.named_modules():
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag):
-            yield name, child

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -33,31 +32,6 @@ def expect_backward(ddp: DistributedDataParallel, loss: torch.Tensor) -> None:
     """
     ddp.reducer._rebuild_buckets()
     ddp.reducer.prepare_for_backward([loss])
-
-
-def consume_unused_parameters_warning(ddp: DistributedDataParallel) -> None:
-    """Trigger and suppress torch's once-per-process warning about ``find_unused_parameters=True``.
-
-    torch advises against the option if a backward reaches every parameter. In manual optimization, the strategy sets
-    the option, so the warning would mislead the user. torch writes it to stderr on every rank. Within a backward,
-    however, torch issues a Python warning, which can be filtered.
-    """
-    global _warning_consumed
-    if _warning_consumed:
-        return
-    _warning_consumed = True
-    with torch.enable_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
-        reaches_all = sum(
-            parameter.reshape(-1)[:1].sum() for parameter in ddp.module.parameters() if parameter.requires_grad
-        )
-        probe = torch.zeros((), requires_grad=True)
-        # `prepare_for_backward` only marks the reached parameters. No parameter's hook runs, so no reduction starts.
-        probe.register_hook(lambda gradient: ddp.reducer.prepare_for_backward([reaches_all]))  # type: ignore[no-untyped-call]
-        (probe * 1.0).backward()  # type: ignore[no-untyped-call]
-
-
-_warning_consumed = False
 
 
 def enable_static_graph(ddp: DistributedDataParallel) -> None:

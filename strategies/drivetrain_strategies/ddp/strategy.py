@@ -205,8 +205,6 @@ class DDPStrategy(DistributedStrategy):
             **options,
         )
         register_comm_hook(ddp, self.comm_hook)
-        if self._manual_optimization and not self.find_unused_parameters:
-            reducer.consume_unused_parameters_warning(ddp)
         self._ddp = ddp
         if not (self.find_unused_parameters or self._manual_optimization):
             self._check_reduction = reducer.reduction_check(ddp)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError, listed
-from drivetrain.strategies import RunSettings, refuse_embedding_max_norm
+from drivetrain.strategies import RunSettings, TrainableChange, refuse_embedding_max_norm
 from drivetrain_strategies._gathered_step import is_elementwise
 from drivetrain_strategies._module_checks import refuse_device_map, refuse_sparse_embeddings
 
@@ -123,6 +123,12 @@ def check_optimizers(
                 "keep only one scheduler.",
             )
         _check_kind(optimizer, declared)
+        if optimizer.state:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} has state, from earlier steps or from its constructor.",
+                "DeepSpeed's engine steps flat tensors in place of the parameters, and these have no state yet.",
+                "build a new optimizer in configure_optimizers. To go on with saved state, pass ckpt_path.",
+            )
         for number, group in enumerate(optimizer.param_groups):
             if not any(parameter.requires_grad for parameter in group["params"]):
                 members = [names.get(id(parameter), "?") for parameter in group["params"]]
@@ -149,27 +155,14 @@ def check_trainable(module: nn.Module, recorded: Mapping[str, tuple[nn.Parameter
     Raises:
         ConfigurationError: names the parameters.
     """
-    created = [
-        name
-        for name, parameter in module.named_parameters()
-        if name not in recorded or recorded[name][0] is not parameter
-    ]
-    if created:
+    change = TrainableChange.between(recorded, dict(module.named_parameters()), (), ())
+    if change.created:
         raise ConfigurationError(
-            f"A layer was created within a run, under DeepSpeed: {listed(created)}.",
+            f"A layer was created within a run, under DeepSpeed: {listed(change.created)}.",
             "DeepSpeed's engine has flattened the trainable parameters into new tensors and would not train the layer.",
             "build the layer in configure_model, or use strategy='ddp'.",
         )
-    for verb, names in (
-        (
-            "unfrozen",
-            [name for name, (parameter, trained) in recorded.items() if parameter.requires_grad and not trained],
-        ),
-        (
-            "frozen",
-            [name for name, (parameter, trained) in recorded.items() if trained and not parameter.requires_grad],
-        ),
-    ):
+    for verb, names in (("unfrozen", change.unfrozen), ("frozen", change.frozen)):
         if names:
             raise ConfigurationError(
                 f"{len(names)} parameter(s) were {verb} within a run, under DeepSpeed: {listed(names)}.",

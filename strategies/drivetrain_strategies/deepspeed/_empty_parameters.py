@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from drivetrain.errors import ConfigurationError
 from drivetrain_strategies._callers import is_called_by_library, tensors_in
 from drivetrain_strategies._module_checks import refuse_gradients_through
-from drivetrain_strategies.deepspeed._internals import accept_whole_gradients, is_gathered, whole_copy
+from drivetrain_strategies.deepspeed._internals import gather_for_step, is_gathered
 
 _ATTRIBUTES_WITHOUT_VALUES = {
     *("grad", "requires_grad", "is_leaf", "grad_fn", "device", "dtype", "layout", "is_sparse", "is_meta", "is_cpu"),
@@ -29,24 +28,18 @@ class EmptyParameters(TorchFunctionMode):
     """Acts on uses of empty parameters by user code within this context.
 
     The shape and the number of elements are those of the whole parameter. Everything else that needs its values is an
-    error, unless ``gathers`` is set: the operator then gets a whole copy, through which gradients flow.
+    error, unless ``gathers`` is set: the parameter is then gathered until the end of the step.
 
     Args:
         names: names of the module's parameters, by the parameter's ``id``.
-        gathers: whether operators get whole copies. Set it only where every rank runs the same operators.
+        gathers: whether parameters are gathered. Set it only where every rank runs the same operators.
     """
 
     def __init__(self, names: Mapping[int, str], gathers: bool) -> None:
         self._names = names
         self._gathers = gathers
-        self._handles: dict[int, list[Any]] = {}
         self.found = False
         """Whether user code has used an empty parameter."""
-
-    def close(self) -> None:
-        """Remove the hooks from the parameters of which operators got copies."""
-        for handle in chain.from_iterable(self._handles.values()):
-            handle.remove()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.autograd.grad:
@@ -85,16 +78,9 @@ class EmptyParameters(TorchFunctionMode):
         if in_place or not self._gathers:
             self._refuse([*args, *kwargs.values()])
         self.found = True
-        return func(*map(self._whole, args), **{key: self._whole(value) for key, value in kwargs.items()})
-
-    def _whole(self, value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(self._whole, value))
-        if not self._concerns(value):
-            return value
-        if value.requires_grad and id(value) not in self._handles:
-            self._handles[id(value)] = accept_whole_gradients(value)
-        return whole_copy(value)
+        for value in filter(self._concerns, tensors_in([*args, *kwargs.values()])):
+            gather_for_step(value)
+        return func(*args, **kwargs)
 
     def _refuse(self, values: list[Any]) -> None:
         name = next(self._names[id(one)] for one in tensors_in(values) if self._concerns(one))

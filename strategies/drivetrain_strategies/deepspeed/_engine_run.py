@@ -28,7 +28,7 @@ from drivetrain_strategies.deepspeed._frozen_weights import FrozenWeights
 from drivetrain_strategies.deepspeed._gradient_exchange import GradientExchange
 from drivetrain_strategies.deepspeed._internals import Zero, without_broadcast, write_part
 from drivetrain_strategies.deepspeed._library import redirected_prints
-from drivetrain_strategies.deepspeed._optimizers import AdoptedOptimizer, GradientCopies
+from drivetrain_strategies.deepspeed._optimizers import GradientCopies
 from drivetrain_strategies.deepspeed._partition import Partitioner, materialize
 from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision
 from drivetrain_strategies.deepspeed._root_module import Root, unwrap_output
@@ -86,7 +86,6 @@ class DeepSpeedRun:
         self._zero: Zero | None = None
         self._unrounded: dict[int, StoredParameter] = {}
         self._state: State | None = None
-        self._adopted: AdoptedOptimizer | None = None
         self._copies: GradientCopies | None = None
         self._exchange: GradientExchange | None = None
         self._gather_order: GatherOrder | None = None
@@ -115,7 +114,6 @@ class DeepSpeedRun:
         """Broadcast rank 0's weights, shard them, and start the engine if the run needs one. Collective."""
         module, options = self._module, self._options
         with may_move(module):
-            self._adopted = AdoptedOptimizer(module, optimizers[0]) if optimizers else None
             self._snapshot = ModuleSnapshot(module)
             needs_engine = bool(optimizers) or "optimizer" in self._config or options.stage == 3
             with redirected_prints():
@@ -128,8 +126,6 @@ class DeepSpeedRun:
         broadcast_together(list(module.buffers()))
         self._state = State(module, self._unrounded, self._zero, self._update_compute_weights)
         self._frozen = FrozenWeights(module, options.stage, rounded=options.precision.half_dtype is not None)
-        if self._adopted is not None:
-            self._adopted.load_into_masters(self._state)
         if self._zero is not None:
             self._user_hooks = UserHooks(module, self._zero, self._state, options.gather_limit)
             if options.stage == 3:
@@ -290,7 +286,7 @@ class DeepSpeedRun:
             self._within_forward = False
 
     def _watched(self, call: Callable[[], Any], name: str) -> Any:
-        """Give operators whole copies of empty parameters. After a first step without any, later steps do without."""
+        """Gather empty parameters that operators use. After a first step without any, later steps do without."""
         if self._watch is None:
             names = {id(parameter): name for name, parameter in self._module.named_parameters()}
             self._watch = EmptyParameters(names, gathers=True)
@@ -410,8 +406,6 @@ class DeepSpeedRun:
         parameters = dict(self._module.named_parameters())
         # Copies go to the host until DeepSpeed's buffers are freed: a device may not have memory for both.
         whole_weights = {name: whole_of(weights[name]).cpu() for name in parameters}
-        if self._adopted is not None:
-            self._adopted.gather(self.state)
         self._undo()
         self._restored = True
         for name, parameter in parameters.items():
@@ -423,11 +417,13 @@ class DeepSpeedRun:
         if self._snapshot is not None and not self._restored:
             self._leave_weights()
         self._undo()
-        if self._adopted is not None:
-            self._adopted.restore()
         for optimizer in self.optimizers:
             for name in ("zero_grad", *_WRITING_METHODS):
                 optimizer.__dict__.pop(name, None)
+            # DeepSpeed's flat tensors are freed, whoever keeps the optimizer. Another run with it is refused by name.
+            optimizer.state.clear()
+            for group in optimizer.param_groups:
+                group["params"] = [torch.empty(0)]
         if self._copies is not None:
             self._copies.close()
         self._options.precision.loss_scaler = None
@@ -467,8 +463,6 @@ class DeepSpeedRun:
         """Remove everything that DeepSpeed and this class added to the module."""
         if self._exchange is not None:
             self._exchange.close()
-        if self._watch is not None:
-            self._watch.close()
         if self._engine is not None:
             with redirected_prints():
                 self._engine.destroy()

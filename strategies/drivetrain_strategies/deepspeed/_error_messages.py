@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from traceback import walk_tb
@@ -103,18 +102,6 @@ def check_operations(config: dict[str, Any], trains: bool) -> None:
     with explain_compilation_errors(), redirected_prints():
         for name in builders:
             get_accelerator().create_op_builder(name).load(verbose=False)
-
-
-def check_by_deepspeed(config: dict[str, Any]) -> None:
-    """Let DeepSpeed parse the configuration, before anything else is set up.
-
-    Raises:
-        ConfigurationError: DeepSpeed refuses the configuration.
-    """
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    with explain_start_errors():
-        DeepSpeedConfig(copy.deepcopy(config))
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from drivetrain.strategies import Span
@@ -82,45 +81,16 @@ def is_gathered(parameter: Any) -> bool:
     return bool(parameter.numel() == parameter.ds_numel)
 
 
-def whole_copy(parameter: Any) -> torch.Tensor:
-    """Return a copy of a parameter of stage 3, through which gradients reach it. Collective if it is partitioned.
+def gather_for_step(parameter: Any) -> None:
+    """Gather a parameter of stage 3 for the forward that runs, and for its backward. Collective if it is partitioned.
 
-    The parameter's own gather is not used, since one may be under way for a layer that runs soon.
+    DeepSpeed does the same for a parameter that a layer reads from another layer's attribute.
     """
-    if is_gathered(parameter):
-        return parameter.clone()  # type: ignore[no-any-return]
-    if on_drive(parameter):
-        parameter.all_gather()
-        copy: torch.Tensor = parameter.clone()
-        parameter.partition()
-        return copy
-    part = parameter.ds_tensor.detach().to(parameter.device)
-    parts = part.new_empty(part.numel() * dist.get_world_size(parameter.ds_process_group))
-    dist.all_gather_into_tensor(parts, part, group=parameter.ds_process_group)
-    empty = parameter.data
-    parameter.data = parts[: parameter.ds_numel].view(parameter.ds_shape)
-    whole: torch.Tensor = parameter.view_as(parameter)
-    parameter.data = empty
-    return whole
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+    from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 
-
-def accept_whole_gradients(parameter: Any) -> list[Any]:
-    """Let autograd give a parameter of stage 3 its gradient while it is partitioned; return the handles of the hooks.
-
-    Autograd gives a gradient the parameter's shape, which is that of an empty tensor after the backward of its layer.
-    """
-    emptied: list[torch.Tensor] = []
-
-    def fill(gradient: torch.Tensor) -> None:
-        if not is_gathered(parameter):
-            emptied.append(parameter.data)
-            parameter.data = parameter.data.new_empty(parameter.ds_shape)
-
-    def empty(_: Any) -> None:
-        if emptied:
-            parameter.data = emptied.pop()
-
-    return [parameter.register_hook(fill), parameter.register_post_accumulate_grad_hook(empty)]
+    register_external_parameter(FWD_MODULE_STACK[-1], parameter)
+    parameter.all_gather()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Imports DeepSpeed when a run needs it, refuses a missing or old DeepSpeed, and redirects DeepSpeed's output."""
+"""Imports DeepSpeed when a run needs it, refuses a missing or untested one, and redirects DeepSpeed's output."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 from drivetrain.errors import ConfigurationError
 
-OLDEST_VERSION = "0.19.8"
-"""The first version that has all names of `_required_internals.py`."""
+VERSIONS = ">=0.19.8,<0.20"
+"""The versions that have the private names which the strategy uses; see ``docs/versions.md``."""
 
 _VARIABLE_SET_BY_IMPORT = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """An environment variable that importing DeepSpeed sets."""
@@ -22,10 +22,10 @@ logger = logging.getLogger("drivetrain.deepspeed")
 
 
 def check_library() -> None:
-    """Refuse a DeepSpeed that is missing or too old, without importing the package.
+    """Refuse a DeepSpeed that is missing, too old or too new, without importing the package.
 
     Raises:
-        ConfigurationError: DeepSpeed is missing or too old. The error says what to install.
+        ConfigurationError: says what to install.
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigurationError(
@@ -36,11 +36,11 @@ def check_library() -> None:
     # Imported here, since lightning_utilities imports unittest.mock, which imports asyncio and ssl.
     from lightning_utilities.core.imports import RequirementCache
 
-    if not RequirementCache(f"deepspeed>={OLDEST_VERSION}"):
+    if not RequirementCache(f"deepspeed{VERSIONS}"):
         raise ConfigurationError(
-            f"deepspeed {version('deepspeed')} is installed, but {OLDEST_VERSION} or newer is required.",
-            "older versions lack names that the strategy uses.",
-            f"pip install 'deepspeed>={OLDEST_VERSION}'.",
+            f"deepspeed {version('deepspeed')} is installed, but {VERSIONS} is required.",
+            "the strategy uses private names of DeepSpeed's engine, which change between releases.",
+            f"pip install 'deepspeed{VERSIONS}', or use strategy='fsdp'.",
         )
 
 

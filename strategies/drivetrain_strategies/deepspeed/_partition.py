@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from drivetrain.strategies import ControlPlane, Span
-from drivetrain_strategies._materialize import Recording, find_meta_tensors, replay
+from drivetrain_strategies._materialize import Recording, find_meta_tensors, replay_on_every_rank
 from drivetrain_strategies.deepspeed._internals import on_drive
 from drivetrain_strategies.deepspeed._state import StoredParameter
 
@@ -82,9 +82,6 @@ def materialize(
         if tensor.grad_fn is not None:
             tensor.detach_()  # swap_tensors refuses parameters to which an autograd graph refers
     meta_tensors = {id(tensor): meta_tensor for meta_tensor, tensor in reversed(built)}  # keeps the first tied name
-    state = torch.tensor(control.from_rank_0(recording.generator.tolist()), dtype=torch.uint8)
-    state_before = torch.get_rng_state()
-    torch.set_rng_state(state)
 
     def on_final(tensor: torch.Tensor, value: torch.Tensor) -> None:
         meta_tensor = meta_tensors[id(tensor)]
@@ -106,9 +103,7 @@ def materialize(
     recurrent_layers = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
     for layer in recurrent_layers:
         layer._flat_weight_refs = []  # swap_tensors refuses weakly referenced tensors
-    replay(recording, list({id(tensor): tensor for _, tensor in built}.values()), on_final)
+    wanted = list({id(tensor): tensor for _, tensor in built}.values())
+    replay_on_every_rank(recording, wanted, on_final, control)
     for layer in recurrent_layers:
         layer._init_flat_weights()
-    if not torch.equal(state, recording.generator) or not torch.equal(state_before, recording.generator):
-        # The replay used rank 0's generator state, or the generator has been seeded since the recording.
-        torch.set_rng_state(state_before)

@@ -46,22 +46,16 @@ from drivetrain_strategies.deepspeed._checks import (
 from drivetrain_strategies.deepspeed._cleanup import DeepSpeedWorld
 from drivetrain_strategies.deepspeed._config import Config, combine, offload, resolve
 from drivetrain_strategies.deepspeed._engine_run import DeepSpeedRun, RunOptions
-from drivetrain_strategies.deepspeed._error_messages import (
-    check_by_deepspeed,
-    check_operations,
-    explain_compilation_errors,
-)
+from drivetrain_strategies.deepspeed._error_messages import check_operations, explain_compilation_errors
 from drivetrain_strategies.deepspeed._library import RedirectedLogging, check_library, import_library
 from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision, check_fp16
-from drivetrain_strategies.deepspeed._required_internals import check_names
 
 
 class DeepSpeedStrategy(DistributedStrategy):
     """ZeRO stages 1, 2 and 3 with the package `deepspeed`.
 
     ``Fit`` scales and accumulates gradients itself, so that the average is exact for accumulation windows of any length
-    and weight. DeepSpeed's ``gradient_accumulation_steps`` is therefore always 1. An argument that is named like a
-    setting of DeepSpeed has the meaning of this setting.
+    and weight. DeepSpeed's ``gradient_accumulation_steps`` is therefore always 1.
 
     Args:
         stage: 1 shards optimizer state, 2 shards gradients too, and 3 shards parameters too. None uses the config's
@@ -70,16 +64,6 @@ class DeepSpeedStrategy(DistributedStrategy):
         offload_parameters: where partitions of parameters are kept at stage 3, "cpu" or "nvme".
         config: DeepSpeed's configuration, a dict or the path of a JSON file. Missing keys are set from `Fit`.
         nvme_path: the folder on the drive to which "nvme" writes.
-        sub_group_size: number of parameter elements that the optimizer steps together at stage 3.
-        reduce_bucket_size: number of gradient elements reduced together. The default is the number of trained elements,
-            but at most 500 million.
-        allgather_bucket_size: number of parameter elements gathered together after a step, at stages 1 and 2.
-        stage3_prefetch_bucket_size: number of parameter elements to prefetch.
-        stage3_param_persistence_threshold: parameters of at most this many elements stay gathered.
-        stage3_max_live_parameters: maximum number of parameter elements that are gathered at the same time.
-        stage3_max_reuse_distance: a parameter stays gathered if it is used again before this many other elements are.
-        overlap_comm: exchange gradients during backward.
-        contiguous_gradients: copy gradients to one buffer as they become ready.
         communication_data_type: dtype in which gradients are exchanged, "fp32", "bf16" or "fp16".
         leaf_modules: classes of modules that stage 3 gathers and exchanges as a whole, such as blocks of experts.
         activation_checkpointing: classes of modules whose activations are recomputed in backward.
@@ -94,6 +78,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         process_group_backend: backend of the process group. None selects gloo on the CPU and NCCL on CUDA.
         timeout: time after which a collective that a rank does not join fails: a timedelta, or seconds.
         step_timeout: replaces ``timeout`` after the first step; None keeps ``timeout``.
+        **zero_optimization: settings of this section of DeepSpeed's configuration, such as ``reduce_bucket_size``.
 
     Raises:
         ConfigurationError: deepspeed is missing or too old, or arguments and config contradict each other.
@@ -110,15 +95,6 @@ class DeepSpeedStrategy(DistributedStrategy):
         offload_parameters: str | None = None,
         config: Config = None,
         nvme_path: str | None = None,
-        sub_group_size: int | None = None,
-        reduce_bucket_size: int | None = None,
-        allgather_bucket_size: int | None = None,
-        stage3_prefetch_bucket_size: int | None = None,
-        stage3_param_persistence_threshold: int | None = None,
-        stage3_max_live_parameters: int | None = None,
-        stage3_max_reuse_distance: int | None = None,
-        overlap_comm: bool | None = None,
-        contiguous_gradients: bool | None = None,
         communication_data_type: str | None = None,
         leaf_modules: Sequence[type[nn.Module]] | None = None,
         activation_checkpointing: Sequence[type[nn.Module]] | None = None,
@@ -129,22 +105,15 @@ class DeepSpeedStrategy(DistributedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | float = DEFAULT_TIMEOUT,
         step_timeout: timedelta | float | None = DEFAULT_STEP_TIMEOUT,
+        **zero_optimization: Any,
     ) -> None:
         super().__init__(process_group_backend, timeout, step_timeout)
         check_library()
         zero = {
+            **zero_optimization,
             "stage": stage,
             "offload_optimizer": offload(offload_optimizer, "offload_optimizer", nvme_path),
             "offload_param": offload(offload_parameters, "offload_parameters", nvme_path),
-            "sub_group_size": sub_group_size,
-            "reduce_bucket_size": reduce_bucket_size,
-            "allgather_bucket_size": allgather_bucket_size,
-            "stage3_prefetch_bucket_size": stage3_prefetch_bucket_size,
-            "stage3_param_persistence_threshold": stage3_param_persistence_threshold,
-            "stage3_max_live_parameters": stage3_max_live_parameters,
-            "stage3_max_reuse_distance": stage3_max_reuse_distance,
-            "overlap_comm": overlap_comm,
-            "contiguous_gradients": contiguous_gradients,
         }
         arguments = {"zero_optimization": _without_none(zero), "communication_data_type": communication_data_type}
         self._config = combine(config, _without_none(arguments))
@@ -180,7 +149,6 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def setup_environment(self) -> None:
         self._deepspeed = import_library()
-        check_names()
         self._redirected_logging = RedirectedLogging().__enter__()
         if self.precision.name == "16-mixed":
             # This check runs before any process group is created. A rank that failed while groups are created would
@@ -205,7 +173,6 @@ class DeepSpeedStrategy(DistributedStrategy):
         else:
             refuse_absent_classes(module, self.leaf_modules, "leaf_modules")
         self.resolved_config = resolve(self._config, self.settings, self.precision.name, self.world_size)
-        check_by_deepspeed(self.resolved_config)
         check_operations(self.resolved_config, trains=self.settings.stage == "fit")
 
     @property

@@ -32,7 +32,7 @@ class ShardingOptions:
         device: the device that the rank computes on.
     """
 
-    reshard_after_forward: bool | int | None
+    reshard_after_forward: bool | None
     precision: MixedPrecisionPolicy
     offload: OffloadPolicy
     device: torch.device

@@ -5,22 +5,16 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError, listed, nearest
-from drivetrain.precision import Precision
 from drivetrain.strategies import refuse_embedding_max_norm
 from drivetrain_strategies._module_checks import refuse_accumulate_hook, refuse_device_map, refuse_sparse_embeddings
 from drivetrain_strategies.fsdp._internals import REQUIRED_METHODS
 
 SHARDINGS = ("full", "grad_op", "hybrid")
-
-_REFUSED_OPTIMIZERS = {
-    torch.optim.SparseAdam: "sharded gradients are dense",
-}
-"""Why FSDP refuses an optimizer, by the optimizer's class."""
 
 
 def check_torch() -> None:
@@ -40,7 +34,7 @@ def check_torch() -> None:
 
 def check_arguments(
     sharding: str,
-    reshard_after_forward: bool | int | None,
+    reshard_after_forward: bool | None,
     replicate_size: int | None,
     shard_size: int | None,
     tensor_parallel: int,
@@ -55,6 +49,12 @@ def check_arguments(
             f"sharding={sharding!r}.{nearest(str(sharding), SHARDINGS)}",
             "sharding selects what is sharded over the ranks.",
             f"use one of {', '.join(SHARDINGS)}.",
+        )
+    if not isinstance(reshard_after_forward, bool | None):
+        raise ConfigurationError(
+            f"reshard_after_forward={reshard_after_forward!r}.",
+            "after forward, parameters are sharded over all ranks of a copy again, or stay gathered.",
+            "use True or False. To gather parameters within a node, use sharding='hybrid' with shard_size.",
         )
     if sharding == "grad_op" and reshard_after_forward not in (None, False):
         raise ConfigurationError(
@@ -93,61 +93,6 @@ def check_offload(cpu_offload: bool | OffloadPolicy, device: torch.device) -> No
         )
 
 
-def check_reshard_size(reshard_after_forward: bool | int | None, shard: int) -> None:
-    """Refuse an integer ``reshard_after_forward`` that does not divide the shard size.
-
-    Raises:
-        ConfigurationError: names both sizes.
-    """
-    if not isinstance(reshard_after_forward, bool | None) and (
-        reshard_after_forward < 1 or shard % reshard_after_forward
-    ):
-        raise ConfigurationError(
-            f"reshard_after_forward={reshard_after_forward}, but each copy is sharded over {shard} ranks.",
-            "an int is the number of ranks over which parameters stay sharded between forward and backward.",
-            f"use a divisor of {shard}, or True or False.",
-        )
-
-
-def check_param_dtype(
-    param_dtype: torch.dtype | None, policy: MixedPrecisionPolicy | None, precision: Precision | None = None
-) -> None:
-    """Refuse a gathering dtype that contradicts the user's policy or the run's compute dtype.
-
-    Args:
-        param_dtype: the dtype to gather in; None checks nothing.
-        policy: the user's mixed-precision policy.
-        precision: the run's precision; None if the precision is not known yet.
-
-    Raises:
-        ConfigurationError: names both settings.
-    """
-    if param_dtype is None:
-        return
-    if policy is not None:
-        raise ConfigurationError(
-            f"FSDPStrategy(param_dtype={param_dtype}) together with mixed_precision={policy}.",
-            "both set the dtype in which parameters are gathered.",
-            "pass only one of them, since a MixedPrecisionPolicy also sets param_dtype.",
-        )
-    if precision is None:
-        return
-    compute_dtype = precision.compute_dtype
-    if not precision.has_forward_context or compute_dtype == precision.param_dtype:
-        raise ConfigurationError(
-            f"FSDPStrategy(param_dtype={param_dtype}) with precision={precision.name!r}.",
-            f"that precision keeps, gathers and uses parameters in one dtype, {compute_dtype}.",
-            "use precision='bf16-mixed' with torch.bfloat16, or leave param_dtype out.",
-        )
-    if param_dtype != compute_dtype:
-        raise ConfigurationError(
-            f"FSDPStrategy(param_dtype={param_dtype}) with precision={precision.name!r}, which computes in "
-            f"{compute_dtype}.",
-            "weights gathered in another dtype would be rounded twice, or sent in a larger dtype than necessary.",
-            f"use param_dtype={compute_dtype}, or leave param_dtype out to gather in {precision.param_dtype}.",
-        )
-
-
 def check_module(module: nn.Module, world_size: int, tensor_parallel: int) -> None:
     """Refuse a module that cannot be sharded.
 
@@ -174,10 +119,9 @@ def check_optimizer(optimizer: Optimizer) -> None:
     Raises:
         ConfigurationError: names the optimizer and the reason.
     """
-    for kind in type(optimizer).__mro__:
-        if kind in _REFUSED_OPTIMIZERS:
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} under FSDP.",
-                f"{_REFUSED_OPTIMIZERS[kind]}.",
-                "use another optimizer, or strategy='ddp'.",
-            )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} under FSDP.",
+            "sharded gradients are dense.",
+            "use another optimizer, or strategy='ddp'.",
+        )

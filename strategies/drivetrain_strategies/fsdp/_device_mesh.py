@@ -32,11 +32,6 @@ class Layout:
     tensor: int
     hybrid: bool
 
-    @property
-    def data(self) -> int:
-        """Number of parts that the data is split into."""
-        return self.replicate * self.shard
-
 
 def resolve_layout(
     placement: Placement, sharding: str, replicate_size: int | None, shard_size: int | None, tensor_parallel: int
@@ -108,47 +103,18 @@ class Mesh:
         self.data: DeviceMesh = self.whole if layout.tensor == 1 else self.whole[data_names]
         # Reductions outside `fully_shard` run over the ranks with distinct data.
         self.data_group: Any = dist.group.WORLD if layout.tensor == 1 else self._flat().get_group()
-        self._added_meshes: list[Any] = []
-        self._timeout = timeout
         set_timeout(timeout, self._own_groups())
 
     def _flat(self) -> DeviceMesh:
         return self.data._flatten("data") if self.data.ndim > 1 else self.data
 
-    @property
-    def data_rank(self) -> int:
-        """Index of the part of the data that this rank reads."""
-        return int(dist.get_rank(self.data_group))
-
-    def add_mesh(self, mesh: DeviceMesh) -> None:
-        """Set the timeout of a mesh that torch created for the run, and let `close` release the mesh."""
-        self._added_meshes.append(mesh)
-        set_timeout(self._timeout, self._own_groups())
-
     def close(self) -> None:
         """Destroy the groups that were created for the run. The default group stays open."""
         for group in self._own_groups():
             dist.destroy_process_group(group)
-        for mesh in (self.whole, *self._added_meshes):
-            release_process_groups(mesh)
+        release_process_groups(self.whole)
         self.data_group = None
 
     def _own_groups(self) -> list[Any]:
-        groups = [group for mesh in (self.whole, *self._added_meshes) for group in mesh.get_all_groups()]
-        groups_by_id = {id(group): group for group in [*groups, self.data_group]}
+        groups_by_id = {id(group): group for group in [*self.whole.get_all_groups(), self.data_group]}
         return [group for group in groups_by_id.values() if group is not dist.group.WORLD and group is not None]
-
-
-def require_mesh(mesh: Mesh | None) -> Mesh:
-    """Return the mesh of the run.
-
-    Raises:
-        ConfigurationError: there is no mesh, since `setup_environment` was not called.
-    """
-    if mesh is None:
-        raise ConfigurationError(
-            "FSDPStrategy.setup_module was called without a process group.",
-            "sharding needs a process group.",
-            "use the strategy through Fit, or call bind and setup_environment first.",
-        )
-    return mesh

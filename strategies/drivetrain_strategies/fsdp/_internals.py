@@ -38,7 +38,6 @@ REQUIRED_METHODS = (
     (FSDPParamGroup, "post_backward"),
     (FSDPParamGroup, "post_forward"),
     (FSDPParamGroup, "_to_sharded"),
-    (FSDPParamGroup, "_to_sharded_post_forward"),
     (FSDPParamGroup, "_to_unsharded"),
     (FSDPParamGroup, "_init_mp_dtypes"),
     (FSDPParam, "_setattr_on_modules"),
@@ -102,10 +101,6 @@ class _WatchedGroup(FSDPParamGroup):
             self.watcher._fill_missing_gradients(self.fsdp_params)
         super().post_backward(*unused)
 
-    def _to_sharded_post_forward(self) -> None:
-        super()._to_sharded_post_forward()  # type: ignore[no-untyped-call]
-        self.watcher._shard_by_gathered = None  # torch has created other tensors
-
 
 class _CastingGroup(_WatchedGroup):
     """A parameter group that frees and restores autocast's casts of the weights together with the weights."""
@@ -123,10 +118,6 @@ class _CastingGroup(_WatchedGroup):
 
     def _to_sharded(self) -> None:
         super()._to_sharded()  # type: ignore[no-untyped-call]
-        self.casts.drop()
-
-    def _to_sharded_post_forward(self) -> None:
-        super()._to_sharded_post_forward()
         self.casts.drop()
 
 
@@ -199,15 +190,6 @@ class Sharded:
             )
             parameter._setattr_on_modules(nn.Parameter(materialized, requires_grad=shard.requires_grad))
             parameter.reset_sharded_param()
-
-    def meshes(self) -> list[Any]:
-        """Return the meshes that torch created for an integer ``reshard_after_forward``."""
-        meshes = {
-            id(info.mesh): info.mesh
-            for group in self._groups
-            if (info := group.post_forward_mesh_info) is not None and info is not group.mesh_info
-        }
-        return list(meshes.values())
 
     # During a step: exchange of gradients and resharding
 
@@ -368,19 +350,13 @@ class Sharded:
 
     def shards_by_gathered_id(self) -> dict[int, nn.Parameter]:
         """Return each shard by the id of the gathered tensor that replaces the shard in the modules."""
-        if self._shard_by_gathered is not None:
-            return self._shard_by_gathered
-        found: dict[int, nn.Parameter] = {}
-        may_be_kept = True
-        for fsdp_param in self.parameters:
-            attributes = fsdp_param.__dict__
-            if attributes.get("_unsharded_param") is not None:
-                found[id(attributes["_unsharded_param"])] = fsdp_param.sharded_param
-            if attributes.get("_sharded_post_forward_param") is not None:
-                found[id(attributes["_sharded_post_forward_param"])] = fsdp_param.sharded_param
-                may_be_kept = False  # torch frees this tensor in backward, and its id may then be another tensor's
-        self._shard_by_gathered = found if may_be_kept else None
-        return found
+        if self._shard_by_gathered is None:
+            self._shard_by_gathered = {
+                id(fsdp_param._unsharded_param): fsdp_param.sharded_param
+                for fsdp_param in self.parameters
+                if hasattr(fsdp_param, "_unsharded_param")
+            }
+        return self._shard_by_gathered
 
     def _index_gathered(self) -> None:
         self._shard_by_gathered = None

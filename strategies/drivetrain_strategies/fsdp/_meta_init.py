@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from drivetrain.strategies import ControlPlane
-from drivetrain_strategies._materialize import MetaTensor, Recording, find_meta_tensors, replay
+from drivetrain_strategies._materialize import MetaTensor, Recording, find_meta_tensors, replay_on_every_rank
 from drivetrain_strategies.fsdp._internals import Sharded
 from drivetrain_strategies.fsdp._original_parameters import Original
 from drivetrain_strategies.fsdp._plan import Plan
@@ -64,13 +64,8 @@ class MetaModule:
                 writers[id(meta_tensor.tensor)] = partial(meta_tensor.assign, device=device)
             elif meta_tensor.name in targets:  # of tied names, only the first has a target
                 writers[id(meta_tensor.tensor)] = _writer(targets[meta_tensor.name])
-        state = torch.tensor(control.from_rank_0(recording.generator.tolist()), dtype=torch.uint8)
-        state_before = torch.get_rng_state()
-        torch.set_rng_state(state)
         wanted = [meta_tensor.tensor for meta_tensor in self._built if id(meta_tensor.tensor) in writers]
-        replay(recording, wanted, lambda tensor, value: writers[id(tensor)](value))
-        if not torch.equal(state, recording.generator):
-            torch.set_rng_state(state_before)  # the replay used rank 0's generator state, not this rank's
+        replay_on_every_rank(recording, wanted, lambda tensor, value: writers[id(tensor)](value), control)
 
 
 def _writer(original: Original) -> Callable[[torch.Tensor], None]:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError
 from drivetrain_strategies.fsdp._original_parameters import Original
-from drivetrain_strategies.fsdp._state import in_layout_of
+from drivetrain_strategies.fsdp._state import state_in_layout_of
 
 
 class AdoptedOptimizers:
@@ -72,11 +72,5 @@ def _replace(optimizer: Optimizer, successors: dict[int, nn.Parameter]) -> bool:
             replaced = True
             group["params"][position] = successor
             if parameter in optimizer.state:
-                values = optimizer.state.pop(parameter)
-                optimizer.state[successor] = {
-                    key: in_layout_of(value, successor)
-                    if isinstance(value, torch.Tensor) and value.dim() and value.shape == successor.shape
-                    else value
-                    for key, value in values.items()
-                }
+                optimizer.state[successor] = state_in_layout_of(successor, optimizer.state.pop(parameter))
     return replaced

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Adafactor, Muon, Optimizer
+from torch.optim import Optimizer
 
 from drivetrain_strategies._gathered_step import map_state
 from drivetrain_strategies.fsdp._state import in_layout_of
-
-_PER_PARAMETER = frozenset({Adafactor, Muon})
-"""Torch's optimizers that are not element-wise, but update each parameter by itself."""
 
 
 class _PlainParameter(torch.Tensor):
@@ -46,8 +42,7 @@ class PlainStep:
         self._instance_step = optimizer.__dict__.get("step")
         self._original_step: Callable[..., Any] = optimizer.step
         self.optimizer.__dict__["step"] = self.step
-        self._whole = whole
-        self._steps_each = whole and type(optimizer) in _PER_PARAMETER
+        self.whole = whole
         self._entered: list[_StandIn] = []
         self._kept_gradients: dict[int, tuple[Any, Any]] = {}
 
@@ -57,29 +52,12 @@ class PlainStep:
         if self._instance_step is not None:
             self.optimizer.__dict__["step"] = self._instance_step
 
-    @property
-    def gathers_all(self) -> bool:
-        """Whether all parameters are whole at the same time."""
-        return self._whole and not self._steps_each
-
     def nbytes(self) -> int:
         """Return the number of bytes of parameters that are gathered together."""
-        sizes = [one.numel() * one.element_size() for one in _sharded(self.optimizer.param_groups)] or [0]
-        return 0 if not self._whole else max(sizes) if self._steps_each else sum(sizes)
+        return sum(one.numel() * one.element_size() for one in _sharded(self.optimizer.param_groups) if self.whole)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the optimizer on plain tensors; return what its step returns. Collective."""
-        if not self._steps_each:
-            return self._step_all(closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with _hooks_around(self.optimizer):
-            self._step_each()
-        return loss
-
-    def _step_all(self, closure: Callable[[], Any] | None = None) -> Any:
         self._enter()
         try:
             return self._original_step() if closure is None else self._original_step(partial(self._evaluate, closure))
@@ -92,24 +70,11 @@ class PlainStep:
         self._enter()
         return loss
 
-    def _step_each(self) -> None:
-        optimizer, groups = self.optimizer, self.optimizer.param_groups
-        try:
-            for group in groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        optimizer.param_groups = [{**group, "params": [parameter]}]
-                        self._step_all()
-        finally:
-            optimizer.param_groups = groups
-
     @torch.no_grad()
     def _enter(self) -> None:
         """Make the optimizer's parameters, gradients and state plain. Collective."""
         state = self.optimizer.state
-        entered = [
-            _StandIn(shard, self._whole, self._kept_gradients) for shard in _sharded(self.optimizer.param_groups)
-        ]
+        entered = [_StandIn(shard, self.whole, self._kept_gradients) for shard in _sharded(self.optimizer.param_groups)]
         for stand_in in entered:
             map_state(state, stand_in.shard, stand_in.plain_of)
         self._entered = entered
@@ -234,18 +199,3 @@ def _put_slot(tensor: Any, name: str, value: Any) -> None:
 
 def _nothing() -> None:
     return None
-
-
-@contextmanager
-def _hooks_around(optimizer: Any) -> Iterator[None]:
-    """Call the optimizer's step hooks once, before and after this context, and disable the hooks within the context."""
-    pre_hooks, post_hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    for hook in pre_hooks.values():
-        hook(optimizer, (optimizer,), {})
-    optimizer._optimizer_step_pre_hooks = optimizer._optimizer_step_post_hooks = {}
-    try:
-        yield
-    finally:
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = pre_hooks, post_hooks
-    for hook in post_hooks.values():
-        hook(optimizer, (optimizer,), {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.errors import ConfigurationError, listed, nearest
 from drivetrain_strategies._module_checks import refuse_absent_classes
 
 Wrap = None | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]
@@ -46,10 +46,11 @@ class Unit:
     def nbytes(self) -> int:
         return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
 
-    def nbytes_per_rank(self, shards: int) -> int:
-        """Return the bytes per rank. For a layer split by tensor parallelism, only this rank's part is counted."""
+    def size(self, shards: int) -> str:
+        """Return the unit's size as text. For a layer split by tensor parallelism, only this rank's part is sharded."""
         local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in self.parameters)
-        return -(-sum(tensor.numel() * tensor.element_size() for tensor in local) // shards)
+        per_rank = sum(tensor.numel() * tensor.element_size() for tensor in local) / shards
+        return f"{self.numel:,} parameters of {self.nbytes / 2**20:,.3f} MiB, {per_rank / 2**20:,.3f} MiB per rank"
 
 
 @dataclass(slots=True)
@@ -78,56 +79,18 @@ class Plan:
         return [inner[id(child)] for child in self.root.module.modules() if id(child) in inner]
 
     def table(self, shards: int) -> str:
-        """Return the plan as a text table, with one row for all units of the same class and size."""
-        lines = [
-            f"FSDP shards {_format_count(sum(unit.numel for unit in self.units))} parameters over {shards} "
-            f"ranks (units: {self.reason})"
-        ]
-        rows = [("unit", "count", "parameters each", "size each", "per rank")]
-        groups: dict[tuple[str, int, int, int], list[Unit]] = {}
+        """Return the plan as text, with one line for all units of the same class and size."""
+        numel = sum(unit.numel for unit in self.units)
+        lines = [f"FSDP shards {numel:,} parameters over {shards} ranks (units: {self.reason})"]
+        groups: dict[tuple[str, int, int], list[Unit]] = {}
         for unit in self.units[:-1]:
-            key = type(unit.module).__name__, unit.numel, unit.nbytes, unit.nbytes_per_rank(shards)
-            groups.setdefault(key, []).append(unit)
-        for (kind, numel, nbytes, per_rank), units in groups.items():
+            groups.setdefault((type(unit.module).__name__, unit.numel, unit.nbytes), []).append(unit)
+        for (kind, _, _), units in groups.items():
             names = units[0].name if len(units) == 1 else f"{units[0].name} ... {units[-1].name}"
-            rows.append(
-                (
-                    f"{kind}: {names}",
-                    str(len(units)),
-                    _format_count(numel),
-                    _format_size(nbytes),
-                    _format_size(per_rank),
-                )
-            )
-        root = self.root
-        rows.append(
-            (
-                "the rest",
-                "1",
-                _format_count(root.numel),
-                _format_size(root.nbytes),
-                _format_size(root.nbytes_per_rank(shards)),
-            )
-        )
+            lines.append(f"  {len(units)} x {kind} ({names}), each {units[0].size(shards)}")
+        lines.append(f"  the rest: {self.root.size(shards)}")
         if self.replicated:
-            nbytes = sum(parameter.numel() * parameter.element_size() for parameter in self.replicated.values())
-            numel = sum(parameter.numel() for parameter in self.replicated.values())
-            rows.append(
-                (
-                    f"replicated: {_format_names(list(self.replicated))}",
-                    "1",
-                    _format_count(numel),
-                    _format_size(nbytes),
-                    _format_size(nbytes),
-                )
-            )
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        for row in rows:
-            cells = [
-                row[0].ljust(widths[0]),
-                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
-            ]
-            lines.append("  " + "  ".join(cells))
+            lines.append(f"  on every rank: {listed(list(self.replicated))}")
         return "\n".join(lines)
 
 
@@ -298,21 +261,3 @@ def _refuse_mixed_dtypes(unit: Unit, names: dict[int, tuple[str, nn.Parameter]])
             "the gradients of a unit are reduced together, in one dtype.",
             "convert them to one dtype, freeze some of them, or choose units with wrap.",
         )
-
-
-def _format_count(number: int) -> str:
-    return f"{number:,}"
-
-
-def _format_size(nbytes: int) -> str:
-    """Format a size in the largest binary unit that is not greater than the size."""
-    size, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size >= 1024:
-            size, unit = size / 1024, larger
-    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-
-
-def _format_names(names: Iterable[str]) -> str:
-    listed = list(names)
-    return ", ".join(listed[:3]) + (f", ... ({len(listed)})" if len(listed) > 3 else "")

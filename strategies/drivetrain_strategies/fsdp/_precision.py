@@ -8,19 +8,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from drivetrain.precision import Precision
 
 
-def mixed_precision_policy(
-    precision: Precision, policy: MixedPrecisionPolicy | None, param_dtype: torch.dtype | None = None
-) -> MixedPrecisionPolicy:
-    """Return the user's policy, or a policy that gathers parameters in ``param_dtype``; None keeps their own dtype.
+def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
+    """Return the policy for a precision: parameters are gathered in their own dtype.
 
     Under a mixed precision, autocast rounds per operation, as under other strategies. Operations that autocast runs in
     float32 (norms, softmax, losses, embeddings) read float32 parameters. If the parameters were gathered in half
     precision, they would be rounded once more than under other strategies. Forward inputs are never cast, because the
     root's input is a batch, which includes the targets.
     """
-    if policy is not None:
-        return policy
-    return MixedPrecisionPolicy(param_dtype, reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False)
+    return MixedPrecisionPolicy(reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False)
 
 
 def offload_policy(cpu_offload: bool | OffloadPolicy, device: torch.device) -> OffloadPolicy:

@@ -113,9 +113,13 @@ def sharded_optimizer_state(saved: Mapping[str, Any], parameters: Mapping[str, n
     """Return optimizer state by parameter names. Tensors with their parameter's shape get the parameter's layout."""
     state: dict[str, Any] = {}
     for name, values in saved["state"].items():
-        target = parameters.get(name)
-        state[name] = values if target is None else map_tensors(values, partial(_in_layout_if_shaped_like, target))
+        state[name] = state_in_layout_of(parameters[name], values) if name in parameters else values
     return {**saved, "state": state}
+
+
+def state_in_layout_of(target: torch.Tensor, values: Any) -> Any:
+    """Return a parameter's optimizer state. Tensors with the parameter's shape get its layout."""
+    return map_tensors(values, partial(_in_layout_if_shaped_like, target))
 
 
 def _in_layout_if_shaped_like(target: torch.Tensor, value: torch.Tensor | ParameterShard) -> Any:

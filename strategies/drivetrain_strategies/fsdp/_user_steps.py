@@ -54,7 +54,7 @@ class UserSteps:
         name = getattr(step, "__name__", "")
         if name in self._without or hasattr(step, "_torchdynamo_orig_callable"):  # a compiled step is not intercepted
             return call(step, *args)
-        self._mode.begin()
+        self._mode.found = False
         with self._mode:
             output = tree_map_only(DTensor, self._mode.whole, call(step, *args))
         if not self._mode.found:
@@ -81,10 +81,6 @@ class _StepAccess(ShardWrites):
         }
         self.found = False
         """Whether user code has used a sharded parameter such that later calls are to be intercepted."""
-
-    def begin(self) -> None:
-        """Begin a step."""
-        self.found = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -40,11 +40,9 @@ from drivetrain_strategies.fsdp._checks import (
     check_module,
     check_offload,
     check_optimizer,
-    check_param_dtype,
-    check_reshard_size,
     check_torch,
 )
-from drivetrain_strategies.fsdp._device_mesh import Layout, Mesh, require_mesh, resolve_layout
+from drivetrain_strategies.fsdp._device_mesh import Layout, Mesh, resolve_layout
 from drivetrain_strategies.fsdp._frozen_casts import save_no_frozen_casts
 from drivetrain_strategies.fsdp._gradients import Gradients
 from drivetrain_strategies.fsdp._internals import (
@@ -95,15 +93,15 @@ class FSDPStrategy(DistributedStrategy):
         wrap: selects the units, which are the modules whose parameters are gathered together. None selects the repeated
             blocks, a sequence of classes selects all modules of these classes, and ``wrap(name, module) -> bool``
             decides for each module.
-        reshard_after_forward: whether units are resharded after forward. False keeps units gathered, as "grad_op" does;
-            an int reshards units over that many ranks.
+        reshard_after_forward: whether units are resharded after forward. False keeps units gathered, as "grad_op" does.
         replicate_size: number of copies under "hybrid". The default is one copy per node.
         shard_size: number of ranks per copy under "hybrid". The default is the number of ranks of a node.
         cpu_offload: keep shards, gradients and optimizer state in host memory. Takes a bool or an `OffloadPolicy`.
         activation_checkpointing: classes of modules whose activations are recomputed in backward.
         activation_policy: which results are saved rather than recomputed. "full" saves none, "save_attention" saves
             those of attention, "save_matmuls" also those of matrix products, and a function decides per operator.
-        mixed_precision: a `MixedPrecisionPolicy` that replaces the one derived from the precision.
+        mixed_precision: a `MixedPrecisionPolicy` that replaces the one derived from the precision. Under "bf16-mixed",
+            its ``param_dtype=torch.bfloat16`` halves the traffic, but also rounds the weights of norms and embeddings.
         ignored: names of parameters (``*`` as a wildcard) and classes of modules to replicate on every rank.
         forward_prefetch: number of units to prefetch in forward; 0 uses torch's default.
         backward_prefetch: number of units to prefetch in backward; 0 uses torch's default.
@@ -120,8 +118,6 @@ class FSDPStrategy(DistributedStrategy):
         process_group_backend: backend of the process group. None selects gloo on the CPU and NCCL on CUDA.
         timeout: time after which a collective that a rank does not join fails: a timedelta, or seconds.
         step_timeout: replaces ``timeout`` after the first step; None keeps ``timeout``.
-        param_dtype: dtype in which parameters are gathered. Under "bf16-mixed", ``torch.bfloat16`` halves the traffic,
-            but also rounds the weights of norms and embeddings. None gathers parameters in float32, their stored dtype.
 
     Raises:
         ConfigurationError: arguments contradict each other. In the first window of a run with ``tensor_parallel``: a
@@ -137,7 +133,7 @@ class FSDPStrategy(DistributedStrategy):
         self,
         sharding: str = "full",
         wrap: Wrap = None,
-        reshard_after_forward: bool | int | None = None,
+        reshard_after_forward: bool | None = None,
         replicate_size: int | None = None,
         shard_size: int | None = None,
         cpu_offload: bool | OffloadPolicy = False,
@@ -156,12 +152,10 @@ class FSDPStrategy(DistributedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | float = DEFAULT_TIMEOUT,
         step_timeout: timedelta | float | None = DEFAULT_STEP_TIMEOUT,
-        param_dtype: torch.dtype | None = None,
     ) -> None:
         check_torch()
         super().__init__(process_group_backend, timeout, step_timeout)
         check_arguments(sharding, reshard_after_forward, replicate_size, shard_size, tensor_parallel)
-        check_param_dtype(param_dtype, mixed_precision)
         self.sharding = sharding
         self.wrap = wrap
         self.reshard_after_forward = False if sharding == "grad_op" else reshard_after_forward
@@ -170,7 +164,6 @@ class FSDPStrategy(DistributedStrategy):
         self.cpu_offload = cpu_offload
         self.activation_checkpointing = activation_checkpointing
         self.mixed_precision = mixed_precision
-        self.param_dtype = param_dtype
         self.ignored = tuple(ignored)
         self.forward_prefetch, self.backward_prefetch = forward_prefetch, backward_prefetch
         self.compile = compile
@@ -206,8 +199,6 @@ class FSDPStrategy(DistributedStrategy):
         self._layout = resolve_layout(
             placement, self.sharding, self.replicate_size, self.shard_size, self.tensor_parallel
         )
-        check_reshard_size(self.reshard_after_forward, self._layout.shard)
-        check_param_dtype(self.param_dtype, self.mixed_precision, precision)
         super().bind(placement, device, precision, store)
 
     def setup_environment(self) -> None:
@@ -254,7 +245,8 @@ class FSDPStrategy(DistributedStrategy):
         check_module(module, self.world_size, self.tensor_parallel)
 
     def setup_module(self, module: nn.Module) -> StepRunner:
-        mesh = require_mesh(self._mesh)
+        mesh = self._mesh
+        assert mesh is not None
         self.module = module
         meta_module = MetaModule(module, self._recorded_build.take())
         self.precision.convert_module(module)
@@ -272,7 +264,7 @@ class FSDPStrategy(DistributedStrategy):
             self.activation_checkpointing,
             self._checkpointing,
             compile_options,
-            self.param_dtype is not None,
+            self._gathers_in_half,
         )
         self._save_no_frozen_casts()
         if self.device.type == "cpu":
@@ -289,8 +281,6 @@ class FSDPStrategy(DistributedStrategy):
         keep_data_assignments()
         average_gradients_of_full_tensor(sharded.shard_meshes, sharded.whole)
         broadcast_from_rank_0(module.buffers(), self.device)
-        for added in sharded.meshes():
-            mesh.add_mesh(added)
         set_prefetch(plan, self.forward_prefetch, self.backward_prefetch)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         find_unused = True if self._manual_optimization else self.find_unused_parameters
@@ -312,10 +302,16 @@ class FSDPStrategy(DistributedStrategy):
     def _sharding_options(self) -> ShardingOptions:
         return ShardingOptions(
             self.reshard_after_forward,
-            mixed_precision_policy(self.precision, self.mixed_precision, self.param_dtype),
+            self.mixed_precision or mixed_precision_policy(self.precision),
             offload_policy(self.cpu_offload, self.device),
             self.device,
         )
+
+    @property
+    def _gathers_in_half(self) -> bool:
+        """Whether weights are gathered in half precision, and autocast is enabled."""
+        dtype = self._sharding_options().precision.param_dtype
+        return dtype is not None and dtype.itemsize == 2 and self.precision.has_forward_context
 
     def _weight_casts_factory(self) -> WeightCastsFactory | None:
         """Return a function that builds the `WeightCasts` of a unit; None if autocast casts or caches no weights."""
@@ -364,7 +360,7 @@ class FSDPStrategy(DistributedStrategy):
                 return
             step = PlainStep(optimizer, whole=not elementwise)
             self._plain_steps.append(step)
-            if step.gathers_all and self.rank == 0:
+            if step.whole and self.rank == 0:
                 announce(optimizer)
         check_fits(optimizer, step.nbytes(), self.gather_limit)
 
