@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -49,18 +49,3 @@ class Phase:
         yield self
         for child in sorted(self.children.values(), key=lambda phase: -phase.total_ns):
             yield from child.walk()
-
-    def time_in(self, names: Collection[str], excluded: Collection[str] = ()) -> int:
-        """Return the total time of the outermost descendants that have one of the given names.
-
-        Args:
-            names: the names of phases to add up.
-            excluded: the names of phases that are skipped with all their descendants.
-        """
-        total = 0
-        for child in self.children.values():
-            if child.name in names:
-                total += child.total_ns
-            elif child.name not in excluded:
-                total += child.time_in(names, excluded)
-        return total

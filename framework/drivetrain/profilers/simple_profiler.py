@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from drivetrain.profilers._device_times import DeviceTimes
 from drivetrain.profilers._phase_times import PhaseTimes
-from drivetrain.profilers._recommendations import next_steps
 from drivetrain.profilers.profiler import ProfiledRun, Profiler
 
 OTHER = "other"
@@ -44,8 +43,7 @@ class SimpleProfiler(Profiler):
     Args:
         dirpath: a folder or fsspec URL for the profiler's file; None for ``profile/`` in the run's folder.
         filename: the prefix of the file's name; None for ``<stage>-simple``.
-        extended: whether to show the number of calls, their mean time and the longest call and, with several ranks, the
-            times of the quickest and the slowest rank.
+        extended: whether to show the number of calls, their mean time and the longest call.
         device_times: whether to also measure the device time of phases on CUDA, with CUDA events and without
             synchronisation.
     """
@@ -62,11 +60,10 @@ class SimpleProfiler(Profiler):
         self.device_times = device_times
         self._run = ProfiledRun("fit")
         self._times = PhaseTimes(begins=False)
-        self._results_by_rank: list[dict[str, int]] = []  # the result of `measured` of each rank
 
     def begin(self, run: ProfiledRun) -> None:
         """Discard earlier measurements and start the clock."""
-        self._run, self._results_by_rank = run, []
+        self._run = run
         self._times = PhaseTimes(DeviceTimes(run.device) if self.device_times and run.device.type == "cuda" else None)
 
     def start(self, phase: str) -> None:
@@ -108,20 +105,8 @@ class SimpleProfiler(Profiler):
             PhaseRow((PROFILER_ROW,), spans, times.overhead_ns, times.overhead_ns, 0),
         ]
 
-    def measured(self) -> Mapping[str, int]:
-        """Return the time of each phase without nested phases, by the path of the phase."""
-        return {" > ".join(row.path): row.self_ns for row in self.rows()}
-
-    def receive_results(self, measured: Sequence[Any]) -> None:
-        """Receive the results of all ranks, for the columns of the quickest and the slowest rank."""
-        self._results_by_rank = list(measured)
-
-    def next_steps(self) -> list[str]:
-        """Return at most three recommendations, each with the share of the time that the recommendation concerns."""
-        return next_steps(self._times.root, self._run)
-
     def summary(self) -> str:
-        """Return the table and recommendations; "" before the first run."""
+        """Return the table; "" before the first run."""
         times = self._times
         if not times.root.calls:
             return ""
@@ -136,7 +121,6 @@ class SimpleProfiler(Profiler):
             lines.append(_device_note(run, self._device_was_timed()))
         for name, (calls, time) in times.outlasting.items():
             lines.append(f"{name!r} ended after its parent phase {calls} times, with {_seconds(time)} s in total.")
-        lines += [f"- {line}" for line in self.next_steps()]
         return "\n".join(lines)
 
     def _table(self, rows: Sequence[PhaseRow]) -> list[str]:
@@ -152,24 +136,12 @@ class SimpleProfiler(Profiler):
             columns["longest s"] = lambda row: _seconds(row.longest_ns) if row.longest_ns else ""
         if self._device_was_timed():
             columns["device s"] = lambda row: "" if row.device_ns is None else _seconds(row.device_ns)
-        if self.extended and len(self._results_by_rank) > 1:
-            columns["quickest rank s"] = lambda row: _seconds(min(self._times_by_rank(row)))
-            columns["slowest rank s"] = lambda row: _seconds(max(self._times_by_rank(row)))
         names = ["phase", *("  " * (len(row.path) - 1) + row.path[-1] for row in rows)]
         table = [_padded(names, str.ljust)]
         table += [_padded([header, *map(cell, rows)], str.rjust) for header, cell in columns.items()]
         lines = ["  ".join(line) for line in zip(*table, strict=True)]
         rule = "-" * len(lines[0])
         return [line.rstrip() for line in (lines[0], rule, *lines[1:-1], rule, lines[-1])]
-
-    def _times_by_rank(self, row: PhaseRow) -> list[int]:
-        """Return the nanoseconds that each rank took in a row's phase."""
-        if row.path == ("total",):
-            times = [sum(times_of_rank.values()) for times_of_rank in self._results_by_rank]
-        else:
-            times = [times_of_rank.get(" > ".join(row.path), 0) for times_of_rank in self._results_by_rank]
-        times[self._run.rank] = row.self_ns
-        return times
 
     def _device_was_timed(self) -> bool:
         return any(row.device_ns is not None for row in self.rows())
