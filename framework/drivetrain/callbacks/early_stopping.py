@@ -148,7 +148,7 @@ class EarlyStopping(Callback):
         self.best_score = float(state_dict["best_score"])
         self.stopped_epoch = state_dict["stopped_epoch"]
         self.stopping_reason = state_dict["stopping_reason"]
-        self._checked_at = state_dict.get("checked_at")
+        self._checked_at = state_dict["checked_at"]
 
     @property
     def monitors(self) -> Mapping[str, str]:

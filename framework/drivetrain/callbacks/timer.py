@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from drivetrain._config.arguments import parse_duration
 from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError, nearest
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 _INTERVALS = ("step", "epoch")
 _STAGES = ("train", "validate", "test")
-_DURATION = re.compile(r"(\d+):(\d\d?):(\d\d?):(\d\d?)")
 
 
 class Timer(Callback):
@@ -32,7 +31,7 @@ class Timer(Callback):
         verbose: whether to print a message when the time is up.
 
     Raises:
-        ConfigurationError: ``duration`` cannot be parsed, or ``interval`` is unknown.
+        ConfigurationError: ``duration`` is not a positive duration, or ``interval`` is unknown.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class Timer(Callback):
                 "the time is checked after steps or after epochs",
                 "give 'step' or 'epoch'",
             )
-        self.duration = parse_duration(duration)
+        self.duration = None if duration is None else parse_duration("duration", duration)
         self.interval = interval
         self.verbose = verbose
         self._limit_seconds = self.duration.total_seconds() if self.duration is not None else float("inf")
@@ -174,41 +173,3 @@ class Timer(Callback):
                 f"the timer measures {', '.join(_STAGES)}",
                 "use one of these stages",
             )
-
-
-def parse_duration(duration: str | timedelta | Mapping[str, float] | None) -> timedelta | None:
-    """Return ``duration`` as a `timedelta`.
-
-    Args:
-        duration: a `timedelta`, keyword arguments of `timedelta` as a dict, ``"DD:HH:MM:SS"``, or None.
-
-    Raises:
-        ConfigurationError: ``duration`` cannot be parsed, or is negative.
-    """
-    parsed: timedelta | None = None
-    if duration is None or isinstance(duration, timedelta):
-        parsed = duration
-    elif isinstance(duration, str):
-        match = _DURATION.fullmatch(duration.strip())
-        if match is None:
-            raise ConfigurationError(
-                f"duration={duration!r} cannot be parsed",
-                "a string consists of days, hours, minutes and seconds, DD:HH:MM:SS",
-                "write '00:12:00:00' for twelve hours, or give timedelta(hours=12)",
-            )
-        days, hours, minutes, seconds = map(int, match.groups())
-        parsed = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
-    else:
-        try:
-            parsed = timedelta(**duration)
-        except TypeError as error:
-            raise ConfigurationError(
-                f"duration={dict(duration)!r} cannot be parsed: {error}",
-                "a dict has the keyword arguments of datetime.timedelta",
-                "write {'hours': 12}, or give timedelta(hours=12)",
-            ) from error
-    if parsed is not None and parsed < timedelta(0):
-        raise ConfigurationError(
-            f"duration={duration!r} is negative", "training cannot end before it begins", "give 0 or more"
-        )
-    return parsed

@@ -14,12 +14,11 @@ from torch.nn.modules.module import (
 )
 
 from drivetrain.callback import Callback
-from drivetrain.callbacks._averages import Averages, average_regions
+from drivetrain.callbacks._averages import Averages
 from drivetrain.errors import ConfigurationError
 from drivetrain.strategies._trainable import get_requires_grad
 
 if TYPE_CHECKING:
-    from drivetrain._distributed.shards import Region
     from drivetrain.run_context import RunContext
 
 logger = logging.getLogger("drivetrain")
@@ -103,10 +102,9 @@ class WeightAveraging(Callback):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self.updates = int(state_dict["updates"])
-        # Earlier versions did not save the following values.
-        self._must_update = bool(state_dict.get("must_update", False))
-        self._validated_at = state_dict.get("validated_at")
+        self.updates = state_dict["updates"]
+        self._must_update = state_dict["must_update"]
+        self._validated_at = state_dict["validated_at"]
 
     def save_tensors(self, trainer: RunContext, module: Any) -> Mapping[str, Any]:
         """Return the averages by the weights' names."""
@@ -122,10 +120,6 @@ class WeightAveraging(Callback):
     def trained_weights(self, trainer: RunContext, module: Any) -> Mapping[str, Any]:
         """Return the trained weights while the module has the averages."""
         return {} if self._averages is None else self._averages.trained_state()
-
-    def tensor_regions(self, trainer: RunContext, module: Any) -> Mapping[str, Region]:
-        """Return, by name, the region of each average that this rank holds, which is the region of its weight."""
-        return average_regions(trainer.strategy)
 
     def load_tensors(self, trainer: RunContext, module: Any, tensors: Mapping[str, Any]) -> None:
         """Restore the averages."""
