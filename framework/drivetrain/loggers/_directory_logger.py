@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from drivetrain._config.secret_values import SecretFilter
 from drivetrain._runtime.working_directory import resolved_path
@@ -60,3 +62,12 @@ class DirectoryLogger(Logger):
     def writes_to(self) -> str:
         """The same as `save_dir`. Reading this property does not fix the version."""
         return self.save_dir
+
+
+def flat_params(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the name and value of each hyper-parameter, with those of nested mappings as ``outer/inner``."""
+    for key, value in params.items():
+        if isinstance(value, Mapping):
+            yield from flat_params(value, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value

@@ -8,15 +8,16 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 from urllib.parse import quote
 
+from drivetrain._config.secret_values import without_url_passwords
 from drivetrain._runtime.lazy_names import is_installed
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.errors import ConfigurationError, DrivetrainError
-from drivetrain.loggers._directory_logger import DirectoryLogger
+from drivetrain.loggers._directory_logger import DirectoryLogger, flat_params
 from drivetrain.loggers._service_run_id import ServiceRunId
 from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure, text_of
 from drivetrain.runs._directory import lock_folder
@@ -155,7 +156,7 @@ class MLFlowLogger(DirectoryLogger):
                 _log.warning(
                     "MLflow at %s does not accept metrics: %s: %s. The run continues: the metrics are kept in memory "
                     "and sent with later metrics or at the end of the run.",
-                    _redact_password(self._tracking_uri or ""),
+                    without_url_passwords(self._tracking_uri or ""),
                     type(error).__name__,
                     error,
                 )
@@ -168,7 +169,7 @@ class MLFlowLogger(DirectoryLogger):
         """
         entities = _mlflow("mlflow.entities")
         new_params = {
-            self._valid_name(name): str(value) for name, value in _flatten(self._secret_filter.take_out(params)[0])
+            self._valid_name(name): str(value) for name, value in flat_params(self._secret_filter.take_out(params)[0])
         }
         run_id = self._open_run_id()
         stored_params = self.experiment.get_run(run_id).data.params
@@ -231,7 +232,7 @@ class MLFlowLogger(DirectoryLogger):
                 self._in_flight.pop(0)
         except Exception as error:
             raise DrivetrainError(
-                f"MLflow at {_redact_password(self._tracking_uri or '')} does not accept metrics: "
+                f"MLflow at {without_url_passwords(self._tracking_uri or '')} does not accept metrics: "
                 f"{type(error).__name__}: {error}.",
                 "metrics that are kept in memory are lost when this process ends.",
                 "check the server, the network and the credentials, such as MLFLOW_TRACKING_TOKEN.",
@@ -366,15 +367,3 @@ def _local_root(save_dir: str) -> str:
             "pass a tracking_uri, or a local save_dir; checkpoints and other loggers may be at a URL",
         )
     return root
-
-
-def _redact_password(uri: str) -> str:
-    return re.sub(r"//[^/@]*@", "//...@", uri)
-
-
-def _flatten(params: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in params.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}/")
-        else:
-            yield f"{prefix}{key}", value

@@ -14,7 +14,7 @@ import torch
 
 from drivetrain._runtime.lazy_names import is_installed
 from drivetrain.errors import ConfigurationError
-from drivetrain.loggers._directory_logger import DirectoryLogger
+from drivetrain.loggers._directory_logger import DirectoryLogger, flat_params
 from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure, text_of
 
 _log = logging.getLogger("drivetrain")
@@ -110,7 +110,11 @@ class TensorBoardLogger(DirectoryLogger):
             dict(metrics) if metrics is not None else ({"hp_metric": -1.0} if self._default_hp_metric else {})
         )
         writer = self.experiment
-        for summary in _hparams_summaries(_flatten(params), initial_metrics):
+        shown = {
+            name: value if isinstance(value, bool | int | float | str) else str(value)
+            for name, value in flat_params(params)
+        }
+        for summary in _hparams_summaries(shown, initial_metrics):
             writer.file_writer.add_summary(summary)
         if self._initial_values_directory != self._directory.path:  # The folder has no initial values yet.
             for key, value in initial_metrics.items():
@@ -273,13 +277,3 @@ def _session_start(step: int) -> Any:
 def _hparams_summaries(params: Mapping[str, Any], metrics: Mapping[str, float]) -> Any:
     module = _import_module("torch.utils.tensorboard.summary", "tensorboardX.summary")
     return module.hparams(dict(params), dict(metrics))
-
-
-def _flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
-    flattened: dict[str, bool | int | float | str] = {}
-    for key, value in params.items():
-        if isinstance(value, Mapping):
-            flattened |= _flatten(value, f"{prefix}{key}/")
-        else:
-            flattened[f"{prefix}{key}"] = value if isinstance(value, (bool, int, float, str)) else str(value)
-    return flattened
