@@ -29,7 +29,7 @@ class DirectoryLogger(Logger):
 
     @property
     def save_dir(self) -> str:
-        """The local path or URL that contains the directories of runs."""
+        """The local path or URL that contains the directories of runs. Reading this does not fix the version."""
         return self._directory.root
 
     @property
@@ -57,11 +57,6 @@ class DirectoryLogger(Logger):
     def log_dir(self) -> str:
         """The run's directory, which exists after the first write."""
         return self._directory.path
-
-    @property
-    def writes_to(self) -> str:
-        """The same as `save_dir`. Reading this property does not fix the version."""
-        return self.save_dir
 
 
 def flat_params(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from drivetrain._config.secret_values import arguments_without_secrets
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.errors import ConfigurationError, nearest
@@ -168,9 +166,6 @@ class WandbLogger(DirectoryLogger):
     def log_table(self, key: str, value: Any, step: int) -> None:
         """Send a table."""
         self._log({key: _table(Table.of(value))}, step)
-
-    def log_graph(self, module: torch.nn.Module, example: Any = None) -> None:
-        """Do nothing. ``logger.experiment.watch(module)`` lets wandb show a module's graph."""
 
     def rewind(self, step: int) -> None:
         """Continue the wandb run, by wandb's own resume."""
