@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callback import Callback
-from drivetrain.callbacks._monitored_value import monitored_value
+from drivetrain.callbacks._monitored_value import missing_value, monitored_value
 from drivetrain.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class EarlyStopping(Callback):
         self.best_score = float(state_dict["best_score"])
         self.stopped_epoch = state_dict["stopped_epoch"]
         self.stopping_reason = state_dict["stopping_reason"]
-        self._checked_at = state_dict["checked_at"]
+        self._checked_at = state_dict.get("checked_at")
 
     @property
     def monitors(self) -> Mapping[str, str]:
@@ -239,19 +239,14 @@ class EarlyStopping(Callback):
         return value + margin < other if self.mode == "min" else value - margin > other
 
     def _handle_missing_value(self, trainer: RunContext) -> None:
-        known = sorted(trainer.callback_metrics)
-        message = (
-            f"EarlyStopping(monitor={self.monitor!r}): no value of that name was logged.{nearest(self.monitor, known)}"
-        )
-        listed = f"logged so far: {', '.join(known)}" if known else "nothing was logged so far"
+        monitored_by = f"EarlyStopping(monitor={self.monitor!r})"
+        checked = "training epoch" if self._at_epoch_end else "validation"
+        when = f"before the end of a {checked}, set check_on_train_epoch_end to when it is logged, pass strict=False"
+        error = missing_value(trainer, monitored_by, self.monitor, when)
         if self.strict:
-            raise ConfigurationError(
-                message,
-                f"{listed}, at the end of a {'training epoch' if self._at_epoch_end else 'validation'}",
-                f"call self.log({self.monitor!r}, ...) in a step or hook, monitor another key, set "
-                "check_on_train_epoch_end to when the value is logged, or pass strict=False to skip the check",
-            )
+            raise error
         if not self._warned:
             self._warned = True
             if trainer.is_global_zero:
-                warnings.warn(f"{message} {listed}; the check is skipped (strict=False)", RuntimeWarning, stacklevel=2)
+                text = f"{error.what} {error.why}; the check is skipped (strict=False)"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
