@@ -5,22 +5,18 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
+from drivetrain._config.argument_checks import check_choice, check_count
 from drivetrain.callback import Callback
 from drivetrain.callbacks._monitored_value import missing_value, monitored_value
-from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from drivetrain.module.train_module import TrainModule
     from drivetrain.run_context import RunContext
 
 _MODES = ("min", "max")
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is not bool and isinstance(value, Integral) and int(value) >= 0
 
 
 class EarlyStopping(Callback):
@@ -77,24 +73,14 @@ class EarlyStopping(Callback):
                 "all ranks decide from the same number, so only rank 0 prints.",
                 "remove the argument.",
             )
-        if mode not in _MODES:
-            raise ConfigurationError(
-                f"EarlyStopping(mode={mode!r}).{nearest(str(mode), _MODES)}",
-                "mode is the direction in which the monitored value improves",
-                "give 'min' or 'max'",
-            )
+        check_choice("EarlyStopping", "mode", mode, _MODES, "the direction in which the monitored value improves")
         if not isinstance(monitor, str):
             raise ConfigurationError(
                 f"EarlyStopping(monitor={monitor!r})",
                 "monitor is the name of a logged value",
                 "give a name, such as 'val_loss'",
             )
-        if not _is_count(patience):
-            raise ConfigurationError(
-                f"EarlyStopping(patience={patience!r})",
-                "patience is a number of checks without improvement",
-                "give 0 or more",
-            )
+        check_count("EarlyStopping", "patience", patience, 0, "a number of checks without improvement")
         self.monitor = monitor
         self.min_delta = abs(min_delta)
         self.patience = int(patience)  # An int, because a NumPy integer would change `state_key`.

@@ -5,15 +5,15 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from drivetrain._config.argument_checks import check_count
 from drivetrain._runtime.user_class import plain_class
 from drivetrain.callback import Callback
 from drivetrain.callbacks._summary_table import Summary, SummaryRow, as_text
-from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from drivetrain.module.train_module import TrainModule
@@ -39,13 +39,7 @@ class ModelSummary(Callback):
     """
 
     def __init__(self, max_depth: int = 1) -> None:
-        depth: Any = max_depth
-        if not isinstance(depth, int) or depth < -1:
-            raise ConfigurationError(
-                f"ModelSummary(max_depth={max_depth!r})",
-                "max_depth is the number of levels of children to show",
-                "give 0 or more, or -1 for all levels",
-            )
+        check_count("ModelSummary", "max_depth", max_depth, -1, "the number of levels to show, or -1 for all")
         self.max_depth = max_depth
 
     @property

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from drivetrain._config.argument_checks import check_choice
 from drivetrain._config.arguments import parse_duration
 from drivetrain.callback import Callback
-from drivetrain.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
     from drivetrain.module.train_module import TrainModule
@@ -40,12 +40,7 @@ class Timer(Callback):
         interval: str = "step",
         verbose: bool = True,
     ) -> None:
-        if interval not in _INTERVALS:
-            raise ConfigurationError(
-                f"Timer(interval={interval!r}).{nearest(str(interval), _INTERVALS)}",
-                "the time is checked after steps or after epochs",
-                "give 'step' or 'epoch'",
-            )
+        check_choice("Timer", "interval", interval, _INTERVALS, "when the time is checked")
         self.duration = None if duration is None else parse_duration("duration", duration)
         self.interval = interval
         self.verbose = verbose
@@ -67,7 +62,7 @@ class Timer(Callback):
 
     def time_elapsed(self, stage: str = "train") -> float:
         """Return the seconds spent in "train", "validate" or "test", including earlier runs that were resumed."""
-        self._check_stage(stage)
+        check_choice("time_elapsed", "stage", stage, _STAGES, "what the timer measures")
         since = self._running_since.get(stage)
         return self._spent_seconds[stage] + (time.monotonic() - since if since is not None else 0.0)
 
@@ -77,12 +72,12 @@ class Timer(Callback):
 
     def start_time(self, stage: str = "train") -> float | None:
         """Return when the stage started, in seconds of `time.time`; None if the stage has not started."""
-        self._check_stage(stage)
+        check_choice("start_time", "stage", stage, _STAGES, "what the timer measures")
         return self._started.get(stage)
 
     def end_time(self, stage: str = "train") -> float | None:
         """Return when the stage ended, in seconds of `time.time`; None if the stage has not ended."""
-        self._check_stage(stage)
+        check_choice("end_time", "stage", stage, _STAGES, "what the timer measures")
         return self._ended.get(stage)
 
     # Hooks and state
@@ -165,11 +160,3 @@ class Timer(Callback):
             self._spent_seconds[stage] = self.time_elapsed(stage)
             del self._running_since[stage]
             self._ended[stage] = time.time()
-
-    def _check_stage(self, stage: str) -> None:
-        if stage not in _STAGES:
-            raise ConfigurationError(
-                f"Timer does not know the stage {stage!r}.{nearest(stage, _STAGES)}",
-                f"the timer measures {', '.join(_STAGES)}",
-                "use one of these stages",
-            )

@@ -13,6 +13,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from drivetrain._config.argument_checks import check_count
 from drivetrain.callback import Callback
 from drivetrain.callbacks._averages import Averages
 from drivetrain.errors import ConfigurationError
@@ -294,10 +295,8 @@ class EMAWeightAveraging(WeightAveraging):
             "update_starting_at_epoch": (update_starting_at_epoch, 0),
         }
         for name, (value, least) in counts.items():
-            if (value is not None or least) and (type(value) is not int or value < least):
-                raise ConfigurationError(
-                    f"EMAWeightAveraging({name}={value!r})", f"{name} is an integer", f"give {least} or more"
-                )
+            if value is not None or least:
+                check_count("EMAWeightAveraging", name, value, least, "a number of steps or epochs")
         super().__init__(None, use_buffers, evaluate)
         self.decay = float(decay)
         self.update_every_n_steps = update_every_n_steps

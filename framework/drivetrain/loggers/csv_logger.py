@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsFloat
 
+from drivetrain._config.argument_checks import check_count
 from drivetrain._runtime.lazy_names import is_installed
 from drivetrain.checkpoint._format.storage import filesystem_of
-from drivetrain.errors import ConfigurationError, DrivetrainError
+from drivetrain.errors import DrivetrainError
 from drivetrain.loggers._csv_table import Row, format_rows, format_table, parse_table
 from drivetrain.loggers._directory_logger import DirectoryLogger
 from drivetrain.loggers._media_files import MediaFiles
@@ -60,12 +61,8 @@ class CSVLogger(DirectoryLogger):
         prefix: str = "",
         flush_logs_every_n_steps: int = 100,
     ) -> None:
-        if flush_logs_every_n_steps < 1:
-            raise ConfigurationError(
-                f"CSVLogger(flush_logs_every_n_steps={flush_logs_every_n_steps!r})",
-                "this is the number of steps between two writes, so it must be at least 1",
-                "pass a number such as 100",
-            )
+        meaning = "the number of steps between two writes"
+        check_count("CSVLogger", "flush_logs_every_n_steps", flush_logs_every_n_steps, 1, meaning)
         super().__init__(save_dir, name, version, prefix)
         self._flush_every = flush_logs_every_n_steps
         self._table_directory: str | None = None  # the directory that the following attributes refer to

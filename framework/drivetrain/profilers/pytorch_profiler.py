@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule, supported_activities
 
-from drivetrain.errors import ConfigurationError, nearest
+from drivetrain._config.argument_checks import check_choice
+from drivetrain.errors import ConfigurationError
 from drivetrain.profilers._atomic_publish import publish_export
 from drivetrain.profilers._phase_times import PhaseTimes
 from drivetrain.profilers.profiler import ProfiledRun, Profiler
@@ -82,12 +83,9 @@ class PyTorchProfiler(Profiler):
             )
         # torch also accepts names with the kind of device, such as cuda_time_total.
         column = sort_by_key and sort_by_key.replace("cuda", "device").replace("xpu", "device")
-        if column and column not in _SORT_KEYS:
-            raise ConfigurationError(
-                f"PyTorchProfiler(sort_by_key={sort_by_key!r}).{nearest(column, _SORT_KEYS)}",
-                "sort_by_key is the column by which the table of operations is sorted.",
-                f"use one of {', '.join(map(repr, _SORT_KEYS))}, or None.",
-            )
+        if column:
+            meaning = "the column by which the table of operations is sorted"
+            check_choice("PyTorchProfiler", "sort_by_key", column, _SORT_KEYS, meaning)
         self.schedule = schedule
         self.activities = None if activities is None else list(activities)
         self.record_shapes = record_shapes or group_by_input_shapes
