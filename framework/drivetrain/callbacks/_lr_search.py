@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from drivetrain._config.argument_checks import check_choice, check_count
+from drivetrain._runtime.lazy_names import import_optional
 from drivetrain.callback import Callback
 from drivetrain.callbacks._tuned_attributes import find_holders, set_attribute
 from drivetrain.errors import ConfigurationError
@@ -62,14 +63,8 @@ class LRFind:
         Raises:
             ConfigurationError: matplotlib is not installed.
         """
-        try:
-            from matplotlib import pyplot
-        except ImportError as error:
-            raise ConfigurationError(
-                "LRFind.plot needs matplotlib, which is not installed.",
-                "the figure is drawn with matplotlib.",
-                "pip install matplotlib, or plot results['loss'] over results['lr'] yourself.",
-            ) from error
+        fix = "pip install matplotlib, or plot results['loss'] over results['lr'] yourself."
+        pyplot = import_optional("matplotlib.pyplot", "LRFind.plot", fix)
         if ax is None:
             figure, ax = pyplot.subplots()
         else:

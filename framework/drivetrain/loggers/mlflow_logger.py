@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import re
@@ -13,8 +12,7 @@ from contextlib import nullcontext
 from typing import Any
 from urllib.parse import quote
 
-from drivetrain._config.secret_values import without_url_passwords
-from drivetrain._runtime.lazy_names import is_installed
+from drivetrain._runtime.lazy_names import import_optional, is_installed
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.errors import ConfigurationError, DrivetrainError
 from drivetrain.loggers._directory_logger import DirectoryLogger, flat_params
@@ -156,7 +154,7 @@ class MLFlowLogger(DirectoryLogger):
                 _log.warning(
                     "MLflow at %s does not accept metrics: %s: %s. The run continues: the metrics are kept in memory "
                     "and sent with later metrics or at the end of the run.",
-                    without_url_passwords(self._tracking_uri or ""),
+                    _without_credentials(self._tracking_uri or ""),
                     type(error).__name__,
                     error,
                 )
@@ -232,7 +230,7 @@ class MLFlowLogger(DirectoryLogger):
                 self._in_flight.pop(0)
         except Exception as error:
             raise DrivetrainError(
-                f"MLflow at {without_url_passwords(self._tracking_uri or '')} does not accept metrics: "
+                f"MLflow at {_without_credentials(self._tracking_uri or '')} does not accept metrics: "
                 f"{type(error).__name__}: {error}.",
                 "metrics that are kept in memory are lost when this process ends.",
                 "check the server, the network and the credentials, such as MLFLOW_TRACKING_TOKEN.",
@@ -342,14 +340,8 @@ def _equals_stored(value: str, stored: str) -> bool:
 
 
 def _mlflow(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigurationError(
-            "MLFlowLogger needs mlflow, which is not installed",
-            f"the logger uses that package, or its smaller variant mlflow-skinny ({error})",
-            "pip install 'drivetrain[mlflow]' (or only mlflow), or use CSVLogger",
-        ) from error
+    fix = "pip install 'drivetrain[mlflow]' (or only mlflow or mlflow-skinny), or use CSVLogger."
+    return import_optional(module, "MLFlowLogger", fix)
 
 
 def _local_root(save_dir: str) -> str:
@@ -367,3 +359,7 @@ def _local_root(save_dir: str) -> str:
             "pass a tracking_uri, or a local save_dir; checkpoints and other loggers may be at a URL",
         )
     return root
+
+
+def _without_credentials(uri: str) -> str:
+    return re.sub(r"//[^/@]*@", "//...@", uri)
