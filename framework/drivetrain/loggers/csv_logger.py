@@ -286,7 +286,7 @@ class CSVLogger(DirectoryLogger):
         try:
             filesystem = self._directory.filesystem
             filesystem.invalidate_cache()
-            content = filesystem.cat_file(self._path)
+            content: bytes = filesystem.cat_file(self._path)
         except FileNotFoundError:
             return None
         return content.decode("utf-8-sig", "surrogateescape")  # Invalid bytes are written back unchanged.

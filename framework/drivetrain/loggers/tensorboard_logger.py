@@ -212,7 +212,7 @@ class TensorBoardLogger(DirectoryLogger):
         # whose events it hides.
         if purge_step is not None or self._purged_directory == path:
             self._wait_for_later_name(path)
-        writer: Any = SummaryWriter(log_dir=path, **options)  # type: ignore[no-untyped-call]
+        writer: Any = SummaryWriter(log_dir=path, **options)
         if purge_step is not None:
             self._purged_directory = path
             # TensorBoard's server treats the first session start in a folder as the start of the run, and does not
