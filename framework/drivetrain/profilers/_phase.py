@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 
 class Phase:
@@ -16,12 +15,10 @@ class Phase:
         calls: how often the phase was started.
         self_ns: the time without the time of the children.
         longest_ns: the time of the longest call, including children.
-        device_ns: the device time between the events of the phase's beginning and end; None if it was not measured.
         began: when the last call began, in nanoseconds of `time.perf_counter_ns`.
-        event: the device's event at the beginning of the open call; None if the device is not timed.
     """
 
-    __slots__ = ("began", "calls", "children", "device_ns", "event", "longest_ns", "name", "parent", "self_ns")
+    __slots__ = ("began", "calls", "children", "longest_ns", "name", "parent", "self_ns")
 
     def __init__(self, name: str, parent: Phase | None) -> None:
         self.name = name
@@ -30,9 +27,7 @@ class Phase:
         self.calls = 0
         self.self_ns = 0
         self.longest_ns = 0
-        self.device_ns: int | None = None
         self.began = 0
-        self.event: Any = None
 
     @property
     def total_ns(self) -> int:
