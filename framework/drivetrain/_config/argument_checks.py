@@ -45,5 +45,5 @@ def check_count(owner: str, name: str, value: Any, least: int, meaning: str) -> 
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         raise ConfigurationError(
-            f"{owner}({name}={value!r}).", f"{name} is {meaning}.", f"use an integer of at least {least}."
+            f"{owner}({name}={value!r}).", f"{name} is {meaning}.", f"use an integer, {least} or more."
         )

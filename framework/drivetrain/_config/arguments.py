@@ -107,8 +107,8 @@ def parse_duration(name: str, value: Any) -> timedelta:
     if result is None or result <= timedelta(0):
         raise ConfigurationError(
             f"{name}={value!r} is not a duration.",
-            f"{name} limits the time of training.",
-            "use '00:12:00:00' (days, hours, minutes, seconds), a timedelta, or {'hours': 12}.",
+            f"{name} limits the time of training, as DD:HH:MM:SS, a timedelta or a dict of its arguments.",
+            "use '00:12:00:00', timedelta(hours=12) or {'hours': 12}.",
         )
     return result
 

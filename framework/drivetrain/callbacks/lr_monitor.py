@@ -39,7 +39,7 @@ class LearningRateMonitor(Callback):
         self, logging_interval: str | None = None, log_momentum: bool = False, log_weight_decay: bool = False
     ) -> None:
         if logging_interval is not None:
-            meaning = "when learning rates are logged, or None for the schedulers' interval"
+            meaning = "whether learning rates are logged by steps or by epochs, or None"
             check_choice("LearningRateMonitor", "logging_interval", logging_interval, _INTERVALS, meaning)
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
