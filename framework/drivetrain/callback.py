@@ -11,7 +11,6 @@ import torch
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from drivetrain._distributed.shards import Region
     from drivetrain.run_context import RunContext, Trials
 
 
@@ -81,21 +80,14 @@ class Callback:
         """
         return {}
 
-    def tensor_regions(self, trainer: RunContext, module: Any) -> Mapping[str, Region]:
-        """Return, by name, the region of each saved tensor that this rank loads. Other tensors are loaded whole.
-
-        By default a tensor with the name of a weight is loaded in the same region as that weight.
-        """
-        return trainer.strategy.model_regions()
-
     def load_tensors(self, trainer: RunContext, module: Any, tensors: Mapping[str, Any]) -> None:
         """Restore the tensors that `save_tensors` returned. The engine calls this method after `load_state_dict`.
 
         Args:
             trainer: the run.
             module: the module, with its weights already loaded.
-            tensors: whole tensors by name, or `drivetrain.strategies.ParameterShard` objects for those tensors for
-                which `tensor_regions` returned a region.
+            tensors: whole tensors by name. A tensor with the name of a weight that this rank holds a shard of is a
+                `drivetrain.strategies.ParameterShard` of the same region.
         """
 
     @property

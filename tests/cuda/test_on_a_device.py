@@ -201,8 +201,6 @@ def test_a_profile_includes_the_device(tmp_path: Path) -> None:
     simple = SimpleProfiler()
     trained(Net(), profiler=simple, default_root_dir=tmp_path)
     assert sum(row.self_ns for row in simple.rows()) == simple.total_ns
-    timed = {" > ".join(row.path): row.device_ns for row in simple.rows()}
-    assert all((timed[f"training > {phase}"] or 0) > 0 for phase in ("forward", "backward", "optimizer"))
     traced = PyTorchProfiler(tmp_path / "traced", memory_snapshot=not REHEARSED)
     trained(Net(), profiler=traced)
     (trace,) = (tmp_path / "traced").glob("*.trace.json")

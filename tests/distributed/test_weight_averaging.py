@@ -311,31 +311,6 @@ def test_the_last_checkpoint_holds_both(strategy: str, tmp_path: Path) -> None: 
         )
 
 
-class Earlier(EMAWeightAveraging):
-    """Saves the trained weights among the averages while the module holds the averages, as earlier versions did."""
-
-    state_key = "EMAWeightAveraging"
-    evaluates_averages = None
-
-    def trained_weights(self, trainer: Any, module: Any) -> dict[str, Any]:
-        return {}
-
-    def save_tensors(self, trainer: Any, module: Any) -> dict[str, Any]:
-        trained = super().trained_weights(trainer, module)
-        return {**super().save_tensors(trainer, module), **{f"training: {name}": trained[name] for name in trained}}
-
-
-def _saved_by_an_earlier_version(strategy: str, folder: Path) -> Any:
-    run(strategy, 2, folder, [Earlier(0.8), AtTheEnd(folder / "end")], epochs=1)
-    return run(strategy, 2, folder, [ema()], ckpt_path=folder / "end")
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero 2"])
-def test_the_last_checkpoint_of_an_earlier_version_resumes(strategy: str, tmp_path: Path) -> None:  # L-01
-    for found in on_ranks(_saved_by_an_earlier_version, 2, strategy, tmp_path, process_group=None):
-        assert_near(found["average"], by_hand(2, lambda: get_ema_multi_avg_fn(0.8))["average"])
-
-
 # Update intervals
 
 

@@ -50,7 +50,7 @@ def check_arguments(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
     _check_order(values, "min_epochs", "max_epochs")
     _check_order(values, "min_steps", "max_steps")
     if values["max_time"] is not None:
-        duration(values["max_time"])
+        parse_duration("max_time", values["max_time"])
     if values["preemption_signals"] not in (None, "auto"):
         signal_numbers(values["preemption_signals"])
     if values["check_val_every_n_epoch"] is None and not isinstance(values["val_check_interval"], int):
@@ -83,8 +83,12 @@ def check_arguments(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
         _check_barebones(values, chosen)
 
 
-def duration(value: Any) -> timedelta:
-    """Parse ``max_time``: a timedelta, a dict of its arguments, or "DD:HH:MM:SS".
+def parse_duration(name: str, value: Any) -> timedelta:
+    """Parse a duration: a timedelta, a dict of its arguments, or "DD:HH:MM:SS".
+
+    Args:
+        name: the argument, for the error.
+        value: the duration.
 
     Raises:
         ConfigurationError: ``value`` has another form, or its duration is not positive.
@@ -97,14 +101,14 @@ def duration(value: Any) -> timedelta:
             result = timedelta(**value)
         except TypeError:
             result = None
-    elif isinstance(value, str) and re.fullmatch(r"\d+:\d\d:\d\d:\d\d", value):
+    elif isinstance(value, str) and re.fullmatch(r"\d+:\d\d?:\d\d?:\d\d?", value):
         days, hours, minutes, seconds = map(int, value.split(":"))
         result = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
     if result is None or result <= timedelta(0):
         raise ConfigurationError(
-            f"max_time={value!r} is not a duration.",
-            "max_time limits the time of training.",
-            "use '00:12:00:00' (days, hours, minutes, seconds), a timedelta, or {'hours': 12}.",
+            f"{name}={value!r} is not a duration.",
+            f"{name} limits the time of training, as DD:HH:MM:SS, a timedelta or a dict of its arguments.",
+            "use '00:12:00:00', timedelta(hours=12) or {'hours': 12}.",
         )
     return result
 

@@ -53,14 +53,7 @@ class ProfiledSession(Session):
         super().__init__(request, strategy, topology)
         trainer, before = request.trainer, request.previous_folder
         self._profiler = trainer.profiler
-        self._facts = ProfiledRun(
-            request.stage,
-            strategy.rank,
-            strategy.world_size,
-            strategy.device,
-            trainer.log_every_n_steps,
-            bool(trainer.compile),
-        )
+        self._facts = ProfiledRun(request.stage, strategy.rank, strategy.world_size, strategy.device)
         self._folder_of_fit = before.path if before is not None and before.is_of_fit else None
         self._is_nested: bool | None = None  # None unless the run is being measured
         self._replace(self.core.callbacks, "collect", lambda collect: partial(self._time_hooks, collect))
@@ -77,11 +70,6 @@ class ProfiledSession(Session):
             self._measuring.add(id(self._profiler))
         self._is_nested = is_nested
         return super()._run()
-
-    def _finish(self, status: str) -> None:
-        super()._finish(status)
-        if self._facts.world_size > 1 and not self._is_nested and not self.checkpoints.run_failed:
-            self._profiler.receive_results(self.core.strategy.control.gather_objects(self._profiler.measured()))
 
     def _detach(self) -> None:
         super()._detach()
@@ -143,11 +131,6 @@ class ProfiledSession(Session):
     def _prepare(self) -> PreparedRun:
         prepared = super()._prepare()
         self._set_folder()
-        loaders = self.data.loaded.loaders or self.data.loaded.evaluated
-        workers = [loader.num_workers for loader in loaders if isinstance(getattr(loader, "num_workers", None), int)]
-        pinned = [loader.pin_memory for loader in loaders if isinstance(getattr(loader, "pin_memory", None), bool)]
-        self._facts.num_workers = min(workers, default=None)
-        self._facts.pin_memory = all(pinned) if pinned else None
         if prepared.move is not None:
             self._time_transfer(prepared.move)
         return replace(prepared, runner=self._timed("forward", prepared.runner))

@@ -479,7 +479,6 @@ class RunCheckpoint:
         return {name: weights[name] if name in weights else strategy.shard_of(value) for name, value in own.items()}
 
     def _read_callback_tensors(self, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
-        trainer, module = self._core.trainer, self._module
         saved = checkpoint.manifest.callbacks
         unclaimed = sorted(saved.keys() - {key for key, _ in self._callbacks_by_key()})
         if unclaimed and self._strategy.rank == 0:
@@ -488,10 +487,9 @@ class RunCheckpoint:
                 checkpoint.path,
                 listed(unclaimed),
             )
+        regions = self._strategy.model_regions()
         return {
-            key: checkpoint.callback_tensors(key).staged(callback.tensor_regions(trainer, module))
-            for key, callback in self._callbacks_by_key()
-            if key in saved
+            key: checkpoint.callback_tensors(key).staged(regions) for key, _ in self._callbacks_by_key() if key in saved
         }
 
     def _read_rank_states(self, checkpoint: Checkpoint, data: dict[str, Any]) -> list[dict[str, Any]]:

@@ -75,8 +75,8 @@ def locate_logger(first: Logger, loggers: Sequence[Logger]) -> RunLocation:
         for logger, directory in zip(sharing, directories, strict=True)
     ]
     asked = [directory.asked for directory in directories if directory is not None]
-    assert first.writes_to is not None
-    path = runs_folder_of(first.writes_to, first.name)
+    assert first.save_dir is not None
+    path = runs_folder_of(first.save_dir, first.name)
     return RunLocation(path, next(filter(None, fixed), None), next(filter(None, asked), None), type(first).__name__)
 
 
@@ -86,9 +86,9 @@ def _chosen_version(logger: Logger) -> str | None:
 
 def loggers_sharing_folder(first: Logger, loggers: Sequence[Logger]) -> list[Logger]:
     """Return the loggers with the same root and name, which share a folder."""
-    place = resolve_folder(runs_folder_of(first.writes_to or "", first.name))
-    with_files = [logger for logger in loggers if logger.writes_to is not None]
-    return [each for each in with_files if resolve_folder(runs_folder_of(each.writes_to or "", each.name)) == place]
+    place = resolve_folder(runs_folder_of(first.save_dir or "", first.name))
+    with_files = [logger for logger in loggers if logger.save_dir is not None]
+    return [each for each in with_files if resolve_folder(runs_folder_of(each.save_dir or "", each.name)) == place]
 
 
 def runs_folder(run: RunCore) -> str:
@@ -112,7 +112,7 @@ def run_name(run: RunCore) -> str:
 
 def first_with_files(loggers: Sequence[Logger]) -> Logger | None:
     """Return the first logger that writes files, whose folder is the run's; None if there is none."""
-    return next((logger for logger in loggers if logger.writes_to is not None), None)
+    return next((logger for logger in loggers if logger.save_dir is not None), None)
 
 
 # Loggers

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from drivetrain._config.arguments import duration
+from drivetrain._config.arguments import parse_duration
 from drivetrain._engine.batches import BatchMover, move_micro_batches
 from drivetrain._engine.run_callbacks import RunCallbacks
 from drivetrain._engine.run_parts import GradientNorm, RunCore, RunData, Stopping, Training, TrainingInputs
@@ -153,7 +153,7 @@ def build_training_pass(
 def build_stopping(core: RunCore, data: RunData) -> Stopping:
     """Build the request that ends training early, and the snapshot with which a run can end within a window."""
     trainer = core.trainer
-    max_time = None if trainer.max_time is None else duration(trainer.max_time)
+    max_time = None if trainer.max_time is None else parse_duration("max_time", trainer.max_time)
     stop = StopRequest(core.strategy.control, max_time, trainer.min_steps, trainer.min_epochs)
     snapshot = None
     # After a failure, only a run of one process can save.

@@ -60,7 +60,7 @@ def _problems(callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> Itera
                 fix = f"give {name} a dirpath that can be written to, or Fit a default_root_dir."
                 yield f"{name} cannot write to {folder!r}: {problem}", FAILS_AT_FIRST_SAVE, fix
     for each in loggers:
-        root = each.writes_to
+        root = each.save_dir
         if root is not None and "://" not in root and (problem := write_problem(root)) is not None:
             name = type(each).__name__
             fix = f"give {name} a folder that can be written to, or Fit a default_root_dir; or logger=False."

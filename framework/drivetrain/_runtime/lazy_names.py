@@ -1,4 +1,4 @@
-"""Imports public names on first use (PEP 562), and checks whether optional packages are installed."""
+"""Imports public names on first use (PEP 562), and optional packages."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from drivetrain.errors import ConfigurationError
 
 
 def lazy_names(
@@ -43,3 +45,23 @@ def is_installed(*modules: str) -> bool:
         return all(importlib.util.find_spec(module) is not None for module in modules)
     except ModuleNotFoundError:  # the parent package of a dotted name is missing
         return False
+
+
+def import_optional(module: str, owner: str, fix: str) -> Any:
+    """Import a module of an optional package.
+
+    Args:
+        module: the module.
+        owner: what needs the package.
+        fix: how to install the package, or what to use instead.
+
+    Raises:
+        ConfigurationError: the package is not installed, or cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ConfigurationError(
+            f"{owner} needs {package}, which is not installed.", f"{owner} uses that package ({error}).", fix
+        ) from error

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain._distributed.shards import ParameterShard, Region
+from drivetrain._distributed.shards import ParameterShard
 from drivetrain.strategies.strategy import Strategy
 
 Average = Callable[[list[Tensor], list[Tensor], int], None]
@@ -36,10 +36,10 @@ class Averages:
         self._buffers = buffers
         self.averages: dict[str, Tensor] = {}
         """This rank's part of each average, by the weight's name."""
-        self._weights: dict[str, Tensor] = {}  # views of the trained weights, or copies of them
-        self._pairs: list[tuple[list[Tensor], list[Tensor]]] = []  # averages and weights, by device and dtype
-        self._weights_are_copies = False  # whether `_weights` are copies, which do not follow the training
-        self._parameters: list[Tensor] = []  # parameters that share storage with `_weights`
+        # Averages and weights, by device and dtype. The weights are views of the trained weights, or copies of them.
+        self._pairs: list[tuple[list[Tensor], list[Tensor]]] = []
+        self._weights_are_copies = False  # whether the weights are copies, which do not follow the training
+        self._parameters: list[Tensor] = []  # parameters that share storage with the weights
         self._buffer_slots: list[tuple[dict[str, Tensor | None], str]] = []
         self._addresses: tuple[int, ...] = ()
         self._trained_weights: dict[str, Tensor] = {}  # the trained weights, while the averages are in the module
@@ -58,7 +58,6 @@ class Averages:
         self._weights_are_copies = any(
             weight.data_ptr() != second[name].data_ptr() for name, weight in local_weights.items()
         )
-        self._weights = local_weights
         for name, weight in local_weights.items():
             if name not in self.averages or self.averages[name].shape != weight.shape:  # A buffer may change its shape.
                 self.averages[name] = weight.to(_average_dtype(weight.dtype), copy=True)
@@ -110,7 +109,8 @@ class Averages:
         self._trained_weights = {
             name: weight.clone() for name, weight in self._local_weights().items() if name in self.averages
         }
-        self._load({name: self.averages[name] for name in self._trained_weights})
+        averages = {name: self.averages[name] for name in self._trained_weights}
+        self._strategy.load_model_state(self._as_strategy_state(averages), strict=False)
         if self._buffers:
             self._strategy.sync_buffers(self._module)
 
@@ -139,19 +139,12 @@ class Averages:
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
         """Load what `state` returned in a run with any strategy."""
-        training = {}
         not_averaged = self._buffer_values().keys() - self._averaged_buffers()
         for name, value in state.items():
             if name in not_averaged:
                 continue
-            # Earlier versions saved the trained weights here while the averages were in the module.
-            if name.startswith(_TRAINED_PREFIX):
-                training[name.removeprefix(_TRAINED_PREFIX)] = value
-                continue
             local = value.local if isinstance(value, ParameterShard) else value
             self.averages[name] = local.to(_average_dtype(local.dtype), copy=True)
-        if training:
-            self._strategy.load_model_state(training, strict=False)
         for name, weight in self._local_weights().items():
             if name in self.averages:
                 self.averages[name] = self.averages[name].to(weight.device, _average_dtype(weight.dtype))
@@ -204,9 +197,6 @@ class Averages:
         values = {name: self._strategy.shard_of(value) for name, value in state.items() if name in names}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
-    def _load(self, parts: Mapping[str, Tensor]) -> None:
-        self._strategy.load_model_state(self._as_strategy_state(parts), strict=False)
-
     def _as_strategy_state(self, parts: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the values as the strategy holds them, with this rank's part replaced by the value in ``parts``."""
         if not parts:
@@ -219,15 +209,6 @@ class Averages:
 
 
 _DATA_PTR = Tensor.data_ptr  # a C function, which `map` applies without a Python call per parameter
-
-_TRAINED_PREFIX = "training: "
-"""Prefix under which earlier versions saved trained weights while the averages were in the module."""
-
-
-def average_regions(strategy: Strategy) -> dict[str, Region]:
-    """Return the regions of the tensors that `Averages.load` needs on this rank."""
-    regions = strategy.model_regions()
-    return {**regions, **{f"{_TRAINED_PREFIX}{name}": region for name, region in regions.items()}}
 
 
 def _is_averageable(dtype: torch.dtype) -> bool:

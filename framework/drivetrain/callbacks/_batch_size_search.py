@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
+from drivetrain._config.argument_checks import check_choice, check_count
 from drivetrain._runtime.transfer import samples_in
 from drivetrain.callback import Callback
 from drivetrain.callbacks._tuned_attributes import find_holders, set_attribute
 from drivetrain.data._loader_copy import resized
-from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from drivetrain.run_context import RunContext, Trials
@@ -191,15 +192,7 @@ def check_batch_size_arguments(mode: str, init_val: int, max_trials: int, steps_
     Raises:
         ConfigurationError: an argument is invalid. The message names the argument.
     """
-    if mode not in MODES:
-        raise ConfigurationError(
-            f"mode={mode!r}.{nearest(str(mode), MODES)}",
-            "'power' doubles the size until it does not fit, and 'binsearch' then searches between the last two sizes.",
-            "use 'power' or 'binsearch'.",
-        )
-    counts = (("init_val", init_val), ("max_trials", max_trials), ("steps_per_trial", steps_per_trial))
-    for name, value in counts:
-        if type(value) is not int or value < 1:
-            raise ConfigurationError(
-                f"{name}={value!r}.", f"{name} is an integer, 1 or more.", f"use an int, such as {name}=2."
-            )
+    check_choice("scale_batch_size", "mode", mode, MODES, "the order in which sizes are tried")
+    counts = {"init_val": init_val, "max_trials": max_trials, "steps_per_trial": steps_per_trial}
+    for name, value in counts.items():
+        check_count("scale_batch_size", name, value, 1, "a number of samples, trials or steps")

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from drivetrain._config.argument_checks import check_choice, check_count
+from drivetrain._runtime.lazy_names import import_optional
 from drivetrain.callback import Callback
 from drivetrain.callbacks._tuned_attributes import find_holders, set_attribute
-from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from drivetrain.run_context import RunContext, Trials
@@ -61,14 +63,8 @@ class LRFind:
         Raises:
             ConfigurationError: matplotlib is not installed.
         """
-        try:
-            from matplotlib import pyplot
-        except ImportError as error:
-            raise ConfigurationError(
-                "LRFind.plot needs matplotlib, which is not installed.",
-                "the figure is drawn with matplotlib.",
-                "pip install matplotlib, or plot results['loss'] over results['lr'] yourself.",
-            ) from error
+        fix = "pip install matplotlib, or plot results['loss'] over results['lr'] yourself."
+        pyplot = import_optional("matplotlib.pyplot", "LRFind.plot", fix)
         if ax is None:
             figure, ax = pyplot.subplots()
         else:
@@ -252,24 +248,14 @@ def check_lr_arguments(
     Raises:
         ConfigurationError: an argument is invalid. The message names the argument.
     """
-    if mode not in MODES:
-        raise ConfigurationError(
-            f"mode={mode!r}.{nearest(str(mode), MODES)}",
-            "the learning rate grows by a constant factor or a constant amount.",
-            "use 'exponential' or 'linear'.",
-        )
+    check_choice("lr_find", "mode", mode, MODES, "whether the learning rate grows by a constant factor or amount")
     if not 0 < min_lr < max_lr:
         raise ConfigurationError(
             f"min_lr={min_lr!r} with max_lr={max_lr!r}.",
             "the learning rate grows from min_lr to max_lr during the search.",
             "give 0 < min_lr < max_lr, such as 1e-8 and 1.",
         )
-    if type(num_training) is not int or num_training < 2:
-        raise ConfigurationError(
-            f"num_training={num_training!r}.",
-            "the search compares the losses of at least two optimizer steps.",
-            "use an int, such as 100.",
-        )
+    check_count("lr_find", "num_training", num_training, 2, "the number of optimizer steps whose losses are compared")
     if early_stop_threshold is not None and not early_stop_threshold > 0:
         raise ConfigurationError(
             f"early_stop_threshold={early_stop_threshold!r}.",

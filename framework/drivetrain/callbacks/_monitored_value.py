@@ -35,11 +35,13 @@ def was_logged(trainer: RunContext, names: Sequence[str]) -> bool:
     return all(monitored_value(trainer, name) is not None for name in names)
 
 
-def missing_value(trainer: RunContext, monitored_by: str, name: str) -> ConfigurationError:
+def missing_value(
+    trainer: RunContext, monitored_by: str, name: str, when: str = "before a checkpoint is saved"
+) -> ConfigurationError:
     """Return the error for a logged value that ``monitored_by`` needs and that no rank has logged."""
     known = sorted(trainer.callback_metrics)
     return ConfigurationError(
         f"{monitored_by}: no value of that name was logged.{nearest(name, known)}",
         f"logged so far: {', '.join(known)}" if known else "nothing was logged so far",
-        f"call self.log({name!r}, ...) before a checkpoint is saved, or name another value",
+        f"call self.log({name!r}, ...) {when}, or name another value",
     )

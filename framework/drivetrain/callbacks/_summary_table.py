@@ -1,8 +1,7 @@
-"""A model's summary, formatted as plain aligned columns or as a rich table."""
+"""A model's summary, formatted as aligned columns."""
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks._forward_shapes import Shapes
 
 _COLUMN_GAP = "  "
+_MIN_WIDTH = 8  # characters to which a column may be shortened
 _MAX_NAMES = 4  # names of rows in a note; further rows are only counted
 _NOTES = {"meta": "on the meta device", "lazy": "lazy, without a shape until the first batch"}
 
@@ -72,14 +72,13 @@ class _Column:
         title: the header.
         cells: the text of each row.
         right: whether to align right.
-        min_widths: the minimum widths in the first and second round of shortening; None if the column is never
-            shortened.
+        shrinks: whether the column may be shortened.
     """
 
     title: str
     cells: list[str]
     right: bool = False
-    min_widths: tuple[int, int] | None = None
+    shrinks: bool = False
 
     @property
     def width(self) -> int:
@@ -104,81 +103,39 @@ def as_text(summary: Summary, width: int = 80) -> str:
             ).rstrip()
             for cells in zip(*([column.title, *column.cells] for column in columns), strict=True)
         ]
-        rule = "-" * (sum(widths) + len(_COLUMN_GAP) * (len(widths) - 1))
+        rule = "-" * _table_width(columns)
         lines = [table[0], rule, *table[1:], rule]
     return "\n".join(lines + [part for line in _footer(summary) for part in textwrap.wrap(line, width)])
-
-
-def as_rich(summary: Summary, width: int) -> str:
-    """Return the summary as a table drawn by rich, including terminal control sequences."""
-    import io
-
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=width, highlight=False)
-    if summary.rows:
-        columns = _columns(summary, sys.maxsize)
-        if _total(columns, gap=3) + 4 <= width:  # The width suffices for a border and lines between columns.
-            table = Table(box=box.ROUNDED, header_style="bold")
-        else:
-            columns = _columns(summary, width)
-            table = Table(
-                box=box.SIMPLE_HEAD, header_style="bold", show_edge=False, padding=(0, 1, 0, 0), pad_edge=False
-            )
-        for column in columns:
-            table.add_column(
-                column.title,
-                justify="right" if column.right else "left",
-                style="cyan" if column.title == "Name" else "dim" if column.title == "Type" else None,
-                no_wrap=True,
-            )
-        for cells in zip(*(column.cells for column in columns), strict=True):
-            table.add_row(*map(Text, cells))
-        console.print(table)
-        if table.box is not box.ROUNDED:
-            console.print("\N{BOX DRAWINGS LIGHT HORIZONTAL}" * _total(columns, len(_COLUMN_GAP)))
-    for line in _footer(summary):
-        console.print("\n".join(textwrap.wrap(line, width)), markup=False)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue().rstrip("\n")
 
 
 def _columns(summary: Summary, width: int) -> list[_Column]:
     """Return the columns, shortened to fit into ``width`` characters if possible."""
     rows = summary.rows
     columns = [
-        _Column("Name", ["  " * row.depth + row.name.rpartition(".")[2] for row in rows], min_widths=(16, 8)),
-        _Column("Type", [row.type_name for row in rows], min_widths=(12, 8)),
+        _Column("Name", ["  " * row.depth + row.name.rpartition(".")[2] for row in rows], shrinks=True),
+        _Column("Type", [row.type_name for row in rows], shrinks=True),
         _Column("Params", [format_count(row.total) for row in rows], right=True),
         _Column("Size", [format_bytes(row.size) for row in rows], right=True),
     ]
     if summary.flops is not None:
-        columns.append(_Column("In", [_shapes(row.inputs) for row in rows], min_widths=(99, 8)))
-        columns.append(_Column("Out", [_shapes(row.outputs) for row in rows], min_widths=(99, 8)))
+        columns.append(_Column("In", [_shapes(row.inputs) for row in rows], shrinks=True))
+        columns.append(_Column("Out", [_shapes(row.outputs) for row in rows], shrinks=True))
         columns.append(
             _Column("FLOPs", [format_count(row.flops, "KMGTP") if row.flops else "-" for row in rows], right=True)
         )
     modes = [_mode(row) for row in rows]
     if set(modes) != {"train"}:
         columns.append(_Column("Mode", modes))
-    for shortening_round in range(2):
-        while _total(columns, len(_COLUMN_GAP)) > width:
-            shrinkable = [
-                column
-                for column in columns
-                if column.min_widths is not None and column.width > column.min_widths[shortening_round]
-            ]
-            if not shrinkable:
-                break  # The terminal is too narrow for the table, and will wrap lines.
-            max(shrinkable, key=lambda column: column.width).shorten()
+    while _table_width(columns) > width:
+        shrinkable = [column for column in columns if column.shrinks and column.width > _MIN_WIDTH]
+        if not shrinkable:
+            break  # The terminal is too narrow for the table, and will wrap lines.
+        max(shrinkable, key=lambda column: column.width).shorten()
     return columns
 
 
-def _total(columns: Sequence[_Column], gap: int) -> int:
-    return sum(column.width for column in columns) + gap * (len(columns) - 1)
+def _table_width(columns: Sequence[_Column]) -> int:
+    return sum(column.width for column in columns) + len(_COLUMN_GAP) * (len(columns) - 1)
 
 
 def _mode(row: SummaryRow) -> str:

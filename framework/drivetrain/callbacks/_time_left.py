@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from drivetrain._config.arguments import duration
+from drivetrain._config.arguments import parse_duration
 
 if TYPE_CHECKING:
     from drivetrain.run_context import RunContext
@@ -23,7 +23,8 @@ class TimeLeft:
     """
 
     def __init__(self, trainer: RunContext, now: float) -> None:
-        self._deadline = None if trainer.max_time is None else now + duration(trainer.max_time).total_seconds()
+        limit = None if trainer.max_time is None else parse_duration("max_time", trainer.max_time)
+        self._deadline = None if limit is None else now + limit.total_seconds()
         self._pace_start_time, self._pace_start_batch = now, trainer.micro_batches
         self._last_count = trainer.micro_batches
         self._warmed_up = False  # whether the measurement of the pace has restarted after the first micro-batches

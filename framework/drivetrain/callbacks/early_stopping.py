@@ -5,22 +5,18 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
+from drivetrain._config.argument_checks import check_choice, check_count
 from drivetrain.callback import Callback
-from drivetrain.callbacks._monitored_value import monitored_value
-from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.callbacks._monitored_value import missing_value, monitored_value
+from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from drivetrain.module.train_module import TrainModule
     from drivetrain.run_context import RunContext
 
 _MODES = ("min", "max")
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is not bool and isinstance(value, Integral) and int(value) >= 0
 
 
 class EarlyStopping(Callback):
@@ -77,24 +73,14 @@ class EarlyStopping(Callback):
                 "all ranks decide from the same number, so only rank 0 prints.",
                 "remove the argument.",
             )
-        if mode not in _MODES:
-            raise ConfigurationError(
-                f"EarlyStopping(mode={mode!r}).{nearest(str(mode), _MODES)}",
-                "mode is the direction in which the monitored value improves",
-                "give 'min' or 'max'",
-            )
+        check_choice("EarlyStopping", "mode", mode, _MODES, "the direction in which the monitored value improves")
         if not isinstance(monitor, str):
             raise ConfigurationError(
                 f"EarlyStopping(monitor={monitor!r})",
                 "monitor is the name of a logged value",
                 "give a name, such as 'val_loss'",
             )
-        if not _is_count(patience):
-            raise ConfigurationError(
-                f"EarlyStopping(patience={patience!r})",
-                "patience is a number of checks without improvement",
-                "give 0 or more",
-            )
+        check_count("EarlyStopping", "patience", patience, 0, "a number of checks without improvement")
         self.monitor = monitor
         self.min_delta = abs(min_delta)
         self.patience = int(patience)  # An int, because a NumPy integer would change `state_key`.
@@ -239,19 +225,14 @@ class EarlyStopping(Callback):
         return value + margin < other if self.mode == "min" else value - margin > other
 
     def _handle_missing_value(self, trainer: RunContext) -> None:
-        known = sorted(trainer.callback_metrics)
-        message = (
-            f"EarlyStopping(monitor={self.monitor!r}): no value of that name was logged.{nearest(self.monitor, known)}"
-        )
-        listed = f"logged so far: {', '.join(known)}" if known else "nothing was logged so far"
+        monitored_by = f"EarlyStopping(monitor={self.monitor!r})"
+        checked = "training epoch" if self._at_epoch_end else "validation"
+        when = f"before the end of a {checked}, set check_on_train_epoch_end to when it is logged, pass strict=False"
+        error = missing_value(trainer, monitored_by, self.monitor, when)
         if self.strict:
-            raise ConfigurationError(
-                message,
-                f"{listed}, at the end of a {'training epoch' if self._at_epoch_end else 'validation'}",
-                f"call self.log({self.monitor!r}, ...) in a step or hook, monitor another key, set "
-                "check_on_train_epoch_end to when the value is logged, or pass strict=False to skip the check",
-            )
+            raise error
         if not self._warned:
             self._warned = True
             if trainer.is_global_zero:
-                warnings.warn(f"{message} {listed}; the check is skipped (strict=False)", RuntimeWarning, stacklevel=2)
+                text = f"{error.what} {error.why}; the check is skipped (strict=False)"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)

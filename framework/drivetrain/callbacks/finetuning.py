@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from drivetrain._config.argument_checks import check_count
 from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError, listed
 
@@ -179,12 +180,8 @@ class BackboneFinetuning(BaseFinetuning):
         verbose: bool = False,
         rounding: int = 12,
     ) -> None:
-        if type(unfreeze_backbone_at_epoch) is not int or unfreeze_backbone_at_epoch < 0:
-            raise ConfigurationError(
-                f"BackboneFinetuning(unfreeze_backbone_at_epoch={unfreeze_backbone_at_epoch!r})",
-                "epochs are counted from 0",
-                "give 0 or more",
-            )
+        meaning = "an epoch, counted from 0"
+        check_count("BackboneFinetuning", "unfreeze_backbone_at_epoch", unfreeze_backbone_at_epoch, 0, meaning)
         rates = {"backbone_initial_ratio_lr": backbone_initial_ratio_lr, "backbone_initial_lr": backbone_initial_lr}
         for name, rate in rates.items():
             if rate is not None and not rate >= 0:

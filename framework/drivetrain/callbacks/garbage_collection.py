@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING, Any
 
+from drivetrain._config.argument_checks import check_count
 from drivetrain.callback import Callback
-from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from drivetrain.module.train_module import TrainModule
@@ -37,12 +37,8 @@ class GarbageCollection(Callback):
     priority = -200  # after callbacks that draw and save
 
     def __init__(self, every_n_steps: int = 1000) -> None:
-        if every_n_steps != int(every_n_steps) or every_n_steps < 1:
-            raise ConfigurationError(
-                f"GarbageCollection(every_n_steps={every_n_steps!r}).",
-                "every_n_steps is the number of optimizer steps between two collections",
-                "give at least 1, such as 1000",
-            )
+        meaning = "the number of optimizer steps between two collections"
+        check_count("GarbageCollection", "every_n_steps", every_n_steps, 1, meaning)
         self.every_n_steps = every_n_steps
         self._has_disabled = False  # whether this callback has disabled automatic collection
         self._collected_at = 0  # global_step of the last collection

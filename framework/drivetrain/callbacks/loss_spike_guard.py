@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from drivetrain._config.argument_checks import check_choice, check_count
 from drivetrain._metrics.packing import Readback
 from drivetrain.callback import Callback
 from drivetrain.callbacks._spike_statistic import SpikeStatistic
-from drivetrain.errors import ConfigurationError, LossSpikeError, nearest
+from drivetrain.errors import ConfigurationError, LossSpikeError
 from drivetrain.module.train_module import TrainModule
 
 if TYPE_CHECKING:
@@ -110,17 +111,9 @@ class LossSpikeGuard(Callback):
         every_n_steps: int = 10,
         max_rollbacks: int = 3,
     ) -> None:
-        if action not in _ACTIONS:
-            raise ConfigurationError(
-                f"LossSpikeGuard(action={action!r}).{nearest(str(action), _ACTIONS)}",
-                "the action is what to do at a spike",
-                f"give one of {', '.join(_ACTIONS)}",
-            )
+        check_choice("LossSpikeGuard", "action", action, _ACTIONS, "what to do at a spike")
         for name, value in {"window": window, "warmup": warmup, "every_n_steps": every_n_steps}.items():
-            if type(value) is not int or value < 1:
-                raise ConfigurationError(
-                    f"LossSpikeGuard({name}={value!r})", f"{name} is a number of steps", "give 1 or more"
-                )
+            check_count("LossSpikeGuard", name, value, 1, "a number of steps")
         if threshold <= 0 or warmup > window:
             raise ConfigurationError(
                 f"LossSpikeGuard(threshold={threshold!r}, window={window}, warmup={warmup})",

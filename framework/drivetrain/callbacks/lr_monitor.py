@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from drivetrain._config.argument_checks import check_choice
 from drivetrain.callback import Callback
-from drivetrain.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
     from drivetrain.module.train_module import TrainModule
@@ -38,12 +38,9 @@ class LearningRateMonitor(Callback):
     def __init__(
         self, logging_interval: str | None = None, log_momentum: bool = False, log_weight_decay: bool = False
     ) -> None:
-        if logging_interval is not None and logging_interval not in _INTERVALS:
-            raise ConfigurationError(
-                f"LearningRateMonitor(logging_interval={logging_interval!r}).{nearest(logging_interval, _INTERVALS)}",
-                "learning rates are logged by steps or by epochs",
-                "give 'step', 'epoch' or None",
-            )
+        if logging_interval is not None:
+            meaning = "whether learning rates are logged by steps or by epochs, or None"
+            check_choice("LearningRateMonitor", "logging_interval", logging_interval, _INTERVALS, meaning)
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay

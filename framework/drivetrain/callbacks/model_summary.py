@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from drivetrain._runtime.lazy_names import is_installed
-from drivetrain._runtime.terminal_output import is_terminal
+from drivetrain._config.argument_checks import check_count
 from drivetrain._runtime.user_class import plain_class
 from drivetrain.callback import Callback
-from drivetrain.callbacks._summary_table import Summary, SummaryRow, as_rich, as_text
-from drivetrain.errors import ConfigurationError
+from drivetrain.callbacks._summary_table import Summary, SummaryRow, as_text
 
 if TYPE_CHECKING:
     from drivetrain.module.train_module import TrainModule
@@ -34,8 +31,6 @@ class ModelSummary(Callback):
     device. If ``forward`` cannot run on fake tensors, for example because it branches on values, the summary shows the
     reason. The derivation takes one or two seconds, plus a few milliseconds per layer.
 
-    On a terminal with rich installed, the table is drawn by rich.
-
     Args:
         max_depth: the number of levels to show. 1 shows the children, -1 all levels, and 0 only the totals.
 
@@ -44,13 +39,7 @@ class ModelSummary(Callback):
     """
 
     def __init__(self, max_depth: int = 1) -> None:
-        depth: Any = max_depth
-        if not isinstance(depth, int) or depth < -1:
-            raise ConfigurationError(
-                f"ModelSummary(max_depth={max_depth!r})",
-                "max_depth is the number of levels of children to show",
-                "give 0 or more, or -1 for all levels",
-            )
+        check_count("ModelSummary", "max_depth", max_depth, -1, "the number of levels to show, or -1 for all")
         self.max_depth = max_depth
 
     @property
@@ -63,7 +52,7 @@ class ModelSummary(Callback):
         if trainer.is_global_zero:
             summary = summarize(module, self.max_depth, trainer.strategy.device)
             width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
-            trainer.print(as_rich(summary, width) if _use_rich() else as_text(summary, width))
+            trainer.print(as_text(summary, width))
 
 
 def summarize(module: torch.nn.Module, max_depth: int = 1, device: torch.device | None = None) -> Summary:
@@ -106,12 +95,6 @@ def summarize(module: torch.nn.Module, max_depth: int = 1, device: torch.device 
                 for row in rows
             ]
     return Summary(tuple(rows), total, trainable, size, sum(modes), len(modes) - sum(modes), flops, missing_reason)
-
-
-def _use_rich() -> bool:
-    """Return whether rich is installed and standard output is a UTF terminal."""
-    out = sys.stdout
-    return is_terminal(out) and (out.encoding or "").lower().startswith("utf") and is_installed("rich")
 
 
 def _walk(module: torch.nn.Module, prefix: str, depth: int) -> Iterator[tuple[str, torch.nn.Module, int]]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from drivetrain._config.argument_checks import check_count
 from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError, NonFiniteError
 from drivetrain.module.train_module import TrainModule
@@ -58,12 +59,8 @@ class NonFiniteGuard(Callback):
     priority = 100  # before callbacks that save or decide
 
     def __init__(self, every_n_steps: int = 50, check_gradients: bool = False, check_parameters: bool = False) -> None:
-        if every_n_steps < 1:
-            raise ConfigurationError(
-                f"NonFiniteGuard(every_n_steps={every_n_steps!r})",
-                "every_n_steps is the number of optimizer steps between two checks",
-                "give 1 or more",
-            )
+        meaning = "the number of optimizer steps between two checks"
+        check_count("NonFiniteGuard", "every_n_steps", every_n_steps, 1, meaning)
         self.every_n_steps = every_n_steps
         self.check_gradients = check_gradients
         self.check_parameters = check_parameters

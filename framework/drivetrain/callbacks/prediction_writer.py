@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from drivetrain._config.argument_checks import check_choice, check_count
 from drivetrain._runtime.transfer import samples_in
 from drivetrain._runtime.working_directory import resolved_path
 from drivetrain.callback import Callback
-from drivetrain.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
     from drivetrain.callbacks._predictions.prediction_run import PredictionRun
@@ -37,12 +37,7 @@ class BasePredictionWriter(Callback):
     """
 
     def __init__(self, write_interval: str = "batch") -> None:
-        if write_interval not in _INTERVALS:
-            raise ConfigurationError(
-                f"{type(self).__name__}(write_interval={write_interval!r}).{nearest(str(write_interval), _INTERVALS)}",
-                f"the intervals are {', '.join(_INTERVALS)}.",
-                "give one of these intervals.",
-            )
+        check_choice(type(self).__name__, "write_interval", write_interval, _INTERVALS, "when predictions are written")
         self.write_interval = write_interval
         self._predictions: list[list[Any]] = []
         self._indices: list[list[Sequence[Any] | None]] = []
@@ -140,16 +135,9 @@ class PredictionWriter(BasePredictionWriter):
         self, path: str | os.PathLike[str], format: str = "safetensors", *, part_bytes: int = _PART_BYTES
     ) -> None:
         super().__init__("batch")
-        if format not in _FORMATS:
-            raise ConfigurationError(
-                f"PredictionWriter(format={format!r}).{nearest(str(format), _FORMATS)}",
-                f"the formats are {', '.join(_FORMATS)}.",
-                "omit the argument; for another format write a subclass of BasePredictionWriter.",
-            )
-        if part_bytes < 1:
-            raise ConfigurationError(
-                f"PredictionWriter(part_bytes={part_bytes!r}).", "part_bytes is a number of bytes.", "give 1 or more."
-            )
+        meaning = "the format of the files; a subclass of BasePredictionWriter may write others"
+        check_choice("PredictionWriter", "format", format, _FORMATS, meaning)
+        check_count("PredictionWriter", "part_bytes", part_bytes, 1, "a number of bytes")
         self.path = resolved_path(path)
         self.format = format
         self.part_bytes = part_bytes

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from drivetrain._config.argument_checks import check_count
 from drivetrain._distributed.checksum import checksums
 from drivetrain._distributed.control_plane import ControlPlane, check_ranks_agree, digest_of, spread
 from drivetrain.callback import Callback
-from drivetrain.errors import ConfigurationError, DistributedError
+from drivetrain.errors import DistributedError
 
 if TYPE_CHECKING:
     from drivetrain.module.train_module import TrainModule
@@ -56,12 +57,8 @@ class ReplicaCheck(Callback):
     priority = 90  # before callbacks that save or decide
 
     def __init__(self, every_n_steps: int = 100, buffers: bool = True, ignore: Sequence[str] = ()) -> None:
-        if every_n_steps < 1:
-            raise ConfigurationError(
-                f"ReplicaCheck(every_n_steps={every_n_steps!r})",
-                "every_n_steps is the number of optimizer steps between two checks",
-                "give 1 or more",
-            )
+        meaning = "the number of optimizer steps between two checks"
+        check_count("ReplicaCheck", "every_n_steps", every_n_steps, 1, meaning)
         self.every_n_steps = every_n_steps
         self.buffers = buffers
         self.ignore = tuple(ignore)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from drivetrain._config.argument_checks import check_choice, check_count
 from drivetrain.callbacks.weight_averaging import AverageFn, WeightAveraging
-from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from drivetrain.run_context import RunContext
@@ -68,13 +69,9 @@ class StochasticWeightAveraging(WeightAveraging):
                 "swa_epoch_start is an epoch, or a fraction of max_epochs",
                 "give 1 or more, or for example 0.8",
             )
-        if type(annealing_epochs) is not int or annealing_epochs < 0:
-            raise _argument_error("annealing_epochs", annealing_epochs, "this is a number of epochs", "give 0 or more")
-        if annealing_strategy not in _STRATEGIES:
-            hint = nearest(str(annealing_strategy), _STRATEGIES)
-            raise _argument_error(
-                "annealing_strategy", annealing_strategy, f"there is no such strategy.{hint}", "give 'cos' or 'linear'"
-            )
+        owner, shape = "StochasticWeightAveraging", "how the learning rates change during annealing"
+        check_count(owner, "annealing_epochs", annealing_epochs, 0, "a number of epochs")
+        check_choice(owner, "annealing_strategy", annealing_strategy, _STRATEGIES, shape)
         super().__init__(avg_fn, use_buffers=False, evaluate=False)
         self.swa_lrs = swa_lrs
         self.swa_epoch_start = swa_epoch_start

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from drivetrain._config.argument_checks import check_choice
+from drivetrain._config.arguments import parse_duration
 from drivetrain.callback import Callback
-from drivetrain.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
     from drivetrain.module.train_module import TrainModule
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 _INTERVALS = ("step", "epoch")
 _STAGES = ("train", "validate", "test")
-_DURATION = re.compile(r"(\d+):(\d\d?):(\d\d?):(\d\d?)")
 
 
 class Timer(Callback):
@@ -32,7 +31,7 @@ class Timer(Callback):
         verbose: whether to print a message when the time is up.
 
     Raises:
-        ConfigurationError: ``duration`` cannot be parsed, or ``interval`` is unknown.
+        ConfigurationError: ``duration`` is not a positive duration, or ``interval`` is unknown.
     """
 
     def __init__(
@@ -41,13 +40,8 @@ class Timer(Callback):
         interval: str = "step",
         verbose: bool = True,
     ) -> None:
-        if interval not in _INTERVALS:
-            raise ConfigurationError(
-                f"Timer(interval={interval!r}).{nearest(str(interval), _INTERVALS)}",
-                "the time is checked after steps or after epochs",
-                "give 'step' or 'epoch'",
-            )
-        self.duration = parse_duration(duration)
+        check_choice("Timer", "interval", interval, _INTERVALS, "when the time is checked")
+        self.duration = None if duration is None else parse_duration("duration", duration)
         self.interval = interval
         self.verbose = verbose
         self._limit_seconds = self.duration.total_seconds() if self.duration is not None else float("inf")
@@ -68,7 +62,7 @@ class Timer(Callback):
 
     def time_elapsed(self, stage: str = "train") -> float:
         """Return the seconds spent in "train", "validate" or "test", including earlier runs that were resumed."""
-        self._check_stage(stage)
+        check_choice("time_elapsed", "stage", stage, _STAGES, "what the timer measures")
         since = self._running_since.get(stage)
         return self._spent_seconds[stage] + (time.monotonic() - since if since is not None else 0.0)
 
@@ -78,12 +72,12 @@ class Timer(Callback):
 
     def start_time(self, stage: str = "train") -> float | None:
         """Return when the stage started, in seconds of `time.time`; None if the stage has not started."""
-        self._check_stage(stage)
+        check_choice("start_time", "stage", stage, _STAGES, "what the timer measures")
         return self._started.get(stage)
 
     def end_time(self, stage: str = "train") -> float | None:
         """Return when the stage ended, in seconds of `time.time`; None if the stage has not ended."""
-        self._check_stage(stage)
+        check_choice("end_time", "stage", stage, _STAGES, "what the timer measures")
         return self._ended.get(stage)
 
     # Hooks and state
@@ -166,49 +160,3 @@ class Timer(Callback):
             self._spent_seconds[stage] = self.time_elapsed(stage)
             del self._running_since[stage]
             self._ended[stage] = time.time()
-
-    def _check_stage(self, stage: str) -> None:
-        if stage not in _STAGES:
-            raise ConfigurationError(
-                f"Timer does not know the stage {stage!r}.{nearest(stage, _STAGES)}",
-                f"the timer measures {', '.join(_STAGES)}",
-                "use one of these stages",
-            )
-
-
-def parse_duration(duration: str | timedelta | Mapping[str, float] | None) -> timedelta | None:
-    """Return ``duration`` as a `timedelta`.
-
-    Args:
-        duration: a `timedelta`, keyword arguments of `timedelta` as a dict, ``"DD:HH:MM:SS"``, or None.
-
-    Raises:
-        ConfigurationError: ``duration`` cannot be parsed, or is negative.
-    """
-    parsed: timedelta | None = None
-    if duration is None or isinstance(duration, timedelta):
-        parsed = duration
-    elif isinstance(duration, str):
-        match = _DURATION.fullmatch(duration.strip())
-        if match is None:
-            raise ConfigurationError(
-                f"duration={duration!r} cannot be parsed",
-                "a string consists of days, hours, minutes and seconds, DD:HH:MM:SS",
-                "write '00:12:00:00' for twelve hours, or give timedelta(hours=12)",
-            )
-        days, hours, minutes, seconds = map(int, match.groups())
-        parsed = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
-    else:
-        try:
-            parsed = timedelta(**duration)
-        except TypeError as error:
-            raise ConfigurationError(
-                f"duration={dict(duration)!r} cannot be parsed: {error}",
-                "a dict has the keyword arguments of datetime.timedelta",
-                "write {'hours': 12}, or give timedelta(hours=12)",
-            ) from error
-    if parsed is not None and parsed < timedelta(0):
-        raise ConfigurationError(
-            f"duration={duration!r} is negative", "training cannot end before it begins", "give 0 or more"
-        )
-    return parsed

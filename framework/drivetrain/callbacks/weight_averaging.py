@@ -13,13 +13,13 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from drivetrain._config.argument_checks import check_count
 from drivetrain.callback import Callback
-from drivetrain.callbacks._averages import Averages, average_regions
+from drivetrain.callbacks._averages import Averages
 from drivetrain.errors import ConfigurationError
 from drivetrain.strategies._trainable import get_requires_grad
 
 if TYPE_CHECKING:
-    from drivetrain._distributed.shards import Region
     from drivetrain.run_context import RunContext
 
 logger = logging.getLogger("drivetrain")
@@ -122,10 +122,6 @@ class WeightAveraging(Callback):
     def trained_weights(self, trainer: RunContext, module: Any) -> Mapping[str, Any]:
         """Return the trained weights while the module has the averages."""
         return {} if self._averages is None else self._averages.trained_state()
-
-    def tensor_regions(self, trainer: RunContext, module: Any) -> Mapping[str, Region]:
-        """Return, by name, the region of each average that this rank holds, which is the region of its weight."""
-        return average_regions(trainer.strategy)
 
     def load_tensors(self, trainer: RunContext, module: Any, tensors: Mapping[str, Any]) -> None:
         """Restore the averages."""
@@ -299,10 +295,8 @@ class EMAWeightAveraging(WeightAveraging):
             "update_starting_at_epoch": (update_starting_at_epoch, 0),
         }
         for name, (value, least) in counts.items():
-            if (value is not None or least) and (type(value) is not int or value < least):
-                raise ConfigurationError(
-                    f"EMAWeightAveraging({name}={value!r})", f"{name} is an integer", f"give {least} or more"
-                )
+            if value is not None or least:
+                check_count("EMAWeightAveraging", name, value, least, "a number of steps or epochs")
         super().__init__(None, use_buffers, evaluate)
         self.decay = float(decay)
         self.update_every_n_steps = update_every_n_steps

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from drivetrain._config.secret_values import SecretFilter
 from drivetrain._runtime.working_directory import resolved_path
@@ -27,7 +29,7 @@ class DirectoryLogger(Logger):
 
     @property
     def save_dir(self) -> str:
-        """The local path or URL that contains the directories of runs."""
+        """The local path or URL that contains the directories of runs. Reading this does not fix the version."""
         return self._directory.root
 
     @property
@@ -56,7 +58,11 @@ class DirectoryLogger(Logger):
         """The run's directory, which exists after the first write."""
         return self._directory.path
 
-    @property
-    def writes_to(self) -> str:
-        """The same as `save_dir`. Reading this property does not fix the version."""
-        return self.save_dir
+
+def flat_params(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the name and value of each hyper-parameter, with those of nested mappings as ``outer/inner``."""
+    for key, value in params.items():
+        if isinstance(value, Mapping):
+            yield from flat_params(value, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value

@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
+from drivetrain import loggers
 from drivetrain._config.entry_points import EntryPointRegistry
 from drivetrain.loggers.logger import Logger
-
-
-def _csv(root: str) -> Logger:
-    from drivetrain.loggers.csv_logger import CSVLogger
-
-    return CSVLogger(root)
-
-
-def _tensorboard(root: str) -> Logger:
-    from drivetrain.loggers.tensorboard_logger import TensorBoardLogger
-
-    return TensorBoardLogger(root)
-
-
-def _wandb(root: str) -> Logger:
-    from drivetrain.loggers.wandb_logger import WandbLogger
-
-    return WandbLogger(save_dir=root)
-
-
-def _mlflow(root: str) -> Logger:
-    from drivetrain.loggers.mlflow_logger import MLFlowLogger
-
-    return MLFlowLogger(save_dir=root)
-
 
 _NAMES = EntryPointRegistry[Logger](
     "logger",
     "drivetrain.loggers",
     Logger,  # type: ignore[type-abstract]
-    {"csv": _csv, "tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow},
+    {
+        "csv": lambda root: loggers.CSVLogger(root),  # a lambda, because the class is imported on first use
+        "tensorboard": lambda root: loggers.TensorBoardLogger(root),
+        "wandb": lambda root: loggers.WandbLogger(save_dir=root),
+        "mlflow": lambda root: loggers.MLFlowLogger(save_dir=root),
+    },
     other_values=(),
     meaning="the name selects a logger",
     alternatives="a drivetrain.Logger, a list of both, True, False or None",

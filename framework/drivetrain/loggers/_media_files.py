@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from drivetrain.checkpoint._format.object_file import open_replacement
-from drivetrain.runs._directory import RunDirectory, make_directory
+from drivetrain.runs._atomic_file import publish
+from drivetrain.runs._directory import RunDirectory
 
 _FOLDER = "media"
 _UNSAFE = re.compile(r"[^\w.@+= -]")
@@ -32,18 +32,9 @@ class MediaFiles:
             kind: the file's extension, without a dot.
             content: the file's content.
         """
-        self._directory.make()
         parts = [_UNSAFE.sub("_", part) for part in key.split("/")]
         folder = "/".join([_FOLDER, *(part if part.strip(".") else "_" * max(1, len(part)) for part in parts)])
-        make_directory(self._directory.file(folder))
-        filesystem = self._directory.filesystem
-        path = str(filesystem._strip_protocol(self._directory.file(f"{folder}/step={step}.{kind}")))
-        if self._directory.is_local:
-            with open(path, "wb") as stream:
-                stream.write(content)
-            return
-        with open_replacement(filesystem, path) as stream:
-            stream.write(content)
+        publish(self._directory.make(), f"{folder}/step={step}.{kind}", content)
 
     def rewind(self, step: int) -> None:
         """Remove the files of steps after ``step``."""

@@ -11,13 +11,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsFloat
 
+from drivetrain._config.argument_checks import check_count
 from drivetrain._runtime.lazy_names import is_installed
-from drivetrain.checkpoint._format.object_file import open_replacement
-from drivetrain.errors import ConfigurationError, DrivetrainError
+from drivetrain.checkpoint._format.storage import filesystem_of
+from drivetrain.errors import DrivetrainError
 from drivetrain.loggers._csv_table import Row, format_rows, format_table, parse_table
 from drivetrain.loggers._directory_logger import DirectoryLogger
 from drivetrain.loggers._media_files import MediaFiles
 from drivetrain.loggers.media import Histogram, Table, pixels_of, png_of, png_of_figure, text_of
+from drivetrain.runs._atomic_file import replace_file
 
 _RETRY_DELAYS = (0.5, 1.0, 2.0)  # seconds between attempts to write to a remote store
 _PERMANENT_ERRORS = (PermissionError, ValueError, csv.Error)  # Retrying does not help against these errors.
@@ -59,12 +61,8 @@ class CSVLogger(DirectoryLogger):
         prefix: str = "",
         flush_logs_every_n_steps: int = 100,
     ) -> None:
-        if flush_logs_every_n_steps < 1:
-            raise ConfigurationError(
-                f"CSVLogger(flush_logs_every_n_steps={flush_logs_every_n_steps!r})",
-                "this is the number of steps between two writes, so it must be at least 1",
-                "pass a number such as 100",
-            )
+        meaning = "the number of steps between two writes"
+        check_count("CSVLogger", "flush_logs_every_n_steps", flush_logs_every_n_steps, 1, meaning)
         super().__init__(save_dir, name, version, prefix)
         self._flush_every = flush_logs_every_n_steps
         self._table_directory: str | None = None  # the directory that the following attributes refer to
@@ -275,7 +273,7 @@ class CSVLogger(DirectoryLogger):
     @property
     def _path(self) -> str:
         """The table's path in its file system, without the URL's scheme."""
-        return str(self._directory.filesystem._strip_protocol(self._directory.file("metrics.csv")))
+        return filesystem_of(self._directory.file("metrics.csv"))[1]
 
     def _read(self) -> str | None:
         """Return the file's text, which is known already at a URL that was read or written; None if there is no file.
@@ -286,34 +284,18 @@ class CSVLogger(DirectoryLogger):
         if self._text is not None:
             return self._text
         try:
-            if self._directory.is_local:
-                with open(self._path, "rb") as stream:
-                    content = stream.read()
-            else:
-                filesystem = self._directory.filesystem
-                filesystem.invalidate_cache()
-                content = filesystem.cat_file(self._path)
+            filesystem = self._directory.filesystem
+            filesystem.invalidate_cache()
+            content: bytes = filesystem.cat_file(self._path)
         except FileNotFoundError:
             return None
         return content.decode("utf-8-sig", "surrogateescape")  # Invalid bytes are written back unchanged.
 
     def _replace(self, text: str) -> None:
         """Replace the file atomically, so that a kill or an error loses no rows."""
-        content = text.encode("utf-8", "surrogateescape")
+        replace_file(self._directory.file("metrics.csv"), text.encode("utf-8", "surrogateescape"))
         if not self._directory.is_local:
-            with open_replacement(self._directory.filesystem, self._path) as stream:
-                stream.write(content)
             self._text = text
-            return
-        temporary = f"{self._path}.new"
-        try:
-            with open(temporary, "wb") as stream:
-                stream.write(content)
-            os.replace(temporary, self._path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
 
     def _append(self, text: str) -> bool:
         """Append ``text`` to the file; return False if the local file no longer exists."""

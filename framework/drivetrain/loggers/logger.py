@@ -19,7 +19,7 @@ class Logger(ABC):
     """Base class of loggers.
 
     A subclass must implement `name`, `version` and `log_metrics`. It may implement `log_hyperparams`, `log_graph`,
-    `rewind`, `save` and `finalize`, which do nothing by default. A logger that writes files implements `writes_to` and
+    `rewind`, `save` and `finalize`, which do nothing by default. A logger that writes files implements `save_dir` and
     `log_dir`, and a logger whose version is not known before the run implements `adopt`. The methods for media,
     `log_image` to `log_table`, warn once by default that they are not supported. `drivetrain.loggers.media` converts
     users' values to pixels, counts and rows.
@@ -69,12 +69,7 @@ class Logger(ABC):
 
     @property
     def save_dir(self) -> str | None:
-        """The folder or URL that contains the directories of runs; None if this logger writes no files."""
-        return self.writes_to
-
-    @property
-    def writes_to(self) -> str | None:
-        """The folder or URL below which this logger writes; None if the logger writes no files.
+        """The folder or URL that contains the directories of runs; None if this logger writes no files.
 
         A run checks before its first step that this folder is writable.
         """

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import re
 import time
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 from urllib.parse import quote
 
-from drivetrain._runtime.lazy_names import is_installed
+from drivetrain._runtime.lazy_names import import_optional, is_installed
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.errors import ConfigurationError, DrivetrainError
-from drivetrain.loggers._directory_logger import DirectoryLogger
+from drivetrain.loggers._directory_logger import DirectoryLogger, flat_params
 from drivetrain.loggers._service_run_id import ServiceRunId
 from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure, text_of
 from drivetrain.runs._directory import lock_folder
@@ -155,7 +154,7 @@ class MLFlowLogger(DirectoryLogger):
                 _log.warning(
                     "MLflow at %s does not accept metrics: %s: %s. The run continues: the metrics are kept in memory "
                     "and sent with later metrics or at the end of the run.",
-                    _redact_password(self._tracking_uri or ""),
+                    _without_credentials(self._tracking_uri or ""),
                     type(error).__name__,
                     error,
                 )
@@ -168,7 +167,7 @@ class MLFlowLogger(DirectoryLogger):
         """
         entities = _mlflow("mlflow.entities")
         new_params = {
-            self._valid_name(name): str(value) for name, value in _flatten(self._secret_filter.take_out(params)[0])
+            self._valid_name(name): str(value) for name, value in flat_params(self._secret_filter.take_out(params)[0])
         }
         run_id = self._open_run_id()
         stored_params = self.experiment.get_run(run_id).data.params
@@ -231,7 +230,7 @@ class MLFlowLogger(DirectoryLogger):
                 self._in_flight.pop(0)
         except Exception as error:
             raise DrivetrainError(
-                f"MLflow at {_redact_password(self._tracking_uri or '')} does not accept metrics: "
+                f"MLflow at {_without_credentials(self._tracking_uri or '')} does not accept metrics: "
                 f"{type(error).__name__}: {error}.",
                 "metrics that are kept in memory are lost when this process ends.",
                 "check the server, the network and the credentials, such as MLFLOW_TRACKING_TOKEN.",
@@ -341,14 +340,8 @@ def _equals_stored(value: str, stored: str) -> bool:
 
 
 def _mlflow(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigurationError(
-            "MLFlowLogger needs mlflow, which is not installed",
-            f"the logger uses that package, or its smaller variant mlflow-skinny ({error})",
-            "pip install 'drivetrain[mlflow]' (or only mlflow), or use CSVLogger",
-        ) from error
+    fix = "pip install 'drivetrain[mlflow]' (or only mlflow or mlflow-skinny), or use CSVLogger."
+    return import_optional(module, "MLFlowLogger", fix)
 
 
 def _local_root(save_dir: str) -> str:
@@ -368,13 +361,5 @@ def _local_root(save_dir: str) -> str:
     return root
 
 
-def _redact_password(uri: str) -> str:
+def _without_credentials(uri: str) -> str:
     return re.sub(r"//[^/@]*@", "//...@", uri)
-
-
-def _flatten(params: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in params.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}/")
-        else:
-            yield f"{prefix}{key}", value

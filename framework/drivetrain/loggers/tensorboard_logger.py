@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import re
@@ -14,7 +13,7 @@ import torch
 
 from drivetrain._runtime.lazy_names import is_installed
 from drivetrain.errors import ConfigurationError
-from drivetrain.loggers._directory_logger import DirectoryLogger
+from drivetrain.loggers._directory_logger import DirectoryLogger, flat_params
 from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure, text_of
 
 _log = logging.getLogger("drivetrain")
@@ -35,10 +34,10 @@ class TensorBoardLogger(DirectoryLogger):
             shows only runs that have a metric.
         prefix: prepended to every metric's name, with a dash.
         **options: further arguments of ``SummaryWriter``, such as ``flush_secs`` or ``max_queue``. A ``purge_step``
-            applies to the first event file that this object writes.
+            applies to the first event file that this object writes, unless the run resumes in the folder.
 
     Raises:
-        ConfigurationError: neither TensorBoard nor tensorboardX is installed.
+        ConfigurationError: TensorBoard is not installed.
     """
 
     def __init__(
@@ -50,15 +49,14 @@ class TensorBoardLogger(DirectoryLogger):
         prefix: str = "",
         **options: Any,
     ) -> None:
-        if not tensorboard_is_installed():
+        if not is_installed("tensorboard"):
             raise ConfigurationError(
                 "TensorBoardLogger needs TensorBoard, which is not installed",
-                "the logger uses the package tensorboard (or tensorboardX)",
+                "the logger uses the package tensorboard",
                 "pip install 'drivetrain[tensorboard]' (or only tensorboard), or use CSVLogger",
             )
         super().__init__(save_dir, name, version, prefix)
         self._default_hp_metric = default_hp_metric
-        self._purge_step: int | None = options.pop("purge_step", None)
         self._options = options
         self._pending_purge: tuple[str, int] | None = None  # a folder, and the first step to hide in it
         self._purged_directory: str | None = None  # the folder of the last event file with a purge step
@@ -104,13 +102,19 @@ class TensorBoardLogger(DirectoryLogger):
                 booleans are converted to text.
             metrics: initial values of the metrics that the HParams tab should list.
         """
+        from torch.utils.tensorboard.summary import hparams
+
         params, _ = self._secret_filter.take_out(params)
         self._directory.write_json("hparams.json", params)
         initial_metrics = (
             dict(metrics) if metrics is not None else ({"hp_metric": -1.0} if self._default_hp_metric else {})
         )
         writer = self.experiment
-        for summary in _hparams_summaries(_flatten(params), initial_metrics):
+        shown = {
+            name: value if isinstance(value, bool | int | float | str) else str(value)
+            for name, value in flat_params(params)
+        }
+        for summary in hparams(shown, initial_metrics):  # type: ignore[no-untyped-call]
             writer.file_writer.add_summary(summary)
         if self._initial_values_directory != self._directory.path:  # The folder has no initial values yet.
             for key, value in initial_metrics.items():
@@ -176,11 +180,10 @@ class TensorBoardLogger(DirectoryLogger):
         self._initial_values_directory = None
         if not any(map(_EVENT_FILE.search, names)):
             return
-        previous = (
-            [self._pending_purge[1]] if self._pending_purge is not None and self._pending_purge[0] == path else []
-        )
-        self._pending_purge = (path, min([step + 1, *previous]))
-        if "hparams.json" in names and min(self._purge_steps(path)) > 0:
+        previous = self._purge_step(path)
+        purge_step = step + 1 if previous is None else min(step + 1, previous)
+        self._pending_purge = (path, purge_step)
+        if "hparams.json" in names and purge_step > 0:
             self._initial_values_directory = path
 
     def save(self) -> None:
@@ -200,25 +203,28 @@ class TensorBoardLogger(DirectoryLogger):
         return self.__dict__ | {"_writer": None}
 
     def _open(self, path: str) -> Any:
-        purge_steps = self._purge_steps(path)
-        options = self._options | ({"purge_step": min(purge_steps)} if purge_steps else {})
-        # The time in a file's name has a resolution of one second. tensorboardX overwrites a file of the same second,
-        # and a file with a purge step must sort after the files whose events it hides.
-        if purge_steps or self._purged_directory == path or not _has_tensorboard():
+        from torch.utils.tensorboard import SummaryWriter
+
+        rewound = self._purge_step(path)
+        options = self._options if rewound is None else {**self._options, "purge_step": rewound}
+        purge_step = options.get("purge_step")
+        # The time in a file's name has a resolution of one second. A file with a purge step must sort after the files
+        # whose events it hides.
+        if purge_step is not None or self._purged_directory == path:
             self._wait_for_later_name(path)
-        writer = _summary_writer(path, options)
-        if purge_steps:
+        writer: Any = SummaryWriter(log_dir=path, **options)
+        if purge_step is not None:
             self._purged_directory = path
             # TensorBoard's server treats the first session start in a folder as the start of the run, and does not
             # purge at this event.
-            writer.file_writer.add_event(_session_start(min(purge_steps)))
-        self._pending_purge = self._purge_step = None
+            writer.file_writer.add_event(_session_start(purge_step))
+        self._pending_purge = None
+        self._options.pop("purge_step", None)
         return writer
 
-    def _purge_steps(self, path: str) -> list[int]:
-        """Return the purge steps for the next event file, which a rewind or the user may have set."""
-        rewound = self._pending_purge[1] if self._pending_purge is not None and self._pending_purge[0] == path else None
-        return [step for step in (rewound, self._purge_step) if step is not None]
+    def _purge_step(self, path: str) -> int | None:
+        """Return the first step to hide in a folder, because the run was rewound; None if it was not."""
+        return self._pending_purge[1] if self._pending_purge is not None and self._pending_purge[0] == path else None
 
     def _close(self) -> None:
         writer, self._writer = self._writer, None
@@ -247,39 +253,7 @@ class TensorBoardLogger(DirectoryLogger):
             time.sleep(wait)
 
 
-def tensorboard_is_installed() -> bool:
-    """Return whether TensorBoard or tensorboardX is installed, without importing them."""
-    return any(is_installed(name) for name in ("tensorboard", "tensorboardX"))
-
-
-def _import_module(tensorboard_module: str, tensorboardx_module: str) -> Any:
-    """Import the module of the installed package, preferably TensorBoard's."""
-    return importlib.import_module(tensorboard_module if _has_tensorboard() else tensorboardx_module)
-
-
-def _has_tensorboard() -> bool:
-    return is_installed("tensorboard")
-
-
-def _summary_writer(path: str, options: Mapping[str, Any]) -> Any:
-    return _import_module("torch.utils.tensorboard", "tensorboardX").SummaryWriter(log_dir=path, **options)
-
-
 def _session_start(step: int) -> Any:
-    module = _import_module("tensorboard.compat.proto.event_pb2", "tensorboardX.proto.event_pb2")
-    return module.Event(step=step, session_log=module.SessionLog(status=module.SessionLog.START))
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-
-def _hparams_summaries(params: Mapping[str, Any], metrics: Mapping[str, float]) -> Any:
-    module = _import_module("torch.utils.tensorboard.summary", "tensorboardX.summary")
-    return module.hparams(dict(params), dict(metrics))
-
-
-def _flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
-    flattened: dict[str, bool | int | float | str] = {}
-    for key, value in params.items():
-        if isinstance(value, Mapping):
-            flattened |= _flatten(value, f"{prefix}{key}/")
-        else:
-            flattened[f"{prefix}{key}"] = value if isinstance(value, (bool, int, float, str)) else str(value)
-    return flattened
+    return Event(step=step, session_log=SessionLog(status=SessionLog.START))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import logging
 import os
@@ -12,9 +11,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from drivetrain._config.secret_values import arguments_without_secrets
+from drivetrain._runtime.lazy_names import import_optional
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.errors import ConfigurationError, nearest
 from drivetrain.loggers._directory_logger import DirectoryLogger
@@ -169,9 +167,6 @@ class WandbLogger(DirectoryLogger):
         """Send a table."""
         self._log({key: _table(Table.of(value))}, step)
 
-    def log_graph(self, module: torch.nn.Module, example: Any = None) -> None:
-        """Do nothing. ``logger.experiment.watch(module)`` lets wandb show a module's graph."""
-
     def rewind(self, step: int) -> None:
         """Continue the wandb run, by wandb's own resume."""
         del step  # wandb cannot remove rows.
@@ -241,14 +236,8 @@ class WandbLogger(DirectoryLogger):
 
 
 def _wandb() -> Any:
-    try:
-        return importlib.import_module("wandb")
-    except ImportError as error:
-        raise ConfigurationError(
-            "WandbLogger needs wandb, which is not installed",
-            f"the logger uses that package ({error})",
-            "pip install 'drivetrain[wandb]' (or only wandb), or use CSVLogger",
-        ) from error
+    fix = "pip install 'drivetrain[wandb]' (or only wandb), or use CSVLogger."
+    return import_optional("wandb", "WandbLogger", fix)
 
 
 def _check_options(wandb: Any, options: Mapping[str, Any]) -> None:

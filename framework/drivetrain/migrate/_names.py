@@ -11,6 +11,7 @@ RENAMED_CLASSES = {
     "Trainer": "Fit",
     "ModelCheckpoint": "Checkpoint",
     "TQDMProgressBar": "ProgressBar",
+    "RichProgressBar": "ProgressBar",
     "RichModelSummary": "ModelSummary",
 }
 PUBLIC_MODULES = (

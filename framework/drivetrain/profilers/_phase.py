@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 
 class Phase:
@@ -16,12 +15,10 @@ class Phase:
         calls: how often the phase was started.
         self_ns: the time without the time of the children.
         longest_ns: the time of the longest call, including children.
-        device_ns: the device time between the events of the phase's beginning and end; None if it was not measured.
         began: when the last call began, in nanoseconds of `time.perf_counter_ns`.
-        event: the device's event at the beginning of the open call; None if the device is not timed.
     """
 
-    __slots__ = ("began", "calls", "children", "device_ns", "event", "longest_ns", "name", "parent", "self_ns")
+    __slots__ = ("began", "calls", "children", "longest_ns", "name", "parent", "self_ns")
 
     def __init__(self, name: str, parent: Phase | None) -> None:
         self.name = name
@@ -30,9 +27,7 @@ class Phase:
         self.calls = 0
         self.self_ns = 0
         self.longest_ns = 0
-        self.device_ns: int | None = None
         self.began = 0
-        self.event: Any = None
 
     @property
     def total_ns(self) -> int:
@@ -49,18 +44,3 @@ class Phase:
         yield self
         for child in sorted(self.children.values(), key=lambda phase: -phase.total_ns):
             yield from child.walk()
-
-    def time_in(self, names: Collection[str], excluded: Collection[str] = ()) -> int:
-        """Return the total time of the outermost descendants that have one of the given names.
-
-        Args:
-            names: the names of phases to add up.
-            excluded: the names of phases that are skipped with all their descendants.
-        """
-        total = 0
-        for child in self.children.values():
-            if child.name in names:
-                total += child.total_ns
-            elif child.name not in excluded:
-                total += child.time_in(names, excluded)
-        return total

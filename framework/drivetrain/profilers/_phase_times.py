@@ -6,13 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import get_ident
 from time import perf_counter_ns
-from typing import TYPE_CHECKING
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.profilers._phase import Phase
-
-if TYPE_CHECKING:
-    from drivetrain.profilers._device_times import DeviceTimes
 
 
 class PhaseTimes:
@@ -21,11 +17,10 @@ class PhaseTimes:
     The times of all phases and `overhead_ns` add up to exactly the time from the creation of this object to `end`.
 
     Args:
-        device: records events on the device; None to measure by the host's clock alone.
         begins: whether the run begins now. Otherwise, this object stands for no run, and measures nothing.
     """
 
-    def __init__(self, device: DeviceTimes | None = None, begins: bool = True) -> None:
+    def __init__(self, begins: bool = True) -> None:
         self.root = Phase("", None)
         """The run. It has no call if this object stands for no run."""
         self.overhead_ns = 0
@@ -35,7 +30,6 @@ class PhaseTimes:
         """The innermost open phase; None outside of a run."""
         self._cut_off: dict[str, int] = {}  # start times of phases that continue after their parent phase, by name
         self._thread = get_ident()
-        self._device = device
         self.root.calls = int(begins)
         self.root.began = self._last = perf_counter_ns()
 
@@ -62,8 +56,6 @@ class PhaseTimes:
         phase.began = now
         phase.calls += 1
         self.top = phase
-        if self._device is not None:
-            phase.event = self._device.record_event()
         self._last = end = perf_counter_ns()
         self.overhead_ns += end - now
 
@@ -99,12 +91,8 @@ class PhaseTimes:
 
     def end(self) -> None:
         """End the run and every open phase."""
-        if self.top is None:
-            return
-        self._close(self.root, perf_counter_ns())
-        device, self._device = self._device, None
-        if device is not None:
-            device.read(wait=True)
+        if self.top is not None:
+            self._close(self.root, perf_counter_ns())
 
     def _close(self, last: Phase, now: int) -> None:
         """Close the open phases from the innermost one to ``last``."""
@@ -116,9 +104,6 @@ class PhaseTimes:
             phase.self_ns += now - self._last
             self._last = now
             phase.longest_ns = max(phase.longest_ns, now - phase.began)
-            if self._device is not None and phase.event is not None:
-                self._device.end(phase, phase.event)
-                phase.event = None
             self.top = phase.parent
 
     def _stop_outlasting(self, name: str, now: int) -> None:

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 from drivetrain.errors import ConfigurationError
-from drivetrain.profilers._atomic_publish import publish, publish_export
+from drivetrain.profilers._atomic_publish import publish_export
 from drivetrain.profilers._phase import Phase
 from drivetrain.profilers._phase_times import PhaseTimes
-from drivetrain.profilers._recommendations import next_steps
 from drivetrain.profilers.profiler import ProfiledRun, Profiler
+from drivetrain.runs._atomic_file import publish
 
 OTHER = "other"
 _MAX_PHASES = 8
@@ -45,7 +45,6 @@ class AdvancedProfiler(Profiler):
         super().__init__(dirpath, filename)
         self.line_count_restriction = line_count_restriction
         self.dump_stats = dump_stats
-        self._run = ProfiledRun("fit")
         self._times = PhaseTimes(begins=False)
         self._profiles: dict[Phase, cProfile.Profile] = {}  # only that of the innermost open phase is enabled
         self._stats: dict[str, pstats.Stats] = {}
@@ -56,7 +55,7 @@ class AdvancedProfiler(Profiler):
         Raises:
             ConfigurationError: another profiler is active in this thread.
         """
-        self._run, self._times = run, PhaseTimes()
+        self._times = PhaseTimes()
         self._profiles, self._stats = {}, {}
         self._enable()
 
@@ -111,7 +110,7 @@ class AdvancedProfiler(Profiler):
             ) from error
 
     def summary(self) -> str:
-        """Return the functions of the longest phases, and recommendations."""
+        """Return the functions of the longest phases."""
         return self._text(_MAX_PHASES)
 
     def _text(self, limit: int | None) -> str:
@@ -121,8 +120,7 @@ class AdvancedProfiler(Profiler):
         parts = [f"Profile of {name}\n{self._functions(stats)}" for name, stats in ordered[:limit]]
         if limit is not None and len(ordered) > limit:
             parts.append(f"The profile's file contains {len(ordered) - limit} more phases.")
-        parts.append("\n".join(f"- {line}" for line in next_steps(self._times.root, self._run)))
-        return "\n\n".join(part for part in parts if part)
+        return "\n\n".join(parts)
 
     def _functions(self, stats: pstats.Stats) -> str:
         stats.stream = stream = io.StringIO()  # type: ignore[attr-defined]

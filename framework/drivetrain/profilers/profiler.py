@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -16,17 +15,13 @@ from drivetrain._runtime.working_directory import resolved_path
 
 @dataclass(slots=True)
 class ProfiledRun:
-    """Describes a run to a profiler. The engine sets each attribute with a default once its value is known.
+    """Describes a run to a profiler. The engine sets `folder` and `name` once they are known.
 
     Attributes:
         stage: "fit", "validate", "test" or "predict".
         rank: this process's rank.
         world_size: the number of processes.
         device: the device of this rank.
-        log_every_n_steps: the value of ``Fit(log_every_n_steps=...)``.
-        compiles: whether `Fit(compile=...)` is enabled.
-        num_workers: the number of the loader's worker processes; None if unknown.
-        pin_memory: whether the loader's batches are in pinned memory; None if unknown.
         folder: the path or URL for files, which may not exist yet; None to write no files, as with ``fast_dev_run``.
         name: the prefix of file names, which differs between ranks, such as ``fit-simple-rank-0``.
     """
@@ -35,10 +30,6 @@ class ProfiledRun:
     rank: int = 0
     world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    log_every_n_steps: int = 50
-    compiles: bool = False
-    num_workers: int | None = None
-    pin_memory: bool | None = None
     folder: str | None = None
     name: str = ""
 
@@ -47,9 +38,8 @@ class Profiler(ABC):
     """Base class of profilers.
 
     A subclass must implement `start`, `stop` and `summary`. It may implement `begin` and `end` of a run, `step` after
-    each micro-batch, `write` for files, and `measured` and `receive_results` to exchange results between ranks. Every
-    rank has a profiler, whose methods are called from the run's thread. The engine's phases nest and are stopped in the
-    reverse order of their starts, also after an error.
+    each micro-batch, and `write` for files. Every rank has a profiler, whose methods are called from the run's thread.
+    The engine's phases nest and are stopped in the reverse order of their starts, also after an error.
 
     The constructor must not touch the disk or start measuring. A profiler that is not in a run must be picklable,
     because launchers send it to the processes that they start.
@@ -116,17 +106,10 @@ class Profiler(ABC):
         Raises:
             OSError: writing failed. The run continues with a warning.
         """
-        from drivetrain.profilers._atomic_publish import publish  # Imported only by runs that write files.
+        from drivetrain.runs._atomic_file import publish  # Imported only by runs that write files.
 
         text = self.summary()
         return [publish(folder, f"{name}.txt", text.encode())] if text else []
-
-    def measured(self) -> Any:
-        """Return this rank's results for `receive_results`: numbers, text, lists and dicts; None for nothing."""
-        return None
-
-    def receive_results(self, measured: Sequence[Any]) -> None:
-        """Receive the results of all ranks' `measured`. Called on every rank at the end of a run that did not fail."""
 
     @property
     def kind(self) -> str:

@@ -6,22 +6,20 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from itertools import chain
-from statistics import median
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule, supported_activities
 
-from drivetrain.errors import ConfigurationError, nearest
+from drivetrain._config.argument_checks import check_choice
+from drivetrain.errors import ConfigurationError
 from drivetrain.profilers._atomic_publish import publish_export
 from drivetrain.profilers._phase_times import PhaseTimes
-from drivetrain.profilers._recommendations import LOOPS, SHORT_US, SmallOperations, next_steps
 from drivetrain.profilers.profiler import ProfiledRun, Profiler
 
 logger = logging.getLogger("drivetrain")
 
+_LOOPS = ("training", "validation", "test", "predict")  # the possible names of the phase that is a run's main loop
 _RECORDING_ACTIONS = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 _MAX_SNAPSHOT_ENTRIES = 100_000  # the newest allocations and frees to keep, for a snapshot of about 100 MB
 
@@ -85,12 +83,9 @@ class PyTorchProfiler(Profiler):
             )
         # torch also accepts names with the kind of device, such as cuda_time_total.
         column = sort_by_key and sort_by_key.replace("cuda", "device").replace("xpu", "device")
-        if column and column not in _SORT_KEYS:
-            raise ConfigurationError(
-                f"PyTorchProfiler(sort_by_key={sort_by_key!r}).{nearest(column, _SORT_KEYS)}",
-                "sort_by_key is the column by which the table of operations is sorted.",
-                f"use one of {', '.join(map(repr, _SORT_KEYS))}, or None.",
-            )
+        if column:
+            meaning = "the column by which the table of operations is sorted"
+            check_choice("PyTorchProfiler", "sort_by_key", column, _SORT_KEYS, meaning)
         self.schedule = schedule
         self.activities = None if activities is None else list(activities)
         self.record_shapes = record_shapes or group_by_input_shapes
@@ -108,7 +103,6 @@ class PyTorchProfiler(Profiler):
         self._steps = 0
         self._written: list[str] = []  # the paths of written traces and snapshots
         self._tables: list[str] = []  # the table of operations of each cycle of the schedule
-        self._small_stats: SmallOperations | None = None
 
     def begin(self, run: ProfiledRun) -> None:
         """Discard earlier measurements and start to measure a run.
@@ -126,14 +120,14 @@ class PyTorchProfiler(Profiler):
             torch.cuda.memory._record_memory_history(max_entries=_MAX_SNAPSHOT_ENTRIES)
         self._run = run
         self._times = PhaseTimes()
-        self._spans, self._written, self._tables, self._small_stats, self._steps = [], [], [], None, 0
+        self._spans, self._written, self._tables, self._steps = [], [], [], 0
 
     def start(self, phase: str) -> None:
         """Begin a phase, which is a span in the trace."""
         times = self._times
         if not times.is_measuring:
             return
-        if phase in LOOPS and times.top is times.root:
+        if phase in _LOOPS and times.top is times.root:
             with times.overhead():
                 self._start_torch()
         times.start(phase)
@@ -150,7 +144,7 @@ class PyTorchProfiler(Profiler):
             return
         times.stop(phase)
         self._close_spans(len(times.top.path))
-        if phase in LOOPS and times.top is times.root:
+        if phase in _LOOPS and times.top is times.root:
             with times.overhead():
                 self._stop_torch()
 
@@ -179,7 +173,7 @@ class PyTorchProfiler(Profiler):
                 torch.cuda.memory._record_memory_history(enabled=None)
 
     def summary(self) -> str:
-        """Return the longest operations, the paths of the traces, and recommendations."""
+        """Return the longest operations and the paths of the traces."""
         if not self._times.root.calls:
             return ""
         lines = self._tables[-1:]
@@ -189,7 +183,6 @@ class PyTorchProfiler(Profiler):
                 "record."
             )
         lines += [f"Trace for https://ui.perfetto.dev: {path}" for path in self._written if path.endswith(".json")]
-        lines += [f"- {line}" for line in next_steps(self._times.root, self._run, self._small_stats)]
         return "\n".join(lines)
 
     def write(self, folder: str, name: str) -> list[str]:
@@ -239,8 +232,6 @@ class PyTorchProfiler(Profiler):
 
     def _on_trace_ready(self, traced: profile) -> None:
         """Write the trace of one cycle of the schedule, and make the table of its operations."""
-        events: Any = traced.events() or []  # type: ignore[no-untyped-call]
-        self._small_stats = _find_small_operations(events)
         sort_by = self.sort_by_key or (
             "self_cpu_time_total" if self._run.device.type == "cpu" else "self_device_time_total"
         )
@@ -259,40 +250,3 @@ class PyTorchProfiler(Profiler):
         """Write a file, if the run writes any."""
         if self._run.folder is not None:
             self._written.append(publish_export(self._run.folder, f"{self._run.name}{suffix}", export))
-
-
-def _find_small_operations(events: Iterable[Any]) -> SmallOperations | None:
-    """Return the statistics of short operations in a trace; None if the trace contains no whole step."""
-    all_events = list(events)
-    steps = [
-        event for event in all_events if event.name.startswith("ProfilerStep") and event.device_type == DeviceType.CPU
-    ]
-    if not steps:
-        return None
-    kernels = [event for event in all_events if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
-    if kernels:
-        return _small_kernels(kernels, sum(event.time_range.elapsed_us() for event in steps), len(steps))
-    times: dict[str, list[float]] = {}
-    for event in all_events:
-        if event.device_type == DeviceType.CPU and not event.is_user_annotation:
-            times.setdefault(event.name, []).append(event.self_cpu_time_total)
-    # Medians are robust against other load on the machine.
-    medians = {name: median(durations) for name, durations in times.items()}
-    total_us = sum(medians[name] * len(durations) for name, durations in times.items())
-    if not total_us:
-        return None
-    short_us = sum(medians[name] * len(durations) for name, durations in times.items() if medians[name] < SHORT_US)
-    every = list(chain(*times.values()))
-    return SmallOperations("operations", len(every) / len(steps), median(every), short_us / total_us)
-
-
-def _small_kernels(kernels: list[Any], step_us: float, steps: int) -> SmallOperations | None:
-    median_us = median(event.time_range.elapsed_us() for event in kernels)
-    if median_us >= SHORT_US or not step_us:
-        return None  # Between long kernels, a device does not wait for launches, so larger kernels would not help.
-    busy, busy_until = 0.0, float("-inf")
-    for event in sorted(kernels, key=lambda event: event.time_range.start):
-        begin, end = max(event.time_range.start, busy_until), event.time_range.end
-        busy += max(0.0, end - begin)
-        busy_until = max(busy_until, end)
-    return SmallOperations("kernels", len(kernels) / steps, median_us, max(0.0, 1 - busy / step_us))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from drivetrain.profilers._device_times import DeviceTimes
 from drivetrain.profilers._phase_times import PhaseTimes
-from drivetrain.profilers._recommendations import next_steps
 from drivetrain.profilers.profiler import ProfiledRun, Profiler
 
 OTHER = "other"
@@ -24,7 +22,6 @@ class PhaseRow(NamedTuple):
         self_ns: the time without the time of nested phases. The sum over all rows is the run's time.
         total_ns: the time including nested phases.
         longest_ns: the time of the longest call; 0 for the other rows, such as "profiler".
-        device_ns: the time on a CUDA device, measured by events; None if it was not measured.
     """
 
     path: tuple[str, ...]
@@ -32,7 +29,6 @@ class PhaseRow(NamedTuple):
     self_ns: int
     total_ns: int
     longest_ns: int
-    device_ns: int | None = None
 
 
 class SimpleProfiler(Profiler):
@@ -44,10 +40,7 @@ class SimpleProfiler(Profiler):
     Args:
         dirpath: a folder or fsspec URL for the profiler's file; None for ``profile/`` in the run's folder.
         filename: the prefix of the file's name; None for ``<stage>-simple``.
-        extended: whether to show the number of calls, their mean time and the longest call and, with several ranks, the
-            times of the quickest and the slowest rank.
-        device_times: whether to also measure the device time of phases on CUDA, with CUDA events and without
-            synchronisation.
+        extended: whether to show the number of calls, their mean time and the longest call.
     """
 
     def __init__(
@@ -55,19 +48,16 @@ class SimpleProfiler(Profiler):
         dirpath: str | os.PathLike[str] | None = None,
         filename: str | None = None,
         extended: bool = True,
-        device_times: bool = True,
     ) -> None:
         super().__init__(dirpath, filename)
         self.extended = extended
-        self.device_times = device_times
         self._run = ProfiledRun("fit")
         self._times = PhaseTimes(begins=False)
-        self._results_by_rank: list[dict[str, int]] = []  # the result of `measured` of each rank
 
     def begin(self, run: ProfiledRun) -> None:
         """Discard earlier measurements and start the clock."""
-        self._run, self._results_by_rank = run, []
-        self._times = PhaseTimes(DeviceTimes(run.device) if self.device_times and run.device.type == "cuda" else None)
+        self._run = run
+        self._times = PhaseTimes()
 
     def start(self, phase: str) -> None:
         """Begin a phase. Before the first run, this method does nothing."""
@@ -100,28 +90,13 @@ class SimpleProfiler(Profiler):
         run, *phases = times.root.walk()
         spans = sum(phase.calls for phase in phases)
         return [
-            *(
-                PhaseRow(phase.path, phase.calls, phase.self_ns, phase.total_ns, phase.longest_ns, phase.device_ns)
-                for phase in phases
-            ),
+            *(PhaseRow(phase.path, phase.calls, phase.self_ns, phase.total_ns, phase.longest_ns) for phase in phases),
             PhaseRow((OTHER,), run.calls, run.self_ns, run.self_ns, 0),
             PhaseRow((PROFILER_ROW,), spans, times.overhead_ns, times.overhead_ns, 0),
         ]
 
-    def measured(self) -> Mapping[str, int]:
-        """Return the time of each phase without nested phases, by the path of the phase."""
-        return {" > ".join(row.path): row.self_ns for row in self.rows()}
-
-    def receive_results(self, measured: Sequence[Any]) -> None:
-        """Receive the results of all ranks, for the columns of the quickest and the slowest rank."""
-        self._results_by_rank = list(measured)
-
-    def next_steps(self) -> list[str]:
-        """Return at most three recommendations, each with the share of the time that the recommendation concerns."""
-        return next_steps(self._times.root, self._run)
-
     def summary(self) -> str:
-        """Return the table and recommendations; "" before the first run."""
+        """Return the table; "" before the first run."""
         times = self._times
         if not times.root.calls:
             return ""
@@ -133,10 +108,13 @@ class SimpleProfiler(Profiler):
         lines += self._table([*rows, PhaseRow(("total",), 1, times.elapsed_ns, times.elapsed_ns, 0)])
         lines.append(f"Measuring {rows[-1].calls} phases took the time in the row {PROFILER_ROW!r}.")
         if run.device.type != "cpu":
-            lines.append(_device_note(run, self._device_was_timed()))
+            lines.append(
+                f"The host does not wait for {run.device}: a phase's time is the time in which the host launches the "
+                "work. The host waits for the device in logging, in checkpoints, at the end of a validation, in the "
+                "optimizer's step in fp16, and where your code reads a tensor (.item(), print)."
+            )
         for name, (calls, time) in times.outlasting.items():
             lines.append(f"{name!r} ended after its parent phase {calls} times, with {_seconds(time)} s in total.")
-        lines += [f"- {line}" for line in self.next_steps()]
         return "\n".join(lines)
 
     def _table(self, rows: Sequence[PhaseRow]) -> list[str]:
@@ -150,38 +128,12 @@ class SimpleProfiler(Profiler):
             columns["calls"] = lambda row: str(row.calls)
             columns["mean s"] = lambda row: _seconds(row.total_ns / (row.calls or 1))
             columns["longest s"] = lambda row: _seconds(row.longest_ns) if row.longest_ns else ""
-        if self._device_was_timed():
-            columns["device s"] = lambda row: "" if row.device_ns is None else _seconds(row.device_ns)
-        if self.extended and len(self._results_by_rank) > 1:
-            columns["quickest rank s"] = lambda row: _seconds(min(self._times_by_rank(row)))
-            columns["slowest rank s"] = lambda row: _seconds(max(self._times_by_rank(row)))
         names = ["phase", *("  " * (len(row.path) - 1) + row.path[-1] for row in rows)]
         table = [_padded(names, str.ljust)]
         table += [_padded([header, *map(cell, rows)], str.rjust) for header, cell in columns.items()]
         lines = ["  ".join(line) for line in zip(*table, strict=True)]
         rule = "-" * len(lines[0])
         return [line.rstrip() for line in (lines[0], rule, *lines[1:-1], rule, lines[-1])]
-
-    def _times_by_rank(self, row: PhaseRow) -> list[int]:
-        """Return the nanoseconds that each rank took in a row's phase."""
-        if row.path == ("total",):
-            times = [sum(times_of_rank.values()) for times_of_rank in self._results_by_rank]
-        else:
-            times = [times_of_rank.get(" > ".join(row.path), 0) for times_of_rank in self._results_by_rank]
-        times[self._run.rank] = row.self_ns
-        return times
-
-    def _device_was_timed(self) -> bool:
-        return any(row.device_ns is not None for row in self.rows())
-
-
-def _device_note(run: ProfiledRun, timed: bool) -> str:
-    device_column = ' The column "device" is the time on the device, measured by events.' if timed else ""
-    return (
-        f"The host does not wait for {run.device}: a phase's time is the time in which the host launches the work."
-        f"{device_column} The host waits for the device in logging, in checkpoints, at the end of a validation, "
-        "in the optimizer's step in fp16, and where your code reads a tensor (.item(), print)."
-    )
 
 
 def _seconds(nanoseconds: float) -> str:

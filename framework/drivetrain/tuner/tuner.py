@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from drivetrain._config.argument_checks import check_choice
 from drivetrain._engine.stage_loaders import DataArguments
 from drivetrain._engine.trials import EngineTrials
 from drivetrain.callbacks._batch_size_search import find_batch_size
 from drivetrain.callbacks._lr_search import LRFind, find_lr
 from drivetrain.data import DataModule
-from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.errors import ConfigurationError
 from drivetrain.fit import Fit, check_module
 from drivetrain.module.train_module import TrainModule
 
@@ -117,12 +118,7 @@ class Tuner:
             ConfigurationError: the batch size cannot be changed, or not even size 1 fits.
             Exception: an exception of a trial other than out of memory. The state before the search has been restored.
         """
-        if method not in _STAGES:
-            raise ConfigurationError(
-                f"method={method!r}.{nearest(str(method), _STAGES)}",
-                "method is the method of Fit that uses the batch size.",
-                f"use one of {', '.join(map(repr, _STAGES))}.",
-            )
+        check_choice("scale_batch_size", "method", method, _STAGES, "the method of Fit that uses the batch size")
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         eval_dataloaders = val_dataloaders if method == "fit" else dataloaders

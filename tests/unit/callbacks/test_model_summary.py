@@ -319,34 +319,6 @@ def test_a_model_without_memory_has_shapes() -> None:
     assert "0, 1: on the meta device" in str(summary)
 
 
-class _Terminal(io.StringIO):
-    encoding = "utf-8"
-
-    def isatty(self) -> bool:
-        return True
-
-
-def test_on_a_terminal_rich_draws_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    # L-08
-    pytest.importorskip("rich")
-    monkeypatch.setattr("sys.stdout", _Terminal())
-    monkeypatch.setenv("TERM", "xterm-256color")
-    model: Any = _Model()
-    for columns, first, fits in (("200", "╭", True), ("56", "\x1b[1mName", False)):
-        monkeypatch.setenv("COLUMNS", columns)
-        run: Any = FakeRun()
-        ModelSummary().on_fit_start(run, model)
-        (text,) = run.printed
-        assert text.startswith(first)
-        assert "part frozen" in text
-        plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
-        assert all(len(line) <= int(columns) for line in plain.splitlines())
-        assert ("├" in plain) is fits
-    monkeypatch.setenv("TERM", "dumb")
-    ModelSummary().on_fit_start(run := FakeRun(), model)  # type: ignore[arg-type]
-    assert "\x1b" not in run.printed[0]
-
-
 def test_a_depth_that_makes_no_sense_is_refused() -> None:
     # G-06
     for wrong in (-2, 1.5, "all"):

@@ -276,9 +276,9 @@ class Found:
 @pytest.mark.parametrize(
     ("made", "named"),
     [
-        (lambda x: {"boxes": [x.numpy()]}, r"predict_step's output\['boxes'\]\[0\] is a ndarray"),
-        (lambda x: Found(), "predict_step's output is a Found"),
-        (lambda x: (x, {1, 2}), r"output\[1\] is a set"),
+        (lambda x: {"boxes": [x.numpy()]}, "batch 0: .*'0/boxes/0', a ndarray"),
+        (lambda x: Found(), "batch 0: .*'0', a Found"),
+        (lambda x: (x, {1, 2}), "batch 0: .*'0/1', a set"),
         (lambda x: x.to(torch.complex128), "a tensor of dtype torch.complex128"),
         (lambda x: x.to_sparse(), "a tensor of layout torch.sparse_coo"),
     ],

@@ -10,7 +10,6 @@ from callback_run import FakeRun
 from drivetrain._loops.hooks import HOOKS, HookTable
 from drivetrain.callback import Callback
 from drivetrain.callbacks import GradientAccumulationScheduler, LambdaCallback, Timer
-from drivetrain.callbacks.timer import parse_duration
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 
@@ -25,7 +24,7 @@ _NO_MODULE: Any = None
     [("00:12:00:00", 43200), ("1:2:3:4", 93784), (timedelta(minutes=2), 120), ({"hours": 1, "seconds": 5}, 3605)],
 )
 def test_durations_are_read(duration: Any, seconds: int) -> None:
-    assert parse_duration(duration) == timedelta(seconds=seconds)
+    assert Timer(duration).duration == timedelta(seconds=seconds)
 
 
 @pytest.mark.parametrize("duration", ["12:00", "a:b:c:d", {"hour": 1}, timedelta(seconds=-1)])

@@ -280,7 +280,7 @@ MISTAKES = [
         BUILT,
         "'batch'",
         "are logged by steps or by epochs",
-        "give 'step'",
+        "use 'step'",
         calls(lambda path: LearningRateMonitor(logging_interval="batch")),
     ),
     Mistake(

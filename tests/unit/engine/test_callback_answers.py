@@ -127,7 +127,7 @@ def test_folders_of_third_party_callbacks_and_loggers_are_probed_before_the_firs
     class Rows(Logger):
         name = "rows"
         version = "0"
-        writes_to = str(tmp_path / "file" / "logs")
+        save_dir = str(tmp_path / "file" / "logs")
 
         def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
             raise AssertionError("before the first row")

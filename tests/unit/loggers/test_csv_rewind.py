@@ -133,11 +133,15 @@ class TestCSV:
         logged(CSVLogger(tmp_path, name="", version="v"), 1, 2, 3).save()
         before = table(tmp_path / "v")
         logger = CSVLogger(tmp_path, name="", version="v")
-        (tmp_path / "v" / "metrics.csv.new").mkdir()  # as where what is beside cannot be written
-        with pytest.raises(DrivetrainError, match=r"metrics\.csv below .* cannot be written: IsADirectoryError"):
-            logger.rewind(1)
+
+        def refuse(source: str, target: str) -> None:
+            raise PermissionError(target)
+
+        with monkeypatch.context() as patches:
+            patches.setattr("os.replace", refuse)
+            with pytest.raises(DrivetrainError, match=r"metrics\.csv below .* cannot be written: PermissionError"):
+                logger.rewind(1)
         assert table(tmp_path / "v") == before
-        (tmp_path / "v" / "metrics.csv.new").rmdir()
         logger.rewind(1)
         assert table(tmp_path / "v") == before[:2]
         assert [path.name for path in (tmp_path / "v").iterdir()] == ["metrics.csv"]

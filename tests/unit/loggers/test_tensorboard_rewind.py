@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,42 +23,14 @@ def logged(logger: Logger, *steps: int, name: str = "loss") -> Logger:
 
 KILLED = """
 import os, signal, sys
-if sys.argv[2] == "tensorboardX":
-    sys.modules["tensorboard"] = None
 from drivetrain.loggers import TensorBoardLogger
 logger = TensorBoardLogger(sys.argv[1], version=0)
 logger.log_hyperparams({"lr": 0.1})
 for step in range(31):
     logger.log_metrics({"loss": float(step)}, step)
 logger.save()
-if sys.argv[2] == "tensorboardX":
-    logger.experiment.close()  # its flush leaves out what its thread has not taken up
 os.kill(os.getpid(), signal.SIGKILL)
 """
-
-Writing = Callable[[], contextlib.AbstractContextManager[None]]
-
-
-@pytest.fixture(params=["tensorboard", "tensorboardX"])
-def package(request: pytest.FixtureRequest) -> str:
-    if importlib.util.find_spec(request.param) is None:
-        pytest.skip(f"needs {request.param}")
-    return str(request.param)
-
-
-@pytest.fixture
-def writing(package: str, monkeypatch: pytest.MonkeyPatch) -> Writing:
-    """Within it the package is the only one that writes events; the real TensorBoard reads them outside."""
-
-    @contextlib.contextmanager
-    def only() -> Iterator[None]:
-        with monkeypatch.context() as patch:
-            if package == "tensorboardX":
-                patch.setitem(sys.modules, "tensorboard", None)
-                patch.setenv("CRC32C_SW_MODE", "auto")  # as importing tensorboardX sets it
-            yield
-
-    return only
 
 
 def scalars(folder: str, tag: str = "loss") -> list[tuple[int, float]]:
@@ -84,72 +53,65 @@ def scalars(folder: str, tag: str = "loss") -> list[tuple[int, float]]:
 class TestTensorBoard:
     """J-13"""
 
-    def test_a_killed_run_that_goes_on_shows_each_step_once(
-        self, tmp_path: Path, package: str, writing: Writing
-    ) -> None:
-        killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), package])
+    def test_a_killed_run_that_goes_on_shows_each_step_once(self, tmp_path: Path) -> None:
+        killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)])
         assert killed.returncode == -signal.SIGKILL
         logger = TensorBoardLogger(tmp_path, version=0)
         assert scalars(logger.log_dir) == [(step, float(step)) for step in range(31)]
-        with writing():
-            logger.rewind(20)
-            logger.log_hyperparams({"lr": 0.1})
-            for step in range(21, 41):
-                logger.log_metrics({"loss": 100.0 + step}, step)
-            logger.finalize("success")
+        logger.rewind(20)
+        logger.log_hyperparams({"lr": 0.1})
+        for step in range(21, 41):
+            logger.log_metrics({"loss": 100.0 + step}, step)
+        logger.finalize("success")
         kept = [(step, float(step)) for step in range(21)]
         assert scalars(logger.log_dir) == kept + [(step, 100.0 + step) for step in range(21, 41)]
         assert scalars(logger.log_dir, "hp_metric") == [(0, -1.0)]
 
-    def test_several_times_by_several_objects(self, tmp_path: Path, writing: Writing) -> None:
+    def test_several_times_by_several_objects(self, tmp_path: Path) -> None:
         expected: dict[int, float] = {}
         for number, step in enumerate((-1, 5, 3)):
-            with writing():
-                logger = TensorBoardLogger(tmp_path, version=0)
-                for rewound in (step + 2, step, step + 1):  # nothing comes between them: the lowest holds
-                    logger.rewind(rewound)
-                for at in range(step + 1, 9):
-                    logger.log_metrics({"loss": number + at / 10}, at)
-                logger.finalize("failed")
+            logger = TensorBoardLogger(tmp_path, version=0)
+            for rewound in (step + 2, step, step + 1):  # nothing comes between them: the lowest holds
+                logger.rewind(rewound)
+            for at in range(step + 1, 9):
+                logger.log_metrics({"loss": number + at / 10}, at)
+            logger.finalize("failed")
             expected = {at: value for at, value in expected.items() if at <= step}
             expected |= {at: number + at / 10 for at in range(step + 1, 9)}
             assert scalars(logger.log_dir) == [(at, pytest.approx(value)) for at, value in sorted(expected.items())]  # type: ignore[comparison-overlap]
 
-    def test_an_open_writer_is_closed_first_and_what_it_held_counts(self, tmp_path: Path, writing: Writing) -> None:
-        with writing():
-            logger = TensorBoardLogger(tmp_path, version=0, flush_secs=600)
-            logged(logger, 1, 2, 3).rewind(2)
-            logged(logger, 3, 4).rewind(3)
-            logged(logger, 4)
-            logger.finalize("success")
-            logged(logger, 5)  # hides nothing of what the same object has written
-            logger.finalize("success")
+    def test_an_open_writer_is_closed_first_and_what_it_held_counts(self, tmp_path: Path) -> None:
+        logger = TensorBoardLogger(tmp_path, version=0, flush_secs=600)
+        logged(logger, 1, 2, 3).rewind(2)
+        logged(logger, 3, 4).rewind(3)
+        logged(logger, 4)
+        logger.finalize("success")
+        logged(logger, 5)  # hides nothing of what the same object has written
+        logger.finalize("success")
         assert scalars(logger.log_dir) == [(step, step / 2) for step in range(1, 6)]
 
     @pytest.mark.parametrize(("step", "kept"), [(0, [(0, 0.0)]), (-1, [])])
-    def test_from_the_beginning(self, tmp_path: Path, writing: Writing, step: int, kept: list[Any]) -> None:
-        with writing():
-            first = TensorBoardLogger(tmp_path, version=0)
-            first.log_hyperparams({"lr": 0.1})
-            logged(first, 0, 1).finalize("failed")
-            again = TensorBoardLogger(tmp_path, version=0)
-            again.rewind(step)
-            again.rewind(1)
-            again.log_hyperparams({"lr": 0.1})
-            logged(again, 1).finalize("failed")
+    def test_from_the_beginning(self, tmp_path: Path, step: int, kept: list[Any]) -> None:
+        first = TensorBoardLogger(tmp_path, version=0)
+        first.log_hyperparams({"lr": 0.1})
+        logged(first, 0, 1).finalize("failed")
+        again = TensorBoardLogger(tmp_path, version=0)
+        again.rewind(step)
+        again.rewind(1)
+        again.log_hyperparams({"lr": 0.1})
+        logged(again, 1).finalize("failed")
         assert scalars(again.log_dir) == [*kept, (1, 0.5)]
         assert scalars(again.log_dir, "hp_metric") == [(0, -1.0)]
 
-    def test_the_value_that_a_run_gave_hp_metric_stays_the_last(self, tmp_path: Path, writing: Writing) -> None:
-        with writing():
-            first = TensorBoardLogger(tmp_path, version=0)
-            first.log_hyperparams({"lr": 0.1})
-            first.log_metrics({"hp_metric": 0.5}, 7)
-            first.finalize("failed")
-            again = TensorBoardLogger(tmp_path, version=0)
-            again.rewind(8)
-            again.log_hyperparams({"lr": 0.1})
-            again.finalize("success")
+    def test_the_value_that_a_run_gave_hp_metric_stays_the_last(self, tmp_path: Path) -> None:
+        first = TensorBoardLogger(tmp_path, version=0)
+        first.log_hyperparams({"lr": 0.1})
+        first.log_metrics({"hp_metric": 0.5}, 7)
+        first.finalize("failed")
+        again = TensorBoardLogger(tmp_path, version=0)
+        again.rewind(8)
+        again.log_hyperparams({"lr": 0.1})
+        again.finalize("success")
         assert scalars(again.log_dir, "hp_metric") == [(0, -1.0), (7, 0.5)]
 
     def test_starting_values_that_are_not_there_yet_are_written(self, tmp_path: Path) -> None:
@@ -176,28 +138,22 @@ class TestTensorBoard:
         logged(logger, 3).finalize("success")
         assert [step for step, _ in scalars(logger.log_dir)] == [1, 2, 3]
 
-    @pytest.mark.parametrize(("given", "first"), [(5, 5), (15, 9)])
-    def test_a_purge_step_of_the_users_hides_too_and_once(
-        self, tmp_path: Path, writing: Writing, given: int, first: int
-    ) -> None:
-        with writing():
-            logged(TensorBoardLogger(tmp_path, version=0), *range(12)).finalize("failed")
-            logger = TensorBoardLogger(tmp_path, version=0, purge_step=given)
-            logger.rewind(8)
-            logged(logger, 20).finalize("success")
-            logged(logger, 21).finalize("success")
-        assert [step for step, _ in scalars(logger.log_dir)] == [*range(first), 20, 21]
+    def test_a_purge_step_of_the_users_hides_once(self, tmp_path: Path) -> None:
+        logged(TensorBoardLogger(tmp_path, version=0), *range(12)).finalize("failed")
+        logger = TensorBoardLogger(tmp_path, version=0, purge_step=5)
+        logged(logger, 20).finalize("success")
+        logged(logger, 21).finalize("success")
+        assert [step for step, _ in scalars(logger.log_dir)] == [*range(5), 20, 21]
 
-    def test_the_files_are_read_in_the_order_in_which_they_were_written(self, tmp_path: Path, writing: Writing) -> None:
+    def test_the_files_are_read_in_the_order_in_which_they_were_written(self, tmp_path: Path) -> None:
         """Many within a second, and TensorBoard goes by their names."""
         logger = TensorBoardLogger(tmp_path, version=0)
         order: list[str] = []
-        with writing():
-            for _ in range(2):
-                logger.rewind(0)
-                logged(logger, 1).save()
-                order += [path.name for path in Path(logger.log_dir).iterdir() if path.name not in order]
-            logger.finalize("success")
+        for _ in range(2):
+            logger.rewind(0)
+            logged(logger, 1).save()
+            order += [path.name for path in Path(logger.log_dir).iterdir() if path.name not in order]
+        logger.finalize("success")
         assert len(order) == 2
         assert order == sorted(order)
 

@@ -1,8 +1,7 @@
-"""A small module, data that can be made slow, and a quiet Fit, for tests of profilers."""
+"""A small module, its data and a quiet Fit, for tests of profilers."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +28,20 @@ def fit(path: Path, **options: Any) -> Fit:
 
 
 class Rows(Dataset[torch.Tensor]):
-    """Vectors of two numbers, each of which takes ``seconds``."""
+    """Vectors of two numbers."""
 
-    def __init__(self, samples: int, seconds: float = 0.0) -> None:
+    def __init__(self, samples: int) -> None:
         self._samples = samples
-        self._seconds = seconds
 
     def __len__(self) -> int:
         return self._samples
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if self._seconds:
-            time.sleep(self._seconds)
         return torch.tensor([float(index), 1.0])
 
 
-def loader(samples: int = 8, batch_size: int = 2, seconds: float = 0.0, **options: Any) -> DataLoader[Any]:
-    return DataLoader(Rows(samples, seconds), batch_size=batch_size, **options)
+def loader(samples: int = 8, batch_size: int = 2) -> DataLoader[Any]:
+    return DataLoader(Rows(samples), batch_size=batch_size)
 
 
 class Net(TrainModule):

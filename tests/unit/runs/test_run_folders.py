@@ -201,7 +201,7 @@ class Minimal(Logger):
         self._root = root
 
     @property
-    def writes_to(self) -> str | None:
+    def save_dir(self) -> str | None:
         return None if self._root is None else str(self._root)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import math
+import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -180,14 +180,7 @@ def test_the_callback_searches_for_a_fit_alone() -> None:  # L-06
 
 def test_a_plot_without_matplotlib_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:  # L-06
     found = LRFind({"lr": [0.1, 1.0], "loss": [1.0, 2.0]})
-    real = builtins.__import__
-
-    def without(name: str, *args: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # as Python marks what cannot be imported
     with pytest.raises(ConfigurationError, match="needs matplotlib"):
         found.plot()
 

@@ -6,7 +6,7 @@ import json
 import time
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -113,14 +113,12 @@ class PredictionRun:
         """Buffer an output that the killed run has not written, and write the buffer if it is large enough."""
         if self.is_written(batch_idx, dataloader_idx):
             return
-        self._check(output, batch_idx)
         part = self._part
         if part is not None and (part.loader, part.batch + len(self._samples)) != (dataloader_idx, batch_idx):
             self._flush()  # a part has consecutive batches of one loader
         if self._part is None:
             self._part, self._buffered_since = Part(dataloader_idx, self._data_rank, batch_idx), time.monotonic()
-        tensors: dict[str, Tensor] = {}
-        encoded = encode(on_host(output, fresh_memory=False), tensors, str(len(self._samples)))
+        encoded, tensors = _encoded(output, str(len(self._samples)), batch_idx)
         text = json.dumps(encoded, allow_nan=False).encode()
         integer_indices = as_integer_indices(indices)
         if integer_indices is None:
@@ -174,16 +172,6 @@ class PredictionRun:
                     "delete the folder to start again, or write to another path.",
                 )
 
-    def _check(self, output: Any, batch_idx: int) -> None:
-        problem = _unstorable(output, "predict_step's output")
-        if problem is not None:
-            raise CheckpointError(
-                f"PredictionWriter cannot store batch {batch_idx}: {problem}.",
-                "tensors are stored as safetensors and other values as JSON, which can be read without running code.",
-                "return tensors, numbers, strings, or lists, tuples and dicts of them, such as torch.from_numpy(array) "
-                "for an array and output._asdict() for a named tuple; or write a subclass of BasePredictionWriter.",
-            )
-
     def _flush(self) -> None:
         """Write the buffer as a part."""
         if self._part is None:
@@ -200,21 +188,22 @@ def _shortened(indices: Sequence[int]) -> str:
     return f"{list(indices)!s:.100}"
 
 
-def _unstorable(value: Any, name: str) -> str | None:
-    """Return which part of a value cannot be stored, and why; None if the whole value can be stored."""
-    if isinstance(value, Tensor):
-        try:
-            check_storable(name, value)
-        except CheckpointError as error:
-            return f"{name} is {error.what.partition(', ')[2].removesuffix('.')}"
-        return f"{name} is a tensor sharded across ranks" if hasattr(value, "device_mesh") else None
-    if value is None or isinstance(value, bool | int | float | str):
-        return None
-    if isinstance(value, Mapping):
-        parts = [(f"{name}[{key!r}]", part) for key, part in value.items()]
-        keys = [_unstorable(key, f"a key of {name}") for key in value]
-        return next(filter(None, (*keys, *(_unstorable(part, part_name) for part_name, part in parts))), None)
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        problems = (_unstorable(part, f"{name}[{number}]") for number, part in enumerate(value))
-        return next(filter(None, problems), None)
-    return f"{name} is a {type(value).__name__}"
+def _encoded(output: Any, name: str, batch_idx: int) -> tuple[Any, dict[str, Tensor]]:
+    """Return an output as JSON-able data, and its tensors by names that begin with ``name``.
+
+    Raises:
+        CheckpointError: a part of the output cannot be stored. The error names the part.
+    """
+    tensors: dict[str, Tensor] = {}
+    try:
+        encoded = encode(on_host(output, fresh_memory=False), tensors, name)
+        for tensor_name, tensor in tensors.items():
+            check_storable(tensor_name, tensor)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"PredictionWriter cannot store the output of batch {batch_idx}: {error.what}",
+            "tensors are stored as safetensors and other values as JSON, which can be read without running code.",
+            "return tensors, numbers, strings, or lists, tuples and dicts of them, such as torch.from_numpy(array) "
+            "for an array and output._asdict() for a named tuple; or write a subclass of BasePredictionWriter.",
+        ) from error
+    return encoded, tensors
