@@ -114,8 +114,8 @@ distclean: clean ## The same, and the virtual environments
 	$(PYTHON) -m venv $*
 
 $(VENV)/.stamp-demo: $(SETUP) | $(BIN)/python
-	@echo "Setting up $(VENV) (once, and after a change of pins) ..."
-	@$(BIN)/python $(PIP_INSTALL) -e .
+	@echo "Setting up $(VENV) with the extra 'rich' (once, and after a change of pins) ..."
+	@$(BIN)/python $(PIP_INSTALL) -e '.[rich]'
 	@touch $@
 
 $(VENV)/.stamp-dev: $(SETUP) | $(BIN)/python

@@ -24,7 +24,7 @@ PROMISED = {
             "LambdaCallback",
         ),
         *("LearningRateMonitor", "LossSpikeGuard", "ModelSummary", "NonFiniteGuard", "ProgressBar", "ReplicaCheck"),
-        *("ThroughputMonitor", "Timer"),
+        *("RichProgressBar", "ThroughputMonitor", "Timer"),
     ],
     "drivetrain.checkpoint": ["Checkpoint", "consolidate", "convert", "diff", "load", "show", "verify"],
     "drivetrain.data": ["CombinedLoader", "DataModule", "KeyedPermutation", "order", "split_by_rank"],

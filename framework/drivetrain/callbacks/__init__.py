@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.prediction_writer import PredictionWriter as PredictionWriter
     from drivetrain.callbacks.progress_bar import ProgressBar as ProgressBar
     from drivetrain.callbacks.replica_check import ReplicaCheck as ReplicaCheck
+    from drivetrain.callbacks.rich_progress_bar import RichProgressBar as RichProgressBar
     from drivetrain.callbacks.stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
     from drivetrain.callbacks.throughput_monitor import ThroughputMonitor as ThroughputMonitor
     from drivetrain.callbacks.timer import Timer as Timer
@@ -53,6 +54,7 @@ _HOME = {
     "PredictionWriter": ".prediction_writer",
     "ProgressBar": ".progress_bar",
     "ReplicaCheck": ".replica_check",
+    "RichProgressBar": ".rich_progress_bar",
     "StochasticWeightAveraging": ".stochastic_weight_averaging",
     "ThroughputMonitor": ".throughput_monitor",
     "Timer": ".timer",
@@ -79,6 +81,7 @@ __all__ = [
     "PredictionWriter",
     "ProgressBar",
     "ReplicaCheck",
+    "RichProgressBar",
     "StochasticWeightAveraging",
     "ThroughputMonitor",
     "Timer",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 _MAX_BAR_WIDTH = 24  # columns
 _MIN_BAR_WIDTH = 6  # columns
@@ -64,8 +65,24 @@ class Phase:
         return [format_time(self.elapsed(now)), format_rate(self.rate(now))]
 
 
-def fit_line(phase: Phase, metrics: Mapping[str, float], now: float, run: str, width: int) -> str:
-    """Return the line of a phase with its bar, shortened to ``width`` columns.
+class BarLine(NamedTuple):
+    """The parts of a line that fits the terminal.
+
+    Attributes:
+        title: the name of the phase.
+        width: the number of columns of the bar; 0 for no bar.
+        filled: the number of columns of the bar that are filled.
+        rest: the text after the bar, with counts, times and metrics.
+    """
+
+    title: str
+    width: int
+    filled: int
+    rest: str
+
+
+def fit_line(phase: Phase, metrics: Mapping[str, float], now: float, run: str, width: int) -> BarLine:
+    """Return the line of a phase, shortened to ``width`` columns.
 
     If the line is too long, metrics are dropped first, starting with the last metric. The first metric is kept longer
     than the bar, the speed and the times.
@@ -90,9 +107,8 @@ def fit_line(phase: Phase, metrics: Mapping[str, float], now: float, run: str, w
     bar, parts = next(fitting, (0, [phase.count]))
     if bar:
         bar = min(_MAX_BAR_WIDTH, bar + free_columns - _width(bar, parts))
-        filled = bar * phase.done // int(phase.total)
-        parts = [f"|{'#' * filled}{'-' * (bar - filled)}|", *parts]
-    return " ".join([phase.title, *parts])[:width]
+    filled = bar * phase.done // int(phase.total) if bar else 0
+    return BarLine(phase.title[:width], bar, filled, " ".join(parts)[: max(free_columns - 1, 0)])
 
 
 def _by_preference(layouts: Sequence[tuple[int, list[str]]], metrics: list[str]) -> Iterator[tuple[int, list[str]]]:

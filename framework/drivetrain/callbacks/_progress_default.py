@@ -6,10 +6,12 @@ import math
 import sys
 from typing import TYPE_CHECKING
 
+from drivetrain._runtime.lazy_names import is_installed
 from drivetrain._runtime.terminal_output import is_terminal
 from drivetrain.callback import Callback
 from drivetrain.callbacks._bar_line import Phase
 from drivetrain.callbacks.progress_bar import ProgressBar
+from drivetrain.callbacks.rich_progress_bar import RichProgressBar
 
 if TYPE_CHECKING:
     from drivetrain.run_context import RunContext
@@ -42,6 +44,10 @@ class ProgressLines(ProgressBar):
 def default_progress_bar() -> ProgressBar:
     """Return the progress bar that suits this process's standard output.
 
-    On a terminal the result is a `ProgressBar`, and elsewhere a bar that only prints lines.
+    On a UTF terminal with rich installed the result is a `RichProgressBar`, on other terminals a plain `ProgressBar`,
+    and elsewhere a bar that only prints lines.
     """
-    return ProgressBar() if is_terminal(sys.stdout) else ProgressLines()
+    if not is_terminal(sys.stdout):
+        return ProgressLines()
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return RichProgressBar() if encoding.lower().startswith("utf") and is_installed("rich") else ProgressBar()

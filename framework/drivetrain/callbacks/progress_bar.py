@@ -30,8 +30,8 @@ class ProgressBar(Callback):
 
     On a terminal, one line is redrawn ``refresh_rate`` times per second. Between two refreshes, the bar costs each step
     one comparison. Metrics are copied from the device only for a refresh. Other output of this process appears above
-    the line. A validation has its own line below that of its epoch, with the values that were logged in the validation
-    so far (means over rank 0's batches).
+    the line. A validation has its own line, with the values that were logged in the validation so far (means over rank
+    0's batches).
 
     If the output is not a terminal (a file, a pipe, a notebook), a line is printed every ``log_every_n_steps``
     optimizer steps (in an evaluation, every ``log_every_n_steps`` micro-batches), but at most every 30 seconds. A line
@@ -60,8 +60,6 @@ class ProgressBar(Callback):
         self._refresh_interval = 1.0 / refresh_rate
         self._stream = stream
         self._lines: LiveLines | None = None  # the lines that this rank redraws on a terminal
-        # The arguments of `fit_line` for the epoch's line when it was drawn last: metrics, time, remaining time.
-        self._epoch: tuple[Mapping[str, float], float, str] | None = None
         self._is_rank_zero = False
         self._metrics: dict[str, float] = {}  # the newest metrics that have arrived, for the terminal
         self._arriving: list[NamedNumbers] = []  # metrics that are still copied, for the terminal
@@ -90,7 +88,7 @@ class ProgressBar(Callback):
         return is_terminal(self.stream)
 
     def draw(self, phase: Phase, metrics: Mapping[str, float], now: float) -> None:
-        """Draw the progress of ``phase``, and that of the epoch above a validation's. Called at each refresh.
+        """Draw the progress of ``phase``. This method is called at each refresh.
 
         Args:
             phase: the epoch or evaluation to show.
@@ -98,13 +96,9 @@ class ProgressBar(Callback):
             now: seconds of `time.monotonic`.
         """
         if self._lines is not None:
-            width = self._lines.width
-            lines = [fit_line(phase, metrics, now, self.remaining_time_text, width)]
-            if phase is self._training:
-                self._epoch = metrics, now, self.remaining_time_text
-            elif self._training is not None and self._epoch is not None:
-                lines.insert(0, fit_line(self._training, *self._epoch, width))
-            self._lines.show(lines)
+            line = fit_line(phase, metrics, now, self.remaining_time_text, self._lines.width)
+            bar = f"|{'#' * line.filled}{'-' * (line.width - line.filled)}| " if line.width else ""
+            self._lines.show([f"{line.title} {bar}{line.rest}"[: self._lines.width]])
 
     def close(self) -> None:
         """Clear the bar, so that other output can follow."""
@@ -143,7 +137,7 @@ class ProgressBar(Callback):
             self._lines.release()
         self._lines = None
         self._is_rank_zero = False
-        self._training = self._phase = self._time_left = self._pending_line = self._epoch = None
+        self._training = self._phase = self._time_left = self._pending_line = None
         self._time_left_in_run = ""
 
     def on_fit_start(self, trainer: RunContext, module: TrainModule) -> None:
@@ -301,7 +295,7 @@ class ProgressBar(Callback):
         self._next_line = now + _LINE_INTERVAL
 
     def __getstate__(self) -> dict[str, Any]:
-        unpicklable = ("_stream", "_phase", "_training", "_epoch", "_lines", "_arriving", "_pending_line", "_time_left")
+        unpicklable = ("_stream", "_phase", "_training", "_lines", "_arriving", "_pending_line", "_time_left")
         return self.__dict__ | dict.fromkeys(unpicklable)
 
 

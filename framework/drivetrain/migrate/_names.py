@@ -11,7 +11,6 @@ RENAMED_CLASSES = {
     "Trainer": "Fit",
     "ModelCheckpoint": "Checkpoint",
     "TQDMProgressBar": "ProgressBar",
-    "RichProgressBar": "ProgressBar",
     "RichModelSummary": "ModelSummary",
 }
 PUBLIC_MODULES = (

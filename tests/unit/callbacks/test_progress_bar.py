@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 from callback_run import FakeRun, FakeStrategy
+from terminal_screen import Screen
 
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._loops.hooks import HOOKS, HookTable
 from drivetrain.callback import Callback
-from drivetrain.callbacks import ProgressBar
+from drivetrain.callbacks import ProgressBar, RichProgressBar
 from drivetrain.callbacks._bar_line import format_number, format_rate, format_time
 from drivetrain.callbacks._progress_default import ProgressLines, default_progress_bar
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
+from drivetrain.testing import requires_package
 
 _MODULE: Any = TrainModule()
 
@@ -61,12 +63,13 @@ def _train(bar: ProgressBar, run: FakeRun, epochs: int, batches: int, pause: flo
     bar.teardown(trainer, _MODULE, "fit")
 
 
-def test_on_a_terminal_it_refreshes_by_the_clock_and_not_by_the_step() -> None:
+@pytest.mark.parametrize("kind", [ProgressBar, pytest.param(RichProgressBar, marks=requires_package("rich"))])
+def test_on_a_terminal_it_refreshes_by_the_clock_and_not_by_the_step(kind: type[ProgressBar]) -> None:
     # H-01
     terminal = _Terminal()
     run = _CountingRun(num_training_batches=20_000, max_epochs=1)
     start = time.monotonic()
-    _train(ProgressBar(stream=terminal), run, epochs=1, batches=20_000, pause=0)
+    _train(kind(stream=terminal), run, epochs=1, batches=20_000, pause=0)
     # In twenty thousand steps the metrics are read ten times per second, and at the start and the end.
     assert 2 <= run.reads <= 10 * (time.monotonic() - start) + 2
     text = terminal.getvalue()
@@ -81,7 +84,7 @@ def test_a_slower_refresh_rate_holds() -> None:
     assert 3 <= run.reads <= 5
 
 
-@pytest.mark.parametrize("kind", [ProgressBar, ProgressLines])
+@pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar, ProgressLines])
 def test_where_output_is_no_terminal_there_is_one_line_an_epoch(kind: type[ProgressBar]) -> None:
     output = io.StringIO()
     run = _CountingRun(num_training_batches=50, max_epochs=3)
@@ -95,7 +98,18 @@ def test_where_output_is_no_terminal_there_is_one_line_an_epoch(kind: type[Progr
     assert "\x1b" not in output.getvalue()
 
 
-@pytest.mark.parametrize("kind", [ProgressBar, ProgressLines])
+@requires_package("rich")
+@pytest.mark.parametrize("leave", [True, False])
+def test_a_finished_epochs_bar_is_left_where_that_was_asked_for(leave: bool) -> None:
+    terminal = _Terminal()
+    _train(RichProgressBar(stream=terminal, leave=leave), _CountingRun(num_training_batches=5), epochs=2, batches=5)
+    screen = Screen(80)
+    screen.feed(terminal.getvalue().replace("\n", "\r\n"))
+    expected = [["Epoch 1/10 ━", "Epoch 1/10: "], ["Epoch 2/10 ━", "Epoch 2/10: "]]
+    assert [line[:12] for line in screen.lines] == [part for epoch in expected for part in epoch[not leave :]]
+
+
+@pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar, ProgressLines])
 def test_other_ranks_are_silent(kind: type[ProgressBar]) -> None:
     control = LocalControl()
     control.rank = 1
@@ -107,10 +121,11 @@ def test_other_ranks_are_silent(kind: type[ProgressBar]) -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_evaluations_leave_a_line_when_they_stand_alone(terminal: bool) -> None:
+@pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar])
+def test_evaluations_leave_a_line_when_they_stand_alone(kind: type[ProgressBar], terminal: bool) -> None:
     output = _Terminal() if terminal else io.StringIO()
     run: Any = FakeRun(num_val_batches=[2, 3], num_test_batches=[4], num_predict_batches=[float("inf")])
-    bar = ProgressBar(stream=output)
+    bar = kind(stream=output)
     for stage, batches in (("validation", 5), ("test", 4), ("predict", 6)):
         bar.setup(run, _MODULE, stage)
         run.testing, run.predicting = stage == "test", stage == "predict"
@@ -178,10 +193,11 @@ def test_the_bar_of_an_epoch_that_max_steps_cuts_short_ends_there() -> None:
     assert totals == {"6"}
 
 
-def test_a_line_is_written_above_the_bar_and_a_failure_takes_it_down() -> None:
+@pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar])
+def test_a_line_is_written_above_the_bar_and_a_failure_takes_it_down(kind: type[ProgressBar]) -> None:
     output = _Terminal()
     run: Any = FakeRun()
-    bar = ProgressBar(stream=output)
+    bar = kind(stream=output)
     bar.setup(run, _MODULE, "fit")
     bar.on_train_epoch_start(run, _MODULE)
     bar.on_train_batch_end(run, _MODULE, {}, None, 0)
@@ -195,12 +211,18 @@ def test_a_line_is_written_above_the_bar_and_a_failure_takes_it_down() -> None:
     assert output.getvalue() == after
 
 
+@requires_package("rich")
 def test_the_default_suits_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     assert type(default_progress_bar()) is ProgressLines
     monkeypatch.setattr(sys, "stdout", _Terminal())
+    assert type(default_progress_bar()) is RichProgressBar
+    monkeypatch.setitem(sys.modules, "rich", None)  # makes the import fail
     assert type(default_progress_bar()) is ProgressBar
+    # G-06
+    with pytest.raises(ConfigurationError, match="pip install"):
+        RichProgressBar()
 
 
 def test_without_a_terminal_it_is_absent_from_the_step() -> None:
@@ -226,7 +248,7 @@ def test_a_dumb_terminal_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not bar.is_terminal()
 
 
-@pytest.mark.parametrize("kind", [ProgressBar, ProgressLines])
+@pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar, ProgressLines])
 def test_a_bar_can_be_sent_to_another_process(kind: type[ProgressBar]) -> None:
     bar = kind()
     run: Any = FakeRun()

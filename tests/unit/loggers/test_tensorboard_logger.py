@@ -110,12 +110,12 @@ def test_the_package_loads_nothing_before_a_name_is_used() -> None:
     # H-02
     code = """
 import sys, drivetrain.loggers, drivetrain.callbacks
-lazy = {"fsspec", "tensorboard", "drivetrain.loggers.csv_logger", "drivetrain.callbacks.timer"}
+lazy = {"fsspec", "tensorboard", "rich", "drivetrain.loggers.csv_logger", "drivetrain.callbacks.timer"}
 assert not lazy & set(sys.modules), lazy & set(sys.modules)
 assert "CSVLogger" in dir(drivetrain.loggers) and "Timer" in dir(drivetrain.callbacks)
 from drivetrain.loggers import CSVLogger
-from drivetrain.callbacks import ProgressBar
-assert "tensorboard" not in sys.modules
+from drivetrain.callbacks import RichProgressBar
+assert "tensorboard" not in sys.modules and "rich" not in sys.modules
 try:
     drivetrain.loggers.CvsLogger
 except AttributeError as error:
