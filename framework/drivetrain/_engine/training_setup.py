@@ -77,6 +77,8 @@ def build_training(
         step = AnomalyStep(step, core.progress, strategy.rank)
     if strategy.rank == 0:
         strategy.precision.on_minimum_scale = _loss_scale_warning()
+    if parts.validate is not None:
+        _warn_if_never_validates(core)
     limits = TrainLimits(trainer.max_epochs, trainer.max_steps, trainer.log_every_n_steps)
     loop = TrainLoop(
         step,
@@ -105,6 +107,18 @@ def build_training(
         ),
     )
     return Training(loop, inner, build_training_pass(core, data, runner, move))
+
+
+def _warn_if_never_validates(core: RunCore) -> None:
+    """Warn if the run has fewer epochs than an interval between validations. A later run may have more epochs."""
+    every, epochs = core.trainer.check_val_every_n_epoch, core.trainer.max_epochs
+    if core.strategy.rank == 0 and every is not None and epochs is not None and 0 < epochs < every:
+        logger.warning(
+            "check_val_every_n_epoch=%d is more than max_epochs=%d: this run never validates. Lower "
+            "check_val_every_n_epoch, or pass no validation data.",
+            every,
+            epochs,
+        )
 
 
 def _resize(core: RunCore, data: RunData, move: BatchMover | None, epoch_begins: bool) -> EpochData | None:

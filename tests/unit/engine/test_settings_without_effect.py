@@ -1,4 +1,4 @@
-"""Settings that could have no effect, or that torch cannot apply, are refused when a run starts."""
+"""Settings that could have no effect, or that torch cannot apply, are refused or warned about when a run starts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from engine_case import fit, regression
 from torch import nn
 
+from captured_warnings import captured_warnings
 from drivetrain import TrainModule
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import FullPrecision
@@ -101,3 +102,24 @@ def test_an_algorithm_that_is_read_or_switched_off_is_accepted(tmp_path: Path) -
     fit(tmp_path, gradient_clip_algorithm="value").fit(Manual(), regression())
     fit(tmp_path, gradient_clip_algorithm="value", gradient_clip_val=0).fit(Linear(), regression())
     fit(tmp_path, gradient_clip_algorithm="value").validate(Linear(), regression(), verbose=False)
+
+
+def _warnings(tmp_path: Path, validation: Any, **options: Any) -> list[str]:
+    with captured_warnings() as lines:
+        fit(tmp_path, **options).fit(Linear(), regression(), validation)
+    return [line for line in lines if "check_val_every_n_epoch" in line]
+
+
+def test_a_run_that_never_validates_warns(tmp_path: Path) -> None:  # I-06
+    (line,) = _warnings(tmp_path, regression(), max_epochs=2, check_val_every_n_epoch=3)
+    assert "check_val_every_n_epoch=3 is more than max_epochs=2: this run never validates." in line
+    assert len(_warnings(tmp_path, regression(), max_epochs=2, check_val_every_n_epoch=3, val_check_interval=0.5)) == 1
+    for options in (
+        {"max_epochs": 3, "check_val_every_n_epoch": 3},
+        {"max_steps": 2, "max_epochs": -1, "check_val_every_n_epoch": 3},
+        {"max_epochs": 1, "check_val_every_n_epoch": 3, "limit_val_batches": 0},
+        {"max_epochs": 1, "check_val_every_n_epoch": 3, "fast_dev_run": True},
+        {"max_epochs": 1, "check_val_every_n_epoch": None, "val_check_interval": 2},
+    ):
+        assert _warnings(tmp_path, regression(), **options) == []
+    assert _warnings(tmp_path, None, max_epochs=1, check_val_every_n_epoch=3) == []
