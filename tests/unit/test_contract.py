@@ -26,7 +26,7 @@ PROMISED = {
         *("LearningRateMonitor", "LossSpikeGuard", "ModelSummary", "NonFiniteGuard", "ProgressBar", "ReplicaCheck"),
         *("RichProgressBar", "ThroughputMonitor", "Timer"),
     ],
-    "drivetrain.checkpoint": ["Checkpoint", "consolidate", "convert", "diff", "load", "show", "verify"],
+    "drivetrain.checkpoint": ["Checkpoint", "consolidate", "convert", "load", "show", "verify"],
     "drivetrain.data": ["CombinedLoader", "DataModule", "KeyedPermutation", "order", "split_by_rank"],
     "drivetrain.environments": [
         *("Environment", "KubeflowEnvironment", "LSFEnvironment", "MPIEnvironment", "Placement", "PlainEnvironment"),

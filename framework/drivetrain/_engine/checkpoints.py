@@ -419,7 +419,8 @@ class RunCheckpoints:
         if any(callback.writes_to for callback in self._core.callbacks):
             from drivetrain._engine.save_rehearsal import SaveRehearsal
 
-            rehearsal = SaveRehearsal(self._core, self.requests, self._run_state)
+            optimizers = self._collect_parts().optimization.optimizers
+            rehearsal = SaveRehearsal(self._core, optimizers, self.requests, self._run_state)
             rehearsal.run()
             rehearsal.repeat_after_first_step()
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
 
 from drivetrain._engine.run_checkpoint import RunCheckpoint
 from drivetrain._engine.run_parts import RunCore
@@ -20,6 +23,7 @@ class SaveRehearsal:
 
     Args:
         core: the run, in which a callback writes checkpoints.
+        optimizers: the optimizers of the run.
         requests: the requests through which the training loop repeats the rehearsal.
         run_state: returns the state of the run to save.
     """
@@ -27,10 +31,12 @@ class SaveRehearsal:
     def __init__(
         self,
         core: RunCore,
+        optimizers: Sequence[Optimizer],
         requests: SaveRequests,
         run_state: Callable[[], RunCheckpoint],
     ) -> None:
         self._core = core
+        self._optimizers = optimizers
         self._requests = requests
         self._run_state = run_state
         self._saves_resumable = any(callback.saves_resumable for callback in core.callbacks if callback.writes_to)
@@ -57,19 +63,34 @@ class SaveRehearsal:
                         )
 
     def repeat_after_first_step(self) -> None:
-        """Request that `run` is repeated once after the first step, which creates the state of most optimizers."""
+        """Request that `run` is repeated once after the first step, which creates the state of most optimizers.
+
+        In manual optimization, an optimizer may step for the first time later. The check is then repeated after that
+        step too.
+        """
         core = self._core
         if not self._saves_resumable and not core.saves_on_signals:
             return  # no checkpoint of this run will contain optimizer state
         before = core.progress.global_step
+        waiting = [] if core.module.automatic_optimization else [each for each in self._optimizers if not each.state]
 
         def repeat() -> None:
             if core.progress.global_step == before:  # the first windows may make no step
                 self._requests.ask(repeat)
-            else:
-                self.run()
+                return
+            self.run()
+            for optimizer in waiting:
+                if not optimizer.state:
+                    self._repeat_after_step_of(optimizer)
 
         self._requests.ask(repeat)
+
+    def _repeat_after_step_of(self, optimizer: Optimizer) -> None:
+        def ask(*_: Any) -> None:
+            handle.remove()
+            self._requests.ask(self.run)
+
+        handle = optimizer.register_step_post_hook(ask)
 
     def _check(self, weights_only: bool) -> None:
         control, checkpoint = self._core.strategy.control, self._run_state()

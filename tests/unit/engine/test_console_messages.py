@@ -90,8 +90,8 @@ def test_a_timer_and_a_hook_are_named(tmp_path: Path) -> None:  # I-17
         def on_train_batch_end(self, trainer: RunContext, module: TrainModule, *rest: Any) -> None:
             trainer.should_stop = True
 
-    line = ending(fit(tmp_path, callbacks=Timer(timedelta(0), verbose=False)), Tiny(), loader())
-    assert "Timer: the time of 0:00:00 is up" in line
+    line = ending(fit(tmp_path, callbacks=Timer(timedelta(microseconds=1), verbose=False)), Tiny(), loader())
+    assert "Timer: the time of 0:00:00.000001 is up" in line
     assert "Enough.on_train_batch_end" in ending(fit(tmp_path, callbacks=Enough()), Tiny(), loader())
 
 
