@@ -71,7 +71,10 @@ _SECRET_SUFFIXES = frozenset(("", "value", "string", "str", "text", "secret", "k
 _HEADER_LINE = re.compile(r"\s*([\w-]+):(?!//)\s*\S", re.MULTILINE)
 # The text before a password in a URL, and the password, which may contain slashes that were not escaped. One that was
 # replaced already is none, nor is a port.
-_URL_PASSWORD = re.compile(r"([a-z][\w+.-]*://[^\s/?#:@]*:)(?!(?:\*+|\.{3})@|\d*[/?#\"'])[^\s]+(?=@)", re.IGNORECASE)
+# The scheme has a limit, so that the time of a search grows with a text's length, and not with the square of it.
+_URL_PASSWORD = re.compile(
+    r"([a-z][\w+.-]{0,30}://[^\s/?#:@]*:)(?!(?:\*+|\.{3})@|\d*[/?#\"'])[^\s]+(?=@)", re.IGNORECASE
+)
 _NAME_IN_TEXT = re.compile(r"""([\w.-]+)["']?\s*:""")
 _MAX_DEPTH = 100  # the number of nested levels that are searched
 _REDACTED = "..."
