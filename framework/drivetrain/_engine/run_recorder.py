@@ -47,7 +47,7 @@ class RunRecorder:
         identifier: the run's id.
         run: the entries of the record that are known when the run begins.
         earlier: the record of the run that is resumed; None for a new run.
-        is_removable: whether the folder was created for this run under a name that the user did not choose.
+        is_removable: whether the folder was created for this run.
     """
 
     def __init__(
@@ -97,11 +97,12 @@ class RunRecorder:
             OSError: the folder cannot be created or written to.
         """
         if fixed is None:
-            folder = child(place, claim_version(place, asked, expected))
+            folder, is_new = child(place, claim_version(place, asked, expected)), True
         else:
             folder = child(place, fixed)
+            is_new = not os.path.lexists(filesystem_of(folder)[1])
             _take_over(folder, is_known_alive)
-        return cls(folder, os.urandom(8).hex(), run, None, is_removable=fixed is None)
+        return cls(folder, os.urandom(8).hex(), run, None, is_removable=is_new)
 
     @classmethod
     def resume(cls, record: Record, run: Mapping[str, Any]) -> Self | None:

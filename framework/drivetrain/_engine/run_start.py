@@ -179,7 +179,7 @@ def _checkpoint_to_evaluate(run: RunCore, search: RunSearch, ckpt_path: str) -> 
     path, problem = _best_checkpoint(newest, [folder for callback in run.callbacks for folder in callback.writes_to])
     if path is None:
         name = repr(choice.path) if choice.record is None else choice.record.name
-        choice = choice._replace(skipped=(*choice.skipped, f"{name} ({problem})"))
+        return ResumeChoice(None, skipped=(*choice.skipped, f"{name} ({problem})"))
     return choice._replace(path=path)
 
 
@@ -358,8 +358,8 @@ def _versions(run: RunCore) -> tuple[str, ...]:
 
 def _log_choice(run: RunCore, ckpt_path: str, choice: ResumeChoice) -> None:
     found = choice.path is not None
-    use = "continuing from" if run.stage == "fit" else "the weights of"
-    text = f"{use} {choice.path}" if found else "a fresh start"
+    use, none = ("continuing from", "a fresh start") if run.stage == "fit" else ("the weights of", "no checkpoint")
+    text = f"{use} {choice.path}" if found else none
     if choice.record is not None and not found:
         text += f" in {choice.record.folder}, which this job had claimed"
     hint = ""

@@ -80,7 +80,7 @@ def convert(
         )
     check_averaged(averaged)
     weights, hyper_parameters, nest = _read_other_format(Path(path), averaged)
-    if len(nest) > len(prefix) and nest.startswith(prefix):
+    if weights and len(nest) > len(prefix) and nest.startswith(prefix):
         logger.warning("The names of all weights in %r begin with %r, which is taken off.", os.fspath(path), nest)
         prefix = nest
     if prefix:

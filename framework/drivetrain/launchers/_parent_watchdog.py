@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -34,3 +35,18 @@ def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
+
+
+def die_with_caller() -> None:
+    """End this process when the process that called the fork server for it dies.
+
+    The fork server itself, which is the parent, lives as long as one of the processes that it has forked.
+    """
+
+    def watch() -> None:
+        caller = multiprocessing.parent_process()
+        if caller is not None:
+            caller.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, name="drivetrain-lifeline", daemon=True).start()

@@ -20,7 +20,7 @@ from drivetrain._runtime.working_directory import working_directory
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers._fork_safety import why_not_fork
-from drivetrain.launchers._parent_watchdog import die_with_parent
+from drivetrain.launchers._parent_watchdog import die_with_caller, die_with_parent
 from drivetrain.launchers._processes import ERROR_FILE_VARIABLE, Processes, polls
 from drivetrain.launchers._signal_forwarding import SignalForwarding
 from drivetrain.launchers._torchrun_variables import suggested_threads, torchrun_variables
@@ -222,6 +222,8 @@ class _RankSetup:
 
 def _run(setup: _RankSetup, work: _Call | bytes) -> bytes:
     die_with_parent()
+    if setup.start_method == "forkserver":
+        die_with_caller()
     # OpenMP's threads do not survive a fork. A forked process that waited for these threads would block forever.
     forked = setup.start_method == "fork"
     torch.set_num_threads(1 if forked else suggested_threads(setup.placement.local_world_size))

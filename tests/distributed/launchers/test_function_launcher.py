@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.util
 import os
 import signal
@@ -340,3 +341,47 @@ def test_a_script_without_a_main_guard_is_refused(tmp_path: Path) -> None:
     assert run.returncode != 0
     assert "the script starts processes while it is being imported" in run.stderr
     assert 'if __name__ == "__main__":`, put the work of the script under this line' in run.stderr
+
+
+_WAITING = """
+import os, pathlib, time
+from drivetrain.environments import Placement
+from drivetrain.launchers import FunctionLauncher
+
+def work():
+    pathlib.Path(f"up-{os.getpid()}").touch()
+    time.sleep(60)
+
+if __name__ == "__main__":
+    FunctionLauncher("forkserver").launch(Placement(world_size=2, local_world_size=2), work)
+"""
+
+
+def test_ranks_of_the_fork_server_end_with_a_killed_caller(tmp_path: Path) -> None:  # G-02
+    script = tmp_path / "run.py"
+    script.write_text(_WAITING)
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    caller = subprocess.Popen([sys.executable, str(script)], cwd=tmp_path, env=environment, start_new_session=True)
+    try:
+        until = time.monotonic() + 60
+        while len(list(tmp_path.glob("up-*"))) < 2:
+            assert caller.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        caller.kill()
+        caller.wait()
+        ranks = [int(path.name.removeprefix("up-")) for path in tmp_path.glob("up-*")]
+        until = time.monotonic() + 10
+        while any(_runs(rank) for rank in ranks):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(caller.pid, signal.SIGKILL)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

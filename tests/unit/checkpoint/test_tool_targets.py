@@ -123,3 +123,12 @@ def test_a_consolidated_file_is_converted_back(tmp_path: Path) -> None:
     path = consolidate(checkpoint(tmp_path / "c"), tmp_path / "one.safetensors")
     convert(path, tmp_path / "again")
     assert torch.equal(load(tmp_path / "again").weights()["layer.weight"], load_file(path)["layer.weight"])
+
+
+def test_a_file_without_tensors_is_refused_without_naming_a_prefix(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.save({"hyper_parameters": {"lr": 1}, "epoch": 3}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=r"holds no tensors\."):
+        convert(tmp_path / "a.pt", tmp_path / "out")
+    assert not caplog.records

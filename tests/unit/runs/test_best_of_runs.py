@@ -33,12 +33,16 @@ def weights_of(path: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("stage", ["test", "validate", "predict"])
-def test_without_a_run_that_monitored_it_is_refused(stage: str, tmp_path: Path) -> None:
+def test_without_a_run_that_monitored_it_is_refused(
+    stage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trained(tmp_path, callbacks=Checkpoint())
     trained(tmp_path, module=Another(), callbacks=monitored())  # another class, which is not considered
     with pytest.raises(CheckpointError, match=r"ckpt_path='best'[\s\S]*version_0 \([\s\S]*monitor=") as caught:
         getattr(fit(tmp_path), stage)(Net(), data(), ckpt_path="best")
     assert "ckpt_path='last'" in caught.value.fix
+    (line,) = [one.getMessage() for one in caplog.records if "ckpt_path='best'" in one.getMessage()]
+    assert line.startswith("ckpt_path='best': no checkpoint. Skipped: version_1 (")
 
 
 def test_the_callback_that_monitored_decides_and_not_the_first(tmp_path: Path) -> None:

@@ -169,6 +169,10 @@ def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError):
             fit(tmp_path / "new" / "root").fit(Refused(), data())
         assert folders(tmp_path / "new" / "root") == [], number
+        chosen = CSVLogger(tmp_path / "chosen", "name", version="mine")
+        with pytest.raises(ConfigurationError):
+            fit(tmp_path, logger=chosen).fit(Refused(), data())
+        assert list((tmp_path / "chosen" / "name").glob("mine*")) == [], number
     failed = stopped(tmp_path, step=3)  # a run that has trained leaves its record
     assert record(failed.log_dir)["status"] == "failed"
 
