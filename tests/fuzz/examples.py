@@ -438,6 +438,19 @@ EXAMPLES = (
             resume=Resume(ranks=3, strategy="ddp"),
         ),
     ),
+    Example(
+        "a value of the sanity check on a rank without samples",
+        "S-04: the rank kept the value, with which ReduceLROnPlateau stepped in an epoch without validation",
+        Program(
+            strategy="ddp",
+            ranks=2,
+            data=Data(samples=4, batch=1),
+            schedulers=(Scheduler(kind="plateau"),),
+            epochs=2,
+            logs=(Log(where="validation_step", on_step=False, on_epoch=True),),
+            validation=Validation(samples=1, batch=1, every_n_epochs=2, sanity=1),
+        ),
+    ),
     *(
         [
             Example(

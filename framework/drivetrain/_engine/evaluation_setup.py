@@ -146,14 +146,18 @@ def run_sanity_check(
     """
     steps, hooks, evaluation = core.trainer.num_sanity_val_steps, core.hooks, core.evaluation
     evaluation.sanity_checking = True
-    with core.span("sanity check"), _separate_generators(core, data), evaluation.buffers.restored_at_end():
+    with (
+        core.span("sanity check"),
+        _separate_generators(core, data),
+        evaluation.buffers.restored_at_end(),
+        core.metrics.temporary("validate"),
+    ):
         for hook in hooks.on_sanity_check_start:
             hook()
         build_evaluation(core, data, "validate", runner, move, steps)()
         after_evaluation()
         for hook in hooks.on_sanity_check_end:
             hook()
-        core.metrics.forget("validate")
     evaluation.sanity_checking = False
 
 

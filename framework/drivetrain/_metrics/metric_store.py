@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -200,11 +201,13 @@ class MetricStore:
             for entry in self.entries.values():
                 entry.reset()
 
-    def forget(self, stage: str) -> None:
-        """Drop the keys and values of a stage, for example after the sanity check."""
+    @contextmanager
+    def temporary(self, stage: str) -> Iterator[None]:
+        """Drop the keys and values of a stage at the end of the context, for example those of the sanity check."""
+        before = dict(self._values)  # a rank without samples has values of the other ranks, but no entries
+        yield
+        self._values = before
         for entry in self._stages.pop(stage, {}).values():
-            for name in (entry.name, entry.epoch_name, entry.step_name):
-                self._values.pop(name, None)
             if entry.metric is not None:
                 reset(entry.metric)
         if self.stage == stage:
