@@ -146,6 +146,7 @@ def test_a_recursive_value_is_passed_through() -> None:
     ("arguments", "kept", "left_out"),
     [
         (["t.py", "--api_token=sk-1", "--lr=0.1"], ["t.py", "--api_token=...", "--lr=0.1"], ["--api_token"]),
+        (["t.py", "--api_token", "secret_key_1="], ["t.py", "--api_token", "..."], ["--api_token"]),
         (["t.py", "--api-token", "sk-1", "fit"], ["t.py", "--api-token", "...", "fit"], ["--api-token"]),
         (["--model.password", "a=b"], ["--model.password", "..."], ["--model.password"]),
         (["model.hf_token=t", "x=1"], ["model.hf_token=...", "x=1"], ["model.hf_token"]),

@@ -166,7 +166,8 @@ def _from_environment(parameters: Mapping[str, inspect.Parameter]) -> dict[str, 
         if variable not in names:
             given = _format_argument(variable, text)
             what = f"The environment variable {given} is not a setting."
-            raise _unknown_setting_error(variable.upper(), what, given, [*names, CONFIG_VARIABLE])
+            known = [*names, CONFIG_VARIABLE]
+            raise _unknown_setting_error(variable.upper(), what, given, known, f"Unset {variable}")
         values[names[variable]] = (text, f"environment {variable}", True)
     return values
 
@@ -208,16 +209,22 @@ def _from_file(parameters: Mapping[str, inspect.Parameter]) -> dict[str, tuple[A
     return {key: (value, f"file {path}", False) for key, value in table.items()}
 
 
-def _unknown_setting_error(name: str, what: str, given: str, known: Iterable[str]) -> ConfigurationError:
+def _unknown_setting_error(
+    name: str, what: str, given: str, known: Iterable[str], removal: str = "Remove it"
+) -> ConfigurationError:
     from drivetrain._config.old_names import find_replacement  # imported only for this error
 
     replacement = find_replacement(name.removeprefix(PREFIX))
     if replacement is not None:
         return ConfigurationError(
-            what, f"{given} has another name in drivetrain, or is set in another place.", f"{replacement}."
+            what,
+            f"{given} has another name in drivetrain, or is set in another place.",
+            f"{removal}, and {replacement}.",
         )
     return ConfigurationError(
-        what + nearest(name, known), f"{given} would have no effect.", f"The names are {', '.join(known)}."
+        what + nearest(name, known),
+        f"{given} would have no effect.",
+        f"{removal}, or correct its name. The names are {', '.join(known)}.",
     )
 
 

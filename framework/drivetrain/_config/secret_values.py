@@ -129,8 +129,9 @@ def arguments_without_secrets(arguments: Sequence[str]) -> tuple[list[str], list
     option = ""  # the preceding option if the current argument may be its value, else ""
     for argument in arguments:
         name, has_value, value = argument.partition("=")
-        if option and not argument.startswith("-") and not (has_value and names_a_secret(name)):
-            name, prefix, value = option, "", argument  # --api_token X, but not --set api_token=X
+        is_setting = has_value and names_a_secret(name) and not names_a_secret(option)  # --set api_token=X
+        if option and not argument.startswith("-") and not is_setting:
+            name, prefix, value = option, "", argument
         elif has_value:
             prefix = f"{name}="
         else:

@@ -255,7 +255,7 @@ def check_optimizers(
 
 
 def check_parameters(
-    module: nn.Module, optimizers: Sequence[Optimizer], automatic: bool, checked: Collection[int] = ()
+    module: nn.Module, optimizers: Sequence[Optimizer], automatic: bool, checked: Collection[tuple[int, int]] = ()
 ) -> None:
     """Check that ``module`` holds the parameters of ``optimizers``, and that automatic optimization steps each once.
 
@@ -263,7 +263,8 @@ def check_parameters(
         module: the module.
         optimizers: the optimizers.
         automatic: whether the engine steps the optimizers.
-        checked: ids of parameters that the module held before. It may have replaced their layers since.
+        checked: the number of an optimizer and the id of a parameter that was checked before. The module may have
+            replaced the parameter's layer since.
 
     Raises:
         ConfigurationError: one of the two does not hold. The error names the parameter, or its shape.
@@ -273,7 +274,7 @@ def check_parameters(
     for number, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if id(parameter) not in names and id(parameter) not in checked:
+                if id(parameter) not in names and (number, id(parameter)) not in checked:
                     raise ConfigurationError(
                         f"Optimizer {number} ({type(optimizer).__name__}) holds a parameter of shape "
                         f"{tuple(parameter.shape)} that is not the module's.",

@@ -274,8 +274,12 @@ class Trainables:
             strategy.check_added_group(optimizer)
             self._check_schedulers(optimizer)
             before = len(optimizer.param_groups)
-            groups_before = [earlier for other in self._optimizers for earlier in other.param_groups]
-            checked = {id(param) for earlier in groups_before for param in earlier["params"]}
+            checked = {
+                (number, id(param))
+                for number, other in enumerate(self._optimizers)
+                for earlier in other.param_groups
+                for param in earlier["params"]
+            }
             if (
                 before
                 and "param_names" in optimizer.param_groups[0]

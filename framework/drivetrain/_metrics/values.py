@@ -105,7 +105,10 @@ def _from_numpy(name: str, value: Any) -> Any:
             "a logged value is one number.",
             "log its mean(), or one element at a time.",
         )
-    return float(value) if value.dtype.kind == "f" else value.item()  # `item` of a longdouble is no Python float
+    if value.dtype.kind not in "buif":
+        return value  # is refused; `item` of a date may be an integer
+    item = value.item()
+    return float(item) if value.dtype.kind == "f" else item  # `item` of a longdouble is no Python float
 
 
 def _value_error(name: str, found: str, why: str, fix: str) -> ConfigurationError:

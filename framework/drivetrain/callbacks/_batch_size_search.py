@@ -109,7 +109,8 @@ def find_batch_size(
             available = first_batch.samples
         return True
 
-    size = search_largest(fits, mode, init_val, max_trials, lambda: available)
+    # A loader takes no NumPy integer.
+    size = search_largest(fits, mode, int(init_val), max_trials, lambda: available)
     set_attribute(batch_arg_name, size, trials.module, trials.datamodule)
     suffix = "" if available is None else ", which is the number of samples that a rank has"
     trials.log_info("The largest batch size that fits is %d%s.", size, suffix)

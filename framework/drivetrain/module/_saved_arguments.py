@@ -136,12 +136,13 @@ class SavedArguments:
         names = re.findall(r"'(\w+)'", message)
         if match[2].startswith("missing"):
             return self._missing_error(owner, names)
-        if names[0] not in arguments:
+        name = names[0]  # a second one is Python's suggestion
+        if name not in arguments:
             return None
         accepted = sorted(_inherited_arguments(owner))
-        if names[0] in self.hyper_parameters:
-            return self._removed_error(owner, names, accepted)
-        return _unknown_overrides_error(owner, names, accepted)
+        if name in self.hyper_parameters:
+            return self._removed_error(owner, [name], accepted)
+        return _unknown_overrides_error(owner, [name], accepted)
 
     def _warn_about_secrets(self, owner: type, passed: Container[str], accepted: Container[str] | None) -> None:
         """Warn about secrets that neither the checkpoint nor the caller provides."""

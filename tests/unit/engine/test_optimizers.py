@@ -166,6 +166,19 @@ def test_unsupported_returns_are_refused_before_the_first_step(
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize("automatic", [True, False])
+def test_a_replaced_layer_is_not_added_to_another_optimizer(tmp_path: Path, automatic: bool) -> None:
+    class Replaces(Pair):
+        def on_train_epoch_start(self) -> None:
+            replaced, self.first = self.first, nn.Linear(3, 4)
+            self.trainer.optimizers[1].add_param_group({"params": replaced.parameters()})
+
+    module = Replaces(_two)
+    module.automatic_optimization = automatic
+    with pytest.raises(ConfigurationError, match=r"Optimizer 1 \(Adam\) holds a parameter .* is not the module's"):
+        fit(tmp_path).fit(module, regression())
+
+
 class TestSchedulers:
     def test_step_once_per_optimizer_step(self, tmp_path: Path) -> None:
         """B-09: K micro-batches are one step; the short window at the end is one too."""

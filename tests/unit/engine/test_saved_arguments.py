@@ -114,6 +114,17 @@ def test_one_that_a_base_class_no_longer_accepts(tmp_path: Path) -> None:  # J-1
         PassesOn.load_from_checkpoint(path, ignore="height", hight=4)
 
 
+def test_the_name_that_python_suggests_is_not_blamed(tmp_path: Path) -> None:  # J-14
+    """Python 3.13 adds the nearest argument to its error."""
+
+    class Suggested(Net):
+        def __init__(self, **rest: Any) -> None:
+            raise TypeError("Net.__init__() got an unexpected keyword argument 'hight'. Did you mean 'height'?")
+
+    with pytest.raises(CheckpointError, match="Suggested does not take 'hight', which is among"):
+        Suggested.load_from_checkpoint(saved(tmp_path, hight=4))
+
+
 def test_one_that_no_base_class_accepts(tmp_path: Path) -> None:  # J-14
     class Open(Net):
         def __init__(self, **rest: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
@@ -79,7 +80,8 @@ def test_the_attribute_holds_what_is_found() -> None:  # L-06
     assert given.batch_size == given.batch_sampler.batch_size == 4
     own = Data(60)
     own.hparams["size"] = 3
-    assert Tuner(quiet()).scale_batch_size(Hungry(), loader(60), init_val=5) == 10
+    five: Any = np.int64(5)
+    assert Tuner(quiet()).scale_batch_size(Hungry(), loader(60), init_val=five) == 10
 
 
 def test_evaluation_has_a_size_of_its_own() -> None:  # L-06
