@@ -23,7 +23,7 @@ from drivetrain.checkpoint._format.tensor_reader import TensorSource
 from drivetrain.checkpoint.averaged_weights import evaluated_weights
 from drivetrain.errors import CheckpointError, listed
 
-_OTHER_FORMATS = frozenset(".pt .pth .bin .ckpt .pkl .pickle .npz .npy .h5 .onnx .gguf".split())
+_OTHER_FORMATS = {".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npz", ".npy", ".h5", ".onnx", ".gguf"}
 _PIECE_BYTES = 16 * 2**20  # number of bytes that are read into memory at a time, unless a single row is larger
 
 
