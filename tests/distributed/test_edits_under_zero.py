@@ -354,15 +354,71 @@ class PenalisedBefore(Penalised):
     before = True
 
 
+class PenalisedInTurn(Penalised):
+    """Penalizes another parameter in each step, also after DeepSpeed has recorded the order of its gathers."""
+
+    turn = -1
+
+    def penalty(self) -> torch.Tensor:
+        self.turn += 1
+        return list(self.parameters())[self.turn % 4].square().sum()
+
+
+class PenalisedInTurnBefore(PenalisedInTurn):
+    before = True
+
+
+class PenalisedAndValidated(PenalisedBefore):
+    """Reads in validation a parameter that training does not read outside of its layer."""
+
+    def penalty(self) -> torch.Tensor:
+        return self.net[0].weight.square().sum()
+
+    def val_dataloader(self) -> Any:
+        return loader(BATCH, BATCH // 2)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch) + list(self.parameters())[2].norm()
+
+
 def test_a_penalty_over_partitioned_weights_has_the_value_and_gradient_of_the_whole() -> None:  # S-07
     kinds = (Penalised, PenalisedBefore)
     cases = [(kind, strategy) for kind in kinds for strategy in ("stage 2", "stage 3", NOTHING_GATHERED)]
-    attempts: list[Any] = [(kind, STRATEGIES[strategy], {}) for kind, strategy in cases]
+    cases += [(kind, NOTHING_GATHERED) for kind in (PenalisedInTurn, PenalisedInTurnBefore, PenalisedAndValidated)]
+    attempts: list[Any] = [(kind, STRATEGIES[strategy], {"val_check_interval": 2}) for kind, strategy in cases]
     attempts.append((Norms, SPREAD, {}))
     *found, refused = on_ranks(_attempts, 2, attempts, timeout=120)[0]
     for (kind, strategy), one in zip(cases, found, strict=True):
         _assert_same(one, _by_hand(kind()), f"{kind.__name__}, {strategy}")
     assert "'net.0.weight' is partitioned" in refused
+
+
+class Measured(Regression):
+    """Reads all parameters without gradients, and counts the bytes that they occupy then."""
+
+    norm, most = 0.0, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        parameters = list(self.parameters())
+        with torch.no_grad():
+            self.norm = float(sum(parameter.norm() for parameter in parameters))
+        self.most = max(self.most, sum(parameter.untyped_storage().nbytes() for parameter in parameters))
+        return self.loss(batch)
+
+
+def _measuring() -> Any:
+    module = Measured()
+    strategy = DeepSpeedStrategy(**SPREAD, stage3_prefetch_bucket_size=0, stage3_max_reuse_distance=0)
+    quiet(strategy=strategy).fit(module, loader(SAMPLES, BATCH // 2))
+    return module.norm, module.most
+
+
+def test_a_parameter_that_a_step_reads_without_gradients_does_not_stay_gathered() -> None:  # S-07
+    module = Regression()
+    _by_hand(module, batches=list(loader(SAMPLES, BATCH))[:-1])  # the last norm is read before the last step
+    norm, most = on_ranks(_measuring, 2)[0]
+    assert norm == pytest.approx(float(sum(parameter.detach().norm() for parameter in module.parameters())))
+    assert most == 0
 
 
 # Optimizers that write weights outside of their step

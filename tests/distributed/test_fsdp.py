@@ -234,6 +234,7 @@ def test_an_impossible_plan_is_refused(options: dict[str, Any], text: str) -> No
         ({"sharding": "ful"}, "did you mean 'full'"),
         ({"sharding": "grad_op", "reshard_after_forward": True}, "keeps parameters gathered"),
         ({"reshard_after_forward": 2}, "reshard_after_forward=2"),
+        ({"mixed_precision": torch.bfloat16}, "mixed_precision=torch.bfloat16"),
         ({"replicate_size": 2}, "replicate_size=2 with sharding='full'"),
         ({"activation_policy": "fulll"}, "activation_policy='fulll'"),
         ({"tensor_parallel": 0}, "tensor_parallel=0"),

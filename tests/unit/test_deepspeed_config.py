@@ -29,6 +29,13 @@ def _resolved(
     return resolve(combine(config, {"zero_optimization": zero or {}}), run, precision, ranks=2)
 
 
+def test_a_setting_that_has_an_argument_of_its_own_may_be_given_by_its_name() -> None:
+    strategy: Any = DeepSpeedStrategy(stage=3, offload_param={"device": "cpu"}, offload_parameters=None)
+    assert strategy._config["zero_optimization"]["offload_param"] == {"device": "cpu"}
+    with pytest.raises(ConfigurationError, match=r"offload_param\.device='cpu' contradicts"):
+        DeepSpeedStrategy(stage=3, offload_param={"device": "cpu"}, offload_parameters="none")
+
+
 def test_missing_values_come_from_fit() -> None:
     # E-03, E-09: clipping is always written, since DeepSpeed's default is 1.0; accumulation is fixed at one (E-01)
     assert _resolved({}) == {

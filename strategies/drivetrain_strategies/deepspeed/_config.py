@@ -53,19 +53,20 @@ SECTION_KEYS = (
 """The top-level keys whose values this module reads as dicts."""
 
 
-def combine(source: Config, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def combine(source: Config, *arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of the user's config, completed by the strategy's arguments.
 
     Args:
         source: a dict, or the path of a JSON file.
-        arguments: the arguments, in the form of a config.
+        *arguments: the arguments, each in the form of a config.
 
     Raises:
-        ConfigurationError: the config cannot be read, has an unknown key, or contradicts an argument, or the ZeRO stage
-            does not support a setting.
+        ConfigurationError: the config cannot be read, has an unknown key, or contradicts an argument, an argument
+            contradicts another one, or the ZeRO stage does not support a setting.
     """
     config = _read(source)
-    _merge(config, arguments, "")
+    for argument in arguments:
+        _merge(config, argument, "")
     zero = config["zero_optimization"]
     if zero.get("stage", "auto") == "auto":
         zero["stage"] = 2

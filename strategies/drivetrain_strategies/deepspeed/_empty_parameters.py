@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from drivetrain.errors import ConfigurationError
 from drivetrain_strategies._callers import is_called_by_library, tensors_in
 from drivetrain_strategies._module_checks import refuse_gradients_through
-from drivetrain_strategies.deepspeed._internals import gather_for_step, is_gathered
+from drivetrain_strategies.deepspeed._internals import gathered_for_use, is_gathered
 
 _ATTRIBUTES_WITHOUT_VALUES = {
     *("grad", "requires_grad", "is_leaf", "grad_fn", "device", "dtype", "layout", "is_sparse", "is_meta", "is_cpu"),
@@ -28,16 +28,17 @@ class EmptyParameters(TorchFunctionMode):
     """Acts on uses of empty parameters by user code within this context.
 
     The shape and the number of elements are those of the whole parameter. Everything else that needs its values is an
-    error, unless ``gathers`` is set: the parameter is then gathered until the end of the step.
+    error, unless there is an ``engine``: the parameter is then gathered, until the end of the step if autograd records
+    the use.
 
     Args:
         names: names of the module's parameters, by the parameter's ``id``.
-        gathers: whether parameters are gathered. Set it only where every rank runs the same operators.
+        engine: DeepSpeed's engine, which gathers parameters. Pass it only where every rank runs the same operators.
     """
 
-    def __init__(self, names: Mapping[int, str], gathers: bool) -> None:
+    def __init__(self, names: Mapping[int, str], engine: Any = None) -> None:
         self._names = names
-        self._gathers = gathers
+        self._engine = engine
         self.found = False
         """Whether user code has used an empty parameter."""
 
@@ -55,7 +56,7 @@ class EmptyParameters(TorchFunctionMode):
         if id(value) not in self._names:
             return False
         # Stage 3 may partition a parameter before backward if no running layer owns it.
-        may_become_empty = self._gathers and not value.ds_active_sub_modules and not value.is_external_param
+        may_become_empty = self._engine is not None and not value.ds_active_sub_modules and not value.is_external_param
         return may_become_empty or not is_gathered(value)
 
     def _use(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -75,12 +76,12 @@ class EmptyParameters(TorchFunctionMode):
             return answer[args[1]] if name == "size" and len(args) > 1 else answer
         in_place = (name.endswith("_") and not name.endswith("__")) or name == "__set__" or "out" in kwargs
         in_place = in_place or (name.startswith("__i") and name.endswith("__"))
-        if in_place or not self._gathers:
+        if in_place or self._engine is None:
             self._refuse([*args, *kwargs.values()])
         self.found = True
-        for value in filter(self._concerns, tensors_in([*args, *kwargs.values()])):
-            gather_for_step(value)
-        return func(*args, **kwargs)
+        concerned = list(filter(self._concerns, tensors_in([*args, *kwargs.values()])))
+        with gathered_for_use(self._engine, concerned):
+            return func(*args, **kwargs)
 
     def _refuse(self, values: list[Any]) -> None:
         name = next(self._names[id(one)] for one in tensors_in(values) if self._concerns(one))

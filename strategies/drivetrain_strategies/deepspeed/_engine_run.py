@@ -289,7 +289,7 @@ class DeepSpeedRun:
         """Gather empty parameters that operators use. After a first step without any, later steps do without."""
         if self._watch is None:
             names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-            self._watch = EmptyParameters(names, gathers=True)
+            self._watch = EmptyParameters(names, self._engine)
         self._watch.found = False
         with self._watch:
             result = call()

@@ -81,16 +81,30 @@ def is_gathered(parameter: Any) -> bool:
     return bool(parameter.numel() == parameter.ds_numel)
 
 
-def gather_for_step(parameter: Any) -> None:
-    """Gather a parameter of stage 3 for the forward that runs, and for its backward. Collective if it is partitioned.
+@contextmanager
+def gathered_for_use(engine: Any, parameters: Sequence[Any]) -> Iterator[None]:
+    """Gather parameters of stage 3 for an operator within the engine's forward. Collective if they are partitioned.
 
-    DeepSpeed does the same for a parameter that a layer reads from another layer's attribute.
+    If autograd records the operator, the parameters stay gathered for this forward and for its backward, and later ones
+    gather them when they begin. DeepSpeed does the same for a parameter that a layer reads from another layer.
     """
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
     from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 
-    register_external_parameter(FWD_MODULE_STACK[-1], parameter)
-    parameter.all_gather()
+    keeps = torch.is_grad_enabled()
+    partitioned = [parameter for parameter in parameters if not is_gathered(parameter)]
+    coordinator = getattr(engine.optimizer, "parameter_offload", engine.optimizer).get_param_coordinator()
+    if coordinator.is_complete_trace() and (keeps or any(one.ds_status.name == "INFLIGHT" for one in partitioned)):
+        # The order of gathers that DeepSpeed recorded lacks this use. Gathers under way are waited for and discarded.
+        coordinator._invalidate_trace()
+    for parameter in parameters:
+        if keeps:
+            register_external_parameter(FWD_MODULE_STACK[-1], parameter)
+        parameter.all_gather()
+    yield
+    if not keeps:
+        for parameter in partitioned:
+            parameter.partition()
 
 
 @contextmanager

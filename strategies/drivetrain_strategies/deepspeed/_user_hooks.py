@@ -56,7 +56,7 @@ class UserHooks:
                     self._shown_gradients() if withheld is None else self._withheld_gradients(*withheld)
                 )
             if self._zero.stage == 3:
-                contexts.enter_context(EmptyParameters(self._names, gathers=False))
+                contexts.enter_context(EmptyParameters(self._names))
             yield
 
     def run_step(self, step: Callable[[], Any]) -> Any:

@@ -110,13 +110,14 @@ class DeepSpeedStrategy(DistributedStrategy):
         super().__init__(process_group_backend, timeout, step_timeout)
         check_library()
         zero = {
-            **zero_optimization,
             "stage": stage,
             "offload_optimizer": offload(offload_optimizer, "offload_optimizer", nvme_path),
             "offload_param": offload(offload_parameters, "offload_parameters", nvme_path),
         }
         arguments = {"zero_optimization": _without_none(zero), "communication_data_type": communication_data_type}
-        self._config = combine(config, _without_none(arguments))
+        self._config = combine(
+            config, {"zero_optimization": _without_none(zero_optimization)}, _without_none(arguments)
+        )
         self.stage: int = self._config["zero_optimization"]["stage"]
         self.leaf_modules = tuple(leaf_modules or ())
         self.activation_checkpointing = activation_checkpointing

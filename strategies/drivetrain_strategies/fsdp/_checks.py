@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -35,6 +35,7 @@ def check_torch() -> None:
 def check_arguments(
     sharding: str,
     reshard_after_forward: bool | None,
+    mixed_precision: MixedPrecisionPolicy | None,
     replicate_size: int | None,
     shard_size: int | None,
     tensor_parallel: int,
@@ -55,6 +56,12 @@ def check_arguments(
             f"reshard_after_forward={reshard_after_forward!r}.",
             "after forward, parameters are sharded over all ranks of a copy again, or stay gathered.",
             "use True or False. To gather parameters within a node, use sharding='hybrid' with shard_size.",
+        )
+    if not isinstance(mixed_precision, MixedPrecisionPolicy | None):
+        raise ConfigurationError(
+            f"mixed_precision={mixed_precision!r}.",
+            "FSDP takes the dtypes of the weights and of the exchange from a policy.",
+            "use torch.distributed.fsdp.MixedPrecisionPolicy, such as MixedPrecisionPolicy(torch.bfloat16).",
         )
     if sharding == "grad_op" and reshard_after_forward not in (None, False):
         raise ConfigurationError(
