@@ -15,6 +15,7 @@ PERMITTED: tuple[Permit, ...] = (
     ("The states of PearsonCorrCoef", lambda program: _merges_correlations(program)),
     ("ran out after", lambda program: any(plan.kind == "linear" for plan in program.schedulers)),
     ("FSDP has the gradients of a window only at its end", lambda program: _edits_after_backward(program)),
+    ("ZeRO has the whole gradients only at the end of a window", lambda program: _edits_after_backward(program)),
     ("find_unused_parameters", lambda program: program.net.unused and _runs_plain_ddp(program)),
 )
 
