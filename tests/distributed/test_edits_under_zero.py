@@ -287,6 +287,25 @@ def test_half_precision_keeps_master_weights_that_a_hook_did_not_change() -> Non
     assert torch.equal(plain, watched)
 
 
+class ClampsAtTheStart(Regression):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        _clamp(self)
+
+
+def test_half_precision_trains_on_from_weights_that_were_assigned() -> None:  # S-09: 0.1 off at stage 1
+    settings = {"precision": "bf16-mixed"}
+    pairs = [(ClampsAtTheStart, AssignsData), (ClampsInStep, AssignsInStep)]
+    attempts: list[Any] = [
+        (kind, {"stage": stage}, settings)
+        for stage in (1, 2)
+        for in_place, assigned in pairs
+        for kind in (in_place, assigned)
+    ]
+    found = on_ranks(_attempts, 2, attempts)[0]
+    for in_place, assigned in zip(found[::2], found[1::2], strict=True):
+        assert torch.equal(in_place, assigned)
+
+
 class WritesNothing(Regression):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.net[0].weight.data.mul_(1.0)

@@ -240,6 +240,20 @@ class Zero:
         """Return whether a parameter holds its values between steps. A partitioned parameter of stage 3 is empty."""
         return self.stage < 3 or is_gathered(fragment.parameter)
 
+    def keep_assigned_weights(self) -> None:
+        """Give parameters that were assigned to (``parameter.data = ...``) their place in the flat tensors again.
+
+        The bf16 optimizer of stage 1 writes new weights to its flat tensors, of which the parameters are views. The
+        other optimizers assign to the parameters after each step.
+        """
+        if not self._bf16:
+            return
+        for group, flat in zip(self.optimizer.bf16_groups, self.optimizer.bf16_groups_flat, strict=True):
+            for parameter, place in zip(group, self.optimizer.unflatten(flat, group), strict=True):
+                if parameter.data_ptr() != place.data_ptr():
+                    place.copy_(parameter.detach())
+                    parameter.data = place
+
     def is_swapped(self, number: int) -> bool:
         """Return whether the flat tensor with this index is swapped out to a drive between steps."""
         return self.stage == 3 and bool(self.optimizer._swappable_optimizer_subgroup(number))

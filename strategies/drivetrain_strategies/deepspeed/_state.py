@@ -201,6 +201,7 @@ class State:
     @torch.no_grad()
     def adopt_compute_weights(self) -> None:
         """Write values that user code gave to the module's parameters into the master weights. Does not communicate."""
+        self._active_zero.keep_assigned_weights()
         for number, fragments in self._fragments_by_flat_tensor():
             held = [fragment for fragment in fragments if self._active_zero.holds_values(fragment)]
             if held:
