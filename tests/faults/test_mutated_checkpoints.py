@@ -150,8 +150,13 @@ def test_a_run_resumes_or_names_what_is_malformed(tmp_path: Path) -> None:
     _fit(tmp_path, None, _SaveAt(path))
 
     def goes_on(path: Path) -> None:
-        with pytest.raises(_ReachedError):
-            _fit(tmp_path / "resumed", path, _Stop())
+        try:
+            fit = _fit(tmp_path / "resumed", path, _Stop())
+        except _ReachedError:
+            return
+        # The validation that was due at the save comes before the first step, and the weights may be of any size.
+        assert fit.early_stopping_callback is not None
+        assert "is not finite" in str(fit.early_stopping_callback.stopping_reason)
 
     goes_on(path)
     ended = [_bounded(goes_on, path, what, ConfigurationError) for what in Mutator(path, SEED).mutations(RUNS)]
