@@ -587,9 +587,11 @@ class Loop:
         if not plan.of_gradients or plan.hook == "on_before_optimizer_step":
             write(self.net, plan.what)
             return
-        for rank in range(self.world):
-            with self.playing(rank):
-                write(self.net, plan.what)
+        for rank in self.ranks:
+            for parameter, gradient in zip(self.parameters, rank.gradients, strict=True):
+                parameter.grad = gradient
+            write(self.net, plan.what)
+            rank.gradients = [parameter.grad for parameter in self.parameters]
 
     def hook_index(self, name: str, at: int) -> int:
         return at if name in ("on_train_batch_start", "on_train_batch_end") else 0
