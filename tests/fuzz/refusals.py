@@ -16,6 +16,7 @@ PERMITTED: tuple[Permit, ...] = (
     ("ran out after", lambda program: any(plan.kind == "linear" for plan in program.schedulers)),
     ("FSDP has the gradients of a window only at its end", lambda program: _edits_after_backward(program)),
     ("ZeRO has the whole gradients only at the end of a window", lambda program: _edits_after_backward(program)),
+    ("is partitioned by DeepSpeedStrategy(stage=3)", lambda program: _writes_partitioned_weights(program)),
     ("find_unused_parameters", lambda program: program.net.unused and _runs_plain_ddp(program)),
 )
 
@@ -28,6 +29,12 @@ def _interval_is_too_long(program: Program) -> bool:
 def _edits_after_backward(program: Program) -> bool:
     writes = program.writes
     return writes is not None and writes.of_gradients and writes.hook == "on_after_backward" and program.accumulate > 1
+
+
+def _writes_partitioned_weights(program: Program) -> bool:
+    writes, stage_3 = program.writes, "deepspeed_stage_3"
+    resumed = program.resume is not None and program.resume.strategy == stage_3
+    return writes is not None and not writes.of_gradients and (resumed or program.strategy == stage_3)
 
 
 def _runs_plain_ddp(program: Program) -> bool:
