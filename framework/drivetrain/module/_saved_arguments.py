@@ -43,7 +43,7 @@ class SavedArguments:
         """Return an instance of ``owner`` built from the saved arguments.
 
         If only a base class takes a saved argument, the ``__init__`` of ``owner`` must pass the saved value to this
-        class. Arguments are passed by name.
+        class.
 
         Args:
             owner: the class to build.
@@ -82,8 +82,10 @@ class SavedArguments:
             raise self._missing_error(owner, missing)
         self._warn_about_secrets(owner, passed, None if takes_any or in_mapping else accepted)
         arguments = {**saved, **overrides}
+        positional = [param.name for param in named if param.kind is param.POSITIONAL_ONLY and param.name in arguments]
+        by_position = [arguments.pop(name) for name in positional]
         try:
-            instance = owner(**arguments)
+            instance = owner(*by_position, **arguments)
         except TypeError as error:
             problem = self._explain_base_error(owner, str(error), arguments) if takes_any else None
             if problem is None:

@@ -170,6 +170,16 @@ def test_another_saved_value_of_it_is_reported(tmp_path: Path) -> None:  # J-14
     assert FixedNow.load_from_checkpoint(path, ignore="width").hparams.width == 64
 
 
+def test_an_argument_that_is_passed_by_position(tmp_path: Path) -> None:
+    class ByPosition(Net):
+        def __init__(self, width: int, depth: int = 2, /, lr: float = 0.1) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    path = saved(tmp_path, **ByPosition(3, 4, lr=0.5).hparams)
+    assert ByPosition.load_from_checkpoint(path).hparams == {"width": 3, "depth": 4, "lr": 0.5}
+
+
 def test_a_value_of_a_class_that_is_gone(tmp_path: Path) -> None:  # J-14
     """Checkpoints of ours contain no such value, since values that JSON cannot represent are refused when saving;
     Lightning's may.
