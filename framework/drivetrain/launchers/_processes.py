@@ -31,14 +31,9 @@ _KILL_AFTER = 5  # seconds from SIGTERM to SIGKILL
 
 
 class Processes:
-    """The worker processes that this process started on its node, in the order of their local ranks.
+    """The worker processes that this process started on its node, by their global ranks."""
 
-    Args:
-        first_rank: the global rank of the first process. The ranks of the other processes follow.
-    """
-
-    def __init__(self, first_rank: int) -> None:
-        self._first_rank = first_rank
+    def __init__(self) -> None:
         self._scratch = TemporaryDirectory(prefix="drivetrain-", ignore_cleanup_errors=True)  # for the error files
         self._processes: dict[int, subprocess.Popen[bytes] | BaseProcess] = {}
         self._pipes: dict[int, Connection] = {}
@@ -50,8 +45,11 @@ class Processes:
 
     @classmethod
     def of_script(cls, first_rank: int, command: list[str], variables: list[dict[str, str]]) -> Processes:
-        """Start ``command`` once for each mapping in ``variables``, which is added to the current environment."""
-        processes = cls(first_rank)
+        """Start ``command`` once for each mapping in ``variables``, which is added to the current environment.
+
+        The processes have consecutive ranks, beginning with ``first_rank``.
+        """
+        processes = cls()
         with processes._ended_on_error():
             for rank, own in enumerate(variables, first_rank):
                 environment = {**os.environ, **own, ERROR_FILE_VARIABLE: processes.error_file(rank)}
@@ -65,7 +63,7 @@ class Processes:
         cls, first_rank: int, fn: Callable[..., Any], arguments: list[tuple[Any, ...]], method: str
     ) -> Processes:
         """Call ``fn`` once with each of ``arguments``, in processes started by ``method``."""
-        processes = cls(first_rank)
+        processes = cls()
         context: Any = multiprocessing.get_context(method)
         with processes._ended_on_error(), warnings.catch_warnings():
             # Python 3.12 and later warn about a fork, but `why_not_fork` has already checked that forking is safe.
