@@ -137,12 +137,9 @@ def resolve(init: FunctionType, parameters: Mapping[str, inspect.Parameter], giv
         ConfigurationError: see `resolved_settings`.
     """
     # All values of the environment and the file are checked, because an error in them is raised even if code
-    # overrides the value.
+    # overrides the value. The environment comes last and overrides the file.
     configured: dict[str, Setting] = {}
-    for source in (
-        _from_file(parameters),
-        _from_environment(parameters),
-    ):  # the environment comes last and overrides the file
+    for source in (_from_file(parameters), _from_environment(parameters)):
         for name, (value, where, is_text) in source.items():
             accepted = accepted_values(parameters[name].annotation, init.__globals__)
             configured[name] = Setting(_validated(name, value, where, is_text, accepted), where)

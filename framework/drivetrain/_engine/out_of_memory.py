@@ -54,10 +54,8 @@ def explain_out_of_memory(
 def _note(run: RunCore, optimizers: Sequence[Optimizer], batch_size: int | None) -> str:
     strategy, sizes = run.strategy, _state_sizes(run, optimizers)
     position = f"rank {strategy.rank}, {strategy.device}, {run.stage}, global_step={run.progress.global_step}"
-    lines = [
-        f"Out of memory on {position}. On this rank there were:",
-        "  " + ", ".join(f"{kind} {_size(nbytes)}" for kind, nbytes in sizes.items() if nbytes),
-    ]
+    held = ", ".join(f"{kind} {_size(nbytes)}" for kind, nbytes in sizes.items() if nbytes)
+    lines = [f"Out of memory on {position}. On this rank there were:", f"  {held or 'no parameters'}"]
     state_first = False
     if strategy.device.type == "cuda":
         allocated, reserved = torch.cuda.memory_allocated(strategy.device), torch.cuda.memory_reserved(strategy.device)
