@@ -28,8 +28,8 @@ from drivetrain.errors import ConfigurationError
 from drivetrain_strategies import DeepSpeedStrategy
 from drivetrain_strategies.deepspeed._checks import check_module
 from drivetrain_strategies.deepspeed._library import import_library
-from fuzz.check import check
-from fuzz.program import Net, Program
+from oracle.check import check
+from oracle.program import Net, Program
 from worlds import on_ranks
 
 UNTESTED = {"zero_allow_untested_optimizer": True}

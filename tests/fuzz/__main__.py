@@ -17,12 +17,12 @@ sys.path[:0] = [str(Path(__file__).parent.parent)]
 
 import torch  # noqa: E402
 
-from fuzz.check import Difference, check, judge  # noqa: E402
 from fuzz.draw import STRATEGIES, ZERO  # noqa: E402
-from fuzz.plants import PLANTS  # noqa: E402
-from fuzz.program import Program  # noqa: E402
 from fuzz.script import script  # noqa: E402
 from fuzz.search import search  # noqa: E402
+from oracle.check import Difference, check, judge  # noqa: E402
+from oracle.planted_defects import PLANTS  # noqa: E402
+from oracle.program import Program  # noqa: E402
 from worlds import close_worlds  # noqa: E402
 
 PRESET_SEEDS = (1, 2, 3)

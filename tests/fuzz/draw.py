@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from cpu_kernels import FP16
-from fuzz.program import (
+from oracle.program import (
     OWN_PARTS,
     WITHIN_STEPS,
     Average,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cpu_kernels import FP16
-from fuzz.program import (
+from oracle.program import (
     Average,
     Change,
     Data,

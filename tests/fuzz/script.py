@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fuzz.program import Program
+from oracle.program import Program
 
 _SCRIPT = '''\
 """{text}
@@ -16,8 +16,8 @@ import sys
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path[:0] = ["tests"]
 
-from fuzz.check import check
-from fuzz.program import *
+from oracle.check import check
+from oracle.program import *
 from worlds import close_worlds
 
 PROGRAM = {program}

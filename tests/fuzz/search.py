@@ -8,9 +8,9 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Flaky
 
-from fuzz.check import Difference, check
 from fuzz.draw import STRATEGIES, programs
-from fuzz.program import Program
+from oracle.check import Difference, check
+from oracle.program import Program
 
 
 def search(

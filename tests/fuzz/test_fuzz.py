@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fuzz.check import check, judge
 from fuzz.examples import EXAMPLES, Example
-from fuzz.program import Log, Net, Program
 from fuzz.script import script
 from fuzz.search import search
+from oracle.check import check, judge
+from oracle.program import Log, Net, Program
 
 COUNT, SEED = 60, 16
 
@@ -35,8 +35,8 @@ def test_a_printed_script_rebuilds_its_program() -> None:
 
 def test_the_comparison_detects_another_program() -> None:
     """Compare the results of a program with those of another one: each difference must be found."""
-    from fuzz.compare import differences
-    from fuzz.interpreter import interpret
+    from oracle.compare import differences
+    from oracle.interpreter import interpret
 
     program = Program(net=Net(dropout=0.3), epochs=2, logs=(Log(),))
     expected = interpret(program)

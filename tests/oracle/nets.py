@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fuzz.program import Net, Program
+from oracle.program import Net, Program
 
 FEATURES, WIDTH, VOCABULARY, LENGTH, PADDING = 4, 6, 7, 5, -100
 
@@ -128,7 +128,7 @@ def part_of(net: Model, name: str) -> list[nn.Parameter]:
 
 
 def write(net: Model, what: str) -> None:
-    """Write the head's weights or gradients, as user code does; see `fuzz.program.Write`."""
+    """Write the head's weights or gradients, as user code does; see `oracle.program.Write`."""
     for one in part_of(net, "head"):
         if what == "weights":
             with torch.no_grad():

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from drivetrain.errors import DrivetrainError
-from fuzz.compare import LOOSE, OURS, differences, evaluation_of, weights_of
-from fuzz.engine import launched, run
-from fuzz.engine_evaluation import evaluate
-from fuzz.interpreter import interpret
-from fuzz.outcome import Outcome
-from fuzz.program import Program
+from oracle.compare import LOOSE, OURS, differences, evaluation_of, weights_of
+from oracle.engine import launched, run
+from oracle.engine_evaluation import evaluate
+from oracle.interpreter import interpret
+from oracle.outcome import Outcome
+from oracle.program import Program
 from worlds import on_ranks
 
 

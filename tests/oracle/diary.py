@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuzz.nets import Model, Parts
-from fuzz.outcome import Outcome, key_of, value_of
-from fuzz.program import Log, Program
+from oracle.nets import Model, Parts
+from oracle.outcome import Outcome, key_of, value_of
+from oracle.program import Log, Program
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fuzz.program import Program
+from oracle.program import Program
 
 Permit = tuple[str, Callable[[Program], bool]]
 """A part of the error message, and whether a program may be refused with it."""

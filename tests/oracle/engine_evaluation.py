@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from drivetrain import CheckpointError, ConfigurationError, Fit
-from fuzz.data_loaders import Samples, parts_of
-from fuzz.engine import Trained, averaging, errors_alone, saved_in, strategy_of, whole
-from fuzz.outcome import Evaluated, Outcome
-from fuzz.plants import planted
-from fuzz.program import EVALUATED, Evaluation, Program
+from oracle.data_loaders import Samples, parts_of
+from oracle.engine import Trained, averaging, errors_alone, saved_in, strategy_of, whole
+from oracle.outcome import Evaluated, Outcome
+from oracle.planted_defects import planted
+from oracle.program import EVALUATED, Evaluation, Program
 
 
 class Scored(Trained):

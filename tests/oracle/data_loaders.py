@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from drivetrain.data import CombinedLoader
-from fuzz.nets import FEATURES, LENGTH, PADDING, VOCABULARY, Parts
-from fuzz.program import OWN_PARTS, Data, Program
+from oracle.nets import FEATURES, LENGTH, PADDING, VOCABULARY, Parts
+from oracle.program import OWN_PARTS, Data, Program
 
 NAMES = ("x", "y", "index")
 

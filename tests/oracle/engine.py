@@ -17,12 +17,12 @@ from drivetrain import Callback, DrivetrainError, Fit, TrainModule
 from drivetrain.callbacks import Checkpoint, EMAWeightAveraging
 from drivetrain.loggers import Logger
 from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy
-from fuzz.data_loaders import first_of, parts_of, training_loader, validation_loader
-from fuzz.nets import Model, add_group, part_of, seeded_model, write
-from fuzz.optimizers import make_optimizer, make_scheduler
-from fuzz.outcome import Outcome, key_of, scheduler_state, value_of
-from fuzz.plants import planted
-from fuzz.program import WITHIN_STEPS, Average, Change, Program
+from oracle.data_loaders import first_of, parts_of, training_loader, validation_loader
+from oracle.nets import Model, add_group, part_of, seeded_model, write
+from oracle.optimizers import make_optimizer, make_scheduler
+from oracle.outcome import Outcome, key_of, scheduler_state, value_of
+from oracle.planted_defects import planted
+from oracle.program import WITHIN_STEPS, Average, Change, Program
 
 
 class Planned(Exception):

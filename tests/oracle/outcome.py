@@ -10,9 +10,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from fuzz.data_loaders import numbers
-from fuzz.nets import Model
-from fuzz.program import Log
+from oracle.data_loaders import numbers
+from oracle.nets import Model
+from oracle.program import Log
 
 LARGE = 2**24 + 1
 """The first integer that float32 cannot hold."""

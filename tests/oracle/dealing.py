@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from drivetrain.data import order
-from fuzz.data_loaders import Ragged, batches_of_rank, claimed
-from fuzz.program import OWN_PARTS, Data
+from oracle.data_loaders import Ragged, batches_of_rank, claimed
+from oracle.program import OWN_PARTS, Data
 
 Micro = list[list[int]]
 """A global micro-batch: each rank's samples; none for a rank that joins."""

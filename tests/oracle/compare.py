@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuzz.outcome import Evaluated, Outcome
-from fuzz.program import Program
-from fuzz.refusals import permitted
+from oracle.outcome import Evaluated, Outcome
+from oracle.program import Program
+from oracle.refusals import permitted
 
 OURS = ("ConfigurationError", "CheckpointError", "DistributedError", "NonFiniteError", "DrivetrainError")
 """Errors that say what to do."""

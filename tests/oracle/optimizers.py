@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
-from fuzz.nets import Model, part_of
-from fuzz.program import Optimizer, Program, Scheduler
+from oracle.nets import Model, part_of
+from oracle.program import Optimizer, Program, Scheduler
 
 
 class Sam(torch.optim.Optimizer):

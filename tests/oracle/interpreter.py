@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuzz.data_loaders import numbers
-from fuzz.diary import Diary
-from fuzz.nets import Model, Parts, add_group, part_of, seeded_model, write
-from fuzz.optimizers import make_optimizer, make_scheduler
-from fuzz.outcome import Evaluated, Outcome, scheduler_state, tensors_of
-from fuzz.program import EVALUATED, OWN_PARTS, Evaluation, Program, Resume, Turn, Write
-from fuzz.sharded_programs import Micro, dealt, epoch_of, evaluated, said, streamed
+from oracle.data_loaders import numbers
+from oracle.dealing import Micro, dealt, epoch_of, evaluated, said, streamed
+from oracle.diary import Diary
+from oracle.nets import Model, Parts, add_group, part_of, seeded_model, write
+from oracle.optimizers import make_optimizer, make_scheduler
+from oracle.outcome import Evaluated, Outcome, scheduler_state, tensors_of
+from oracle.program import EVALUATED, OWN_PARTS, Evaluation, Program, Resume, Turn, Write
 
 DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
