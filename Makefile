@@ -20,8 +20,9 @@ SETUP := pyproject.toml constraints.txt
 export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 
-# Tests run in this many processes, file by file (tests/conftest.py); those that train on ranks start these besides.
-WORKERS ?= 2
+# Tests run in one process for each core, file by file (tests/conftest.py); those that train on ranks start these besides.
+WORKERS ?= $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+PYTEST := -m pytest -n $(WORKERS) --dist loadfile
 
 # The oldest torch that pyproject.toml allows. It, and the newest, want another setuptools than the one that is pinned.
 FLOOR_TORCH = $(shell sed -n 's/^ *"torch>=\([0-9.]*\).*/\1/p' pyproject.toml)
@@ -39,7 +40,7 @@ CUDA_PYTHON = $(if $(REHEARSE),$(BIN)/python,$(if $(filter command environment,$
 	$$candidate -c 'import sys, importlib.util as u; sys.exit(sys.version_info < (3, 11) or not u.find_spec("torch"))' \
 	2>/dev/null && echo $$candidate && break; done),$(PYTHON))))
 
-.PHONY: help demo test test-floor test-newest coverage quick faults fuzz lint format types bench cuda cuda-wheels docs reference parity clean distclean
+.PHONY: help demo test test-rest test-all durations test-floor test-newest coverage quick faults fuzz lint format types bench cuda cuda-wheels docs reference parity clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -47,23 +48,32 @@ help: ## Show this list
 demo: $(VENV)/.stamp-demo ## Train a byte-level GPT on two processes, in about two minutes
 	@$(BIN)/python examples/gpt_stdlib.py $(DEMO)
 
-test: $(VENV)/.stamp-dev ## Run the whole test suite (ARGS="-k name" narrows it, WORKERS=0 keeps it in one process)
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+test: $(VENV)/.stamp-dev ## Run the small size of the test suite (ARGS="-k name" narrows it, WORKERS=0 keeps it in one process)
+	@$(BIN)/python $(PYTEST) --size small $(ARGS)
+
+test-rest: $(VENV)/.stamp-dev ## Run the tests that the small size leaves out
+	@$(BIN)/python $(PYTEST) --size rest $(ARGS)
+
+test-all: $(VENV)/.stamp-dev ## Run the whole test suite
+	@$(BIN)/python $(PYTEST) $(ARGS)
+
+durations: $(VENV)/.stamp-dev ## Run the whole test suite, and list the slow tests anew (tests/sizes.py)
+	@$(BIN)/python $(PYTEST) --write-slow-tests $(ARGS)
 
 test-floor: $(FLOOR)/.stamp ## The same on the oldest torch that is allowed, a download of 3 GB
-	@$(FLOOR)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(FLOOR)/bin/python $(PYTEST) $(ARGS)
 
 test-newest: $(NEWEST)/.stamp ## The same on the newest torch that there is, a download of 3 GB
 	@$(call install_into,$(NEWEST)) --upgrade torch || echo "The newest torch could not be asked for: going on with the one that is there."
-	@$(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(NEWEST)/bin/python $(PYTEST) $(ARGS)
 
 coverage: $(VENV)/.stamp-dev ## Run the suite and print which part of the code it executes, in all processes, about half as long again
 	@$(BIN)/python -m coverage erase
-	@$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile $(ARGS); status=$$?; \
+	@$(BIN)/python -m coverage run $(PYTEST) $(ARGS); status=$$?; \
 		$(BIN)/python -m coverage combine -q && $(BIN)/python -m coverage report && exit $$status
 
 quick: $(VENV)/.stamp-dev ## Run what a change is likely to break, in about a minute (lint and types apart)
-	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not slow' $(QUICK) $(ARGS)
+	@$(BIN)/python $(PYTEST) -q --size fast $(QUICK) $(ARGS)
 
 faults: $(VENV)/.stamp-dev ## Kill saves and runs at random instants, and let seeded faults strike, 200 times each (FAULTS=20 make faults)
 	@FAULTS=$(or $(FAULTS),200) $(BIN)/python -m pytest -s --timeout 0 tests/faults $(ARGS)

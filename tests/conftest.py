@@ -27,6 +27,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_INTERPRETERS, os.envir
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+import sizes  # noqa: E402
 from drivetrain.testing._leak_checks import ProcessSnapshot  # noqa: E402
 from worlds import DEEPSPEED, close_worlds, preload  # noqa: E402
 
@@ -43,6 +44,14 @@ _ORDER = ("tests/parity/", "tests/distributed/", "tests/fuzz/", "tests/faults/",
 """What takes long goes first, so that no process is left with a long file when the other has nothing to do."""
 
 _STRATEGY = re.compile(r"\[(?:\d+-\d+-)?([a-z][a-z_ 0-9]*)")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    sizes.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(sizes.Sizes(), "sizes")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
