@@ -57,6 +57,9 @@ def saved_in(hook: str, at: int, accumulate: int = 1, manual: tuple[Turn, ...] =
         pytest.param(lbfgs(3, clip=0.1), id="B-16 LBFGS with clipping"),
         pytest.param(taking_turns("32-true"), id="B-13 optimizers that take turns"),
         pytest.param(taking_turns("16-mixed"), id="B-15 optimizers that take turns in fp16"),
+        pytest.param(
+            Program(precision="16-mixed", manual=(Turn(repeats=2, clips=2),)), id="I-02 B-15 clipped twice in fp16"
+        ),
         pytest.param(saved_in("on_before_backward", 2, accumulate=2), id="S-01 saved before a backward"),
         pytest.param(saved_in("on_after_backward", 2, manual=(Turn(),)), id="S-01 saved by hand after a backward"),
         pytest.param(saved_in("on_before_optimizer_step", 1, accumulate=2), id="S-01 saved before a step"),
