@@ -262,7 +262,7 @@ def test_early_stopping_starts_afresh_too(tmp_path: Path) -> None:
 
 
 def test_every_sample_is_used_once_per_epoch_in_a_new_order(tmp_path: Path) -> None:
-    """B-04 and B-11 in one process."""
+    """B-04, B-11 and B-18 in one process."""
     module = Tiny()
     fit(tmp_path, max_epochs=2).fit(module, loader(9, shuffle=True))
     flat = [number for batch in module.seen for number in batch]

@@ -337,20 +337,6 @@ class TestSwitches:
         assert len(module.seen) == 2
         assert list(tmp_path.iterdir()) == []
 
-    def test_deterministic_reruns_are_equal(self, tmp_path: Path) -> None:
-        """B-18: the same seed gives the same run, dropout included."""
-
-        def loss(self: Any, batch: Any) -> torch.Tensor:
-            return nn.functional.mse_loss(self.layer(nn.functional.dropout(batch[0], 0.5)), batch[1])
-
-        weights = []
-        for seed in (1, 1, 2):
-            module = linear(loss=loss)
-            fit(tmp_path, seed=seed, deterministic=True).fit(module, regression())
-            weights.append(module.layer.weight.detach().clone())
-        assert torch.equal(weights[0], weights[1])
-        assert not torch.equal(weights[0], weights[2])
-
     def test_compile(self, tmp_path: Path) -> None:
         """The compiled step computes the same, may log, and is removed afterwards."""
 
@@ -367,14 +353,6 @@ class TestSwitches:
         assert "loss" in runner.callback_metrics
         assert "training_step" not in module.__dict__
         runner.fit(module, regression())
-
-    def test_a_step_set_on_the_object_survives(self, tmp_path: Path) -> None:
-        module = Regression()
-        doubled = lambda batch, batch_idx: module.loss(batch) * 2  # noqa: E731
-        module.training_step = doubled  # type: ignore[method-assign]
-        for compiled in (False, {"backend": "eager"}):
-            fit(tmp_path, compile=compiled).fit(module, regression(4))
-            assert module.__dict__["training_step"] is doubled
 
 
 class TestConfigureCallbacks:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_case import Regression, fit, loader, regression
+from small_modules import tiny
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import LBFGS, SGD, Adam
@@ -76,33 +77,17 @@ class TestOutputs:
 
     def test_batch_idx_may_be_omitted_in_any_step(self, tmp_path: Path) -> None:
         seen: list[Any] = []
-
-        class Short(TrainModule):
-            def __init__(self) -> None:
-                super().__init__()
-                self.layer = nn.Linear(2, 1)
-
-            def training_step(self, batch: Any) -> Any:
-                return self.layer(batch).mean()
-
-            def validation_step(self, batch: Any, dataloader_idx: int) -> Any:
-                seen.append(("validation", int(batch[0, 0]), dataloader_idx))
-
-            def test_step(self, batch: Any) -> Any:
-                seen.append(("test", int(batch[0, 0])))
-
-            def predict_step(self, batch: Any) -> Any:
-                return int(batch[0, 0])
-
-            def configure_optimizers(self) -> Any:
-                return SGD(self.parameters(), lr=0.1)
-
-        module, runner = Short(), fit(tmp_path, num_sanity_val_steps=0)
+        module = tiny(
+            training_step=lambda self, batch: self.layer(batch).mean(),
+            validation_step=lambda self, batch, dataloader_idx: seen.append((int(batch[0, 0]), dataloader_idx)),
+            test_step=lambda self, batch: seen.append(int(batch[0, 0])),
+            predict_step=lambda self, batch: int(batch[0, 0]),
+        )
+        runner = fit(tmp_path, num_sanity_val_steps=0)
         runner.fit(module, loader(4), [loader(4), loader(2)])
         runner.test(module, loader(4), verbose=False)
         assert runner.predict(module, loader(4)) == [0, 2]
-        assert seen[:3] == [("validation", 0, 0), ("validation", 2, 0), ("validation", 0, 1)]
-        assert seen[3:] == [("test", 0), ("test", 2)]
+        assert seen == [(0, 0), (2, 0), (0, 1), 0, 2]
 
 
 def _reference(kept: list[list[int]]) -> Regression:
