@@ -253,11 +253,7 @@ def _evaluated(strategy: str, world: int, path: str) -> list[float]:
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [
-        (("fsdp", 2), ("single", 1)),
-        (("single", 1), ("zero 3", 2)),
-        (("zero 3", 2), ("ddp", 2)),
-    ],
+    [(("fsdp", 2), ("single", 1)), (("single", 1), ("zero 3", 2)), (("zero 3", 2), ("ddp", 2))],
     ids=str,
 )
 def test_averages_are_evaluated_under_another_strategy_and_world_size(
@@ -448,12 +444,7 @@ def _swa_saved_and_resumed(strategy: str, world: int, folder: Path) -> dict[str,
     average = StochasticWeightAveraging(0.3, swa_epoch_start=1)
     options: Any = {"module": Noisy(True), "epochs": EPOCHS + 1, "ckpt_path": folder / "end"}
     fitted(strategy, world, folder / "resumed", average, resumed, **options)
-    return {
-        "trained": before.at_end,
-        "averaged": after.at_end,
-        "resumed": resumed.at_start,
-        "updates": average.updates,
-    }
+    return {"trained": before.at_end, "averaged": after.at_end, "resumed": resumed.at_start, "updates": average.updates}
 
 
 @pytest.mark.parametrize(("strategy", "world"), CASES[:3])

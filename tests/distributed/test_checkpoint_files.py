@@ -239,10 +239,7 @@ def _refused(path: str, harm: str) -> str:
     ("harm", "said"),
     [
         ("name", r"model: tiny: .* on rank\(s\) \[0\]; missing on rank\(s\) \[1\]"),
-        (
-            "dtype",
-            r'model: whole: "torch.float32 of shape \(40, 40\)" on .* \[0\]; "torch.float64 .*" on .* \[1\]',
-        ),
+        ("dtype", r'model: whole: "torch.float32 of shape \(40, 40\)" on .* \[0\]; "torch.float64 .*" on .* \[1\]'),
         ("form", r'model: row: .*, sharded" on rank\(s\) \[0\]; "torch.float32 of shape \(1, 700\)" on rank.* \[1\]'),
         ("order", r'agree on the order of tensors: "\w+" on rank\(s\) \[0\]; "\w+" on rank\(s\) \[1\]'),
         ("parts", r'optimizer-1: missing on rank\(s\) \[0\]; "optimizer " on rank\(s\) \[1\]'),

@@ -63,16 +63,7 @@ _Pair = namedtuple("_Pair", "a b")
 
 @pytest.mark.parametrize(
     "value",
-    [
-        object(),
-        b"bytes",
-        {1, 2},
-        1j,
-        torch.float32,
-        Path("x"),
-        numpy.float32(1),
-        _Pair(1, 2),
-    ],
+    [object(), b"bytes", {1, 2}, 1j, torch.float32, Path("x"), numpy.float32(1), _Pair(1, 2)],
     ids=lambda value: type(value).__name__,
 )
 def test_another_value_is_refused_by_name(value: Any) -> None:
