@@ -20,14 +20,11 @@ from drivetrain import Callback, CheckpointError, ConfigurationError, DataModule
 from drivetrain.callbacks import (
     Checkpoint,
     EMAWeightAveraging,
-    PredictionWriter,
     StochasticWeightAveraging,
-    WeightAveraging,
 )
 from drivetrain.checkpoint import consolidate, load, show
 from drivetrain.checkpoint.__main__ import main
 from drivetrain.checkpoint._format.sealed_json import dump_with_checksum
-from drivetrain.checkpoint._format.tensor_reader import TensorSource
 from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from worlds import DEEPSPEED, on_ranks, preload
 
@@ -269,24 +266,6 @@ def _only_fit(strategy: str, world: int, folder: Path, **options: Any) -> None:
     fitted(strategy, world, folder, ema(), Checkpoint(folder / "c", monitor="epoch", mode="max", **options))
 
 
-class MeanOfEpochs(WeightAveraging):
-    """The mean of the weights at the ends of the epochs, as in docs/averaging.md."""
-
-    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        return epoch_idx is not None
-
-
-def test_averages_of_epoch_ends_are_saved_as_they_were_validated(tmp_path: Path) -> None:  # Q-01
-    _, module = fitted("single", 1, tmp_path, MeanOfEpochs(), Checkpoint(tmp_path / "c", save_top_k=-1, monitor="val"))
-    paths = sorted((tmp_path / "c").glob("epoch=*"))
-    tested = [quiet().test(Noisy(), everything(), ckpt_path=one, verbose=False)[0]["test"] for one in paths]
-    assert tested == pytest.approx(module.validated[-EPOCHS:], rel=1e-4)
-    trained = [load(one).weights() for one in paths]
-    for name in ("inner.weight", "head.bias"):
-        mean = sum(weights[name] for weights in trained) / EPOCHS
-        torch.testing.assert_close(module.state_dict()[name], mean, rtol=1e-4, atol=1e-6)
-
-
 def test_weights_that_the_run_did_not_evaluate_with_are_not_chosen(tmp_path: Path) -> None:  # Q-01
     path = saved(tmp_path, evaluate=False)
     found = _evaluated("single", 1, path)
@@ -489,30 +468,6 @@ def test_a_run_resumes_from_within_a_validation_with_the_trained_statistics_of_e
 # What is read
 
 
-def _elements_read(strategy: str, world: int, path: str) -> dict[str, list[int]]:
-    read: dict[str, list[int]] = {}
-    original = TensorSource.read
-
-    def counting(source: TensorSource, region: Any = None) -> Tensor:
-        value = original(source, region)
-        read.setdefault(source.entry.name, []).append(value.numel())
-        return value
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TensorSource, "read", counting)
-        quiet(strategy=STRATEGIES[strategy](), devices=world).test(Noisy(), everything(), ckpt_path=path, verbose=False)
-    return read
-
-
-@pytest.mark.parametrize("strategy", ["fsdp", "zero 3"])
-def test_each_rank_reads_only_its_part_of_the_averages(strategy: str, tmp_path: Path) -> None:  # Q-01
-    found = on_ranks(_elements_read, 2, strategy, 2, saved(tmp_path), process_group=None)
-    for name in ("inner.weight", "head.weight"):
-        counts = [read[name] for read in found]
-        assert all(len(count) == 1 for count in counts)  # the average, and not the trained weight
-        assert sum(count[0] for count in counts) == AVERAGE[name].numel()
-
-
 # Earlier versions
 
 
@@ -582,23 +537,6 @@ def test_a_callback_whose_averages_cannot_be_recorded_is_named(answer: Any, tmp_
 
 
 # Predictions
-
-
-def test_a_prediction_does_not_continue_that_of_the_other_weights(tmp_path: Path) -> None:  # Q-01
-    path = saved(tmp_path)
-
-    def write(averaged: bool | None, fails_at: int = -1) -> None:
-        module = Noisy()
-        module.fails_at = fails_at
-        fit = quiet(callbacks=[PredictionWriter(tmp_path / "out")], default_root_dir=tmp_path)
-        batches = DataLoader(rows(), batch_size=BATCH)
-        fit.predict(module, batches, ckpt_path=path, return_predictions=False, averaged=averaged)
-
-    with pytest.raises(RuntimeError, match="killed"):
-        write(None, fails_at=1)
-    with pytest.raises(CheckpointError, match="differ in weights"):
-        write(False)
-    write(True)
 
 
 # Dtypes

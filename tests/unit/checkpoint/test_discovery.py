@@ -62,23 +62,6 @@ def test_between_branches_the_time_decides(tmp_path: Path) -> None:
     assert found(tmp_path) == "alone"
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "descends"),
-    [
-        ([("a", 3)], [("a", 2)], True),
-        ([("a", 2)], [("a", 2)], False),
-        ([("a", 2)], [("a", 3)], False),
-        ([("a", 2), ("b", 1), ("c", 1)], [("a", 2)], True),
-        ([("a", 2), ("b", 1)], [("a", 3)], False),  # another branch
-        ([("a", 2), ("c", 1)], [("a", 2), ("b", 1)], False),
-        ([("a", 2)], [], False),
-        ([], [("a", 2)], False),
-    ],
-)
-def test_descent(one: Lineage, other: Lineage, descends: bool) -> None:
-    assert CheckpointMetadata(lineage=tuple(one)).descends_from(CheckpointMetadata(lineage=tuple(other))) is descends
-
-
 def test_incomplete_and_weights_only_checkpoints_are_skipped(tmp_path: Path) -> None:
     # F-05
     written(tmp_path, "whole", [("a", 1)])

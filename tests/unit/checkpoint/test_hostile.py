@@ -160,12 +160,6 @@ class TestTensorFiles:
         with pytest.raises(CheckpointError, match="not a safetensors file"):
             load(folder).state()
 
-    def test_a_pickle_in_place_of_a_header_is_refused(self, tmp_path: Path) -> None:  # F-04
-        written(tmp_path / "c")
-        replace_file(tmp_path / "c", "model.safetensors", (8).to_bytes(8, "little") + b"\x80\x04pickle" + bytes(8))
-        with pytest.raises(CheckpointError, match=r"model.safetensors is not a safetensors file"):
-            load(tmp_path / "c").weights()
-
     def test_the_length_of_a_header_is_bounded(self) -> None:
         with pytest.raises(CheckpointError, match="its header claims to have"):
             read_header("x", 2**40, lambda begin, end: (2**39).to_bytes(8, "little"))

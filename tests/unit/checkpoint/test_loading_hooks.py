@@ -12,7 +12,6 @@ from torch import nn
 from drivetrain import CheckpointError, Fit, TrainModule
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import convert, load
-from drivetrain.checkpoint._loading_hooks import HookedWeights
 from drivetrain.testing import requires_package
 from worlds import on_ranks
 
@@ -169,14 +168,6 @@ def test_an_evaluation_uses_renamed_weights_also_without_strict_loading(tmp_path
     (expected,) = fit(1).test(module, BATCHES)
     (loss,) = fit(1).test(kind(Renamed), BATCHES, ckpt_path=tmp_path / "c")  # S-13
     assert loss == expected
-
-
-def test_a_checkpoint_without_versions_is_loaded_like_an_old_state_dict(tmp_path: Path) -> None:
-    module = trained(tmp_path / "c")
-    hooked = HookedWeights.of(Net(), load(tmp_path / "c").weights(), None, {})
-    plain: Any = Net()
-    plain.load_state_dict(dict(module.state_dict()))
-    assert torch.equal(hooked.values["layer.weight"], plain.layer.weight)  # S-13
 
 
 class OverridesLoading(Net):

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,16 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_case import equal, save_contents
 
 from drivetrain import Fit, TrainModule
 from drivetrain.checkpoint import load
 
 # Private: the work is counted where it is done.
-from drivetrain.checkpoint._format import Contents, checksums, tensor_reader
+from drivetrain.checkpoint._format import checksums, tensor_reader
 from drivetrain.checkpoint._format.eager_file import EagerFile
-from drivetrain.checkpoint._format.file_writer import FileWriter
-from drivetrain.checkpoint._format.tensor_file import DTYPES, NAMES
 
 NUMBERS = ("model.safetensors", "optimizer-0.safetensors")
 
@@ -105,43 +101,3 @@ def test_more_contents_than_one_call_writes(tmp_path: Path, monkeypatch: pytest.
         file.writelines(contents)
         file.write(b"end")
     assert (tmp_path / "f").read_bytes() == b"".join(contents) + b"end"
-
-
-def _many_small(count: int) -> dict[str, torch.Tensor]:
-    """Tensors of every dtype, including strided, conjugated and empty ones, with a large one between them."""
-    found: dict[str, torch.Tensor] = {}
-    for number in range(count):
-        dtype = list(DTYPES.values())[number % len(DTYPES)]
-        values = (torch.arange(2 * (number % 7)) + number % 90).to(dtype).view(2, -1)
-        found[f'part."{number}"'] = values.t() if number % 3 else values.conj()
-        if number == count // 2:
-            found["large"] = torch.arange(300_000.0)
-    return found
-
-
-def _file_of(tensors: dict[str, torch.Tensor]) -> bytes:
-    """Return the same tensors encoded as the safetensors format specifies, one by one."""
-    places: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    content = b""
-    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
-        values = bytes(tensor.resolve_conj().contiguous().flatten().view(torch.uint8).numpy())
-        offsets = [len(content), len(content) + len(values)]
-        places[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-        content += values
-    header = json.dumps(places, separators=(",", ":")).encode()
-    header += b" " * (-(len(header) + 8) % 64)
-    return len(header).to_bytes(8, "little") + header + content
-
-
-def test_small_tensors_are_written_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = _many_small(4000)
-    written = _counting(monkeypatch, FileWriter, "write", lambda _, content, *borrowed: len(content))
-    save_contents(tmp_path / "c", Contents(tensors))
-    expected = _file_of(tensors)
-    assert (tmp_path / "c" / "model.safetensors").read_bytes() == expected
-    # The header, the tensors before the large one, the large one itself, and those after it.
-    assert len(written) == 4
-    assert sum(written) == len(expected)
-    assert written[2] == tensors["large"].nbytes
-    found = load(tmp_path / "c").weights().staged()
-    assert all(equal(found[name], tensor.resolve_conj()) for name, tensor in tensors.items())

@@ -77,12 +77,6 @@ def test_another_shape_is_refused_with_and_without_strict(saved: str, strict: bo
     assert "strict=False" not in str(caught.value)  # it would not help
 
 
-def test_a_run_resumes_with_a_parameter_that_never_had_a_gradient(saved: str) -> None:
-    run = fit(2)
-    run.fit(Net(), BATCHES, ckpt_path=saved)
-    assert run.global_step == 2
-
-
 class LoadsMismatched(Callback):
     """Loads mismatched weights through the strategy during a run."""
 

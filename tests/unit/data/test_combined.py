@@ -84,14 +84,6 @@ def test_loaders_and_their_repetitions_are_shuffled_differently() -> None:
     assert any(first[0].tolist() != second[0].tolist() for (first, second), _ in source.epoch(0))
 
 
-def test_nested_collections_keep_their_structure() -> None:
-    nested = {"x": (loader(4), loader(4)), "y": {"z": loader(4)}, "w": CombinedLoader([loader(4)])}
-    batch, _ = next(prepare_loader(nested, training=True).epoch(0))
-    assert set(batch) == {"x", "y", "w"}
-    assert isinstance(batch["x"], tuple)
-    assert batch["y"]["z"][0].tolist() == batch["w"][0][0].tolist() == [0, 1]
-
-
 def test_it_iterates_outside_a_run_as_in_lightning() -> None:
     combined = CombinedLoader({"a": loader(4), "b": loader(6)}, "max_size_cycle")
     assert len(combined) == 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -186,16 +185,6 @@ def test_the_sample_of_a_joining_rank_is_not_counted(training: bool, world_size:
         ]
         counted += sum(shard.samples for shard in own)
     assert counted == samples
-
-
-def test_an_epoch_may_be_left_early_and_begun_again() -> None:
-    source = prepare_loader(DataLoader(numbers(10), 2, shuffle=True), training=True)
-    first = source.epoch(0)
-    taken = next(first)[0][0].tolist()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert next(source.epoch(0))[0][0].tolist() == taken
-        assert len(list(first)) == 4
 
 
 # H-01: what a batch costs

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from drivetrain.data._loaders import prepare_loader
 from drivetrain.data._sharding import ShardingOrigin
@@ -80,11 +80,3 @@ def test_data_that_cannot_be_sharded_anew_is_refused(given: Any) -> None:
     source = prepare_loader(given, training=True, rank=0, world_size=2)
     with pytest.raises(ConfigurationError, match="another world size"):
         source.epoch(0, 1, ShardingOrigin(4, 1))
-
-
-def test_a_batch_sampler_of_torch_is_sharded_by_indices() -> None:
-    data = TensorDataset(torch.arange(20))
-    sampler = BatchSampler(WeightedRandomSampler([1.0] * 20, 20, replacement=False), 4, drop_last=True)
-    source = prepare_loader(DataLoader(data, batch_sampler=sampler), training=True, seed=1)
-    whole = [batch[0].tolist() for batch, _ in source.epoch(0)]
-    assert [batch[0].tolist() for batch, _ in source.epoch(0, 1, ShardingOrigin(8, 1))] == whole[2:]

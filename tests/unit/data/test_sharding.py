@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +14,6 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     Sampler,
-    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -187,17 +184,6 @@ def test_global_batches_are_the_same_at_every_world_size(length: int, stride: in
     assert all(other == orders[0] for other in orders)
 
 
-def test_epochs_and_seeds_differ_and_repeat() -> None:
-    # B-11
-    loader = lambda: DataLoader(Numbers(64), 8, shuffle=True)  # noqa: E731
-    orders = {(seed, epoch): check(steps(sources(loader, 2, seed=seed), epoch)) for seed in (0, 1) for epoch in (0, 1)}
-    assert len({tuple(order) for order in orders.values()}) == 4
-    torch.manual_seed(5)
-    again = sources(loader, 2, seed=1)
-    check(steps(again, 0))
-    assert check(steps(again, 1)) == orders[1, 1]
-
-
 @pytest.mark.parametrize(
     "loader",
     [
@@ -220,44 +206,7 @@ def test_starts_anywhere_without_reading_what_it_skips(loader: Any, training: bo
             assert data[rank].read == [index for step in whole[start:] for index in step[rank][0]]
 
 
-def test_a_billion_samples_start_at_once_anywhere() -> None:
-    # B-11, F-03
-    source = sources(lambda: DataLoader(Numbers(10**9), 8, sampler=SequentialSampler(range(10**9))), 4)[3]
-    shuffled = DataLoader(Numbers(10**9), 8, shuffle=True)
-    tracemalloc.start()
-    for start in (0, 31_249_999):
-        for batches in (source, prepare_loader(shuffled, training=True, world_size=4)):
-            batch, shard = next(batches.epoch(0, start))
-            assert len(batch) == 8
-            assert shard.start // 32 == start
-    assert tracemalloc.get_traced_memory()[1] < 4_000_000
-    tracemalloc.stop()
-
-
 # Custom samplers
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_weighted_draws_follow_seed_and_epoch_and_leave_the_generators_alone(own: bool) -> None:
-    generator = torch.Generator().manual_seed(0) if own else torch.default_generator
-
-    def loader() -> DataLoader[int]:
-        sampler = WeightedRandomSampler(range(1, 21), 30, generator=generator if own else None)
-        return DataLoader(Numbers(20), 4, sampler=sampler)
-
-    def drawn(ranks: list[BatchSource], epoch: int) -> list[int]:
-        return [index for step in steps(ranks, epoch) for index in samples_of(step)]
-
-    ranks = sources(loader, 2)
-    iterators = [source.epoch(0) for source in ranks]  # torch itself draws a base seed here
-    before = generator.get_state()
-    epochs = [[(batch.tolist(), shard) for batch, shard in iterator] for iterator in iterators]
-    assert torch.equal(generator.get_state(), before)
-    expected = [index for step in zip(*epochs, strict=True) for index in samples_of(list(step))]
-    assert len(expected) == 30
-    assert drawn(ranks, 0) == drawn(sources(loader, 1), 0) == expected
-    assert drawn(ranks, 1) != expected
-    assert drawn(sources(loader, 1, seed=4), 0) != expected
 
 
 def test_a_global_batch_is_one_batch_of_a_batch_sampler_for_each_rank() -> None:
@@ -336,18 +285,6 @@ def test_use_distributed_sampler_false_leaves_the_loader_alone() -> None:
     assert {shard.total for _, shard in several.epoch(0)} == {None}
 
 
-def test_an_endless_sampler_has_no_length() -> None:
-    class Endless(Sampler[int]):
-        def __iter__(self) -> Iterator[int]:
-            return itertools.cycle(range(5))
-
-    ranks = sources(lambda: DataLoader(Numbers(5), 2, sampler=Endless()), 2)
-    assert ranks[0].length is None
-    taken = [list(itertools.islice(source.epoch(0), 70)) for source in ranks]
-    found = [[(batch.tolist(), shard) for batch, shard in step] for step in zip(*taken, strict=True)]
-    assert check(found)[:6] == [0, 1, 2, 3, 4, 0]
-
-
 # Prediction
 
 
@@ -362,29 +299,6 @@ def test_prediction_keeps_the_order_of_the_data_set(world_size: int) -> None:
 
 
 # Data sets that hold batches
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_data_set_that_holds_batches(world_size: int) -> None:
-    class Batches(Dataset[torch.Tensor]):
-        def __len__(self) -> int:
-            return 7
-
-        def __getitem__(self, index: int) -> torch.Tensor:
-            return torch.full((index + 1,), index)
-
-    seen = []
-    for rank in range(world_size):
-        loader = DataLoader(Batches(), batch_size=None, shuffle=True)
-        source = prepare_loader(loader, training=True, rank=rank, world_size=world_size)
-        assert source.shards_known == (world_size == 1)
-        pairs = list(source.epoch(0))
-        assert len(pairs) == source.length == -(-7 // world_size)
-        for batch, shard in pairs:
-            assert shard.samples == (0 if shard.joins else len(batch))
-            assert shard.total == (len(batch) if world_size == 1 else None)
-            seen += [] if shard.joins else [int(batch[0])]
-    assert sorted(seen) == list(range(7))
 
 
 def test_a_data_set_that_is_read_in_bulk() -> None:

@@ -59,17 +59,6 @@ class SplitsByWorker(IterableDataset[int]):
         return iter(range(first, self.length, step))
 
 
-class Failing(IterableDataset[int]):
-    """Asks for its worker at every element, and fails once no further element is left."""
-
-    def __iter__(self) -> Iterator[int]:
-        for element in range(6):
-            assert get_worker_info() is None
-            yield element
-        assert get_worker_info() is None
-        raise OSError("the file ends early")
-
-
 class Mapped(Dataset[int]):
     """A map-style data set that skips what another worker reads."""
 
@@ -86,26 +75,6 @@ class Chained(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         yield from split_by_rank(range(7))
         yield from (7 + element for element in split_by_rank(SplitsByWorker(10)))
-
-
-class WorkerAroundReads(IterableDataset[Any]):
-    """Yields how a worker sees itself before, between and after reads of split iterables."""
-
-    def __iter__(self) -> Iterator[Any]:
-        seen = [get_worker_info() is not None]
-        elements = iter(split_by_rank(SplitsByWorker(12)))
-        for _ in range(2):
-            next(elements)
-            seen.append(get_worker_info() is not None)
-        del elements  # before it has ended
-        seen.append(get_worker_info() is not None)
-        try:
-            list(split_by_rank(Failing()))
-        except OSError:
-            seen.append(get_worker_info() is not None)
-        list(split_by_rank(SplitsByWorker(12)))
-        seen.append(get_worker_info() is not None)
-        yield torch.tensor(seen)
 
 
 class Reversed(Sampler[int]):
@@ -145,11 +114,6 @@ def test_every_sample_is_read_once(dataset: Any, expected: Any, ranks: int, work
     parts = [_read(DataLoader(dataset, batch_size=4, num_workers=workers), rank, ranks) for rank in range(ranks)]
     assert sorted(sample for part in parts for sample in part) == list(expected)
     assert all(parts)
-
-
-def test_a_worker_sees_itself_again_after_each_read() -> None:  # Q-07
-    seen = list(DataLoader(WorkerAroundReads(), batch_size=None, num_workers=2))
-    assert [found.tolist() for found in seen] == [[True] * 6] * 2
 
 
 def test_spawned_workers_know_their_rank() -> None:  # I-08

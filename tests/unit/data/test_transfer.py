@@ -11,7 +11,6 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from drivetrain._runtime.transfer import first_dimension, move_to
-from drivetrain.data._prefetcher import Prefetcher
 from drivetrain.errors import ConfigurationError
 
 META = torch.device("meta")
@@ -81,23 +80,3 @@ def test_the_first_dimension_of_the_first_tensor_is_the_number_of_samples(batch:
     assert first_dimension(batch) == samples
     with pytest.raises(ConfigurationError, match="batch_weight"):
         first_dimension({"text": ["a", "b"]})
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_prefetched_batches_are_complete() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    prefetcher = Prefetcher(device)
-    batches = [
-        {"x": torch.full((1 << 20,), float(value)), "ids": Encoding(a=torch.tensor([value]))} for value in range(20)
-    ]
-    sums = []
-    sent = prefetcher.send(batches[0])
-    for following in [*batches[1:], None]:
-        batch = prefetcher.receive(sent)
-        if following is not None:
-            sent = prefetcher.send(following)
-        for _ in range(20):
-            total = (batch["x"] * 1.0).sum()
-        sums.append(total + batch["ids"]["a"].sum())
-        del batch
-    assert [float(value) for value in sums] == [value * ((1 << 20) + 1.0) for value in range(20)]

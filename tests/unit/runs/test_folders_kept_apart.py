@@ -167,21 +167,3 @@ def test_a_failing_logger_does_not_prevent_a_checkpoint(tmp_path: Path, caplog: 
     assert (trainer.global_step, record(trainer.log_dir)["status"]) == (6, "finished")
     assert [one["step"] for one in record(trainer.log_dir)["checkpoints"]] == [6]
     assert "Offline could not write the values logged so far, and tries again later: no network" in caplog.text
-
-
-def test_links_and_foreign_records_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = trained(tmp_path)
-    place = tmp_path / "drivetrain_logs"
-    (place / "loop").symlink_to(place / "loop")
-    (place / "nowhere").symlink_to(place / "gone")
-    (place / "theirs").mkdir()
-    (place / "theirs" / "run.json").write_text("{}")
-    original = open
-
-    def forbidding(path: Any, *args: Any, **options: Any) -> Any:
-        if str(path).endswith("theirs/run.json"):
-            raise PermissionError(13, "Permission denied")
-        return original(path, *args, **options)
-
-    monkeypatch.setattr("builtins.open", forbidding)
-    assert trained(tmp_path, "auto", max_epochs=2).log_dir == trainer.log_dir

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -79,13 +78,6 @@ def test_a_run_with_other_hyper_parameters_is_skipped(tmp_path: Path, caplog: py
     assert "version_2 (its hyper-parameters differ: lr=0.3, here 0.2)" in caplog.text
 
 
-def test_a_run_of_another_name_is_ignored(tmp_path: Path) -> None:  # J-13: seeds are no hyper-parameters
-    for name in ("seed-0", "seed-1"):
-        trained(tmp_path, "auto", logger=CSVLogger(tmp_path, name=name))
-    first = trained(tmp_path, "auto", logger=CSVLogger(tmp_path, name="seed-0"), max_epochs=2)
-    assert first.log_dir == str(tmp_path / "seed-0" / "version_0")
-
-
 def test_a_running_run_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
     first = trained(tmp_path)
     left_running(first.log_dir, **process_of(1))
@@ -108,16 +100,6 @@ def test_a_run_within_a_run_of_the_same_class_has_its_own_folder(tmp_path: Path)
     outer = fit(tmp_path, callbacks=every(2))
     outer.fit(Net(at_step=train_within), data())
     assert (version(outer), inner) == ("version_0", ["version_1"])
-
-
-def test_the_newest_checkpoint_is_determined_by_lineage_not_clocks(tmp_path: Path) -> None:  # J-13
-    trained(tmp_path, callbacks=every(2))
-    older = tmp_path / "drivetrain_logs/version_0/checkpoints/epoch=0-step=2"
-    fork = trained(tmp_path, older, callbacks=every(2), max_epochs=2)
-    assert version(fork) == "version_1"
-    assert record(fork.log_dir)["parent"] == record(older.parents[1])["id"]
-    # Between branches the time of the commit decides: the fork's was last.
-    assert version(trained(tmp_path, "auto", callbacks=every(2), max_epochs=3)) == "version_1"
 
 
 def test_old_locations_are_named_but_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
@@ -147,13 +129,6 @@ def test_the_rules_apply_to_an_explicit_dirpath(tmp_path: Path, caplog: pytest.L
     left_running(tmp_path / "drivetrain_logs/version_0", **process_of(1))
     assert run(3, Net()) == (18, "version_3")
     assert "version_0 (it is running" in caplog.text
-
-
-def test_a_dirpath_is_resumed_without_the_folder_of_its_run(tmp_path: Path) -> None:
-    trained(tmp_path, callbacks=Checkpoint(tmp_path / "kept"))
-    shutil.rmtree(tmp_path / "drivetrain_logs")
-    again = trained(tmp_path, "auto", callbacks=Checkpoint(tmp_path / "kept"), max_epochs=2)
-    assert (again.global_step, version(again)) == (12, "version_0")
 
 
 # The folder of a resumed run
@@ -334,18 +309,6 @@ def test_heartbeats_are_written_during_a_long_step(tmp_path: Path, monkeypatch: 
     assert len(beats) >= 18
     ended = record(trainer.log_dir)
     assert (ended["status"], ended["why"]) == ("finished", "max_epochs=1 is reached")
-
-
-def test_only_a_run_to_be_resumed_is_watched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    older, _ = trained(tmp_path), trained(tmp_path)
-    left_running(older.log_dir, host="another")
-    monkeypatch.setattr(_liveness, "WATCH_SECONDS", 1000.0)
-    newer = trained(tmp_path, "auto", max_epochs=2)
-    assert version(newer) == "version_1"
-    assert version(trained(tmp_path, newest_of(newer), max_epochs=3)) == "version_1"
-    assert "watches the record" not in caplog.text
 
 
 def test_an_evaluation_uses_a_running_run_and_watches_nothing(
