@@ -82,3 +82,16 @@ def test_equal_names_of_tensors_are_made_distinct() -> None:
     aside: dict[str, Any] = {}
     encode({"a/b": torch.zeros(1), "a": {"b": torch.ones(1)}}, aside)
     assert list(aside) == ["a/b", "a/b~2"]
+
+
+def test_documents_have_the_documented_form() -> None:
+    """As docs/checkpoint-format.md says, so that other readers can decode them."""
+    aside: dict[str, Any] = {}
+    value = {"a": (1, math.inf), "b": {2: None}, "c": Counter({3: 1}), "d": torch.ones(1)}
+    assert encode(value, aside) == {
+        "a": {"$tuple": [1, {"$float": "inf"}]},
+        "b": {"$pairs": [[2, None]]},
+        "c": {"$counter": [[3, 1]]},
+        "d": {"$tensor": "d"},
+    }
+    assert torch.equal(aside["d"], torch.ones(1))

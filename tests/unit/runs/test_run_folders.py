@@ -109,14 +109,6 @@ def test_without_a_logger_the_folder_is_for_checkpoints_only(tmp_path: Path) -> 
     assert not (tmp_path / "none").exists()
 
 
-def test_an_explicit_dirpath_contains_only_checkpoints(tmp_path: Path) -> None:  # J-13
-    trainer = trained(tmp_path, callbacks=Checkpoint(tmp_path / "kept"))
-    assert folders(tmp_path) == ["version_0"]
-    assert not (Path(str(trainer.log_dir)) / "checkpoints").exists()
-    assert sorted(one.name for one in (tmp_path / "kept").iterdir()) == ["epoch=0-step=6", "latest"]
-    assert record(trainer.log_dir)["checkpoints"][0]["path"] == str(tmp_path / "kept" / "epoch=0-step=6")
-
-
 @pytest.mark.parametrize("options", [{"fast_dev_run": True}, {"barebones": True, "log_every_n_steps": 0}], ids=str)
 def test_trial_runs_write_nothing(tmp_path: Path, options: dict[str, Any]) -> None:  # J-13
     if "barebones" in options:  # barebones refuses user callbacks
