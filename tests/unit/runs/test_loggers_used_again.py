@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_case import Net, data, edit, fit, folders, trained
+from run_case import Net, data, edit, fit, folders, rows, trained
 
 from drivetrain.callbacks import Checkpoint
 from drivetrain.loggers import CSVLogger, TensorBoardLogger
-
-
-def rows(folder: Any) -> list[dict[str, str]]:
-    with (Path(folder) / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 class Wide(Net):

@@ -173,16 +173,12 @@ def test_invalid_records_are_refused(record: dict[str, Any]) -> None:
     for key in record:
         with pytest.raises(ValidationError, match=f"'{key}' is a required property"):
             OPEN.validate({name: value for name, value in record.items() if name != key})
-    for name in ("process", "data"):
-        for key in record[name]:
-            lacking = {at: value for at, value in record[name].items() if at != key}
+    for name in ("process", "data", "parts", "checkpoints", "events", "loggers"):
+        entries = record[name] if isinstance(record[name], list) else [record[name]]
+        for key in entries[0]:
+            lacking: Any = {at: value for at, value in entries[0].items() if at != key}
             with pytest.raises(ValidationError):
-                OPEN.validate(record | {name: lacking})
-    for name in ("parts", "checkpoints", "events", "loggers"):
-        for key in record[name][0]:
-            lacking = {at: value for at, value in record[name][0].items() if at != key}
-            with pytest.raises(ValidationError):
-                OPEN.validate(record | {name: [lacking]})
+                OPEN.validate(record | {name: [lacking] if isinstance(record[name], list) else lacking})
     wrongs: tuple[dict[str, Any], ...] = (
         {"status": "killed"},
         {"status": RUNNING},  # with an end time
