@@ -88,6 +88,8 @@ def test_what_yields_no_batch_is_refused(loader: Any, message: str) -> None:
     # G-06
     with pytest.raises(ConfigurationError, match=message):
         prepare_loader(loader, training=True, world_size=2)
+    with pytest.raises(ConfigurationError, match="rank=2"):
+        prepare_loader([torch.zeros(1)], training=True, rank=2, world_size=2)
 
 
 def test_iterables_that_yield_no_batch_are_refused_when_they_are_read() -> None:

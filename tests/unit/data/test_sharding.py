@@ -317,3 +317,16 @@ def test_a_data_set_that_is_read_in_bulk() -> None:
     assert steps(ranks) == expected
     for source in ranks:
         source.close()
+
+
+def test_a_data_set_of_batches_is_divided_by_batches() -> None:
+    batches: Any = [torch.full((index + 1,), index) for index in range(7)]
+    parts = []
+    for rank in range(3):
+        loader = DataLoader(batches, batch_size=None, shuffle=True)
+        source = prepare_loader(loader, training=True, rank=rank, world_size=3)
+        pairs = list(source.epoch(0))
+        assert (len(pairs), source.length, source.shards_known) == (3, 3, False)
+        assert [shard.samples for _, shard in pairs] == [0 if shard.joins else len(batch) for batch, shard in pairs]
+        parts += [int(batch[0]) for batch, shard in pairs if not shard.joins]
+    assert sorted(parts) == list(range(7))

@@ -162,6 +162,7 @@ def test_digests_differ_for_other_orders_and_batches() -> None:  # I-08
     dark, bright = torch.zeros(2, 3, 64, 64), torch.zeros(2, 3, 64, 64)
     bright[1, 2, 40] = 1  # far behind a border that is black in all
     assert digest_of_batch(dark) != digest_of_batch(bright)
+    assert digest_of_batch(dark.numpy()) != digest_of_batch(bright.numpy())
     assert digest_of_batch(dark) == digest_of_batch(dark.clone())
     assert digest_of_batch(torch.ones(2).to_sparse()) != digest_of_batch(torch.zeros(3, device="meta"))
 

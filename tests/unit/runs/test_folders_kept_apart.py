@@ -167,3 +167,20 @@ def test_a_failing_logger_does_not_prevent_a_checkpoint(tmp_path: Path, caplog: 
     assert (trainer.global_step, record(trainer.log_dir)["status"]) == (6, "finished")
     assert [one["step"] for one in record(trainer.log_dir)["checkpoints"]] == [6]
     assert "Offline could not write the values logged so far, and tries again later: no network" in caplog.text
+
+
+def test_a_record_without_permission_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trained(tmp_path)
+    foreign = tmp_path / NAME / "foreign"
+    foreign.mkdir()
+    (foreign / "run.json").write_text("{}")
+    (foreign.parent / "loop").symlink_to(foreign.parent / "loop")
+    original = open
+
+    def refuse(path: Any, *args: Any, **options: Any) -> Any:
+        if str(path).endswith("foreign/run.json"):
+            raise PermissionError(13, "Permission denied")
+        return original(path, *args, **options)
+
+    monkeypatch.setattr("builtins.open", refuse)
+    assert trained(tmp_path, "auto", max_epochs=2).log_dir == trainer.log_dir
