@@ -805,7 +805,7 @@ def test_layers_built_in_configure_model() -> None:
 
 def test_recurrent_layers_built_in_configure_model() -> None:
     # E-05: torch holds weak references to their weights, and does not swap referenced tensors
-    check(Program(strategy="deepspeed_stage_3", net=Net(family="gru"), late=True))
+    check(Program(strategy="deepspeed_stage_3", net=Net(family="gru"), configure_model=True))
 
 
 # One process; evaluation without training
