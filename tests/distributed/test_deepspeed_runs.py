@@ -687,7 +687,7 @@ PROGRAMS = {
     # E-04, I-02
     "manual optimization": Program(manual=(Turn(repeats=2, clips=1), Turn(toggles=True, closure=True))),
     # E-05: torch holds weak references to a GRU's weights, and does not swap referenced tensors
-    "recurrent layers built in configure_model": Program(net=Net(family="gru"), late=True),
+    "recurrent layers built in configure_model": Program(net=Net(family="gru"), configure_model=True),
     # B-04, E-05: within the run, and alone, without an optimizer
     "uneven evaluation": Program(
         validation=Validation(samples=5), logs=(Log("validation_step"),), evaluation=Evaluation(strategy="ddp", ranks=1)
