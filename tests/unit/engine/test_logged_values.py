@@ -12,7 +12,7 @@ import pytest
 import torch
 import torchmetrics
 from engine_case import Tiny, fit, loader
-from test_logging import Kept, Logging
+from test_logging import Kept, Logging, Metered
 
 from drivetrain import Callback, ConfigurationError
 
@@ -23,36 +23,25 @@ class TestChangedAfterwards:
     """I-01."""
 
     def test_a_loss_changed_in_place(self, tmp_path: Path) -> None:
+        steps: list[tuple[float, float, int]] = []
+
         class Regularised(Tiny):
             def training_step(self, batch: Any, batch_idx: int) -> Any:
                 loss = (self.layer(batch) - batch[:, :1]).square().mean()
+                ce = loss.item()
                 self.log("ce", loss, on_step=True, on_epoch=True)
                 loss += 100 * self.layer.weight.square().sum()
                 self.log("total", loss, on_step=True, on_epoch=True)
+                steps.append((ce, loss.item(), len(batch)))
                 return loss
-
-        torch.manual_seed(1)
-        module, by_hand = Regularised(lr=1e-3), Regularised(lr=1e-3)
-        by_hand.load_state_dict(module.state_dict())
-        optimizer = by_hand.configure_optimizers()
-        steps = []
-        for batch in loader(5):
-            loss = (by_hand.layer(batch) - batch[:, :1]).square().mean()
-            ce = loss.item()
-            loss += 100 * by_hand.layer.weight.square().sum()
-            steps.append((ce, loss.item(), len(batch)))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
 
         logger = Kept()
         runner = fit(tmp_path, logger=logger, log_every_n_steps=1)
-        runner.fit(module, loader(5))
-        assert logger.of("ce_step") == [(step + 1, ce) for step, (ce, _, _) in enumerate(steps)]
-        assert logger.of("total_step") == [(step + 1, total) for step, (_, total, _) in enumerate(steps)]
-        for name, index in (("ce_epoch", 0), ("total_epoch", 1)):
+        runner.fit(Regularised(lr=1e-3), loader(5))
+        for index, name in enumerate(("ce", "total")):
+            assert logger.of(f"{name}_step") == [(number, step[index]) for number, step in enumerate(steps, 1)]
             expected = sum(step[index] * step[2] for step in steps) / 5
-            assert float(runner.callback_metrics[name]) == pytest.approx(expected, rel=1e-12)
+            assert float(runner.callback_metrics[f"{name}_epoch"]) == pytest.approx(expected, rel=1e-12)
 
     @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
     def test_a_parameter_of_one_element(self, tmp_path: Path, shape: tuple[int, ...]) -> None:
@@ -152,22 +141,6 @@ class TestNothingElseIsKept:
         second, last = held
         assert last <= second
 
-    def test_a_metric_s_value_does_not_keep_the_graph(self, tmp_path: Path) -> None:
-        class Measuring(Tiny):
-            def __init__(self) -> None:
-                super().__init__()
-                self.mean = torchmetrics.MeanMetric()
-
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                loss = self.layer(batch).mean()
-                self.mean(loss)
-                self.log("it", self.mean, on_step=True, on_epoch=True)
-                return loss
-
-        runner = fit(tmp_path)
-        runner.fit(Measuring(), loader(4))
-        assert not any(value.requires_grad for value in runner.callback_metrics.values())
-
 
 class TestNumbers:
     """I-01."""
@@ -176,14 +149,10 @@ class TestNumbers:
         "value",
         [
             np.float16(3),
-            np.float32(3),
-            np.float64(3),
             np.longdouble(3),
             np.int64(3),
-            np.uint8(3),
             np.array(3.0, dtype=np.float32),
             np.array([[3]]),
-            np.array([3.0]),
             torch.tensor(3, dtype=torch.uint8),
             torch.tensor([[3.0]], dtype=torch.bfloat16),
         ],
@@ -210,30 +179,11 @@ class TestNumbers:
         assert {name: float(read) for name, read in runner.callback_metrics.items()} == {"a": 1, "b": 1, "c": 1}
 
     @pytest.mark.parametrize(
-        ("value", "said"),
-        [
-            (np.zeros(2), "an array of shape (2,)"),
-            (np.str_("high"), "a str_"),
-            (np.datetime64("2020-01-01"), "a datetime64"),
-            (np.timedelta64(5, "ns"), "a timedelta64"),
-            (np.array("high"), "a ndarray"),
-            (np.complex64(1j), "a complex64"),
-            (1j, "a complex"),
-            (torch.tensor(1j), "a tensor of complex64"),
-        ],
-        ids=str,
-    )
-    def test_values_that_are_no_numbers(self, tmp_path: Path, value: Any, said: str) -> None:
-        with pytest.raises(ConfigurationError) as caught:
-            fit(tmp_path).fit(Logging(lambda self, *_: self.log("it", value)), loader(4))
-        assert f"log('it') was given {said}." in str(caught.value)
-
-    @pytest.mark.parametrize(
         "kind",
         [float, int, np.int64, torch.tensor, lambda value: torch.tensor(value, dtype=torch.float64)],
         ids=["float", "int", "int64", "tensor", "double"],
     )
-    @pytest.mark.parametrize("reduce_fx", ["mean", "sum", "max", "min"])
+    @pytest.mark.parametrize("reduce_fx", ["mean", "max"])
     def test_what_does_not_fit_in_float32_is_not_rounded_to_it(
         self, tmp_path: Path, kind: Callable[[int], Any], reduce_fx: str
     ) -> None:
@@ -283,15 +233,6 @@ class TestWeights:
         runner.fit(Logging(step), loader(6))
         assert {name: float(read) for name, read in runner.callback_metrics.items()} == {"it": expected}
         assert runner.validate(Logging(None, step), loader(6), verbose=False) == [{"it": expected}]
-
-    def test_in_a_mean_it_does_not_count(self, tmp_path: Path) -> None:
-        def train(self: Any, batch: Any, batch_idx: int) -> None:
-            self.log("it", float(batch_idx), on_step=False, on_epoch=True, batch_size=batch_idx % 2)
-            self.log("nothing", 1.0, on_step=False, on_epoch=True, batch_size=0)
-
-        runner = fit(tmp_path)
-        runner.fit(Logging(train), loader(8))
-        assert {name: float(read) for name, read in runner.callback_metrics.items()} == {"it": 2.0}
 
     @pytest.mark.parametrize("weight", [-1, -0.5, np.int64(-1), float("nan")])
     def test_a_weight_below_0_is_refused(self, tmp_path: Path, weight: Any) -> None:
@@ -363,6 +304,16 @@ def _log_reset_and_use(module: Any) -> None:
 class TestMetricObjects:
     """I-01."""
 
+    def _measuring(self, *keys: str) -> Any:
+        """Return a step that logs the module's metric under ``keys``."""
+
+        def step(self: Any, batch: Any, batch_idx: int) -> None:
+            self.mean.update(batch[:, 0])
+            for key in keys:
+                self.log(key, self.mean, on_step=False, on_epoch=True)
+
+        return step
+
     @pytest.mark.parametrize(
         ("at_end", "in_step"),
         [
@@ -406,188 +357,130 @@ class TestMetricObjects:
 
     def test_one_object_in_an_evaluation_and_in_a_fit(self, tmp_path: Path) -> None:
         """Validation left it with tensors that training could not accumulate into."""
-
-        class Measuring(Tiny):
-            def __init__(self) -> None:
-                super().__init__()
-                self.mean = torchmetrics.MeanMetric()
-
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                self.mean.update(batch[:, 0])
-                self.log("train", self.mean, on_step=False, on_epoch=True)
-                return super().training_step(batch, batch_idx)
-
-            def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-                self.mean.update(batch[:, 0])
-                self.log("val", self.mean)
-
+        module = Metered(self._measuring("train"), self._measuring("val"))
         runner = fit(tmp_path, max_epochs=2, num_sanity_val_steps=1, check_val_every_n_epoch=2)
-        module = Measuring()
         runner.validate(module, loader(3), verbose=False)
         runner.fit(module, loader(5))
         assert runner.global_step == 6
         # S-06: within one run, it has one name in one stage
-        with pytest.raises(
-            ConfigurationError, match=r"'mean', which was logged as 'val' in another stage \('validate'"
-        ):
+        named = r"'mean', which was logged as 'val' in another stage \('validate'"
+        with pytest.raises(ConfigurationError, match=named):
             runner.fit(module, loader(5), loader(3))
         assert runner.global_step == 0
 
-    @pytest.mark.parametrize("loaders", [1, 2])
-    def test_one_object_under_two_keys_or_for_two_loaders_is_refused(self, tmp_path: Path, loaders: int) -> None:
+    @pytest.mark.parametrize(
+        ("keys", "loaders", "named"),
+        [
+            (["val", "again"], 1, r"which was logged as 'val'\."),
+            (["val"], 2, "'val/dataloader_idx_0', for another loader"),
+        ],
+    )
+    def test_one_object_under_two_keys_or_for_two_loaders_is_refused(
+        self, tmp_path: Path, keys: list[str], loaders: int, named: str
+    ) -> None:
         # S-06
-        class Measuring(Tiny):
-            def __init__(self) -> None:
-                super().__init__()
-                self.mean = torchmetrics.MeanMetric()
-
-            def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-                self.mean.update(batch[:, 0])
-                self.log("val", self.mean)
-                if loaders == 1:
-                    self.log("again", self.mean)
-
-        match = "'val', for another loader" if loaders == 1 else "'val/dataloader_idx_0', for another loader"
-        match = "which was logged as 'val'\\." if loaders == 1 else match
-        with pytest.raises(ConfigurationError, match=match):
-            fit(tmp_path).validate(Measuring(), [loader(3)] * loaders, verbose=False)
+        with pytest.raises(ConfigurationError, match=named):
+            fit(tmp_path).validate(Metered(None, self._measuring(*keys)), [loader(3)] * loaders, verbose=False)
 
     def test_step_values_and_the_epoch_value_may_have_keys_of_their_own(self, tmp_path: Path) -> None:
         """As in torchmetrics' documentation of Lightning."""
 
-        class Measuring(Tiny):
-            def __init__(self) -> None:
-                super().__init__()
-                self.mean = torchmetrics.MeanMetric()
-
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                self.mean(batch[:, 0])
-                self.log("by step", self.mean)
-                return super().training_step(batch, batch_idx)
-
-            def on_train_epoch_end(self) -> None:
-                self.log("by epoch", self.mean)
+        def train(self: Any, batch: Any, batch_idx: int) -> None:
+            self.mean(batch[:, 0])
+            self.log("by step", self.mean)
 
         runner = fit(tmp_path)
-        runner.fit(Measuring(), loader(5))
-        assert {"by step": 4.0, "by epoch": 2.0}.items() <= {
-            k: float(v) for k, v in runner.callback_metrics.items()
-        }.items()
+        runner.fit(Metered(train, on_train_epoch_end=lambda self: self.log("by epoch", self.mean)), loader(5))
+        assert [float(runner.callback_metrics[name]) for name in ("by step", "by epoch")] == [4.0, 2.0]
 
     @pytest.mark.parametrize("count", [0, torch.tensor(0)])
     def test_a_value_without_weight_does_not_enter_a_mean(self, tmp_path: Path, count: Any) -> None:
         # S-06
-        class Counting(Tiny):
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                is_empty = batch_idx == 1
-                value = float("nan") if is_empty else 2.0 + batch_idx
-                size: Any = count if is_empty else 1 if isinstance(count, int) else torch.tensor(1)
-                self.log("host", value, on_step=False, on_epoch=True, batch_size=size)
-                self.log("device", torch.tensor(value), on_step=False, on_epoch=True, batch_size=size)
-                return super().training_step(batch, batch_idx)
+        def train(self: Any, batch: Any, batch_idx: int) -> None:
+            value = float("nan") if batch_idx == 1 else 2.0 + batch_idx
+            size = count if batch_idx == 1 else count + 1
+            self.log("host", value, on_step=False, on_epoch=True, batch_size=size)
+            self.log("device", torch.tensor(value), on_step=False, on_epoch=True, batch_size=size)
+            self.log("nothing", 1.0, on_step=False, on_epoch=True, batch_size=0)
 
         runner = fit(tmp_path)
-        runner.fit(Counting(), loader(6))
-        assert {name: float(runner.callback_metrics[name]) for name in ("host", "device")} == {
-            "host": 3.0,
-            "device": 3.0,
-        }
+        runner.fit(Logging(train), loader(6))
+        assert {name: float(read) for name, read in runner.callback_metrics.items()} == {"host": 3.0, "device": 3.0}
 
     @pytest.mark.parametrize("count", [0, np.int64(0), 0.0, torch.tensor(0)])
     def test_a_value_without_weight_is_no_step_value(self, tmp_path: Path, count: Any) -> None:
         # S-06
-        class Counting(Tiny):
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                is_empty = batch_idx == 2
-                value = float("nan") if is_empty else 2.0 + batch_idx
-                self.log("value", value, on_step=True, batch_size=count if is_empty else 1)
-                return super().training_step(batch, batch_idx)
+        def train(self: Any, batch: Any, batch_idx: int) -> None:
+            value = float("nan") if batch_idx == 2 else 2.0 + batch_idx
+            self.log("value", value, on_step=True, batch_size=count if batch_idx == 2 else 1)
 
         runner = fit(tmp_path)
-        runner.fit(Counting(), loader(6))
+        runner.fit(Logging(train), loader(6))
         assert float(runner.callback_metrics["value"]) == 3.0
 
-    @pytest.mark.parametrize("dicts", [False, True])
-    def test_a_metric_of_several_numbers_is_refused_if_logged_by_step(self, tmp_path: Path, dicts: bool) -> None:
+    @pytest.mark.parametrize(("dicts", "named"), [(True, "a dict"), (False, r"shape \(2,\)")])
+    def test_a_metric_of_several_numbers_is_refused_if_logged_by_step(
+        self, tmp_path: Path, dicts: bool, named: str
+    ) -> None:
         class Pair(torchmetrics.MeanMetric):
             def compute(self) -> Any:
                 value = super().compute()
                 return {"a": value, "b": value} if dicts else torch.stack([value, value])
 
-        class Measuring(Tiny):
-            def __init__(self) -> None:
-                super().__init__()
-                self.pair = Pair()
+        def train(self: Any, batch: Any, batch_idx: int) -> None:
+            self.mean(batch[:, 0])
+            self.log("pair", self.mean)
 
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                self.pair(batch[:, 0])
-                self.log("pair", self.pair)
-                return super().training_step(batch, batch_idx)
+        module = Metered(train)
+        module.mean = Pair()
+        with pytest.raises(ConfigurationError, match=rf"log\('pair'\) was given a Pair, which computes {named}"):
+            fit(tmp_path).fit(module, loader(8))
+        assert len(module.seen) == 0
 
-        runner = fit(tmp_path)
-        said = "a dict" if dicts else r"shape \(2,\)"
-        with pytest.raises(ConfigurationError, match=rf"log\('pair'\) was given a Pair, which computes {said}"):
-            runner.fit(Measuring(), loader(8))
-        assert runner.global_step == 0
+    @pytest.mark.parametrize(
+        ("first", "then", "named"),
+        [("number", "mean", "a MeanMetric"), ("mean", "number", "a float"), ("mean", "other", "a MeanMetric")],
+    )
+    def test_a_key_keeps_its_kind(self, tmp_path: Path, first: str, then: str, named: str) -> None:
+        def train(self: Any, batch: Any, batch_idx: int) -> None:
+            self.mean.update(1.0)
+            self.other.update(2.0)
+            self.log("it", getattr(self, then if batch_idx else first), on_step=False, on_epoch=True)
 
-    def test_a_key_keeps_its_kind(self, tmp_path: Path) -> None:
-        def logging(first: str, then: str) -> Any:
-            class Measuring(Tiny):
-                def __init__(self) -> None:
-                    super().__init__()
-                    self.a, self.b, self.number = torchmetrics.MeanMetric(), torchmetrics.MeanMetric(), 1.0
-
-                def training_step(self, batch: Any, batch_idx: int) -> Any:
-                    self.a.update(1.0)
-                    self.b.update(2.0)
-                    self.log("it", getattr(self, then if batch_idx else first), on_step=False, on_epoch=True)
-                    return super().training_step(batch, batch_idx)
-
-            return Measuring()
-
-        for first, then, said in [
-            ("number", "a", "a MeanMetric"),
-            ("a", "number", "a float"),
-            ("a", "b", "a MeanMetric"),
-        ]:
-            with pytest.raises(ConfigurationError, match=rf"log\('it'\) was given {said}(?s:.)*before"):
-                fit(tmp_path).fit(logging(first, then), loader(4))
+        module: Any = Metered(train)
+        module.other, module.number = torchmetrics.MeanMetric(), 1.0
+        with pytest.raises(ConfigurationError, match=rf"log\('it'\) was given {named}(?s:.)*before"):
+            fit(tmp_path).fit(module, loader(4))
 
     def test_a_metric_recreated_under_its_name_is_the_same_one(self, tmp_path: Path) -> None:
-        class Measuring(Tiny):
-            def on_train_epoch_start(self) -> None:
-                self.mean = torchmetrics.MeanMetric()
+        def train(self: Any, batch: Any, batch_idx: int) -> None:
+            self.mean.update(batch[:, 0] + 10 * self.current_epoch)
+            self.log("it", self.mean, on_step=False, on_epoch=True)
 
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                self.mean.update(batch[:, 0] + 10 * self.current_epoch)
-                self.log("it", self.mean, on_step=False, on_epoch=True)
-                return super().training_step(batch, batch_idx)
+        def renew(self: Any) -> None:
+            self.mean = torchmetrics.MeanMetric()
 
         runner = fit(tmp_path, max_epochs=2)
-        runner.fit(Measuring(), loader(5))
+        runner.fit(Metered(train, on_train_epoch_start=renew), loader(5))
         assert float(runner.callback_metrics["it"]) == 12.0
 
     def test_saving_a_metric_whose_value_has_a_graph(self, tmp_path: Path) -> None:
         """A metric called on the loss keeps the value that it gave: the save failed on it."""
 
-        class Measuring(Tiny):
-            def __init__(self) -> None:
-                super().__init__(lr=0.1)
-                self.mean = torchmetrics.MeanMetric()
-
+        class Measuring(Metered):
             def training_step(self, batch: Any, batch_idx: int) -> Any:
                 loss = self.layer(batch).square().mean()
                 self.mean(loss)
                 self.log("it", self.mean, on_step=True, on_epoch=True)
                 return loss
 
-        class Saving(Callback):
-            def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
                 if batch_idx == 1:
-                    trainer.save_checkpoint(tmp_path / "saved")
+                    self.trainer.save_checkpoint(tmp_path / f"saved-{self.global_step}")
 
         torch.manual_seed(1)
-        whole, resumed = fit(tmp_path, callbacks=Saving()), fit(tmp_path)
+        whole, resumed = fit(tmp_path), fit(tmp_path)
         whole.fit(Measuring(), loader(8))
-        resumed.fit(Measuring(), loader(8), ckpt_path=tmp_path / "saved")
+        resumed.fit(Measuring(), loader(8), ckpt_path=tmp_path / "saved-2")
         assert resumed.callback_metrics == whole.callback_metrics
+        assert not any(value.requires_grad for value in whole.callback_metrics.values())
