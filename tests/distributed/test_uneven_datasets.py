@@ -127,7 +127,9 @@ PROGRAMS = {
     "accumulated": Program(data=Data("iterable", samples=14), accumulate=2),
     "rank 0 has the least": Program(data=Data("iterable", samples=14, fewest_on_rank_0=True), accumulate=3, epochs=2),
     "token-weighted": Program(data=Data(samples=37), token_weighted=True, net=Net(family="gru")),
-    "token-weighted, accumulated": Program(data=Data(samples=37), token_weighted=True, net=Net(family="gru"), accumulate=3),
+    "token-weighted, accumulated": Program(
+        data=Data(samples=37), token_weighted=True, net=Net(family="gru"), accumulate=3
+    ),
     "LBFGS": Program(data=Data(samples=11), optimizers=(Optimizer("lbfgs"),)),
     "LBFGS, accumulated": Program(data=Data(samples=11), optimizers=(Optimizer("lbfgs"),), accumulate=3),  # B-16
 }
