@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from warm_python import hints_in, run_script
 from worlds import preload
 
 preload("sklearn.datasets", "sklearn.model_selection")
+pytestmark = requires_package("sklearn")
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "examples" / "cookbook"
@@ -33,11 +35,23 @@ for cell in json.load(open(sys.argv[1]))["cells"]:
 """
 
 
-def printed_by(script: Path, *arguments: str, folder: Path) -> str:
-    code, printed = run_script(script, *arguments, folder=folder)
-    assert code == 0, printed[-6000:]
-    assert hints_in(printed) == []  # Q-12
-    return printed
+WITH_FILES = {"lora", "streaming_data", "run_notebook"}  # checkpoints at every epoch would have the others wait
+
+
+@pytest.fixture
+def run_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Return a function that runs a recipe, or another script, and gives what it printed."""
+
+    def run(recipe: str | Path, *arguments: str) -> str:
+        script = RECIPES / f"{recipe}.py" if isinstance(recipe, str) else recipe
+        if script.stem not in WITH_FILES:
+            monkeypatch.setenv("DRIVETRAIN_ENABLE_CHECKPOINTING", "false")
+        code, printed = run_script(script, *arguments, folder=tmp_path)
+        assert code == 0, printed[-6000:]
+        assert hints_in(printed) == []  # Q-12
+        return printed
+
+    return run
 
 
 def numbers(pattern: str, printed: str) -> list[float]:
@@ -47,25 +61,12 @@ def numbers(pattern: str, printed: str) -> list[float]:
     return [float(group.replace(",", "")) for group in found[-1].groups()]
 
 
-@pytest.fixture
-def without_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable files that recipes do not need: checkpoints at every epoch would wait for the disk."""
-    monkeypatch.setenv("DRIVETRAIN_ENABLE_CHECKPOINTING", "false")
-    monkeypatch.setenv("DRIVETRAIN_LOGGER", "false")
-
-
 def last_line(printed: str) -> str:
     return printed.strip().splitlines()[-1]
 
 
-# Tests of the recipes
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_files")
-@requires_package("sklearn")
-def test_transfer_learning_trains_the_head_first(tmp_path: Path) -> None:
-    printed = printed_by(RECIPES / "transfer_learning.py", folder=tmp_path)
+def test_transfer_learning_trains_the_head_first(run_recipe: Callable[..., str]) -> None:
+    printed = run_recipe("transfer_learning")
     [scratch] = numbers(r"from scratch: ([\d.]+)%", printed)
     [at_once] = numbers(r"all at once: ([\d.]+)%", printed)
     [head_first] = numbers(r"head first: ([\d.]+)%", printed)
@@ -73,31 +74,23 @@ def test_transfer_learning_trains_the_head_first(tmp_path: Path) -> None:
     assert head_first > 91
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_files")
-def test_gan_draws_the_circle(tmp_path: Path) -> None:
-    distance, parts = numbers(
-        r"lie ([\d.]+) from the circle, in (\d) of its 8", printed_by(RECIPES / "gan.py", folder=tmp_path)
-    )
+def test_gan_draws_the_circle(run_recipe: Callable[..., str]) -> None:
+    distance, parts = numbers(r"lie ([\d.]+) from the circle, in (\d) of its 8", run_recipe("gan"))
     assert distance < 0.1
     assert parts == 8
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_files")
-@requires_package("sklearn")
-def test_ema_teacher_corrects_random_labels(tmp_path: Path) -> None:
-    printed = printed_by(RECIPES / "ema_teacher.py", folder=tmp_path)
+def test_ema_teacher_corrects_random_labels(run_recipe: Callable[..., str]) -> None:
+    printed = run_recipe("ema_teacher")
     student_alone, _ = numbers(r"Accuracy without teacher: student ([\d.]+)%, average ([\d.]+)%", printed)
     student, teacher = numbers(r"Accuracy with teacher: student ([\d.]+)%, average ([\d.]+)%", printed)
     assert student > student_alone + 2
     assert teacher > student_alone + 2
 
 
-@pytest.mark.slow
 @requires_package("peft")
-def test_lora_saves_the_adapter_and_knows_its_base(tmp_path: Path) -> None:
-    printed = printed_by(RECIPES / "lora.py", folder=tmp_path)
+def test_lora_saves_the_adapter_and_knows_its_base(run_recipe: Callable[..., str]) -> None:
+    printed = run_recipe("lora")
     after, before = numbers(r"The loss is ([\d.]+), and was ([\d.]+) at the start", printed)
     adapter, base = numbers(r"The adapter takes ([\d,]+) bytes, the base model ([\d,]+)", printed)
     assert after < before - 0.3
@@ -106,11 +99,8 @@ def test_lora_saves_the_adapter_and_knows_its_base(tmp_path: Path) -> None:
     assert "was trained on another base" in printed
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_files")
-@requires_package("sklearn")
-def test_several_optimizers_train_everything(tmp_path: Path) -> None:
-    printed = printed_by(RECIPES / "several_optimizers.py", folder=tmp_path)
+def test_several_optimizers_train_everything(run_recipe: Callable[..., str]) -> None:
+    printed = run_recipe("several_optimizers")
     trained, parameters, *rates = numbers(
         r"(\d+) of (\d+) parameters have trained; the learning rates ended at \[([\d.e-]+), ([\d.e-]+)\]", printed
     )
@@ -119,19 +109,15 @@ def test_several_optimizers_train_everything(tmp_path: Path) -> None:
     assert numbers(r"Accuracy: ([\d.]+)%", printed)[0] > 92
 
 
-@pytest.mark.slow
-def test_streaming_data_reads_no_sample_twice(tmp_path: Path) -> None:
-    printed = printed_by(RECIPES / "streaming_data.py", folder=tmp_path)
+def test_streaming_data_reads_no_sample_twice(run_recipe: Callable[..., str]) -> None:
+    printed = run_recipe("streaming_data")
     whole, part, rest = numbers(r"Pieces read: (\d+) in one run; (\d+) before a stop and (\d+) after it", printed)
     assert part + rest == whole
     assert last_line(printed) == "The weights are the same: True"
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_files")
-@requires_package("sklearn")
-def test_class_imbalance_weighs_batches_exactly(tmp_path: Path) -> None:
-    printed = printed_by(RECIPES / "class_imbalance.py", folder=tmp_path)
+def test_class_imbalance_weighs_batches_exactly(run_recipe: Callable[..., str]) -> None:
+    printed = run_recipe("class_imbalance")
     [plain, _] = numbers(r"Without weights: recall ([\d.]+)%, false positive rate ([\d.]+)%", printed)
     [weighted, wrongly] = numbers(r"With weights: recall ([\d.]+)%, false positive rate ([\d.]+)%", printed)
     assert weighted > 2 * plain
@@ -139,46 +125,39 @@ def test_class_imbalance_weighs_batches_exactly(tmp_path: Path) -> None:
     assert numbers(r"4 x 16 end within ([\d.e+-]+) of each other", printed)[0] < 1e-5
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_files")
-@requires_package("sklearn")
-def test_k_fold_predicts_each_sample_once(tmp_path: Path) -> None:
-    printed = printed_by(RECIPES / "k_fold.py", folder=tmp_path)
+def test_k_fold_predicts_each_sample_once(run_recipe: Callable[..., str]) -> None:
+    printed = run_recipe("k_fold")
     predicted, samples, right = numbers(r"(\d+) of (\d+) samples predicted, ([\d.]+)% of them correctly", printed)
     assert predicted == samples == 178
     assert right > 94
     assert numbers(r"Accuracy over 5 folds: ([\d.]+), standard deviation ([\d.]+)", printed)[1] < 0.05
 
 
-@pytest.mark.slow
 @requires_package("optuna")
-@requires_package("sklearn")
-def test_optuna_finds_a_learning_rate_and_prunes(tmp_path: Path) -> None:
-    printed = printed_by(RECIPES / "optuna_sweep.py", folder=tmp_path)
+def test_optuna_finds_a_learning_rate_and_prunes(run_recipe: Callable[..., str]) -> None:
+    printed = run_recipe("optuna_sweep")
     accuracy, pruned, trials = numbers(r"Accuracy ([\d.]+)% with .*; (\d+) of (\d+) trials were pruned", printed)
     assert accuracy > 88
     assert 1 <= pruned < trials == 10
 
 
-@pytest.mark.slow
 @requires_package("ray")
 @requires_package("pandas")  # of ray[tune]
-@requires_package("sklearn")
-def test_ray_tune_finds_a_learning_rate(tmp_path: Path) -> None:
-    printed = printed_by(RECIPES / "ray_tune_sweep.py", folder=tmp_path)
+def test_ray_tune_finds_a_learning_rate(run_recipe: Callable[..., str]) -> None:
+    printed = run_recipe("ray_tune_sweep")
     accuracy, _, trials = numbers(r"Accuracy ([\d.]+)% with .*; (\d+) of (\d+) trials ended early", printed)
     assert accuracy > 80
     assert trials == 4
 
 
-@pytest.mark.slow
 @requires_package("IPython")
-@requires_package("sklearn")
-def test_the_notebook_trains_on_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_trains_on_two_processes(
+    run_recipe: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     script = tmp_path / "run_notebook.py"
     script.write_text(RUN_NOTEBOOK)
-    printed = printed_by(script, str(RECIPES / "notebook.ipynb"), folder=tmp_path)
+    printed = run_recipe(script, str(RECIPES / "notebook.ipynb"))
     ranks, steps, accuracy = numbers(r"(\d) ranks, (\d+) steps, accuracy ([\d.]+)%", printed)
     assert (ranks, steps) == (2, 140)
     assert accuracy > 80
@@ -218,7 +197,6 @@ for number, cell in enumerate({FAILING_CELLS!r}.split("# next cell")):
 """
 
 
-@pytest.mark.slow
 @requires_package("IPython")
 def test_an_error_in_a_notebook_is_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # Q-12
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
@@ -233,7 +211,6 @@ def test_an_error_in_a_notebook_is_shown_once(tmp_path: Path, monkeypatch: pytes
         assert not re.search(r"Rank \d failed with", shown)
 
 
-@pytest.mark.slow
 def test_the_recipe_for_pytest_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # In this process, whose fork server has already imported torch.
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -242,24 +219,18 @@ def test_the_recipe_for_pytest_passes(tmp_path: Path, monkeypatch: pytest.Monkey
     sys.modules.pop("test_a_module")
 
 
-@pytest.mark.slow
 @requires_package("tensorboard")
-@requires_package("sklearn")
-def test_images_are_logged_once_an_epoch(tmp_path: Path) -> None:
-    printed = printed_by(RECIPES / "logging_images.py", folder=tmp_path)
+def test_images_are_logged_once_an_epoch(run_recipe: Callable[..., str]) -> None:
+    printed = run_recipe("logging_images")
     steps = numbers(r"Images at steps \[(\d+), (\d+), (\d+), (\d+), (\d+)\], each 64 x 16", printed)
     assert steps == [28, 56, 84, 112, 140]
     loss, variance = numbers(r"Validation loss: ([\d.]+), the images' variance is ([\d.]+)", printed)
     assert loss < variance / 3
 
 
-@pytest.mark.slow
-def test_debugging_nan_finds_the_batch_and_the_operation(tmp_path: Path) -> None:
-    lines = [
-        line
-        for line in printed_by(RECIPES / "debugging_nan.py", folder=tmp_path).splitlines()
-        if line.startswith(("The last loss", "A gradient", "Function"))
-    ]
+def test_debugging_nan_finds_the_batch_and_the_operation(run_recipe: Callable[..., str]) -> None:
+    printed = run_recipe("debugging_nan").splitlines()
+    lines = [line for line in printed if line.startswith(("The last loss", "A gradient", "Function"))]
     assert re.fullmatch(r"The last loss is [\d.]+, the weights are NaN", lines[0])
     assert "A gradient is nan on rank 0 at batch index 12" in lines[1]
     assert "'SqrtBackward0' returned nan values" in lines[2]
