@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from device_runs import Net, rows, trained, weights
+from device_runs import REHEARSED, Net, rows, trained, weights
 from torch import Tensor, nn
 
+from cpu_kernels import FP16
 from drivetrain.callbacks import Checkpoint, LambdaCallback
 from drivetrain.testing import requires_cuda
 from worlds import on_ranks
@@ -40,6 +41,8 @@ def _trained(strategy: str, ranks: int, precision: str) -> Tensor:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_rank_has_the_weights_of_one_device(strategy: str, precision: str, ranks: int) -> None:
     # O-05, B-01
+    if REHEARSED and not FP16 and strategy.startswith("deepspeed") and precision == "16-mixed":
+        pytest.skip("the processor of this rehearsal has no fp16, which ZeRO needs")
     args = strategy, ranks, precision
     found = on_ranks(_trained, ranks, *args, process_group=None, timeout=150)
     assert all(torch.equal(each, found[0]) for each in found)

@@ -358,6 +358,39 @@ assert isinstance(one, Environment) and isinstance(one, PlainEnvironment)
     assert found == {"fsdp", "EarlyStopping", "16-mixed", "PlainEnvironment"}
 
 
+# Private modules of the product that tests import
+
+PRIVATE_IMPORTS = ROOT / "tests" / "private_imports.txt"
+"""A line for each file: its path, the private modules, and the reason. ``python
+tests/unit/test_architecture.py`` writes it anew: reasons stay, and a file that was not listed gets "?", to be replaced by hand.
+"""
+
+
+def private_imports() -> dict[str, str]:
+    """Return the private modules of the product that each file of the tests imports, by the file's path."""
+    found = {}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        name = str(path.relative_to(ROOT))
+        if not name.startswith("tests/emulated_cuda/"):
+            imported = {each.imported for each in imports_of(name, path.read_text()) if is_private(each.imported)}
+            found[name] = " ".join(sorted(imported))
+    return {name: imported for name, imported in found.items() if imported}
+
+
+def listed_private_imports() -> dict[str, tuple[str, str]]:
+    """Return the modules and the reason of each file in the list, by the file's path."""
+    lines = [line.split(" | ") for line in PRIVATE_IMPORTS.read_text().splitlines()]
+    return {name: (imported, reason) for name, imported, reason in lines}
+
+
+def test_private_modules_are_imported_by_the_listed_tests_only() -> None:
+    found, listed = private_imports(), listed_private_imports()
+    how = f"use a public name, or run `python {Path(__file__).relative_to(ROOT)}` and give the reason"
+    differences = found.items() ^ {name: imported for name, (imported, _) in listed.items()}.items()
+    assert not sorted(name for name, _ in differences), how
+    assert not [name for name, (_, reason) in listed.items() if reason.strip("? ") == ""], "a reason is missing"
+
+
 # What an import costs
 
 
@@ -410,3 +443,9 @@ def test_every_public_name_exists_and_no_other() -> None:
     assert set(drivetrain.__all__) <= set(dir(drivetrain))
     with pytest.raises(AttributeError, match="has no attribute 'Fitt'"):
         drivetrain.Fitt  # noqa: B018
+
+
+if __name__ == "__main__":
+    reasons = {name: reason for name, (_, reason) in listed_private_imports().items()}
+    lines = [f"{name} | {imported} | {reasons.get(name, '?')}\n" for name, imported in private_imports().items()]
+    PRIVATE_IMPORTS.write_text("".join(lines))
