@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -79,7 +79,7 @@ def _missing(owner: str, names: str) -> list[str]:
     """Return those of ``names`` that the owner does not have, and that its class's or module's source does not
     assign.
     """
-    found = _resolved(owner)
+    found = pkgutil.resolve_name(owner)
     joined = names.replace("` or `", "|").replace("` or none", "|none`")
     choices = [choice.split("|") for choice in re.findall(r"`([\w|]+)`", joined)]
     return [" or ".join(each) for each in choices if not any(name == "none" or _has(found, name) for name in each)]
@@ -87,19 +87,6 @@ def _missing(owner: str, names: str) -> list[str]:
 
 def _has(owner: Any, name: str) -> bool:
     return hasattr(owner, name) or re.search(rf"\b{name}\b", _code_of(owner)) is not None
-
-
-def _resolved(path: str) -> Any:
-    parts = path.split(".")
-    for length in range(len(parts), 0, -1):
-        try:
-            found: Any = importlib.import_module(".".join(parts[:length]))
-        except ModuleNotFoundError:
-            continue
-        for name in parts[length:]:
-            found = getattr(found, name)
-        return found
-    raise ModuleNotFoundError(path)
 
 
 def _code_of(owner: Any) -> str:
