@@ -111,13 +111,14 @@ def test_a_value_of_another_type_is_refused(
     assert f"accepts {accepts}." in message
 
 
+@pytest.mark.parametrize("name", ["callbacks", "plugins"])
 @pytest.mark.parametrize("where", ["environment", "file"])
-def test_objects_come_from_code_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str) -> None:
+def test_objects_come_from_code_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, where: str) -> None:
     if where == "environment":
-        monkeypatch.setenv("DRIVETRAIN_CALLBACKS", "[]")
+        monkeypatch.setenv(f"DRIVETRAIN_{name.upper()}", "[]")
     else:
-        (tmp_path / "drivetrain.toml").write_text("callbacks = []\n")
-    with pytest.raises(ConfigurationError, match=r"callbacks takes Python objects.*\n.*Pass callbacks= in code"):
+        (tmp_path / "drivetrain.toml").write_text(f"{name} = []\n")
+    with pytest.raises(ConfigurationError, match=f"{name} takes Python objects.*\n.*Pass {name}= in code"):
         Fit()
 
 

@@ -55,6 +55,7 @@ def test_missing_values_come_from_fit() -> None:
     assert half["bf16"] == {"enabled": True}
     assert half["data_types"] == {"grad_accum_dtype": "fp32"}
     assert half["communication_data_type"] == "fp32"
+    assert _resolved({"bfloat16": {"enabled": True}}, precision="bf16-mixed") == half
     assert _resolved({"fp16": {"loss_scale": 0, "initial_scale_power": 8}}, precision="16-mixed")["fp16"] == {
         "loss_scale": 0,
         "initial_scale_power": 8,
