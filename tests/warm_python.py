@@ -1,7 +1,7 @@
 """Runs a script in a process that has already imported torch, which saves three seconds over `python script.py`.
 
 For scripts whose own processes are not under test. A script that starts itself again for other ranks, or ends with an
-error, is run by Python itself.
+error, is run by Python itself: `run_program`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,6 +49,15 @@ def run_script(path: Path, *arguments: str, folder: Path) -> tuple[int, str]:
         process.kill()
         process.join()
     return process.exitcode or 0, printed.read_text()
+
+
+def run_program(path: Path, *arguments: str, folder: Path) -> tuple[int, str]:
+    """Run ``python path *arguments`` in ``folder``; return its exit code and all output."""
+    command = [sys.executable, str(path), *arguments]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    merged: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": _LIMIT}
+    done = subprocess.run(command, cwd=folder, env=variables, check=False, **merged)
+    return done.returncode, done.stdout
 
 
 def _main(path: str, arguments: Sequence[str], folder: str, printed: str, variables: dict[str, str]) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from device_runs import Net, rows, trained, weights
+from device_runs import REHEARSED, Net, rows, trained, weights
 from torch import Tensor, nn
 
+from cpu_kernels import FP16
 from drivetrain.callbacks import Checkpoint, LambdaCallback
 from drivetrain.testing import requires_cuda
 from worlds import on_ranks
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.cuda, requires_cuda()]
 ZERO = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 STRATEGIES = ["ddp", "fsdp", *(pytest.param(f"deepspeed_stage_{stage}", marks=ZERO) for stage in (1, 2, 3))]
 RANKS = [1, pytest.param(2, marks=requires_cuda(2))]
-NEAR = {"32-true": 1e-4, "bf16-mixed": 3e-2, "16-mixed": 3e-2}
+TOLERANCE = {"32-true": 1e-4, "bf16-mixed": 3e-2, "16-mixed": 3e-2}
 
 
 def _trained(strategy: str, ranks: int, precision: str) -> Tensor:
@@ -33,20 +34,24 @@ def _trained(strategy: str, ranks: int, precision: str) -> Tensor:
     return weights(module)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("precision", list(NEAR))
+@pytest.mark.parametrize(
+    ("precision", "ranks"),
+    [*((precision, 1) for precision in TOLERANCE), pytest.param("bf16-mixed", 2, marks=requires_cuda(2))],
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_rank_has_the_weights_of_one_device(strategy: str, precision: str, ranks: int) -> None:
     # O-05, B-01
+    if REHEARSED and not FP16 and strategy.startswith("deepspeed") and precision == "16-mixed":
+        pytest.skip("the processor of this rehearsal has no fp16, which ZeRO needs")
     args = strategy, ranks, precision
     found = on_ranks(_trained, ranks, *args, process_group=None, timeout=150)
     assert all(torch.equal(each, found[0]) for each in found)
     if ranks == 1:
-        torch.testing.assert_close(found[0], _trained("single_device", 1, precision), **_near(precision))
+        torch.testing.assert_close(found[0], _trained("single_device", 1, precision), **_tolerance(precision))
 
 
-def _near(precision: str) -> dict[str, Any]:
-    return {"atol": NEAR[precision], "rtol": NEAR[precision]}
+def _tolerance(precision: str) -> dict[str, Any]:
+    return {"atol": TOLERANCE[precision], "rtol": TOLERANCE[precision]}
 
 
 def _saved(folder: str, strategy: str, ranks: int) -> Tensor:
@@ -66,11 +71,11 @@ def test_a_checkpoint_of_a_strategy_resumes_in_one_process(strategy: str, ranks:
         module = Net()
         loader = rows(batch_size=8 * ranks)  # the same global batches
         trained(module, loader, accelerator="cpu", seed=1, ckpt_path=path)
-        torch.testing.assert_close(weights(module), found[0], **_near("32-true"))
+        torch.testing.assert_close(weights(module), found[0], **_tolerance("32-true"))
 
 
-class KeepsOptimizer(Net):
-    """Keeps its optimizer, so that the state outlives a run. Parameters need more memory than activations."""
+class WideNet(Net):
+    """Parameters need more memory than activations. It keeps its optimizer, so that the state outlives a run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +86,7 @@ class KeepsOptimizer(Net):
         return self.optimizer
 
 
-def _end_of_run(strategy: str) -> float:
+def _memory_at_the_end(strategy: str) -> float:
     """Return how much more memory the end of a run needs than the run has, in sizes of the parameters."""
     allocated: list[int] = []
 
@@ -91,13 +96,13 @@ def _end_of_run(strategy: str) -> float:
         allocated.append(torch.cuda.memory_allocated())
         torch.cuda.reset_peak_memory_stats()
 
-    module = KeepsOptimizer()
-    held = sum(parameter.nbytes for parameter in module.parameters())
+    module = WideNet()
+    size = sum(parameter.nbytes for parameter in module.parameters())
     trained(module, strategy=strategy, callbacks=[LambdaCallback(on_train_end=note)])
-    return (torch.cuda.max_memory_allocated() - allocated[0]) / held
+    return (torch.cuda.max_memory_allocated() - allocated[0]) / size
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_end_of_a_run_takes_little_memory(strategy: str) -> None:
     # O-05: a step needs memory for gradients besides; whole weights and states beside DeepSpeed's would be three sizes
-    assert on_ranks(_end_of_run, 1, strategy, process_group=None, timeout=150)[0] <= 1.01
+    assert on_ranks(_memory_at_the_end, 1, strategy, process_group=None, timeout=150)[0] <= 1.01

@@ -25,7 +25,6 @@ from benchmarks.work import WAYS, WORKS, Way, raw
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 def test_the_engine_does_the_same_work_as_the_raw_loop(way: Way, capsys: pytest.CaptureFixture[str]) -> None:
-    """A bare, a logging and a typical run produce the same weights, and print nothing into the table."""
     assert ours.train(WORKS["linear"], way, 7) == raw(WORKS["linear"], 7)
     assert capsys.readouterr().out == ""
 
@@ -36,7 +35,6 @@ def test_loops_that_did_different_work_are_refused() -> None:
 
 
 def test_loops_take_turns_at_the_same_steps() -> None:
-    """One loop runs at a time; start-up, end and the first turn of each are not counted."""
     steps, batch, seen = 2, 3, []
     turns = Turns(steps, batch)
 
@@ -79,18 +77,15 @@ def test_the_picture_has_every_part_in_order() -> None:
     assert widths[0] == pytest.approx(2 * widths[1], abs=0.2)
 
 
-def test_time_before_and_after_the_steps_belongs_to_no_part() -> None:
-    assert part_of(None) is None
-
-
-@pytest.mark.parametrize("fragment", [fragment for fragment, _ in RULES if fragment.startswith("/drivetrain")])
-def test_every_path_of_ours_in_the_table_of_parts_exists(fragment: str) -> None:
-    root = Path(drivetrain_strategies.__file__ if fragment.startswith("/drivetrain_") else drivetrain.__file__)
-    assert Path(f"{root.parents[1]}{fragment}").exists()
+def test_every_path_of_ours_in_the_table_of_parts_exists() -> None:
+    assert part_of(None) is None  # the time before and after the steps
+    roots = {"drivetrain": drivetrain, "drivetrain_strategies": drivetrain_strategies}
+    ours = [fragment for fragment, _ in RULES if fragment.startswith("/drivetrain")]
+    paths = [Path(str(roots[fragment.split("/")[1]].__file__)).parents[1] / fragment[1:] for fragment in ours]
+    assert [path for path in paths if not path.exists()] == []
 
 
 def test_bytecodes_are_counted_per_step() -> None:
-    """Work before and after the steps is removed, and twice the work has twice the count."""
 
     def once(step: int) -> int:
         return step + 1

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from warm_python import hints_in, run_script
 from worlds import preload
 
 preload("sklearn.datasets", "sklearn.model_selection")
+pytestmark = requires_package("sklearn")
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "examples" / "cookbook"
@@ -33,161 +36,138 @@ for cell in json.load(open(sys.argv[1]))["cells"]:
 """
 
 
-def printed_by(script: Path, *arguments: str, folder: Path) -> str:
-    code, printed = run_script(script, *arguments, folder=folder)
-    assert code == 0, printed[-6000:]
-    assert hints_in(printed) == []  # Q-12
-    return printed
-
-
-def numbers(pattern: str, printed: str) -> list[float]:
-    """Return the groups of the last match of ``pattern``."""
-    found = list(re.finditer(pattern, printed))
-    assert found, f"{pattern!r} is not in:\n{printed[-3000:]}"
-    return [float(group.replace(",", "")) for group in found[-1].groups()]
+WITH_FILES = {"lora", "streaming_data", "run_notebook"}  # checkpoints at every epoch would have the others wait
 
 
 @pytest.fixture
-def without_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable files that recipes do not need: checkpoints at every epoch would wait for the disk."""
-    monkeypatch.setenv("DRIVETRAIN_ENABLE_CHECKPOINTING", "false")
-    monkeypatch.setenv("DRIVETRAIN_LOGGER", "false")
+def run_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Return a function that runs a recipe, or another script, and gives what it printed."""
+
+    def run(recipe: str | Path, *arguments: str) -> str:
+        script = RECIPES / f"{recipe}.py" if isinstance(recipe, str) else recipe
+        if script.stem not in WITH_FILES:
+            monkeypatch.setenv("DRIVETRAIN_ENABLE_CHECKPOINTING", "false")
+        code, printed = run_script(script, *arguments, folder=tmp_path)
+        assert code == 0, printed[-6000:]
+        assert hints_in(printed) == []  # Q-12
+        return printed
+
+    return run
 
 
-def last_line(printed: str) -> str:
-    return printed.strip().splitlines()[-1]
+def numbers(pattern: str, printed: str) -> list[float]:
+    """Return the numbers at each ``#`` of the last match of ``pattern``."""
+    found = re.findall(pattern.replace("#", r"(\d[\d.,]*(?:e[+-]?\d+)?)"), printed)
+    assert found, f"{pattern!r} is not in:\n{printed[-3000:]}"
+    return [float(number.replace(",", "")) for number in ([found[-1]] if isinstance(found[-1], str) else found[-1])]
 
 
-# Tests of the recipes
+def recipe(name: str, *patterns: str, holds: Callable[..., bool], needs: str = "sklearn") -> Any:
+    """A recipe, what it prints with numbers at ``#``, and what holds for these numbers."""
+    return pytest.param(name, patterns, holds, id=name, marks=[requires_package(each) for each in needs.split()])
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_files")
-@requires_package("sklearn")
-def test_transfer_learning_trains_the_head_first(tmp_path: Path) -> None:
-    printed = printed_by(RECIPES / "transfer_learning.py", folder=tmp_path)
-    [scratch] = numbers(r"from scratch: ([\d.]+)%", printed)
-    [at_once] = numbers(r"all at once: ([\d.]+)%", printed)
-    [head_first] = numbers(r"head first: ([\d.]+)%", printed)
-    assert scratch < at_once < head_first
-    assert head_first > 91
+@pytest.mark.parametrize(
+    ("name", "patterns", "holds"),
+    [
+        recipe(
+            "transfer_learning",
+            *("from scratch: #%", "all at once: #%", "head first: #%"),
+            holds=lambda scratch, at_once, head_first: scratch < at_once < head_first and head_first > 91,
+        ),
+        recipe(
+            "gan",
+            "lie # from the circle, in # of its 8",
+            holds=lambda distance, parts: distance < 0.1 and parts == 8,
+        ),
+        recipe(
+            "ema_teacher",
+            *("Accuracy without teacher: student #%", "Accuracy with teacher: student #%, average #%"),
+            holds=lambda alone, student, teacher: min(student, teacher) > alone + 2,
+        ),
+        recipe(
+            "lora",
+            *("The loss is #, and was # at the start", "The adapter takes # bytes, the base model #"),
+            holds=lambda after, before, adapter, base: after < before - 0.3 and adapter < base / 50,
+            needs="peft",
+        ),
+        recipe(
+            "several_optimizers",
+            *(r"# of # parameters have trained; the learning rates ended at \[#, #\]", "Accuracy: #%"),
+            holds=lambda trained, parameters, first, second, accuracy: (
+                trained == parameters == 8 and max(first, second) < 1e-9 and accuracy > 92
+            ),
+        ),
+        recipe(
+            "streaming_data",
+            "Pieces read: # in one run; # before a stop and # after it",
+            holds=lambda whole, part, rest: part + rest == whole,
+        ),
+        recipe(
+            "class_imbalance",
+            *("Without weights: recall #%", "With weights: recall #%, false positive rate #%", "4 x 16 end within #"),
+            holds=lambda plain, weighted, wrong, difference: weighted > 2 * plain and wrong < 5 and difference < 1e-5,
+        ),
+        recipe(
+            "k_fold",
+            *("# of # samples predicted, #% of them correctly", "Accuracy over 5 folds: [0-9.]+, standard deviation #"),
+            holds=lambda predicted, samples, right, deviation: (
+                predicted == samples == 178 and right > 94 and deviation < 0.05
+            ),
+        ),
+        recipe(
+            "optuna_sweep",
+            "Accuracy #% with .*; # of # trials were pruned",
+            holds=lambda accuracy, pruned, trials: accuracy > 88 and 1 <= pruned < trials == 10,
+            needs="optuna",
+        ),
+        recipe(
+            "ray_tune_sweep",
+            "Accuracy #% with .*; [0-9]+ of # trials ended early",
+            holds=lambda accuracy, trials: accuracy > 80 and trials == 4,
+            needs="ray pandas",
+        ),
+        recipe(
+            "logging_images",
+            *(r"Images at steps \[#, #, #, #, #\], each 64 x 16", "Validation loss: #, the images' variance is #"),
+            holds=lambda *found: found[:5] == (28, 56, 84, 112, 140) and found[5] < found[6] / 3,
+            needs="tensorboard",
+        ),
+    ],
+)
+def test_a_recipe_prints_the_numbers_that_its_page_promises(
+    name: str, patterns: tuple[str, ...], holds: Callable[..., bool], run_recipe: Callable[..., str]
+) -> None:
+    printed = run_recipe(name)
+    found = [number for pattern in patterns for number in numbers(pattern, printed)]
+    assert holds(*found), f"{found}\n{printed[-3000:]}"
+    if name == "lora":
+        assert "With another base model: " in printed
+        assert "was trained on another base" in printed
+    if name == "streaming_data":
+        assert printed.splitlines()[-1] == "The weights are the same: True"
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_files")
-def test_gan_draws_the_circle(tmp_path: Path) -> None:
-    distance, parts = numbers(
-        r"lie ([\d.]+) from the circle, in (\d) of its 8", printed_by(RECIPES / "gan.py", folder=tmp_path)
-    )
-    assert distance < 0.1
-    assert parts == 8
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_files")
-@requires_package("sklearn")
-def test_ema_teacher_corrects_random_labels(tmp_path: Path) -> None:
-    printed = printed_by(RECIPES / "ema_teacher.py", folder=tmp_path)
-    student_alone, _ = numbers(r"Accuracy without teacher: student ([\d.]+)%, average ([\d.]+)%", printed)
-    student, teacher = numbers(r"Accuracy with teacher: student ([\d.]+)%, average ([\d.]+)%", printed)
-    assert student > student_alone + 2
-    assert teacher > student_alone + 2
-
-
-@pytest.mark.slow
-@requires_package("peft")
-def test_lora_saves_the_adapter_and_knows_its_base(tmp_path: Path) -> None:
-    printed = printed_by(RECIPES / "lora.py", folder=tmp_path)
-    after, before = numbers(r"The loss is ([\d.]+), and was ([\d.]+) at the start", printed)
-    adapter, base = numbers(r"The adapter takes ([\d,]+) bytes, the base model ([\d,]+)", printed)
-    assert after < before - 0.3
-    assert adapter < base / 50
-    assert "With another base model: " in printed
-    assert "was trained on another base" in printed
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_files")
-@requires_package("sklearn")
-def test_several_optimizers_train_everything(tmp_path: Path) -> None:
-    printed = printed_by(RECIPES / "several_optimizers.py", folder=tmp_path)
-    trained, parameters, *rates = numbers(
-        r"(\d+) of (\d+) parameters have trained; the learning rates ended at \[([\d.e-]+), ([\d.e-]+)\]", printed
-    )
-    assert trained == parameters == 8
-    assert rates == pytest.approx([0, 0], abs=1e-9)
-    assert numbers(r"Accuracy: ([\d.]+)%", printed)[0] > 92
-
-
-@pytest.mark.slow
-def test_streaming_data_reads_no_sample_twice(tmp_path: Path) -> None:
-    printed = printed_by(RECIPES / "streaming_data.py", folder=tmp_path)
-    whole, part, rest = numbers(r"Pieces read: (\d+) in one run; (\d+) before a stop and (\d+) after it", printed)
-    assert part + rest == whole
-    assert last_line(printed) == "The weights are the same: True"
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_files")
-@requires_package("sklearn")
-def test_class_imbalance_weighs_batches_exactly(tmp_path: Path) -> None:
-    printed = printed_by(RECIPES / "class_imbalance.py", folder=tmp_path)
-    [plain, _] = numbers(r"Without weights: recall ([\d.]+)%, false positive rate ([\d.]+)%", printed)
-    [weighted, wrongly] = numbers(r"With weights: recall ([\d.]+)%, false positive rate ([\d.]+)%", printed)
-    assert weighted > 2 * plain
-    assert wrongly < 5
-    assert numbers(r"4 x 16 end within ([\d.e+-]+) of each other", printed)[0] < 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_files")
-@requires_package("sklearn")
-def test_k_fold_predicts_each_sample_once(tmp_path: Path) -> None:
-    printed = printed_by(RECIPES / "k_fold.py", folder=tmp_path)
-    predicted, samples, right = numbers(r"(\d+) of (\d+) samples predicted, ([\d.]+)% of them correctly", printed)
-    assert predicted == samples == 178
-    assert right > 94
-    assert numbers(r"Accuracy over 5 folds: ([\d.]+), standard deviation ([\d.]+)", printed)[1] < 0.05
-
-
-@pytest.mark.slow
-@requires_package("optuna")
-@requires_package("sklearn")
-def test_optuna_finds_a_learning_rate_and_prunes(tmp_path: Path) -> None:
-    printed = printed_by(RECIPES / "optuna_sweep.py", folder=tmp_path)
-    accuracy, pruned, trials = numbers(r"Accuracy ([\d.]+)% with .*; (\d+) of (\d+) trials were pruned", printed)
-    assert accuracy > 88
-    assert 1 <= pruned < trials == 10
-
-
-@pytest.mark.slow
-@requires_package("ray")
-@requires_package("pandas")  # of ray[tune]
-@requires_package("sklearn")
-def test_ray_tune_finds_a_learning_rate(tmp_path: Path) -> None:
-    printed = printed_by(RECIPES / "ray_tune_sweep.py", folder=tmp_path)
-    accuracy, _, trials = numbers(r"Accuracy ([\d.]+)% with .*; (\d+) of (\d+) trials ended early", printed)
-    assert accuracy > 80
-    assert trials == 4
-
-
-@pytest.mark.slow
 @requires_package("IPython")
-@requires_package("sklearn")
-def test_the_notebook_trains_on_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_trains_on_two_processes(
+    run_recipe: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     script = tmp_path / "run_notebook.py"
     script.write_text(RUN_NOTEBOOK)
-    printed = printed_by(script, str(RECIPES / "notebook.ipynb"), folder=tmp_path)
-    ranks, steps, accuracy = numbers(r"(\d) ranks, (\d+) steps, accuracy ([\d.]+)%", printed)
+    printed = run_recipe(script, str(RECIPES / "notebook.ipynb"))
+    ranks, steps, accuracy = numbers("# ranks, # steps, accuracy #%", printed)
     assert (ranks, steps) == (2, 140)
     assert accuracy > 80
-    assert last_line(printed) == "Losses in the list: 0, in the callback: 140"
+    assert printed.splitlines()[-1] == "Losses in the list: 0, in the callback: 140"
 
 
-FAILING_CELLS = """
+RUN_FAILING_CELLS = """
+from IPython.core.interactiveshell import InteractiveShell
+
+shell = InteractiveShell.instance(colors="nocolor")
+shell.run_cell('''
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import Fit, TrainModule
 
 class Failing(TrainModule):
@@ -201,39 +181,29 @@ class Failing(TrainModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
-loader = DataLoader(TensorDataset(torch.ones(8, 1)), batch_size=2)
-options = dict(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
-# next cell
-Fit(**options).fit(Failing(), loader)
-# next cell
-Fit(strategy="ddp", devices=2, **options).fit(Failing(), loader)
-"""
-RUN_FAILING_CELLS = f"""
-from IPython.core.interactiveshell import InteractiveShell
-
-shell = InteractiveShell.instance(colors="nocolor")
-for number, cell in enumerate({FAILING_CELLS!r}.split("# next cell")):
-    print("== cell", number, flush=True)
-    shell.run_cell(cell)
+loader = torch.utils.data.DataLoader(torch.ones(8, 1), batch_size=2)
+''')
+for options in ("", "strategy='ddp', devices=2, "):
+    print("== cell", flush=True)
+    shell.run_cell(f"Fit({options}accelerator='cpu', max_epochs=1, barebones=True).fit(Failing(), loader)")
 """
 
 
-@pytest.mark.slow
 @requires_package("IPython")
 def test_an_error_in_a_notebook_is_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # Q-12
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     script = tmp_path / "failing.py"
     script.write_text(RUN_FAILING_CELLS)
     _, printed = run_script(script, folder=tmp_path)
-    for number in (1, 2):
-        shown = printed.partition(f"== cell {number}")[2].partition("== cell")[0]
+    _, *cells = printed.split("== cell")
+    assert len(cells) == 2
+    for shown in cells:
         assert len(re.findall("^ValueError: the data is wrong", shown, re.MULTILINE)) == 1, shown
         assert shown.count('raise ValueError("the " + "data is wrong")') == 1
         assert len(re.findall(r"Where: rank \d", shown)) == 1
         assert not re.search(r"Rank \d failed with", shown)
 
 
-@pytest.mark.slow
 def test_the_recipe_for_pytest_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # In this process, whose fork server has already imported torch.
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -242,24 +212,9 @@ def test_the_recipe_for_pytest_passes(tmp_path: Path, monkeypatch: pytest.Monkey
     sys.modules.pop("test_a_module")
 
 
-@pytest.mark.slow
-@requires_package("tensorboard")
-@requires_package("sklearn")
-def test_images_are_logged_once_an_epoch(tmp_path: Path) -> None:
-    printed = printed_by(RECIPES / "logging_images.py", folder=tmp_path)
-    steps = numbers(r"Images at steps \[(\d+), (\d+), (\d+), (\d+), (\d+)\], each 64 x 16", printed)
-    assert steps == [28, 56, 84, 112, 140]
-    loss, variance = numbers(r"Validation loss: ([\d.]+), the images' variance is ([\d.]+)", printed)
-    assert loss < variance / 3
-
-
-@pytest.mark.slow
-def test_debugging_nan_finds_the_batch_and_the_operation(tmp_path: Path) -> None:
-    lines = [
-        line
-        for line in printed_by(RECIPES / "debugging_nan.py", folder=tmp_path).splitlines()
-        if line.startswith(("The last loss", "A gradient", "Function"))
-    ]
+def test_debugging_nan_finds_the_batch_and_the_operation(run_recipe: Callable[..., str]) -> None:
+    printed = run_recipe("debugging_nan").splitlines()
+    lines = [line for line in printed if line.startswith(("The last loss", "A gradient", "Function"))]
     assert re.fullmatch(r"The last loss is [\d.]+, the weights are NaN", lines[0])
     assert "A gradient is nan on rank 0 at batch index 12" in lines[1]
     assert "'SqrtBackward0' returned nan values" in lines[2]
@@ -268,25 +223,22 @@ def test_debugging_nan_finds_the_batch_and_the_operation(tmp_path: Path) -> None
     assert len(lines) == 4
 
 
-# Pages of the recipes
-
-
-def _recipes() -> list[Path]:
-    return sorted(path for path in RECIPES.iterdir() if path.suffix in (".py", ".ipynb"))
+RECIPE_FILES = sorted(path for path in RECIPES.iterdir() if path.suffix in (".py", ".ipynb"))
 
 
 def test_there_is_one_recipe_per_page() -> None:
     pages = {page.stem.replace("-", "_") for page in PAGES.glob("*.md")} - {"index"}
-    assert {recipe.stem for recipe in _recipes()} == pages
+    assert {recipe.stem for recipe in RECIPE_FILES} == pages
     assert len(pages) == 14
 
 
-@pytest.mark.parametrize("recipe", _recipes(), ids=lambda path: path.stem)
-def test_a_page_has_problem_recipe_trap_and_what_to_read_next(recipe: Path) -> None:
-    page = (PAGES / f"{recipe.stem.replace('_', '-')}.md").read_text()
+@pytest.mark.parametrize("recipe", RECIPE_FILES, ids=lambda path: path.stem)
+def test_a_page_has_problem_recipe_mistake_and_what_to_read_next(recipe: Path) -> None:
+    name = f"{recipe.stem.replace('_', '-')}.md"
+    page = (PAGES / name).read_text()
     assert re.findall(r"^## (.*)$", page, re.MULTILINE) == ["Recipe", "Common mistake", "Read next"]
     assert len(page.partition("\n## ")[0].splitlines()) > 2, "the problem comes first"
-    assert f"({recipe.stem.replace('_', '-')}.md)" in (PAGES / "index.md").read_text()
+    assert f"({name})" in (PAGES / "index.md").read_text()
     if recipe.suffix == ".py":
         assert f'--8<-- "examples/cookbook/{recipe.name}"' in page
         assert "Common mistake" in recipe.read_text().split('"""')[1]

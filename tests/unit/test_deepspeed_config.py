@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from drivetrain.errors import ConfigurationError
-from drivetrain.strategies.registry import known_strategies, strategy_by_name
-from drivetrain.strategies.run_settings import RunSettings
+from drivetrain.strategies import RunSettings, known_strategies, strategy_by_name
 from drivetrain_strategies import DeepSpeedStrategy
+
+# The configuration that DeepSpeed gets is visible only in DeepSpeed's engine, which takes seconds to build.
 from drivetrain_strategies.deepspeed._config import TOP_LEVEL_KEYS, combine, resolve
 from drivetrain_strategies.deepspeed._library import import_library
 from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision
@@ -54,6 +55,7 @@ def test_missing_values_come_from_fit() -> None:
     assert half["bf16"] == {"enabled": True}
     assert half["data_types"] == {"grad_accum_dtype": "fp32"}
     assert half["communication_data_type"] == "fp32"
+    assert _resolved({"bfloat16": {"enabled": True}}, precision="bf16-mixed") == half
     assert _resolved({"fp16": {"loss_scale": 0, "initial_scale_power": 8}}, precision="16-mixed")["fp16"] == {
         "loss_scale": 0,
         "initial_scale_power": 8,
@@ -108,63 +110,35 @@ def test_clipping_of_the_config_is_used_without_one_of_fit() -> None:
     assert _resolved({"gradient_clipping": 2.0}, run=RunSettings(batch_size=8))["gradient_clipping"] == 2.0
 
 
+ZERO_STAGE_2 = {"zero": {"stage": 2}}
+OFFLOAD_TO_CPU = {"zero": {"offload_optimizer": {"device": "cpu"}}}
+BF16 = {"precision": "bf16-mixed"}
+
+
 @pytest.mark.parametrize(
-    ("config", "zero", "precision", "parts"),
+    ("config", "others", "parts"),
     [
-        (
-            {"gradient_accumulation_steps": 2},
-            {},
-            "32-true",
-            ("gradient_accumulation_steps=2", "batches=4"),
-        ),
-        ({"train_micro_batch_size_per_gpu": 4}, {}, "32-true", ("gpu=4", "batch_size=8")),
-        ({"train_batch_size": 16}, {}, "32-true", ("train_batch_size=16", "x 2 ranks")),
-        (
-            {"gradient_clipping": 1.0},
-            {},
-            "32-true",
-            ("gradient_clipping=1.0", "gradient_clip_val=0.5"),
-        ),
-        ({"bf16": {"enabled": True}}, {}, "32-true", ("bf16.enabled=True", "precision='32-true'")),
-        (
-            {"fp16": {"enabled": True}},
-            {},
-            "bf16-mixed",
-            ("fp16.enabled=True", "precision='bf16-mixed'"),
-        ),
-        (
-            {"bf16": {"enabled": False}},
-            {},
-            "bf16-mixed",
-            ("bf16.enabled=False", "precision='bf16-mixed'"),
-        ),
-        (
-            {"torch_autocast": {"enabled": True}},
-            {},
-            "32-true",
-            ("torch_autocast", "precision='32-true'"),
-        ),
-        ({"zero_optimization": {"stage": 1}}, {"stage": 2}, "32-true", ("stage=1", "stage=2")),
+        ({"gradient_accumulation_steps": 2}, {}, ("gradient_accumulation_steps=2", "batches=4")),
+        ({"train_micro_batch_size_per_gpu": 4}, {}, ("gpu=4", "batch_size=8")),
+        ({"train_batch_size": 16}, {}, ("train_batch_size=16", "x 2 ranks")),
+        ({"gradient_clipping": 1.0}, {}, ("gradient_clipping=1.0", "gradient_clip_val=0.5")),
+        ({"bf16": {"enabled": True}}, {}, ("bf16.enabled=True", "precision='32-true'")),
+        ({"fp16": {"enabled": True}}, BF16, ("fp16.enabled=True", "precision='bf16-mixed'")),
+        ({"bf16": {"enabled": False}}, BF16, ("bf16.enabled=False", "precision='bf16-mixed'")),
+        ({"torch_autocast": {"enabled": True}}, {}, ("torch_autocast", "precision='32-true'")),
+        ({"zero_optimization": {"stage": 1}}, ZERO_STAGE_2, ("stage=1", "stage=2")),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
-            {"offload_optimizer": {"device": "cpu"}},
-            "32-true",
+            OFFLOAD_TO_CPU,
             ("zero_optimization.offload_optimizer.device='nvme'", "'cpu'"),
         ),
-        (
-            {"zero_optimisation": {"stage": 1}},
-            {},
-            "32-true",
-            ("zero_optimisation", "'zero_optimization'"),
-        ),
+        ({"zero_optimisation": {"stage": 1}}, {}, ("zero_optimisation", "'zero_optimization'")),
     ],
 )
-def test_a_contradiction_names_both_sides(
-    config: dict[str, Any], zero: dict[str, Any], precision: str, parts: tuple[str, str]
-) -> None:
+def test_a_contradiction_names_both_sides(config: Any, others: Any, parts: tuple[str, str]) -> None:
     # E-03; E-09: unknown top-level keys, which DeepSpeed silently accepts
     with pytest.raises(ConfigurationError) as error:
-        _resolved(config, zero, precision=precision)
+        _resolved(config, **others)
     assert all(part in str(error.value) for part in parts), str(error.value)
 
 
@@ -174,14 +148,12 @@ def test_a_config_from_a_file(tmp_path: Path) -> None:
     path.write_text('{"zero_optimization": {"stage": 3}}')
     assert DeepSpeedStrategy(config=path).stage == 3
     assert DeepSpeedStrategy(config=str(path)).collective_forward
-    path.write_text("{")
-    with pytest.raises(ConfigurationError, match=r"zero\.json' cannot be read"):
-        DeepSpeedStrategy(config=path)
+    for text, message in (("{", r"zero\.json' cannot be read"), ("[]", "holds a list")):
+        path.write_text(text)
+        with pytest.raises(ConfigurationError, match=message):
+            DeepSpeedStrategy(config=path)
     with pytest.raises(ConfigurationError, match="cannot be read"):
         DeepSpeedStrategy(config=tmp_path / "nowhere.json")
-    path.write_text("[]")
-    with pytest.raises(ConfigurationError, match="holds a list"):
-        DeepSpeedStrategy(config=path)
 
 
 @pytest.mark.parametrize(
@@ -213,127 +185,96 @@ def test_outside_of_a_run_there_is_no_engine() -> None:
 
 
 def test_the_keys_are_those_that_deepspeed_reads() -> None:
-    """The list is ours: this test records the keys that DeepSpeed itself reads."""
     import_library()
     from deepspeed.runtime import config as theirs
 
-    class Asking(dict[str, Any]):
-        arguments: set[str]
-
+    class ReadKeys(dict[str, Any]):
         def get(self, key: str, default: Any = None) -> Any:
-            arguments.add(key)
+            read.add(key)
             return super().get(key, default)
 
         def __getitem__(self, key: str) -> Any:
-            arguments.add(key)
+            read.add(key)
             return super().__getitem__(key)
 
         def __contains__(self, key: object) -> bool:
-            arguments.add(str(key))
+            read.add(str(key))
             return super().__contains__(key)
 
         def keys(self) -> Any:
             return self
 
-        def __copy__(self) -> Asking:
+        def __copy__(self) -> ReadKeys:
             return self
 
-    arguments: set[str] = set()
-    theirs.DeepSpeedConfig(Asking(train_batch_size=1, train_micro_batch_size_per_gpu=1))
-    removed = set(theirs._REMOVED_TOP_LEVEL_CONFIG_KEYS)
-    assert arguments - removed <= TOP_LEVEL_KEYS
+    read: set[str] = set()
+    theirs.DeepSpeedConfig(ReadKeys(train_batch_size=1, train_micro_batch_size_per_gpu=1))
+    assert read - set(theirs._REMOVED_TOP_LEVEL_CONFIG_KEYS) <= TOP_LEVEL_KEYS
     # which deepspeed.initialize reads
-    assert TOP_LEVEL_KEYS - arguments == {"data_parallel_size", "sequence_parallel_size"}
+    assert TOP_LEVEL_KEYS - read == {"data_parallel_size", "sequence_parallel_size"}
 
 
-def test_every_stage_has_its_names() -> None:
-    stages = {"deepspeed": 2, "deepspeed_stage_1": 1, "deepspeed_stage_2": 2, "deepspeed_stage_3": 3}
-    names = known_strategies()
-    for name, stage in stages.items():
-        for offloads in (False, True):
-            full = f"{name}_offload" if offloads else name
-            assert full in names
-            strategy = strategy_by_name(full)
-            assert isinstance(strategy, DeepSpeedStrategy)
-            assert strategy.stage == stage
-            assert ("offload_optimizer" in strategy._config["zero_optimization"]) == offloads
-            assert ("offload_param" in strategy._config["zero_optimization"]) == (offloads and stage == 3)
+@pytest.mark.parametrize(("name", "stage"), [("", 2), ("_stage_1", 1), ("_stage_2", 2), ("_stage_3", 3)])
+@pytest.mark.parametrize("offloads", [False, True])
+def test_every_stage_has_its_names(name: str, stage: int, offloads: bool) -> None:
+    full = f"deepspeed{name}_offload" if offloads else f"deepspeed{name}"
+    assert full in known_strategies()
+    strategy = strategy_by_name(full)
+    assert isinstance(strategy, DeepSpeedStrategy)
+    assert strategy.stage == stage
+    zero = strategy._config["zero_optimization"]
+    assert {key for key in ("offload_optimizer", "offload_param") if key in zero} == {
+        *(["offload_optimizer"] if offloads else []),
+        *(["offload_param"] if offloads and stage == 3 else []),
+    }
 
 
 # The library itself
 
 
-def _run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-
-
-@pytest.mark.slow
-def test_without_the_package() -> None:
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     # E-07
-    done = _run(
-        "import sys; sys.modules['deepspeed'] = None\n"
-        "import importlib.util\n"
-        "from drivetrain_strategies import DeepSpeedStrategy\n"
-        "DeepSpeedStrategy()"
-    )
-    assert "the package deepspeed is not installed" in done.stderr
-    assert "pip install 'drivetrain[deepspeed]'" in done.stderr
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(ConfigurationError, match=r"(?s)is not installed.*pip install 'drivetrain\[deepspeed\]'"):
+        DeepSpeedStrategy()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("version", ["0.16.4", "0.20.0"])
-def test_an_untested_version_is_refused(version: str, tmp_path: Path) -> None:
+def test_an_untested_version_is_refused(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # E-07: the version that another installation would report
-    (tmp_path / "deepspeed").mkdir()
-    (tmp_path / "deepspeed" / "__init__.py").write_text("")
     info = tmp_path / f"deepspeed-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {version}\n")
-    done = _run(
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "from drivetrain_strategies import DeepSpeedStrategy\n"
-        "DeepSpeedStrategy()"
-    )
-    assert f"deepspeed {version} is installed, but >=0.19.8,<0.20 is required" in done.stderr
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigurationError, match=f"deepspeed {version} is installed, but >=0.19.8,<0.20 is required"):
+        DeepSpeedStrategy()
 
 
-@pytest.mark.slow
-def test_settings_do_not_import_deepspeed() -> None:
-    # H-02, A-01
-    done = _run(
+def test_settings_do_not_import_deepspeed_and_the_import_leaves_no_variable_and_prints_nothing() -> None:
+    # H-02, A-01, E-12
+    code = (
         "import os, sys\n"
         "before = dict(os.environ)\n"
         "from drivetrain import Fit\n"
         "from drivetrain_strategies import DeepSpeedStrategy\n"
         "Fit(strategy=DeepSpeedStrategy(stage=3)); Fit(strategy='deepspeed')\n"
         "assert 'deepspeed' not in sys.modules\n"
-        "assert dict(os.environ) == before"
-    )
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_the_import_leaves_no_variable_and_prints_nothing() -> None:
-    # E-12
-    done = _run(
-        "import os\n"
-        "before = dict(os.environ)\n"
+        "assert dict(os.environ) == before\n"
         "from drivetrain_strategies.deepspeed._library import import_library\n"
         "import_library()\n"
         "assert dict(os.environ) == before, set(os.environ) ^ set(before)"
     )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
 
 
 def test_each_stage_advises_the_next_when_out_of_memory() -> None:
     # K-02
-    def told(stage: int) -> list[str]:
-        return [one.text for one in DeepSpeedStrategy(stage).memory_advice(torch.nn.Linear(1, 1))]
-
-    first = [told(stage)[0].partition(":")[0] for stage in (1, 2, 3)]
+    advice = {stage: DeepSpeedStrategy(stage).memory_advice(torch.nn.Linear(1, 1)) for stage in (1, 2, 3)}
+    first = [texts[0].text.partition(":")[0] for texts in advice.values()]
     assert first == [f"strategy='deepspeed_stage_{stage}'" for stage in ("2", "3", "3_offload")]
-    assert "DeepSpeedStrategy(activation_checkpointing=[Block])" in told(2)[1]
+    assert "DeepSpeedStrategy(activation_checkpointing=[Block])" in advice[2][1].text
     cpu = torch.device("cpu")
     assert not DeepSpeedPrecision("bf16-mixed", cpu).memory_advice()  # "bf16-true" would be refused
     assert "bf16-mixed" in DeepSpeedPrecision("32-true", cpu).memory_advice()[0].text

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from warm_python import hints_in, run_script
+from warm_python import hints_in, run_program, run_script
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,})(?P<info>.*)$")
+UNEXPORTED = {"drivetrain.data.sample_order", "drivetrain.run_context"}  # modules, not packages
 STARTS_PROCESSES = re.compile(r"devices=[2-9]|launch")
-LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)#\s]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
 
 
 def runnable(markdown: str) -> str:
@@ -46,7 +44,7 @@ def runnable(markdown: str) -> str:
     return "\n".join(script)
 
 
-def test_blocks_keep_their_lines() -> None:
+def test_blocks_keep_their_line_numbers() -> None:
     skipped = "```{.python .notest}\nraise\n```\n```python notest\nraise\n```\n```bash\nls\n```\n"
     page = f"text\n```python\na = 1\n```\n{skipped}    ```python\n    b = a\n    ```\n"
     assert runnable(page).splitlines() == ["", "", "a = 1", *[""] * 11, "b = a"]
@@ -56,54 +54,39 @@ def _name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if runnable(page.read_text()).strip()], ids=_name)
 def test_page_runs(page: Path, tmp_path: Path) -> None:
     # A separate script, so that pages may start further processes of themselves, as a user's script does.
     script = tmp_path / f"{page.stem.replace('-', '_')}.py"
     script.write_text(runnable(page.read_text()))
-    if not STARTS_PROCESSES.search(script.read_text()):
-        code, printed = run_script(script, folder=tmp_path)
-        assert code == 0, f"{_name(page)} (line numbers are the page's)\n{printed[-6000:]}"
-        if page.name in ("README.md", "quickstart.md"):
-            assert hints_in(printed) == []  # Q-12
-        return
-    done = subprocess.run(
-        [sys.executable, script.name],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=150,
-        check=False,
+    code, printed = (run_program if STARTS_PROCESSES.search(script.read_text()) else run_script)(
+        script, folder=tmp_path
     )
-    assert done.returncode == 0, f"{_name(page)} (line numbers are the page's)\n{done.stdout[-6000:]}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=_name)
-def test_links_are_valid(page: Path) -> None:
-    targets = {link["target"] for link in LINK.finditer(page.read_text())}
-    local = {target for target in targets if "://" not in target and not target.startswith("mailto:")}
-    missing = {target for target in local if not (page.parent / target).exists()}
-    assert not missing
+    assert code == 0, f"{_name(page)} (line numbers are the page's)\n{printed[-6000:]}"
+    if page.name in ("README.md", "quickstart.md"):
+        assert hints_in(printed) == []  # Q-12
 
 
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub and MkDocs derive them."""
     found = set()
-    for heading in re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE):
+    for heading in re.findall(r"^#+ (.*)$", without_blocks(page), re.MULTILINE):
         text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading.replace("`", "")).lower()
         found.add(re.sub(r" +", "-", re.sub(r"[^\w\- ]", "", text).strip()))
     return found
 
 
+def without_blocks(page: Path) -> str:
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=_name)
-def test_anchors_exist(page: Path) -> None:
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    linked = [link for link in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", text) if "://" not in link[0]]
-    missing = [link for link in linked if link[1] not in anchors(page.parent / link[0] if link[0] else page)]
-    assert not missing
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    links = [(link["target"] or "", link["anchor"] or "") for link in LINK.finditer(page.read_text())]
+    local = [link for link in links if "://" not in link[0] and not link[0].startswith("mailto:")]
+    targets = [(page.parent / target if target else page, anchor) for target, anchor in local]
+    assert not [target for target, _ in targets if not target.exists()]
+    assert not [(target, anchor) for target, anchor in targets if anchor and anchor not in anchors(target)]
 
 
 def test_an_anchor_is_derived_from_its_heading(tmp_path: Path) -> None:
@@ -118,15 +101,23 @@ def test_every_page_is_in_the_navigation() -> None:
     assert not {page for page in pages if page not in navigation}
 
 
+REFERENCE = re.findall(r"^::: (\S+)\.(\w+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE)
+
+
 @pytest.mark.parametrize("package", ["", ".callbacks", ".environments", ".loggers", ".precision", ".testing"])
 def test_the_reference_has_every_public_class_and_test_helper(package: str) -> None:
-    pages = (ROOT / "docs" / "reference.md").read_text()
-    named = {target.rpartition(".")[2] for target in re.findall(r"^::: (\S+)$", pages, re.MULTILINE)}
     module = importlib.import_module(f"drivetrain{package}")
     public = {name for name in module.__all__ if isinstance(getattr(module, name), type)}
     if package == ".testing":
         public = {name for name in module.__all__ if not name.startswith("requires_")} | {"marks"}
-    assert not public - named
+    assert not public - {name for _, name in REFERENCE}
+
+
+def test_what_the_reference_names_is_exported() -> None:
+    exported = {module: importlib.import_module(module).__all__ for module, _ in REFERENCE if module not in UNEXPORTED}
+    missing = [f"{module}.{name}" for module, name in REFERENCE if name not in exported.get(module, [name])]
+    assert missing == ["drivetrain.testing.marks"]  # a module
+    assert all(hasattr(importlib.import_module(module), name) for module in exported for name in exported[module])
 
 
 @pytest.mark.parametrize("name", ["DDP", "FSDP", "DeepSpeed"])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,8 @@ import pytest
 import torch
 
 from benchmarks.cuda import outcome, packages, report
-from benchmarks.cuda.parts import ALL, MOST, ROOT, Part, Piece, chosen, parts
+from benchmarks.cuda.__main__ import _stands
+from benchmarks.cuda.parts import ALL, MOST, ROOT, Piece, chosen, parts
 from benchmarks.cuda.processes import run
 from benchmarks.pages import put
 from drivetrain.testing import requires_linux
@@ -43,7 +47,6 @@ def started(*arguments: str, **settings: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, env=environment, **{**pipes, **settings})
 
 
-@pytest.mark.slow
 @requires_emulated_cuda()
 @pytest.mark.timeout(600)
 def test_a_stopped_rehearsal_resumes_and_its_report_has_every_part(tmp_path: Path) -> None:
@@ -55,56 +58,52 @@ def test_a_stopped_rehearsal_resumes_and_its_report_has_every_part(tmp_path: Pat
     while not first.exists() and stopped.poll() is None and time.monotonic() < until:
         time.sleep(0.1)
     stopped.send_signal(signal.SIGINT)
-    said, _ = stopped.communicate(timeout=60)
-    assert stopped.returncode == 130, said
-    assert "Stopped: the same command goes on from here." in said
+    printed, _ = stopped.communicate(timeout=60)
+    assert stopped.returncode == 130, printed
+    assert "Stopped: the same command goes on from here." in printed
     before = json.loads((tmp_path / "report.json").read_text())
     done = {part["name"]: [piece["status"] for piece in part["pieces"]] for part in before["parts"]}
     assert done["tests"] == ["ok"]
     assert done["variants"] == []
 
     again = started(*asked)
-    said, _ = again.communicate(timeout=400)
-    assert again.returncode == 0, said
-    assert "tests/loss_scaling: ok, as it was run before" in said
+    printed, _ = again.communicate(timeout=400)
+    assert again.returncode == 0, printed
+    assert "tests/loss_scaling: ok, as it was run before" in printed
     whole = json.loads((tmp_path / "report.json").read_text())
     about = whole["about"]
     assert about["torch"] == torch.__version__
     assert [device["name"] for device in about["devices"]] == ["Emulated H100"] * 2
     assert {"python", "processor", "commit", "command", "cuda"} <= about.keys()
+    pieces = {part["name"]: part["pieces"] for part in whole["parts"]}
     for part, name in PIECES.items():
-        (piece,) = next(each["pieces"] for each in whole["parts"] if each["name"] == part)
+        (piece,) = pieces[part]
         assert f"{piece['part']}/{piece['name']}" == name
         assert piece["status"] == ("not shown here" if part in ("sanitizer", "variants") else "ok"), piece["reason"]
         assert piece["rows"], part
         assert all(len(row) == len(piece["columns"]) for row in piece["rows"]), part
         assert {"seconds", "date", "commit", "torch", "log"} <= piece.keys()
-    by_name = {each["name"]: each for each in whole["parts"]}
-    ((steps,),) = (by_name["steps"]["pieces"],)
+    steps, sanitizer = pieces["steps"][0], pieces["sanitizer"][0]
     assert steps["figures"]["gpt-124m, bf16-mixed: engine"]["mfu"] > 0
     assert steps["notes"] == ["the loops' weights are equal to the last bit"]
-    ((sanitizer,),) = (by_name["sanitizer"]["pieces"],)
-    assert sanitizer["figures"]["a race that was planted"] != ""
-    assert {found for name, found in sanitizer["figures"].items() if name != "a race that was planted"} == {""}
+    assert sanitizer["figures"].pop("a race that was planted") != ""
+    assert set(sanitizer["figures"].values()) == {""}
     page = (tmp_path / "report.md").read_text()
     assert "A rehearsal on emulated devices" in page
-    assert f"torch {torch.__version__}" in page
-    for each in parts(2):
-        assert f"### {each.title}\n" in page
+    assert all(f"### {each.title}\n" in page for each in parts(2))
     assert "not shown here: torch's sanitizer" in page
     assert "CUDA graphs: torch.compile ran with backend='eager'" in page
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is not None, reason="needs a torch without CUDA")
 def test_without_a_gpu_it_states_the_search_and_a_fix() -> None:
     # O-05
     refused = started("steps")
-    said, _ = refused.communicate(timeout=60)
+    printed, _ = refused.communicate(timeout=60)
     assert refused.returncode == 2
-    assert f"torch {torch.__version__} is built without CUDA" in said
-    assert "make cuda PYTHON=" in said
-    assert "make cuda REHEARSE=1" in said
+    assert f"torch {torch.__version__} is built without CUDA" in printed
+    assert "make cuda PYTHON=" in printed
+    assert "make cuda REHEARSE=1" in printed
 
 
 def test_the_parts_fit_into_the_available_time() -> None:
@@ -117,26 +116,23 @@ def test_the_parts_fit_into_the_available_time() -> None:
     assert names == ["tests", "parity", "syncs", "steps", "memory", "sanitizer", "variants"], "in order of worth"
 
 
-def test_every_file_with_tests_for_a_device_is_a_piece() -> None:
+def test_pieces_are_the_files_with_tests_for_a_device_and_every_strategy() -> None:
     # O-05
     files = {piece.name for piece in parts(1)[0].pieces}
     assert {"on_a_device", "strategies_on_a_device", "fsdp_cuda", "nccl_failures", "loss_scaling"} <= files
+    one, four = ({piece.name for part in parts(count) for piece in part.pieces} for count in (1, 4))
+    assert {"fsdp-on-all", "deepspeed_stage_3-on-all"} <= four - one
 
 
 def test_parts_and_pieces_are_selected_by_name() -> None:
     # O-05
-    assert [part.name for part in chosen(["steps", "memory/fsdp"], 1)] == ["steps", "memory"]
-    assert [piece.name for piece in chosen(["steps", "memory/fsdp"], 1)[1].pieces] == ["fsdp"]
+    steps, memory = chosen(["steps", "memory/fsdp"], 1)
+    assert (steps.name, memory.name) == ("steps", "memory")
+    assert [piece.key for piece in memory.pieces] == ["memory/fsdp"]
     with pytest.raises(ValueError, match="no part 'stepss'; there are tests, parity"):
         chosen(["stepss"], 1)
     with pytest.raises(ValueError, match=r"no part 'steps/gtp'; there are steps/linear"):
         chosen(["steps/gtp"], 1)
-
-
-def test_with_several_devices_parity_is_on_all_of_them_too() -> None:
-    # O-05
-    one, four = ({piece.name for part in parts(count) for piece in part.pieces} for count in (1, 4))
-    assert {"fsdp-on-all", "deepspeed_stage_3-on-all"} <= four - one
 
 
 @requires_linux()
@@ -159,12 +155,16 @@ def test_the_end_of_a_dying_command_is_described(tmp_path: Path) -> None:
 
 ABOUT: dict[str, Any] = {
     "devices": [{"name": "A100"}] * 2,
+    "processor": "any",
+    "cores": 16,
     "python": "3.12.3",
     "torch": "2.11.0",
     "cuda": "13.0",
+    "driver": "580",
+    "nccl": "2.28.9",
     "commit": "abc",
+    "command": "python -m benchmarks.cuda",
 }
-ABOUT |= {"processor": "any", "cores": 16, "command": "python -m benchmarks.cuda", "nccl": "2.28.9", "driver": "580"}
 
 
 def test_failures_are_in_the_report_with_their_reason(tmp_path: Path) -> None:
@@ -176,24 +176,21 @@ def test_failures_are_in_the_report_with_their_reason(tmp_path: Path) -> None:
         outcome.write_json(report.path_of(tmp_path, Piece("steps", name, 1)), {**record, **rows})
     report.path_of(tmp_path, Piece("steps", "gpt-124m-ddp", 1)).write_text('{"status": "o')  # interrupted
     page = report.write(tmp_path, ABOUT, 2)
-    assert (
-        "2 x A100; any, 16 cores; Python 3.12.3, torch 2.11.0, CUDA 13.0, driver 580, NCCL 2.28.9; commit abc" in page
-    )
+    versions = "Python 3.12.3, torch 2.11.0, CUDA 13.0, driver 580, NCCL 2.28.9"
+    assert f"2 x A100; any, 16 cores; {versions}; commit abc" in page
     assert "| A step over the loop written by hand (`steps`) | 1 | 3 | 0 | 2 | 4 |" in page
     for name, status in ends.items():
         assert (f"**{status}**: because of {name} (logs/a.log)" in page) == (status != "ok")
     merged = json.loads((tmp_path / "report.json").read_text())
-    assert next(part for part in merged["parts"] if part["name"] == "steps")["not_run"] == [
-        "gpt-124m-ddp",
-        "gpt-124m-fsdp",
-    ]
+    (steps,) = (part for part in merged["parts"] if part["name"] == "steps")
+    assert steps["not_run"] == ["gpt-124m-ddp", "gpt-124m-fsdp"]
 
 
 def test_the_report_goes_into_the_page_on_benchmarks(tmp_path: Path) -> None:
     # O-05
     page = tmp_path / "gpu.md"
-    page.write_text((ROOT / "docs" / "benchmarks" / "gpu.md").read_text())
-    before = page.read_text()
+    before = (ROOT / "docs" / "benchmarks" / "gpu.md").read_text()
+    page.write_text(before)
     put(report.NAME, report.write(tmp_path, ABOUT, 2).rstrip(), page)
     after = page.read_text()
     assert "2 x A100; any, 16 cores" in after
@@ -202,25 +199,19 @@ def test_the_report_goes_into_the_page_on_benchmarks(tmp_path: Path) -> None:
     assert after.partition("<!-- end of cuda -->")[2] == before.partition("<!-- end of cuda -->")[2]
 
 
-def test_the_status_of_a_piece_depends_on_its_findings() -> None:
+def test_an_outcome_is_written_with_the_status_of_its_findings(tmp_path: Path) -> None:
     # O-05
     rows: dict[str, Any] = {"columns": ["a"], "rows": [["1"]]}
     assert outcome.Outcome(**rows).status == "ok"
     assert outcome.Outcome(**rows, not_shown=["graphs"]).status == "not shown here"
     assert outcome.Outcome(**rows, failures=["it differs"], not_shown=["graphs"]).record()["reason"] == "it differs"
-
-
-def test_a_non_finite_number_is_written_as_text(tmp_path: Path) -> None:
-    # O-05: a loss that became NaN must not cost the report
+    # A loss that became NaN must not cost the report.
     outcome.write_json(tmp_path / "a.json", {"apart": float("nan"), "times": (1.0, float("inf"))})
     assert json.loads((tmp_path / "a.json").read_text()) == {"apart": "nan", "times": [1.0, "inf"]}
 
 
 def test_the_packed_wheels_are_complete_without_torch() -> None:
     # O-05: installed one by one, so every requirement of a packed one must be packed too, or come with torch
-    import importlib.metadata
-    import re
-
     packed = {each.name for each in (*packages.ALWAYS, *packages.FOR_DEEPSPEED)}
     assert not [name for name in packed if re.match("torch$|nvidia|triton", name)]
     with_torch = {"torch", "setuptools"}
@@ -237,9 +228,6 @@ def test_a_machine_with_torch_alone_gets_the_packages_and_the_strategies_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # O-05: the rehearsal runs where drivetrain is installed, and a machine with a GPU has only the repository
-    import importlib.metadata
-    import tomllib
-
     monkeypatch.setattr(packages, "SITE", tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path])
     assert packages.provide(None) == []
@@ -264,8 +252,6 @@ def test_a_package_that_is_too_old_counts_as_missing() -> None:
 
 def test_a_piece_that_was_run_by_another_torch_is_run_again(tmp_path: Path) -> None:
     # O-05
-    from benchmarks.cuda.__main__ import _stands
-
     before = {"status": "failed", "torch": "2.11.0", "devices": [1]}
     about = {"torch": "2.11.0", "devices": [1]}
     assert _stands(before, about, None)
@@ -273,7 +259,3 @@ def test_a_piece_that_was_run_by_another_torch_is_run_again(tmp_path: Path) -> N
     assert not _stands(before, about, "failed")
     assert _stands({**before, "status": "ok"}, about, "failed")
     assert not _stands(before, {**about, "torch": "2.13.0"}, None)
-
-
-def test_pieces_have_the_key_of_their_part() -> None:
-    assert [piece.key for piece in Part("steps", "", 1, (Piece("steps", "gpt", 1),)).pieces] == ["steps/gpt"]

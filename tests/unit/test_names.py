@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +11,30 @@ import torch
 from torch.utils.data import DataLoader
 
 from drivetrain import ConfigurationError, Fit, Logger, Precision, TrainModule
-from drivetrain._config.entry_points import EntryPointRegistry
 from drivetrain.environments import Environment, Placement, PlainEnvironment, environment_by_name
 from drivetrain.launchers import FunctionLauncher, named_launcher
 from drivetrain.loggers import CSVLogger, TensorBoardLogger
 from drivetrain.precision import FullPrecision, resolve_precision
-from drivetrain.profilers import PassThroughProfiler, Profiler, SimpleProfiler
+from drivetrain.profilers import Profiler, SimpleProfiler
+from drivetrain.strategies import strategy_by_name
 from drivetrain_strategies import DDPStrategy, SingleDeviceStrategy
 
 CPU = torch.device("cpu")
 QUIET: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "enable_checkpointing": False}
 
 
-class Kept(Logger):
-    name, version = "kept", "0"
+class ListLogger(Logger):
+    """Takes the folder, as factories of loggers do."""
+
+    name, version = "list", "0"
 
     def __init__(self, root: str) -> None:
         self.root = root
-        self.rows: list[Mapping[str, float]] = []
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        self.rows.append(metrics)
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None: ...
 
 
-class Farm(Environment):
+class FarmEnvironment(Environment):
     name = "farm"
 
     @classmethod
@@ -45,11 +45,11 @@ class Farm(Environment):
         return Placement(self.variables.integer("FARM_WORKER"), self.variables.integer("FARM_WORKERS"))
 
 
-class Fine(Precision):
+class FinePrecision(Precision):
     name = "fine"
 
 
-class Counting(Profiler):
+class CountingProfiler(Profiler):
     """Counts how often each phase was started."""
 
     def __init__(self) -> None:
@@ -66,10 +66,6 @@ class Counting(Profiler):
         return f"forward {self.counts['forward']}"
 
 
-class OneDevice(SingleDeviceStrategy):
-    pass
-
-
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, group: str, **points: str) -> None:
     """Install a package's metadata on ``sys.path``."""
     info = folder / "cargo-1.0.dist-info"
@@ -79,13 +75,13 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, group: str, **points:
     monkeypatch.syspath_prepend(folder)
 
 
-CASES = {  # by setting: the entry point group, a built-in name, and a class that a third party registers
-    "strategy": ("drivetrain.strategies", "ddp", "OneDevice"),
-    "launcher": ("drivetrain.launchers", "fork", "Fine"),
-    "logger": ("drivetrain.loggers", "csv", "Kept"),
-    "environment": ("drivetrain.environments", "plain", "Farm"),
-    "precision": ("drivetrain.precision", "32-true", "Fine"),
-    "profiler": ("drivetrain.profilers", "simple", "Counting"),
+CASES: dict[str, tuple[str, str, type]] = {  # by setting: the group, a built-in name, and a class that is registered
+    "strategy": ("drivetrain.strategies", "ddp", SingleDeviceStrategy),
+    "launcher": ("drivetrain.launchers", "fork", FinePrecision),
+    "logger": ("drivetrain.loggers", "csv", ListLogger),
+    "environment": ("drivetrain.environments", "plain", FarmEnvironment),
+    "precision": ("drivetrain.precision", "32-true", FinePrecision),
+    "profiler": ("drivetrain.profilers", "simple", CountingProfiler),
 }
 
 
@@ -94,44 +90,44 @@ def test_an_unknown_name_is_refused_at_construction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
     group, ours, theirs = CASES[setting]
-    install(tmp_path, monkeypatch, group, cargo=f"{__name__}:{theirs}")
+    install(tmp_path, monkeypatch, group, cargo=f"{theirs.__module__}:{theirs.__qualname__}")
     pattern = rf"(?s){setting}='carg' is unknown. Did you mean 'cargo'\?(?=.*'{group}')(?=.*{ours}).*cargo"
     with pytest.raises(ConfigurationError, match=pattern):
         Fit(**{**QUIET, setting: "carg"})
     Fit(**{**QUIET, setting: "cargo"})
 
 
+USES: dict[str, Callable[[str], object]] = {
+    "strategy": strategy_by_name,
+    "launcher": named_launcher,
+    "logger": lambda name: Fit(**QUIET, logger=name).loggers,
+    "environment": environment_by_name,
+    "precision": lambda name: resolve_precision(name, CPU),
+    "profiler": lambda name: Fit(**QUIET, profiler=name).profiler,
+}
+
+
 @pytest.mark.parametrize("setting", CASES)
 def test_built_in_names_cannot_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
     group, ours, _ = CASES[setting]
     install(tmp_path, monkeypatch, group, **{ours: "builtins:dict"})
-    fit = Fit(**{**QUIET, setting: ours})
-    made: dict[str, tuple[Any, type]] = {
-        "strategy": (fit.chosen_strategy, DDPStrategy),
-        "launcher": (named_launcher("fork"), FunctionLauncher),
-        "logger": (fit.loggers[0], CSVLogger),
-        "environment": (environment_by_name("plain"), PlainEnvironment),
-        "precision": (resolve_precision("32-true", CPU), FullPrecision),
-        "profiler": (fit.profiler, SimpleProfiler if setting == "profiler" else PassThroughProfiler),
-    }
-    one, kind = made[setting]
-    assert type(one) is kind
+    made = USES[setting](ours)
+    kinds = (DDPStrategy, FunctionLauncher, CSVLogger, PlainEnvironment, FullPrecision, SimpleProfiler)
+    assert type(made[0] if isinstance(made, list) else made) is dict(zip(CASES, kinds, strict=True))[setting]
 
 
 @pytest.mark.parametrize("setting", CASES)
-def test_a_factory_of_another_type_is_refused_by_name(
+def test_a_factory_that_makes_another_type_or_is_missing_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
     group, _, _ = CASES[setting]
-    install(tmp_path, monkeypatch, group, cargo="collections:OrderedDict", gone="nowhere_to_be_found:Cargo")
-    arguments: tuple[Any, ...] = ([],) if setting == "logger" else ()
-    names: EntryPointRegistry[Any] = EntryPointRegistry(setting, group, Precision, {}, meaning="-", alternatives="-")
-    refused = rf"The {setting} 'cargo' \(collections:OrderedDict\) made a OrderedDict, not a Precision"
+    install(tmp_path, monkeypatch, group, cargo="collections:UserList", gone="nowhere_to_be_found:Cargo")
+    refused = rf"The {setting} 'cargo' \(collections:UserList\) made a UserList, not a "
     with pytest.raises(ConfigurationError, match=refused):
-        names.make("cargo", *arguments)
-    lost = rf"(?s)The {setting} 'gone' \(nowhere_to_be_found:Cargo\) cannot be imported.*No module named"
-    with pytest.raises(ConfigurationError, match=lost):
-        names.make("gone", *arguments)
+        USES[setting]("cargo")
+    missing = rf"(?s)The {setting} 'gone' \(nowhere_to_be_found:Cargo\) cannot be imported.*No module named"
+    with pytest.raises(ConfigurationError, match=missing):
+        USES[setting]("gone")
 
 
 def test_built_in_names_need_no_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,79 +140,63 @@ def test_built_in_names_need_no_metadata(monkeypatch: pytest.MonkeyPatch) -> Non
     assert resolve_precision("bf16", CPU).name == "bf16-mixed"
 
 
-# Loggers
-
-
 def test_loggers_by_name_and_as_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, "drivetrain.loggers", cargo=f"{__name__}:Kept")
-    own = Kept("mine")
-    fit = Fit(**QUIET, logger=["csv", own, "cargo", "tensorboard"], default_root_dir=tmp_path / "runs")
-    csv, second, kept, board = fit.loggers
-    assert second is own
+    install(tmp_path, monkeypatch, "drivetrain.loggers", cargo=f"{__name__}:ListLogger")
+    given = ListLogger("mine")
+    fit = Fit(**QUIET, logger=["csv", given, "cargo", "tensorboard"], default_root_dir=tmp_path / "runs")
+    csv, second, registered, board = fit.loggers
+    assert second is given
     assert isinstance(csv, CSVLogger)
     assert isinstance(board, TensorBoardLogger)
-    assert isinstance(kept, Kept)
-    assert csv.save_dir == board.save_dir == kept.root == str(tmp_path / "runs")
+    assert isinstance(registered, ListLogger)
+    assert csv.save_dir == board.save_dir == registered.root == str(tmp_path / "runs")
     assert not (tmp_path / "runs").exists()  # A-01: construction writes nothing
 
 
-@pytest.mark.parametrize("off", [{"fast_dev_run": True}, {}])
-def test_a_misspelt_logger_is_refused_even_if_unused(off: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=r"logger='cvs' is unknown. Did you mean 'csv'"):
-        Fit(**QUIET, logger="cvs", **off)
-
-
-def test_a_run_without_loggers_builds_none() -> None:
+def test_a_run_without_loggers_builds_none_and_still_refuses_a_misspelt_name() -> None:
     assert Fit(**QUIET, logger="csv", fast_dev_run=True).loggers == []
-    assert Fit(**QUIET, fast_dev_run=True).loggers == []
+    with pytest.raises(ConfigurationError, match=r"logger='cvs' is unknown. Did you mean 'csv'"):
+        Fit(**QUIET, logger="cvs", fast_dev_run=True)
 
 
 def test_names_come_from_the_environment_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, "drivetrain.loggers", cargo=f"{__name__}:Kept")
+    install(tmp_path, monkeypatch, "drivetrain.loggers", cargo=f"{__name__}:ListLogger")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DRIVETRAIN_LOGGER", "csv")
-    fit = Fit(**QUIET)
-    assert [type(one) for one in fit.loggers] == [CSVLogger]
-    assert str(fit.settings["logger"]) == "'csv' (environment DRIVETRAIN_LOGGER)"
-    monkeypatch.setenv("DRIVETRAIN_LOGGER", '["cargo", "csv"]')
-    assert [type(one) for one in Fit(**QUIET).loggers] == [Kept, CSVLogger]
-    for text, number in (("true", 1), ("False", 0)):
+    values = {"csv": [CSVLogger], '["cargo", "csv"]': [ListLogger, CSVLogger], "False": []}
+    for text, kinds in values.items():
         monkeypatch.setenv("DRIVETRAIN_LOGGER", text)
-        assert len(Fit(**QUIET).loggers) == number
+        fit = Fit(**QUIET)
+        assert [type(each) for each in fit.loggers] == kinds
+    assert str(fit.settings["logger"]) == "False (environment DRIVETRAIN_LOGGER)"
     monkeypatch.delenv("DRIVETRAIN_LOGGER")
     (tmp_path / "drivetrain.toml").write_text('logger = ["cargo", "csv"]\nenvironment = "slurm"\n')
     fit = Fit(**QUIET)
-    assert [type(one) for one in fit.loggers] == [Kept, CSVLogger]
+    assert [type(each) for each in fit.loggers] == [ListLogger, CSVLogger]
     assert fit.environment == "slurm"
     (tmp_path / "drivetrain.toml").write_text("logger = 3\n")
     with pytest.raises(ConfigurationError, match="logger was set to 3"):
         Fit(**QUIET)
 
 
-# Environments and precisions
-
-
-def test_an_environment_and_a_precision_are_made_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, "drivetrain.environments", farm=f"{__name__}:Farm")
+def test_an_environment_of_another_package_is_made_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "drivetrain.environments", farm=f"{__name__}:FarmEnvironment")
     monkeypatch.setenv("FARM_WORKER", "2")
     monkeypatch.setenv("FARM_WORKERS", "4")
     assert Fit(**QUIET, environment="farm").global_rank == 2
     assert environment_by_name("farm", {"FARM_WORKER": "1", "FARM_WORKERS": "4"}).placement() == Placement(1, 4)
-    other = tmp_path / "other"
-    other.mkdir()
-    install(other, monkeypatch, "drivetrain.precision", fine=f"{__name__}:Fine")
-    assert type(resolve_precision("fine", CPU)) is Fine
+
+
+def test_a_precision_of_another_package_is_made_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "drivetrain.precision", fine=f"{__name__}:FinePrecision")
+    assert type(resolve_precision("fine", CPU)) is FinePrecision
     assert Fit(**QUIET, precision="fine").precision_setting == "fine"
-
-
-# Profilers
 
 
 def test_a_profiler_of_another_package_is_made_by_name_and_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # K-03
-    install(tmp_path, monkeypatch, "drivetrain.profilers", cargo=f"{__name__}:Counting")
+    install(tmp_path, monkeypatch, "drivetrain.profilers", cargo=f"{__name__}:CountingProfiler")
     monkeypatch.setenv("DRIVETRAIN_PROFILER", "cargo")
     fit = Fit(**QUIET, logger=False, enable_model_summary=False, max_epochs=1, default_root_dir=tmp_path / "runs")
 
@@ -232,7 +212,7 @@ def test_a_profiler_of_another_package_is_made_by_name_and_measures(
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     fit.fit(Net(), DataLoader(torch.ones(6, 2), batch_size=2))  # type: ignore[arg-type]
-    assert isinstance(fit.profiler, Counting)
+    assert isinstance(fit.profiler, CountingProfiler)
     assert fit.profiler.counts["forward"] == fit.profiler.counts["optimizer"] == 3
     assert "forward 3" in capsys.readouterr().out
     assert fit.log_dir is not None

@@ -14,136 +14,153 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from drivetrain._runtime.process_state import ProcessState
+from drivetrain import Fit, TrainModule
+from drivetrain.callbacks import LambdaCallback
+
+QUIET: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 1, "barebones": True}
 
 
-def _set_environment() -> None:
+class Net(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def run(change: Callable[[], Any], **options: Any) -> None:
+    """Run a fit that calls ``change`` at its end."""
+    fit = Fit(callbacks=LambdaCallback(on_fit_end=lambda *_: change()), **QUIET, **options)
+    fit.fit(Net(), DataLoader(torch.ones(2, 2)))  # type: ignore[arg-type]
+
+
+def _change_environment() -> None:
     os.environ["PATH"] = "/nowhere"
     os.environ["DRIVETRAIN_TEST_NEW"] = "1"
     del os.environ["HOME"]
 
 
-def _set_handler() -> None:
+def _change_handlers() -> None:
     signal.signal(signal.SIGUSR1, lambda *_: None)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def _set_hooks() -> None:
+def _change_hooks() -> None:
     sys.excepthook = lambda *_: None
     threading.excepthook = lambda *_: None
-
-
-def _environment() -> dict[str, str]:
-    return dict(os.environ)
 
 
 def _attribute(owner: Any, name: str, value: Any) -> tuple[Callable[[], Any], Callable[[], None]]:
     return (lambda: getattr(owner, name)), (lambda: setattr(owner, name, value))
 
 
-_CUDNN: Any = torch.backends.cudnn
-_MKLDNN: Any = torch.backends.mkldnn
-
-# name -> (how to read it, how to change it)
-_FIELDS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-    "environment": (_environment, _set_environment),
+CUDNN: Any = torch.backends.cudnn
+MKLDNN: Any = torch.backends.mkldnn
+FIELDS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {  # how to read and how to change each
+    "environment": (lambda: dict(os.environ), _change_environment),
     "default dtype": (torch.get_default_dtype, lambda: torch.set_default_dtype(torch.float64)),
-    "cudnn.enabled": _attribute(_CUDNN, "enabled", False),
-    "cudnn.benchmark": _attribute(_CUDNN, "benchmark", True),
-    "cudnn.deterministic": _attribute(_CUDNN, "deterministic", True),
-    "cudnn.allow_tf32": _attribute(_CUDNN, "allow_tf32", False),
+    "cudnn.enabled": _attribute(CUDNN, "enabled", False),
+    "cudnn.benchmark": _attribute(CUDNN, "benchmark", True),
+    "cudnn.deterministic": _attribute(CUDNN, "deterministic", True),
+    "cudnn.allow_tf32": _attribute(CUDNN, "allow_tf32", False),
     "fp32_precision": _attribute(torch.backends, "fp32_precision", "tf32"),
-    "cudnn.conv": _attribute(_CUDNN.conv, "fp32_precision", "ieee"),
+    "cudnn.conv": _attribute(CUDNN.conv, "fp32_precision", "ieee"),
     "matmul": _attribute(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
-    "mkldnn.matmul": _attribute(_MKLDNN.matmul, "fp32_precision", "bf16"),
+    "mkldnn.matmul": _attribute(MKLDNN.matmul, "fp32_precision", "bf16"),
     "matmul precision": (torch.get_float32_matmul_precision, lambda: torch.set_float32_matmul_precision("medium")),
     "deterministic": (torch.get_deterministic_debug_mode, lambda: torch.set_deterministic_debug_mode("error")),
     "deterministic, warning": (torch.get_deterministic_debug_mode, lambda: torch.set_deterministic_debug_mode("warn")),
     "filling memory": _attribute(torch.utils.deterministic, "fill_uninitialized_memory", False),
     "grad mode": (torch.is_grad_enabled, lambda: torch.set_grad_enabled(False)),
     "anomaly": (torch.is_anomaly_enabled, lambda: torch.autograd.set_detect_anomaly(True)),
-    "signal handlers": (lambda: [signal.getsignal(n) for n in (signal.SIGUSR1, signal.SIGTERM)], _set_handler),
-    "hooks": (lambda: (sys.excepthook, threading.excepthook), _set_hooks),
+    "signal handlers": (lambda: [signal.getsignal(n) for n in (signal.SIGUSR1, signal.SIGTERM)], _change_handlers),
+    "hooks": (lambda: (sys.excepthook, threading.excepthook), _change_hooks),
     "python generator": (random.getstate, random.random),
     "numpy generator": (lambda: str(numpy.random.get_state()), numpy.random.rand),
     "torch generator": (lambda: torch.get_rng_state().tolist(), lambda: torch.rand(3)),
 }
 
 
-@pytest.mark.parametrize("field", _FIELDS)
+@pytest.mark.parametrize("field", FIELDS)
 def test_each_field_is_restored(field: str) -> None:  # A-03
-    read, change = _FIELDS[field]
-    before = read()
-    with ProcessState(generators=True):
+    read, change = FIELDS[field]
+    values = [read()]
+
+    def change_and_read() -> None:
+        values.append(read())
         change()
-        assert read() != before
+        values.append(read())
+
+    run(change_and_read, seed=0)
+    before, within, changed = values
+    assert changed != within
     assert read() == before
 
 
-def _change_everything_and_raise() -> None:
-    with ProcessState(generators=True):
-        for _, change in _FIELDS.values():
+def test_everything_is_restored_after_an_exception() -> None:  # A-03
+    def change_everything_and_raise() -> None:
+        for _, change in FIELDS.values():
             change()
         raise RuntimeError("from inside")
 
-
-def test_everything_is_restored_after_an_exception() -> None:  # A-03
-    before = {name: read() for name, (read, _) in _FIELDS.items()}
+    before = {name: read() for name, (read, _) in FIELDS.items()}
     with pytest.raises(RuntimeError, match="from inside"):
-        _change_everything_and_raise()
-    assert {name: read() for name, (read, _) in _FIELDS.items()} == before
+        run(change_everything_and_raise, seed=0)
+    assert {name: read() for name, (read, _) in FIELDS.items()} == before
 
 
 def test_the_compilers_deterministic_flag_is_restored() -> None:  # A-03
-    with ProcessState():  # importing the compiler sets variables
-        from torch._inductor import config
-    with ProcessState():
-        torch.use_deterministic_algorithms(True)
-        assert config.deterministic
+    run(lambda: __import__("torch._inductor.config"))  # importing the compiler sets variables
+    config = sys.modules["torch._inductor.config"]
+    within: list[bool] = []
+    run(lambda: within.append(config.deterministic), deterministic=True)
+    assert within == [True]
     assert not config.deterministic
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_generators_are_only_restored_on_request() -> None:
-    with ProcessState():
-        torch.rand(())
-        random.random()
-        after = torch.get_rng_state(), random.getstate()
-    assert torch.equal(torch.get_rng_state(), after[0])
-    assert random.getstate() == after[1]
+def test_a_run_without_a_seed_draws_from_the_generators_of_the_process() -> None:
+    states: list[Any] = []
+
+    def draw() -> None:
+        states.extend([float(torch.rand(())), torch.get_rng_state(), random.random(), random.getstate()])
+
+    run(draw)
+    assert torch.equal(torch.get_rng_state(), states[1])
+    assert random.getstate() == states[3]
 
 
-def test_works_in_a_thread_where_handlers_cannot_be_set() -> None:
-    failures: list[BaseException] = []
+def test_a_thread_that_cannot_set_signal_handlers_has_its_state_restored() -> None:
+    found: list[Any] = []
 
-    def run() -> None:
-        try:
-            with ProcessState():
-                os.environ["DRIVETRAIN_TEST_THREAD"] = "1"
-        except BaseException as error:
-            failures.append(error)
+    def work() -> None:
+        run(lambda: os.environ.update(DRIVETRAIN_TEST_THREAD="1"))
+        found.append(os.environ.get("DRIVETRAIN_TEST_THREAD"))
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert failures == []
-    assert "DRIVETRAIN_TEST_THREAD" not in os.environ
+    assert found == [None]
 
 
 def test_mixed_precision_flags_that_the_older_interface_cannot_read() -> None:  # A-03
     # In a separate process, because torch refuses the older flags for good once the two disagree.
     code = """
-import torch
-from drivetrain._runtime.process_state import ProcessState
-cudnn = torch.backends.cudnn
-cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = "tf32", "ieee"
-torch.backends.cuda.matmul.fp32_precision = "tf32"
-with ProcessState():
-    cudnn.conv.fp32_precision = "ieee"
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
-print(cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision, torch.backends.cuda.matmul.fp32_precision)
+from test_process_state import run, torch
+cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision, matmul.fp32_precision = "tf32", "ieee", "tf32"
+def change():
+    cudnn.conv.fp32_precision = matmul.fp32_precision = "ieee"
+run(change)
+print(cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision, matmul.fp32_precision)
 """
-    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert run.stdout.split() == ["tf32", "ieee", "tf32"]
+    variables = {**os.environ, "PYTHONPATH": ":".join([os.path.dirname(__file__), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=variables)
+    assert done.stdout.split() == ["tf32", "ieee", "tf32"]

@@ -15,44 +15,43 @@ from sizes import Shown, small_tests
 ROOT = Path(__file__).parents[2]
 
 
-def _test(name: str, *behaviours: str, setups: tuple[str, ...] = ()) -> Shown:
-    return Shown(f"tests/test_a.py::{name}", frozenset(behaviours), frozenset(setups))
+SETUPS = {  # by the test's name: its strategy and precision
+    "ddp": {"ddp", "32-true"},
+    "fsdp": {"fsdp", "32-true"},
+    "bf16": {"ddp", "bf16-mixed"},
+    "fsdp_bf16": {"fsdp", "bf16-mixed"},
+}
 
 
-def _small(tests: list[Shown], *slow: str) -> list[str]:
-    names = small_tests(tests, [f"tests/test_a.py::{name}" for name in slow])
-    return sorted(name.split("::")[1] for name in names)
-
-
-def test_a_fast_test_is_small() -> None:
-    assert _small([_test("fast"), _test("slow")], "slow") == ["fast"]
-
-
-def test_a_slow_test_is_small_if_it_alone_shows_a_behaviour() -> None:
-    tests = [_test("fast", "A-01"), _test("covered", "A-01"), _test("first", "A-01", "B-02"), _test("second", "B-02")]
-
-    assert _small(tests, "covered", "first", "second") == ["fast", "first"]
-
-
-def test_a_slow_test_is_small_if_it_alone_shows_a_strategy_or_precision_in_its_file() -> None:
+@pytest.mark.parametrize(
+    ("behaviours", "slow", "small"),
+    [
+        pytest.param({"fast": "", "slow": ""}, "slow", "fast", id="what is fast"),
+        pytest.param({"one": "", "two": ""}, "one two", "one", id="one of a file of slow tests"),
+        pytest.param(
+            {"fast": "A-01", "covered": "A-01", "first": "A-01 B-02", "second": "B-02"},
+            *("covered first second", "fast first"),
+            id="the first of a behaviour",
+        ),
+        pytest.param(
+            dict.fromkeys(SETUPS, ""),
+            *("fsdp bf16 fsdp_bf16", "ddp fsdp bf16"),
+            id="the first of a strategy or precision in its file",
+        ),
+    ],
+)
+def test_what_no_small_test_shows_makes_a_slow_test_small(behaviours: dict[str, str], slow: str, small: str) -> None:
+    file = "tests/test_a.py::"
     tests = [
-        _test("ddp", setups=("ddp", "32-true")),
-        _test("fsdp", setups=("fsdp", "32-true")),
-        _test("bf16", setups=("ddp", "bf16-mixed")),
-        _test("fsdp_bf16", setups=("fsdp", "bf16-mixed")),
+        Shown(f"{file}{name}", frozenset(ids.split()), frozenset(SETUPS.get(name, ())))
+        for name, ids in behaviours.items()
     ]
-
-    assert _small(tests, "fsdp", "bf16", "fsdp_bf16") == ["bf16", "ddp", "fsdp"]
-
-
-def test_a_file_of_slow_tests_has_a_small_one() -> None:
-    assert _small([_test("one"), _test("two")], "one", "two") == ["one"]
+    assert small_tests(tests, [f"{file}{name}" for name in slow.split()]) == {f"{file}{name}" for name in small.split()}
 
 
 def test_the_matrix_of_parity_is_small() -> None:
-    matrix = Shown("tests/parity/test_parity.py::test_weights[ddp]")
-
-    assert small_tests([matrix, Shown(f"{matrix.nodeid}2")], [matrix.nodeid]) == {matrix.nodeid, f"{matrix.nodeid}2"}
+    names = [f"tests/parity/test_parity.py::test_weights[{strategy}]" for strategy in ("ddp", "fsdp")]
+    assert small_tests([Shown(name) for name in names], names) == set(names)
 
 
 @pytest.mark.parametrize("size", ["small", "rest"])

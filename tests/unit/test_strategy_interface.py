@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from datetime import timedelta
 from pathlib import Path
@@ -67,21 +68,17 @@ def test_what_is_provided_is_final() -> None:
 
 def test_every_public_method_is_in_one_row() -> None:
     rows = ["Must be defined", *(f"May be overridden: {group}" for group in GROUPS), "Provided, final"]
-    names = [name for row in rows for name in listed(row)]
-    public = [
-        name
-        for name in dir(Strategy)
-        if not name.startswith("_")
-        and (callable(getattr(Strategy, name)) or isinstance(getattr(Strategy, name), property))
-    ]
-    assert sorted(names) == sorted(public)
+    attributes = {name: getattr(Strategy, name) for name in dir(Strategy) if not name.startswith("_")}
+    public = [name for name, value in attributes.items() if callable(value) or isinstance(value, property)]
+    assert sorted(name for row in rows for name in listed(row)) == sorted(public)
 
 
 @pytest.mark.parametrize("value", ["60", -1.0, 0, True, float("nan"), float("inf"), timedelta(0)])
-@pytest.mark.parametrize("name", ["timeout", "step_timeout"])
-def test_a_timeout_that_is_none_is_refused_by_name(name: str, value: Any) -> None:
+def test_an_invalid_timeout_is_refused_by_name(value: Any) -> None:
     # S-17
-    for strategy in (DDPStrategy, FSDPStrategy, DeepSpeedStrategy):
+    for strategy, name in itertools.product(
+        (DDPStrategy, FSDPStrategy, DeepSpeedStrategy), ("timeout", "step_timeout")
+    ):
         with pytest.raises(ConfigurationError, match=f"{name}={re.escape(repr(value))} is not a timeout"):
             strategy(**{name: value})
 

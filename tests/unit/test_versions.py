@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import os
+import pkgutil
 import re
 import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,9 @@ def _missing(owner: str, names: str) -> list[str]:
     """Return those of ``names`` that the owner does not have, and that its class's or module's source does not
     assign.
     """
-    found = _resolved(owner)
-    said = names.replace("` or `", "|").replace("` or none", "|none`")
-    choices = [choice.split("|") for choice in re.findall(r"`([\w|]+)`", said)]
+    found = pkgutil.resolve_name(owner)
+    joined = names.replace("` or `", "|").replace("` or none", "|none`")
+    choices = [choice.split("|") for choice in re.findall(r"`([\w|]+)`", joined)]
     return [" or ".join(each) for each in choices if not any(name == "none" or _has(found, name) for name in each)]
 
 
@@ -88,33 +89,17 @@ def _has(owner: Any, name: str) -> bool:
     return hasattr(owner, name) or re.search(rf"\b{name}\b", _code_of(owner)) is not None
 
 
-def _resolved(path: str) -> Any:
-    parts = path.split(".")
-    for length in range(len(parts), 0, -1):
-        try:
-            found: Any = importlib.import_module(".".join(parts[:length]))
-        except ModuleNotFoundError:
-            continue
-        for name in parts[length:]:
-            found = getattr(found, name)
-        return found
-    raise ModuleNotFoundError(path)
-
-
 def _code_of(owner: Any) -> str:
-    """Return the source, without comments and docstrings, of a module, or of the modules of a class and its bases."""
+    """Return the names in a module's source, or in the sources of the modules of a class and its bases."""
     if isinstance(owner, types.FunctionType):
         modules = [owner.__module__]
     else:
         modules = [owner.__name__] if inspect.ismodule(owner) else [kind.__module__ for kind in owner.__mro__]
-    code = []
-    for module in dict.fromkeys(modules):
-        file = getattr(sys.modules.get(module), "__file__", None)
-        if file is not None and file.endswith(".py"):
-            code += [_names_in(Path(file))]
-    return " ".join(code)
+    files = [getattr(sys.modules.get(module), "__file__", None) or "" for module in dict.fromkeys(modules)]
+    return " ".join(_names_in(Path(file)) for file in files if file.endswith(".py"))
 
 
+@cache
 def _names_in(path: Path) -> str:
     names = []
     for node in ast.walk(ast.parse(path.read_text())):
@@ -156,10 +141,10 @@ def _defined_in(path: Path) -> set[str]:
             own.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             own.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and ast.unparse(node.value) in ("self", "cls")
+        ):
             own.add(node.attr)
     return own
-
-
-def _is_self(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and node.id in ("self", "cls")
