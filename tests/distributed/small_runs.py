@@ -13,12 +13,29 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Callback, Fit, TrainModule
+from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from worlds import on_ranks
 
 FEATURES = 4
 
 TIGHT: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 """How near to the reference float32 comes on several ranks (B-01)."""
+
+TIGHTER: dict[str, Any] = {"atol": 1e-6, "rtol": 1e-5}
+"""The same after a few steps of SGD."""
+
+SHARD_EVERYTHING: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}
+"""Options of `DeepSpeedStrategy` with which it also shards the small parameters of tests (E-13)."""
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "single": lambda: "single_device",
+    "ddp": DDPStrategy,
+    "fsdp": FSDPStrategy,
+    "hsdp": lambda: FSDPStrategy(sharding="hybrid"),
+    "zero 1": lambda: DeepSpeedStrategy(stage=1),
+    "zero 2": lambda: DeepSpeedStrategy(stage=2),
+    "zero 3": lambda: DeepSpeedStrategy(**SHARD_EVERYTHING),
+}
 
 
 def quiet(**settings: Any) -> Fit:
@@ -117,10 +134,25 @@ def weights(module: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
-def train_by_hand(module: Any, batches: list[Any], window: int = 1, step: Callable[..., Any] | None = None) -> Any:
+def trained(module: Any, batches: Any, validation: Any = None, ckpt_path: Any = None, **settings: Any) -> torch.Tensor:
+    """Train with these settings of `quiet`, and return the weights."""
+    quiet(**settings).fit(module, batches, validation, ckpt_path=ckpt_path)
+    return weights(module)
+
+
+def refusal(module: Any, batches: Any, validation: Any = None, **settings: Any) -> str:
+    """Train, and return the error as "Type: text"."""
+    with failing() as error:
+        quiet(**settings).fit(module, batches, validation)
+    return f"{error['type']}: {error['text']}"
+
+
+def train_by_hand(
+    module: Any, batches: list[Any], window: int = 1, step: Callable[..., Any] | None = None, epochs: int = 1
+) -> Any:
     """Train the reference: one process, plain PyTorch, windows weighted by samples; returns the module."""
     optimizer = module.configure_optimizers()
-    for start in range(0, len(batches), window):
+    for start in [*range(0, len(batches), window)] * epochs:
         parts = batches[start : start + window]
         total = sum(len(part[0]) for part in parts)
         optimizer.zero_grad()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import FEATURES, Regression, loader, quiet, seeded, weights
+from small_runs import FEATURES, SHARD_EVERYTHING, Regression, Saver, loader, seeded, trained
 from torch import nn
 from torch.utils.cpp_extension import _get_build_directory
 
@@ -65,15 +65,10 @@ class Wide(Regression):
 
 
 class Look(Callback):
-    """Saves after the first epoch; records at the end what is in memory, and what is available by name."""
+    """Records at the end what is in memory, and what is available by name."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self) -> None:
         self.report: dict[str, Any] = {}
-
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        if trainer.current_epoch == 0:
-            trainer.save_checkpoint(self.path)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         strategy = trainer.strategy
@@ -94,21 +89,12 @@ def _whole(value: Any) -> Any:
 
 
 def _run(name: str, folder: str, precision: str, ckpt_path: str | None = None) -> dict[str, Any]:
-    strategy = DeepSpeedStrategy(
-        stage=3, stage3_param_persistence_threshold=0, sub_group_size=300_000, nvme_path=folder, **OFFLOADS[name]
-    )
-    look = Look(f"{folder}/{name} {precision}")
-    module = Wide()
-    fit = quiet(
-        strategy=strategy,
-        precision=precision,
-        max_epochs=2,
-        accumulate_grad_batches=2,
-        gradient_clip_val=0.1,
-        callbacks=look,
-    )
-    fit.fit(module, loader(24, 4), ckpt_path=ckpt_path)
-    return {**look.report, "module": weights(module)}
+    strategy = DeepSpeedStrategy(**SHARD_EVERYTHING, sub_group_size=300_000, nvme_path=folder, **OFFLOADS[name])
+    look = Look()
+    settings: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    settings |= {"precision": precision, "callbacks": [look, Saver(f"{folder}/{name} {precision}")]}
+    after = trained(Wide(), loader(24, 4), ckpt_path=ckpt_path, strategy=strategy, **settings)
+    return {**look.report, "module": after}
 
 
 def _runs(folder: str) -> dict[str, Any]:

@@ -6,47 +6,45 @@ import copy
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from fsdp_nets import Deep, DeepRegression
-from small_runs import TIGHT, data, each, failing, global_batches, loader, quiet, seeded, train_by_hand, weights
+from small_runs import (
+    FEATURES,
+    SHARD_EVERYTHING,
+    TIGHT,
+    each,
+    failing,
+    global_batches,
+    loader,
+    quiet,
+    refusal,
+    seeded,
+    train_by_hand,
+    trained,
+    weights,
+)
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from captured_warnings import captured_warnings
 from cpu_kernels import FP16
 from drivetrain import Callback
 from drivetrain.callbacks import LambdaCallback
-from drivetrain.errors import ConfigurationError
 from drivetrain_strategies import DeepSpeedStrategy
-from drivetrain_strategies.deepspeed._checks import check_module
 from drivetrain_strategies.deepspeed._library import import_library
 from oracle.check import check
 from oracle.program import Evaluation, Log, Net, Optimizer, Program, Turn, Validation
 from worlds import on_ranks
 
-UNTESTED = {"zero_allow_untested_optimizer": True}
-SPREAD: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}  # E-13
-
-
-@pytest.fixture(scope="module")
-def together() -> dict[str, list[Any]]:
-    """Return what each of these functions returned, by rank, in one start of the processes."""
-    runs = _user_optimizer, _clipped, _left_over, _closures, _nothing_trains, _mixed_outputs
-    ranks = on_ranks(_in_turn, 2, runs)
-    return {run.__name__: [found[number] for found in ranks] for number, run in enumerate(runs)}
-
-
-def _in_turn(runs: Sequence[Callable[[], Any]]) -> list[Any]:
-    return [run() for run in runs]
+UNTESTED: dict[str, Any] = {"config": {"zero_allow_untested_optimizer": True}}
 
 
 def _with(build: Callable[[Any], Any], **attributes: Any) -> DeepRegression:
@@ -94,123 +92,160 @@ WARM_UP: dict[str, Any] = {
     "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.01, "warmup_type": "linear"},
 }
 
-REFUSED: list[tuple[dict[str, Any], dict[str, Any], Callable[[], Any], str]] = [
+
+class RequiresClosure(torch.optim.SGD):
+    """Requires a closure, whatever its signature says."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None
+        return super().step(closure)
+
+
+class StepsWithClosure(DeepRegression):
+    automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return RequiresClosure(self.parameters(), lr=0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        optimizer.step(lambda: loss)
+
+
+def _with_device_map() -> DeepRegression:
+    module = DeepRegression()
+    module.net.hf_device_map = {"": 0}
+    return module
+
+
+def _declares_closure(module: Any) -> Any:
+    return {"optimizer": RequiresClosure(module.parameters(), lr=0.1), "closure": True}
+
+
+class Refused(NamedTuple):
+    """A part of the error, what is trained, settings of the strategy and of `Fit`, and stages that refuse it."""
+
+    text: str
+    build: Callable[[], Any] = DeepRegression
+    options: dict[str, Any] = {}  # noqa: RUF012
+    settings: dict[str, Any] = {}  # noqa: RUF012
+    stages: tuple[int, ...] = (2, 3)
+
+
+def _by(build: Callable[[Any], Any]) -> Callable[[], Any]:
+    """Return a function that builds a module whose optimizer ``build`` makes from its parameters."""
+    return lambda: _with(lambda module: build(list(module.parameters())))
+
+
+def _config(**config: Any) -> dict[str, Any]:
+    return {"config": config}
+
+
+CLOSURE = "RequiresClosure steps with a closure under DeepSpeed"
+REFUSED = [
     # E-04, B-13
-    ({}, {}, lambda: _with(_two), "2 optimizers (AdamW, AdamW) under DeepSpeed"),
-    ({}, {}, lambda: _with(_two, automatic_optimization=False), "that take turns (manual optimization)"),
+    Refused("2 optimizers (AdamW, AdamW) under DeepSpeed", lambda: _with(_two)),
+    Refused("that take turns (manual optimization)", lambda: _with(_two, automatic_optimization=False)),
     # B-16, B-17
-    ({}, {}, lambda: _with(lambda one: torch.optim.SparseAdam(list(one.parameters()))), "SparseAdam under DeepSpeed"),
-    (
-        {},
-        {},
-        lambda: _with(lambda one: UserAdamW(one.parameters())),
-        "UserAdamW under DeepSpeed may not be element-wise",
-    ),
-    ({}, {}, lambda: _with(lambda one: torch.optim.LBFGS(one.parameters())), "LBFGS under DeepSpeed may not be"),
-    ({}, {}, lambda: _with(lambda one: torch.optim.Adafactor(one.parameters())), "Adafactor under DeepSpeed may not"),
-    (
-        {"config": UNTESTED},
-        {},
-        lambda: _with(lambda one: torch.optim.Adagrad(one.parameters())),
-        "ignores learning rate schedulers",
+    Refused("SparseAdam under DeepSpeed", _by(torch.optim.SparseAdam)),
+    Refused("UserAdamW under DeepSpeed may not be element-wise", _by(UserAdamW)),
+    Refused("LBFGS under DeepSpeed may not be", _by(torch.optim.LBFGS)),
+    Refused("Adafactor under DeepSpeed may not", _by(torch.optim.Adafactor)),
+    Refused("ignores learning rate schedulers", _by(torch.optim.Adagrad), UNTESTED),
+    # I-02, I-06
+    Refused(CLOSURE, lambda: _with(_declares_closure), UNTESTED, stages=(2,)),
+    Refused(CLOSURE, StepsWithClosure, UNTESTED, stages=(2,)),
+    Refused(
+        "return {'optimizer': optimizer, 'closure': True} from configure_optimizers",
+        _by(lambda parameters: RequiresClosure(parameters, lr=0.1)),
+        UNTESTED,
+        stages=(2,),
     ),
     # E-02
-    (
-        {"config": {"optimizer": ADAMW}},
-        {},
-        DeepRegression,
-        "optimizer='AdamW', but configure_optimizers also returned AdamW",
-    ),
-    (
-        {"config": {"scheduler": WARM_UP}},
-        {},
-        lambda: _with(_scheduled),
-        "scheduler='WarmupLR', but configure_optimizers",
-    ),
+    Refused("optimizer='AdamW', but configure_optimizers also returned AdamW", options=_config(optimizer=ADAMW)),
+    Refused("scheduler='WarmupLR', but configure_optimizers", lambda: _with(_scheduled), _config(scheduler=WARM_UP)),
+    Refused("configure_optimizers returned None", lambda: _with(lambda module: None), stages=(3,)),
     # E-03
-    ({"config": {"gradient_clipping": 1.0}}, {"gradient_clip_val": 0.5}, DeepRegression, "Fit(gradient_clip_val=0.5)"),
-    ({"config": {"gradient_accumulation_steps": 4}}, {}, DeepRegression, "Fit(accumulate_grad_batches=1)"),
-    ({"config": {"train_micro_batch_size_per_gpu": 8}}, {}, DeepRegression, "the loader's batch_size=4"),
+    Refused("Fit(gradient_clip_val=0.5)", options=_config(gradient_clipping=1.0), settings={"gradient_clip_val": 0.5}),
+    Refused("Fit(accumulate_grad_batches=1)", options=_config(gradient_accumulation_steps=4)),
+    Refused("the loader's batch_size=4", options=_config(train_micro_batch_size_per_gpu=8)),
     # E-09, B-05
-    (
-        {},
-        {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
-        DeepRegression,
+    Refused(
         "gradient_clip_algorithm='value' under DeepSpeed",
+        settings={"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
     ),
-    # E-06, E-11, api.md
-    ({}, {"precision": "64-true"}, DeepRegression, "precision='64-true' under DeepSpeed"),
-    ({}, {"precision": "bf16-true"}, DeepRegression, "precision='bf16-true' under DeepSpeed"),
-    ({}, {}, lambda: DeepRegression().bfloat16(), "precision='32-true', but some parameters have other dtypes"),
-    ({}, {}, lambda: _with(_frozen_group), "Parameter group 1 of AdamW has nothing to train: ['net.head.weight'"),
-    # B-20
-    ({}, {}, lambda: Sparse(sparse=True), "'table' is an Embedding with sparse=True"),
-    ({}, {}, lambda: Sparse(max_norm=1.0), "'table' is an Embedding with max_norm"),
+    # E-06, E-11
+    Refused("precision='64-true' under DeepSpeed", settings={"precision": "64-true"}),
+    Refused("precision='bf16-true' under DeepSpeed", settings={"precision": "bf16-true"}),
+    Refused("precision='32-true', but some parameters have other dtypes", lambda: DeepRegression().bfloat16()),
+    Refused("Parameter group 1 of AdamW has nothing to train: ['net.head.weight'", lambda: _with(_frozen_group)),
+    # B-20, C-06
+    Refused("'table' is an Embedding with sparse=True", lambda: Sparse(sparse=True)),
+    Refused("'table' is an Embedding with max_norm", lambda: Sparse(max_norm=1.0)),
+    Refused("loaded with a device_map", _with_device_map),
     # known only to DeepSpeed: its text is part of the message
-    ({"config": {"zero_optimization": {"reduce_bukcet_size": 5}}}, {}, DeepRegression, "reduce_bukcet_size"),
-    ({"offload_optimizer": "gpu"}, {}, DeepRegression, "offload_optimizer.device"),
-    ({"communication_data_type": "int8"}, {}, DeepRegression, "Got: int8"),
-    ({"activation_checkpointing": [nn.Conv2d]}, {}, DeepRegression, "no module of class Conv2d"),
+    Refused("reduce_bukcet_size", options=_config(zero_optimization={"reduce_bukcet_size": 5})),
+    Refused("offload_optimizer.device", options={"offload_optimizer": "gpu"}),
+    Refused("Got: int8", options={"communication_data_type": "int8"}),
+    Refused("no module of class Conv2d", options={"activation_checkpointing": [nn.Conv2d]}),
+    Refused(
+        "leaf_modules: no module of class Conv2d is in DeepRegression",
+        options={"leaf_modules": [nn.Conv2d]},
+        stages=(3,),
+    ),
 ]
 if not FP16:
-    REFUSED.append(({}, {"precision": "16-mixed"}, DeepRegression, "precision='16-mixed' under DeepSpeed on 'cpu'"))
-REFUSED_AT_3: list[tuple[Any, ...]] = [
-    ({"leaf_modules": [nn.Conv2d]}, {}, DeepRegression, "leaf_modules: no module of class Conv2d is in DeepRegression"),
-]
+    REFUSED.append(Refused("precision='16-mixed' under DeepSpeed on 'cpu'", settings={"precision": "16-mixed"}))
 
 
-def _refused(stage: int) -> list[tuple[dict[str, Any], dict[str, Any], Callable[[], Any], str]]:
-    return [*REFUSED, *(REFUSED_AT_3 if stage == 3 else [])]
+def _refused(stage: int) -> list[Refused]:
+    return [case for case in REFUSED if stage in case.stages]
 
 
 def _refusals(stage: int) -> list[str]:
     texts = []
-    for options, settings, build, _ in _refused(stage):
-        module = build()
+    for case in _refused(stage):
+        module = case.build()
         before = copy.deepcopy(module.state_dict())
-        with failing() as caught:
-            quiet(strategy=DeepSpeedStrategy(stage=stage, **options), **settings).fit(module, loader(16, 4))
-        texts.append(f"{caught['type']}: {caught['text']}")
+        strategy = DeepSpeedStrategy(stage=stage, **case.options)
+        texts.append(refusal(module, loader(16, 4), strategy=strategy, **case.settings))
         # Nothing was wrapped: the weights are at their original location.
         assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
         assert not any(hasattr(parameter, "ds_id") for parameter in module.parameters())
-    quiet(strategy=DeepSpeedStrategy(stage=stage)).fit(DeepRegression(), loader(16, 4))  # G-07
+    trained(DeepRegression(), loader(16, 4), strategy=DeepSpeedStrategy(stage=stage))  # G-07
     return texts
 
 
-def test_unsupported_training_is_refused_by_name() -> None:
-    # E-02, E-03, E-04, E-06, E-09, B-05, B-13, B-17, B-20
-    for found in on_ranks(each, 2, _refusals, (2,), (3,)):
-        for stage, texts in zip((2, 3), found, strict=True):
-            for text, (*_, part) in zip(texts, _refused(stage), strict=True):
-                assert text.startswith("ConfigurationError"), (stage, part, text)
-                assert part in text
+@pytest.mark.parametrize("stage", [2, 3])
+def test_unsupported_training_is_refused_by_name(stage: int) -> None:
+    # E-02, E-03, E-04, E-06, E-09, I-02, I-06, B-05, B-13, B-17, B-20
+    for texts in on_ranks(_refusals, 2, stage):
+        for text, case in zip(texts, _refused(stage), strict=True):
+            assert text.startswith("ConfigurationError"), (case.text, text)
+            assert case.text in text
 
 
-def test_a_user_defined_optimizer_is_allowed(together: dict[str, Any]) -> None:
-    # B-17
-    for found in together["_user_optimizer"]:
-        torch.testing.assert_close(found, _by_hand(DeepRegression()), **TIGHT)
+def _reaches_deepspeed() -> list[torch.Tensor]:
+    own = _with(lambda module: UserAdamW(module.parameters(), lr=0.01, eps=1e-5, weight_decay=0.1))
+    return [
+        trained(own, loader(40, 4), strategy=DeepSpeedStrategy(**UNTESTED)),
+        trained(DeepRegression(), loader(40, 4), strategy=DeepSpeedStrategy(stage=2), gradient_clip_val=0.1),
+        trained(DeepRegression(), loader(40, 4), strategy=DeepSpeedStrategy(config={"gradient_clipping": 0.1})),
+    ]
 
 
-def _user_optimizer() -> torch.Tensor:
-    module = _with(lambda one: UserAdamW(one.parameters(), lr=0.01, eps=1e-5, weight_decay=0.1))
-    quiet(strategy=DeepSpeedStrategy(config={"zero_allow_untested_optimizer": True})).fit(module, loader(40, 4))
-    return weights(module)
+def test_a_user_defined_optimizer_is_allowed_and_the_config_clips_as_fit_does() -> None:
+    # B-05, B-17, E-09
+    for own, by_fit, by_config in on_ranks(_reaches_deepspeed, 2):
+        torch.testing.assert_close(own, _by_hand(DeepRegression()), **TIGHT)
+        assert torch.equal(by_fit, by_config)
+        assert not torch.equal(by_fit, own)
 
 
-def _by_hand(module: Any, window: int = 1) -> torch.Tensor:
-    return weights(train_by_hand(module, global_batches(40, 8), window=window))
-
-
-def test_a_module_on_several_devices_is_refused() -> None:
-    # C-06
-    module = DeepRegression()
-    module.net.hf_device_map = {"": 0}
-    from drivetrain.strategies.run_settings import RunSettings
-
-    with pytest.raises(ConfigurationError, match="loaded with a device_map"):
-        check_module(module, RunSettings(), 2, mixed=False)
+def _by_hand(module: Any) -> torch.Tensor:
+    return weights(train_by_hand(module, global_batches(40, 8)))
 
 
 # Optimizer and scheduler from the config
@@ -232,14 +267,14 @@ def test_optimizer_and_scheduler_from_the_config() -> None:
     import_library()
     from deepspeed.runtime.lr_schedules import WarmupLR
 
+    # Written by hand: the scheduler is DeepSpeed's.
     module = DeepRegression()
     optimizer = module.configure_optimizers()
     scheduler = WarmupLR(optimizer, **WARM_UP["params"])
     rates = []
-    for start in range(0, 48, 16):
-        x, y = data(48).tensors
+    for batch in global_batches(48, 16):
         optimizer.zero_grad()
-        module.loss((x[start : start + 16], y[start : start + 16])).backward()
+        module.loss(batch).backward()
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
@@ -249,22 +284,6 @@ def test_optimizer_and_scheduler_from_the_config() -> None:
         assert seen == pytest.approx(rates)
         assert config["optimizer"] == ADAMW
         assert config["gradient_accumulation_steps"] == 1
-
-
-def _clipped() -> Any:
-    found = []
-    for settings, config in (({"gradient_clip_val": 0.1}, {}), ({}, {"gradient_clipping": 0.1})):
-        module = DeepRegression()
-        quiet(strategy=DeepSpeedStrategy(stage=2, config=config), **settings).fit(module, loader(40, 4))
-        found.append(weights(module))
-    return found
-
-
-def test_clipping_set_in_the_deepspeed_config_is_that_of_fit(together: dict[str, Any]) -> None:
-    # B-05, E-09
-    for by_fit, by_config in together["_clipped"]:
-        assert torch.equal(by_fit, by_config)
-        assert not torch.equal(by_fit, _by_hand(DeepRegression()))
 
 
 # Without a compiler
@@ -278,25 +297,22 @@ class Compiled(DeepRegression):
 
 
 def _bare(drive: str) -> Any:
-    found = {}
-    for options in ({"stage": 1}, {"stage": 2}, SPREAD, {"stage": 2, "offload_optimizer": "cpu"}):
-        module = DeepRegression()
-        quiet(strategy=DeepSpeedStrategy(**options)).fit(module, loader(40, 4))
-        found[str(options)] = weights(module)
+    found = [
+        trained(DeepRegression(), loader(40, 4), strategy=DeepSpeedStrategy(**options))
+        for options in ({"stage": 1}, SHARD_EVERYTHING, {"stage": 2, "offload_optimizer": "cpu"})
+    ]
+    theirs = {"config": {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}}
     texts = []
-    theirs = {"type": "AdamW", "params": {"lr": 0.01}}
     for module, options in (
         (Compiled(), {"offload_optimizer": "cpu"}),
-        (_with(lambda one: None), {"config": {"optimizer": theirs}}),
-        (_with(lambda one: None), {"offload_optimizer": "cpu", "config": {"optimizer": theirs}}),
-        (_with(lambda one: None), {**SPREAD, "config": {"optimizer": theirs}}),
-        (DeepRegression(), {**SPREAD, "offload_optimizer": "nvme", "nvme_path": drive}),
-        (DeepRegression(), {**SPREAD, "offload_parameters": "nvme", "nvme_path": drive}),
+        (_with(lambda one: None), theirs),
+        (_with(lambda one: None), {"offload_optimizer": "cpu", **theirs}),
+        (_with(lambda one: None), {**SHARD_EVERYTHING, **theirs}),
+        (DeepRegression(), {**SHARD_EVERYTHING, "offload_optimizer": "nvme", "nvme_path": drive}),
+        (DeepRegression(), {**SHARD_EVERYTHING, "offload_parameters": "nvme", "nvme_path": drive}),
     ):
         before = weights(module).clone()
-        with failing() as caught:
-            quiet(strategy=DeepSpeedStrategy(**options)).fit(module, loader(40, 4))
-        texts.append(f"{caught['type']}: {caught['text']}")
+        texts.append(refusal(module, loader(40, 4), strategy=DeepSpeedStrategy(**options)))
         assert torch.equal(weights(module), before)  # nothing was wrapped
     return found, texts
 
@@ -305,7 +321,7 @@ def test_torch_optimizers_need_no_compiler(tmp_path: Path) -> None:
     # E-10; E-07: if a compiler is needed, the message states what to install
     bare = {"PATH": "/nowhere", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     for found, texts in on_ranks(_bare, 2, str(tmp_path), env=bare):
-        for actual in found.values():
+        for actual in found:
             torch.testing.assert_close(actual, _by_hand(DeepRegression()), **TIGHT)
         for text in texts:
             assert text.startswith("ConfigurationError: DeepSpeed could not build one of its operations"), text
@@ -317,7 +333,7 @@ def test_torch_optimizers_need_no_compiler(tmp_path: Path) -> None:
 
 def _state_left_behind() -> Any:
     report: list[Any] = []
-    for options in ({"stage": 1}, {"stage": 2}, SPREAD, {**SPREAD, "offload_optimizer": "cpu"}):
+    for options in ({"stage": 2}, SHARD_EVERYTHING, {**SHARD_EVERYTHING, "offload_optimizer": "cpu"}):
         for fails in (False, True):
             module = DeepRegression(seeded(Deep))
             module.net.note = "the user's"
@@ -351,12 +367,9 @@ def _state_left_behind() -> Any:
             # Later work in the process is not affected: another strategy, and the same one again.
             if lost:
                 module.load_state_dict(DeepRegression().state_dict(), assign=True)
-                quiet(strategy=DeepSpeedStrategy(**options)).fit(module, loader(40, 4))
-                report.append(weights(module))
+                report.append(trained(module, loader(40, 4), strategy=DeepSpeedStrategy(**options)))
             assert torch.isfinite(weights(module)).all()
-            after = DeepRegression()
-            quiet(strategy="fsdp" if fails else "ddp").fit(after, loader(40, 4))
-            report.append(weights(after))
+            report.append(trained(DeepRegression(), loader(40, 4), strategy="fsdp" if fails else "ddp"))
     return report
 
 
@@ -380,7 +393,7 @@ def test_nothing_is_left_behind() -> None:
     # E-12, A-02, A-03, G-07: after success and after failure, in the user's process group
     expected = _by_hand(DeepRegression())
     for report in on_ranks(_state_left_behind, 2, timeout=150):
-        assert len(report) == 10
+        assert len(report) == 8
         for entry in report:
             torch.testing.assert_close(entry, expected, **TIGHT)
 
@@ -388,7 +401,7 @@ def test_nothing_is_left_behind() -> None:
 def _own_group() -> Any:
     assert not dist.is_initialized()
     module = DeepRegression()
-    for options in ({"stage": 2}, SPREAD):
+    for options in ({"stage": 2}, SHARD_EVERYTHING):
         quiet(strategy=DeepSpeedStrategy(**options), devices=2).fit(module, loader(16, 4))
         assert not dist.is_initialized()
     from deepspeed.comm import comm
@@ -408,14 +421,11 @@ def test_a_group_of_ours_ends_with_the_run() -> None:
 def _left_over() -> list[Any]:
     module = DeepRegression()
     saving = SaveAtTheEnd()
-    quiet(strategy=DeepSpeedStrategy(**SPREAD, gather_limit=10), callbacks=saving).fit(module, loader(16, 4))
+    quiet(strategy=DeepSpeedStrategy(**SHARD_EVERYTHING, gather_limit=10), callbacks=saving).fit(module, loader(16, 4))
     texts = [str(tuple(module.net.stem.weight.shape))]
-    for strategy in (DeepSpeedStrategy(**SPREAD), "fsdp"):
-        with failing() as caught:
-            quiet(strategy=strategy).fit(module, loader(16, 4))
-        texts.append(caught["text"])
-    quiet(strategy=DeepSpeedStrategy(**SPREAD), max_epochs=2).fit(module, loader(16, 4), ckpt_path=saving.path)
-    return [texts, saving.path, weights(module)]
+    texts += [refusal(module, loader(16, 4), strategy=name) for name in (DeepSpeedStrategy(**SHARD_EVERYTHING), "fsdp")]
+    resumed = DeepSpeedStrategy(**SHARD_EVERYTHING)
+    return [texts, saving.path, trained(module, loader(16, 4), ckpt_path=saving.path, strategy=resumed, max_epochs=2)]
 
 
 class SaveAtTheEnd(Callback):
@@ -427,9 +437,9 @@ class SaveAtTheEnd(Callback):
         trainer.save_checkpoint(self.path)
 
 
-def test_above_the_limit_the_weights_are_in_the_checkpoint(together: dict[str, Any]) -> None:  # I-15
+def test_above_the_limit_the_weights_are_in_the_checkpoint() -> None:  # I-15
     module = train_by_hand(DeepRegression(), 2 * global_batches(16, 8))
-    for (shape, *texts), path, found in together["_left_over"]:
+    for (shape, *texts), path, found in on_ranks(_left_over, 2):
         assert shape == "(8, 4)"
         for text in texts:
             assert "DeepRegression has no weights: its parameters are on the meta device." in text
@@ -474,35 +484,34 @@ class Infinite(DeepRegression):
         return loss * torch.inf if batch_idx == 1 and self.global_rank == 1 else loss
 
 
-class Counting(Callback):
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-        self.weights: list[torch.Tensor] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.steps.append(trainer.global_step)
-        with trainer.strategy.gathered(write=False):
-            self.weights.append(weights(module).clone())
-
-
 def _infinite(options: dict[str, Any], precision: str) -> Any:
-    counting = Counting()
-    fit = quiet(strategy=DeepSpeedStrategy(**options), precision=precision, callbacks=counting)
-    with captured_warnings() as heard:
-        fit.fit(Infinite(), loader(32, 4))
-    return counting.steps, counting.weights, heard
+    steps: list[int] = []
+    seen: list[torch.Tensor] = []
+
+    def look(trainer: Any, module: Any, *_: Any) -> None:
+        steps.append(trainer.global_step)
+        with trainer.strategy.gathered(write=False):
+            seen.append(weights(module).clone())
+
+    callback = LambdaCallback(on_train_batch_end=look)
+    with captured_warnings() as logged:
+        trained(
+            Infinite(), loader(32, 4), strategy=DeepSpeedStrategy(**options), precision=precision, callbacks=callback
+        )
+    return steps, seen, logged
 
 
 def test_a_step_that_deepspeed_skips_is_logged() -> None:
     # E-06, E-11: DeepSpeed skips it silently, on every rank; here it is not counted, and one line reports it
-    stages = {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 2, "offload_optimizer": "cpu"}
-    cases = [(options, precision) for options in stages for precision in ("32-true", "bf16-mixed")]
+    cases: list[tuple[dict[str, Any], str]]
+    cases = [({"stage": stage}, precision) for stage in (1, 2, 3) for precision in ("32-true", "bf16-mixed")]
+    cases.append(({"stage": 2, "offload_optimizer": "cpu"}, "bf16-mixed"))
     for found in on_ranks(each, 2, _infinite, *cases):
-        for case, (steps, seen, heard) in zip(cases, found, strict=True):
+        for case, (steps, seen, logged) in zip(cases, found, strict=True):
             assert steps == [1, 1, 2, 3], case
             assert torch.equal(seen[0], seen[1]), case
             assert all(torch.isfinite(one).all() for one in seen), case
-            assert len([text for text in heard if "DeepSpeed skipped the step" in text]) == 1, case
+            assert len([text for text in logged if "DeepSpeed skipped the step" in text]) == 1, case
 
 
 # Norms in half precision
@@ -521,13 +530,13 @@ class Normed(DeepRegression):
 
 
 def _normed(stage: int, precision: str) -> Any:
-    size = data(1)[0][0].numel()
+    size = FEATURES
     norms = nn.LayerNorm(size), nn.GroupNorm(1, size), nn.BatchNorm1d(size)
     found = []
     for norm in norms:
         module = seeded(partial(Normed, norm))
-        quiet(strategy=DeepSpeedStrategy(stage=stage), precision=precision).fit(module, loader(32, 4))
-        found.append((module.norm.weight.detach().clone(), weights(module)))
+        every = trained(module, loader(32, 4), strategy=DeepSpeedStrategy(stage=stage), precision=precision)
+        found.append((module.norm.weight.detach().clone(), every))
     return found
 
 
@@ -565,59 +574,6 @@ def test_a_loss_scale_at_its_floor_is_logged_and_the_run_continues() -> None:
             assert len(said) == (rank == 0), (options, heard)
 
 
-# Manual optimization with one optimizer
-
-
-class RequiresClosure(torch.optim.SGD):
-    """Requires a closure, whatever its signature says."""
-
-    def step(self, closure: Any = None) -> Any:
-        assert closure is not None
-        return super().step(closure)
-
-
-class RequiresClosureByHand(DeepRegression):
-    automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        return RequiresClosure(self.parameters(), lr=0.1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        loss = self.loss(batch)
-        self.manual_backward(loss)
-        optimizer.step(lambda: loss)
-
-
-def _closures() -> Any:
-    found = []
-    for build, config in (
-        (
-            lambda: _with(lambda one: {"optimizer": RequiresClosure(one.parameters(), lr=0.1), "closure": True}),
-            UNTESTED,
-        ),
-        (RequiresClosureByHand, UNTESTED),
-        (lambda: _with(lambda one: RequiresClosure(one.parameters(), lr=0.1)), UNTESTED),
-    ):
-        module = build()
-        before = weights(module)
-        with failing() as caught:
-            quiet(strategy=DeepSpeedStrategy(stage=1, config=config)).fit(module, loader(16, 4))
-        found.append((caught["type"], caught["text"], torch.equal(before, weights(module))))
-    return found
-
-
-def test_closures_are_refused_by_name(together: dict[str, Any]) -> None:
-    # I-02, I-06: before anything changes
-    declared = "RequiresClosure steps with a closure under DeepSpeed"
-    said = (declared, declared, "return {'optimizer': optimizer, 'closure': True} from configure_optimizers")
-    for found in together["_closures"]:
-        for words, (kind, text, unmoved) in zip(said, found, strict=True):
-            assert kind == "ConfigurationError", text
-            assert words in text
-            assert unmoved
-
-
 # Models built for stage 3
 
 
@@ -643,20 +599,17 @@ class BuiltLate(DeepRegression):
         return torch.optim.AdamW(groups, lr=0.01, eps=1e-5)
 
 
-def _built(options: dict[str, Any], precision: str) -> Any:
+def _built(options: dict[str, Any]) -> Any:
     numels: list[int] = []
 
-    class Look(Callback):
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            held = [one.untyped_storage().nbytes() // one.element_size() for one in module.parameters()]
-            numels.extend([sum(held), sum(one.ds_tensor.numel() for one in module.parameters())])
+    def look(trainer: Any, module: Any) -> None:
+        held = [one.untyped_storage().nbytes() // one.element_size() for one in module.parameters()]
+        numels.extend([sum(held), sum(one.ds_tensor.numel() for one in module.parameters())])
 
-    module = BuiltLate()
-    look = Look() if options["stage"] == 3 else None
+    callback = LambdaCallback(on_train_start=look) if options["stage"] == 3 else None
     torch.manual_seed(100 + dist.get_rank())
     strategy = DeepSpeedStrategy(**options)
-    quiet(strategy=strategy, seed=7, callbacks=look, precision=precision).fit(module, loader(40, 4))
-    return weights(module), numels
+    return trained(BuiltLate(), loader(40, 4), strategy=strategy, seed=7, callbacks=callback), numels
 
 
 def test_layers_built_in_configure_model() -> None:
@@ -666,7 +619,7 @@ def test_layers_built_in_configure_model() -> None:
     module.configure_model()
     reference = _by_hand(module)
     numel = sum(one.numel() for one in module.parameters())
-    cases = [(options, "32-true") for options in ({"stage": 2}, SPREAD, {**SPREAD, "meta": False})]
+    cases = [(options,) for options in ({"stage": 2}, SHARD_EVERYTHING, {**SHARD_EVERYTHING, "meta": False})]
     for found, numels in chain.from_iterable(on_ranks(each, 2, _built, *cases)):
         torch.testing.assert_close(found, reference, **TIGHT)
         if numels:
@@ -713,35 +666,21 @@ class StepsTwice(DeepRegression):
             optimizer.step()
 
 
-def _in_bf16(strategy: Any) -> Any:
-    module = StepsTwice()
-    quiet(strategy=DeepSpeedStrategy(**strategy) if strategy else "ddp", precision="bf16-mixed").fit(
-        module, loader(16, 4)
-    )
-    return weights(module)
+def _in_bf16(strategy: dict[str, Any] | None) -> torch.Tensor:
+    given = DeepSpeedStrategy(**strategy) if strategy else "ddp"
+    return trained(StepsTwice(), loader(16, 4), strategy=given, precision="bf16-mixed")
 
 
 def test_several_manual_steps_in_bf16_are_near_to_those_of_ddp() -> None:
     # I-02: the second forward uses the weights that the first step changed
-    for by_ddp, *found in on_ranks(each, 2, _in_bf16, (None,), ({"stage": 1},), ({"stage": 2},), (SPREAD,)):
+    cases = (None,), ({"stage": 1},), ({"stage": 2},), (SHARD_EVERYTHING,)
+    for by_ddp, *found in on_ranks(each, 2, _in_bf16, *cases):
         moved = (by_ddp - weights(StepsTwice())).norm()
         for actual in found:
             assert (actual - by_ddp).norm() < 0.05 * moved
 
 
-# Evaluation without training
-
-
-def _nothing_trains() -> str:
-    module = _with(lambda one: None)
-    with failing() as caught:
-        quiet(strategy=DeepSpeedStrategy(**SPREAD)).fit(module, loader(16, 4))
-    return caught["text"]
-
-
-def test_stage_3_without_an_optimizer_only_evaluates(together: dict[str, Any]) -> None:
-    for text in together["_nothing_trains"]:
-        assert "configure_optimizers returned None" in text
+# Outputs
 
 
 class MixedOutputs(DeepRegression):
@@ -755,22 +694,14 @@ class MixedOutputs(DeepRegression):
         return 1.0
 
 
-class KeepOutputs(Callback):
-    def __init__(self) -> None:
-        self.outputs: list[Any] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.outputs.append((outputs["number"], outputs["nothing"], outputs["batch"][0] is batch[0]))
-
-
 def _mixed_outputs() -> Any:
-    keep = KeepOutputs()
-    batches = DataLoader(TensorDataset(*data(16).tensors), batch_size=4)
-    quiet(strategy=DeepSpeedStrategy(**SPREAD), callbacks=keep).fit(MixedOutputs(), batches, loader(8, 4))
-    return keep.outputs
+    outputs: list[Any] = []
+    keep = LambdaCallback(on_train_batch_end=lambda trainer, module, output, *_: outputs.append(output))
+    quiet(strategy=DeepSpeedStrategy(**SHARD_EVERYTHING), callbacks=keep).fit(
+        MixedOutputs(), loader(16, 4), loader(8, 4)
+    )
+    return [(one["number"], one["nothing"]) for one in outputs]
 
 
-def test_outputs_of_every_kind(together: dict[str, Any]) -> None:
-    # C-05, for stage 3
-    for outputs in together["_mixed_outputs"]:
-        assert [one[:2] for one in outputs] == [(3.0, None)] * 2
+def test_outputs_of_every_kind() -> None:  # C-05, for stage 3
+    assert on_ranks(_mixed_outputs, 2) == [[(3.0, None)] * 2] * 2

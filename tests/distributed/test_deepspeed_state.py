@@ -1,80 +1,59 @@
-"""State under DeepSpeed, by plain names and in float32: rows E-08, E-11, F-01; access to whole parameters within a
+"""State under DeepSpeed, by plain names and in float32: rows E-08 and E-11; access to whole parameters within a
 run.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from fsdp_nets import DeepRegression, Tied
-from small_runs import TIGHT, Saver, about, each, failing, global_batches, loader, quiet, seeded, train_by_hand, weights
+from small_runs import (
+    SHARD_EVERYTHING,
+    STRATEGIES,
+    TIGHT,
+    each,
+    failing,
+    global_batches,
+    loader,
+    refusal,
+    seeded,
+    train_by_hand,
+    trained,
+    weights,
+)
 
-from drivetrain import Callback, Strategy
-from drivetrain._distributed.shards import ParameterShard, Span, cut
+from drivetrain import Callback
+from drivetrain._distributed.shards import (  # the form of a strategy's state has no public name
+    ParameterShard,
+    Span,
+    cut,
+)
 from drivetrain.callbacks import LambdaCallback
 from drivetrain.testing import assert_close_states
 from drivetrain_strategies import DeepSpeedStrategy
 from worlds import on_ranks
 
 ZERO = ("zero 1", "zero 2", "zero 3")
-OTHERS = ("ddp", "fsdp")
 
 
-def _strategy(name: str) -> str | Strategy:
-    if name == "zero 3":
-        return DeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=0)  # E-13
-    return DeepSpeedStrategy(stage=int(name[-1])) if name in ZERO else name
-
-
-def _save(folder: str, name: str, batch: int) -> None:
-    saver = Saver(f"{folder}/{name}")
-    quiet(strategy=_strategy(name), callbacks=saver).fit(DeepRegression(seeded(Tied)), loader(40, batch))
-
-
-def _resume(folder: str, source: str, target: str, batch: int) -> torch.Tensor:
-    module = DeepRegression(seeded(Tied))
-    quiet(strategy=_strategy(target), max_epochs=2).fit(module, loader(40, batch), ckpt_path=f"{folder}/{source}")
-    return weights(module)
-
-
-def _exchange(folder: str) -> dict[tuple[str, str], torch.Tensor]:
-    for name in (*ZERO, *OTHERS):
-        _save(folder, name, 4)
-    pairs = [(source, target) for source in ("single_device", *ZERO, *OTHERS) for target in ZERO]
-    pairs += [(source, target) for source in ZERO for target in OTHERS]
-    return {(source, target): _resume(folder, source, target, 4) for source, target in pairs}
-
-
-def test_a_run_moves_between_strategies(tmp_path: Path) -> None:
-    # E-08, F-01, B-07: weights and optimizer state continue as in the reference, for every pair of writer and reader
-    _save(str(tmp_path), "single_device", 8)
-    found, _ = on_ranks(_exchange, 2, str(tmp_path), timeout=150)
-    for name in ZERO:
-        found[name, "single_device"] = _resume(str(tmp_path), name, "single_device", 8)
-    module = DeepRegression(seeded(Tied))
-    optimizer = module.configure_optimizers()
-    module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
-    for _ in range(2):
-        train_by_hand(module, global_batches(40, 8))
-    for (source, target), actual in found.items():
-        torch.testing.assert_close(actual, weights(module), **TIGHT, msg=about((source, target)))
+def _tied() -> DeepRegression:
+    return DeepRegression(seeded(Tied))
 
 
 # State that a rank provides and loads
 
 
 def _shapes(stage: int) -> Any:
-    module = DeepRegression(seeded(Tied))
+    module = _tied()
     report: dict[str, Any] = {}
 
     class Look(Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
             # E-11: also before the first step
             report["empty"] = trainer.strategy.optimizer_state()["state"]
-            report["before"] = {name: _whole(value) for name, value in trainer.strategy.model_state().items()}
+            report["before"] = _wholes(trainer.strategy.model_state())
 
         def on_train_end(self, trainer: Any, module: Any) -> None:
             strategy = trainer.strategy
@@ -89,39 +68,32 @@ def _shapes(stage: int) -> Any:
                     assert value.region == regions[name]
                     assert isinstance(value.region, Span)
                     assert torch.equal(cut(value.full_tensor(), value.region), value.local)
-            report["held"] = sum(value.local.numel() for value in state.values() if isinstance(value, ParameterShard))
             report["moments"] = sum(values["exp_avg"].local.numel() for values in optimizer["state"].values())
-            report["after"] = {name: _whole(value) for name, value in state.items()}
-            report["state"] = {
-                name: {key: _whole(value) for key, value in values.items()}
-                for name, values in optimizer["state"].items()
-            }
+            report["after"] = _wholes(state)
+            report["state"] = {name: _wholes(values) for name, values in optimizer["state"].items()}
             # A rank's own regions are loaded without communication, and unchanged.
             strategy.load_model_state(state)
             strategy.load_optimizer_state(optimizer)
-            assert_close_states(
-                {name: _whole(value) for name, value in strategy.model_state().items()}, report["after"], atol=0, rtol=0
-            )
+            assert_close_states(_wholes(strategy.model_state()), report["after"], atol=0, rtol=0)
             wrong = {**state, "net.head.bias": torch.zeros(3)}
             for given in (wrong, {key: value for key, value in state.items() if key != "net.head.bias"}):
                 with failing() as caught:
                     strategy.load_model_state(given)
                 report.setdefault("texts", []).append(f"{caught['type']}: {caught['text']}")
 
-    options: dict[str, Any] = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
-    quiet(strategy=DeepSpeedStrategy(stage=stage, **options), callbacks=Look()).fit(module, loader(40, 4))
+    trained(module, loader(40, 4), strategy=STRATEGIES[f"zero {stage}"](), callbacks=Look())
     report["module"] = {name: value.clone() for name, value in module.state_dict().items()}
     return report
 
 
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, ParameterShard) else value
+def _wholes(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.full_tensor() if isinstance(value, ParameterShard) else value for name, value in state.items()}
 
 
 def test_state_by_plain_names() -> None:
     # E-08, E-11: full float32, each rank its part
     first, second = on_ranks(each, 2, _shapes, (1,), (2,), (3,))
-    reference = DeepRegression(seeded(Tied))
+    reference = _tied()
     before = {name: value.clone() for name, value in reference.state_dict().items()}
     optimizer = reference.configure_optimizers()
     reference.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
@@ -175,12 +147,11 @@ def _gathered(trainer: Any, write: bool = True) -> Any:
 
 
 def _averaged() -> dict[str, torch.Tensor]:
-    found = {}
-    for name in ("ddp", *ZERO):
-        module = DeepRegression()
-        quiet(strategy=_strategy(name), max_epochs=3, callbacks=Average()).fit(module, loader(40, 4))
-        found[name] = weights(module)
-    return found
+    settings: dict[str, Any] = {"max_epochs": 2, "callbacks": Average()}
+    return {
+        name: trained(DeepRegression(), loader(40, 4), strategy=STRATEGIES[name](), **settings)
+        for name in ("ddp", *ZERO)
+    }
 
 
 def test_writes_to_gathered_parameters_persist() -> None:
@@ -207,8 +178,8 @@ def _written_in_full() -> dict[str, torch.Tensor]:
         module = DeepRegression()
         module.configure_optimizers = partial(_still, module)  # type: ignore[method-assign]
         write_first = LambdaCallback(on_train_start=write)
-        quiet(strategy=_strategy(name), precision="bf16-mixed", callbacks=write_first).fit(module, loader(8, 4))
-        found[name] = weights(module)
+        settings: dict[str, Any] = {"precision": "bf16-mixed", "callbacks": write_first}
+        found[name] = trained(module, loader(8, 4), strategy=STRATEGIES[name](), **settings)
     return found
 
 
@@ -236,10 +207,9 @@ def _one_gathered() -> Any:
                 head.fill_(7.0)
         seen.append(head.numel())
 
-    strategy = DeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=0)
-    module = DeepRegression()
-    module.lr = 0.0
-    quiet(strategy=strategy, callbacks=LambdaCallback(on_train_start=look)).fit(module, loader(8, 4))
+    module = DeepRegression(lr=0.0)
+    strategy = DeepSpeedStrategy(**SHARD_EVERYTHING)
+    trained(module, loader(8, 4), strategy=strategy, callbacks=LambdaCallback(on_train_start=look))
     return seen, module.net.head.weight.detach().clone()
 
 
@@ -261,22 +231,14 @@ class Keeping(DeepRegression):
         return self.optimizer
 
 
-def _kept(stage: int) -> list[str]:
-    texts = []
-    module = Keeping()
-    for _ in range(2):
-        with failing() as caught:
-            quiet(strategy=DeepSpeedStrategy(stage=stage)).fit(module, loader(40, 4))
-        texts.append(caught["text"])
-    stepped = Keeping()
+def _train_again(stage: int) -> list[str]:
+    module, stepped = Keeping(), Keeping()
     stepped.loss(next(iter(loader(8, 8)))).backward()
     stepped.optimizer.step()
-    with failing() as caught:
-        quiet(strategy=DeepSpeedStrategy(stage=stage)).fit(stepped, loader(40, 4))
-    return [*texts, caught["text"]]
+    return [refusal(one, loader(40, 4), strategy=DeepSpeedStrategy(stage=stage)) for one in (module, module, stepped)]
 
 
 def test_an_optimizer_that_was_stepped_before_is_refused() -> None:
-    for _, again, stepped in on_ranks(each, 2, _kept, (2,), (3,))[0]:
+    for _, again, stepped in on_ranks(each, 2, _train_again, (2,), (3,))[0]:
         assert "build a new one in configure_optimizers" in again
         assert "AdamW has state" in stepped

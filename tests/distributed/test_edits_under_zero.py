@@ -8,67 +8,59 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import FEATURES, TIGHT, Regression, about, global_batches, loader, quiet, weights
-from torch import nn
+from small_runs import (
+    FEATURES,
+    SHARD_EVERYTHING,
+    TIGHT,
+    Regression,
+    about,
+    failing,
+    global_batches,
+    loader,
+    quiet,
+    refusal,
+    train_by_hand,
+    trained,
+    weights,
+)
 
 from drivetrain import Callback
-from drivetrain.errors import ConfigurationError
+from drivetrain.callbacks import LambdaCallback
 from drivetrain_strategies import DeepSpeedStrategy
 from worlds import DEEPSPEED, on_ranks, preload
 
 preload(*DEEPSPEED)
 
 SAMPLES, BATCH = 48, 8
-
 NOTHING_GATHERED = "stage 3, nothing stays gathered"
-SPREAD: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}
-
-STRATEGIES: dict[str, dict[str, Any]] = {
+ZERO: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2},
     "stage 3": {"stage": 3},
-    NOTHING_GATHERED: SPREAD,
+    NOTHING_GATHERED: SHARD_EVERYTHING,
     "stage 2, offloaded": {"stage": 2, "offload_optimizer": "cpu"},
     "stage 3, offloaded": {"stage": 3, "offload_optimizer": "cpu"},
 }
+WHOLE = [name for name in ZERO if name != NOTHING_GATHERED]
+"""Strategies under which hooks find whole weights."""
 
 
-def _by_hand(
-    module: Regression,
-    gradients: Callable[[Any], None] | None = None,
-    edited: Callable[[Any], None] | None = None,
-    starts: Callable[[Any], None] | None = None,
-    batches: Any = None,
-    max_norm: float | None = None,
-) -> torch.Tensor:
-    """Train on whole batches in a loop that edits gradients before each step, and weights around it."""
-    optimizer = module.configure_optimizers()
-    for batch in batches or loader(SAMPLES, BATCH):
-        if starts is not None:
-            starts(module)
-        optimizer.zero_grad()
-        module.loss(batch).backward()
-        if gradients is not None:
-            gradients(module.parameters())
-        if max_norm is not None:
-            nn.utils.clip_grad_norm_(module.parameters(), max_norm)
-        optimizer.step()
-        if edited is not None:
-            edited(module)
-    return weights(module)
-
-
-def _attempt(module: Any, strategy: dict[str, Any], options: dict[str, Any]) -> torch.Tensor | str:
+def _attempt(build: Callable[[], Any], strategy: dict[str, Any], options: dict[str, Any]) -> torch.Tensor | str:
     """Train on two ranks; return the trained weights, or the text of the error."""
-    try:
-        quiet(strategy=DeepSpeedStrategy(**strategy), **options).fit(module, loader(SAMPLES, BATCH // 2))
-    except ConfigurationError as error:
-        return str(error)
-    return weights(module)
+    with failing() as error:
+        return trained(build(), loader(SAMPLES, BATCH // 2), strategy=DeepSpeedStrategy(**strategy), **options)
+    return f"{error['type']}: {error['text']}"
 
 
 def _attempts(cases: list[tuple[Callable[[], Any], dict[str, Any], dict[str, Any]]]) -> list[Any]:
-    return [_attempt(build(), strategy, options) for build, strategy, options in cases]
+    return [_attempt(*case) for case in cases]
+
+
+def _results(*cases: tuple[Callable[[], Any], str], **options: Any) -> list[tuple[str, Any]]:
+    """Train each module under a strategy of `ZERO`; return rank 0's results, each with its name."""
+    attempts = [(build, ZERO[strategy], options) for build, strategy in cases]
+    found = on_ranks(_attempts, 2, attempts, timeout=240)[0]
+    return [(f"{getattr(build, '__name__', '')}, {name}", one) for (build, name), one in zip(cases, found, strict=True)]
 
 
 def _assert_same(found: Any, wanted: torch.Tensor, what: str) -> None:
@@ -76,42 +68,58 @@ def _assert_same(found: Any, wanted: torch.Tensor, what: str) -> None:
     torch.testing.assert_close(found, wanted, **TIGHT, msg=about(what))
 
 
+def _by_hand(module: Any, window: int = 1, before_step: Any = None, after_step: Any = None, before: Any = None) -> Any:
+    """Train on whole batches; the functions edit the module before and after the optimizer's step, and before the loss.
+
+    Written by hand: programs of the oracle write once, and only the head.
+    """
+    optimizer = module.configure_optimizers()
+    for number, batch in enumerate(global_batches(SAMPLES, window * BATCH)):
+        if before is not None:
+            before(module, number)
+        optimizer.zero_grad()
+        module.loss(batch).backward()
+        if before_step is not None:
+            before_step(module)
+        optimizer.step()
+        if after_step is not None:
+            after_step(module)
+    return weights(module)
+
+
 # Gradients
 
 
-def _squash(parameters: Any) -> None:
+def _squash(module: Any) -> None:
     """Edit gradients in a way that is wrong for this rank's part of a sum over the ranks."""
-    for parameter in parameters:
+    for parameter in module.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(3).clamp_(-0.2, 0.2)
 
 
+def _squash_and_clip(module: Any) -> None:
+    _squash(module)
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+
+
 class InPlace(Regression):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        _squash(self.parameters())
-
-
-class Rebound(Regression):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for parameter in self.parameters():
-            assert parameter.grad is not None
-            parameter.grad = (parameter.grad * 3).clamp(-0.2, 0.2)
+        _squash(self)
 
 
 class FromTheGroups(Regression):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for group in optimizer.param_groups:
-            _squash(group["params"])
+            for parameter in group["params"]:
+                parameter.grad = (parameter.grad * 3).clamp(-0.2, 0.2)
 
 
 class AfterBackward(Regression):
     def on_after_backward(self) -> None:
-        _squash(self.parameters())
+        _squash(self)
 
 
-class ByHand(Regression):
-    """Trains with manual optimization."""
-
+class Manual(InPlace):
     automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -120,55 +128,44 @@ class ByHand(Regression):
         self.manual_backward(self.loss(batch))
         optimizer.step()
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        _squash(self.parameters())
-
-
-class Squashing(Callback):
-    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        _squash(module.parameters())
-
 
 class WithCallback(Regression):
     def configure_callbacks(self) -> Any:
-        return [Squashing()]
-
-
-EDITS_OF_GRADIENTS: tuple[type[Regression], ...] = (
-    InPlace,
-    Rebound,
-    FromTheGroups,
-    AfterBackward,
-    ByHand,
-    WithCallback,
-)
+        return [LambdaCallback(on_before_optimizer_step=lambda trainer, module, optimizer: _squash(module))]
 
 
 def test_gradients_that_a_hook_edits_are_those_of_the_step() -> None:  # S-09
-    cases = [(edit, "stage 2") for edit in EDITS_OF_GRADIENTS]
-    cases += [(edit, NOTHING_GATHERED) for edit in (Rebound, FromTheGroups, AfterBackward)]
-    cases += [(InPlace, strategy) for strategy in STRATEGIES]
-    attempts: list[Any] = [(edit, STRATEGIES[strategy], {}) for edit, strategy in cases]
-    attempts += [(InPlace, STRATEGIES[strategy], {"gradient_clip_val": 0.1}) for strategy in STRATEGIES]
-    found = on_ranks(_attempts, 2, attempts, timeout=240)[0]
-    wanted, clipped = _by_hand(Regression(), _squash), _by_hand(Regression(), _squash, max_norm=0.1)
-    for (edit, strategy), one in zip(cases, found, strict=False):
-        _assert_same(one, wanted, f"{edit.__name__}, {strategy}")
-    for strategy, one in zip(STRATEGIES, found[len(cases) :], strict=True):
-        _assert_same(one, clipped, f"clipped, {strategy}")
+    cases: list[Any] = [(InPlace, name) for name in ZERO]
+    cases += [(edit, "stage 2") for edit in (FromTheGroups, AfterBackward, Manual, WithCallback)]
+    cases += [(edit, NOTHING_GATHERED) for edit in (FromTheGroups, AfterBackward)]
+    wanted = _by_hand(Regression(), before_step=_squash)
+    for name, found in _results(*cases):
+        _assert_same(found, wanted, name)
+    clipped = _by_hand(Regression(), before_step=_squash_and_clip)
+    for name, found in _results(*((InPlace, name) for name in ZERO), gradient_clip_val=0.1):
+        _assert_same(found, clipped, f"clipped, {name}")
 
 
 def test_gradients_of_a_window_are_edited_once_it_is_complete() -> None:  # S-09
-    settings = {"accumulate_grad_batches": 2}
-    attempts = [(edit, STRATEGIES["stage 2"], settings) for edit in (InPlace, AfterBackward)]
-    edited, refused = on_ranks(_attempts, 2, attempts)[0]
-    batches = global_batches(SAMPLES, 2 * BATCH)
-    _assert_same(edited, _by_hand(Regression(), _squash, batches=batches), "a window of two batches")
+    results = _results((InPlace, "stage 2"), (AfterBackward, "stage 2"), accumulate_grad_batches=2)
+    (_, edited), (_, refused) = results
+    _assert_same(edited, _by_hand(Regression(), window=2, before_step=_squash), "a window of two batches")
     assert "the gradient of 'net.0.weight'" in refused
     assert "on_before_optimizer_step" in refused
 
 
 # Weights
+
+
+@torch.no_grad()
+def _clamp(module: Any, *_: Any) -> None:
+    for parameter in module.parameters():
+        parameter.clamp_(-0.2, 0.2)
+
+
+def _assign_clamped(module: Any) -> None:
+    for parameter in module.parameters():
+        parameter.data = parameter.data.clamp(-0.2, 0.2)
 
 
 class ClampsData(Regression):
@@ -179,25 +176,97 @@ class ClampsData(Regression):
 
 class AssignsData(Regression):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        for parameter in self.parameters():
-            parameter.data = parameter.data.clamp(-0.2, 0.2)
+        _assign_clamped(self)
 
 
 class ClampsInStep(Regression):
     """Clamps its weights at the beginning of the step, from the second step on."""
 
+    edit = staticmethod(_clamp)
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx:
-            _clamp(self)
+            self.edit(self)
         return super().training_step(batch, batch_idx)
 
 
-class AssignsInStep(Regression):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx:
-            for parameter in self.parameters():
-                parameter.data = parameter.data.clamp(-0.2, 0.2)
-        return super().training_step(batch, batch_idx)
+class AssignsInStep(ClampsInStep):
+    edit = staticmethod(_assign_clamped)
+
+
+class ClampsAtTheEnd(Callback):
+    @torch.no_grad()
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        for parameter in module.parameters():
+            parameter.clamp_(-0.1, 0.1)
+
+
+def test_weights_that_a_hook_writes_are_those_of_the_next_step() -> None:  # S-09
+    clamped_after = _by_hand(Regression(), after_step=_clamp)
+    wanted = {ClampsData: clamped_after, AssignsData: _by_hand(Regression(), before=_clamp)}
+    for edit, expected in wanted.items():
+        for name, found in _results(*((edit, strategy) for strategy in WHOLE)):
+            _assert_same(found, expected, name)
+    for name, found in _results(*((ClampsData, strategy) for strategy in WHOLE), callbacks=[ClampsAtTheEnd()]):
+        _assert_same(found, clamped_after.clamp(-0.1, 0.1), f"clamped at the end, {name}")
+
+
+def test_weights_that_a_step_writes_are_those_of_its_optimizer_step() -> None:  # S-09
+    wanted = _by_hand(Regression(), before=lambda module, number: _clamp(module) if number else None)
+    for name, found in _results(*((kind, f"stage {at}") for kind in (ClampsInStep, AssignsInStep) for at in (1, 2))):
+        _assert_same(found, wanted, name)
+
+
+class ClampsAndSaves(ClampsData):
+    """Keeps the weights of a checkpoint that is written after the edit."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        state = [_whole(value).flatten() for value in self.trainer.strategy.model_state().values()]
+        self.saved = torch.cat(state)
+
+
+def _whole(value: Any) -> torch.Tensor:
+    whole: torch.Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return whole.detach().clone()
+
+
+def _saved_and_trained(stage: int) -> tuple[torch.Tensor, torch.Tensor]:
+    module = ClampsAndSaves()
+    return trained(module, loader(SAMPLES, BATCH // 2), strategy=DeepSpeedStrategy(stage=stage)), module.saved
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_checkpoint_holds_weights_that_a_hook_wrote(stage: int) -> None:  # S-09
+    assert torch.equal(*on_ranks(_saved_and_trained, 2, stage)[0])
+
+
+class WritesNothing(Regression):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.net[0].weight.data.mul_(1.0)
+
+
+class ClampsAtTheStart(Regression):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        _clamp(self)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        pytest.param(Regression, WritesNothing, id="master weights stay as exact as they were"),
+        pytest.param(ClampsAtTheStart, AssignsData, id="a hook assigns"),
+        pytest.param(ClampsInStep, AssignsInStep, id="a step assigns"),
+    ],
+)
+def test_half_precision_trains_on_from_what_was_written(one: Any, other: Any) -> None:  # S-09
+    cases = [(kind, f"stage {stage}") for stage in (1, 2) for kind in (one, other)]
+    found = [actual for _, actual in _results(*cases, precision="bf16-mixed")]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[2], found[3])
+
+
+# Values of parameters that stage 3 has partitioned
 
 
 class WritesBeforeTheStep(Regression):
@@ -210,118 +279,18 @@ class ReadsAfterBackward(Regression):
         self.log("norm", self.net[0].weight.detach().norm())
 
 
-class ClampsAtTheEnd(Callback):
-    @torch.no_grad()
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        for parameter in module.parameters():
-            parameter.clamp_(-0.1, 0.1)
+class LogsANorm(Regression):
+    def on_train_epoch_end(self) -> None:
+        self.log("norm", self.net[0].weight.norm())
 
 
-class ClampsAndSaves(ClampsData):
-    """Gives the weights of a checkpoint that is written after the edit to the module that is compared."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_end(outputs, batch, batch_idx)
-        state = {name: _whole(value) for name, value in self.trainer.strategy.model_state().items()}
-        self.saved = torch.cat([value.flatten() for value in state.values()])
-
-
-def _whole(value: Any) -> torch.Tensor:
-    whole: torch.Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return whole.detach().clone()
-
-
-@torch.no_grad()
-def _clamp(module: Any, limit: float = 0.2) -> None:
-    for parameter in module.parameters():
-        parameter.clamp_(-limit, limit)
-
-
-def test_weights_that_a_hook_writes_are_those_of_the_next_step() -> None:  # S-09
-    held = [name for name in STRATEGIES if name != NOTHING_GATHERED]
-    cases = [(edit, strategy) for edit in (ClampsData, AssignsData) for strategy in held]
-    attempts: list[Any] = [(edit, STRATEGIES[strategy], {}) for edit, strategy in cases]
-    last = {"callbacks": [ClampsAtTheEnd()]}
-    attempts += [(ClampsData, STRATEGIES[strategy], last) for strategy in held]
-    found = on_ranks(_attempts, 2, attempts, timeout=240)[0]
-    wanted = {ClampsData: _by_hand(Regression(), edited=_clamp), AssignsData: _by_hand(Regression(), starts=_clamp)}
-    for (edit, strategy), one in zip(cases, found, strict=False):
-        _assert_same(one, wanted[edit], f"{edit.__name__}, {strategy}")
-    for strategy, one in zip(held, found[len(cases) :], strict=True):
-        _assert_same(one, wanted[ClampsData].clamp(-0.1, 0.1), f"clamped at the end, {strategy}")
-
-
-def test_weights_that_a_step_writes_are_those_of_its_optimizer_step() -> None:  # S-09: 0.2 to 0.5 off
-    stages = ["stage 1", "stage 2"]
-    attempts: list[Any] = [
-        (kind, {"stage": int(stage[-1])}, {}) for kind in (ClampsInStep, AssignsInStep) for stage in stages
-    ]
-    module = Regression()
-    optimizer = module.configure_optimizers()
-    for number, batch in enumerate(global_batches(SAMPLES, BATCH)):
-        if number:
-            _clamp(module)
-        optimizer.zero_grad()
-        module.loss(batch).backward()
-        optimizer.step()
-    for attempt, found in zip(attempts, on_ranks(_attempts, 2, attempts)[0], strict=True):
-        _assert_same(found, weights(module), str(attempt))
-
-
-def _saved_and_trained(strategy: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    module = ClampsAndSaves()
-    return _attempt(module, strategy, {}), module.saved  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("strategy", ["stage 2", "stage 3"])
-def test_a_checkpoint_holds_weights_that_a_hook_wrote(strategy: str) -> None:  # S-09
-    trained, saved = on_ranks(_saved_and_trained, 2, STRATEGIES[strategy])[0]
-    assert torch.equal(trained, saved)
-
-
-def test_half_precision_keeps_master_weights_that_a_hook_did_not_change() -> None:  # S-09
-    """A hook that writes nothing leaves the master weights as exact as they were."""
-    settings = {"precision": "bf16-mixed"}
-    attempts = [(kind, STRATEGIES["stage 2"], settings) for kind in (Regression, WritesNothing)]
-    plain, watched = on_ranks(_attempts, 2, attempts)[0]
-    assert torch.equal(plain, watched)
-
-
-class ClampsAtTheStart(Regression):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        _clamp(self)
-
-
-def test_half_precision_trains_on_from_weights_that_were_assigned() -> None:  # S-09: 0.1 off at stage 1
-    settings = {"precision": "bf16-mixed"}
-    pairs = [(ClampsAtTheStart, AssignsData), (ClampsInStep, AssignsInStep)]
-    attempts: list[Any] = [
-        (kind, {"stage": stage}, settings)
-        for stage in (1, 2)
-        for in_place, assigned in pairs
-        for kind in (in_place, assigned)
-    ]
-    found = on_ranks(_attempts, 2, attempts)[0]
-    for in_place, assigned in zip(found[::2], found[1::2], strict=True):
-        assert torch.equal(in_place, assigned)
-
-
-class WritesNothing(Regression):
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.net[0].weight.data.mul_(1.0)
-
-
-# Values of parameters that stage 3 has partitioned
-
-
-def test_a_hook_that_writes_partitioned_weights_is_refused_by_name() -> None:  # S-07, S-09
-    attempts: list[Any] = [(edit, SPREAD, {}) for edit in (ClampsData, AssignsData)]
-    attempts.append((Regression, SPREAD, {"callbacks": [ClampsAtTheEnd()]}))
-    attempts += [(kind, SPREAD, {}) for kind in (WritesBeforeTheStep, ReadsAfterBackward)]
-    for found in on_ranks(_attempts, 2, attempts)[0]:
-        assert isinstance(found, str)
-        assert "'net.0.weight' is partitioned" in found
-        assert "gathered(" in found
+def test_a_hook_that_touches_partitioned_weights_is_refused_by_name() -> None:  # S-07, S-09
+    kinds = (ClampsData, AssignsData, WritesBeforeTheStep, ReadsAfterBackward, LogsANorm)
+    found = _results(*((kind, NOTHING_GATHERED) for kind in kinds))
+    for name, text in [*found, *_results((Regression, NOTHING_GATHERED), callbacks=[ClampsAtTheEnd()])]:
+        assert isinstance(text, str), name
+        assert "'net.0.weight' is partitioned" in text, name
+        assert "gathered(" in text, name
 
 
 class Reads(Regression):
@@ -329,51 +298,45 @@ class Reads(Regression):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         weight = self.net[0].weight
-        self.shape, self.elements = weight.shape, sum(parameter.numel() for parameter in self.parameters())
-        self.size = weight.size(0), weight.size(), weight.dim(), len(weight)
+        self.elements = sum(parameter.numel() for parameter in self.parameters())
+        self.sizes = tuple(weight.shape), weight.size(0), tuple(weight.size()), weight.dim(), len(weight)
         strategy: Any = self.trainer.strategy
         with strategy.gathered(weight, write=False):
             self.norm = float(weight.norm())
 
 
-class Norms(Regression):
-    def on_train_epoch_end(self) -> None:
-        self.log("norm", self.net[0].weight.norm())
-
-
 def _reading() -> Any:
     module = Reads()
-    quiet(strategy=DeepSpeedStrategy(**SPREAD)).fit(module, loader(SAMPLES, BATCH // 2))
-    return module.shape, module.elements, module.size, module.norm, float(module.net[0].weight.norm())
+    trained(module, loader(SAMPLES, BATCH // 2), strategy=DeepSpeedStrategy(**SHARD_EVERYTHING))
+    return module.elements, module.sizes, module.norm, float(module.net[0].weight.norm())
 
 
 def test_hooks_find_the_shapes_of_partitioned_weights_and_gather_their_values() -> None:  # S-07
-    shape, elements, size, norm, wanted = on_ranks(_reading, 2)[0]
-    assert tuple(shape) == (8, FEATURES)
-    assert size == (8, torch.Size((8, FEATURES)), 2, 8)
+    elements, sizes, norm, wanted = on_ranks(_reading, 2)[0]
+    assert sizes == ((8, FEATURES), 8, (8, FEATURES), 2, 8)
     assert elements == sum(parameter.numel() for parameter in Regression().parameters())
     assert norm == pytest.approx(wanted)
 
 
-class Penalised(Regression):
-    """Adds an L2 penalty, before or after the forward of the layers."""
-
-    before = False
+class Penalized(Regression):
+    """Adds an L2 penalty of all weights, after the forward of the layers."""
 
     def loss(self, batch: Any) -> torch.Tensor:
-        penalty = self.penalty() if self.before else None
-        loss = super().loss(batch)
-        return loss + 0.5 * (self.penalty() if penalty is None else penalty)
+        return super().loss(batch) + 0.5 * self.penalty()
 
     def penalty(self) -> torch.Tensor:
         return torch.stack([parameter.square().sum() for parameter in self.parameters()]).sum()
 
 
-class PenalisedBefore(Penalised):
-    before = True
+class PenalizedBefore(Penalized):
+    """The same before the forward."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        penalty = self.penalty()
+        return Regression.loss(self, batch) + 0.5 * penalty
 
 
-class PenalisedInTurn(Penalised):
+class InTurn(Penalized):
     """Penalizes another parameter in each step, also after DeepSpeed has recorded the order of its gathers."""
 
     turn = -1
@@ -383,11 +346,11 @@ class PenalisedInTurn(Penalised):
         return list(self.parameters())[self.turn % 4].square().sum()
 
 
-class PenalisedInTurnBefore(PenalisedInTurn):
-    before = True
+class InTurnBefore(InTurn, PenalizedBefore):
+    pass
 
 
-class PenalisedAndValidated(PenalisedBefore):
+class PenalizedAndValidated(PenalizedBefore):
     """Reads in validation a parameter that training does not read outside of its layer."""
 
     def penalty(self) -> torch.Tensor:
@@ -401,15 +364,11 @@ class PenalisedAndValidated(PenalisedBefore):
 
 
 def test_a_penalty_over_partitioned_weights_has_the_value_and_gradient_of_the_whole() -> None:  # S-07
-    kinds = (Penalised, PenalisedBefore)
-    cases = [(kind, strategy) for kind in kinds for strategy in ("stage 2", "stage 3", NOTHING_GATHERED)]
-    cases += [(kind, NOTHING_GATHERED) for kind in (PenalisedInTurn, PenalisedInTurnBefore, PenalisedAndValidated)]
-    attempts: list[Any] = [(kind, STRATEGIES[strategy], {"val_check_interval": 2}) for kind, strategy in cases]
-    attempts.append((Norms, SPREAD, {}))
-    *found, refused = on_ranks(_attempts, 2, attempts, timeout=120)[0]
-    for (kind, strategy), one in zip(cases, found, strict=True):
-        _assert_same(one, _by_hand(kind()), f"{kind.__name__}, {strategy}")
-    assert "'net.0.weight' is partitioned" in refused
+    cases: list[Any] = [(Penalized, "stage 2"), (PenalizedBefore, "stage 3")]
+    kinds = (Penalized, PenalizedBefore, InTurn, InTurnBefore, PenalizedAndValidated)
+    cases += [(kind, NOTHING_GATHERED) for kind in kinds]
+    for (kind, _), (name, found) in zip(cases, _results(*cases, val_check_interval=2), strict=True):
+        _assert_same(found, weights(train_by_hand(kind(), global_batches(SAMPLES, BATCH))), name)
 
 
 class Measured(Regression):
@@ -427,14 +386,14 @@ class Measured(Regression):
 
 def _measuring() -> Any:
     module = Measured()
-    strategy = DeepSpeedStrategy(**SPREAD, stage3_prefetch_bucket_size=0, stage3_max_reuse_distance=0)
-    quiet(strategy=strategy).fit(module, loader(SAMPLES, BATCH // 2))
+    options = {**SHARD_EVERYTHING, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+    trained(module, loader(SAMPLES, BATCH // 2), strategy=DeepSpeedStrategy(**options))
     return module.norm, module.most
 
 
 def test_a_parameter_that_a_step_reads_without_gradients_does_not_stay_gathered() -> None:  # S-07
-    module = Regression()
-    _by_hand(module, batches=list(loader(SAMPLES, BATCH))[:-1])  # the last norm is read before the last step
+    before_the_last_step = global_batches(SAMPLES, BATCH)[:-1]
+    module = train_by_hand(Regression(), before_the_last_step)
     norm, most = on_ranks(_measuring, 2)[0]
     assert norm == pytest.approx(float(sum(parameter.detach().norm() for parameter in module.parameters())))
     assert most == 0
@@ -473,18 +432,17 @@ class Swapped(Regression):
 
 
 def _validated(strategy: dict[str, Any]) -> tuple[float, torch.Tensor]:
-    config = {"zero_allow_untested_optimizer": True}
-    trainer = quiet(strategy=DeepSpeedStrategy(**strategy, config=config))
-    module = Swapped()
-    trainer.fit(module, loader(SAMPLES, BATCH // 2), loader(SAMPLES, BATCH // 2))
+    given = DeepSpeedStrategy(**strategy, config={"zero_allow_untested_optimizer": True})
+    module, batches, trainer = Swapped(), loader(SAMPLES, BATCH // 2), quiet(strategy=given)
+    trainer.fit(module, batches, batches)
     return float(trainer.callback_metrics["val"]), weights(module)
 
 
-@pytest.mark.parametrize("strategy", ["stage 2", "stage 3", NOTHING_GATHERED])
-def test_validation_sees_the_weights_that_the_eval_of_an_optimizer_wrote(strategy: str) -> None:  # S-09
-    value, trained = on_ranks(_validated, 2, STRATEGIES[strategy])[0]
-    module = Swapped()
-    torch.testing.assert_close(trained, _by_hand(module), **TIGHT)
+@pytest.mark.parametrize("strategy", ["stage 2", NOTHING_GATHERED])
+def test_validation_sees_the_weights_that_an_optimizer_swapped_in(strategy: str) -> None:  # S-09
+    value, found = on_ranks(_validated, 2, ZERO[strategy])[0]
+    module = train_by_hand(Swapped(), global_batches(SAMPLES, BATCH))
+    torch.testing.assert_close(found, weights(module), **TIGHT)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.mul_(0.5)
@@ -527,12 +485,11 @@ class Marked(Regression):
 
 @pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_and_attributes_of_parameters_of_configure_model_stay(hook: str) -> None:  # S-08
-    cases: list[Any] = [(partial(Marked, hook), strategy, {}) for strategy in STRATEGIES.values()]
-    wanted = Marked(hook)
-    wanted.configure_model()
-    expected = _by_hand(wanted)
-    for strategy, found in zip(STRATEGIES, on_ranks(_attempts, 2, cases, timeout=120)[0], strict=True):
-        _assert_same(found, expected, f"{hook}, {strategy}")
+    module = Marked(hook)
+    module.configure_model()
+    expected = weights(train_by_hand(module, global_batches(SAMPLES, BATCH)))
+    for name, found in _results(*((partial(Marked, hook), strategy) for strategy in ZERO)):
+        _assert_same(found, expected, name)
 
 
 class Mistaken(Regression):
@@ -540,16 +497,12 @@ class Mistaken(Regression):
         return (self.net(batch[0]) @ torch.ones(3, 3)).mean()
 
 
-def _raised(strategy: dict[str, Any]) -> tuple[str, str]:
-    try:
-        quiet(strategy=DeepSpeedStrategy(**strategy)).fit(Mistaken(), loader(SAMPLES, BATCH // 2))
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
+def _mistaken(strategy: dict[str, Any]) -> str:
+    return refusal(Mistaken(), loader(SAMPLES, BATCH // 2), strategy=DeepSpeedStrategy(**strategy))
 
 
-@pytest.mark.parametrize("strategy", ["stage 2", "stage 3", NOTHING_GATHERED])
+@pytest.mark.parametrize("strategy", ["stage 2", NOTHING_GATHERED])
 def test_a_mistake_in_training_step_is_raised_as_it_is(strategy: str) -> None:  # S-12
-    kind, text = on_ranks(_raised, 2, STRATEGIES[strategy])[0]
-    assert kind == "RuntimeError"
+    text = on_ranks(_mistaken, 2, ZERO[strategy])[0]
+    assert text.startswith("RuntimeError")
     assert "shapes cannot be multiplied" in text

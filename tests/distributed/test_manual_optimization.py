@@ -1,124 +1,83 @@
-"""Manual optimization and closures equal the hand-written loop, under every strategy and mixed precision."""
+"""Manual optimization and closures under every strategy and mixed precision."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from manual_programs import (
-    BATCH,
-    SAMPLES,
-    SCALE,
-    Adding,
-    Gan,
-    Quasi,
-    Sam,
-    Searched,
-    SearchedByHand,
-    Sharp,
-    SharpByHand,
-    Untoggled,
-    Wasserstein,
-)
-from small_runs import FEATURES, each, failing, loader, quiet, seeded, weights
+from small_runs import FEATURES, Regression, each, loader, quiet, refusal, seeded
 from torch import nn
-from torch.amp import GradScaler
 
-from drivetrain.precision import MixedPrecision
+from drivetrain import TrainModule
 from drivetrain_strategies import DDPStrategy
+from oracle.check import check
+from oracle.program import Data, Optimizer, Program, Turn
 from worlds import on_ranks
 
-# fp16 does not support closures, because every evaluation may overflow separately.
-PROGRAMS = [
-    (kind, precision)
-    for kinds, precisions in (
-        ((Gan,), ("32-true",)),
-        ((Gan, Untoggled, Wasserstein), ("bf16-mixed", "16-mixed")),
-        ((Adding,), ("16-mixed",)),
-        ((Quasi, Sharp, SharpByHand, Searched, SearchedByHand), ("32-true", "bf16-mixed")),
-    )
-    for kind in kinds
-    for precision in precisions
-]
+TWO = (Optimizer(of="body"), Optimizer("momentum", of="head"))
+PROGRAMS = {
+    # I-02, B-13, B-15
+    "two optimizers in turn": Program(
+        optimizers=TWO, manual=(Turn(1, toggles=True), Turn(toggles=True)), precision="32-true"
+    ),
+    "without toggles, bf16": Program(optimizers=TWO, manual=(Turn(1), Turn()), precision="bf16-mixed"),
+    "several steps, clipped twice, fp16": Program(
+        optimizers=TWO, manual=(Turn(1, repeats=3, clips=2, toggles=True), Turn(toggles=True)), precision="16-mixed"
+    ),
+    # I-06, B-16. fp16 does not support closures, because every evaluation may overflow separately.
+    "LBFGS by hand": Program(optimizers=(Optimizer("lbfgs"),), manual=(Turn(closure=True),)),
+    "SAM": Program(optimizers=(Optimizer("sam"),)),
+    "SAM, bf16": Program(optimizers=(Optimizer("sam"),), precision="bf16-mixed"),
+    "SAM by hand, bf16": Program(optimizers=(Optimizer("sam"),), manual=(Turn(closure=True),), precision="bf16-mixed"),
+}
 
 
-def _trained(kind: Any, precision: str, strategy: str, ranks: int) -> torch.Tensor | dict[str, str]:
-    module = kind()
-    how = (
-        MixedPrecision(precision, "cpu", GradScaler("cpu", init_scale=SCALE)) if precision == "16-mixed" else precision
-    )
-    with failing() as failed:
-        quiet(strategy=strategy, precision=how).fit(module, loader(SAMPLES, BATCH // ranks))
-        return weights(module)
-    return failed
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+@pytest.mark.parametrize(("strategy", "ranks"), [("single_device", 1), ("ddp", 2), ("fsdp", 2)])
+def test_programs_equal_the_oracle(strategy: str, ranks: int, program: Program) -> None:  # I-02, I-06
+    assert not check(replace(program, strategy=strategy, ranks=ranks, data=Data(samples=12)))
 
 
-def _trained_on_ranks(strategy: str) -> list[Any]:
-    return each(_trained, *((kind, precision, strategy, 2) for kind, precision in PROGRAMS))
+class TwoPlayers(TrainModule):
+    """A network in two parts, whose optimizers take turns."""
 
-
-@pytest.fixture(scope="module", params=["single_device", "ddp", "fsdp"])
-def runs(request: pytest.FixtureRequest) -> tuple[int, list[list[Any]]]:
-    """Return the number of ranks, and each rank's weights after each program."""
-    if request.param == "single_device":
-        return 1, [each(_trained, *((kind, precision, request.param, 1) for kind, precision in PROGRAMS))]
-    return 2, on_ranks(_trained_on_ranks, 2, request.param, process_group=None, timeout=150)
-
-
-@pytest.mark.parametrize("number", range(len(PROGRAMS)), ids=[f"{kind.__name__}-{how}" for kind, how in PROGRAMS])
-def test_manual_optimization_equals_the_hand_written_loop(runs: tuple[int, list[list[Any]]], number: int) -> None:
-    # I-02, I-06, B-13, B-15, B-16
-    ranks, found = runs
-    kind, precision = PROGRAMS[number]
-    before, expected = weights(kind()), weights(kind().by_hand(ranks, precision))
-    assert (expected - before).abs().max() > 0.05  # training has changed the weights
-    for trained in found:
-        assert isinstance(trained[number], torch.Tensor), trained[number]
-        torch.testing.assert_close(trained[number], expected, atol=1e-6, rtol=1e-5)
-
-
-class Normalised(Gan):
-    """Has buffers that depend on a rank's own data; records the buffers at the start of each step."""
+    automatic_optimization = False
 
     def __init__(self) -> None:
         super().__init__()
         self.maker = seeded(lambda: nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES)))
-        self.begun_with: list[torch.Tensor] = []
+        self.critic = seeded(lambda: nn.Linear(FEATURES, 1))
+        self.buffers_at_start: list[torch.Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.begun_with.append(torch.cat([one.detach().float().flatten() for one in self.buffers()]).clone())
-        super().training_step(batch, batch_idx)
+        self.buffers_at_start.append(torch.cat([one.detach().float().flatten() for one in self.buffers()]).clone())
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.critic(self.maker(batch[0])).mean())
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.5) for part in (self.maker, self.critic)]
 
 
-class Thawing(Normalised):
+class Thawing(TwoPlayers):
     """Changes its trainable parameters between steps, so that DDP is rebuilt (I-03)."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        for parameter in self.critic.parameters():
-            parameter.requires_grad_(batch_idx % 2 == 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.begun_with.append(torch.cat([one.detach().float().flatten() for one in self.buffers()]).clone())
-        for_maker, _ = self.optimizers()
-        for_maker.zero_grad()
-        self.manual_backward(self.maker_loss(*batch))
-        for_maker.step()
+        self.critic.requires_grad_(batch_idx % 2 == 1)
 
 
-def _buffers(kind: type[Normalised], broadcast: bool | None) -> torch.Tensor:
+def _buffers(kind: type[TwoPlayers], broadcast: bool | None) -> torch.Tensor:
     module = kind()
-    quiet(strategy=DDPStrategy(broadcast_buffers=broadcast)).fit(module, loader(SAMPLES, BATCH // 2))
-    return torch.stack(module.begun_with)
+    quiet(strategy=DDPStrategy(broadcast_buffers=broadcast)).fit(module, loader(24, 4))
+    return torch.stack(module.buffers_at_start)
 
 
-def _all_buffers() -> list[torch.Tensor]:
-    return each(_buffers, (Normalised, True), (Normalised, None), (Thawing, True), (Normalised, False))
-
-
-def test_ddp_broadcasts_buffers_in_manual_optimization() -> None:
-    # I-02, C-03
-    first, second = on_ranks(_all_buffers, 2, process_group=None)
+def test_ddp_broadcasts_buffers_in_manual_optimization() -> None:  # I-02, C-03
+    cases = (TwoPlayers, True), (TwoPlayers, None), (Thawing, True), (TwoPlayers, False)
+    first, second = on_ranks(each, 2, _buffers, *cases, process_group=None)
     for own, others in list(zip(first, second, strict=True))[:3]:
         assert len(own.unique(dim=0)) == len(own)  # buffers change
         assert torch.equal(own, others)
@@ -127,51 +86,41 @@ def test_ddp_broadcasts_buffers_in_manual_optimization() -> None:
         assert torch.equal(first[0], one)
 
 
-class Forgetful(Gan):
-    """Leaves a toggle open."""
-
+class LeavesAToggleOpen(TwoPlayers):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.toggle_optimizer(self.optimizers()[1])
-        self.manual_backward(self.critic_loss(*batch))
-        self.optimizers()[1].step()
 
 
-def _left_open(strategy: str) -> tuple[dict[str, str], bool]:
-    module = Forgetful()
-    with failing() as failed:
-        quiet(strategy=strategy).fit(module, loader(SAMPLES, BATCH // 2))
-    return failed, all(parameter.requires_grad for parameter in module.parameters())
+class Sam(torch.optim.SGD):
+    """Needs a closure, as SAM does."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "SAM requires closure, but it was not provided"
+        return super().step(closure)
 
 
-def _all_left_open() -> list[Any]:
-    return each(_left_open, ("ddp",), ("fsdp",))
+class WithoutClosure(Regression):
+    def configure_optimizers(self) -> Any:
+        return Sam(self.parameters(), lr=0.1)
 
 
-def test_a_toggle_that_is_left_open_is_refused_on_every_rank() -> None:
-    # I-02, I-03
-    for found in on_ranks(_all_left_open, 2, process_group=None):
-        for failed, whole in found:
-            assert failed["type"] == "ConfigurationError"
-            assert "Forgetful.training_step ended with SGD toggled" in failed["text"]
-            assert whole
+def _refusal(kind: type[TrainModule], strategy: str, precision: str) -> tuple[str, bool]:
+    module = kind()
+    text = refusal(module, loader(24, 4), strategy=strategy, precision=precision)
+    return text, all(parameter.requires_grad for parameter in module.parameters())
 
 
-def _without_closure(strategy: str, precision: str) -> dict[str, str]:
-    with failing() as failed:
-        module = Sharp()
-        module.configure_optimizers = lambda: Sam(module.parameters())  # type: ignore[method-assign]
-        quiet(strategy=strategy, precision=precision).fit(module, loader(SAMPLES, BATCH // 2))
-    return failed
-
-
-def _all_without_closure() -> list[dict[str, str]]:
-    return each(_without_closure, ("ddp", "32-true"), ("fsdp", "bf16-mixed"), ("ddp", "16-mixed"))
-
-
-def test_a_missing_closure_names_both_fixes_on_every_rank() -> None:
-    # I-06
-    for found in on_ranks(_all_without_closure, 2, process_group=None):
-        for failed in found:
-            assert failed["type"] == "ConfigurationError"
-            assert "'closure': True" in failed["text"]
-            assert "optimizer.step(closure)" in failed["text"]
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        (LeavesAToggleOpen, ["LeavesAToggleOpen.training_step ended with SGD toggled"]),  # I-02, I-03
+        (WithoutClosure, ["'closure': True", "optimizer.step(closure)"]),  # I-06
+    ],
+)
+def test_mistakes_are_refused_on_every_rank(kind: Any, parts: list[str]) -> None:
+    cases = [(kind, "ddp", "32-true"), (kind, "fsdp", "bf16-mixed")]
+    for found in on_ranks(each, 2, _refusal, *cases, process_group=None):
+        for text, all_trainable in found:
+            assert text.startswith("ConfigurationError")
+            assert all(part in text for part in parts), text
+            assert all_trainable

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from small_runs import FEATURES, Regression, about, data, quiet, train_by_hand, weights
-from torch import nn
+from small_runs import FEATURES, TIGHTER, Regression, about, data, quiet, train_by_hand, trained, weights
 from torch.utils.data import DataLoader, IterableDataset
 
+from oracle.check import check
+from oracle.program import Data, Net, Program, Turn
 from worlds import on_ranks
 
-TIGHT: dict[str, Any] = {"atol": 1e-6, "rtol": 1e-5}
 SIZE = 4
 
 
@@ -26,14 +27,14 @@ def own_batches(rank: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]
     return [(x[start : start + SIZE], y[start : start + SIZE]) for start in starts]
 
 
-def by_hand(module: Regression, counts: tuple[int, int], window: int = 1) -> torch.Tensor:
+def by_hand(counts: tuple[int, int], window: int) -> torch.Tensor:
     """Return the weights after one epoch over both ranks' data, one window at a time."""
     parts = [own_batches(rank, count) for rank, count in enumerate(counts)]
     batches = []
     for start in range(0, max(counts), window):
         pieces = [batch for part in parts for batch in part[start : start + window]]
         batches.append(tuple(torch.cat([piece[position] for piece in pieces]) for position in range(2)))
-    return weights(train_by_hand(module, batches, step=lambda batch, _: module.loss(batch)))
+    return weights(train_by_hand(Regression(), batches))
 
 
 # Containers
@@ -65,7 +66,7 @@ class Stream(IterableDataset[Any]):
                 yield {"dict": dict, "encoding": UserDict}[self.kind](x=x, y=y)
 
 
-class Going(Stream):
+class StatefulStream(Stream):
     """Has a state_dict of its position, so nothing is read ahead of training."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -75,9 +76,7 @@ class Going(Stream):
         raise AssertionError("nothing is resumed here")
 
 
-class Spoiling(Regression):
-    """Modifies its batch while using it."""
-
+class TakesBatchesApart(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if isinstance(batch, Pair):
             x, y = batch.x, batch.y
@@ -90,151 +89,71 @@ class Spoiling(Regression):
         return self.loss((x, y))
 
 
-def _spoiled() -> dict[str, torch.Tensor]:
-    found = {}
-    for kind in ("dict", "encoding", "nested", "dataclass"):
-        for window in (1, 2):
-            module = Spoiling()
-            stream = Stream((2, 5), kind)
-            quiet(strategy="ddp", accumulate_grad_batches=window).fit(module, DataLoader(stream, batch_size=None))
-            found[f"{kind}, {window}"] = weights(module)
-    for window in (1, 2):
-        module = Spoiling()
-        stream = Going((2, 5), "dict")
-        quiet(strategy="ddp", accumulate_grad_batches=window).fit(module, DataLoader(stream, batch_size=None))
-        found[f"going on, {window}"] = weights(module)
-    return found
+COUNTS = (2, 5)
+STREAMS = [(Stream, kind) for kind in ("dict", "encoding", "nested", "dataclass")] + [(StatefulStream, "dict")]
 
 
-def test_a_joining_rank_gets_containers_of_its_own() -> None:  # I-07
-    for found in on_ranks(_spoiled, 2, process_group=None):
-        for name, trained in found.items():
-            reference = by_hand(Regression(), (2, 5), int(name[-1]))
-            torch.testing.assert_close(trained, reference, msg=about(name), **TIGHT)
+def _taken_apart(window: int) -> list[torch.Tensor]:
+    loaders = [DataLoader(make(COUNTS, kind), batch_size=None) for make, kind in STREAMS]
+    settings: dict[str, Any] = {"strategy": "ddp", "accumulate_grad_batches": window}
+    return [trained(TakesBatchesApart(), batches, **settings) for batches in loaders]
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_joining_rank_gets_containers_of_its_own(window: int) -> None:  # I-07
+    for found in on_ranks(_taken_apart, 2, window, process_group=None):
+        for stream, actual in zip(STREAMS, found, strict=True):
+            torch.testing.assert_close(actual, by_hand(COUNTS, window), msg=about(stream), **TIGHTER)
 
 
 # Buffers
 
+REASSIGNED = Program(
+    ranks=2, net=Net(buffer="reassigned"), data=Data(kind="iterable", samples=14, fewest_on_rank_0=True)
+)
 
-class Statistics(nn.Module):
-    """Keeps a running mean that it reassigns each time."""
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("manual", [(), (Turn(),)], ids=["automatic", "manual"])
+def test_reassigned_buffers_of_a_joining_rank_are_restored(strategy: str, manual: Any) -> None:  # I-07
+    assert not check(replace(REASSIGNED, strategy=strategy, manual=manual))
+
+
+class CountsInEvaluation(Regression):
+    """Counts and averages its evaluation samples, in buffers that it reassigns or writes to."""
+
+    count: torch.Tensor
     mean: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.zeros(FEATURES))
-        self.register_buffer("latest", None)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
-        self.latest = x.detach()[0].clone()
-        return x
-
-
-class Reassigning(Regression):
-    """Reassigns its buffers in each step, except one that is changed in place."""
-
-    count: torch.Tensor
-    written: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.statistics = Statistics()
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("written", torch.zeros(()), persistent=False)
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        x, y = batch
-        self.count = self.count + len(x)
-        self.written += len(x)
-        return nn.functional.mse_loss(self.net(self.statistics(x)), y)
-
-
-class ByHand(Reassigning):
-    """The same in manual optimization."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
-
-
-class OwnStream(IterableDataset[Any]):
-    """A rank's own batches, unchanged."""
-
-    def __init__(self, counts: tuple[int, ...]) -> None:
-        self.counts = counts
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from own_batches(dist.get_rank(), self.counts[dist.get_rank()])
-
-
-def _reassigned() -> dict[str, Any]:
-    found = {}
-    for strategy in ("ddp", "fsdp"):
-        for kind in (Reassigning, ByHand):
-            module = kind()
-            trainer = quiet(strategy=strategy)
-            # Rank 0 joins in the last two steps, and its buffers are used on all ranks after the run.
-            trainer.fit(module, DataLoader(OwnStream((3, 5)), batch_size=None))
-            assert trainer.global_step == 5
-            found[f"{strategy}, {kind.__name__}"] = (weights(module), dict(module.named_buffers()))
-    return found
-
-
-def test_reassigned_buffers_of_a_joining_rank_are_restored() -> None:  # I-07
-    reference = Reassigning()
-    for batch in own_batches(0, 3):  # what rank 0 has data for
-        reference.loss(batch)
-    buffers = dict(reference.named_buffers())
-    trained = by_hand(Reassigning(), (3, 5))
-    for found in on_ranks(_reassigned, 2, process_group=None):
-        for case, (own, kept) in found.items():
-            torch.testing.assert_close(own, trained, msg=about(case), **TIGHT)
-            assert set(kept) == set(buffers)
-            for name, value in buffers.items():
-                torch.testing.assert_close(kept[name], value, msg=about((case, name)))
-
-
-class Evaluated(Reassigning):
-    """Counts its evaluation samples, in a buffer that it reassigns."""
+        self.register_buffer("mean", torch.zeros(FEATURES))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.predict_step(batch, batch_idx)
         self.log("val", self.loss(batch))
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        self.loss(batch)
-        return batch[0]
+        self.count = self.count + len(batch[0])
+        self.mean += batch[0].mean(0)
+        return self.net(batch[0])
 
 
-def _evaluated() -> dict[str, tuple[float, int]]:
-    found = {}
-    for strategy in ("ddp", "fsdp"):
-        for stage in ("validate", "predict"):
-            module = Evaluated()
-            # A sample for rank 0 only: under a strategy whose forward is collective rank 1 runs along.
-            loader = DataLoader(data(1), batch_size=1)
-            trainer = quiet(strategy=strategy)
-            if stage == "validate":
-                trainer.validate(module, loader, verbose=False)
-            else:
-                trainer.predict(module, loader)
-            found[f"{strategy}, {stage}"] = module.statistics.mean.abs().sum().item(), int(module.count)
-    return found
+def _evaluated(strategy: str, stage: str) -> dict[str, torch.Tensor]:
+    module = CountsInEvaluation()
+    # A sample for rank 0 only: under a strategy whose forward is collective rank 1 runs along.
+    getattr(quiet(strategy=strategy), stage)(module, DataLoader(data(1), batch_size=1))
+    return dict(module.named_buffers())
 
 
-def test_evaluation_leaves_no_trace_on_a_joining_rank() -> None:  # I-07
-    x = data(1).tensors[0]
-    first, second = on_ranks(_evaluated, 2, process_group=None)
-    for case in first:
-        # After the run rank 0's buffers are used on all ranks; they contain rank 0's samples.
-        assert first[case] == second[case], case
-        assert first[case][1] == 1, case
-        assert abs(first[case][0] - 0.5 * float(x.abs().sum())) < 1e-6, case
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("stage", ["validate", "predict"])
+def test_evaluation_leaves_no_trace_on_a_joining_rank(strategy: str, stage: str) -> None:  # I-07
+    # After the run rank 0's buffers are used on all ranks; they contain rank 0's samples.
+    for buffers in on_ranks(_evaluated, 2, strategy, stage, process_group=None):
+        assert int(buffers["count"]) == 1
+        assert torch.equal(buffers["mean"], data(1).tensors[0][0])
 
 
 class Growing(Regression):
@@ -256,21 +175,17 @@ class Growing(Regression):
         return self.loss(batch)
 
 
-def _grown() -> dict[str, Any]:
-    found = {}
-    for strategy in ("ddp", "fsdp"):
-        for samples in (1, 9):
-            module = Growing()
-            quiet(strategy=strategy).fit(module, DataLoader(data(samples), batch_size=4))
-            found[f"{strategy}, {samples}"] = dict(module.named_buffers())
-    return found
+def _grown(strategy: str, samples: int) -> dict[str, Any]:
+    module = Growing()
+    trained(module, DataLoader(data(samples), batch_size=4), strategy=strategy)
+    return dict(module.named_buffers())
 
 
-def test_buffers_that_differ_in_form_become_rank_0s() -> None:  # I-07, B-08
-    for found in on_ranks(_grown, 2, process_group=None):
-        for case, buffers in found.items():
-            x = data(int(case.split()[-1])).tensors[0]
-            # Of nine samples rank 0 gets the first four and the last.
-            seen = torch.cat([x[:4], x[8:]])
-            assert torch.equal(buffers["first"], x[0]), case
-            assert torch.equal(buffers["seen"], seen), case
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("samples", [1, 9])
+def test_buffers_that_differ_in_form_become_rank_0s(strategy: str, samples: int) -> None:  # I-07, B-08
+    x = data(samples).tensors[0]
+    for buffers in on_ranks(_grown, 2, strategy, samples, process_group=None):
+        # Of nine samples rank 0 gets the first four and the last.
+        assert torch.equal(buffers["first"], x[0])
+        assert torch.equal(buffers["seen"], torch.cat([x[:4], x[8:]]))
