@@ -41,11 +41,9 @@ _SLURM = {
     "SLURM_LOCALID": "0",
     "SLURM_NODEID": "3",
     "SLURM_NTASKS": "7",
+    **{f"SLURM_{of}": "4" for of in ("STEP_NUM_NODES", "NNODES")},
+    **{f"SLURM_{of}TASKS_PER_NODE": "2(x3),1" for of in ("STEP_", "")},
     "SLURM_STEP_NUM_TASKS": "7",
-    "SLURM_STEP_NUM_NODES": "4",
-    "SLURM_NNODES": "4",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
-    "SLURM_TASKS_PER_NODE": "2(x3),1",
     "SLURM_STEP_NODELIST": "gpu[008-010],login1",
 }
 _OPEN_MPI = {
@@ -56,6 +54,7 @@ _OPEN_MPI = {
     "PMIX_NAMESPACE": "prterun-host-77@1",
     "MASTER_ADDR": "host0",
 }
+_IN_TURN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}  # ranks that alternate between nodes
 _MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "MASTER_PORT": "2345"}
 _MVAPICH = {
     "MV2_COMM_WORLD_RANK": "2",
@@ -90,6 +89,7 @@ _KUBEFLOW = {
         ({"RANK": "0", "WORLD_SIZE": "1"}, TorchrunEnvironment, Placement(), "127.0.0.1"),
         (_SLURM, SlurmEnvironment, Placement(6, 7, 0, 1, 3, 4), "gpu008"),
         (_OPEN_MPI, MPIEnvironment, Placement(3, 4, 1, 2, 1, 2), "host0"),
+        (_OPEN_MPI | _IN_TURN, MPIEnvironment, Placement(1, 4, 0, 2, 1, 2), "host0"),
         (_MPICH, MPIEnvironment, Placement(1, 2, 1, 2, 0, 1), "127.0.0.1"),
         (_MVAPICH, MPIEnvironment, Placement(2, 3, 2, 3, 0, 1), "127.0.0.1"),
         (_LSF, LSFEnvironment, Placement(7, 12, 1, 6, 1, 2), "h36n04"),
@@ -97,7 +97,6 @@ _KUBEFLOW = {
         # If one launcher runs inside another, the inner one started the processes.
         (_SLURM | _TORCHRUN, TorchrunEnvironment, Placement(5, 8, 1, 4, 1, 2), "host0"),
         (_KUBEFLOW | _TORCHRUN, TorchrunEnvironment, Placement(5, 8, 1, 4, 1, 2), "host0"),
-        (_OPEN_MPI | _TORCHRUN, TorchrunEnvironment, Placement(5, 8, 1, 4, 1, 2), "host0"),
         (_SLURM | _OPEN_MPI, MPIEnvironment, Placement(3, 4, 1, 2, 1, 2), "host0"),
         (_SLURM | {"PMI_RANK": "6", "PMI_SIZE": "7"}, SlurmEnvironment, Placement(6, 7, 0, 1, 3, 4), "gpu008"),
     ],
@@ -140,6 +139,8 @@ def test_torchrun_says_who_hosts_the_store() -> None:
     assert environment.main_port == 29400
     assert not TorchrunEnvironment(_TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).agent_hosts_store
     assert not SlurmEnvironment(_SLURM).agent_hosts_store
+    with pytest.raises(ConfigurationError, match="MASTER_PORT=65536 is not a port"):  # G-06
+        _ = TorchrunEnvironment(_TORCHRUN | {"MASTER_PORT": "65536"}).main_port
 
 
 def _without(variables: dict[str, str], *names: str) -> dict[str, str]:
@@ -175,11 +176,6 @@ def test_what_is_missing_or_wrong_is_named(name: str, variables: dict[str, str],
     assert caught.value.fix
 
 
-def test_mpi_ranks_dealt_in_turn() -> None:
-    variables = _OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    assert MPIEnvironment(variables).placement() == Placement(1, 4, 0, 2, 1, 2)
-
-
 def test_mpi_meeting_places() -> None:
     with pytest.raises(ConfigurationError, match=r"(?s)MASTER_ADDR is not set, but the 2 nodes.*mpirun -x MASTER_ADDR"):
         _ = MPIEnvironment(_without(_OPEN_MPI, "MASTER_ADDR")).main_address
@@ -191,11 +187,6 @@ def test_mpi_meeting_places() -> None:
     assert MPIEnvironment(_MPICH).main_port == 2345
     with pytest.raises(ConfigurationError, match="MASTER_PORT is not set"):
         _ = MPIEnvironment(_MVAPICH).main_port
-
-
-def test_bad_ports_are_refused() -> None:  # G-06
-    with pytest.raises(ConfigurationError, match="MASTER_PORT=65536 is not a port"):
-        _ = TorchrunEnvironment(_TORCHRUN | {"MASTER_PORT": "65536"}).main_port
 
 
 def test_lsf_hosts(tmp_path: os.PathLike[str]) -> None:
