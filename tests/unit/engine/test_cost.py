@@ -84,7 +84,7 @@ def _hand_written(steps: int, accumulate: int = 1) -> None:
         ("bf16-mixed", Bare, {"precision": "bf16-mixed"}, 13),
         ("16-mixed", Bare, {"precision": "16-mixed"}, 43),
         ("clipping", Bare, {"gradient_clip_val": 1.0}, 23),
-        ("16-mixed and clipping", Bare, {"precision": "16-mixed", "gradient_clip_val": 1.0}, 60),
+        ("16-mixed and clipping", Bare, {"precision": "16-mixed", "gradient_clip_val": 1.0}, 47),
         ("with a validation loader", Validating, {}, 6),
         ("typical", Logging, TYPICAL, 16),
         # L-09: lines in a file add no calls to a step: they are written every log_every_n_steps (here 50).

@@ -206,7 +206,7 @@ class TestDataModules:
         assert len(trainer.predict(module, data)) == 4
         assert isinstance(data.train_dataloader().sampler, torch.utils.data.RandomSampler)
         with pytest.raises(ConfigurationError, match="test was given no loader"):
-            trainer.test(Evaluated(), data)
+            trainer.test(Logs(), data)
         for one in (copy.deepcopy(data), pickle.loads(pickle.dumps(data))):  # as a launcher sends it
             assert len(one.val_dataloader()) == 2
 
@@ -231,11 +231,6 @@ class TestDataModules:
         trainer.save_checkpoint(tmp_path / "kept")
         again = Folds.load_from_checkpoint(tmp_path / "kept", size=2)
         assert (again.hparams, again.seen) == ({"fold": 3, "size": 2}, 1)
-
-
-class Evaluated(Tiny):
-    def test_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        pass
 
 
 class TestCallbacks:
@@ -322,17 +317,6 @@ class TestTrainers:
         several = Fit(accelerator="cpu", devices=3, num_nodes=2)
         assert (several.strategy.name, several.num_devices, several.world_size) == ("ddp", 3, 6)
         assert several.device_ids == [0, 1, 2]
-
-    def test_a_monitor_logged_for_one_loader_is_once_in_the_results(self, tmp_path: Path) -> None:
-        class Named(Tiny):
-            def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-                self.log(("first", "second")[dataloader_idx], 1.0 + dataloader_idx, add_dataloader_idx=False)
-
-            def on_validation_epoch_end(self) -> None:
-                self.log("both", 3.0)
-
-        found = fit(tmp_path).validate(Named(), [loader(2), loader(2)], verbose=False)
-        assert found == [{"first": 1.0, "both": 3.0}, {"second": 2.0, "both": 3.0}]
 
     @pytest.mark.parametrize("rank", [0, 1])
     def test_rank_zero_only_before_a_run(self, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:

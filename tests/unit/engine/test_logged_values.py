@@ -148,15 +148,11 @@ class TestNumbers:
     @pytest.mark.parametrize(
         "value",
         [
-            np.float16(3),
-            np.longdouble(3),
-            np.int64(3),
-            np.array(3.0, dtype=np.float32),
-            np.array([[3]]),
-            torch.tensor(3, dtype=torch.uint8),
-            torch.tensor([[3.0]], dtype=torch.bfloat16),
+            *(np.float16(3), np.longdouble(3), np.int64(3), np.array(3.0, dtype=np.float32), np.array([[3]])),
+            *(torch.tensor(3, dtype=torch.uint8), torch.tensor([[3.0]], dtype=torch.bfloat16)),
+            *(True, np.bool_(True), torch.tensor(True)),
         ],
-        ids=lambda value: f"{type(value).__name__}-{value.dtype}",
+        ids=lambda value: f"{type(value).__name__}-{getattr(value, 'dtype', None)}",
     )
     def test_numbers_of_every_kind(self, tmp_path: Path, value: Any) -> None:
         def train(self: Any, batch: Any, batch_idx: int) -> None:
@@ -165,25 +161,18 @@ class TestNumbers:
         logger = Kept()
         runner = fit(tmp_path, logger=logger, log_every_n_steps=1)
         runner.fit(Logging(train), loader(4))
+        number = float(np.asarray(value.float() if isinstance(value, torch.Tensor) else value).reshape(()))
         assert {name: float(read) for name, read in runner.callback_metrics.items()} == dict.fromkeys(
-            ("it", "it_step", "it_epoch"), 3.0
+            ("it", "it_step", "it_epoch"), number
         )
-        assert logger.of("it_step") == [(1, 3.0), (2, 3.0)]
-
-    def test_truth_values(self, tmp_path: Path) -> None:
-        def train(self: Any, batch: Any, batch_idx: int) -> None:
-            self.log_dict({"a": True, "b": np.bool_(True), "c": torch.tensor(True)}, on_step=False, on_epoch=True)
-
-        runner = fit(tmp_path)
-        runner.fit(Logging(train), loader(4))
-        assert {name: float(read) for name, read in runner.callback_metrics.items()} == {"a": 1, "b": 1, "c": 1}
+        assert logger.of("it_step") == [(1, number), (2, number)]
 
     @pytest.mark.parametrize(
         "kind",
         [float, int, np.int64, torch.tensor, lambda value: torch.tensor(value, dtype=torch.float64)],
         ids=["float", "int", "int64", "tensor", "double"],
     )
-    @pytest.mark.parametrize("reduce_fx", ["mean", "max"])
+    @pytest.mark.parametrize("reduce_fx", ["mean", "sum"])
     def test_what_does_not_fit_in_float32_is_not_rounded_to_it(
         self, tmp_path: Path, kind: Callable[[int], Any], reduce_fx: str
     ) -> None:
@@ -198,17 +187,6 @@ class TestNumbers:
         )
         assert logger.of("it_step") == logger.of("it_epoch") == [(1, float(BIG))]
         assert runner.validate(Logging(None, step), loader(2), verbose=False) == [{"it_epoch": float(BIG)}]
-
-    def test_a_sum_of_many_small_numbers(self, tmp_path: Path) -> None:
-        """Tokens seen: each count fits, their sum does not."""
-
-        def train(self: Any, batch: Any, batch_idx: int) -> None:
-            tokens = torch.tensor(2.0**20 + 1)
-            self.log("tokens", tokens, on_step=False, on_epoch=True, reduce_fx="sum")
-
-        runner = fit(tmp_path)
-        runner.fit(Logging(train), loader(66))
-        assert float(runner.callback_metrics["tokens"]) == 33 * (2**20 + 1)
 
     def test_whole_numbers_beyond_64_bits(self, tmp_path: Path) -> None:
         """The FLOPs of a large training."""
