@@ -81,6 +81,7 @@ class Tokens(Dataset[Tensor]):
 
 
 def by_hand() -> dict[str, Tensor]:
+    """Return the trained adapter. Written by hand: the oracle has no models of Hugging Face."""
     model = Adapter()
     optimizer = model.configure_optimizers()
     for _ in range(2):
@@ -114,23 +115,6 @@ def saved(folder: Path, epoch: int) -> Path:
     return path
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "single"])
-def test_an_adapter_is_saved_alone_and_fits_its_base(strategy: str, tmp_path: Path) -> None:  # L-08
-    on_ranks(_run, 2, strategy, 2, tmp_path, 2, process_group=None, timeout=120)
-    path = saved(tmp_path, 1)
-    weights = load(path).weights()
-    assert all("lora" in name for name in weights)
-    assert_near(dict(weights), by_hand(), rtol=1e-5)
-    nbytes = sum(one.stat().st_size for one in path.rglob("*.safetensors"))
-    assert nbytes < 60_000  # the model has 90 kB of weights
-    for averaged, wanted in ((False, by_hand()), (None, load(path).averages())):
-        again = Adapter.load_from_checkpoint(path, averaged=averaged).state_dict()
-        adapter = {name: value for name, value in again.items() if "lora" in name}
-        assert_near(adapter, {name: wanted[name] for name in adapter}, rtol=1e-5)
-    with pytest.raises(CheckpointError, match="trained on another base"):
-        Adapter.load_from_checkpoint(path, seed=1)
-
-
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -138,15 +122,25 @@ def test_an_adapter_is_saved_alone_and_fits_its_base(strategy: str, tmp_path: Pa
         (("fsdp", 2), ("zero 3", 2)),
         (("zero 3", 2), ("single", 1)),
         (("zero 1", 2), ("ddp", 2)),
+        (("zero 2", 2), ("zero 1", 2)),
     ],
     ids=str,
 )
-def test_a_run_resumes_from_it_under_another_strategy(
+def test_an_adapter_is_saved_without_its_base_and_resumed_under_another_strategy(
     first: tuple[str, int], second: tuple[str, int], tmp_path: Path
 ) -> None:  # L-08
     on_ranks(_run, first[1], *first, tmp_path, 1, process_group=None, timeout=120)
     path = saved(tmp_path, 0)
+    assert all("lora" in name for name in load(path).weights())
+    assert sum(one.stat().st_size for one in path.rglob("*.safetensors")) < 60_000  # the model has 90 kB of weights
     on_ranks(_run, second[1], *second, tmp_path, 2, path, process_group=None, timeout=120)
-    assert_near(dict(load(saved(tmp_path, 1)).weights()), by_hand(), rtol=1e-5)
-    for said in on_ranks(_run, second[1], *second, tmp_path, 2, path, 1, process_group=None, timeout=120):
-        assert "was trained on another base" in said
+    weights = load(saved(tmp_path, 1)).weights()
+    assert_near(dict(weights), by_hand(), rtol=1e-5)
+    for averaged, wanted in ((False, weights), (None, load(saved(tmp_path, 1)).averages())):
+        loaded = Adapter.load_from_checkpoint(saved(tmp_path, 1), averaged=averaged).state_dict()
+        adapter = {name: value for name, value in loaded.items() if "lora" in name}
+        assert_near(adapter, {name: wanted[name] for name in adapter}, rtol=1e-5)
+    with pytest.raises(CheckpointError, match="trained on another base"):
+        Adapter.load_from_checkpoint(path, seed=1)
+    for error in on_ranks(_run, second[1], *second, tmp_path, 2, path, 1, process_group=None, timeout=120):
+        assert "was trained on another base" in error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import threading
@@ -16,30 +15,15 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from drivetrain import Callback, CheckpointError, Fit, TrainModule
+from drivetrain import CheckpointError
 from drivetrain._distributed.control_group import GroupControl
 from drivetrain._distributed.shards import Box, ParameterShard, Region, Span, cut
-from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify
 from drivetrain.checkpoint._format import CheckpointMetadata, Contents, Sizes, commit, run_collectively, save, stage
 from drivetrain.testing import requires_linux
 from worlds import on_ranks
 
 SMALL = Sizes(small=2000, large=10**9, piece=500)
-
-
-class TinyModule(TrainModule):
-    """One layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.layer(batch).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def control() -> GroupControl:
@@ -158,25 +142,6 @@ def test_the_parts_of_all_ranks_are_a_complete_checkpoint(tmp_path: Path, layout
     assert all(torch.equal(load_file(path / file)[name], values[name]) for name, file in index.items())
 
 
-def _save_digested(path: str) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    mine = sharded("rows", rank, world_size)
-    mine.digest = "sha256" if rank == 0 else None  # rank 0's choice applies, or some files would have none
-    save(path, mine, control(), sizes=SMALL)
-
-
-def test_each_rank_digests_the_files_that_it_writes(tmp_path: Path) -> None:
-    # J-11
-    on_ranks(_save_digested, 3, str(tmp_path / "c"))
-    files = load(tmp_path / "c").manifest.files
-    assert {name for name in files if name.startswith("model-")} == {
-        f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)
-    }
-    for name, record in files.items():
-        assert record.sha256 == hashlib.sha256((tmp_path / "c" / name).read_bytes()).hexdigest()
-    assert verify(tmp_path / "c") == []
-
-
 def _read(path: str, layout: str) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     checkpoint = load(path)
@@ -239,10 +204,7 @@ def _refused(path: str, harm: str) -> str:
     ("harm", "said"),
     [
         ("name", r"model: tiny: .* on rank\(s\) \[0\]; missing on rank\(s\) \[1\]"),
-        (
-            "dtype",
-            r'model: whole: "torch.float32 of shape \(40, 40\)" on .* \[0\]; "torch.float64 .*" on .* \[1\]',
-        ),
+        ("dtype", r'model: whole: "torch.float32 of shape \(40, 40\)" on .* \[0\]; "torch.float64 .*" on .* \[1\]'),
         ("form", r'model: row: .*, sharded" on rank\(s\) \[0\]; "torch.float32 of shape \(1, 700\)" on rank.* \[1\]'),
         ("order", r'agree on the order of tensors: "\w+" on rank\(s\) \[0\]; "\w+" on rank\(s\) \[1\]'),
         ("parts", r'optimizer-1: missing on rank\(s\) \[0\]; "optimizer " on rank\(s\) \[1\]'),
@@ -289,32 +251,6 @@ def _in_memory() -> str:
     except CheckpointError as error:
         return str(error)
     return "saved"
-
-
-class Odd(Callback):
-    """The state that rank 1 would save cannot be stored."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seen": {1} if os.environ["RANK"] == "1" else [1]}
-
-
-def _train_with_odd_state(path: Path) -> tuple[str, int]:
-    ones: Any = torch.ones(8, 2)  # a tensor is also a dataset
-    module, data = TinyModule(), torch.utils.data.DataLoader(ones, batch_size=2)
-    options: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    fit = Fit(strategy="ddp", accelerator="cpu", max_epochs=1, callbacks=[Checkpoint(path), Odd()], **options)
-    try:
-        fit.fit(module, data)
-    except CheckpointError as error:
-        return str(error), fit.global_step
-    return "", fit.global_step
-
-
-def test_state_that_one_rank_cannot_save_is_refused_before_the_first_step(tmp_path: Path) -> None:  # J-08
-    for said, steps in on_ranks(_train_with_odd_state, 2, tmp_path / "c", process_group=None):
-        assert "callbacks/Odd/state/seen', a set" in said
-        assert steps == 0
-    assert not (tmp_path / "c").exists()
 
 
 def test_a_memory_store_is_refused_on_several_ranks(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from small_runs import (
     weights,
 )
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -58,14 +58,10 @@ CASES: dict[str, dict[str, Any]] = {
 SETTINGS = {"accumulate_grad_batches": 2, "max_epochs": 2}
 
 
-def _build(name: str) -> Any:
-    return DeepRegression(seeded(Tied) if name == "tied" else None)
-
-
 def _runs() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, options in CASES.items():
-        module = _build(name)
+        module = DeepRegression()
         before, classes = dict(module.named_parameters()), [type(child) for child in module.modules()]
         attributes = [set(child.__dict__) for child in module.modules()]
         quiet(strategy=FSDPStrategy(**options), **SETTINGS).fit(module, loader(40, 4))
@@ -88,14 +84,17 @@ def trained() -> dict[str, torch.Tensor]:
     return same_on_two_ranks(_runs)
 
 
-@pytest.fixture(scope="module")
-def by_hand() -> torch.Tensor:
-    module = DeepRegression()
+def _two_epochs_by_hand(module: Any) -> torch.Tensor:
     optimizer = module.configure_optimizers()
-    module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
+    module.configure_optimizers = lambda: optimizer
     for _ in range(2):
         train_by_hand(module, global_batches(40, 8), window=2)
     return weights(module)
+
+
+@pytest.fixture(scope="module")
+def by_hand() -> torch.Tensor:
+    return _two_epochs_by_hand(DeepRegression())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -131,14 +130,9 @@ def _ties() -> Any:
 def test_ties_across_units_lists_and_single_numbers() -> None:
     # D-10
     (found, seen), (other, _) = on_ranks(_ties, 2)
-    module = DeepRegression(seeded(Tied))
-    optimizer = module.configure_optimizers()
-    module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
-    for _ in range(2):
-        train_by_hand(module, global_batches(40, 8), window=2)
     assert seen == [True]
     assert torch.equal(found, other)
-    torch.testing.assert_close(found, weights(module), **TIGHT)
+    torch.testing.assert_close(found, _two_epochs_by_hand(DeepRegression(seeded(Tied))), **TIGHT)
 
 
 # D-01: what a rank holds
@@ -337,13 +331,17 @@ def test_an_optimizer_built_before_sharding_holds_the_shards() -> None:
 # D-05, D-11
 
 
+def _one_expert_per_rank() -> TensorDataset:
+    """Return samples in an order in which rank 0's batches go to one expert and rank 1's to the other."""
+    x, y = data(32).tensors
+    order = x[:, 0].argsort()
+    half = torch.stack([order[:16].view(4, 4), order[16:].view(4, 4)], 1).flatten()
+    return TensorDataset(x[half], y[half])
+
+
 def _experts(unused: bool, options: dict[str, Any]) -> Any:
     module = DeepRegression(seeded(lambda: Experts(unused)))
-    x, y = data(32).tensors
-    order = x[:, 0].argsort()  # rank 0's batches go to one expert, rank 1's to the other
-    half = torch.stack([order[:16].view(4, 4), order[16:].view(4, 4)], 1).flatten()
-    loading = DataLoader(TensorDataset(x[half], y[half]), batch_size=4)
-    quiet(strategy=FSDPStrategy(**options)).fit(module, loading)
+    quiet(strategy=FSDPStrategy(**options)).fit(module, DataLoader(_one_expert_per_rank(), batch_size=4))
     return weights(module)
 
 
@@ -352,24 +350,15 @@ def test_experts_that_some_ranks_use(unused: bool, options: dict[str, Any]) -> N
     # D-05, D-11; an unused expert does not change, not even by weight decay
     first, second = on_ranks(_experts, 2, unused, options)
     module = DeepRegression(seeded(lambda: Experts(unused)))
-    x, y = data(32).tensors
-    order = x[:, 0].argsort()
-    half = torch.stack([order[:16].view(4, 4), order[16:].view(4, 4)], 1).flatten()
-    batches = [(x[half][start : start + 8], y[half][start : start + 8]) for start in range(0, 32, 8)]
-    train_by_hand(module, batches)
+    train_by_hand(module, list(DataLoader(_one_expert_per_rank(), batch_size=8)))
     assert torch.equal(first, second)
     torch.testing.assert_close(first, weights(module), **TIGHT)
 
 
 def _different_units() -> Any:
     module = DeepRegression(seeded(Experts))
-    x, y = data(32).tensors
-    order = x[:, 0].argsort()
-    half = torch.stack([order[:16].view(4, 4), order[16:].view(4, 4)], 1).flatten()
     with failing() as caught:
-        quiet(strategy=FSDPStrategy(wrap=[Block])).fit(
-            module, DataLoader(TensorDataset(x[half], y[half]), batch_size=4)
-        )
+        quiet(strategy=FSDPStrategy(wrap=[Block])).fit(module, DataLoader(_one_expert_per_rank(), batch_size=4))
     return caught
 
 
@@ -537,30 +526,6 @@ def test_adapters_within_frozen_units() -> None:
     module = train_by_hand(Adapted(), global_batches(32, 8))
     assert flags == [parameter.requires_grad for parameter in module.parameters()]
     torch.testing.assert_close(found, weights(module), **TIGHT)
-
-
-def _policy() -> Any:
-    dtypes = []
-    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-
-    class Looking(DeepRegression):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            dtypes.append(self.net.head.weight.dtype)
-            return super().training_step(batch, batch_idx)
-
-    module = Looking()
-    quiet(strategy=FSDPStrategy(mixed_precision=half), precision="bf16-mixed").fit(module, loader(32, 4))
-    return dtypes, weights(module)
-
-
-def test_a_user_defined_mixed_precision_policy() -> None:
-    # D-08: gathered in bf16, kept in fp32
-    dtypes, found = on_ranks(_policy, 2)[0]
-    assert set(dtypes) == {torch.bfloat16}
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(
-        found, weights(train_by_hand(DeepRegression(), global_batches(32, 8))), atol=2e-2, rtol=0
-    )
 
 
 def _offloaded() -> Any:

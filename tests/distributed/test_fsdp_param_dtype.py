@@ -91,35 +91,41 @@ def _with_and_by_hand(checkpointed: bool, window: int) -> list[bool]:
     return [torch.equal(one, other) for one, other in zip(module.parameters(), expected, strict=True)]
 
 
-@pytest.mark.parametrize(("checkpointed", "window"), [(False, 1), (False, 2), (True, 1)])
-def test_the_bits_are_those_of_a_policy_by_hand(checkpointed: bool, window: int) -> None:
-    # D-08: MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32), under autocast
+@pytest.mark.parametrize(("checkpointed", "window"), [(False, 2), (True, 1)])
+def test_param_dtype_equals_hand_written_fully_shard(checkpointed: bool, window: int) -> None:
+    # D-08. Written by hand: the reference is a loop over torch's own fully_shard.
     for same in on_ranks(_with_and_by_hand, 2, checkpointed, window):
         assert all(same), same
 
 
-EACH_WAY: tuple[dict[str, Any], ...] = ({}, {"mixed_precision": POLICY})
+def _without_and_with(build: Any, precision: str, policy: MixedPrecisionPolicy, steps: int) -> list[torch.Tensor]:
+    each_way: tuple[dict[str, Any], ...] = ({}, {"mixed_precision": policy})
+    return [weights(_run(build(), precision, max_steps=steps, **options)) for options in each_way]
 
 
-def _with_and_without(build: Any, steps: int = -1) -> list[torch.Tensor]:
-    return [weights(_run(build(), max_steps=steps, **options)) for options in EACH_WAY]
-
-
-def test_products_give_the_same_bits() -> None:
+@pytest.mark.parametrize(
+    ("precision", "policy"),
+    [
+        ("bf16-mixed", POLICY),
+        ("16-mixed", MixedPrecisionPolicy(torch.float16, torch.float32, cast_forward_inputs=False)),
+    ],
+    ids=["bf16", "fp16 with a scaled loss"],
+)
+def test_products_give_the_same_bits(precision: str, policy: MixedPrecisionPolicy) -> None:
     # Autocast rounds the weights of a product after gathering, param_dtype before; gradients are reduced in float32.
-    for without, with_it in on_ranks(_with_and_without, 2, Products):
+    for without, with_it in on_ranks(_without_and_with, 2, Products, precision, policy, -1):
         assert torch.equal(without, with_it)
 
 
 def test_other_reads_of_a_weight_see_it_rounded() -> None:
-    for without, with_it in on_ranks(_with_and_without, 2, Behind):
+    for without, with_it in on_ranks(_without_and_with, 2, Behind, "bf16-mixed", POLICY, -1):
         assert not torch.equal(without, with_it)
         torch.testing.assert_close(with_it, without, atol=3e-2, rtol=0)
 
 
 def test_norms_accept_weights_in_half_precision() -> None:
     # Also with inputs in float32: "mixed dtype (CPU): expect parameter to have scalar type of Float".
-    for without, with_it in on_ranks(_with_and_without, 2, Norms, 1):
+    for without, with_it in on_ranks(_without_and_with, 2, Norms, "bf16-mixed", POLICY, 1):
         torch.testing.assert_close(with_it, without, atol=1e-2, rtol=0)
 
 
@@ -204,14 +210,3 @@ def test_checkpoints_hold_float32_and_resume_bit_for_bit(tmp_path: Path) -> None
     assert {value.dtype for value in state.values()} == {torch.float32}
     # Not bfloat16 values stored as float32
     assert any(not torch.equal(value, value.to(HALF).float()) for value in state.values())
-
-
-def _scaled() -> tuple[torch.Tensor, torch.Tensor]:
-    half = MixedPrecisionPolicy(torch.float16, torch.float32, cast_forward_inputs=False)
-    both = [weights(_run(Products(), "16-mixed", **options)) for options in ({}, {"mixed_precision": half})]
-    return both[0], both[1]
-
-
-def test_fp16_with_its_scaled_loss() -> None:
-    for without, with_it in on_ranks(_scaled, 2):
-        assert torch.equal(without, with_it)

@@ -253,22 +253,3 @@ def test_a_configuration_can_be_given_separately(by_one_process: Path, tmp_path:
     convert(by_one_process, tmp_path / "out", to="hf", prefix="model.", config=tmp_path / "theirs")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(logits(again), logits(Language.load_from_checkpoint(by_one_process).model))
-
-
-def test_a_checkpoint_contains_no_configuration_of_other_models(tmp_path: Path) -> None:  # L-08
-    class Looks(torch.nn.Linear):
-        config = "none of theirs"
-
-        def save_pretrained(self) -> None:
-            raise AssertionError
-
-    class Odd(Plain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = Looks(2, 2)
-
-    fit = quiet(limit_train_batches=0)
-    fit.fit(Odd(), DataLoader(torch.zeros(4, 3)))  # type: ignore[arg-type]
-    fit.save_checkpoint(tmp_path / "c")
-    assert load(tmp_path / "c").manifest.metadata.pretrained == {}
-    assert "pretrained" in json.loads((tmp_path / "c" / "manifest.json").read_text())

@@ -136,12 +136,6 @@ def test_blocks_are_not_cut_anew(strategies: tuple[str, str], tmp_path: Path) ->
         assert (allowed["step"], allowed["error"]) == (8, "")
 
 
-def test_whole_blocks_move_between_numbers_of_ranks(tmp_path: Path) -> None:
-    # replicas hold them whole
-    on_ranks(fit, 2, "ddp", own, WIDTH, [Save(str(tmp_path / "saved"))], timeout=120)
-    assert fit("ddp", ckpt_path=str(tmp_path / "saved"))["error"] == ""
-
-
 def _other_shards(path: str) -> str:
     fit("fsdp", callbacks=[Save(path)])
     return str(fit("hybrid", ckpt_path=path)["error"])

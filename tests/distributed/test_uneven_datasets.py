@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -18,7 +19,6 @@ import torchmetrics
 from small_runs import (
     FEATURES,
     Regression,
-    about,
     data,
     failing,
     global_batches,
@@ -32,6 +32,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from drivetrain.callbacks import ReplicaCheck
 from drivetrain_strategies import DDPStrategy
+from oracle.check import check
+from oracle.program import Data, Net, Optimizer, Program
 from worlds import on_ranks
 
 TIGHT: dict[str, Any] = {"atol": 1e-6, "rtol": 1e-5}
@@ -50,7 +52,7 @@ class Watched(Regression):
         self.norm = nn.BatchNorm1d(FEATURES, momentum=0.5, affine=False)
         self.register_buffer("count", torch.zeros(()))
         self.mean = torchmetrics.MeanMetric()
-        self.said: list[tuple[str, int, bool, int]] = []
+        self.calls: list[tuple[str, int, bool, int]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, _ = batch
@@ -61,20 +63,20 @@ class Watched(Regression):
         self.log("mean", self.mean, on_step=False, on_epoch=True)
         self.log("samples", len(x), on_step=False, on_epoch=True, reduce_fx="sum")
         self.log("largest", float(x.max()), on_step=False, on_epoch=True, reduce_fx="max")
-        self.say("step", batch_idx)
+        self.agree("step", batch_idx)
         return self.loss(batch)
 
-    def say(self, what: str, batch_idx: int) -> None:
+    def agree(self, what: str, batch_idx: int) -> None:
         gathered = self.all_gather(torch.tensor(batch_idx))
         assert gathered.tolist() == [batch_idx] * self.trainer.world_size  # every rank makes the same calls
-        self.said.append((what, batch_idx, self.trainer.joining, self.trainer.micro_batches))
+        self.calls.append((what, batch_idx, self.trainer.joining, self.trainer.micro_batches))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.say("start", batch_idx)
+        self.agree("start", batch_idx)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.log("hooks", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
-        self.say("end", batch_idx)
+        self.agree("end", batch_idx)
 
 
 def _joining() -> dict[str, Any]:
@@ -85,7 +87,7 @@ def _joining() -> dict[str, Any]:
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return {
         "weights": weights(module.net),
-        "said": module.said,
+        "calls": module.calls,
         "metrics": metrics,
         "count": float(module.count),
         "seen": trainer.samples_seen,
@@ -105,9 +107,9 @@ def test_a_rank_without_a_sample_joins_and_leaves_no_trace() -> None:  # B-04, B
         assert found["metrics"]["largest"] == pytest.approx(float(x.max()))
         assert found["metrics"]["mean"] == pytest.approx(float(x[:, 0].mean()), abs=1e-6)
         assert found["count"] == 5  # rank 0's buffers at the end: its four samples and the last one
-        for what, batch_idx, joining, _ in found["said"]:
+        for what, batch_idx, joining, _ in found["calls"]:
             assert joining == (rank > 0 and batch_idx == 1), (what, batch_idx)
-        assert [said[:2] for said in found["said"]] == [
+        assert [call[:2] for call in found["calls"]] == [
             (what, index) for index in (0, 1) for what in ("start", "step", "end")
         ]
 
@@ -120,111 +122,59 @@ class NaNForOne(Regression):
         return loss * float("nan") if self.trainer.joining else loss
 
 
-class Tokens(Regression):
-    """Weights a sample by its first feature; some batches have no weight."""
+PROGRAMS = {
+    "streams of unequal length": Program(data=Data("iterable", samples=14)),
+    "accumulated": Program(data=Data("iterable", samples=14), accumulate=2),
+    "rank 0 has the least": Program(data=Data("iterable", samples=14, fewest_on_rank_0=True), accumulate=3, epochs=2),
+    "token-weighted": Program(data=Data(samples=37), token_weighted=True, net=Net(family="gru")),
+    "token-weighted, accumulated": Program(
+        data=Data(samples=37), token_weighted=True, net=Net(family="gru"), accumulate=3
+    ),
+    "LBFGS": Program(data=Data(samples=11), optimizers=(Optimizer("lbfgs"),)),
+    "LBFGS, accumulated": Program(data=Data(samples=11), optimizers=(Optimizer("lbfgs"),), accumulate=3),  # B-16
+}
 
-    def weight(self, batch: Any) -> torch.Tensor:
-        return (batch[0][:, 0] > 0).float()
 
-    def batch_weight(self, batch: Any) -> torch.Tensor:
-        return self.weight(batch).sum()
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        x, y = batch
-        return ((self.net(x) - y).square()[:, 0] * self.weight(batch)).sum() / self.weight(batch).sum()
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_windows_are_weighted_over_uneven_ranks(program: Program) -> None:  # B-02, B-03, B-04, B-21
+    assert not check(replace(program, strategy="ddp", ranks=2))
 
 
 class Stream(IterableDataset[Any]):
-    """A rank's own stream with a given number of batches."""
+    """Batches of one sample, as many on each rank as ``counts`` says."""
 
-    def __init__(self, counts: tuple[int, ...], sizes: tuple[int, ...] = (4, 4), length: bool = False) -> None:
+    def __init__(self, *counts: int) -> None:
         self.counts = counts
-        self.sizes = sizes
-        self.length = length
 
     def __iter__(self) -> Iterator[Any]:
-        rank = dist.get_rank()
-        batches = part_of(rank, self.counts, self.sizes)
-        yield from batches
+        x, y = data(1).tensors
+        yield from [(x, y)] * self.counts[dist.get_rank()]
 
 
-def part_of(rank: int, counts: tuple[int, ...], sizes: tuple[int, ...]) -> list[Any]:
-    x, y = data(64).tensors
-    start = rank * 32
-    size = sizes[rank]
-    return [
-        (x[start + index * size : start + (index + 1) * size], y[start + index * size : start + (index + 1) * size])
-        for index in range(counts[rank])
-    ]
-
-
-def _weighted() -> dict[str, Any]:
+def _edge_cases() -> dict[str, Any]:
     found: dict[str, Any] = {}
     module: Regression = NaNForOne()
     quiet(strategy="ddp").fit(module, loader(17, 4))
     found["nan"] = weights(module)
-    for window in (1, 3):
-        tokens = Tokens()
-        quiet(strategy="ddp", accumulate_grad_batches=window, callbacks=ReplicaCheck(1)).fit(tokens, loader(37, 2))
-        found[f"tokens, {window}"] = weights(tokens)
-    for name, stream, settings in (
-        ("uneven", Stream((5, 3)), {}),
-        ("uneven, accumulated", Stream((5, 3)), {"accumulate_grad_batches": 2}),
-        ("sizes", Stream((3, 3), (4, 2)), {}),
-        ("limited", Stream((5, 3)), {"limit_train_batches": 4}),
-        ("epochs", Stream((2, 4)), {"max_epochs": 2, "accumulate_grad_batches": 3}),
-    ):
-        module = Regression()
-        trainer = quiet(**{"strategy": "ddp", "callbacks": ReplicaCheck(1), **settings})
-        trainer.fit(module, DataLoader(stream, batch_size=None))
-        found[name] = (weights(module), trainer.global_step, trainer.samples_seen, trainer.micro_batches)
-    with failing() as found["none"]:
-        quiet(strategy="ddp").fit(Regression(), DataLoader(Stream((3, 0)), batch_size=None))
-    with failing() as found["none at all"]:
-        quiet(strategy="ddp").fit(Regression(), DataLoader(Stream((0, 0)), batch_size=None))
+    limited = quiet(strategy="ddp", limit_train_batches=4)
+    limited.fit(Regression(), DataLoader(Stream(5, 3), batch_size=None))
+    found["limited"] = limited.global_step, limited.samples_seen, limited.micro_batches
+    for name, stream in (("none", Stream(3, 0)), ("none at all", Stream(0, 0))):
+        with failing() as found[name]:
+            quiet(strategy="ddp").fit(Regression(), DataLoader(stream, batch_size=None))
     module = Regression()
     quiet(strategy="ddp").fit(module, loader(16, 4))
     found["afterwards"] = weights(module)
     return found
 
 
-def _stream_reference(
-    counts: tuple[int, int], sizes: tuple[int, int] = (4, 4), window: int = 1, limit: int = 99, epochs: int = 1
-) -> torch.Tensor:
-    parts = [part_of(rank, counts, sizes)[:limit] for rank in range(2)]
-    length = max(map(len, parts))
-    batches = []
-    for start in range(0, length, window):
-        pieces = [batch for part in parts for batch in part[start : start + window]]
-        batches.append(tuple(torch.cat([piece[position] for piece in pieces]) for position in range(2)))
-    return weights(train_by_hand(Regression(), batches * epochs))
-
-
-def _tokens_by_hand(size: int) -> torch.Tensor:
-    module = Tokens()
-    heavy = [batch for batch in global_batches(37, size) if float(module.batch_weight(batch))]
-    return weights(train_by_hand(module, heavy))
-
-
-def test_windows_are_weighted_over_uneven_ranks() -> None:  # B-02, B-03, B-04, B-21
-    ranks = on_ranks(_weighted, 2, process_group=None)
-    streams = {
-        "uneven": (_stream_reference((5, 3)), 5, 32, 5),
-        "uneven, accumulated": (_stream_reference((5, 3), window=2), 3, 32, 5),
-        "sizes": (_stream_reference((3, 3), (4, 2)), 3, 18, 3),
-        "limited": (_stream_reference((5, 3), limit=4), 4, 28, 4),
-        "epochs": (_stream_reference((2, 4), window=3, epochs=2), 4, 48, 8),
-    }
+def test_ranks_without_data_and_losses_that_are_not_numbers() -> None:  # B-04, G-07
+    ranks = on_ranks(_edge_cases, 2, process_group=None)
     for found in ranks:
         torch.testing.assert_close(found["nan"], weights(train_by_hand(Regression(), global_batches(17, 8))), **TIGHT)
-        for window in (1, 3):
-            torch.testing.assert_close(found[f"tokens, {window}"], _tokens_by_hand(4 * window), **TIGHT)
-        for name, (reference, steps, samples, micro_batches) in streams.items():
-            trained, *counted = found[name]
-            torch.testing.assert_close(trained, reference, msg=about(name), **TIGHT)
-            assert counted == [steps, samples, micro_batches], name
-        assert "yielded no batch" in found["none"]["text"], found["none"]
-        assert "yielded no batch" in found["none at all"]["text"]
+        assert found["limited"] == (4, 7, 4)
+        for name in ("none", "none at all"):
+            assert "yielded no batch" in found[name]["text"], found[name]
         torch.testing.assert_close(
             found["afterwards"], weights(train_by_hand(Regression(), global_batches(16, 8))), **TIGHT
         )
@@ -301,9 +251,8 @@ def _evaluated(sizes: tuple[int, ...]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_evaluation_counts_every_sample_once(world_size: int) -> None:  # B-04, B-12, B-14
-    sizes = (1, 2, 3, 17, 33) if world_size == 4 else (1, 2, 17)
+def test_evaluation_counts_every_sample_once() -> None:  # B-04, B-12, B-14
+    sizes, world_size = (1, 2, 3, 17, 33), 4
     ranks = on_ranks(_evaluated, world_size, sizes)
     for samples in sizes:
         x, y = data(samples).tensors
@@ -462,11 +411,11 @@ def test_order_and_draws() -> None:  # B-10, B-11
         assert sorted(chain.from_iterable(whole)) == list(range(42))
         for ranks in (two, four):
             parts = [found["one"][epoch] for found in ranks]
-            dealt = [
+            global_batches_of_parts = [
                 [*chain.from_iterable(part[k][:, 0].tolist() for part in parts if k < len(part))]
                 for k in range(len(whole))
             ]
-            assert dealt == whole  # the same global batches, in the same order
+            assert global_batches_of_parts == whole  # the same global batches, in the same order
         for ranks in (one, two):
             for found in ranks:
                 batches = found["one"][epoch]
@@ -477,7 +426,7 @@ def test_order_and_draws() -> None:  # B-10, B-11
         assert len(column.unique()) == len(column)  # no random number repeats, on any rank or epoch
 
 
-# all_gather, LBFGS
+# all_gather
 
 
 class Contrastive(Regression):
@@ -499,7 +448,7 @@ class Contrastive(Regression):
         return (torch.cdist(everything, targets) ** 2).mean() - everything.std()
 
 
-class ByHand(Regression):
+class OnTheWholeBatch(Regression):
     """The same in one process."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -507,51 +456,16 @@ class ByHand(Regression):
         return (torch.cdist(out, batch[1]) ** 2).mean() - out.std()
 
 
-class Quasi(Regression):
-    """Trains with LBFGS and a line search."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
-
-
-def _whole_batch() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _contrastive() -> torch.Tensor:
     module = Contrastive(lr=0.05)
     quiet(strategy="ddp", callbacks=ReplicaCheck(1)).fit(module, loader(32, 4))
-    found["contrastive"] = weights(module)
-    for window in (1, 3):
-        quasi = Quasi()
-        trainer = quiet(strategy="ddp", callbacks=ReplicaCheck(1), accumulate_grad_batches=window)
-        trainer.fit(quasi, loader(45, 4))
-        found[f"quasi, {window}"] = (weights(quasi), trainer.global_step)
-    return found
-
-
-def _quasi_by_hand(batches: list[Any]) -> torch.Tensor:
-    module = Quasi()
-    optimizer = module.configure_optimizers()
-    for batch in batches:
-
-        def closure(batch: Any = batch) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = module.loss(batch)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
     return weights(module)
 
 
-def test_losses_over_the_global_batch_and_line_searches() -> None:  # B-16
-    ranks = on_ranks(_whole_batch, 2, process_group=None)
-    reference = weights(train_by_hand(ByHand(lr=0.05), global_batches(32, 8)))
-    for found in ranks:
-        torch.testing.assert_close(found["contrastive"], reference, atol=1e-5, rtol=1e-4)
-        for window in (1, 3):
-            trained, steps = found[f"quasi, {window}"]
-            assert steps == -(-6 // window)
-            torch.testing.assert_close(trained, _quasi_by_hand(global_batches(45, 8 * window)), atol=1e-4, rtol=1e-3)
-    assert torch.equal(ranks[0]["quasi, 3"][0], ranks[1]["quasi, 3"][0])
+def test_a_loss_over_the_samples_of_all_ranks() -> None:  # B-16
+    reference = weights(train_by_hand(OnTheWholeBatch(lr=0.05), global_batches(32, 8)))
+    for found in on_ranks(_contrastive, 2, process_group=None):
+        torch.testing.assert_close(found, reference, atol=1e-5, rtol=1e-4)
 
 
 # Buffers

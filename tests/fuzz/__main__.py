@@ -114,8 +114,8 @@ def find_plants(names: list[str], count: int, strategies: tuple[str, ...], seeds
             began, tally = time.monotonic(), Tally(functools.partial(check_with, name))
             one = tally.search(count, seed, strategies, shrinks=False)
             missed += one is None
-            said = f"not found in {tally.ran}" if one is None else f"found by program {tally.ran}: {one[1][:150]}"
-            print(f"{name}, seed {seed}: {said} ({time.monotonic() - began:.0f} s)", flush=True)
+            result = f"not found in {tally.ran}" if one is None else f"found by program {tally.ran}: {one[1][:150]}"
+            print(f"{name}, seed {seed}: {result} ({time.monotonic() - began:.0f} s)", flush=True)
     return missed
 
 

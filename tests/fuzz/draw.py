@@ -82,16 +82,20 @@ class Drawn:
             net, optimizers, changes = self.changes(net, epochs, strategy, optimizers)
         data = self.data(ranks)
         closure = optimizers[0].evaluates_again or optimizers[0].closure
-        nothing = "never"
+        missing_loss = "never"
         if single and not manual and not closure and not changes and self.chance(12):
-            nothing = self.one_of("odd", "always", "nan") if precision == "16-mixed" else self.one_of("odd", "always")
-        logs = self.logs(net, strategy, precision, manual, validation, nothing)
+            missing_loss = (
+                self.one_of("odd", "always", "nan") if precision == "16-mixed" else self.one_of("odd", "always")
+            )
+        logs = self.logs(net, strategy, precision, manual, validation, missing_loss)
         writes = None
-        if nothing == "never" and not closure and not changes and self.chance(15):
+        if missing_loss == "never" and not closure and not changes and self.chance(15):
             writes = self.writes(manual)
-        stop = self.stop(nothing, single, epochs, validation) if nothing != "never" or self.chance(20) else None
+        stop = (
+            self.stop(missing_loss, single, epochs, validation) if missing_loss != "never" or self.chance(20) else None
+        )
         resume = None
-        if stop is None and nothing == "never" and not changes and writes is None and self.chance(18):
+        if stop is None and missing_loss == "never" and not changes and writes is None and self.chance(18):
             resume = self.resume(strategy, ranks, data, net, validation, manual, optimizers)
             if resume is not None and resume.ranks != ranks and (net.dropout or data.drop_last):
                 # Ranks draw other masks, and another number of ranks drops other samples.
@@ -102,13 +106,13 @@ class Drawn:
                 logs = tuple(log for log in logs if log.where != "on_train_start")
                 if resume.ranks != ranks:  # for which the meaning of a rank's own values is undefined
                     logs = tuple(log for log in logs if log.sync_dist is not False)
-        estimated = data.claims is not None and (resume is None or resume.ranks == ranks)
+        estimated = data.length_error is not None and (resume is None or resume.ranks == ranks)
         in_window = any(change.hook == "on_validation_end" for change in changes)  # because it may be refused
         accumulate = 1 if manual or in_window else self.one_of(1, 1, 2, 3)
         zero = strategy.startswith("deepspeed")  # it clips by norm only
         clip = None if manual or not self.chance(30) else self.one_of(0.1, 0.02)
-        anew = resume is not None and resume.anew  # what schedulers do then is undefined
-        schedulers = () if manual or closure or anew else self.schedulers(validation, logs, changes, estimated)
+        restarted = resume is not None and resume.restarted  # what schedulers do then is undefined
+        schedulers = () if manual or closure or restarted else self.schedulers(validation, logs, changes, estimated)
         average = self.average() if self.chance(15) else None
         evaluation = None
         if resume is None and self.chance(5 if average is None else 60):
@@ -126,9 +130,9 @@ class Drawn:
             accumulate=accumulate,
             clip=clip,
             clip_by=self.one_of("norm", "norm", "value") if clip is not None and not closure and not zero else "norm",
-            weighs=not manual and not data.spoils and self.chance(25),
-            adds=not manual and self.chance(30),
-            nothing=nothing,
+            token_weighted=not manual and not data.consumes_batch and self.chance(25),
+            adds_to_loss=not manual and self.chance(30),
+            missing_loss=missing_loss,
             logs=logs,
             log_every=self.one_of(1, 1, 2, 50),
             validation=validation,
@@ -137,7 +141,7 @@ class Drawn:
             stop=stop,
             resume=resume,
             broadcast=self.broadcast(strategy, manual, net),
-            late=self.chance(10),
+            configure_model=self.chance(10),
             average=average,
             evaluation=evaluation,
             seed=self.between(0, 3),
@@ -153,7 +157,7 @@ class Drawn:
             data=Data(samples=self.between(4, 9), shuffle=True),
             optimizers=(Optimizer("adamw"),),
             logs=(Log(on_epoch=True),),
-            late=self.chance(50),
+            configure_model=self.chance(50),
             launcher="fork",
         )
 
@@ -187,12 +191,12 @@ class Drawn:
             batch=self.between(1, 4),
             shuffle=kind == "map" and self.chance(60),
             drop_last=kind == "map" and samples >= 12 and self.chance(10),
-            spoils=self.chance(20),
+            consumes_batch=self.chance(20),
             workers=2
             if kind == "sharded" or (kind not in ("reused", "stateful", "combined") and self.chance(4))
             else 0,
-            rising=kind in OWN_PARTS and ranks > 1 and self.chance(60),
-            claims=self.one_of(0, 0, None, -2, -1, 2) if own else 0,
+            fewest_on_rank_0=kind in OWN_PARTS and ranks > 1 and self.chance(60),
+            length_error=self.one_of(0, 0, None, -2, -1, 2) if own else 0,
         )
 
     def optimizers(self, strategy: str, precision: str, net: Net, manual: bool) -> tuple[Optimizer, ...]:
@@ -256,7 +260,7 @@ class Drawn:
         return Validation(
             kind="sharded" if sharded else kind,
             samples=self.between(1, 7) if kind == "map" else self.between(4 * ranks, 6 * ranks),
-            claims=0 if kind == "map" else self.one_of(0, -1, 2, None),
+            length_error=0 if kind == "map" else self.one_of(0, -1, 2, None),
             workers=2 if sharded else 0,
             batch=self.between(1, 3),
             interval=self.one_of(None, None, 1, 2, 0.5, 0.34),
@@ -267,19 +271,21 @@ class Drawn:
         )
 
     def logs(
-        self, net: Net, strategy: str, precision: str, manual: bool, validation: Validation | None, nothing: str
+        self, net: Net, strategy: str, precision: str, manual: bool, validation: Validation | None, missing_loss: str
     ) -> tuple[Log, ...]:
-        return tuple(self.log(net, strategy, precision, manual, validation, nothing) for _ in range(self.between(0, 3)))
+        return tuple(
+            self.log(net, strategy, precision, manual, validation, missing_loss) for _ in range(self.between(0, 3))
+        )
 
     def log(
-        self, net: Net, strategy: str, precision: str, manual: bool, validation: Validation | None, nothing: str
+        self, net: Net, strategy: str, precision: str, manual: bool, validation: Validation | None, missing_loss: str
     ) -> Log:
         places = ["training_step", "training_step", "training_step", "on_train_batch_end", "on_train_epoch_end"]
         places += ["on_train_batch_start", "on_train_epoch_start", "on_train_start"]
         if validation is not None:
             places += ["validation_step", "validation_step", "on_validation_epoch_end", "on_validation_epoch_start"]
         where = self.one_of(*places)
-        in_step = where.endswith("_step") and not (where == "training_step" and (manual or nothing != "never"))
+        in_step = where.endswith("_step") and not (where == "training_step" and (manual or missing_loss != "never"))
         kinds = ["number", "numpy", "large"]
         if where in ("on_train_epoch_end", "on_validation_epoch_end") and precision.endswith("-true"):
             kinds += ["forward", "forward"]
@@ -320,8 +326,8 @@ class Drawn:
         interval = "epoch" if kind == "plateau" else self.one_of("epoch", "step")
         return (Scheduler(kind, interval, self.one_of(1, 1, 2)),)
 
-    def stop(self, nothing: str, single: bool, epochs: int, validation: Validation | None) -> Stop | None:
-        if nothing in ("always", "nan"):
+    def stop(self, missing_loss: str, single: bool, epochs: int, validation: Validation | None) -> Stop | None:
+        if missing_loss in ("always", "nan"):
             return Stop("should_stop", "on_train_batch_end", self.between(0, 3))
         how = self.one_of("max_steps", "skip", "raise", "should_stop")
         if how == "should_stop":

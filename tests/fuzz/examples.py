@@ -34,7 +34,7 @@ EXAMPLES = (
     Example(
         "a loss that is added to after it was logged",
         "I-01: loss_0 was 1.1466 for 1.1377",
-        Program(data=Data(samples=4, batch=4), adds=True, logs=(Log(on_step=False, on_epoch=True),)),
+        Program(data=Data(samples=4, batch=4), adds_to_loss=True, logs=(Log(on_step=False, on_epoch=True),)),
     ),
     Example(
         "a value of the ranks that have data, logged in the hook that ends the epoch",
@@ -42,7 +42,7 @@ EXAMPLES = (
         Program(
             strategy="ddp",
             ranks=3,
-            data=Data(kind="sharded", samples=12, batch=1, workers=2, rising=True),
+            data=Data(kind="sharded", samples=12, batch=1, workers=2, fewest_on_rank_0=True),
             logs=(Log("on_train_batch_start", "number", sync_dist=True),),
             stop=Stop(how="skip", at=2),
         ),
@@ -87,7 +87,7 @@ EXAMPLES = (
     Example(
         "a batch sampler that promises too little",
         "I-04: two of four batches were left out",
-        Program(data=Data(kind="batch_sampler", samples=4, batch=1, claims=-2)),
+        Program(data=Data(kind="batch_sampler", samples=4, batch=1, length_error=-2)),
     ),
     Example(
         "samples that workers share, fewer on one rank than on the other",
@@ -106,7 +106,7 @@ EXAMPLES = (
         Program(
             strategy="ddp",
             ranks=2,
-            data=Data(kind="batch_sampler", samples=9, claims=-2),
+            data=Data(kind="batch_sampler", samples=9, length_error=-2),
             schedulers=(Scheduler("linear", "step"),),
         ),
     ),
@@ -116,14 +116,14 @@ EXAMPLES = (
         Program(
             strategy="fsdp",
             ranks=2,
-            data=Data(spoils=True),
-            validation=Validation(kind="iterable", samples=9, batch=1, claims=2),
+            data=Data(consumes_batch=True),
+            validation=Validation(kind="iterable", samples=9, batch=1, length_error=2),
         ),
     ),
     Example(
         "a run without a step is asked to stop",
         "I-05: it went on to the epoch's end",
-        Program(data=Data(samples=9), nothing="always", stop=Stop("should_stop", "on_train_batch_end", 0)),
+        Program(data=Data(samples=9), missing_loss="always", stop=Stop("should_stop", "on_train_batch_end", 0)),
     ),
     Example(
         "an optimizer that wants its closure",
@@ -142,14 +142,14 @@ EXAMPLES = (
             strategy="ddp",
             ranks=2,
             net=Net(buffer="reassigned"),
-            data=Data(kind="iterable", samples=8, rising=True),
+            data=Data(kind="iterable", samples=8, fewest_on_rank_0=True),
             epochs=2,
         ),
     ),
     Example(
         "a joiner's batch was taken to pieces before",
         "I-07: a KeyError at the end of an uneven epoch",
-        Program(strategy="ddp", ranks=2, data=Data(kind="iterable", samples=8, spoils=True)),
+        Program(strategy="ddp", ranks=2, data=Data(kind="iterable", samples=8, consumes_batch=True)),
     ),
     Example(
         "a loader that fills one buffer again and again",
@@ -173,7 +173,7 @@ EXAMPLES = (
     Example(
         "layers of configure_model from processes that were started",
         "I-15: the caller's module had none",
-        Program(strategy="ddp", ranks=2, late=True, launcher="fork"),
+        Program(strategy="ddp", ranks=2, configure_model=True, launcher="fork"),
     ),
     Example(
         "a correlation goes on on fewer ranks",
@@ -216,7 +216,7 @@ EXAMPLES = (
     Example(
         "layers of configure_model in another dtype than the precision's",
         "D-03: under FSDP they were all zeros",
-        Program(strategy="fsdp", ranks=2, precision="64-true", data=Data(samples=4, batch=1), late=True),
+        Program(strategy="fsdp", ranks=2, precision="64-true", data=Data(samples=4, batch=1), configure_model=True),
     ),
     Example(
         "attention with dropout in manual optimization",
@@ -473,7 +473,7 @@ EXAMPLES = (
                     strategy="ddp",
                     ranks=2,
                     precision="16-mixed",
-                    data=Data(kind="reused", rising=True),
+                    data=Data(kind="reused", fewest_on_rank_0=True),
                     logs=(
                         Log(on_step=False, on_epoch=True),
                         Log(on_step=False, on_epoch=True),

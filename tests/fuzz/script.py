@@ -33,5 +33,5 @@ if __name__ == "__main__":
 
 def script(program: Program, text: str, name: str = "program.py") -> str:
     """Return the script; ``text`` describes the finding."""
-    said = text.replace("\\", "\\\\").replace('"""', "'''")
-    return _SCRIPT.format(text=said, name=name, program=program)
+    escaped = text.replace("\\", "\\\\").replace('"""', "'''")
+    return _SCRIPT.format(text=escaped, name=name, program=program)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from drivetrain.errors import DrivetrainError
-from oracle.compare import LOOSE, OURS, differences, evaluation_of, weights_of
+from oracle.compare import DRIVETRAIN_ERRORS, TOLERANCES, differences, evaluation_differences, weight_differences
 from oracle.engine import launched, run
 from oracle.engine_evaluation import evaluate
 from oracle.interpreter import interpret
@@ -56,7 +56,9 @@ def judge(program: Program, plant: str = "") -> Verdict:
         try:
             plain = expected if program.resume is None else interpret(replace(program, resume=None))
             outcomes = on(program.ranks, run, program, root, False, plant)
-            verdict = Verdict(differences(program, plain, outcomes), any(one.error in OURS for one in outcomes))
+            verdict = Verdict(
+                differences(program, plain, outcomes), any(one.error in DRIVETRAIN_ERRORS for one in outcomes)
+            )
             failed = any(one.error for one in outcomes)
             if not verdict.found and not failed and expected.saved_after >= 0:
                 if program.resume is not None:
@@ -77,7 +79,12 @@ def of_resumed(program: Program, expected: Outcome, outcomes: list[Outcome]) -> 
     if expected.saved_at_end and all("nothing is left to train" in one.text for one in outcomes):
         return Verdict([], refused=True)
     found = differences(program, expected, outcomes, resumed=True)
-    return Verdict([f"resumed: {what}" for what in found], any(one.error in OURS for one in outcomes))
+    return Verdict([f"resumed: {what}" for what in found], any_refused(outcomes))
+
+
+def any_refused(outcomes: list[Outcome]) -> bool:
+    """Return whether a rank raised one of drivetrain's errors."""
+    return any(one.error in DRIVETRAIN_ERRORS for one in outcomes)
 
 
 def of_evaluation(program: Program, expected: Outcome, root: str, plant: str) -> Verdict:
@@ -86,7 +93,7 @@ def of_evaluation(program: Program, expected: Outcome, root: str, plant: str) ->
     assert plan is not None
     assert expected.evaluated is not None
     held = on(plan.ranks, evaluate, program, root, plant)
-    found = evaluation_of(program, expected.evaluated, held)
+    found = evaluation_differences(program, expected.evaluated, held)
     return Verdict([f"evaluated: {what}" for what in found], any(one.refused for one in held))
 
 
@@ -97,8 +104,10 @@ def is_stable(program: Program, expected: Outcome) -> bool:
     """
     if expected.error:
         return True
-    near = LOOSE[program.precision] / 4
-    return not any(weights_of(expected.weights, interpret(program, nudged=seed).weights, near) for seed in range(3))
+    tolerance = TOLERANCES[program.precision] / 4
+    return not any(
+        weight_differences(expected.weights, interpret(program, nudged=seed).weights, tolerance) for seed in range(3)
+    )
 
 
 def on(ranks: int, fn: Callable[..., Any], *arguments: Any) -> list[Any]:

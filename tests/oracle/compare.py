@@ -13,63 +13,63 @@ from oracle.outcome import Evaluated, Outcome
 from oracle.program import Program
 from oracle.refusals import permitted
 
-OURS = ("ConfigurationError", "CheckpointError", "DistributedError", "NonFiniteError", "DrivetrainError")
-"""Errors that say what to do."""
+DRIVETRAIN_ERRORS = ("ConfigurationError", "CheckpointError", "DistributedError", "NonFiniteError", "DrivetrainError")
+"""Errors of drivetrain's own, whose messages say what to do."""
 
-LOOSE = {"32-true": 2e-5, "64-true": 1e-11, "bf16-mixed": 2e-3, "16-mixed": 1e-3, "bf16-true": 4e-2}
-"""How far weights may be from the loop's, by precision: what another order of sums explains."""
+TOLERANCES = {"32-true": 2e-5, "64-true": 1e-11, "bf16-mixed": 2e-3, "16-mixed": 1e-3, "bf16-true": 4e-2}
+"""Largest absolute difference of weights from the loop's, by precision: what another order of sums explains."""
 
 
 def differences(program: Program, expected: Outcome, ranks: list[Outcome], resumed: bool = False) -> list[str]:
     """Return one phrase for every difference; none if everything is as expected."""
     errors = {one.error for one in ranks}
     if expected.refused:
-        return refused_by_name(program, ranks)
+        return judge_refusal_by_name(program, ranks)
     if errors - {""}:
         return refused(program, expected, ranks)
     if expected.error:
         return [f"{expected.error} was swallowed"]
     found: list[str] = []
-    near = LOOSE[program.precision]
+    tolerance = TOLERANCES[program.precision]
     for rank, outcome in enumerate(ranks):
-        found += [f"rank {rank}: {what}" for what in weights_of(expected.weights, outcome.weights, near)]
+        found += [f"rank {rank}: {what}" for what in weight_differences(expected.weights, outcome.weights, tolerance)]
     first = ranks[0]
     if program.launcher:  # a launched run returns nothing else to the caller
         found += [] if first.counts == expected.counts else [f"counts: {first.counts} for {expected.counts}"]
-        return found + metrics_of(expected, first, near)
+        return found + metric_differences(expected, first, tolerance)
     strategy = program.resume.strategy if resumed and program.resume is not None else program.strategy
     if not strategy.startswith("deepspeed"):  # whose optimizer holds flat partitions, under names of its own
-        found += states_of(expected, first, near)
+        found += state_differences(expected, first, tolerance)
     if not program.stop or program.stop.how == "max_steps":
         found += [] if first.counts == expected.counts else [f"counts: {first.counts} for {expected.counts}"]
-    found += rates_of(expected, first, resumed)
-    found += order_of(program, expected, ranks, resumed)
-    found += logged(program, expected, first, near, resumed)
+    found += rate_differences(expected, first, resumed)
+    found += order_differences(program, expected, ranks, resumed)
+    found += logged(program, expected, first, tolerance, resumed)
     return found
 
 
 def refused(program: Program, expected: Outcome, ranks: list[Outcome]) -> list[str]:
     """Judge a run that raised: the error is the program's own, or a permitted refusal before any step differs."""
     kinds = {one.error for one in ranks}
-    said = next(one for one in ranks if one.error)
+    failed = next(one for one in ranks if one.error)
     if len(kinds) > 1 and "RankFailedError" not in kinds:
-        return [f"some ranks raised {sorted(kinds)}: {said.text[:300]}"]
-    if said.error == "Planned" and expected.error == "Planned":
-        return in_time(program, expected, ranks)
-    if "ran out after" in said.text and expected.error != said.error:
-        return [f"refused: {said.text[:300]}"]
-    if said.error not in OURS:
-        return [f"raised {said.error}: {said.text[:300]}"]
-    if not permitted(program, said.text):
-        return [f"refused: {said.text[:300]}"]
-    return in_time(program, expected, ranks)
+        return [f"some ranks raised {sorted(kinds)}: {failed.text[:300]}"]
+    if failed.error == "Planned" and expected.error == "Planned":
+        return same_until_refused(program, expected, ranks)
+    if "ran out after" in failed.text and expected.error != failed.error:
+        return [f"refused: {failed.text[:300]}"]
+    if failed.error not in DRIVETRAIN_ERRORS:
+        return [f"raised {failed.error}: {failed.text[:300]}"]
+    if not permitted(program, failed.text):
+        return [f"refused: {failed.text[:300]}"]
+    return same_until_refused(program, expected, ranks)
 
 
 NAMES = {"groups": "group", "members": "weight", "amsgrad": "amsgrad", "class": "AdamW"}
 """What an error that refuses another optimizer says, by what has changed."""
 
 
-def refused_by_name(program: Program, ranks: list[Outcome]) -> list[str]:
+def judge_refusal_by_name(program: Program, ranks: list[Outcome]) -> list[str]:
     """Judge a resume that must be refused because of its optimizer: the error names what differs, and the consent."""
     assert program.resume is not None
     changed = program.resume.changed
@@ -82,45 +82,47 @@ def refused_by_name(program: Program, ranks: list[Outcome]) -> list[str]:
     return []
 
 
-def evaluation_of(program: Program, expected: Evaluated, ranks: list[Evaluated]) -> list[str]:
+def evaluation_differences(program: Program, expected: Evaluated, ranks: list[Evaluated]) -> list[str]:
     """Compare an evaluation of a checkpoint."""
-    near = LOOSE[program.precision]
+    tolerance = TOLERANCES[program.precision]
     found = []
     for rank, held in enumerate(ranks):
         if held.refused != expected.refused:
             found.append(f"rank {rank}: {held.text[:300] or 'it was not refused'}")
         elif held.weights:  # which may have another dtype where they are only loaded
             cast = {name: value.to(expected.weights[name].dtype) for name, value in held.weights.items()}
-            found += [f"rank {rank}: {what}" for what in weights_of(expected.weights, cast, max(near, 1e-6))]
-        if not math.isnan(held.loss) and not same_number("score", expected.loss, held.loss, near):
+            found += [
+                f"rank {rank}: {what}" for what in weight_differences(expected.weights, cast, max(tolerance, 1e-6))
+            ]
+        if not math.isnan(held.loss) and not same_number("score", expected.loss, held.loss, tolerance):
             found.append(f"rank {rank}: the loss is {held.loss!r} for {expected.loss!r}")
     return found
 
 
-def in_time(program: Program, expected: Outcome, ranks: list[Outcome]) -> list[str]:
+def same_until_refused(program: Program, expected: Outcome, ranks: list[Outcome]) -> list[str]:
     """Return whether no step differs before the end of the run."""
     found = []
     for rank, outcome in enumerate(ranks):
         for at, ((steps, held), (must, wanted)) in enumerate(zip(outcome.steps, expected.steps, strict=False)):
-            if steps != must or (len(held) and far(wanted, held, LOOSE[program.precision])):
+            if steps != must or (len(held) and differs(wanted, held, TOLERANCES[program.precision])):
                 found.append(f"rank {rank}: micro-batch {at} went wrong before the run was refused")
                 break
     return found
 
 
-def weights_of(expected: dict[str, Tensor], held: dict[str, Tensor], near: float) -> list[str]:
+def weight_differences(expected: dict[str, Tensor], held: dict[str, Tensor], tolerance: float) -> list[str]:
     found = []
     if set(expected) != set(held):
         return [f"weights: {sorted(set(expected) ^ set(held))} on one side only"]
     for name, wanted in expected.items():
         if held[name].dtype != wanted.dtype:
             found.append(f"{name} is {held[name].dtype} and not {wanted.dtype}")
-        elif far(wanted, held[name], near):
-            found.append(f"{name} is {apart(wanted, held[name]):.3g} off")
+        elif differs(wanted, held[name], tolerance):
+            found.append(f"{name} is {distance(wanted, held[name]):.3g} off")
     return found
 
 
-def states_of(expected: Outcome, outcome: Outcome, near: float) -> list[str]:
+def state_differences(expected: Outcome, outcome: Outcome, tolerance: float) -> list[str]:
     found = []
     for number, (wanted, held) in enumerate(zip(expected.states, outcome.states, strict=False)):
         for name in sorted(set(wanted) | set(held)):
@@ -131,8 +133,8 @@ def states_of(expected: Outcome, outcome: Outcome, near: float) -> list[str]:
             for key, value in wanted[name].items():
                 if key not in held[name]:
                     found.append(f"optimizer {number}: {name} has no {key}")
-                elif far(value, held[name][key], 10 * near):
-                    found.append(f"optimizer {number}: {key} of {name} is {apart(value, held[name][key]):.3g} off")
+                elif differs(value, held[name][key], 10 * tolerance):
+                    found.append(f"optimizer {number}: {key} of {name} is {distance(value, held[name][key]):.3g} off")
     for number, (plan, state) in enumerate(zip(expected.schedulers, outcome.schedulers, strict=False)):
         if plan["steps"] != state["steps"] or not close(plan["rates"], state["rates"]):
             found.append(f"scheduler {number}: {state} for {plan}")
@@ -141,14 +143,14 @@ def states_of(expected: Outcome, outcome: Outcome, near: float) -> list[str]:
     return found
 
 
-def rates_of(expected: Outcome, outcome: Outcome, resumed: bool) -> list[str]:
+def rate_differences(expected: Outcome, outcome: Outcome, resumed: bool) -> list[str]:
     wanted = expected.rates[expected.saved_rates :] if resumed else expected.rates
     if len(wanted) == len(outcome.rates) and all(map(close, wanted, outcome.rates)):
         return []
     return [f"learning rates: {outcome.rates} for {wanted}"]
 
 
-def order_of(program: Program, expected: Outcome, ranks: list[Outcome], resumed: bool) -> list[str]:
+def order_differences(program: Program, expected: Outcome, ranks: list[Outcome], resumed: bool) -> list[str]:
     """Compare samples and hooks, in their order."""
     found = []
     after = expected.saved_after if resumed else 0
@@ -174,7 +176,7 @@ def order_of(program: Program, expected: Outcome, ranks: list[Outcome], resumed:
     return found
 
 
-def logged(program: Program, expected: Outcome, outcome: Outcome, near: float, resumed: bool) -> list[str]:
+def logged(program: Program, expected: Outcome, outcome: Outcome, tolerance: float, resumed: bool) -> list[str]:
     found = []
     wanted = merged(expected.flushes[expected.saved_flushes :] if resumed else expected.flushes)
     held = merged(outcome.flushes)
@@ -184,17 +186,17 @@ def logged(program: Program, expected: Outcome, outcome: Outcome, near: float, r
         found.append(f"loggers: {dict(lost)} is missing and {dict(more)} is too much")
     else:
         for (step, key, value), (_, _, other) in zip(wanted, held, strict=True):
-            if not same_number(key, value, other, near):
+            if not same_number(key, value, other, tolerance):
                 found.append(f"loggers: {key} at step {step} is {other!r} for {value!r}")
-    return found + metrics_of(expected, outcome, near)
+    return found + metric_differences(expected, outcome, tolerance)
 
 
-def metrics_of(expected: Outcome, outcome: Outcome, near: float) -> list[str]:
+def metric_differences(expected: Outcome, outcome: Outcome, tolerance: float) -> list[str]:
     found = []
     for key, value in expected.metrics.items():
         if key not in outcome.metrics:
             found.append(f"callback_metrics has no {key}")
-        elif not same_number(key, value, outcome.metrics[key], near):
+        elif not same_number(key, value, outcome.metrics[key], tolerance):
             found.append(f"callback_metrics: {key} is {outcome.metrics[key]!r} for {value!r}")
     return found
 
@@ -207,21 +209,21 @@ def merged(flushes: list[tuple[int, dict[str, float]]]) -> list[tuple[int, str, 
     )
 
 
-def same_number(key: str, value: float, other: float, near: float) -> bool:
+def same_number(key: str, value: float, other: float, tolerance: float) -> bool:
     if math.isnan(value) or math.isnan(other):
         return math.isnan(value) and math.isnan(other)
     if key.startswith("large"):
         return abs(value - other) <= 1e-9 * abs(value)
-    return abs(value - other) <= max(near, 1e-6) * (10 + 10 * abs(value))
+    return abs(value - other) <= max(tolerance, 1e-6) * (10 + 10 * abs(value))
 
 
-def far(wanted: Tensor, held: Tensor, near: float) -> bool:
+def differs(wanted: Tensor, held: Tensor, tolerance: float) -> bool:
     if wanted.shape != held.shape:
         return True
-    return not torch.allclose(wanted.double(), held.double(), rtol=10 * near, atol=near, equal_nan=True)
+    return not torch.allclose(wanted.double(), held.double(), rtol=10 * tolerance, atol=tolerance, equal_nan=True)
 
 
-def apart(wanted: Tensor, held: Tensor) -> float:
+def distance(wanted: Tensor, held: Tensor) -> float:
     if wanted.shape != held.shape:
         return math.inf
     return float((wanted.double() - held.double()).abs().max())

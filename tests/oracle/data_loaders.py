@@ -74,11 +74,11 @@ class Ragged(Sampler[list[int]]):
             size = 1 + size % (self.data.batch + 1)
 
     def __len__(self) -> int:
-        assert self.data.claims is not None
-        return max(1, len(list(iter(self))) + self.data.claims)
+        assert self.data.length_error is not None
+        return max(1, len(list(iter(self))) + self.data.length_error)
 
 
-class Unmeasured(Ragged):
+class RaggedWithoutLength(Ragged):
     """A variant without a length."""
 
     __len__ = None  # type: ignore[assignment]
@@ -86,7 +86,7 @@ class Unmeasured(Ragged):
 
 def part_of_rank(data: Data, ranks: int, rank: int) -> list[int]:
     """Return the samples of an iterable data set that belong to a rank; each rank has a different number."""
-    shares = [one + 1 if data.rising else ranks - one for one in range(ranks)]
+    shares = [one + 1 if data.fewest_on_rank_0 else ranks - one for one in range(ranks)]
     start, stop = (data.samples * sum(shares[:bound]) // sum(shares) for bound in (rank, rank + 1))
     return list(range(start, stop))
 
@@ -106,9 +106,9 @@ def in_batches(indices: list[int], size: int) -> list[list[int]]:
     return [indices[first : first + size] for first in range(0, len(indices), size)]
 
 
-def claimed(data: Data, ranks: int, rank: int) -> int:
+def stated_batches(data: Data, ranks: int, rank: int) -> int:
     """Return the number of batches that a rank's loader reports; it does not account for how workers share the data."""
-    return max(1, len(in_batches(part_of_rank(data, ranks, rank), data.batch)) + (data.claims or 0))
+    return max(1, len(in_batches(part_of_rank(data, ranks, rank), data.batch)) + (data.length_error or 0))
 
 
 class Stream(IterableDataset[dict[str, Tensor]]):
@@ -121,9 +121,9 @@ class Stream(IterableDataset[dict[str, Tensor]]):
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         worker = torch.utils.data.get_worker_info()
-        first, apart = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        first, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         kept: list[Tensor] = []
-        for indices in self.batches[first::apart]:
+        for indices in self.batches[first::workers]:
             parts = [part[indices] for part in self.parts]
             if self.reuses:
                 if not kept:
@@ -133,12 +133,12 @@ class Stream(IterableDataset[dict[str, Tensor]]):
             yield dict(zip(NAMES, parts, strict=True))
 
 
-class MeasuredStream(Stream):
+class StreamWithLength(Stream):
     """A stream with a length, right or wrong."""
 
     def __init__(self, data: Data, on_tokens: bool, ranks: int, rank: int) -> None:
         super().__init__(data, on_tokens, ranks, rank)
-        self.length = claimed(data, ranks, rank)
+        self.length = stated_batches(data, ranks, rank)
 
     def __len__(self) -> int:
         return self.length
@@ -158,12 +158,12 @@ class Sharded(IterableDataset[dict[str, Tensor]]):
             yield dict(zip(NAMES, (part[index] for part in self.parts), strict=True))
 
 
-class MeasuredShards(Sharded):
+class ShardedWithLength(Sharded):
     """A variant with a length in samples, from which torch estimates the loader's length regardless of workers."""
 
     def __init__(self, data: Data, on_tokens: bool, ranks: int, rank: int) -> None:
         super().__init__(data, on_tokens, ranks, rank)
-        self.length = claimed(data, ranks, rank) * data.batch
+        self.length = stated_batches(data, ranks, rank) * data.batch
 
     def __len__(self) -> int:
         return self.length
@@ -191,7 +191,7 @@ class Stateful:
         self.position = self.first = state["position"]
 
 
-class MeasuredStateful(Stateful):
+class StatefulWithLength(Stateful):
     """A variant with a length, right or wrong."""
 
     def __len__(self) -> int:
@@ -201,10 +201,10 @@ class MeasuredStateful(Stateful):
 def part_loader(data: Data, on_tokens: bool, ranks: int, rank: int) -> Any:
     """Return a loader of a rank's own part."""
     if data.kind == "sharded":
-        shards = (Sharded if data.claims is None else MeasuredShards)(data, on_tokens, ranks, rank)
+        shards = (Sharded if data.length_error is None else ShardedWithLength)(data, on_tokens, ranks, rank)
         return DataLoader(shards, data.batch, num_workers=data.workers)
-    stream = (Stream if data.claims is None else MeasuredStream)(data, on_tokens, ranks, rank)
-    stateful = (Stateful if data.claims is None else MeasuredStateful)(stream)
+    stream = (Stream if data.length_error is None else StreamWithLength)(data, on_tokens, ranks, rank)
+    stateful = (Stateful if data.length_error is None else StatefulWithLength)(stream)
     if data.kind == "stateful":
         return stateful
     if data.kind == "combined":
@@ -222,7 +222,9 @@ def training_loader(program: Program, ranks: int, rank: int) -> Any:
     if data.kind == "sampler":
         return DataLoader(dataset, data.batch, sampler=Backwards(data.samples), **options)
     if data.kind == "batch_sampler":
-        return DataLoader(dataset, batch_sampler=(Ragged if data.claims is not None else Unmeasured)(data), **options)
+        return DataLoader(
+            dataset, batch_sampler=(Ragged if data.length_error is not None else RaggedWithoutLength)(data), **options
+        )
     return DataLoader(dataset, data.batch, shuffle=data.shuffle, drop_last=data.drop_last, **options)
 
 
@@ -246,8 +248,8 @@ def first_of(batch: Any) -> dict[str, Tensor]:
     return first
 
 
-def parts_of(batch: dict[str, Tensor], spoils: bool) -> Parts:
-    """Return the parts of a batch that a step uses; ``spoils`` empties the dict."""
+def parts_of(batch: dict[str, Tensor], consumes_batch: bool) -> Parts:
+    """Return the parts of a batch that a step uses; ``consumes_batch`` empties the dict."""
     batch = first_of(batch)
-    x, y, index = (batch.pop(name) if spoils else batch[name] for name in NAMES)
+    x, y, index = (batch.pop(name) if consumes_batch else batch[name] for name in NAMES)
     return x, y, index

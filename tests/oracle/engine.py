@@ -37,7 +37,7 @@ class Trained(TrainModule):
         self.program = program
         self.outcome = outcome
         self.net: Any = None
-        if not program.late:
+        if not program.configure_model:
             self.configure_model()
         for number, log in enumerate(program.logs):
             kinds = {"metric": torchmetrics.MeanMetric, "pearson": torchmetrics.PearsonCorrCoef}
@@ -56,16 +56,16 @@ class Trained(TrainModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         program = self.program
-        parts = parts_of(batch, program.data.spoils)
+        parts = parts_of(batch, program.data.consumes_batch)
         if program.manual:
             return self.turns(parts, batch_idx)
-        if program.nothing == "always" or (program.nothing == "odd" and batch_idx % 2):
+        if program.missing_loss == "always" or (program.missing_loss == "odd" and batch_idx % 2):
             return None
         loss = self.net.loss(parts)
-        if program.nothing == "nan":
+        if program.missing_loss == "nan":
             loss = loss * float("nan")
-        self.say("training_step", loss, batch_idx, parts)
-        if program.adds:
+        self.log_values("training_step", loss, batch_idx, parts)
+        if program.adds_to_loss:
             loss += self.net.penalty()
         return loss
 
@@ -91,16 +91,16 @@ class Trained(TrainModule):
                     for _ in range(turn.clips):
                         self.clip_gradients(optimizer, 0.1, "norm")
                     optimizer.step()
-        self.say("training_step", loss, batch_idx, parts)
+        self.log_values("training_step", loss, batch_idx, parts)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         assert self.program.validation is not None
-        parts = parts_of(batch, self.program.data.spoils)
+        parts = parts_of(batch, self.program.data.consumes_batch)
         if self.program.validation.draws:
             torch.rand(3)
-        self.say("validation_step", self.net.loss(parts), batch_idx, parts)
+        self.log_values("validation_step", self.net.loss(parts), batch_idx, parts)
 
-    def say(self, where: str, loss: Tensor | None, at: int, parts: Any = None) -> None:
+    def log_values(self, where: str, loss: Tensor | None, at: int, parts: Any = None) -> None:
         for number, log in enumerate(self.program.logs):
             if log.where != where:
                 continue
@@ -131,21 +131,19 @@ class Trained(TrainModule):
         return optimizers, schedulers
 
 
-class Weighed(Trained):
+class TokenWeighted(Trained):
     """A module that states the number of items over which its loss is a mean."""
 
     def batch_weight(self, batch: Any) -> float:
         return self.net.weight(parts_of(batch, False))
 
 
-class Steps(Trained):
-    """A module without validation."""
-
-    validation_step = TrainModule.validation_step  # type: ignore[assignment]
-
-
-class WeighedSteps(Weighed):
-    validation_step = TrainModule.validation_step  # type: ignore[assignment]
+def user_module(program: Program, outcome: Outcome) -> Trained:
+    """Return the module, which has no ``validation_step`` if the program does not validate."""
+    kind: type[Trained] = TokenWeighted if program.token_weighted else Trained
+    if program.validation is None:
+        kind = type("WithoutValidation", (kind,), {"validation_step": TrainModule.validation_step})
+    return kind(program, outcome)
 
 
 def monitored(program: Program) -> str:
@@ -155,7 +153,7 @@ def monitored(program: Program) -> str:
     return key_of(log, number) + ("_epoch" if log.on_step else "")
 
 
-class Kept(Logger):
+class RecordingLogger(Logger):
     """A logger that records its values."""
 
     name = "kept"
@@ -171,16 +169,15 @@ class Kept(Logger):
 class Recorder(Callback):
     """Records the values to compare, and performs the program's actions in hooks."""
 
-    def __init__(self, program: Program, outcome: Outcome, path: str, resumed: bool, anew: bool) -> None:
+    def __init__(self, program: Program, outcome: Outcome, path: str, resumed: bool, reseeds: bool) -> None:
         self.program = program
         self.outcome = outcome
         self.path = path
         self.resumed = resumed
-        self.anew = anew
+        self.reseeds = reseeds
         self.calls: dict[str, int] = {}
-        self.trained = 0
 
-    def at(self, hook: str, trainer: Any, module: Any, batch_idx: int = 0) -> None:
+    def in_hook(self, hook: str, trainer: Any, module: Any, batch_idx: int = 0) -> None:
         """Perform the actions that are common to every hook."""
         program, outcome = self.program, self.outcome
         if trainer.sanity_checking and hook != "on_sanity_check_start":
@@ -188,7 +185,7 @@ class Recorder(Callback):
         count = self.calls.get(hook, 0)
         self.calls[hook] = count + 1
         outcome.hooks.append(hook)
-        module.say(hook, None, batch_idx)
+        module.log_values(hook, None, batch_idx)
         for change in program.changes:
             if change.hook == hook and change.epoch == trainer.current_epoch and change.batch == batch_idx:
                 changed(module.net, change, trainer.optimizers, program)
@@ -205,17 +202,17 @@ class Recorder(Callback):
                 trainer.defer_save(lambda: trainer.write_checkpoint(self.path))
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        if not self.resumed or self.anew:
+        if not self.resumed or self.reseeds:
             torch.manual_seed(1000 + 100 * self.resumed + trainer.global_rank)
-        self.at("on_train_start", trainer, module)
+        self.in_hook("on_train_start", trainer, module)
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        self.at("on_train_epoch_start", trainer, module)
+        self.in_hook("on_train_epoch_start", trainer, module)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
         index = [] if trainer.joining else first_of(batch)["index"].tolist()
         stop = self.program.stop
-        self.at("on_train_batch_start", trainer, module, batch_idx)
+        self.in_hook("on_train_batch_start", trainer, module, batch_idx)
         if stop is not None and stop.how == "skip" and stop.at == batch_idx:
             return -1
         if stop is not None and stop.how == "raise" and stop.at == self.calls["on_train_batch_start"] - 1:
@@ -224,54 +221,53 @@ class Recorder(Callback):
         return None
 
     def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        self.at("on_before_zero_grad", trainer, module)
+        self.in_hook("on_before_zero_grad", trainer, module)
 
     def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
-        self.at("on_before_backward", trainer, module)
+        self.in_hook("on_before_backward", trainer, module)
 
     def on_after_backward(self, trainer: Any, module: Any) -> None:
-        self.at("on_after_backward", trainer, module)
+        self.in_hook("on_after_backward", trainer, module)
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         self.outcome.rates.append([float(group["lr"]) for group in optimizer.param_groups])
-        self.at("on_before_optimizer_step", trainer, module)
+        self.in_hook("on_before_optimizer_step", trainer, module)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.trained += 1
         if trainer.strategy.shards_parameters:
             self.outcome.steps.append((trainer.global_step, torch.zeros(0)))
         else:
             held = [one.detach().flatten().double() for one in module.net.parameters()]
             self.outcome.steps.append((trainer.global_step, torch.cat(held)))
-        self.at("on_train_batch_end", trainer, module, batch_idx)
+        self.in_hook("on_train_batch_end", trainer, module, batch_idx)
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
-        self.at("on_validation_start", trainer, module)
+        self.in_hook("on_validation_start", trainer, module)
 
     def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:
-        self.at("on_validation_epoch_start", trainer, module)
+        self.in_hook("on_validation_epoch_start", trainer, module)
 
     def on_validation_batch_start(
         self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self.at("on_validation_batch_start", trainer, module, batch_idx)
+        self.in_hook("on_validation_batch_start", trainer, module, batch_idx)
 
     def on_validation_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self.at("on_validation_batch_end", trainer, module, batch_idx)
+        self.in_hook("on_validation_batch_end", trainer, module, batch_idx)
 
     def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
-        self.at("on_validation_epoch_end", trainer, module)
+        self.in_hook("on_validation_epoch_end", trainer, module)
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
-        self.at("on_validation_end", trainer, module)
+        self.in_hook("on_validation_end", trainer, module)
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        self.at("on_train_epoch_end", trainer, module)
+        self.in_hook("on_train_epoch_end", trainer, module)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.at("on_train_end", trainer, module)
+        self.in_hook("on_train_end", trainer, module)
         outcome, strategy = self.outcome, trainer.strategy
         for number in range(len(trainer.optimizers)):
             states = strategy.optimizer_state(number)["state"]
@@ -288,7 +284,7 @@ class Recorder(Callback):
         outcome.counts = counts(trainer)
 
     def on_fit_end(self, trainer: Any, module: Any) -> None:
-        self.at("on_fit_end", trainer, module)
+        self.in_hook("on_fit_end", trainer, module)
 
 
 def counts(trainer: Any) -> dict[str, int]:
@@ -333,7 +329,7 @@ def strategy_of(name: str, program: Program) -> Any:
 
 
 @contextlib.contextmanager
-def errors_alone() -> Iterator[None]:
+def quiet_loggers() -> Iterator[None]:
     """Log only errors within the context: other tests use these ranks too."""
     loggers = [logging.getLogger(name) for name in ("drivetrain", "torch", "deepspeed", "DeepSpeed")]
     levels = [one.level for one in loggers]
@@ -355,19 +351,18 @@ def run(program: Program, root: str, resumed: bool, plant: str = "") -> Outcome:
     outcome = Outcome()
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     ranks, strategy = program.ranks, program.strategy
-    anew = False
+    reseeds = False
     allow: tuple[str, ...] = ()
     if resumed:
         assert program.resume is not None
         ranks, strategy = program.resume.ranks, program.resume.strategy
-        anew = ranks != program.ranks
+        reseeds = ranks != program.ranks
         allow = ("optimizer",) if program.resume.allow else ()
         program = replace(program, optimizers=program.resume.optimizers(program.optimizers))
-    kinds = {(False, True): Trained, (True, True): Weighed, (False, False): Steps, (True, False): WeighedSteps}
-    with errors_alone(), warnings.catch_warnings(), planted(plant):
+    with quiet_loggers(), warnings.catch_warnings(), planted(plant):
         warnings.simplefilter("ignore")
-        module = kinds[program.weighs, program.validation is not None](program, outcome)
-        recorder = Recorder(program, outcome, "" if resumed else path, resumed, anew)
+        module = user_module(program, outcome)
+        recorder = Recorder(program, outcome, "" if resumed else path, resumed, reseeds)
         trainer = None
         try:
             callbacks: list[Callback] = [recorder, Checkpoint(save_top_k=0)] if root else [recorder]
@@ -407,10 +402,9 @@ def averaging(plan: Average) -> Callback:
 def launched(program: Program, plant: str = "") -> Outcome:
     """Train ``program`` in processes that `Fit` starts; return what comes back to the caller."""
     outcome = Outcome()
-    kinds = {(False, True): Trained, (True, True): Weighed, (False, False): Steps, (True, False): WeighedSteps}
     with warnings.catch_warnings(), planted(plant):
         warnings.simplefilter("ignore")
-        module = kinds[program.weighs, program.validation is not None](program, outcome)
+        module = user_module(program, outcome)
         try:
             options = {**settings(program, outcome), "logger": False, "launcher": program.launcher}
             recorder = Recorder(program, outcome, "", False, False)
@@ -434,7 +428,7 @@ def settings(program: Program, outcome: Outcome) -> dict[str, Any]:
     options: dict[str, Any] = {
         "accelerator": "cpu",
         "precision": program.precision,
-        "logger": Kept(outcome),
+        "logger": RecordingLogger(outcome),
         "log_every_n_steps": program.log_every,
         "enable_progress_bar": False,
         "enable_model_summary": False,

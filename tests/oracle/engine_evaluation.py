@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain import CheckpointError, ConfigurationError, Fit
 from oracle.data_loaders import Samples, parts_of
-from oracle.engine import Trained, averaging, errors_alone, saved_in, strategy_of, whole
+from oracle.engine import Trained, averaging, quiet_loggers, saved_in, strategy_of, whole
 from oracle.outcome import Evaluated, Outcome
 from oracle.planted_defects import planted
 from oracle.program import EVALUATED, Evaluation, Program
@@ -32,7 +32,7 @@ def evaluate(program: Program, root: str, plant: str = "") -> Evaluated:
     plan = program.evaluation
     assert plan is not None
     averaged: dict[str, Any] = {} if plan.averaged is None else {"averaged": plan.averaged}
-    with errors_alone(), warnings.catch_warnings(), planted(plant):
+    with quiet_loggers(), warnings.catch_warnings(), planted(plant):
         warnings.simplefilter("ignore")
         try:
             if plan.by == "load":

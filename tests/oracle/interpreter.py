@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from oracle.data_loaders import numbers
-from oracle.dealing import Micro, dealt, epoch_of, evaluated, said, streamed
-from oracle.diary import Diary
+from oracle.dealing import GlobalBatch, deal, deal_evaluation, deal_streams, epoch_order, stated_length
+from oracle.logged_values import LoggedValues
 from oracle.nets import Model, Parts, add_group, part_of, seeded_model, write
 from oracle.optimizers import make_optimizer, make_scheduler
 from oracle.outcome import Evaluated, Outcome, scheduler_state, tensors_of
@@ -55,17 +55,17 @@ class Loop:
         self.schedulers = [
             (make_scheduler(self.optimizers[0], plan, self.estimate()), plan) for plan in program.schedulers
         ]
-        self.ranks = [self.fresh_rank(rank, 1000) for rank in range(self.world)]
-        self.scales = program.precision == "16-mixed"
-        self.scale = 65536.0 if self.scales else 1.0
+        self.ranks = [self.new_rank(rank, 1000) for rank in range(self.world)]
+        self.scales_loss = program.precision == "16-mixed"
+        self.scale = 65536.0 if self.scales_loss else 1.0
         self.share = 1.0
         self.synchronised = True
         self.outcome = Outcome()
-        self.diary = Diary(program, self.outcome)
+        self.logged = LoggedValues(program, self.outcome)
         self.calls: dict[str, int] = {}
         self.steps = self.epoch = self.micro_batches = self.samples = 0
         self.batch_idx = 0
-        self.should_stop = self.saves = self.moves = self.limited = False
+        self.should_stop = self.save_requested = self.changes_ranks = self.limited = False
         self.validated_at = -1
         self.before = {name: one.detach().clone() for name, one in self.net.named_parameters()}
         self.averages: dict[str, Tensor] = {}
@@ -74,12 +74,12 @@ class Loop:
 
     # Ranks, one at a time
 
-    def fresh_rank(self, rank: int, seed: int) -> Rank:
+    def new_rank(self, rank: int, seed: int) -> Rank:
         buffers = {name: one.clone() for name, one in self.net.named_buffers()}
         return Rank(buffers, torch.Generator().manual_seed(seed + rank).get_state(), [None] * len(self.parameters))
 
     @contextlib.contextmanager
-    def playing(self, rank: int) -> Iterator[Rank]:
+    def as_rank(self, rank: int) -> Iterator[Rank]:
         """Give the network and the process the state of ``rank`` within the context."""
         this = self.ranks[rank]
         outside = torch.get_rng_state()
@@ -130,7 +130,7 @@ class Loop:
             parameter.grad = self.ranks[0].gradients[position]
 
     @contextlib.contextmanager
-    def forwards(self, batches: list[tuple[Parts, bool]], at: int, last: int) -> Iterator[None]:
+    def around_forwards(self, batches: list[tuple[Parts, bool]], at: int, last: int) -> Iterator[None]:
         """Run all ranks' forwards of micro-batch ``at`` of a window, which ends with ``last``, within the context.
 
         Buffers are broadcast as DDP does, after a backward that synchronised, and so not after a dropped window. A rank
@@ -138,14 +138,14 @@ class Loop:
         """
         joiners = [self.ranks[rank] for rank, (_, joins) in enumerate(batches) if joins]
         before = [{name: one.clone() for name, one in rank.buffers.items()} for rank in joiners]
-        if self.broadcasts() and at == 0 and self.synchronised:
-            self.give_out_buffers()
+        if self.broadcasts_buffers() and at == 0 and self.synchronised:
+            self.broadcast_buffers()
         yield
         self.synchronised = at == last
         for rank, buffers in zip(joiners, before, strict=True):
             rank.buffers = buffers
 
-    def give_out_buffers(self) -> None:
+    def broadcast_buffers(self) -> None:
         """Copy rank 0's buffers to all ranks."""
         for rank in self.ranks[1:]:
             rank.buffers = {name: one.clone() for name, one in self.ranks[0].buffers.items()}
@@ -157,7 +157,7 @@ class Loop:
         self.hook("on_train_start")
         with contextlib.suppress(Stopped):
             while self.epoch < program.epochs and not self.reached_limit():
-                self.diary.begin("train")
+                self.logged.begin("train")
                 self.hook("on_train_epoch_start")
                 self.train_epoch()
                 if self.should_stop:
@@ -167,7 +167,7 @@ class Loop:
         self.hook("on_train_end")
         if self.updates:
             self.put_averages()
-        outcome.metrics = self.diary.metrics()
+        outcome.metrics = self.logged.metrics()
         names = {one: name for name, one in self.net.named_parameters()}
         outcome.states = [tensors_of(one.state, names) for one in self.optimizers]
         outcome.schedulers = [scheduler_state(one) for one, _ in self.schedulers]
@@ -194,22 +194,22 @@ class Loop:
         """Train on an epoch's windows; a run that is resumed continues on other ranks."""
         program = self.program
         for rank in range(self.world) if program.data.kind != "stateful" else ():
-            with self.playing(rank):
+            with self.as_rank(rank):
                 torch.empty((), dtype=torch.int64).random_()  # a DataLoader's iterator draws a seed for its workers
-        left = epoch_of(program.data, program.seed, self.epoch)
+        left = epoch_order(program.data, program.seed, self.epoch)
         cut = False  # ended before the data did
         while not cut:
-            micros = self.micros(left)
+            global_batches = self.global_batches(left)
             done = 0
-            for start in range(0, len(micros), program.accumulate):
-                window = micros[start : start + program.accumulate]
-                over = start + len(window) == len(micros)
+            for start in range(0, len(global_batches), program.accumulate):
+                window = global_batches[start : start + program.accumulate]
+                over = start + len(window) == len(global_batches)
                 if not self.window(window, over):
                     left = []
                     break  # the data is nearly exhausted
                 done += sum(len(one) for micro in window for one in micro)
-                if self.moves and not over:  # the run was saved here, and continues on other ranks
-                    self.moves = False
+                if self.changes_ranks and not over:  # the run was saved here, and continues on other ranks
+                    self.changes_ranks = False
                     left = left[done:]
                     self.batch_idx = math.ceil((program.data.samples - len(left)) / (self.world * program.data.batch))
                     break
@@ -219,20 +219,20 @@ class Loop:
             else:
                 break
         # Nothing is read ahead from a stateful loader, since it would save another position: its length is believed.
-        believed = program.data.kind == "stateful" and said(program.data, self.world) == self.batch_idx
+        believed = program.data.kind == "stateful" and stated_length(program.data, self.world) == self.batch_idx
         self.end_epoch(cut and not believed)
 
-    def micros(self, left: list[int]) -> list[Micro]:
+    def global_batches(self, left: list[int]) -> list[GlobalBatch]:
         data = self.program.data
         if data.kind in OWN_PARTS:
-            return streamed(data, self.world) if left else []
-        return dealt(data, left, self.world)
+            return deal_streams(data, self.world) if left else []
+        return deal(data, left, self.world)
 
     def ends_after_window(self, over: bool) -> bool:
         """Return whether a stop was requested while there is data left."""
         self.limited = self.reached_limit()
         # otherwise the end of the data is not known yet
-        over = over and said(self.program.data, self.world) == self.batch_idx
+        over = over and stated_length(self.program.data, self.world) == self.batch_idx
         return not over and (self.should_stop or self.limited)
 
     def end_epoch(self, cut: bool) -> None:
@@ -240,7 +240,7 @@ class Loop:
         if validation is not None and not (cut and self.limited and not self.should_stop):
             self.validate_at_the_end(cut)
         self.save_where_asked()
-        self.diary.end_train_epoch(self.steps, lambda: self.hook("on_train_epoch_end"))
+        self.logged.end_train_epoch(self.steps, lambda: self.hook("on_train_epoch_end"))
         if not cut:
             self.epoch += 1
             self.batch_idx = 0
@@ -253,7 +253,7 @@ class Loop:
 
     # A window
 
-    def window(self, window: list[Micro], over: bool) -> bool:
+    def window(self, window: list[GlobalBatch], over: bool) -> bool:
         """Train on one window; return False if a hook ended the epoch."""
         program = self.program
         batches = [[self.parts(micro, rank) for rank in range(self.world)] for micro in window]
@@ -263,18 +263,18 @@ class Loop:
         ]
         announced = sum(map(sum, weights))
         for at in range(len(window)):
-            if self.returns_nothing(self.batch_idx + at):
+            if self.has_no_loss(self.batch_idx + at):
                 weights[at] = [0.0] * self.world
         total = sum(map(sum, weights))
         # While losses are multiplied, it is not known yet which micro-batches have none.
-        self.share = total / announced if self.scales and total else 1.0
+        self.share = total / announced if self.scales_loss and total else 1.0
         self.evaluations: list[Callable[[], float]] = []
         evaluated_loss = 0.0
         for at, (micro, parts) in enumerate(zip(window, batches, strict=True)):
             if self.begins_with_skip(micro):
                 return False
             if program.manual:
-                with self.forwards(parts, 0, 0):
+                with self.around_forwards(parts, 0, 0):
                     self.turns(micro, parts)
                 stepped = True
             else:
@@ -282,7 +282,7 @@ class Loop:
                     for _ in self.optimizers:
                         self.hook("on_before_zero_grad")
                     self.clear(self.parameters)
-                with self.forwards(parts, at, len(window) - 1):
+                with self.around_forwards(parts, at, len(window) - 1):
                     evaluated_loss += self.forward_backward(micro, parts, weights[at], total, first=True)
                 closes = at == len(window) - 1
                 stepped = closes and total > 0 and self.close(window, batches, weights, total, evaluated_loss)
@@ -301,7 +301,7 @@ class Loop:
             self.hook("on_train_batch_end", micro)
             if stepped:
                 self.update_average(trained)
-                self.diary.after_step(self.steps)
+                self.logged.after_step(self.steps)
             if at == len(window) - 1:
                 self.save_where_asked()
             self.validate_within(over and at == len(window) - 1)
@@ -309,7 +309,7 @@ class Loop:
                 self.save_where_asked()
         return True
 
-    def begins_with_skip(self, micro: Micro) -> bool:
+    def begins_with_skip(self, micro: GlobalBatch) -> bool:
         stop = self.program.stop
         count = self.calls.get("on_train_batch_start", 0)
         self.hook("on_train_batch_start", micro)
@@ -320,10 +320,10 @@ class Loop:
             self.clear(self.parameters)
             return True
         self.outcome.samples.append((self.epoch, micro[0]))
-        self.diary.samples.append((self.epoch, [list(one) for one in micro]))
+        self.logged.samples.append((self.epoch, [list(one) for one in micro]))
         return False
 
-    def parts(self, micro: Micro, rank: int) -> tuple[Parts, bool]:
+    def parts(self, micro: GlobalBatch, rank: int) -> tuple[Parts, bool]:
         """Return a rank's batch, and whether the rank only joins with it."""
         data, mine = self.program.data, micro[rank]
         joins = not mine
@@ -346,30 +346,30 @@ class Loop:
         parts, joins = given
         if joins:
             return 0.0
-        return self.net.weight(parts) if self.program.weighs else float(len(mine))
+        return self.net.weight(parts) if self.program.token_weighted else float(len(mine))
 
-    def returns_nothing(self, batch_idx: int) -> bool:
-        return self.program.nothing == "always" or (self.program.nothing == "odd" and batch_idx % 2 == 1)
+    def has_no_loss(self, batch_idx: int) -> bool:
+        return self.program.missing_loss == "always" or (self.program.missing_loss == "odd" and batch_idx % 2 == 1)
 
     def forward_backward(
-        self, micro: Micro, batches: list[tuple[Parts, bool]], weights: list[float], total: float, first: bool
+        self, micro: GlobalBatch, batches: list[tuple[Parts, bool]], weights: list[float], total: float, first: bool
     ) -> float:
         """Run one micro-batch on all ranks; return its part of the window's loss. With ``first``, it is logged and
         hooks run.
         """
         program = self.program
         part = 0.0
-        if self.returns_nothing(self.batch_idx):
+        if self.has_no_loss(self.batch_idx):
             return part
         for rank, ((parts, joins), weight) in enumerate(zip(batches, weights, strict=True)):
-            with self.playing(rank):
+            with self.as_rank(rank):
                 with self.autocast():
                     loss = self.net.loss(parts)
-                    if program.nothing == "nan":
+                    if program.missing_loss == "nan":
                         loss = loss * float("nan")
                     if first and not joins:
-                        self.diary.log("training_step", rank, self.net, loss, self.batch_idx, parts)
-                    if program.adds:
+                        self.logged.log("training_step", rank, self.net, loss, self.batch_idx, parts)
+                    if program.adds_to_loss:
                         loss = loss + self.net.penalty()
                 if weight:
                     (loss * (self.world * weight / total) * (self.scale * self.share)).backward()
@@ -380,7 +380,7 @@ class Loop:
         return part
 
     def close(
-        self, window: list[Micro], batches: list[Any], weights: list[list[float]], total: float, loss: float
+        self, window: list[GlobalBatch], batches: list[Any], weights: list[list[float]], total: float, loss: float
     ) -> bool:
         """Step with the gradients of the window; return False if they overflowed."""
         program = self.program
@@ -404,26 +404,26 @@ class Loop:
                 return torch.tensor(value)
 
             self.optimizers[0].step(closure)
-            self.share_gradients()
+            self.copy_gradients_to_ranks()
             return True
         self.clip()
         if finite:
             for optimizer in self.optimizers:
                 optimizer.step()
-        elif self.scales:
+        elif self.scales_loss:
             self.scale *= 0.5
-        self.share_gradients()
+        self.copy_gradients_to_ranks()
         return finite
 
     def evaluate(
-        self, window: list[Micro], batches: list[Any], weights: list[list[float]], total: float, first_idx: int
+        self, window: list[GlobalBatch], batches: list[Any], weights: list[list[float]], total: float, first_idx: int
     ) -> float:
         """Evaluate the window again at the optimizer's current point, without logging."""
         self.clear(self.parameters)
         with torch.enable_grad():
             value = 0.0
             for at, micro in enumerate(window):
-                with self.forwards(batches[at], at, len(window) - 1):
+                with self.around_forwards(batches[at], at, len(window) - 1):
                     value += self.forward_backward(micro, batches[at], weights[at], total, first=False)
         self.average_gradients()
         return value
@@ -433,7 +433,7 @@ class Loop:
         gradients = [one.grad for one in parameters if one.grad is not None]
         for gradient in gradients:
             gradient.div_(self.scale * self.share)
-        return not self.scales or all(bool(gradient.isfinite().all()) for gradient in gradients)
+        return not self.scales_loss or all(bool(gradient.isfinite().all()) for gradient in gradients)
 
     def clip(self) -> None:
         held = [one for opt in self.optimizers for group in opt.param_groups for one in group["params"]]
@@ -445,7 +445,7 @@ class Loop:
         elif value is not None:
             torch.nn.utils.clip_grad_value_(parameters, value)
 
-    def share_gradients(self) -> None:
+    def copy_gradients_to_ranks(self) -> None:
         for rank in self.ranks:
             rank.gradients = [None if one.grad is None else one.grad.clone() for one in self.parameters]
 
@@ -459,7 +459,7 @@ class Loop:
 
     # Manual optimization
 
-    def turns(self, micro: Micro, batches: list[tuple[Parts, bool]]) -> None:
+    def turns(self, micro: GlobalBatch, batches: list[tuple[Parts, bool]]) -> None:
         """Run the module's own loop on all ranks in lockstep."""
         finite = True
         losses: list[Tensor] = []
@@ -478,10 +478,10 @@ class Loop:
             self.scale *= 0.5
         for rank, (parts, joins) in enumerate(batches):
             if not joins:
-                self.diary.log("training_step", rank, self.net, losses[rank], self.batch_idx, parts)
+                self.logged.log("training_step", rank, self.net, losses[rank], self.batch_idx, parts)
 
     def manual_step(
-        self, turn: Turn, optimizer: Any, held: list[Any], micro: Micro, batches: list[tuple[Parts, bool]]
+        self, turn: Turn, optimizer: Any, held: list[Any], micro: GlobalBatch, batches: list[tuple[Parts, bool]]
     ) -> tuple[bool, list[Tensor]]:
         with_data = sum(1 for _, joins in batches if not joins)
         losses: list[Tensor] = []
@@ -489,7 +489,7 @@ class Loop:
         def closure() -> Tensor:
             losses.clear()
             for rank, (parts, joins) in enumerate(batches):
-                with self.playing(rank):
+                with self.as_rank(rank):
                     with self.autocast():
                         loss = self.net.loss(parts)
                     for position, parameter in enumerate(self.parameters):
@@ -510,18 +510,18 @@ class Loop:
             self.hook("on_before_optimizer_step", micro)
 
         if turn.closure and self.program.optimizers[turn.optimizer].evaluates_again:
-            told: list[bool] = []
+            hooks_called: list[bool] = []
 
-            def asked() -> Tensor:
+            def closure_with_hooks() -> Tensor:
                 with torch.enable_grad():
                     loss = closure()
-                if not told:
-                    told.append(True)
+                if not hooks_called:
+                    hooks_called.append(True)
                     before_step()
                 return loss
 
-            optimizer.step(asked)
-            self.share_gradients()
+            optimizer.step(closure_with_hooks)
+            self.copy_gradients_to_ranks()
             return True, losses
         closure()
         finite = self.unscale(held)
@@ -530,12 +530,12 @@ class Loop:
         before_step()
         if finite:
             optimizer.step()
-        self.share_gradients()
+        self.copy_gradients_to_ranks()
         return finite, losses
 
     # Other parts of a step
 
-    def broadcasts(self) -> bool:
+    def broadcasts_buffers(self) -> bool:
         program = self.program
         if self.world == 1 or not self.strategy.startswith("ddp"):
             return False
@@ -550,13 +550,13 @@ class Loop:
             self.outcome.error = "ConfigurationError"  # the schedule has ended, but there is more data
             raise Stopped
         if kind == "plateau":
-            value = self.diary.monitored()
+            value = self.logged.monitored()
             if value is not None:  # None: no validation since the last step
                 scheduler.step(value)
         else:
             scheduler.step()
 
-    def hook(self, name: str, micro: Micro | None = None) -> None:
+    def hook(self, name: str, micro: GlobalBatch | None = None) -> None:
         """Call a hook: perform the program's actions in it, on all ranks."""
         program = self.program
         count = self.calls.get(name, 0)
@@ -567,7 +567,7 @@ class Loop:
             if micro is None or micro[rank]:
                 samples = None if micro is None else len(micro[rank])
                 put_buffers(self.net, self.ranks[rank].buffers)
-                self.diary.log(name, rank, self.net, None, self.hook_index(name, at), None, samples)
+                self.logged.log(name, rank, self.net, None, self.hook_index(name, at), None, samples)
         for change in program.changes:
             if change.hook == name and change.epoch == self.epoch and change.batch == self.hook_index(name, at):
                 for one in part_of(self.net, change.part):
@@ -580,7 +580,7 @@ class Loop:
         if stop is not None and stop.how == "should_stop" and stop.hook == name and stop.at == count:
             self.should_stop = True
         if saving is not None and saving.hook == name and saving.at == count:
-            self.saves = True
+            self.save_requested = True
 
     def write(self, plan: Write) -> None:
         """Write weights, which ranks share; or the gradients of all ranks."""
@@ -598,9 +598,9 @@ class Loop:
 
     def save_where_asked(self) -> None:
         """Record a save, and do with it what the program says."""
-        if not self.saves:
+        if not self.save_requested:
             return
-        self.saves = False
+        self.save_requested = False
         self.outcome.saved_after = self.micro_batches
         self.outcome.saved_at_end = self.epoch >= self.program.epochs
         self.outcome.saved_hooks = len(self.outcome.hooks)
@@ -617,7 +617,7 @@ class Loop:
         if resume.refused:
             self.outcome.refused = True
             raise Stopped
-        if resume.anew:
+        if resume.restarted:
             plan = resume.optimizers(self.program.optimizers)[0]
             self.optimizers[0] = make_optimizer(self.net, self.program, plan)
         self.strategy = resume.strategy
@@ -625,8 +625,8 @@ class Loop:
             return
         put_buffers(self.net, self.ranks[0].buffers)
         self.world = resume.ranks
-        self.ranks = [self.fresh_rank(rank, 1100) for rank in range(self.world)]
-        self.moves = True
+        self.ranks = [self.new_rank(rank, 1100) for rank in range(self.world)]
+        self.changes_ranks = True
 
     def evaluate_checkpoint(self, plan: Evaluation) -> Evaluated:
         """Return what an evaluation of a checkpoint that is saved now gives."""
@@ -647,7 +647,7 @@ class Loop:
         weights = {name: one.detach().clone() for name, one in self.net.state_dict().items()}
         self.net.eval()
         sums = samples = 0.0
-        for micro in evaluated(EVALUATED.samples, EVALUATED.batch, plan.ranks):
+        for micro in deal_evaluation(EVALUATED.samples, EVALUATED.batch, plan.ranks):
             for mine in micro:
                 if mine:
                     with torch.no_grad(), self.in_half(), self.autocast():
@@ -726,12 +726,12 @@ class Loop:
         if isinstance(validation.interval, int):
             return validation.interval
         assert validation.interval is not None
-        length = said(data, self.world)
+        length = stated_length(data, self.world)
         return max(1, int((2**31 if length is None else length) * validation.interval))  # None would be refused
 
     def missed(self) -> bool:
         """Return whether the data ended before a validation that the stated length had promised."""
-        validation, length = self.program.validation, said(self.program.data, self.world)
+        validation, length = self.program.validation, stated_length(self.program.data, self.world)
         assert validation is not None
         if length is None or validation.interval is None:
             return False
@@ -743,7 +743,7 @@ class Loop:
     def estimate(self) -> int:
         """Return the run's number of steps, as estimated from the lengths of loaders."""
         program = self.program
-        length = said(program.data, self.world)
+        length = stated_length(program.data, self.world)
         steps = -(-length // program.accumulate) * program.epochs if length is not None else 0
         stop = program.stop
         return min(steps, stop.at) if stop is not None and stop.how == "max_steps" else steps
@@ -754,34 +754,34 @@ class Loop:
         assert validation is not None
         self.validated_at = self.micro_batches
         own = [(rank.buffers, rank.generator) for rank in self.ranks]
-        self.give_out_buffers()
+        self.broadcast_buffers()
         self.net.eval()
-        self.diary.begin("validate")
+        self.logged.begin("validate")
         self.hook("on_validation_start")
         if self.program.average is not None and self.program.average.evaluates:
             self.put_averages()
         self.hook("on_validation_epoch_start")
-        micros = evaluated(validation.samples, validation.batch, self.world)
+        global_batches = deal_evaluation(validation.samples, validation.batch, self.world)
         if validation.kind != "map":
-            micros = streamed(validation.data, self.world)
-        for at, micro in enumerate(micros):
+            global_batches = deal_streams(validation.data, self.world)
+        for at, micro in enumerate(global_batches):
             if micro[0]:
                 self.hook("on_validation_batch_start", micro)
             for rank, mine in enumerate(micro):
                 if mine:
                     parts = self.cast(validation.samples, mine)
-                    with self.playing(rank), torch.no_grad(), self.autocast():
+                    with self.as_rank(rank), torch.no_grad(), self.autocast():
                         loss = self.net.loss(parts)
-                        self.diary.log("validation_step", rank, self.net, loss, at, parts)
+                        self.logged.log("validation_step", rank, self.net, loss, at, parts)
             if micro[0]:
                 self.hook("on_validation_batch_end", micro)
-        self.diary.end_validation(self.steps, lambda: self.hook("on_validation_epoch_end"))
+        self.logged.end_validation(self.steps, lambda: self.hook("on_validation_epoch_end"))
         self.hook("on_validation_end")
         self.take_averages()
         self.net.train()
         for each, (buffers, generator) in zip(self.ranks, own, strict=True):
             each.buffers, each.generator = buffers, generator
-        self.diary.enter("train")
+        self.logged.enter("train")
 
 
 def put_buffers(net: Model, buffers: dict[str, Tensor]) -> None:

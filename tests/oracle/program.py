@@ -1,4 +1,4 @@
-"""What is drawn: a training program as plain values, which prints as the call that makes it."""
+"""A training program as plain values, which prints as the call that makes it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Net:
 
 @dataclass(frozen=True)
 class Data:
-    """What is trained on.
+    """The training data.
 
     Attributes:
         kind: "map", "sampler" (backwards), "batch_sampler" (batches of different sizes), "iterable" (a part of each
@@ -47,10 +47,11 @@ class Data:
         batch: samples of a rank's micro-batch.
         shuffle: for "map".
         drop_last: for "map".
-        spoils: the step takes the batch, a dict, to pieces, and that of validation too.
-        claims: what ``len(loader)`` says beyond what is there, where it is the user's own; None for no length.
-        workers: processes that read.
-        rising: of iterable kinds: rank 0 has the least, instead of the most.
+        consumes_batch: training and validation steps remove the entries of the batch, a dict.
+        length_error: how far ``len(loader)`` exceeds the true length, for loaders with a length of their own; None for
+            no length.
+        workers: worker processes of the loader.
+        fewest_on_rank_0: for iterable kinds, rank 0 has the fewest samples; otherwise it has the most.
     """
 
     kind: str = "map"
@@ -58,14 +59,14 @@ class Data:
     batch: int = 2
     shuffle: bool = False
     drop_last: bool = False
-    spoils: bool = False
-    claims: int | None = 0
+    consumes_batch: bool = False
+    length_error: int | None = 0
     workers: int = 0
-    rising: bool = False
+    fewest_on_rank_0: bool = False
 
 
 OWN_PARTS = ("iterable", "sharded", "reused", "stateful", "combined")
-"""Kinds of data of which each rank reads a part of its own."""
+"""Kinds of data of which each rank reads its own part."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,12 @@ class Optimizer:
     Attributes:
         kind: "sgd", "momentum", "adamw", "lbfgs" or "sam"; or one that keeps a reference to ``parameter.grad``:
             "optimistic" and "heun" from one step to the next, "sam_sum" from one evaluation to the next.
-        of: which parameters it trains: "all", "body" or "head".
-        lr: learning rate; of AdamW ten times as much.
-        weight_decay: None for the kind's own.
+        of: the parameters that it trains: "all", "body" or "head".
+        lr: learning rate; AdamW's is a tenth of it.
+        weight_decay: None for the default of the kind.
         split: biases and the like are in a second group, which has half the learning rate.
         amsgrad: for "adamw".
-        closure: automatic optimization gives it a closure, which it could do without.
+        closure: automatic optimization passes it a closure, although it does not need one.
     """
 
     kind: str = "sgd"
@@ -120,10 +121,10 @@ class Log:
 
     Attributes:
         where: the step or hook that logs.
-        what: "loss"; "number" (a Python float); "numpy" (a scalar of NumPy's); "large" (an int that float32 cannot
-            hold); "forward" (the loss of fixed samples, by a forward of the module in eval mode within the hook);
-            "parameter" (the one element that is trained); "buffer"; "metric" (a mean); "pearson" (a metric whose ranks'
-            states cannot be added up).
+        what: the value: "loss"; "number" (a Python float); "numpy" (a scalar of NumPy's); "large" (an int that
+            float32 cannot hold); "forward" (the loss of fixed samples, by a forward of the module in eval mode within
+            the hook); "parameter" (the one element that is trained); "buffer"; "metric" (a mean); "pearson" (a
+            metric whose ranks' states cannot be added up).
         on_step: see ``log``.
         on_epoch: see ``log``.
         reduce_fx: see ``log``.
@@ -142,7 +143,7 @@ class Log:
 
 @dataclass(frozen=True)
 class Validation:
-    """Validation within fit; ``interval`` is ``val_check_interval``, what is not told here is as in `Data`."""
+    """Validation within fit; ``interval`` is ``val_check_interval``, other fields are as in `Data`."""
 
     kind: str = "map"
     samples: int = 4
@@ -152,25 +153,25 @@ class Validation:
     sanity: int = 0
     inference_mode: bool = True
     draws: bool = False  # the validation step draws from torch's generator
-    claims: int | None = 0
+    length_error: int | None = 0
     workers: int = 0
 
     @property
     def data(self) -> Data:
-        """What it reads."""
-        return Data(self.kind, self.samples, self.batch, claims=self.claims, workers=self.workers)
+        """The data that is validated on."""
+        return Data(self.kind, self.samples, self.batch, length_error=self.length_error, workers=self.workers)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """In manual optimization: so many forwards, backwards and steps of one optimizer.
+    """In manual optimization: forwards, backwards and steps of one optimizer.
 
     Attributes:
-        optimizer: its number.
-        repeats: how often.
-        clips: how often gradients are clipped before a step.
-        toggles: within ``toggled_optimizer``.
-        closure: by ``optimizer.step(closure)``.
+        optimizer: the optimizer's index.
+        repeats: number of steps.
+        clips: number of times that gradients are clipped before a step.
+        toggles: it runs within ``toggled_optimizer``.
+        closure: it steps by ``optimizer.step(closure)``.
     """
 
     optimizer: int = 0
@@ -182,14 +183,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class Change:
-    """What trains changes in a hook: "unfreeze", "freeze" or "group" (unfreeze, and ``add_param_group``).
+    """A change of the trainable parameters in a hook.
 
     Attributes:
-        what: which change.
-        part: of which part: "body" or "head".
+        what: "unfreeze", "freeze" or "group" (unfreeze, and ``add_param_group``).
+        part: "body" or "head".
         hook: "on_train_epoch_start", "on_train_batch_start", "on_train_batch_end" or "on_train_epoch_end".
-        epoch: in which epoch.
-        batch: for the hooks of a batch, at which one.
+        epoch: the epoch of the change.
+        batch: for hooks of a batch, its index.
     """
 
     what: str = "unfreeze"
@@ -208,7 +209,7 @@ class Write:
             to ``.data``), "gradients" (in place) or "rebound" (another tensor to ``.grad``).
         hook: for weights "on_train_batch_end" or "on_train_epoch_start"; for gradients "on_after_backward" or
             "on_before_optimizer_step".
-        at: the run's so manieth call of it, counted from 0.
+        at: the index of the call of the hook, counted over the run.
     """
 
     what: str = "weights"
@@ -217,19 +218,19 @@ class Write:
 
     @property
     def of_gradients(self) -> bool:
-        """Whether gradients are written."""
+        """Whether it writes gradients."""
         return self.what in ("gradients", "rebound")
 
 
 @dataclass(frozen=True)
 class Stop:
-    """How the run ends early, if it does.
+    """How the run ends early.
 
     Attributes:
         how: "should_stop" (set in ``hook``), "max_steps", "skip" (-1 from ``on_train_batch_start`` at ``at`` in every
             epoch) or "raise" (in ``on_train_batch_start``).
         hook: "on_train_batch_end", "on_train_epoch_end" or "on_validation_end".
-        at: the run's so manieth call of the hook, counted from 0; steps for "max_steps".
+        at: the index of the call of the hook, counted over the run; for "max_steps" the number of steps.
     """
 
     how: str = "max_steps"
@@ -239,14 +240,14 @@ class Stop:
 
 @dataclass(frozen=True)
 class Resume:
-    """Saved in a hook, and trained again from there by a new process' worth of objects.
+    """A checkpoint is saved in a hook, and a new module, optimizer and trainer resume from it.
 
     Attributes:
         hook: "on_train_batch_end" or "on_train_epoch_end", or "on_validation_end"; or one of `WITHIN_STEPS`.
-        at: the run's so manieth call of it, counted from 0.
-        ranks: on how many.
-        strategy: under which.
-        changed: what the new process gives the first optimizer differently: "" (nothing), "lr" or "weight_decay" (a
+        at: the index of the call of the hook, counted over the run.
+        ranks: number of ranks of the resumed run.
+        strategy: strategy of the resumed run.
+        changed: what is different in the first optimizer of the resumed run: "" (nothing), "lr" or "weight_decay" (a
             number), "groups" (one more or less), "members" (trains the head too, or no longer), "amsgrad" or "class".
         allow: with ``fit(allow=("optimizer",))``.
     """
@@ -259,7 +260,7 @@ class Resume:
     allow: bool = False
 
     def optimizers(self, saved: tuple[Optimizer, ...]) -> tuple[Optimizer, ...]:
-        """Return what the new process gives, where the one that saved gave ``saved``."""
+        """Return the resumed run's optimizers; ``saved`` are those of the run that saved."""
         first, *rest = saved
         changes: dict[str, dict[str, Any]] = {
             "lr": {"lr": first.lr / 2},
@@ -273,12 +274,12 @@ class Resume:
 
     @property
     def refused(self) -> bool:
-        """Whether the change of the optimizer is a misfit to which ``allow`` does not consent."""
+        """Whether the resume must be refused, because ``allow`` does not permit the changed optimizer."""
         return self.changed not in ("", *NUMBERS) and not self.allow
 
     @property
-    def anew(self) -> bool:
-        """Whether the first optimizer starts without state and with the new process' settings."""
+    def restarted(self) -> bool:
+        """Whether the first optimizer starts without state and with the resumed run's settings."""
         return bool(self.changed) and self.allow
 
 
@@ -286,7 +287,7 @@ WITHIN_STEPS = ("on_before_backward", "on_after_backward", "on_before_optimizer_
 """Hooks within a step, in which ``save_checkpoint`` saves at the end of the step."""
 
 NUMBERS = ("lr", "weight_decay")
-"""Changes of an optimizer after which the checkpoint's values go on, unless ``allow`` consents to them."""
+"""Changes of an optimizer that the checkpoint's values override, unless ``allow`` permits them."""
 
 
 @dataclass(frozen=True)
@@ -306,16 +307,16 @@ class Average:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The run saves a checkpoint, which a new process' worth of objects evaluates.
+    """The run saves a checkpoint, which a new module and trainer evaluate.
 
     Attributes:
         by: "validate", "test" (both with ``ckpt_path``) or "load" (``load_from_checkpoint``).
         hook: saved in "on_train_batch_end", "on_train_epoch_end", "on_validation_end" or "on_fit_end".
-        at: the run's so manieth call of it, counted from 0.
+        at: the index of the call of the hook, counted over the run.
         averaged: see ``validate``; False: the trained weights, True: the averages.
-        callbacks: the new process has the callback that averages too.
-        ranks: on how many.
-        strategy: under which.
+        callbacks: the evaluation has the averaging callback too.
+        ranks: number of ranks of the evaluation.
+        strategy: strategy of the evaluation.
     """
 
     by: str = "validate"
@@ -328,7 +329,7 @@ class Evaluation:
 
 
 EVALUATED = Validation(samples=5)
-"""What an evaluation of a checkpoint reads."""
+"""The data on which a checkpoint is evaluated."""
 
 
 @dataclass(frozen=True)
@@ -347,11 +348,12 @@ class Program:
     accumulate: int = 1
     clip: float | None = None
     clip_by: str = "norm"
-    weighs: bool = False
-    adds: bool = False
-    """``loss += ...`` after what is logged."""
-    nothing: str = "never"
-    """When ``training_step`` has no loss to give: "never", "odd" batches (None), "always" (None), or "nan" always."""
+    token_weighted: bool = False
+    """The module overrides ``batch_weight``: a mean over tokens is weighted by their number."""
+    adds_to_loss: bool = False
+    """The step adds a term to the loss (``loss += ...``) after logging it."""
+    missing_loss: str = "never"
+    """When ``training_step`` returns no loss: "never", "odd" batches (None), "always" (None), or "nan" always."""
     logs: tuple[Log, ...] = ()
     log_every: int = 1
     validation: Validation | None = None
@@ -363,14 +365,14 @@ class Program:
     """DDP's ``broadcast_buffers``."""
     average: Average | None = None
     evaluation: Evaluation | None = None
-    late: bool = False
+    configure_model: bool = False
     """The layers are built in ``configure_model``."""
     launcher: str = ""
-    """Started by a launcher of its own, instead of joining the test's ranks: "fork"."""
+    """A launcher of `Fit` that starts the ranks, "fork"; by default the run uses the ranks of the test."""
     seed: int = 0
 
     def __repr__(self) -> str:
-        return shown(self)
+        return as_call(self)
 
     @property
     def takes_closure(self) -> bool:
@@ -380,24 +382,24 @@ class Program:
 
     @property
     def saving(self) -> Resume | Evaluation | None:
-        """What the run saves a checkpoint for."""
+        """The purpose of the checkpoint that the run saves, if it saves one."""
         return self.resume or self.evaluation
 
 
-def shown(value: Any) -> str:
+def as_call(value: Any) -> str:
     """Return a dataclass as the call that makes it, without what is at its default."""
     if is_dataclass(value) and not isinstance(value, type):
         plain = type(value)()
         parts = [
-            f"{one.name}={shown(getattr(value, one.name))}"
+            f"{one.name}={as_call(getattr(value, one.name))}"
             for one in fields(value)
             if getattr(value, one.name) != getattr(plain, one.name)
         ]
         return f"{type(value).__name__}({', '.join(parts)})"
     if isinstance(value, tuple):
-        return f"({', '.join(map(shown, value))}{',' if len(value) == 1 else ''})"
+        return f"({', '.join(map(as_call, value))}{',' if len(value) == 1 else ''})"
     return repr(value)
 
 
 for _kind in (Net, Data, Optimizer, Scheduler, Log, Validation, Turn, Change, Write, Stop, Resume, Average, Evaluation):
-    _kind.__repr__ = shown  # type: ignore[method-assign]
+    _kind.__repr__ = as_call  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ Permit = tuple[str, Callable[[Program], bool]]
 
 PERMITTED: tuple[Permit, ...] = (
     ("val_check_interval=", lambda program: _interval_is_too_long(program)),
-    ("with a training loader of unknown length", lambda program: program.data.claims is None),
+    ("with a training loader of unknown length", lambda program: program.data.length_error is None),
     ("The states of PearsonCorrCoef", lambda program: _merges_correlations(program)),
     ("ran out after", lambda program: any(plan.kind == "linear" for plan in program.schedulers)),
     ("FSDP has the gradients of a window only at its end", lambda program: _edits_after_backward(program)),

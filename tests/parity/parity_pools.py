@@ -16,14 +16,8 @@ from parity_strategies import Candidate, Job
 from worlds import on_ranks
 
 PRECISIONS = ("64-true", "bf16-mixed", "16-mixed", "bf16-true")
-PRECISION_CASES = (
-    "plain",
-    "clipped by norm",
-    "accumulated",
-    "token-weighted",
-    "tied weights",
-    "uneven data, joining ranks",
-)
+PRECISION_CASES = ("plain", "clipped by norm", "token-weighted")
+"""Between them they clip, accumulate, weight by tokens and tie weights; other features do not depend on precisions."""
 
 
 def jobs_of(candidate: Candidate, ranks: int) -> list[Job]:

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+# Private, because a run writes only what it holds: these tests choose a checkpoint's contents.
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.checkpoint._format import CheckpointMetadata, Contents, save
+from drivetrain.checkpoint._format.checksums import checksums_of
 
 STATE = {
     "loop": {"position": (3, 4), 7: "a key that is no string", "best": float("inf"), "milestones": Counter({2: 1})},
@@ -46,10 +48,15 @@ def contents(scale: float = 1.0, size: int = 3) -> Contents:
     )
 
 
-def written(path: Path | str, scale: float = 1.0, size: int = 3) -> str:
-    """Save a small checkpoint, and return its path."""
-    save(str(path), contents(scale, size), LocalControl())
+def save_contents(path: Path | str, values: Contents, **options: Any) -> str:
+    """Save contents on one process, and return the checkpoint's path."""
+    save(str(path), values, LocalControl(), **options)
     return str(path)
+
+
+def written(path: Path | str, scale: float = 1.0) -> str:
+    """Save a small checkpoint, and return its path."""
+    return save_contents(path, contents(scale))
 
 
 def equal(ours: Any, theirs: Any) -> bool:
@@ -80,6 +87,21 @@ def resealed(folder: Path, change: Any) -> None:
     change(document)
     body = json.dumps(document, indent=1).encode().removesuffix(b"\n}")
     path.write_bytes(body + f',\n "crc32": "{zlib.crc32(body):08x}"\n}}\n'.encode())
+
+
+def replace_file(folder: Path, name: str, content: bytes) -> None:
+    """Replace a file's content, and its size and checksums in the manifest."""
+    (folder / name).write_bytes(content)
+    sums = checksums_of(content)
+    record = {"size": sums.size, "crc32": sums.text()}
+    resealed(folder, lambda document: document["files"].setdefault(name, {}).update(record))
+
+
+def tensor_file(header: Any, nbytes: int) -> bytes:
+    """Return a safetensors file with any header and ``nbytes`` zeros."""
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + bytes(nbytes)
 
 
 def token_free(name: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, namedtuple
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -49,31 +48,14 @@ def through(value: Any) -> Any:
     ],
     ids=repr,
 )
-def test_comes_back_equal(value: Any) -> None:
+def test_a_value_is_restored_equal(value: Any) -> None:
     assert equal(through(value), value)
 
 
-def test_nan_comes_back() -> None:
+def test_nan_and_subclasses_are_restored_as_equal_values() -> None:
     assert math.isnan(through({"x": math.nan})["x"])
-
-
-def test_subclasses_come_back_as_what_they_are_equal_to() -> None:
     value = {"a": numpy.float64(0.1), "b": OrderedDict(x=1), "c": torch.Size([2, 3])}
     assert through(value) == value
-
-
-def test_the_state_of_schedulers() -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    schedule = torch.optim.lr_scheduler
-    for scheduler in (
-        schedule.MultiStepLR(optimizer, [2, 4]),
-        schedule.ReduceLROnPlateau(optimizer),
-        schedule.OneCycleLR(optimizer, 1.0, total_steps=10),
-        schedule.SequentialLR(optimizer, [schedule.LinearLR(optimizer), schedule.ConstantLR(optimizer)], [3]),
-    ):
-        state = scheduler.state_dict()
-        state.pop("anneal_func", None)
-        assert equal(through(state), state), type(scheduler).__name__
 
 
 _Pair = namedtuple("_Pair", "a b")
@@ -81,34 +63,35 @@ _Pair = namedtuple("_Pair", "a b")
 
 @pytest.mark.parametrize(
     "value",
-    [
-        object(),
-        b"bytes",
-        {1, 2},
-        1j,
-        torch.float32,
-        Path("x"),
-        numpy.float32(1),
-        numpy.ones(2),
-        Fraction(1, 2),
-        len,
-        _Pair(1, 2),
-    ],
+    [object(), b"bytes", {1, 2}, 1j, torch.float32, Path("x"), numpy.float32(1), _Pair(1, 2)],
     ids=lambda value: type(value).__name__,
 )
-def test_anything_else_is_refused_by_name(value: Any) -> None:
+def test_another_value_is_refused_by_name(value: Any) -> None:
     with pytest.raises(CheckpointError, match=rf"'callbacks/Mine/2', a {type(value).__name__}"):
         encode({"callbacks": {"Mine": [0, 1, value]}}, {})
 
 
-def test_what_holds_itself_is_refused() -> None:
+def test_a_value_that_contains_itself_is_refused() -> None:
     value: dict[str, Any] = {}
     value["self"] = value
     with pytest.raises(CheckpointError, match="it contains itself"):
         encode(value, {}, "callbacks")
 
 
-def test_names_of_tensors_are_told_apart() -> None:
+def test_equal_names_of_tensors_are_made_distinct() -> None:
     aside: dict[str, Any] = {}
     encode({"a/b": torch.zeros(1), "a": {"b": torch.ones(1)}}, aside)
     assert list(aside) == ["a/b", "a/b~2"]
+
+
+def test_documents_have_the_documented_form() -> None:
+    """As docs/checkpoint-format.md says, so that other readers can decode them."""
+    aside: dict[str, Any] = {}
+    value = {"a": (1, math.inf), "b": {2: None}, "c": Counter({3: 1}), "d": torch.ones(1)}
+    assert encode(value, aside) == {
+        "a": {"$tuple": [1, {"$float": "inf"}]},
+        "b": {"$pairs": [[2, None]]},
+        "c": {"$counter": [[3, 1]]},
+        "d": {"$tensor": "d"},
+    }
+    assert torch.equal(aside["d"], torch.ones(1))

@@ -18,26 +18,22 @@ DROPOUT: dict[str, Any] = {"atol": 1e-6, "rtol": 1e-5}
 """Sums over two ranks may differ in order between processors; dropout masks are bit-identical."""
 
 
-def _go_on(kind: str) -> Any:
+def _resumed(kind: str) -> Any:
     return run(kind, start=OLDER / kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_goes_on_to_the_end_that_it_had_then(kind: str) -> None:
+def test_an_older_checkpoint_is_read_and_resumed_with_the_same_results(kind: str) -> None:
     # F-01
-    ended = load_file(OLDER / "ended.safetensors")
-    expected = {name.partition("/")[2]: value for name, value in ended.items() if name.startswith(f"{kind}/")}
-    weights, seen, global_step = _go_on(kind) if KINDS[kind] == 1 else on_ranks(_go_on, KINDS[kind], kind)[0]
-    assert global_step == 8
-    assert seen == (0, 1, 2, 3, 0, 1, 2, 3)
-    torch.testing.assert_close(weights, expected, **DROPOUT)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_reads_as_it_did(kind: str) -> None:
     checkpoint = load(OLDER / kind)
     assert verify(OLDER / kind) == []
     assert checkpoint.progress["global_step"] == SAVED_AT
     assert checkpoint.hyper_parameters == {"width": 4}
     assert {"last.weight", "net.0.weight", "steps"} <= set(checkpoint.weights())
     assert checkpoint.optimizer_state()["param_groups"][0]["weight_decay"] == 0.1
+    ended = load_file(OLDER / "ended.safetensors")
+    expected = {name.partition("/")[2]: value for name, value in ended.items() if name.startswith(f"{kind}/")}
+    weights, seen, global_step = _resumed(kind) if KINDS[kind] == 1 else on_ranks(_resumed, KINDS[kind], kind)[0]
+    assert global_step == 8
+    assert seen == (0, 1, 2, 3, 0, 1, 2, 3)
+    torch.testing.assert_close(weights, expected, **DROPOUT)

@@ -11,14 +11,6 @@ from drivetrain import Callback, CheckpointError, Fit, TrainModule
 from drivetrain.testing import requires_package
 from worlds import on_ranks
 
-OPTIONS: dict[str, Any] = {
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-    "accelerator": "cpu",
-    "max_steps": 1,
-}
 BATCHES = [torch.ones(2, 4)] * 2
 
 
@@ -37,63 +29,55 @@ class Net(TrainModule):
         return torch.optim.AdamW(self.parameters(), lr=0.1)
 
 
-class Grown(Net):
-    """A module with another head."""
-
+class OtherHead(Net):
     def __init__(self) -> None:
         super().__init__(("used", "other"))
 
 
 class Wide(Net):
-    """A module with another width."""
-
     def __init__(self) -> None:
         super().__init__(width=16)
+
+
+def fit(max_steps: int = 1, **options: Any) -> Fit:
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    return Fit(accelerator="cpu", max_steps=max_steps, **quiet, **options)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("fit") / "c"
-    fit = Fit(**OPTIONS)
-    fit.fit(Net(), BATCHES)
-    fit.save_checkpoint(path)
+    run = fit()
+    run.fit(Net(), BATCHES)
+    run.save_checkpoint(path)
     return str(path)
 
 
 DIFFERENT = (
     r"missing \['heads.other.weight', 'heads.other.bias'\], unexpected \['heads.unused.weight', 'heads.unused.bias'\]"
 )
-MISSHAPED = r"of another shape \['body.weight \(\(8, 4\) instead of \(16, 4\)\)'"
 
 
 def test_names_that_differ_are_listed(saved: str) -> None:
-    with pytest.raises(CheckpointError, match=f"do not fit Grown: {DIFFERENT}"):
-        Grown.load_from_checkpoint(saved)
-    with pytest.raises(CheckpointError, match=f"do not fit Grown: {DIFFERENT}") as caught:
-        Fit(**{**OPTIONS, "max_steps": 2}).fit(Grown(), BATCHES, ckpt_path=saved, allow=("module", "optimizer"))
+    with pytest.raises(CheckpointError, match=f"do not fit OtherHead: {DIFFERENT}"):
+        OtherHead.load_from_checkpoint(saved)
+    with pytest.raises(CheckpointError, match=f"do not fit OtherHead: {DIFFERENT}") as caught:
+        fit(2).fit(OtherHead(), BATCHES, ckpt_path=saved, allow=("module", "optimizer"))
     assert "load_from_checkpoint(path, strict=False)" in str(caught.value)
-
-
-def test_what_is_skipped_is_said(saved: str) -> None:
     with pytest.warns(UserWarning, match=f"skipped, with strict=False: {DIFFERENT}"):
-        module = Grown.load_from_checkpoint(saved, strict=False)
+        module = OtherHead.load_from_checkpoint(saved, strict=False)
     assert torch.equal(module.body.weight, Net.load_from_checkpoint(saved).body.weight)
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_another_shape_is_refused_with_both(saved: str, strict: bool) -> None:
-    with pytest.raises(CheckpointError, match=MISSHAPED) as caught:
+def test_another_shape_is_refused_with_and_without_strict(saved: str, strict: bool) -> None:
+    message = r"of another shape \['body.weight \(\(8, 4\) instead of \(16, 4\)\)'"
+    with pytest.raises(CheckpointError, match=message) as caught:
         Wide.load_from_checkpoint(saved, strict=strict)
     assert "strict=False" not in str(caught.value)  # it would not help
 
 
-def test_a_run_goes_on_with_a_parameter_that_never_had_a_gradient(saved: str) -> None:
-    fit = Fit(**{**OPTIONS, "max_steps": 2})
-    fit.fit(Net(), BATCHES, ckpt_path=saved)
-    assert fit.global_step == 2
-
-
-class Loading(Callback):
+class LoadsMismatched(Callback):
     """Loads mismatched weights through the strategy during a run."""
 
     def __init__(self) -> None:
@@ -111,25 +95,25 @@ class Loading(Callback):
                 self.found[what] = str(error)
         with pytest.warns(UserWarning, match="do not fit Net") as warned:
             strategy.load_model_state(renamed, strict=False)
-        self.found["said"] = str(warned[0].message)
+        self.found["warning"] = str(warned[0].message)
 
 
 def _loaded(strategies: list[str]) -> list[dict[str, str]]:
     every = []
     for strategy in strategies:
-        loading, module = Loading(), Net()
+        loading = LoadsMismatched()
         data: Any = torch.ones(8, 4)  # a tensor is a dataset, too
-        Fit(**OPTIONS, strategy=strategy, callbacks=loading).fit(module, torch.utils.data.DataLoader(data, 2))
+        fit(strategy=strategy, callbacks=loading).fit(Net(), torch.utils.data.DataLoader(data, 2))
         every.append(loading.found)
     return every
 
 
 @pytest.mark.slow
 @requires_package("deepspeed")
-def test_strategies_that_cut_parameters_say_it_too() -> None:
+def test_strategies_that_shard_parameters_list_the_same_names() -> None:
     other = "unexpected ['heads.other.weight', 'heads.other.bias']"
     for found in on_ranks(_loaded, 2, ["fsdp", "deepspeed_stage_1", "deepspeed_stage_3"])[0]:
         assert other in found["names"]
         assert "body.weight ((16, 4) instead of (8, 4))" in found["shapes"]
-        assert "skipped" in found["said"]
-        assert other in found["said"]
+        assert "skipped" in found["warning"]
+        assert other in found["warning"]

@@ -38,14 +38,11 @@ class ReadOnly(Slotted):
         return SLOT.__get__(self)
 
 
-def test_slots_are_copied() -> None:  # I-11, O-06
+def test_objects_with_slots_and_paths_are_copied() -> None:  # I-11, O-06
     for kind in (Slotted, ReadOnly):
         batch: Any = kind(torch.zeros(2))
         kept = copy_batch({"one": batch})["one"]
         batch.value.add_(1)
         assert kept.value.tolist() == kept.hidden.tolist() == [0, 0]
         assert not hasattr(kept, "empty")
-
-
-def test_a_path_stays_one() -> None:  # I-11, O-06
     assert copy_containers([Path("a") / "b"]) == copy_batch([Path("a/b")]) == [Path("a/b")]

@@ -17,31 +17,17 @@ class Texts(DataModule):
         self.save_hyperparameters(ignore="fold")
 
 
-def test_hyper_parameters() -> None:
+def test_defaults_of_a_data_module() -> None:
     data = Texts("corpus", fold=object())
     assert dict(data.hparams) == {"path": "corpus", "batch_size": 8}
-    assert data.hparams.batch_size == 8
-    assert DataModule().hparams == {}
-
-
-@pytest.mark.parametrize("stage", ["train", "val", "test", "predict"])
-def test_a_loader_that_was_not_written_is_named(stage: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"Texts has no {stage}_dataloader"):
-        getattr(Texts("corpus"), f"{stage}_dataloader")()
-
-
-def test_the_trainer_exists_only_in_a_run() -> None:
-    #
-    with pytest.raises(ConfigurationError, match="not in a run"):
-        _ = Texts("corpus").trainer
-    with pytest.raises(AttributeError, match="no attribute 'trainr'"):
-        _ = Texts("corpus").trainr  # type: ignore[attr-defined]
-
-
-def test_batches_are_moved_and_state_is_empty() -> None:
-    data = DataModule()
-    batch = data.on_after_batch_transfer(
-        data.transfer_batch_to_device(data.on_before_batch_transfer([torch.zeros(2)], 0), torch.device("meta"), 0), 0
-    )
+    assert (DataModule().hparams, data.state_dict()) == ({}, {})
+    batch = data.on_before_batch_transfer([torch.zeros(2)], 0)
+    batch = data.on_after_batch_transfer(data.transfer_batch_to_device(batch, torch.device("meta"), 0), 0)
     assert batch[0].device.type == "meta"
-    assert data.state_dict() == {}
+    for stage in ("train", "val", "test", "predict"):
+        with pytest.raises(NotImplementedError, match=f"Texts has no {stage}_dataloader"):
+            getattr(data, f"{stage}_dataloader")()
+    with pytest.raises(ConfigurationError, match="not in a run"):
+        _ = data.trainer
+    with pytest.raises(AttributeError, match="no attribute 'trainr'"):
+        _ = data.trainr  # type: ignore[attr-defined]

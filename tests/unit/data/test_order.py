@@ -11,28 +11,21 @@ import torch
 from drivetrain.data import KeyedPermutation, SequentialOrder, order
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 5, 16, 102, 1000, 2**16 - 1, 2**16, 2**16 + 1, 70_001, 300_000])
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 16, 1000, 2**16 - 1, 2**16, 2**16 + 1, 70_001])
 def test_is_a_permutation(length: int) -> None:
     found = order(length, seed=1, epoch=0)(torch.arange(length))
     assert torch.equal(found.sort().values, torch.arange(length))
 
 
 @pytest.mark.parametrize("length", [50, 100_003])
-def test_is_a_pure_function_of_length_seed_and_epoch(length: int) -> None:
-    # B-11
-    positions = torch.arange(length)
-    first = order(length, 7, 3)(positions)
+def test_each_position_is_a_pure_function_of_length_seed_and_epoch(length: int) -> None:
+    # B-11; F-03: positions that are skipped are not computed.
+    shuffled, positions = order(length, 7, 3), torch.arange(length)
+    every = shuffled(positions)
     torch.manual_seed(99)
-    assert torch.equal(first, order(length, 7, 3)(positions))
+    assert torch.equal(every, order(length, 7, 3)(positions))
     for other in (order(length, 8, 3), order(length, 7, 4)):
-        assert (first == other(positions)).float().mean() < 0.2
-
-
-@pytest.mark.parametrize("length", [50, 100_003])
-def test_reads_any_position_by_itself(length: int) -> None:
-    # F-03: what is skipped is not computed.
-    shuffled = order(length, 7, 3)
-    every = shuffled(torch.arange(length))
+        assert (every == other(positions)).float().mean() < 0.2
     for position in (0, 1, length // 2, length - 1):
         assert shuffled[position] == every[position]
     block = torch.tensor([[3, 1], [length - 1, 0]])
@@ -49,8 +42,8 @@ def test_reaches_every_permutation_of_a_few() -> None:
 @pytest.mark.parametrize("length", [1000, 90_000])
 def test_is_spread_evenly(length: int) -> None:
     # Where the first position goes over many keys, and how neighbours lie, are uniform within five deviations.
-    firsts = torch.tensor([order(length, seed, 0)[0] for seed in range(400)], dtype=torch.float64) / length
-    assert abs(float(firsts.mean()) - 0.5) < 5 * (1 / 12) ** 0.5 / 20
+    first_positions = torch.tensor([order(length, seed, 0)[0] for seed in range(400)], dtype=torch.float64) / length
+    assert abs(float(first_positions.mean()) - 0.5) < 5 * (1 / 12) ** 0.5 / 20
     found = order(length, 5, 5)(torch.arange(length)).double()
     correlation = torch.corrcoef(torch.stack([found[:-1], found[1:]]))[0, 1]
     assert abs(float(correlation)) < 5 / length**0.5
@@ -68,12 +61,10 @@ def test_a_billion_samples_start_at_once_in_constant_memory() -> None:
     assert peak < 100_000
     assert elapsed < 0.5
     assert len(set(block.tolist())) == 64
-    assert int(block.min()) >= 0
-    assert int(block.max()) < 10**9
-    assert len(shuffled) == 10**9
+    assert 0 <= int(block.min()) <= int(block.max()) < 10**9 == len(shuffled)
 
 
-def test_sequential_order_is_the_data_set_s() -> None:
+def test_the_sequential_order() -> None:
     plain = SequentialOrder(5)
     assert plain(torch.tensor([4, 0])).tolist() == [4, 0]
     assert (plain[3], len(plain)) == (3, 5)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine_case import QUIET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
+from captured_warnings import captured_warnings
 from drivetrain import Fit, TrainModule
 from drivetrain.callbacks import (
     Checkpoint,
@@ -24,7 +24,6 @@ from drivetrain.callbacks import (
     ProgressBar,
     ThroughputMonitor,
 )
-from drivetrain.callbacks._peak_flops import known_peak_flops
 from drivetrain.checkpoint import load
 from drivetrain.data import read_predictions
 from drivetrain.loggers import CSVLogger
@@ -90,13 +89,16 @@ def rows(batches: int = 8, device: str = "cpu", **settings: Any) -> DataLoader[A
 
 
 def trained(module: Net, loader: DataLoader[Any], validation: DataLoader[Any] | None = None, **settings: Any) -> Fit:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 1}
-    fit = Fit(**{"accelerator": "cuda", "devices": 1, "enable_checkpointing": False, **quiet, **settings})
+    fit = Fit(**{**QUIET, "accelerator": "cuda", "devices": 1, "max_epochs": 1, "seed": None, **settings})
     fit.fit(module, loader, validation)
     return fit
 
 
-# Numbers, races, frees
+def clean(seen: Seen) -> bool:
+    """Whether no memory was read too early or freed too early."""
+    assert not seen.races, seen.report
+    assert not seen.frees_in_use, seen.report
+    return True
 
 
 def _weights(accelerator: str, precision: str, optimizer: str, devices: Any) -> list[Tensor]:
@@ -128,54 +130,7 @@ def test_a_run_gives_the_cpus_weights_without_a_race(precision: str, optimizer: 
     # O-01
     seen = on_emulated_cuda(_equal, precision, optimizer, devices)
     assert seen.returned
-    assert not seen.races, seen.report
-    assert not seen.frees_in_use, seen.report
-
-
-@contextmanager
-def _without(owner: Any, name: str) -> Iterator[None]:
-    kept = getattr(owner, name)
-    setattr(owner, name, lambda *arguments: None)
-    try:
-        yield
-    finally:
-        setattr(owner, name, kept)
-
-
-def _prefetched(gpu: EmulatedCuda, missing: str) -> None:
-    module = Net("sgd")
-    if missing == "nothing":
-        trained(module, rows())
-    elif missing == "record_stream":
-        with _without(Tensor, "record_stream"):
-            trained(module, rows())
-    else:
-        with _without(torch.cuda.Stream, "wait_event"):
-            trained(module, rows())
-
-
-def test_prefetched_batches_are_waited_for_and_kept_alive() -> None:
-    # O-01
-    seen = on_emulated_cuda(_prefetched, "nothing")
-    assert not seen.races
-    assert not seen.frees_in_use
-    ahead = [copy for copy in seen.copies if not copy.blocking and copy.direction == "to the device"]
-    assert len(ahead) == 16
-    assert {copy.stream for copy in ahead}.isdisjoint({"cuda:0/default"})
-
-
-def test_a_missing_record_stream_is_detected() -> None:
-    # O-01
-    frees = on_emulated_cuda(_prefetched, "record_stream").frees_in_use
-    assert len(frees) > 5
-    assert {free.use.stream for free in frees} == {"cuda:0/default"}
-
-
-def test_a_missing_wait_event_is_detected() -> None:
-    # O-01
-    races = on_emulated_cuda(_prefetched, "wait_event").races
-    assert len(races) > 15
-    assert {race.earlier.name for race in races} == {"copy_"}
+    assert clean(seen)
 
 
 class Rows:
@@ -205,59 +160,39 @@ def _with_rows(gpu: EmulatedCuda) -> None:
 
 def test_memory_of_opaque_batches_is_not_overwritten_while_it_is_read() -> None:
     # O-02: their tensors cannot be recorded, so copies wait for the steps
-    seen = on_emulated_cuda(_with_rows)
-    assert not seen.races, seen.report
-    assert not seen.frees_in_use, seen.report
+    assert clean(on_emulated_cuda(_with_rows))
 
 
-# Host synchronisation
+CALLBACKS: dict[str, Callable[[], list[Any]]] = {
+    "guards": lambda: [ThroughputMonitor(), NonFiniteGuard(), LossSpikeGuard()],
+    "progress": lambda: [ProgressBar()],
+    "a logger": lambda: [LearningRateMonitor(logging_interval="step")],
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "a logger": {"logger": "csv", "log_every_n_steps": 1},
+    "clipping": {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2},
+}
 
 
-def _steps(gpu: EmulatedCuda, kind: type[Net], what: str) -> dict[int, list[str]]:
+def _steps(gpu: EmulatedCuda, what: str) -> dict[int, list[str]]:
     """Return host syncs and blocking copies to the host of a run with ``batches`` batches."""
     found = {}
     for batches in (8, 24):
         with tempfile.TemporaryDirectory() as folder:
-            callbacks: dict[str, list[Any]] = {
-                "guards": [ThroughputMonitor(), NonFiniteGuard()],
-                "a guard of losses": [LossSpikeGuard()],
-                "all guards": [ThroughputMonitor(), NonFiniteGuard(), LossSpikeGuard()],
-                "progress": [ProgressBar()],
-                "a logger": [LearningRateMonitor(logging_interval="step")],
-            }
-            settings: dict[str, Any] = {"callbacks": callbacks.get(what, []), "default_root_dir": folder}
-            if what == "a logger":
-                settings |= {"logger": "csv", "log_every_n_steps": 1}
-            if what == "clipping":
-                settings |= {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
+            settings = {"callbacks": CALLBACKS.get(what, list)(), "default_root_dir": folder, **SETTINGS.get(what, {})}
             gpu.forget()
-            trained(kind(), rows(batches, pin_memory=True), **settings)
+            trained(Weighted(), rows(batches, pin_memory=True), **settings)
             found[batches] = [str(sync) for sync in gpu.host_syncs]
             found[batches] += [str(copy) for copy in gpu.blocking_copies if copy.direction == "to the host"]
     return found
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        "nothing",
-        "clipping",
-        "guards",
-        "progress",
-        "a guard of losses",
-        "a logger",
-    ],
-)
+@pytest.mark.parametrize("what", ["nothing", "clipping", "guards", "progress", "a logger"])
 def test_the_host_waits_no_more_often_for_more_steps(what: str) -> None:
     # O-04
-    found = on_emulated_cuda(_steps, Net, what).returned
+    found = on_emulated_cuda(_steps, what).returned
     assert len(found[24]) == len(found[8]), "\n".join(found[24])
-
-
-def test_the_weight_of_a_batch_is_computed_from_the_host_batch() -> None:
-    # O-04
-    found = on_emulated_cuda(_steps, Weighted, "all guards").returned
-    assert not [text for text in found[8] if "batch_weight" in text]
+    assert not [text for text in found[8] if "batch_weight" in text]  # it is computed from the host batch
 
 
 def _tables(gpu: EmulatedCuda, log_every: int) -> list[str]:
@@ -266,19 +201,10 @@ def _tables(gpu: EmulatedCuda, log_every: int) -> list[str]:
     for accelerator in ("cpu", "cuda"):
         with tempfile.TemporaryDirectory() as folder:
             torch.manual_seed(0)
-            logger = CSVLogger(folder)
             settings: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 5, "log_every_n_steps": log_every}
-            callbacks = [LearningRateMonitor(logging_interval="step"), Checkpoint(folder, every_n_train_steps=3)]
-            trained(
-                Net("sgd"),
-                rows(),
-                rows(3),
-                accelerator=accelerator,
-                callbacks=callbacks,
-                enable_checkpointing=True,
-                logger=logger,
-                **settings,
-            )
+            settings["callbacks"] = [LearningRateMonitor(logging_interval="step"), Checkpoint(folder)]
+            settings |= {"logger": CSVLogger(folder), "enable_checkpointing": True}
+            trained(Net("sgd"), rows(), rows(3), accelerator=accelerator, **settings)
             (table,) = Path(folder).rglob("metrics.csv")
             written.append(table.read_text())
     return written
@@ -292,17 +218,6 @@ def test_loggers_get_the_same_rows_in_the_same_order(log_every: int) -> None:
     assert len(host.splitlines()) > 16 // log_every
 
 
-class Messages(logging.Handler):
-    """Records log messages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 class Spiking(Net):
     """The loss of step 13 is large, with a negligible gradient."""
 
@@ -311,17 +226,14 @@ class Spiking(Net):
 
 
 def _warned(gpu: EmulatedCuda) -> list[list[str]]:
-    said = []
+    warnings = []
     for accelerator in ("cpu", "cuda"):
         torch.manual_seed(0)
-        messages = Messages()
-        logging.getLogger("drivetrain").addHandler(messages)
-        trained(
-            Spiking("sgd"), rows(24), accelerator=accelerator, callbacks=[LossSpikeGuard(warmup=4, every_n_steps=2)]
-        )
-        logging.getLogger("drivetrain").removeHandler(messages)
-        said.append([text for text in messages.texts if text.startswith("LossSpikeGuard")])
-    return said
+        guard = LossSpikeGuard(warmup=4, every_n_steps=2)
+        with captured_warnings() as lines:
+            trained(Spiking("sgd"), rows(24), accelerator=accelerator, callbacks=[guard])
+        warnings.append([line for line in lines if line.startswith("LossSpikeGuard")])
+    return warnings
 
 
 def test_a_spike_is_reported_without_waiting_for_the_device() -> None:
@@ -333,65 +245,37 @@ def test_a_spike_is_reported_without_waiting_for_the_device() -> None:
 
 
 def _pinned(gpu: EmulatedCuda, stage: str) -> None:
+    module = Net()
     if stage == "training":
-        trained(Net(), rows(pin_memory=True), max_epochs=3)
-    else:
-        module = Net()
-        fit = trained(module, rows(1))
-        gpu.forget()
-        evaluate: Any = {"validation": fit.validate, "prediction": fit.predict}[stage]
-        evaluate(module, rows(pin_memory=True))
+        trained(module, rows(pin_memory=True), max_epochs=3)
+        return
+    fit = trained(module, rows(1))
+    gpu.forget()
+    evaluate: Any = {"validation": fit.validate, "prediction": fit.predict}[stage]
+    evaluate(module, rows(pin_memory=True))
 
 
-def _to_the_device(seen: Seen) -> list[Any]:
-    """Return the copies of batches, without those of weights, which come from pageable memory."""
-    return [copy for copy in seen.copies if copy.direction == "to the device" and copy.pinned]
-
-
-def test_batches_of_pinned_memory_are_copied_while_the_host_goes_on() -> None:
+@pytest.mark.parametrize(("stage", "count"), [("training", 48), ("validation", 16), ("prediction", 16)])
+def test_batches_of_pinned_memory_are_copied_while_the_host_goes_on(stage: str, count: int) -> None:
     # O-01
-    copies = _to_the_device(on_emulated_cuda(_pinned, "training"))
-    assert len(copies) == 48
+    seen = on_emulated_cuda(_pinned, stage)
+    assert clean(seen)
+    # Without those of weights, which come from pageable memory.
+    copies = [copy for copy in seen.copies if copy.direction == "to the device" and copy.pinned]
+    assert len(copies) == count
     assert not [copy for copy in copies if copy.blocking]
-
-
-@pytest.mark.parametrize("stage", ["validation", "prediction"])
-def test_evaluation_does_not_wait_for_copies_of_batches(stage: str) -> None:
-    # O-01
-    copies = _to_the_device(on_emulated_cuda(_pinned, stage))
-    assert len(copies) == 16
-    assert not [copy for copy in copies if copy.blocking]
-
-
-def test_a_run_has_one_stream_for_copies() -> None:
-    # O-01
-    copies = _to_the_device(on_emulated_cuda(_pinned, "training"))
-    assert len({copy.stream for copy in copies}) == 1
-
-
-# Batches that are on the device already
+    (stream,) = {copy.stream for copy in copies}
+    assert (stream == "cuda:0/default") == (stage != "training")
 
 
 def _resident(gpu: EmulatedCuda, kind: type[Net], precision: str) -> None:
     trained(kind("sgd"), rows(device="cuda"), precision=precision)
 
 
-def test_batches_on_the_device_are_used_unchanged() -> None:
-    # O-01
-    seen = on_emulated_cuda(_resident, Net, "32-true")
-    assert not seen.races
-    assert not seen.frees_in_use
-
-
-@pytest.mark.parametrize(("kind", "precision"), [(Net, "bf16-true"), (Augmented, "32-true")])
+@pytest.mark.parametrize(("kind", "precision"), [(Net, "32-true"), (Net, "bf16-true"), (Augmented, "32-true")])
 def test_operations_on_device_batches_wait_for_them(kind: type[Net], precision: str) -> None:
     # O-01
-    seen = on_emulated_cuda(_resident, kind, precision)
-    assert not seen.races
-    assert not seen.frees_in_use
-
-
-# The current device and checkpoints
+    assert clean(on_emulated_cuda(_resident, kind, precision))
 
 
 def _on_device_1(gpu: EmulatedCuda) -> list[Any]:
@@ -415,23 +299,15 @@ def _saved(gpu: EmulatedCuda, device: int) -> bool:
         return all(torch.equal(weights[name], value.cpu()) for name, value in module.state_dict().items())
 
 
-def test_an_asynchronous_save_writes_the_trained_weights() -> None:
-    # O-01
-    assert on_emulated_cuda(_saved, 0).returned
-
-
 @pytest.mark.parametrize("device", [0, 1])
 def test_an_asynchronous_save_waits_for_its_source_device(device: int) -> None:
     # O-01
     seen = on_emulated_cuda(_saved, device)
+    assert seen.returned  # the trained weights are written
     saving = "checkpoint/_format/"
     copied = {copy.device for copy in seen.copies if not copy.blocking and any(saving in line for line in copy.where)}
     waited = {sync.device for sync in seen.host_syncs if any(saving in line for line in sync.where)}
-    assert copied == {device}
-    assert waited == copied
-
-
-# Other features
+    assert copied == waited == {device}
 
 
 def _offloaded(gpu: EmulatedCuda) -> Tensor | None:
@@ -457,32 +333,13 @@ def test_a_key_can_be_logged_from_the_host_and_from_the_device() -> None:
     assert on_emulated_cuda(_logged_from_both).returned > 0
 
 
-def _peak(gpu: EmulatedCuda) -> None:
-    kept = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    try:
-        known_peak_flops(torch.device("cuda"), torch.bfloat16)
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = kept
-
-
-def test_peak_flops_are_known_for_every_way_to_enable_tf32() -> None:
-    # O-01
-    on_emulated_cuda(_peak)
-
-
 def _written(gpu: EmulatedCuda, folder: str) -> Tensor:
     for device, path in (("cuda", "out"), ("cpu", "reference")):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             module = Net()
-        fit = Fit(
-            accelerator=device,
-            devices=1,
-            logger=False,
-            enable_progress_bar=False,
-            callbacks=[PredictionWriter(f"{folder}/{path}", part_bytes=16)],
-        )
+        writer = PredictionWriter(f"{folder}/{path}", part_bytes=16)
+        fit = Fit(accelerator=device, devices=1, logger=False, enable_progress_bar=False, callbacks=[writer])
         fit.predict(module, rows(pin_memory=device == "cuda"), return_predictions=False)
     one, other = (default_collate(list(read_predictions(f"{folder}/{path}"))) for path in ("out", "reference"))
     return torch.stack([one, other])
@@ -493,5 +350,4 @@ def test_predictions_are_written_from_the_device(tmp_path: Path) -> None:  # L-0
     one, other = seen.returned
     assert one.device.type == "cpu"
     assert torch.equal(one, other)
-    assert not seen.races, seen.report
-    assert not seen.frees_in_use, seen.report
+    assert clean(seen)

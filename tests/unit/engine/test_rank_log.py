@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+# Private: a run would have to log 16 MiB, and to lose its folder.
 from drivetrain._engine.rank_log import MAX_LOG_BYTES, RankLog
 from drivetrain._engine.run_folder import RunFolder
 
@@ -29,21 +30,17 @@ def test_a_log_is_in_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_an_unwritable_log_does_not_fail_the_run(tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    log = _log(root)
     first, second = ValueError("first"), ValueError("second")
-    log.add_failure(first, "the traceback")
-    path = root / "logs" / "rank-1.log"
+    _log(tmp_path).add_failure(first, "the traceback")
+    path = tmp_path / "logs" / "rank-1.log"
     assert path.read_text().endswith("rank 1: The run failed.\nthe traceback\n")
     assert first.__notes__ == [f"Log: {path}"]
     path.unlink()
     path.parent.rmdir()
     path.parent.write_text("a file in the folder's place")
-    log = RankLog(log._run, 1, 2)
+    log = _log(tmp_path)
     log.add_failure(second, "the traceback")
     assert not hasattr(second, "__notes__")
-    with log:
-        pass
     assert pickle.loads(pickle.dumps(log)).folder == log.folder  # it is sent with the Fit that has run
 
 
@@ -53,7 +50,7 @@ def test_a_log_is_bounded_and_keeps_the_newest_records(tmp_path: Path) -> None:
     count = 3 * MAX_LOG_BYTES // len(text.encode())
     for number in range(count):
         log.add(f"record {number} {text}")
-    log.add_failure(error := ValueError("last"), "the traceback")
+    log.add_failure(ValueError("last"), "the traceback")
     newest, before = (tmp_path / "logs" / name for name in ("rank-1.log", "rank-1.1.log"))
     assert sorted(newest.parent.iterdir()) == sorted([newest, before])
     assert MAX_LOG_BYTES // 2 < before.stat().st_size <= MAX_LOG_BYTES
@@ -62,12 +59,10 @@ def test_a_log_is_bounded_and_keeps_the_newest_records(tmp_path: Path) -> None:
     kept = [int(words[1]) for line in found if (words := line.partition("rank 1: ")[2].split())[:1] == ["record"]]
     assert kept == list(range(kept[0], count))
     assert "rank 1: The run failed.\nthe traceback\n" in newest.read_text()
-    assert error.__notes__ == [f"Log: {newest}"]
     # What another run has written to the file counts towards its size.
-    again = RankLog(log._run, 1, 2)
     with newest.open("ab") as file:
         file.truncate(MAX_LOG_BYTES)
-    again.add("a run that goes on")
+    _log(tmp_path).add("a run that goes on")
     assert newest.read_text().endswith("rank 1: a run that goes on\n")
     assert newest.stat().st_size < 200
     assert before.stat().st_size == MAX_LOG_BYTES

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+# Private: on a CPU nothing is read ahead.
 from drivetrain._engine import batches
 from drivetrain._loops.windows import single_windows
 from drivetrain.data._sharding import BatchShard

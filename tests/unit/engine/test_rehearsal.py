@@ -10,31 +10,28 @@ from typing import Any
 import pytest
 import torch
 from engine_case import Tiny, fit, loader
+from small_modules import tiny
 
 from drivetrain import Callback, CheckpointError, ConfigurationError, DataModule
-from drivetrain._engine import write_checks
 from drivetrain.callbacks import Checkpoint
 from faulty_store import FaultyStore
 
 
-class Odd(Callback):
-    """Its state cannot be saved."""
+class Stateful(Callback):
+    """Has a given state, or saves it in on_save_checkpoint."""
+
+    def __init__(self, state: Any = None, extra: Any = None) -> None:
+        self.state, self.extra = state, extra
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seen": {1, 2}}
+        return {} if self.state is None else {"own": self.state}
 
-
-class Long(Callback):
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": 10**5000}
-
-
-class OddExtra(Callback):
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-        checkpoint["call"] = len
+        if self.extra is not None:
+            checkpoint["own"] = self.extra
 
 
-class OddData(DataModule):
+class Queued(DataModule):
     def train_dataloader(self) -> Any:
         return loader()
 
@@ -42,21 +39,20 @@ class OddData(DataModule):
         return {"queue": collections.deque([1])}
 
 
-class Buffered(Tiny):
-    def __init__(self, make: Callable[[], torch.Tensor]) -> None:
-        super().__init__()
-        self.register_buffer("odd", make())
+def with_buffer(value: torch.Tensor) -> Tiny:
+    module = Tiny()
+    module.register_buffer("odd", value)
+    return module
 
 
-class Hyper(Tiny):
-    def __init__(self, shape: Any) -> None:
-        super().__init__()
-        self.save_hyperparameters()
+def with_hyper_parameter(value: Any) -> Tiny:
+    module = Tiny()
+    module.save_hyperparameters({"shape": value})
+    return module
 
 
-class Hooked(Tiny):
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["vocabulary"] = frozenset("ab")
+def save_vocabulary(self: Any, checkpoint: dict[str, Any]) -> None:
+    checkpoint["vocabulary"] = frozenset("ab")
 
 
 class Groups(Tiny):
@@ -83,18 +79,18 @@ Shape = collections.namedtuple("Shape", "width height")
 @pytest.mark.parametrize(
     ("module", "callbacks", "named"),
     [
-        (lambda: Buffered(lambda: torch.zeros(2, dtype=torch.complex128)), [], "odd.*complex128"),
-        (lambda: Buffered(lambda: torch.eye(2).to_sparse()), [], "odd.*sparse"),
-        (lambda: Buffered(lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)), [], "odd.*quint8"),
-        (lambda: Hyper(Shape(1, 2)), [], "hyper_parameters/shape.*Shape"),
-        (lambda: Hyper("x" * 2**26), [], "manifest.json would have"),
-        (Hooked, [], "module/vocabulary.*frozenset"),
+        (lambda: with_buffer(torch.zeros(2, dtype=torch.complex128)), [], "odd.*complex128"),
+        (lambda: with_buffer(torch.eye(2).to_sparse()), [], "odd.*sparse"),
+        (lambda: with_buffer(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)), [], "odd.*quint8"),
+        (lambda: with_hyper_parameter(Shape(1, 2)), [], "hyper_parameters/shape.*Shape"),
+        (lambda: with_hyper_parameter("é" * 2**24), [], "manifest.json would have"),
+        (lambda: tiny(on_save_checkpoint=save_vocabulary), [], "module/vocabulary.*frozenset"),
         (Groups, [], "param_groups/0/schedule.*function"),
         (lambda: Foreign(torch.zeros(3)), [], r"SGD has state for a tensor of shape \(3,\)"),
         (lambda: Foreign("all"), [], "SGD has state for 'all'"),
-        (Tiny, [Odd()], "callbacks/Odd/state/seen.*set"),
-        (Tiny, [Long()], "callbacks/Long/state/count.*integer of 16610 bits"),
-        (Tiny, [OddExtra()], "callbacks/OddExtra/extra/call.*builtin"),
+        (Tiny, [Stateful({1, 2})], "callbacks/Stateful/state/own.*set"),
+        (Tiny, [Stateful(10**5000)], "callbacks/Stateful/state/own.*integer of 16610 bits"),
+        (Tiny, [Stateful(extra=len)], "callbacks/Stateful/extra/own.*builtin"),
     ],
 )
 def test_state_that_cannot_be_saved_is_refused_by_name(
@@ -110,34 +106,24 @@ def test_state_that_cannot_be_saved_is_refused_by_name(
 def test_the_state_of_a_data_module_is_checked_too(tmp_path: Path) -> None:
     module = Tiny()
     with pytest.raises(CheckpointError, match=r"datamodule/queue.*deque"):
-        fit(tmp_path, callbacks=Checkpoint(tmp_path / "c")).fit(module, datamodule=OddData())
+        fit(tmp_path, callbacks=Checkpoint(tmp_path / "c")).fit(module, datamodule=Queued())
     assert module.seen == []
 
 
 def test_without_full_checkpoints_state_is_not_checked(tmp_path: Path) -> None:
-    fit(tmp_path, callbacks=Odd()).fit(Hooked(), loader())
     weights = Checkpoint(tmp_path / "c", save_weights_only=True)
-    fit(tmp_path, callbacks=[weights, Odd()]).fit(Hooked(), loader())
+    for saving in ([], [weights]):
+        fit(tmp_path, callbacks=[*saving, Stateful({1, 2})]).fit(tiny(on_save_checkpoint=save_vocabulary), loader())
     assert weights.best_model_path
 
 
-class NotYet(Callback):
-    """Its state exists only after the run has trained."""
-
-    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-        checkpoint["loss"] = float(trainer.callback_metrics["loss"])
-
-
-class Logging(Tiny):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss)
-        return loss
-
-
 def test_a_hook_that_fails_only_before_training_is_accepted(tmp_path: Path) -> None:
+    def save_loss(self: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["loss"] = float(self.trainer.callback_metrics["loss"])
+
+    module = tiny(on_save_checkpoint=save_loss, on_train_batch_end=lambda self, *_: self.log("loss", 1.0))
     saver = Checkpoint(tmp_path / "c")
-    fit(tmp_path, callbacks=[saver, NotYet()]).fit(Logging(), loader())
+    fit(tmp_path, callbacks=saver).fit(module, loader())
     assert saver.best_model_path
 
 
@@ -156,7 +142,8 @@ def test_an_unreachable_folder_is_refused(tmp_path: Path, url: str, named: str) 
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
-    monkeypatch.setattr(write_checks, "_PAUSES", (0.01, 0.01))
+    # Private: the pauses between retries cannot be set.
+    monkeypatch.setattr("drivetrain._engine.write_checks._PAUSES", (0.01, 0.01))
     return FaultyStore(tmp_path / "store").mount()
 
 

@@ -5,34 +5,25 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine_case import QUIET
+from small_modules import calling
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, random_split
 
-from drivetrain import Callback, ConfigurationError, DataModule, Fit, TrainModule
+from drivetrain import ConfigurationError, DataModule, Fit, TrainModule
 from drivetrain.callbacks import Checkpoint
 
 SAMPLES = 24
 
 
 def quiet(**settings: Any) -> Fit:
-    options: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "num_sanity_val_steps": 0,
-        "reload_dataloaders_every_n_epochs": 1,
-        "seed": 4,
-    }
-    return Fit(**{**options, **settings})
+    options = {"accelerator": "cpu", "devices": 1, "num_sanity_val_steps": 0, "reload_dataloaders_every_n_epochs": 1}
+    return Fit(**{**QUIET, **options, **settings})
 
 
 class Sequences(Dataset[Any]):
@@ -109,26 +100,6 @@ def test_loaders_are_reloaded_every_n_epochs(every: int, epochs: list[int]) -> N
     assert fit.num_training_batches == len([one for one in net.seen if one[0] == 4])
 
 
-class Plain(Net):
-    """Has one data set, and a batch size per epoch."""
-
-    def __init__(self, grows: bool) -> None:
-        super().__init__()
-        self.grows = grows
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(Sequences(3), batch_size=2 + self.current_epoch if self.grows else 2, shuffle=True)
-
-
-def test_the_order_of_an_epoch_depends_on_seed_and_number() -> None:  # L-07
-    orders = []
-    for grows, every in ((True, 1), (False, 1), (False, 0)):
-        net = Plain(grows)
-        quiet(max_epochs=3, reload_dataloaders_every_n_epochs=every, limit_val_batches=0).fit(net)
-        orders.append([(epoch, sample) for epoch, samples, _ in net.seen for sample in samples])
-    assert orders[0] == orders[1] == orders[2]
-
-
 def _state(fit: Fit, net: Net) -> dict[str, Any]:
     return {
         "weights": dict(net.state_dict()),
@@ -140,8 +111,9 @@ def _state(fit: Fit, net: Net) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 2, "val_check_interval": 0.5}])
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(
+    ("every", "settings"), [(1, {"accumulate_grad_batches": 2, "val_check_interval": 0.5}), (2, {})]
+)
 def test_a_resumed_run_equals_the_uninterrupted_run(
     every: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:  # L-07
@@ -162,54 +134,24 @@ def test_a_resumed_run_equals_the_uninterrupted_run(
             torch.testing.assert_close(value, wanted[name], rtol=0, atol=0, msg=f"{path} {name} differs")
 
 
-def test_a_stopped_run_resumes_with_more_epochs(tmp_path: Path) -> None:  # L-07
-    net = Net()
-    fit = quiet(max_epochs=4)
-    fit.fit(net, datamodule=Scheduled())
-    wanted = _state(fit, net)
-    kept = tmp_path / "kept"
-    for limit in ({"max_epochs": 2}, {"max_epochs": 4, "max_steps": 14}):
-        first = quiet(**limit)
-        # The schedule is as long as that of the whole run.
-        half = Net()
-        half.configure_optimizers = partial(_over, half, 48)  # type: ignore[method-assign]
-        first.fit(half, datamodule=Scheduled())
-        first.save_checkpoint(kept)
-        rest, source = Net(), Scheduled()
-        fit = quiet(max_epochs=4)
-        rest.configure_optimizers = partial(_over, rest, 48)  # type: ignore[method-assign]
-        fit.fit(rest, datamodule=source, ckpt_path=kept)
-        torch.testing.assert_close(_state(fit, rest), wanted, rtol=0, atol=0)
-
-
-def _over(net: Net, total: int) -> Any:
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / total))
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-class Back(Callback):
-    """Saves in the second epoch, and goes back to that checkpoint once in the fourth."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-        self.went = False
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (trainer.current_epoch, batch_idx) == (1, 1) and not self.went:
-            trainer.defer_save(lambda: trainer.save_checkpoint(self.path))
-        if (trainer.current_epoch, batch_idx) == (3, 0) and not self.went:
-            self.went = True
-            trainer.roll_back(self.path)
-
-
 def test_going_back_reloads_the_loaders_of_that_epoch(tmp_path: Path) -> None:  # L-07
-    net = Net()
+    kept = str(tmp_path / "kept")
+    went_back: list[int] = []
+
+    def go_back_once(trainer: Any) -> None:
+        at = (trainer.current_epoch, trainer.batch_idx)
+        if at == (1, 2) and not went_back:
+            trainer.defer_save(lambda: trainer.save_checkpoint(kept))
+        if at == (3, 1) and not went_back:
+            went_back.append(trainer.global_step)
+            trainer.roll_back(kept)
+
+    net, source = Net(), Scheduled()
     fit = quiet(max_epochs=4)
     fit.fit(net, datamodule=Scheduled())
     wanted = _state(fit, net)
-    source, net = Scheduled(), Net()
-    fit = quiet(max_epochs=4, callbacks=[Back(tmp_path / "kept")])
+    net = Net()
+    fit = quiet(max_epochs=4, callbacks=calling("on_train_batch_end", go_back_once))
     fit.fit(net, datamodule=source)
     assert [epoch for kind, epoch in source.asked if kind == "train"] == [0, 1, 2, 3, 1, 2, 3]
     torch.testing.assert_close(_state(fit, net), wanted, rtol=0, atol=0)
@@ -237,68 +179,40 @@ class Short(Scheduled):
 
 
 def test_an_interval_longer_than_an_epoch_becomes_the_epochs(caplog: pytest.LogCaptureFixture) -> None:  # L-07
-    class Counting(Net):
-        ran: tuple[int, ...] = ()
-
-        def on_validation_end(self) -> None:
-            self.ran += (self.trainer.global_step,)
-
-    net = Counting()
-    quiet(max_epochs=3, val_check_interval=3).fit(net, datamodule=Short())
-    assert net.ran == (3, 6, 9, 11)
+    steps: list[int] = []
+    counting = calling("on_validation_end", lambda trainer: steps.append(trainer.global_step))
+    quiet(max_epochs=3, val_check_interval=3, callbacks=counting).fit(Net(), datamodule=Short())
+    assert steps == [3, 6, 9, 11]
     assert caplog.text.count("val_check_interval=3 is more than the 2 micro-batches") == 1
-
-
-def test_a_run_resumes_in_an_epoch_shorter_than_the_interval(tmp_path: Path) -> None:  # L-07
-    whole, rest = Net(), Net()
-    saving = Checkpoint(tmp_path, filename="{step}", every_n_train_steps=10, save_top_k=-1)
-    quiet(max_epochs=3, val_check_interval=3, callbacks=[saving]).fit(whole, datamodule=Short())
-    # The second of two steps of the last epoch is still to come.
-    quiet(max_epochs=3, val_check_interval=3).fit(rest, datamodule=Short(), ckpt_path=tmp_path / "step=10")
-    assert len(rest.seen) == 1
-    assert torch.equal(rest.weight, whole.weight)
-
-
-def test_an_interval_may_exceed_the_first_epoch(caplog: pytest.LogCaptureFixture) -> None:  # L-07
-    class Long(Scheduled):
-        def train_dataloader(self) -> Any:
-            return DataLoader(Sequences(2), batch_size=8 // 2**self.trainer.current_epoch)
-
-    module = Net()
-    quiet(max_epochs=2, val_check_interval=5).fit(module, datamodule=Long())
-    assert "val_check_interval=5 is more than the 3 micro-batches" in caplog.text
 
 
 def test_workers_end_with_their_loader() -> None:  # L-07
     others = set(torch.multiprocessing.active_children())
+    workers: list[int] = []
 
     class Working(Scheduled):
-        workers: tuple[int, ...] = ()
-
         def train_dataloader(self) -> Any:
-            self.workers += (len(set(torch.multiprocessing.active_children()) - others),)
+            workers.append(len(set(torch.multiprocessing.active_children()) - others))
             return DataLoader(Sequences(2), 6, num_workers=1, persistent_workers=True)
 
-    source = Working()
-    quiet(max_epochs=3, limit_val_batches=0).fit(Net(), datamodule=source)
-    assert source.workers == (0, 0, 0)
+    quiet(max_epochs=3, limit_val_batches=0).fit(Net(), datamodule=Working())
+    assert workers == [0, 0, 0]
     assert set(torch.multiprocessing.active_children()) == others
 
 
 def test_validation_uses_the_loaders_of_its_epoch() -> None:  # L-07
-    class Validating(Net):
-        lengths: tuple[int, ...] = ()
+    lengths: list[int] = []
 
+    class Validating(Net):
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
-            self.lengths += (batch[1].shape[1],)
+            lengths.append(batch[1].shape[1])
 
     class Longer(Scheduled):
         def val_dataloader(self) -> Any:
             return DataLoader(Sequences(3 + self.trainer.current_epoch), batch_size=SAMPLES)
 
-    net = Validating()
-    quiet(max_epochs=4, reload_dataloaders_every_n_epochs=2).fit(net, datamodule=Longer())
-    assert net.lengths == (3, 3, 5, 5)
+    quiet(max_epochs=4, reload_dataloaders_every_n_epochs=2).fit(Validating(), datamodule=Longer())
+    assert lengths == [3, 3, 5, 5]
 
 
 class Weighted(Scheduled):
@@ -310,7 +224,7 @@ class Weighted(Scheduled):
         return DataLoader(Sequences(2 + epoch), batch_size=2 + epoch, sampler=sampler)
 
 
-class Standing:
+class Positioned:
     """A data set with a state_dict of its position."""
 
     def __init__(self, length: int, size: int) -> None:
@@ -334,26 +248,23 @@ class Stateful(Scheduled):
     """Has loaders whose position is checkpointed."""
 
     def train_dataloader(self) -> Any:
-        return Standing(2 + self.trainer.current_epoch, 2 + self.trainer.current_epoch)
-
-
-class Interrupting(Callback):
-    """Requests a stop within a window of the third epoch."""
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (trainer.current_epoch, batch_idx) == (2, 2):
-            os.kill(os.getpid(), signal.SIGTERM)
+        return Positioned(2 + self.trainer.current_epoch, 2 + self.trainer.current_epoch)
 
 
 @pytest.mark.parametrize("source", [Scheduled, Weighted, Stateful])
 def test_a_run_preempted_within_a_window_resumes_there(source: type[Scheduled], tmp_path: Path) -> None:  # L-07
+    def leave(trainer: Any) -> None:
+        if (trainer.current_epoch, trainer.batch_idx) == (2, 3):
+            os.kill(os.getpid(), signal.SIGTERM)
+
     options = {"max_epochs": 4, "accumulate_grad_batches": 2}
     net = Net()
     fit = quiet(**options)
     fit.fit(net, datamodule=source())
     wanted = _state(fit, net)
+    leaving = calling("on_train_batch_end", leave)
     with pytest.raises(SystemExit):
-        quiet(callbacks=[Interrupting(), Checkpoint(tmp_path)], **options).fit(Net(), datamodule=source())
+        quiet(callbacks=[leaving, Checkpoint(tmp_path)], **options).fit(Net(), datamodule=source())
     net = Net()
     fit = quiet(**options, callbacks=[Checkpoint(tmp_path)])
     fit.fit(net, datamodule=source(), ckpt_path="last")

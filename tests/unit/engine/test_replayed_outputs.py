@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from engine_case import Regression, fit, regression
 
-from drivetrain import Fit, TrainModule
 from drivetrain.callbacks import LossSpikeGuard, NonFiniteGuard
 from drivetrain.loggers import CSVLogger
 
@@ -28,12 +26,9 @@ class _Replayed(torch.autograd.Function):
         return gradient
 
 
-class Net(TrainModule):
+class Net(Regression):
     def __init__(self, replays: bool) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.net = nn.Linear(3, 1)
+        super().__init__(lr=0.1)
         self.replays = replays
 
     def output(self, value: torch.Tensor) -> torch.Tensor:
@@ -41,42 +36,29 @@ class Net(TrainModule):
         return replayed
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.output(self.net(batch[0]).square().mean())
+        loss = self.output(self.layer(batch[0]).square().mean())
         self.log("loss", loss, on_epoch=True, prog_bar=True)
         self.log("largest", loss, reduce_fx="max", on_step=False, on_epoch=True)
         return {"loss": loss}
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", self.output(self.net(batch[0]).mean()))
+        self.log("val", self.output(self.layer(batch[0]).mean()))
         self.output(torch.tensor(float("nan")))  # another output in the same memory
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.output(self.net(batch[0]).sum())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return self.output(self.layer(batch[0]).sum())
 
 
 def _run(folder: Path, replays: bool) -> tuple[list[dict[str, str]], list[float]]:
-    loader = DataLoader(TensorDataset(torch.randn(40, 3, generator=torch.Generator().manual_seed(1))), batch_size=4)
-    fit = Fit(
-        accelerator="cpu",
-        max_epochs=2,
-        accumulate_grad_batches=2,
-        log_every_n_steps=2,
-        val_check_interval=5,
-        logger=CSVLogger(folder),
-        default_root_dir=folder,
-        callbacks=[LossSpikeGuard(every_n_steps=3), NonFiniteGuard(every_n_steps=3)],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    loader = regression(40)
+    options = {"max_epochs": 2, "accumulate_grad_batches": 2, "log_every_n_steps": 2, "val_check_interval": 5}
+    guards = [LossSpikeGuard(every_n_steps=3), NonFiniteGuard(every_n_steps=3)]
+    trainer = fit(folder, logger=CSVLogger(folder), callbacks=guards, seed=None, **options)
     module = Net(replays)
-    fit.fit(module, loader, loader)
-    with (Path(str(fit.log_dir)) / "metrics.csv").open(newline="") as file:
+    trainer.fit(module, loader, loader)
+    with (Path(str(trainer.log_dir)) / "metrics.csv").open(newline="") as file:
         table = list(csv.DictReader(file))
-    predictions: Any = fit.predict(module, loader)
+    predictions: Any = trainer.predict(module, loader)
     return table, [float(one) for one in predictions]
 
 
@@ -94,12 +76,10 @@ def test_a_never_finite_loss_is_reported_although_validation_overwrote_it(
 ) -> None:
     class Bad(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.output(self.net(batch[0]).mean() * float("inf"))
+            return self.output(self.layer(batch[0]).mean() * float("inf"))
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.output(torch.tensor(1.0))
 
-    loader = DataLoader(TensorDataset(torch.randn(8, 3)), batch_size=4)
-    fit = Fit(accelerator="cpu", max_epochs=1, barebones=True, default_root_dir=tmp_path)
-    fit.fit(Bad(replays=True), loader, loader)
+    fit(tmp_path).fit(Bad(replays=True), regression(8), regression(8))
     assert "the module no longer learns" in caplog.text

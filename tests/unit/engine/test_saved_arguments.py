@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import types
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,8 @@ import pytest
 import torch
 
 from drivetrain import TrainModule
+
+# Private: the classes that wrote these checkpoints do not exist any more.
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.checkpoint import convert
 from drivetrain.checkpoint._format import CheckpointMetadata, Contents, save
@@ -28,16 +29,19 @@ class Net(TrainModule):
 
 def saved(path: Path, **hyper_parameters: Any) -> Path:
     """Return a checkpoint of a `Net` built with these arguments."""
-    save(
-        str(path / "c"),
-        Contents(Net().state_dict(), CheckpointMetadata(hyper_parameters=hyper_parameters, weights_only=True)),
-        LocalControl(),
-    )
+    metadata = CheckpointMetadata(hyper_parameters=hyper_parameters, weights_only=True)
+    save(str(path / "c"), Contents(Net().state_dict(), metadata), LocalControl())
     return path / "c"
 
 
 class Renamed(Net):
     def __init__(self, breadth: int = 1, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class Needs(Net):
+    def __init__(self, breadth: int) -> None:
         super().__init__()
         self.save_hyperparameters()
 
@@ -52,19 +56,10 @@ def test_a_removed_hyper_parameter_is_named_with_a_fix(tmp_path: Path) -> None: 
     # The suggested fixes work.
     assert Renamed.load_from_checkpoint(path, ignore="width").hparams == {"breadth": 1, "lr": 0.5}
     assert Renamed.load_from_checkpoint(path, ignore="width", breadth=3).hparams == {"breadth": 3, "lr": 0.5}
-
-
-def test_a_renamed_required_hyper_parameter(tmp_path: Path) -> None:  # J-14
-    class Needs(Net):
-        def __init__(self, breadth: int) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-
-    path = saved(tmp_path, width=3)
     with pytest.raises(CheckpointError, match="Needs does not take 'width'") as caught:
-        Needs.load_from_checkpoint(path)
-    assert "Needs.load_from_checkpoint(path, ignore='width', breadth=...)" in caught.value.fix
-    assert Needs.load_from_checkpoint(path, ignore="width", breadth=3).hparams == {"breadth": 3}
+        Needs.load_from_checkpoint(path, ignore="lr")
+    assert "ignore='width', breadth=...)" in caught.value.fix
+    assert Needs.load_from_checkpoint(path, ignore=("lr", "width"), breadth=3).hparams == {"breadth": 3}
 
 
 def test_several_removed_ones_and_the_nearest_name(tmp_path: Path) -> None:  # J-14
@@ -75,19 +70,12 @@ def test_several_removed_ones_and_the_nearest_name(tmp_path: Path) -> None:  # J
     assert Renamed.load_from_checkpoint(path, ignore=("bredth", "depth", "never saved")).hparams.breadth == 1
 
 
-def test_an_unknown_override_is_not_blamed_on_the_checkpoint(tmp_path: Path) -> None:
-    path = saved(tmp_path, lr=0.5)
+def test_unknown_and_missing_overrides_are_not_blamed_on_the_checkpoint(tmp_path: Path) -> None:
+    path = saved(tmp_path, breadth=3)
     with pytest.raises(CheckpointError, match=r"does not take 'breath', which was passed.*Did you mean 'breadth'"):
         Renamed.load_from_checkpoint(path, breath=3)
-
-
-def test_an_ignored_required_hyper_parameter_is_missing(tmp_path: Path) -> None:
-    class Needs(Net):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-
-    with pytest.raises(CheckpointError, match="Needs needs 'width'"):
-        Needs.load_from_checkpoint(saved(tmp_path, width=3), ignore="width")
+    with pytest.raises(CheckpointError, match="Needs needs 'breadth'"):
+        Needs.load_from_checkpoint(path, ignore="breadth")
 
 
 class Base(Net):
@@ -125,15 +113,6 @@ def test_the_name_that_python_suggests_is_not_blamed(tmp_path: Path) -> None:  #
         Suggested.load_from_checkpoint(saved(tmp_path, hight=4))
 
 
-def test_one_that_no_base_class_accepts(tmp_path: Path) -> None:  # J-14
-    class Open(Net):
-        def __init__(self, **rest: Any) -> None:
-            TrainModule.__init__(self, **rest)  # which passes it on to torch's own class
-
-    with pytest.raises(CheckpointError, match="Open does not take 'height', which is among"):
-        Open.load_from_checkpoint(saved(tmp_path, height=4))
-
-
 def test_an_error_within_the_class_is_its_own(tmp_path: Path) -> None:
     class Wrong(Net):
         def __init__(self, width: int = 1, **rest: Any) -> None:
@@ -156,42 +135,24 @@ class FixedNow(Base):
         super().__init__(64)
 
 
-def test_a_value_that_the_class_passes_to_its_base_is_no_argument(tmp_path: Path) -> None:
+def test_a_value_that_the_class_passes_to_its_base_is_no_argument(tmp_path: Path) -> None:  # J-14
     """It is among the hyper-parameters nevertheless, since the base class saves its arguments."""
-    assert FixedNow(0.1).hparams == {"width": 64, "depth": 1, "lr": 0.1}
-    path = saved(tmp_path, **FixedNow(0.1).hparams)
+    (tmp_path / "other").mkdir()
+    path, other = saved(tmp_path, **FixedNow(0.1).hparams), saved(tmp_path / "other", **Fixed(0.1, 128).hparams)
     assert FixedNow.load_from_checkpoint(path).hparams == {"width": 64, "depth": 1, "lr": 0.1}
-
-
-def test_another_saved_value_of_it_is_reported(tmp_path: Path) -> None:  # J-14
-    path = saved(tmp_path, **Fixed(0.1, 128).hparams)
     with pytest.raises(CheckpointError, match="FixedNow does not take 'width'"):
-        FixedNow.load_from_checkpoint(path)
-    assert FixedNow.load_from_checkpoint(path, ignore="width").hparams.width == 64
-
-
-def test_an_argument_that_is_passed_by_position(tmp_path: Path) -> None:
-    class ByPosition(Net):
-        def __init__(self, width: int, depth: int = 2, /, lr: float = 0.1) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-
-    path = saved(tmp_path, **ByPosition(3, 4, lr=0.5).hparams)
-    assert ByPosition.load_from_checkpoint(path).hparams == {"width": 3, "depth": 4, "lr": 0.5}
+        FixedNow.load_from_checkpoint(other)
+    assert FixedNow.load_from_checkpoint(other, ignore="width").hparams.width == 64
 
 
 def test_a_value_of_a_class_that_is_gone(tmp_path: Path) -> None:  # J-14
-    """Checkpoints of ours contain no such value, since values that JSON cannot represent are refused when saving;
-    Lightning's may.
-    """
+    """Lightning's checkpoints may contain one."""
     gone = types.ModuleType("gone")
     exec("class Mode: pass", gone.__dict__)
     sys.modules["gone"] = gone
     try:
-        torch.save(
-            {"state_dict": Net().state_dict(), "hyper_parameters": {"mode": gone.Mode(), "lr": 0.5}},
-            tmp_path / "l.ckpt",
-        )
+        hyper_parameters = {"mode": gone.Mode(), "lr": 0.5}
+        torch.save({"state_dict": Net().state_dict(), "hyper_parameters": hyper_parameters}, tmp_path / "l.ckpt")
     finally:
         del sys.modules["gone"]
 
@@ -204,6 +165,4 @@ def test_a_value_of_a_class_that_is_gone(tmp_path: Path) -> None:  # J-14
     with pytest.raises(CheckpointError, match="Moded needs 'mode'") as caught:
         Moded.load_from_checkpoint(tmp_path / "c")
     assert "load_from_checkpoint(path, mode=...)" in caught.value.fix
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert isinstance(Moded.load_from_checkpoint(tmp_path / "c", mode=1), Moded)
+    assert isinstance(Moded.load_from_checkpoint(tmp_path / "c", mode=1), Moded)

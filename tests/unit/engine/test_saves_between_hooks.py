@@ -1,14 +1,14 @@
-"""A save from any hook of an epoch counts every hook of its event once, and none twice (S-01)."""
+"""A checkpoint holds the state of a whole step, whatever asks for it and whenever, and counts each hook once (S-01)."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine_case import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -70,6 +70,9 @@ class Net(TrainModule):
     def on_validation_end(self) -> None:
         self.at("validation end")
 
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.at("batch end")
+
     def on_train_epoch_end(self) -> None:
         self.at("epoch end")
 
@@ -80,7 +83,8 @@ class Net(TrainModule):
         return [optimizer], [{"scheduler": by_step, "interval": "step"}, by_epoch]
 
 
-HOOKS = ["on_train_batch_end", "on_validation_start", "on_validation_batch_end", "on_validation_epoch_end"]
+HOOKS = ["on_train_batch_start", "on_before_zero_grad", "on_after_backward", "on_train_batch_end"]
+HOOKS += ["on_validation_start", "on_validation_batch_end", "on_validation_epoch_end"]
 HOOKS += ["on_validation_end", "on_train_epoch_end"]
 
 
@@ -99,12 +103,16 @@ class Counts(Callback):
         self.calls.update(state["calls"])
 
 
-class SavesIn(Callback):
-    """Saves at the second call of a hook, before or after the other callbacks."""
+def fail(trainer: Any) -> None:
+    raise LookupError("as planned")
 
-    def __init__(self, hook: str, priority: int, path: Path) -> None:
+
+class SavesIn(Callback):
+    """Saves at a call of a hook, before or after the other callbacks."""
+
+    def __init__(self, hook: str, path: Path, nth: int = 2, priority: int = 0) -> None:
         self.priority = priority
-        self.left = 2
+        self.left = nth
 
         def save(trainer: Any, *_: Any) -> None:
             self.left -= 1
@@ -122,18 +130,8 @@ def data(batch_size: int, shuffle: bool = False) -> DataLoader[Any]:
 def run(module: Net, *callbacks: Callback, path: Path | None = None, **settings: Any) -> dict[str, Any]:
     """Train, and return what a resumed run must arrive at too."""
     counts = Counts()
-    trainer = Fit(
-        max_epochs=3,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        num_sanity_val_steps=0,
-        seed=5,
-        callbacks=[counts, *callbacks],
-        **settings,
-    )
+    options: dict[str, Any] = {"max_epochs": 3, "accelerator": "cpu", "num_sanity_val_steps": 0, **settings}
+    trainer = Fit(**{**QUIET, "seed": 5, "callbacks": [counts, *callbacks], **options})
     trainer.fit(module, data(2, shuffle=True), data(4), ckpt_path=path)
     return {
         "state": {name: value.tolist() for name, value in module.state_dict().items()},
@@ -142,28 +140,26 @@ def run(module: Net, *callbacks: Callback, path: Path | None = None, **settings:
     }
 
 
-@pytest.mark.parametrize("interval", [0.5, 1.0])
-@pytest.mark.parametrize("priority", [50, -50])
+@pytest.mark.parametrize(("priority", "interval"), [(50, 0.5), (-50, 1.0)])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_save_counts_every_hook_of_its_event_once(tmp_path: Path, hook: str, priority: int, interval: float) -> None:
     saved = tmp_path / "saved"
     expected = run(Net(), val_check_interval=interval)
-    assert run(Net(), SavesIn(hook, priority, saved), val_check_interval=interval) == expected
+    assert run(Net(), SavesIn(hook, saved, priority=priority), val_check_interval=interval) == expected
     assert run(Net(), path=saved, val_check_interval=interval) == expected
 
 
-@pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize(
-    ("moment", "nth"),
+    ("moment", "nth", "window"),
     [
-        ("transfer", 6),
-        ("validation step", 2),
-        ("validation step", 5),
-        ("before the scheduler", 3),
-        ("before the scheduler", 6),
-        ("after the scheduler", 6),
-        ("before the scheduler", 11),
-        ("after the scheduler", 11),
+        ("transfer", 6, 2),
+        ("validation step", 2, 1),
+        ("validation step", 5, 2),
+        ("before the scheduler", 3, 2),
+        ("before the scheduler", 6, 1),
+        ("after the scheduler", 6, 2),
+        ("before the scheduler", 11, 1),
+        ("after the scheduler", 11, 1),
     ],
 )
 def test_a_save_between_two_changes_of_the_state_resumes_exactly(
@@ -177,31 +173,18 @@ def test_a_save_between_two_changes_of_the_state_resumes_exactly(
     assert run(Net(), path=saved, accumulate_grad_batches=window) == expected
 
 
-def test_a_save_of_a_run_whose_batches_are_none_resumes_exactly(tmp_path: Path) -> None:
-    class Drawing(Net):
-        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
-            return None
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return super().training_step([torch.rand(4, 3)], batch_idx)
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            """Validate nothing, since there is no batch."""
-
-    expected = run(Drawing())
-    assert run(Drawing("training step", 3, lambda trainer: trainer.save_checkpoint(tmp_path / "saved"))) == expected
-    assert run(Drawing(), path=tmp_path / "saved") == expected
-
-
-def fail(trainer: Any) -> None:
-    raise LookupError("as planned")
-
-
-@pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize(
-    ("moment", "nth", "interval"), [("epoch end", 1, 1.0), ("validation end", 1, 0.5), ("validation end", 2, 1.0)]
+    ("moment", "nth", "interval", "window"),
+    [
+        ("training step", 1, 1.0, 1),  # with the state before the step that failed
+        ("training step", 15, 1.0, 2),
+        ("batch end", 3, 1.0, 1),
+        ("epoch end", 1, 1.0, 2),
+        ("validation end", 1, 0.5, 1),
+        ("validation end", 2, 1.0, 2),
+    ],
 )
-def test_a_failure_after_a_validation_is_saved_with_what_the_validation_changed_or_before_it(
+def test_a_run_saved_after_a_failure_resumes_exactly(
     tmp_path: Path, moment: str, nth: int, interval: float, window: int
 ) -> None:
     settings: dict[str, Any] = {"val_check_interval": interval, "accumulate_grad_batches": window}
@@ -212,13 +195,47 @@ def test_a_failure_after_a_validation_is_saved_with_what_the_validation_changed_
     assert run(Net(), path=saved, **settings)["state"] == expected
 
 
-def test_a_failure_within_the_step_of_a_scheduler_is_not_saved(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+class StepsByHand(Net):
+    """Fails after its optimizer's step."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.net(batch[0]).square().mean())
+        optimizer.step()
+        self.at("after the step")
+
+
+@pytest.mark.parametrize(
+    ("module", "warning"),
+    [
+        (Net("before the scheduler", 3, fail), "Nothing is saved after the failure"),
+        (StepsByHand("after the step", 4, fail), "since weights had changed"),
+    ],
+)
+def test_a_failure_after_the_optimizers_step_is_not_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, module: Net, warning: str
 ) -> None:
-    with caplog.at_level(logging.WARNING), pytest.raises(LookupError, match="as planned"):
-        run(Net("before the scheduler", 3, fail), Checkpoint(tmp_path, save_on_exception=True, save_top_k=0))
-    assert "Nothing is saved after the failure" in caplog.text
+    with pytest.raises(LookupError, match="as planned"):
+        run(module, Checkpoint(tmp_path, save_on_exception=True, save_top_k=0))
+    assert warning in caplog.text
     assert not list(tmp_path.glob("exception*"))
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_save_in_on_exception_is_of_a_whole_step_or_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, keeps: bool
+) -> None:
+    saving: Any = SavesIn("on_exception", tmp_path / "saved", nth=1)
+    saving.save_on_exception = keeps
+    with pytest.raises(LookupError, match="as planned"):
+        run(Net("training step", 5, fail), saving)
+    assert (tmp_path / "saved").exists() == keeps
+    assert ("was not kept by Checkpoint(save_on_exception=True)" in caplog.text) != keeps
+    if keeps:
+        assert run(Net(), path=tmp_path / "saved")["state"] == run(Net())["state"]
 
 
 def test_a_requested_save_whose_step_fails_is_named_in_a_warning(
@@ -228,22 +245,22 @@ def test_a_requested_save_whose_step_fails_is_named_in_a_warning(
         trainer.save_checkpoint(tmp_path / "saved")
         fail(trainer)
 
-    with caplog.at_level(logging.WARNING), pytest.raises(LookupError, match="as planned"):
+    with pytest.raises(LookupError, match="as planned"):
         run(Net("training step", 4, save_and_fail))
     assert f"{tmp_path / 'saved'}' is not written" in caplog.text
     assert not (tmp_path / "saved").exists()
 
 
-@pytest.mark.parametrize("weights_only", [False, True])
-def test_after_a_failed_fit_half_a_step_is_refused_and_a_whole_one_is_saved(tmp_path: Path, weights_only: bool) -> None:
+def test_after_a_failed_fit_half_a_step_is_refused_and_a_whole_one_is_saved(tmp_path: Path) -> None:
     def failed(moment: str, nth: int) -> Fit:
         trainer = Fit(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, seed=5)
         with pytest.raises(LookupError, match="as planned"):
             trainer.fit(Net(moment, nth, fail), data(2), data(4))
         return trainer
 
-    with pytest.raises(ConfigurationError, match="save_on_exception=True"):
-        failed("training step", 4).save_checkpoint(tmp_path / "half", weights_only)
-    assert not (tmp_path / "half").exists()
-    failed("epoch end", 1).save_checkpoint(tmp_path / "whole", weights_only)
-    assert load(tmp_path / "whole").progress["global_step"] == 10
+    for weights_only in (False, True):
+        with pytest.raises(ConfigurationError, match="save_on_exception=True"):
+            failed("training step", 4).save_checkpoint(tmp_path / "half", weights_only)
+        assert not (tmp_path / "half").exists()
+        failed("epoch end", 1).save_checkpoint(tmp_path / f"whole-{weights_only}", weights_only)
+        assert load(tmp_path / f"whole-{weights_only}").progress["global_step"] == 10

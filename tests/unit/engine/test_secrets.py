@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
 from engine_case import fit, regression
@@ -101,51 +100,37 @@ def test_no_file_of_a_run_contains_a_secret(tmp_path: Path, save_async: bool) ->
     assert module.hparams.login == {"user": "me", "password": f"{SECRET}-2"}
 
 
-def test_a_run_without_files_does_not_warn(tmp_path: Path) -> None:
-    with captured_warnings() as lines:
-        fit(tmp_path).fit(fetching(), regression())
-    assert not lines
-
-
 @pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
 def test_built_in_loggers_omit_secrets_when_called_directly(tmp_path: Path, kind: Any) -> None:  # J-11
     logger = kind(tmp_path)
     with captured_warnings() as lines:
-        logger.log_hyperparams({"hf_token": SECRET, "lr": 0.1, "tokenizer": "bpe"})
-        logger.log_hyperparams({"hf_token": SECRET, "lr": 0.1, "tokenizer": "bpe"})
+        for _ in range(2):
+            logger.log_hyperparams({"hf_token": SECRET, "lr": 0.1, "tokenizer": "bpe"})
     logger.finalize("success")
     assert len(lines) == 1
     assert SECRET.encode() not in everything_in(tmp_path)
     assert b"tokenizer" in everything_in(tmp_path)
 
 
-def saved(tmp_path: Path) -> Path:
-    trainer = fit(tmp_path)
-    trainer.fit(fetching(), regression())
-    trainer.save_checkpoint(tmp_path / "c")
-    return tmp_path / "c"
-
-
 def test_a_required_secret_is_requested(tmp_path: Path) -> None:  # J-11
-    path = saved(tmp_path)
+    path, trainer = tmp_path / "c", fit(tmp_path)
+    with captured_warnings() as lines:
+        trainer.fit(fetching(), regression())
+    assert not lines  # nothing is written
+    trainer.save_checkpoint(path)
     with pytest.raises(CheckpointError, match="Fetching needs 'api_token'") as caught:
         Fetching.load_from_checkpoint(path)
     assert "load_from_checkpoint(path, api_token=...)" in caught.value.fix
     assert "checkpoints do not contain secrets" in caught.value.why
-    assert "save_hyperparameters" not in str(caught.value)  # it was called
     with pytest.warns(UserWarning, match=r"built without 'login.password'.*login=\.\.\."):
         module = Fetching.load_from_checkpoint(path, api_token="another")
     assert module.hparams == {"api_token": "another", "width": 3, "login": {"user": "me"}, "pad_token": "<pad>"}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Fetching.load_from_checkpoint(path, api_token="another", login={"user": "me", "password": "p"})
-
-
-def test_a_resumed_run_uses_the_secrets_of_its_module(tmp_path: Path) -> None:
-    path = saved(tmp_path)
-    module = fetching()
-    fit(tmp_path, max_epochs=2).fit(module, regression(), ckpt_path=path)
-    assert module.hparams.api_token == SECRET
+    resuming = fetching()
+    fit(tmp_path, max_epochs=2).fit(resuming, regression(), ckpt_path=path)
+    assert resuming.hparams.api_token == SECRET
 
 
 def test_a_converted_checkpoint_contains_no_secret(tmp_path: Path) -> None:  # J-11
@@ -159,32 +144,29 @@ def test_a_converted_checkpoint_contains_no_secret(tmp_path: Path) -> None:  # J
         Fetching.load_from_checkpoint(tmp_path / "c")
 
 
-def test_a_mistake_with_a_secrets_name_does_not_show_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # J-11: error messages end up in logs.
-    with pytest.raises(ConfigurationError, match="api_token") as caught:
-        Fit(api_token=SECRET)  # type: ignore[call-arg]
-    assert SECRET not in str(caught.value)
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"api_token": SECRET}, "api_token"),
+        ({"wandb_key": SECRET}, "wandb_key"),
+        ({"db": {"password": SECRET}}, "db"),
+        ({"db": f"s3://u:{SECRET}@h"}, "db"),
+        ('api_token = "{}"\n', "api_token"),
+        (("DRIVETRAIN_API_TOKEN", SECRET), "DRIVETRAIN_API_TOKEN"),
+        (("DRIVETRAIN_MAX_EPOCHS", f"s3://u:{SECRET}@h"), r"s3://u:\.\.\.@h"),
+    ],
+)
+def test_a_mistake_in_a_setting_shows_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: Any, named: str
+) -> None:  # J-11, Q-08: error messages end up in logs
     monkeypatch.chdir(tmp_path)
-    Path("drivetrain.toml").write_text(f'api_token = "{SECRET}"\n')
-    with pytest.raises(ConfigurationError, match="api_token") as caught:
-        Fit()
+    if isinstance(given, str):
+        Path("drivetrain.toml").write_text(given.format(SECRET))
+    if isinstance(given, tuple):
+        monkeypatch.setenv(*given)
+    with pytest.raises(ConfigurationError, match=named) as caught:
+        Fit(**(given if isinstance(given, dict) else {}))
     assert SECRET not in str(caught.value)
-    Path("drivetrain.toml").unlink()
-    monkeypatch.setenv("DRIVETRAIN_API_TOKEN", SECRET)
-    with pytest.raises(ConfigurationError, match="DRIVETRAIN_API_TOKEN") as caught:
-        Fit()
-    assert SECRET not in str(caught.value)
-
-
-def test_an_object_store_receives_no_secret(tmp_path: Path) -> None:  # J-11
-    trainer = fit(tmp_path, logger=CSVLogger("memory://secrets/logs"))
-    trainer.fit(fetching(), regression())
-    trainer.save_checkpoint("memory://secrets/c")
-    store = fsspec.filesystem("memory")
-    names = store.find("/secrets")
-    assert len(names) > 3
-    assert SECRET.encode() not in b"".join(store.cat_file(name) for name in names)
-    store.rm("/secrets", recursive=True)
 
 
 def test_credentials_and_passwords_in_urls_are_written_nowhere(
@@ -220,46 +202,22 @@ def test_credentials_and_passwords_in_urls_are_written_nowhere(
     assert names in "".join(lines)
 
 
-def test_a_run_that_fails_records_no_password_of_a_url(tmp_path: Path) -> None:  # Q-08
+def test_no_password_of_a_url_is_recorded_or_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Q-08, Q-12
     class Failing(Fetching):
         def training_step(self, batch: Any) -> Any:
             raise OSError(f"cannot reach s3://me:{SECRET}@host/data")
 
+    root = f"memory://u:{SECRET}@h/root"
+    trainer = fit(tmp_path, logger=CSVLogger(tmp_path / "logs"), default_root_dir=root)
+    assert SECRET not in str(trainer.settings)
     with pytest.raises(OSError, match="cannot reach"):
-        fit(tmp_path, logger=CSVLogger(tmp_path / "logs")).fit(Failing(""), regression())
+        trainer.fit(Failing(""), regression())
     (record,) = tmp_path.rglob("run.json")
     assert "cannot reach s3://me:...@host/data" in json.loads(record.read_text())["why"]
-    assert SECRET not in record.read_text()
-
-
-@pytest.mark.parametrize("given", [{"wandb_key": SECRET}, {"db": {"password": SECRET}}, {"db": f"s3://u:{SECRET}@h"}])
-def test_a_mistake_in_a_setting_shows_no_nested_secret_or_password(given: dict[str, Any]) -> None:  # Q-08
-    with pytest.raises(ConfigurationError) as caught:
-        Fit(**given)
-    assert SECRET not in str(caught.value)
-
-
-def test_a_wrong_value_of_a_setting_shows_no_password(monkeypatch: pytest.MonkeyPatch) -> None:  # Q-08
-    monkeypatch.setenv("DRIVETRAIN_MAX_EPOCHS", f"s3://u:{SECRET}@h")
-    with pytest.raises(ConfigurationError, match=r"s3://u:\.\.\.@h") as caught:
-        Fit()
-    assert SECRET not in str(caught.value)
-
-
-def test_a_setting_with_a_password_in_its_url_is_recorded_without_it(tmp_path: Path) -> None:  # Q-08
-    trainer = fit(tmp_path, logger=CSVLogger(tmp_path / "logs"), default_root_dir=f"memory://u:{SECRET}@h/root")
-    assert SECRET not in str(trainer.settings)
-    trainer.fit(Fetching(""), regression())
-    (record,) = tmp_path.rglob("run.json")
     assert json.loads(record.read_text())["settings"]["default_root_dir"]["value"] == "memory://u:...@h/root"
-
-
-def test_a_fit_is_shown_with_what_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # Q-12
+    assert SECRET not in record.read_text()
     monkeypatch.chdir(tmp_path)
-    assert repr(Fit()) == "Fit()"
-    assert repr(Fit(strategy="ddp", devices=2)) == "Fit(strategy='ddp', devices=2)"
     Path("drivetrain.toml").write_text("max_epochs = 3\n")
     monkeypatch.setenv("DRIVETRAIN_SEED", "7")
-    shown = repr(Fit(devices=1, default_root_dir=f"memory://u:{SECRET}@h"))
-    assert shown == "Fit(devices=1, max_epochs=3, default_root_dir=..., seed=7)"
-    assert SECRET not in shown
+    assert repr(Fit(devices=1, default_root_dir=root)) == "Fit(devices=1, max_epochs=3, default_root_dir=..., seed=7)"

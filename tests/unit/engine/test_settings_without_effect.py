@@ -7,56 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from engine_case import fit, regression
+from engine_case import Regression, fit, regression
+from small_modules import linear
 from torch import nn
 
 from captured_warnings import captured_warnings
-from drivetrain import TrainModule
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import FullPrecision
 
 
-class Linear(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 1)
-
-    def training_step(self, batch: Any) -> Any:
-        return (self.layer(batch[0]) - batch[1]).square().mean()
-
-    def validation_step(self, batch: Any) -> None:
-        self.log("val_loss", self.training_step(batch))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-class Complex(Linear):
+class Complex(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
 
-    def training_step(self, batch: Any) -> Any:
-        return (self.layer(batch[0]) - batch[1]).square().mean() + (batch[0] * self.phase).abs().square().sum()
-
-
-class OwnClipping(Linear):
-    def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
-    ) -> None:
-        self.read = gradient_clip_algorithm
-        self.clip_gradients(optimizer, 0.1, gradient_clip_algorithm)
-
-
-class Manual(Linear):
-    automatic_optimization = False
-
-    def training_step(self, batch: Any) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch))
-        self.clip_gradients(optimizer, 0.1, self.trainer.gradient_clip_algorithm)
-        optimizer.step()
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) + (batch[0] * self.phase).abs().square().sum()
 
 
 def test_clipping_by_value_is_refused_for_complex_parameters(tmp_path: Path) -> None:  # B-05
@@ -77,49 +43,57 @@ def test_a_complex_gradient_that_is_clipped_by_value_is_refused() -> None:  # B-
 
 
 def test_clipping_by_norm_treats_complex_gradients_as_torch_does(tmp_path: Path) -> None:  # B-05
-    modules = [Complex(), Complex()]
-    modules[1].load_state_dict(modules[0].state_dict())
-    fit(tmp_path, gradient_clip_val=0.1).fit(modules[0], regression())
-    optimizer = modules[1].configure_optimizers()
-    for batch in regression():
+    module, reference = Complex(), Complex()
+    reference.load_state_dict(module.state_dict())
+    fit(tmp_path, gradient_clip_val=0.1).fit(module, regression())
+    optimizer = reference.configure_optimizers()
+    for batch in regression():  # Written by hand: the oracle has no complex parameters.
         optimizer.zero_grad()
-        modules[1].training_step(batch).backward()
-        nn.utils.clip_grad_norm_(modules[1].parameters(), 0.1)
+        reference.training_step(batch, 0).backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
         optimizer.step()
-    for found, expected in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
+    for found, expected in zip(module.parameters(), reference.parameters(), strict=True):
         assert torch.equal(found, expected)
 
 
-def test_an_algorithm_without_a_limit_is_refused(tmp_path: Path) -> None:  # B-05
+def test_an_algorithm_without_a_limit_is_refused_unless_it_is_read(tmp_path: Path) -> None:  # B-05
+    def clip(self: Any, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
+        self.read = gradient_clip_algorithm
+        self.clip_gradients(optimizer, 0.1, gradient_clip_algorithm)
+
     with pytest.raises(ConfigurationError, match="gradient_clip_algorithm='value' without gradient_clip_val"):
-        fit(tmp_path, gradient_clip_algorithm="value").fit(Linear(), regression())
+        fit(tmp_path, gradient_clip_algorithm="value").fit(Regression(), regression())
+    reading: Any = linear(configure_gradient_clipping=clip)
+    fit(tmp_path, gradient_clip_algorithm="value").fit(reading, regression())
+    assert reading.read == "value"
+    by_hand = linear(automatic_optimization=False, training_step=lambda self, batch: self.optimizers().step())
+    fit(tmp_path, gradient_clip_algorithm="value").fit(by_hand, regression())
+    fit(tmp_path, gradient_clip_algorithm="value", gradient_clip_val=0).fit(Regression(), regression())
+    validating = linear(validation_step=lambda self, batch: None)
+    fit(tmp_path, gradient_clip_algorithm="value").validate(validating, regression(), verbose=False)
 
 
-def test_an_algorithm_that_is_read_or_switched_off_is_accepted(tmp_path: Path) -> None:  # B-05
-    own = OwnClipping()
-    fit(tmp_path, gradient_clip_algorithm="value").fit(own, regression())
-    assert own.read == "value"
-    fit(tmp_path, gradient_clip_algorithm="value").fit(Manual(), regression())
-    fit(tmp_path, gradient_clip_algorithm="value", gradient_clip_val=0).fit(Linear(), regression())
-    fit(tmp_path, gradient_clip_algorithm="value").validate(Linear(), regression(), verbose=False)
-
-
-def _warnings(tmp_path: Path, validation: Any, **options: Any) -> list[str]:
+@pytest.mark.parametrize(
+    ("validates", "warnings", "options"),
+    [
+        (True, 1, {"max_epochs": 2}),
+        (True, 1, {"max_epochs": 2, "val_check_interval": 0.5}),
+        (True, 0, {"max_epochs": 3}),
+        (True, 0, {"max_steps": 2, "max_epochs": -1}),
+        (True, 0, {"limit_val_batches": 0}),
+        (True, 0, {"fast_dev_run": True}),
+        (True, 0, {"check_val_every_n_epoch": None, "val_check_interval": 2}),
+        (False, 0, {}),
+    ],
+)
+def test_a_run_that_never_validates_warns(
+    tmp_path: Path, validates: bool, warnings: int, options: dict[str, Any]
+) -> None:  # I-06
+    module = linear(validation_step=lambda self, batch: None)
     with captured_warnings() as lines:
-        fit(tmp_path, **options).fit(Linear(), regression(), validation)
-    return [line for line in lines if "check_val_every_n_epoch" in line]
-
-
-def test_a_run_that_never_validates_warns(tmp_path: Path) -> None:  # I-06
-    (line,) = _warnings(tmp_path, regression(), max_epochs=2, check_val_every_n_epoch=3)
-    assert "check_val_every_n_epoch=3 is more than max_epochs=2: this run never validates." in line
-    assert len(_warnings(tmp_path, regression(), max_epochs=2, check_val_every_n_epoch=3, val_check_interval=0.5)) == 1
-    for options in (
-        {"max_epochs": 3, "check_val_every_n_epoch": 3},
-        {"max_steps": 2, "max_epochs": -1, "check_val_every_n_epoch": 3},
-        {"max_epochs": 1, "check_val_every_n_epoch": 3, "limit_val_batches": 0},
-        {"max_epochs": 1, "check_val_every_n_epoch": 3, "fast_dev_run": True},
-        {"max_epochs": 1, "check_val_every_n_epoch": None, "val_check_interval": 2},
-    ):
-        assert _warnings(tmp_path, regression(), **options) == []
-    assert _warnings(tmp_path, None, max_epochs=1, check_val_every_n_epoch=3) == []
+        fit(tmp_path, **{"check_val_every_n_epoch": 3, **options}).fit(
+            module, regression(), regression() if validates else None
+        )
+    found = [line for line in lines if "check_val_every_n_epoch" in line]
+    assert len(found) == warnings
+    assert all("=3 is more than max_epochs=2: this run never validates." in line for line in found)

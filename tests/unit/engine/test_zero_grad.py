@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from engine_case import Bare, fit, loader
-from torch import Tensor, nn
+from engine_case import Tiny, fit, loader
+from small_modules import tiny
+from torch import nn
 from torch.optim import SGD
 
-from drivetrain._loops.zero_grad import zero_grad
 
-
-class Keeping(SGD):
+class Clearing(SGD):
     """Clears gradients in place, so that references to them stay valid."""
 
     cleared = 0
@@ -23,51 +23,46 @@ class Keeping(SGD):
         super().zero_grad(set_to_none=False)
 
 
-def test_an_overridden_zero_grad_is_called_once_per_window(tmp_path: Path) -> None:
-    class Kept(Bare):
-        def configure_optimizers(self) -> Any:
-            return Keeping(self.parameters(), lr=0.1)
+def overridden(parameters: Any) -> Any:
+    return Clearing(parameters, lr=0.1)
 
+
+def set_on_the_instance(parameters: Any) -> Any:
+    optimizer: Any = SGD(parameters, lr=0.1)
+    optimizer.cleared = 0
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        optimizer.cleared += 1
+        SGD.zero_grad(optimizer, set_to_none)
+
+    optimizer.zero_grad = zero_grad
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [overridden, set_on_the_instance])
+def test_an_overridden_zero_grad_is_called_once_per_window(tmp_path: Path, make: Any) -> None:
     runner = fit(tmp_path, max_steps=3, accumulate_grad_batches=2)
-    runner.fit(Kept(), loader(12))
-    (optimizer,) = runner.optimizers
-    assert isinstance(optimizer, Keeping)
-    assert optimizer.cleared == 3
+    runner.fit(tiny(configure_optimizers=lambda self: make(self.parameters())), loader(12))
+    assert runner.optimizers[0].cleared == 3  # type: ignore[attr-defined]
 
 
-def test_a_zero_grad_set_on_the_instance_is_called(tmp_path: Path) -> None:
-    cleared: list[int] = []
-
-    class Patched(Bare):
-        def configure_optimizers(self) -> Any:
-            optimizer = SGD(self.parameters(), lr=0.1)
-            torchs = optimizer.zero_grad
-            optimizer.zero_grad = lambda *given: (cleared.append(1), torchs(*given))[1]  # type: ignore[method-assign, func-returns-value]
-            return optimizer
-
-    fit(tmp_path, max_steps=3).fit(Patched(), loader())
-    assert len(cleared) == 3
-
-
-def test_torchs_zero_grad_applies_to_every_group() -> None:
-    first, later, foreign, unused = (nn.Parameter(torch.ones(2)) for _ in range(4))
-    optimizer = SGD([first, unused], lr=0.1)
-    optimizer.add_param_group({"params": [later]})
-    for parameter in (first, later, foreign):
-        parameter.grad = torch.ones(2)
-    zero_grad(optimizer)
-    assert [parameter.grad is None for parameter in (first, later, foreign, unused)] == [True, True, False, True]
-
-
-def test_gradients_are_freed_before_the_next_forward(tmp_path: Path) -> None:
+def test_gradients_of_every_group_are_freed_before_the_next_forward(tmp_path: Path) -> None:
     """The memory of old gradients is free for the forward's activations."""
-    seen: list[list[Tensor | None]] = []
+    seen: list[bool] = []
 
-    class Looking(Bare):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            seen.append([parameter.grad for parameter in self.parameters()])
-            return self.layer(batch).mean()
+    def configure_optimizers(self: Any) -> Any:
+        optimizer = SGD([self.layer.weight], lr=0.1)
+        optimizer.add_param_group({"params": [self.layer.bias, self.unused]})
+        return optimizer
 
-    fit(tmp_path, max_steps=3).fit(Looking(), loader())
-    assert all(gradient is None for gradients in seen for gradient in gradients)
-    assert len(seen) == 3
+    def step(self: Any, batch: Any, batch_idx: int) -> Any:
+        seen.extend(one.grad is None for one in (self.layer.weight, self.layer.bias))
+        seen.append(self.frozen.grad is not None)  # it is in no optimizer
+        return self.layer(batch).mean()
+
+    module: Any = tiny(configure_optimizers=configure_optimizers, training_step=step)
+    module.unused, module.frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    module.frozen.grad = torch.ones(2)
+    assert isinstance(module, Tiny)
+    fit(tmp_path, max_steps=3).fit(module, loader())
+    assert seen == [True] * 9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import zlib
 from collections.abc import Callable
@@ -72,6 +73,28 @@ def trained(root: Path | str, ckpt_path: Any = None, module: Net | None = None, 
 def folders(root: Path, name: str = NAME) -> list[str]:
     place = root / name
     return sorted(one.name for one in place.iterdir()) if place.exists() else []
+
+
+def version(trainer: Fit) -> str:
+    """Return the name of a run's folder."""
+    return Path(str(trainer.log_dir)).name
+
+
+def rows(folder: Any) -> list[dict[str, str]]:
+    """Return the table of a run's CSVLogger."""
+    with (Path(folder) / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def every(step: int, dirpath: Any = None) -> Checkpoint:
+    """Return a callback that saves every few steps, and keeps all."""
+    return Checkpoint(dirpath, every_n_train_steps=step, save_top_k=-1)
+
+
+def newest_of(trainer: Fit) -> str:
+    """Return the path of a run's newest checkpoint."""
+    assert trainer.checkpoint_callback is not None
+    return trainer.checkpoint_callback.best_model_path
 
 
 def record(folder: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from run_case import Another, Net, data, fit, of_an_earlier_version, trained
+from run_case import Another, Net, data, fit, trained
 
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load
@@ -63,20 +63,4 @@ def test_a_best_checkpoint_that_is_gone_is_not_replaced_by_the_newest(tmp_path: 
     assert best is not None
     shutil.rmtree(best.best_model_path)
     with pytest.raises(CheckpointError, match=r"version_0 \(its best checkpoint, 'epoch=0-step=6', is not"):
-        best_weights(tmp_path)
-
-
-def test_the_same_fit_takes_its_own_best(tmp_path: Path) -> None:
-    trainer = trained(tmp_path, callbacks=Checkpoint(), max_epochs=2)
-    module = Net()
-    trainer.test(module, data(), ckpt_path="best", verbose=False)
-    assert trainer.checkpoint_callback is not None
-    assert torch.equal(module.net.weight, weights_of(trainer.checkpoint_callback.best_model_path))
-
-
-def test_a_checkpoint_that_names_no_run_is_passed_over_with_its_folder(tmp_path: Path) -> None:
-    trainer = trained(tmp_path, callbacks=Checkpoint(save_top_k=-1), max_epochs=2)
-    for path in Path(trainer.log_dir or "", "checkpoints").glob("epoch=*"):
-        of_an_earlier_version(path)
-    with pytest.raises(CheckpointError, match=r"version_0 \("):
         best_weights(tmp_path)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import json
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from run_case import NAME, Net, data, edit, fit, left_running, record, stopped, trained
+from run_case import NAME, Net, data, edit, fit, left_running, record, rows, stopped, trained
 
 from drivetrain import TrainModule
 from drivetrain._engine import checkpoints, run_start
@@ -19,13 +16,7 @@ from drivetrain.callbacks import Checkpoint
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import CSVLogger
 from drivetrain.runs import _liveness, _resume_choice
-from drivetrain.runs._directory import claim_version
 from drivetrain.runs._record import now
-
-
-def rows(folder: Any) -> list[dict[str, str]]:
-    with (Path(folder) / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def two_roots(root: Path) -> list[CSVLogger]:
@@ -76,11 +67,6 @@ def test_simultaneous_runs_have_separate_folders_under_other_roots(tmp_path: Pat
     assert steps == [list("123456")] * 2
 
 
-def test_an_expected_version_is_not_taken_from_another_run(tmp_path: Path) -> None:
-    (tmp_path / "version_0").mkdir()
-    assert claim_version(str(tmp_path), expected="version_0") == "version_1"
-
-
 def test_auto_resumes_after_an_evaluation(tmp_path: Path) -> None:  # J-13: it silently started afresh
     stopped(tmp_path, step=5, callbacks=Checkpoint(every_n_train_steps=2))
     trainer, module = fit(tmp_path, callbacks=Checkpoint(every_n_train_steps=2)), Net()
@@ -90,16 +76,22 @@ def test_auto_resumes_after_an_evaluation(tmp_path: Path) -> None:  # J-13: it s
     assert [(one["from_step"], one["to_step"]) for one in record(trainer.log_dir)["parts"]] == [(0, 5), (4, 6)]
 
 
-def test_an_evaluation_does_not_change_the_status_of_the_training(tmp_path: Path) -> None:
+def test_an_evaluation_does_not_change_the_record_of_the_training(tmp_path: Path) -> None:
     # J-13: the record of a failed run said "finished" once it had been tested
-    trainer = stopped(tmp_path, step=5)
+    def logger() -> CSVLogger:
+        return CSVLogger(tmp_path, version="mine")
+
+    trainer = stopped(tmp_path, step=5, logger=logger(), callbacks=Checkpoint(every_n_train_steps=2))
     before = record(trainer.log_dir)
     assert before["status"] == "failed"
+    fit(tmp_path, logger=logger()).test(Net(), data(), verbose=False)  # as in another process
+    assert record(trainer.log_dir) == before
     trainer.test(Net(), data(), verbose=False)
     assert "test" in rows(trainer.log_dir)[-1]
     after = record(trainer.log_dir)
     names = ("status", "why", "ended", "parts")
     assert [after[one] for one in names] == [before[one] for one in names]
+    assert trained(tmp_path, "auto", logger=logger(), max_epochs=2).run_id == trainer.run_id
 
 
 def test_a_run_killed_after_its_last_checkpoint_is_finished(tmp_path: Path) -> None:  # J-13
@@ -113,20 +105,15 @@ def test_a_run_killed_after_its_last_checkpoint_is_finished(tmp_path: Path) -> N
     assert record(trainer.log_dir) == after
 
 
-def test_remains_of_a_killed_record_are_removed_by_the_next_run(tmp_path: Path) -> None:
-    trainer = stopped(tmp_path, step=5, callbacks=Checkpoint(every_n_train_steps=2))
-    torn = Path(str(trainer.log_dir)) / "run.json.0a1b2c3d.new"
-    torn.write_text("{")
-    trained(tmp_path, "auto", callbacks=Checkpoint(every_n_train_steps=2))
-    assert not torn.exists()
-
-
-def test_a_run_with_malformed_lists_in_its_record_resumes(tmp_path: Path) -> None:
+def test_a_run_with_malformed_lists_and_remains_of_a_record_resumes(tmp_path: Path) -> None:
     trainer = stopped(tmp_path, step=5, callbacks=Checkpoint(every_n_train_steps=2))
     edit(trainer.log_dir, checkpoints=[7, None, "x"], events=["y"], parts=[1], loggers=[3])
+    remains = Path(str(trainer.log_dir)) / "run.json.0a1b2c3d.new"
+    remains.write_text("{")
     again = trained(tmp_path, "auto", callbacks=Checkpoint(every_n_train_steps=2))
     assert (again.log_dir, again.global_step) == (trainer.log_dir, 6)
     assert [one["step"] for one in record(again.log_dir)["checkpoints"]] == [6]
+    assert not remains.exists()
 
 
 @pytest.mark.parametrize("folder", ["nowhere://bucket/version_0", "version_0\0"], ids=["protocol", "null"])
@@ -142,39 +129,29 @@ def test_a_checkpoint_of_an_unreachable_run_can_be_resumed(
     assert trained(tmp_path / "here", path, max_epochs=3).global_step == 18
 
 
-@pytest.mark.parametrize("which", [None, "auto"])
-@pytest.mark.parametrize("beats", [False, True])
+@pytest.mark.parametrize(("which", "alive"), [(None, False), ("auto", False), ("auto", True)])
 def test_a_folder_by_name_is_not_taken_from_a_run_on_another_machine(
-    tmp_path: Path, which: str | None, beats: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, which: str | None, alive: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # J-13: it was used, and the other run's record was archived
-    trainer = trained(tmp_path, logger=CSVLogger(tmp_path, version=4))
-    folder = trainer.log_dir
+    folder = Path(str(trained(tmp_path, logger=CSVLogger(tmp_path, version=4)).log_dir))
     left_running(folder, host="elsewhere")
     monkeypatch.setattr(_liveness, "WATCH_SECONDS", 0.6)
     monkeypatch.setattr(run_start, "_POLL_INTERVAL", 0.3)
-    ended = threading.Event()
+    original = _liveness.HeartbeatWatch.poll
 
-    def beat() -> None:
-        while not ended.wait(0.05):
-            written = json.dumps({**record(folder), "heartbeat": now()})
-            (tmp_path / "beside").write_text(written)
-            (tmp_path / "beside").rename(Path(str(folder)) / "run.json")
+    def poll(self: Any, pause: float) -> None:
+        if alive:
+            edit(folder, heartbeat=now())
+        original(self, pause)
 
-    heart = threading.Thread(target=beat)
-    if beats:
-        heart.start()
-    try:
-        if beats:
-            with pytest.raises(ConfigurationError, match=r"under way \(process \d+ on elsewhere\)"):
-                trained(tmp_path, which, logger=CSVLogger(tmp_path, version=4))
-        else:
-            trained(tmp_path, which, logger=CSVLogger(tmp_path, version=4), max_epochs=2)
-    finally:
-        ended.set()
-        if beats:
-            heart.join()
-    assert (record(folder)["status"] == "running") is beats
-    assert [one.name for one in Path(str(folder)).glob("run-*.json")] == ([] if beats or which else ["run-1.json"])
+    monkeypatch.setattr(_liveness.HeartbeatWatch, "poll", poll)
+    if alive:
+        with pytest.raises(ConfigurationError, match=r"under way \(process \d+ on elsewhere\)"):
+            trained(tmp_path, which, logger=CSVLogger(tmp_path, version=4))
+    else:
+        trained(tmp_path, which, logger=CSVLogger(tmp_path, version=4), max_epochs=2)
+    assert (record(folder)["status"] == "running") is alive
+    assert [one.name for one in folder.glob("run-*.json")] == ([] if which else ["run-1.json"])
 
 
 def test_a_failing_logger_does_not_prevent_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -192,47 +169,18 @@ def test_a_failing_logger_does_not_prevent_a_checkpoint(tmp_path: Path, caplog: 
     assert "Offline could not write the values logged so far, and tries again later: no network" in caplog.text
 
 
-def test_an_evaluation_does_not_change_the_record_of_its_run(tmp_path: Path) -> None:
-    def logger() -> CSVLogger:
-        return CSVLogger(tmp_path, version="mine")
-
-    trainer = trained(tmp_path, logger=logger())
-    before = record(trainer.log_dir)
-    fit(tmp_path, logger=logger()).test(Net(), data(), verbose=False)  # as in another process
-    assert record(trainer.log_dir) == before
-    assert [one.name for one in Path(str(trainer.log_dir)).glob("run*.json")] == ["run.json"]
-    assert "test" in (Path(str(trainer.log_dir)) / "metrics.csv").read_text()
-    assert trained(tmp_path, "auto", logger=logger(), max_epochs=2).run_id == trainer.run_id
-
-
-def test_links_and_foreign_records_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_without_permission_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = trained(tmp_path)
-    place = tmp_path / "drivetrain_logs"
-    (place / "loop").symlink_to(place / "loop")
-    (place / "nowhere").symlink_to(place / "gone")
-    (place / "theirs").mkdir()
-    (place / "theirs" / "run.json").write_text("{}")
+    foreign = tmp_path / NAME / "foreign"
+    foreign.mkdir()
+    (foreign / "run.json").write_text("{}")
+    (foreign.parent / "loop").symlink_to(foreign.parent / "loop")
     original = open
 
-    def forbidding(path: Any, *args: Any, **options: Any) -> Any:
-        if str(path).endswith("theirs/run.json"):
+    def refuse(path: Any, *args: Any, **options: Any) -> Any:
+        if str(path).endswith("foreign/run.json"):
             raise PermissionError(13, "Permission denied")
         return original(path, *args, **options)
 
-    monkeypatch.setattr("builtins.open", forbidding)
-    assert trained(tmp_path, "auto", max_epochs=2).log_dir == trainer.log_dir
-
-
-def test_a_run_that_ends_while_it_is_watched_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = trained(tmp_path)
-    ended = record(trainer.log_dir)
-    left_running(trainer.log_dir, host="elsewhere")
-    monkeypatch.setattr(run_start, "_POLL_INTERVAL", 0.01)
-    original = _liveness.HeartbeatWatch.poll
-
-    def look(self: Any, pause: float) -> None:
-        (Path(str(trainer.log_dir)) / "run.json").write_text(json.dumps(ended))
-        original(self, pause)
-
-    monkeypatch.setattr(_liveness.HeartbeatWatch, "poll", look)
+    monkeypatch.setattr("builtins.open", refuse)
     assert trained(tmp_path, "auto", max_epochs=2).log_dir == trainer.log_dir

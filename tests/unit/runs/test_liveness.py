@@ -35,12 +35,6 @@ def test_a_process_lives_until_it_has_ended() -> None:
     assert seen.is_alive() is False
 
 
-def test_another_process_with_the_same_pid_is_distinguished() -> None:
-    here = Process.here()
-    assert here.is_alive() is True
-    assert replace(here, began="1").is_alive() is False
-
-
 @pytest.mark.parametrize("other", [{"host": "another"}, {"boot": "before"}, {"namespace": "pid:[1]"}], ids=str)
 def test_processes_of_other_machines_are_unknown(other: dict[str, Any]) -> None:
     assert replace(Process.here(), **other).is_alive() is None

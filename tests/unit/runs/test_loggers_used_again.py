@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
-from run_case import Net, data, edit, fit, folders, trained
+from run_case import Net, data, edit, fit, folders, rows, trained
 
 from drivetrain.callbacks import Checkpoint
 from drivetrain.loggers import CSVLogger, TensorBoardLogger
-
-
-def rows(folder: Any) -> list[dict[str, str]]:
-    with (Path(folder) / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 class Wide(Net):
@@ -33,17 +26,6 @@ def test_a_reused_logger_starts_a_new_table(tmp_path: Path) -> None:
     trained(tmp_path, module=Wide(), logger=logger)
     again = trained(tmp_path, logger=logger)
     assert list(rows(again.log_dir)[0]) == ["step", "epoch", "loss_step", "loss_epoch"]
-
-
-def test_a_reused_logger_at_a_url_starts_a_new_table() -> None:  # J-13
-    url = "memory://kept-apart"
-    filesystem = fsspec.filesystem("memory")
-    logger = CSVLogger(url)
-    for _ in range(2):
-        trained(url, logger=logger)
-    tables = [len(filesystem.cat(one).splitlines()) for one in filesystem.find("/kept-apart") if one.endswith(".csv")]
-    assert len(tables) == 2
-    assert tables[0] == tables[1]
 
 
 def test_a_logger_that_continues_in_another_folder_reads_its_table(tmp_path: Path) -> None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_case import Net, data, fit, folders, record, stopped, trained
+from run_case import Net, data, fit, folders, record, trained
 
-from drivetrain import Callback
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import _discovery
 from drivetrain.checkpoint._format import StorageError
@@ -51,52 +48,6 @@ def test_a_record_describes_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]
     (part,) = said["parts"]
     assert (part["seed"], part["batch_size"], part["from_step"], part["to_step"]) == (0, 4, 0, 12)
-
-
-def test_a_record_exists_from_the_start_and_states_the_end(tmp_path: Path) -> None:  # J-13
-    seen: list[Any] = []
-    trainer = fit(tmp_path)
-    trainer.fit(Net(at_step=lambda step: seen.append(record(trainer.log_dir)["status"])), data())
-    assert set(seen) == {"running"}
-    failed = record(stopped(tmp_path, step=3).log_dir)
-    assert (failed["status"], failed["why"]) == ("failed", "RuntimeError: killed")
-
-    class Interrupted(Net):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 2:
-                raise KeyboardInterrupt
-
-    interrupted = fit(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        interrupted.fit(Interrupted(), data())
-    assert record(interrupted.log_dir)["status"] == "interrupted"
-
-
-_SCRIPT = """
-import sys
-sys.path[:0] = {paths!r}
-from run_case import Net, data, fit
-fit({root!r}).fit(Net(at_step=lambda step: step == 3 and input("waiting\\n")), data())
-"""
-
-
-def test_a_killed_run_is_distinguished_from_a_live_one(tmp_path: Path) -> None:  # J-13
-    script = _SCRIPT.format(paths=[str(Path(__file__).parent), *sys.path], root=str(tmp_path))
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "waiting\n"
-    from drivetrain.runs._liveness import is_alive
-
-    folder = tmp_path / "drivetrain_logs" / "version_0"
-    said = _record.read(str(folder))
-    assert said is not None
-    assert is_alive(said, []) is True
-    process.kill()
-    process.wait()
-    assert said == _record.read(str(folder))  # the end was not recorded
-    assert is_alive(said, []) is False
 
 
 def test_a_step_does_not_write_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # H-01
@@ -152,24 +103,6 @@ def test_two_runs_in_one_folder_are_warned(tmp_path: Path, caplog: pytest.LogCap
     assert record(trainer.log_dir) == theirs[0]
 
 
-def test_a_run_that_never_trained_does_not_revert_anothers_record(tmp_path: Path) -> None:
-    first = trained(tmp_path)
-    theirs: list[dict[str, Any]] = []
-
-    class Refusing(Callback):
-        def on_fit_start(self, trainer: Any, module: Any) -> None:
-            said = record(first.log_dir)
-            assert len(said["parts"]) == 2
-            said["parts"].append({"token": "theirs"})
-            (Path(str(first.log_dir)) / "run.json").write_text(json.dumps(said))
-            theirs.append(said)
-            raise ValueError("none today")
-
-    with pytest.raises(ValueError, match="none today"):
-        fit(tmp_path, max_epochs=2, callbacks=[Checkpoint(), Refusing()]).fit(Net(), data(), ckpt_path="auto")
-    assert record(first.log_dir) == theirs[0]
-
-
 HOSTILE = [
     b"",
     b"{",
@@ -215,12 +148,6 @@ def test_values_unknown_to_json_are_stored_as_text() -> None:
     name = f"{__name__}.test_values_unknown_to_json_are_stored_as_text.<locals>.Odd"
     assert found == {"nan": "nan", "big": str(2**70), "path": "a", "odd": name, "kind": name, "3": [1, [2]]}
     assert json.loads(_record.encode_record(found)) == found
-
-
-def test_times_are_in_order() -> None:
-    first = _record.now()
-    time.sleep(0.001)
-    assert first < _record.now()
 
 
 def test_a_refusing_store_is_retried_and_not_considered_empty(

@@ -24,7 +24,7 @@ class Call:
     weight: float
 
 
-class Diary:
+class LoggedValues:
     """Records every logged value, and reduces them."""
 
     def __init__(self, program: Program, outcome: Outcome) -> None:

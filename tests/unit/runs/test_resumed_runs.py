@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import re
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -17,35 +15,25 @@ from run_case import (
     Net,
     data,
     edit,
+    every,
     fit,
     folders,
     left_running,
+    newest_of,
     of_an_earlier_version,
     process_of,
     record,
+    rows,
     stopped,
     trained,
+    version,
 )
 
-from drivetrain import Callback, Fit
+from drivetrain import Fit
 from drivetrain.callbacks import Checkpoint, EarlyStopping
 from drivetrain.errors import CheckpointError, ConfigurationError
-from drivetrain.loggers import CSVLogger, TensorBoardLogger
+from drivetrain.loggers import CSVLogger
 from drivetrain.runs import _liveness
-
-
-def rows(folder: Any) -> list[dict[str, str]]:
-    with (Path(folder) / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def version(trainer: Fit) -> str:
-    return Path(str(trainer.log_dir)).name
-
-
-def every(step: int, **options: Any) -> Checkpoint:
-    return Checkpoint(every_n_train_steps=step, save_top_k=-1, **options)
-
 
 # Which run
 
@@ -66,19 +54,15 @@ def test_auto_resumes_the_newest_run_in_its_folder(tmp_path: Path, caplog: pytes
     ]
 
 
-@pytest.mark.parametrize("which", ["auto", "last"])
-def test_a_run_of_another_class_is_skipped(
-    tmp_path: Path, which: str, caplog: pytest.LogCaptureFixture
-) -> None:  # J-13: it resumed the finished run of another class, took no step and reported success
+def test_a_run_of_another_class_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # J-13: it resumed the finished run of another class, took no step and reported success
     trained(tmp_path)
-    if which == "last":
-        with pytest.raises(CheckpointError, match=r"(?s)no checkpoint to resume from.*runs of Another"):
-            trained(tmp_path, which, module=Another())
-        return
-    other = trained(tmp_path, which, module=Another())
+    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint to resume from.*runs of Another"):
+        trained(tmp_path, "last", module=Another())
+    other = trained(tmp_path, "auto", module=Another())
     assert (other.global_step, version(other)) == (6, "version_1")
-    (said,) = re.findall(r"ckpt_path='auto': (.*)", caplog.text)
-    assert said == (
+    (line,) = re.findall(r"ckpt_path='auto': (.*)", caplog.text)
+    assert line == (
         "a fresh start. Skipped: version_0 (its module is run_case.Net, and this run's module is run_case.Another)."
     )
 
@@ -94,13 +78,6 @@ def test_a_run_with_other_hyper_parameters_is_skipped(tmp_path: Path, caplog: py
     assert "version_2 (its hyper-parameters differ: lr=0.3, here 0.2)" in caplog.text
 
 
-def test_a_run_of_another_name_is_ignored(tmp_path: Path) -> None:  # J-13: seeds are no hyper-parameters
-    for name in ("seed-0", "seed-1"):
-        trained(tmp_path, "auto", logger=CSVLogger(tmp_path, name=name))
-    first = trained(tmp_path, "auto", logger=CSVLogger(tmp_path, name="seed-0"), max_epochs=2)
-    assert first.log_dir == str(tmp_path / "seed-0" / "version_0")
-
-
 def test_a_running_run_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
     first = trained(tmp_path)
     left_running(first.log_dir, **process_of(1))
@@ -113,30 +90,16 @@ def test_a_running_run_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert version(trained(tmp_path, "auto", max_epochs=2)) == "version_0"
 
 
-def test_a_run_of_this_process_is_detected(tmp_path: Path) -> None:  # J-13: a fit within a fit
-    class Nesting(Net):
-        inner = ""
+def test_a_run_within_a_run_of_the_same_class_has_its_own_folder(tmp_path: Path) -> None:  # J-13
+    inner: list[str] = []
 
-        def on_train_epoch_end(self) -> None:
-            self.trainer.save_checkpoint(Path(str(self.trainer.log_dir)) / "checkpoints" / "now")
-            Nesting.inner = version(trained(tmp_path, "auto", module=Net()))
+    def train_within(step: int) -> None:
+        if step == 3:
+            inner.append(version(trained(tmp_path, "auto")))
 
-    module = Nesting()
-    outer = fit(tmp_path)
-    edited = outer.fit  # of the same class, according to the records
-    Nesting.__qualname__, Nesting.__module__ = Net.__qualname__, Net.__module__
-    edited(module, data())
-    assert (version(outer), Nesting.inner) == ("version_0", "version_1")
-
-
-def test_the_newest_checkpoint_is_determined_by_lineage_not_clocks(tmp_path: Path) -> None:  # J-13
-    trained(tmp_path, callbacks=every(2))
-    older = tmp_path / "drivetrain_logs/version_0/checkpoints/epoch=0-step=2"
-    fork = trained(tmp_path, older, callbacks=every(2), max_epochs=2)
-    assert version(fork) == "version_1"
-    assert record(fork.log_dir)["parent"] == record(older.parents[1])["id"]
-    # Between branches the time of the commit decides: the fork's was last.
-    assert version(trained(tmp_path, "auto", callbacks=every(2), max_epochs=3)) == "version_1"
+    outer = fit(tmp_path, callbacks=every(2))
+    outer.fit(Net(at_step=train_within), data())
+    assert (version(outer), inner) == ("version_0", ["version_1"])
 
 
 def test_old_locations_are_named_but_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
@@ -154,29 +117,18 @@ def test_old_locations_are_named_but_not_used(tmp_path: Path, caplog: pytest.Log
 
 
 def test_the_rules_apply_to_an_explicit_dirpath(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
-    def kept() -> Checkpoint:
-        return Checkpoint(tmp_path / "kept")
+    def run(epochs: int, module: Net) -> tuple[int, str]:
+        trainer = trained(tmp_path, "auto", callbacks=Checkpoint(tmp_path / "kept"), module=module, max_epochs=epochs)
+        return trainer.global_step, version(trainer)
 
-    trained(tmp_path, callbacks=kept())
-    other = trained(tmp_path, "auto", callbacks=kept(), module=Another())
-    assert (other.global_step, version(other)) == (6, "version_1")
+    assert run(1, Net()) == (6, "version_0")
+    assert run(1, Another()) == (6, "version_1")
     assert "its module is run_case.Net, and this run's module is run_case.Another" in caplog.text
-    swept = trained(tmp_path, "auto", callbacks=kept(), module=Net(0.5))
-    assert (swept.global_step, version(swept)) == (6, "version_2")
-    again = trained(tmp_path, "auto", callbacks=kept(), max_epochs=2)
-    assert (again.global_step, version(again)) == (12, "version_0")
-    left_running(again.log_dir, **process_of(1))
-    aside = trained(tmp_path, "auto", callbacks=kept(), max_epochs=3)
-    assert (aside.global_step, version(aside)) == (18, "version_3")
+    assert run(1, Net(0.5)) == (6, "version_2")
+    assert run(2, Net()) == (12, "version_0")
+    left_running(tmp_path / "drivetrain_logs/version_0", **process_of(1))
+    assert run(3, Net()) == (18, "version_3")
     assert "version_0 (it is running" in caplog.text
-
-
-def test_a_dirpath_alone_is_enough_where_the_runs_folder_is_gone(tmp_path: Path) -> None:
-    trained(tmp_path, callbacks=Checkpoint(tmp_path / "kept"))
-    shutil.rmtree(tmp_path / "drivetrain_logs")
-    again = trained(tmp_path, "auto", callbacks=Checkpoint(tmp_path / "kept"), max_epochs=2)
-    assert (again.global_step, version(again)) == (12, "version_0")
-    assert again.checkpoint_callback is not None
 
 
 # The folder of a resumed run
@@ -199,19 +151,13 @@ def test_only_a_path_to_the_newest_checkpoint_continues_in_its_folder(tmp_path: 
     assert record(elsewhere.log_dir)["parent"] == record(saved.parent)["id"]
 
 
-def test_a_path_to_a_running_run_starts_a_new_folder(tmp_path: Path) -> None:  # J-13
+def test_a_running_run_or_an_allowed_difference_starts_a_new_folder(tmp_path: Path) -> None:  # J-13
     first = trained(tmp_path)
-    left_running(first.log_dir, **process_of(1))
-    path = first.checkpoint_callback.best_model_path  # type: ignore[union-attr]
-    assert version(trained(tmp_path, path, max_epochs=2)) == "version_1"
-
-
-def test_an_allowed_difference_starts_a_new_folder(tmp_path: Path) -> None:  # J-13
-    first = trained(tmp_path)
-    path = first.checkpoint_callback.best_model_path  # type: ignore[union-attr]
     other = fit(tmp_path, max_epochs=2)
-    other.fit(Another(), data(), ckpt_path=path, allow=("module",))
+    other.fit(Another(), data(), ckpt_path=newest_of(first), allow=("module",))
     assert (version(other), other.global_step) == ("version_1", 12)
+    left_running(first.log_dir, **process_of(1))
+    assert version(trained(tmp_path, newest_of(first), max_epochs=2)) == "version_2"
 
 
 def test_retention_follows_the_run(tmp_path: Path) -> None:  # J-13
@@ -223,73 +169,58 @@ def test_retention_follows_the_run(tmp_path: Path) -> None:  # J-13
     assert sorted(one.name for one in kept.glob("*-*")) == ["a-step=6", "c-step=18"]
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 5, 6, 7, 11])
-@pytest.mark.parametrize("pace", [1, 2, 3])
+@pytest.mark.parametrize(("step", "pace"), [(1, 1), (5, 2), (6, 1), (7, 3), (11, 2)])
 def test_logs_of_a_resumed_run_have_every_step_once(tmp_path: Path, step: int, pace: int) -> None:  # J-13
-    def options(root: Path) -> dict[str, Any]:
-        return {
-            "max_epochs": 2,
-            "logger": CSVLogger(root, flush_logs_every_n_steps=4),
-            "callbacks": every(2),
-            "log_every_n_steps": pace,
-        }
+    def run(root: Path, module: Net, ckpt_path: str | None = None) -> Fit:
+        logger = CSVLogger(root, flush_logs_every_n_steps=4)
+        trainer = fit(root, max_epochs=2, logger=logger, callbacks=every(2), log_every_n_steps=pace)
+        trainer.fit(module, data(), data(), ckpt_path=ckpt_path)
+        return trainer
 
-    undisturbed = tmp_path / "undisturbed"
-    trainer = fit(undisturbed, **options(undisturbed))
-    trainer.fit(Net(), data(), data())
-    root = tmp_path / "killed"
-
-    def die(at: int) -> None:
+    def fail(at: int) -> None:
         if at == step:
-            for one in killed.loggers:
+            for one in failing.trainer.loggers:
                 one.save()  # it may have logged rows after the checkpoint
             raise RuntimeError("killed")
 
-    killed = fit(root, **options(root))
+    undisturbed, failing = run(tmp_path / "undisturbed", Net()), Net(at_step=fail)
     with pytest.raises(RuntimeError, match="killed"):
-        killed.fit(Net(at_step=die), data(), data())
-    again = fit(root, **options(root))
-    again.fit(Net(), data(), data(), ckpt_path="auto")
+        run(tmp_path / "killed", failing)
+    again = run(tmp_path / "killed", Net(), "auto")
     assert version(again) == ("version_0" if step > 1 else "version_1")  # no checkpoint before the first save
-    assert rows(again.log_dir) == rows(trainer.log_dir)
+    assert rows(again.log_dir) == rows(undisturbed.log_dir)
 
 
 # Runs that have ended
 
 
-def test_auto_does_not_change_a_finished_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_finished_run_is_not_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # J-13
     caplog.set_level("INFO", "drivetrain")
     first = trained(tmp_path)
-    folder = Path(str(first.log_dir))
-    before = {one: one.read_bytes() for one in folder.rglob("*") if one.is_file()}
-    again = trained(tmp_path, "auto")
-    assert again.global_step == 6
+    before = {one: one.read_bytes() for one in tmp_path.rglob("*") if one.is_file()}
+    assert trained(tmp_path, "auto").global_step == 6
     assert "max_epochs=1 is reached" in caplog.text
     assert "nothing was left to train" in caplog.text
-    assert {one: one.read_bytes() for one in folder.rglob("*") if one.is_file()} == before
-    assert folders(tmp_path) == ["version_0"]
-    for which in ("last", "best", first.checkpoint_callback.best_model_path):  # type: ignore[union-attr]
+    for which in ("last", "best", newest_of(first)):
         with pytest.raises(ConfigurationError, match="max_epochs=1 is reached, so that nothing is left to train"):
             trained(tmp_path, which)
-    assert {one: one.read_bytes() for one in folder.rglob("*") if one.is_file()} == before
-    assert folders(tmp_path) == ["version_0"]
+    assert {one: one.read_bytes() for one in tmp_path.rglob("*") if one.is_file()} == before
     assert version(trained(tmp_path, "auto", max_epochs=2)) == "version_0"  # the limit has been raised
 
 
 def test_auto_resumes_an_early_stopped_run_with_more_patience(tmp_path: Path) -> None:  # J-13
-    def early(patience: int) -> dict[str, Any]:
+    def run(patience: int) -> Fit:
         stopping = EarlyStopping("loss_epoch", patience=patience, min_delta=100.0)
-        return {"callbacks": [stopping, Checkpoint()], "max_epochs": 6}
+        return trained(tmp_path, "auto", callbacks=[stopping, Checkpoint()], max_epochs=6)
 
-    first = trained(tmp_path, **early(1))
-    ended_at = first.global_step
-    assert ended_at < 36
+    first = run(1)
+    assert first.global_step < 36
     assert record(first.log_dir)["status"] == "finished"
     assert "EarlyStopping" in record(first.log_dir)["why"]
-    assert trained(tmp_path, "auto", **early(1)).global_step == ended_at
-    more = trained(tmp_path, "auto", **early(3))
-    assert more.global_step > ended_at
+    assert run(1).global_step == first.global_step
+    more = run(3)
+    assert more.global_step > first.global_step
     assert version(more) == "version_0"
 
 
@@ -317,13 +248,13 @@ def test_a_job_requeued_by_slurm_continues_in_its_folder(tmp_path: Path, monkeyp
     monkeypatch.setenv("PATH", f"{scontrol.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
 
-    def warned(step: int) -> None:
+    def preempt(step: int) -> None:
         if step == 4:
             os.kill(os.getpid(), signal.SIGUSR1)
 
     trainer = fit(tmp_path)
     with pytest.raises(SystemExit):
-        trainer.fit(Net(at_step=warned), data(), ckpt_path="auto")
+        trainer.fit(Net(at_step=preempt), data(), ckpt_path="auto")
     assert (tmp_path / "queued").read_text() == "requeue 77\n"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     again = trained(tmp_path, "auto")
@@ -344,36 +275,24 @@ def test_a_requeued_job_without_checkpoints_restarts_in_its_folder(tmp_path: Pat
     assert folders(tmp_path) == ["version_0"]
 
 
-def test_two_steps_of_one_slurm_job_may_run_side_by_side(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(_liveness, "WATCH_SECONDS", 0.2)
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
-    monkeypatch.setenv("SLURM_STEP_ID", "1")
-    beside = stopped(tmp_path, step=5, callbacks=every(2))
-    left_running(beside.log_dir, **process_of(1))
-    monkeypatch.setenv("SLURM_STEP_ID", "2")
-    assert version(trained(tmp_path, "auto", callbacks=every(2))) == "version_1"
-
-
-@pytest.mark.parametrize("beats", [False, True])
+@pytest.mark.parametrize("alive", [False, True])
 def test_runs_on_other_machines_are_judged_by_heartbeats(
-    tmp_path: Path, beats: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, alive: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:  # J-13
     first = trained(tmp_path)
     left_running(first.log_dir, host="another")
     monkeypatch.setattr(_liveness, "WATCH_SECONDS", 0.3)
     original = _liveness.HeartbeatWatch.poll
 
-    def look(self: Any, pause: float) -> None:
-        if beats:
+    def poll(self: Any, pause: float) -> None:
+        if alive:
             edit(first.log_dir, heartbeat="2026-01-01T00:00:00Z")
         original(self, pause)
 
-    monkeypatch.setattr(_liveness.HeartbeatWatch, "poll", look)
+    monkeypatch.setattr(_liveness.HeartbeatWatch, "poll", poll)
     again = trained(tmp_path, "auto", max_epochs=2)
-    assert (
-        "version_0 may be under way on another machine. This run watches the record of that run for 0 s" in caplog.text
-    )
-    assert version(again) == ("version_1" if beats else "version_0")
+    assert "version_0 may be under way on another machine. This run watches the record of that run for" in caplog.text
+    assert version(again) == ("version_1" if alive else "version_0")
 
 
 def test_heartbeats_are_written_during_a_long_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,63 +311,14 @@ def test_heartbeats_are_written_during_a_long_step(tmp_path: Path, monkeypatch: 
     assert (ended["status"], ended["why"]) == ("finished", "max_epochs=1 is reached")
 
 
-def test_weights_of_a_running_run_can_be_evaluated(tmp_path: Path) -> None:
-    first = trained(tmp_path, callbacks=Checkpoint())
-    left_running(first.log_dir, **process_of(1))
-    module = Net()
-    with torch.no_grad():
-        module.net.weight.zero_()
-    fit(tmp_path).validate(module, data(), ckpt_path="last", verbose=False)
-    assert module.net.weight.abs().sum() > 0
-
-
-def test_only_a_run_to_be_resumed_is_watched(
+def test_an_evaluation_uses_a_running_run_and_watches_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    older, _ = trained(tmp_path), trained(tmp_path)
-    left_running(older.log_dir, host="another")
-    monkeypatch.setattr(_liveness, "WATCH_SECONDS", 1000.0)
-    newer = trained(tmp_path, "auto", max_epochs=2)
-    assert version(newer) == "version_1"
-    path = newer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
-    assert version(trained(tmp_path, path, max_epochs=3)) == "version_1"
-    assert "watches the record" not in caplog.text
-
-
-def test_an_evaluation_watches_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    first = trained(tmp_path / "first", callbacks=Checkpoint(tmp_path / "chosen in setup"))
+    first = trained(tmp_path)
     left_running(first.log_dir, host="another")
     monkeypatch.setattr(_liveness, "WATCH_SECONDS", 1000.0)
-
-    class Late(Callback):
-        def setup(self, trainer: Any, module: Any, stage: str) -> None:
-            trainer.callbacks.append(Checkpoint(tmp_path / "chosen in setup"))
-
     module = Net()
-    with torch.no_grad():
-        module.net.weight.zero_()
-    fit(tmp_path / "second", callbacks=Late()).validate(module, data(), ckpt_path="last", verbose=False)
+    torch.nn.init.zeros_(module.net.weight)
+    fit(tmp_path).validate(module, data(), ckpt_path="last", verbose=False)
     assert module.net.weight.abs().sum() > 0
     assert "watches the record" not in caplog.text
-
-
-def test_the_old_location_is_named_only_if_it_exists(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trained(tmp_path, callbacks=Checkpoint(tmp_path / "checkpoints"))
-    trained(tmp_path, "auto", callbacks=Checkpoint(tmp_path / "checkpoints"), module=Net(0.7))
-    assert "a fresh start" in caplog.text
-    assert "belong to no run" not in caplog.text
-
-
-def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:  # J-13
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-
-    def options() -> dict[str, Any]:
-        return {"logger": TensorBoardLogger(tmp_path), "callbacks": every(2), "max_epochs": 2}
-
-    killed = stopped(tmp_path, step=5, **options())
-    again = trained(tmp_path, "auto", **options())
-    assert again.log_dir == killed.log_dir
-    found = event_accumulator.EventAccumulator(str(again.log_dir), purge_orphaned_data=True).Reload()
-    assert [one.step for one in found.Scalars("loss_step")] == list(range(1, 13))
