@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from engine_case import Regression, Tiny, fit, loader, regression
+from small_modules import calling, linear
 
 from captured_warnings import captured_warnings
-from drivetrain import Callback, CheckpointError, ConfigurationError, Fit, RunContext, TrainModule
+from drivetrain import Callback, CheckpointError, ConfigurationError, Fit, TrainModule
 from drivetrain._runtime import console_logging
 from drivetrain.callbacks import Checkpoint, EarlyStopping, Timer
 from drivetrain.loggers import CSVLogger
@@ -33,6 +33,11 @@ class Logs(Tiny):
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         if not (self.mute and self.trainer.sanity_checking):
             self.log("val_loss", 1.0)
+
+
+def logs(**methods: Any) -> Logs:
+    """A `Logs` with these methods and attributes."""
+    return type("Net", (Logs,), methods)()
 
 
 def logged_messages(
@@ -79,22 +84,19 @@ def test_a_limit_and_a_requested_stop_are_both_logged(tmp_path: Path) -> None:  
 
 
 def test_a_timer_and_a_hook_are_named(tmp_path: Path) -> None:  # I-17
-    class Enough(Callback):
-        def on_train_batch_end(self, trainer: RunContext, module: TrainModule, *rest: Any) -> None:
-            trainer.should_stop = True
-
-    line = ending(fit(tmp_path, callbacks=Timer(timedelta(microseconds=1), verbose=False)), Tiny(), loader())
-    assert "Timer: the time of 0:00:00.000001 is up" in line
-    assert "Enough.on_train_batch_end" in ending(fit(tmp_path, callbacks=Enough()), Tiny(), loader())
+    timer = Timer(timedelta(microseconds=1), verbose=False)
+    assert "Timer: the time of 0:00:00.000001 is up" in ending(fit(tmp_path, callbacks=timer), Tiny(), loader())
+    stops = calling("on_train_batch_end", lambda trainer: setattr(trainer, "should_stop", True))
+    assert "Calling.on_train_batch_end" in ending(fit(tmp_path, callbacks=stops), Tiny(), loader())
 
 
 def test_a_withdrawn_stop_is_not_a_reason(tmp_path: Path) -> None:  # I-17
-    class Hesitant(Callback):
-        def on_train_batch_end(self, trainer: RunContext, module: TrainModule, *rest: Any) -> None:
-            trainer.request_stop("a whim")
-            trainer.should_stop = False
+    def ask_and_withdraw(trainer: Any) -> None:
+        trainer.request_stop("withdrawn")
+        trainer.should_stop = False
 
-    assert "whim" not in ending(fit(tmp_path, callbacks=Hesitant()), Tiny(), loader())
+    run = fit(tmp_path, callbacks=calling("on_train_batch_end", ask_and_withdraw))
+    assert "withdrawn" not in ending(run, Tiny(), loader())
 
 
 def test_a_process_logs_each_precision_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # L-09
@@ -107,15 +109,6 @@ def test_a_process_logs_each_precision_once(tmp_path: Path, monkeypatch: pytest.
 
 
 # Monitors
-
-
-class Late(Logs):
-    def on_train_epoch_end(self) -> None:
-        self.log("at_" + "the_end", 1.0)
-
-
-class Muted(Logs):
-    mute = True
 
 
 class Staged(Tiny):
@@ -145,8 +138,13 @@ class HasMonitorAttribute(Callback):
     [
         pytest.param(Logs(), EarlyStopping("val_loss"), {}, id="logged in the sanity check"),
         pytest.param(Logs(), EarlyStopping("loss_epoch"), {}, id="with a suffix"),
-        pytest.param(Late(), EarlyStopping("at_the_end"), {}, id="logged at the end of the epoch"),
-        pytest.param(Muted(), EarlyStopping("val_loss"), {}, id="not in the sanity check"),
+        pytest.param(
+            logs(on_train_epoch_end=lambda self: self.log("at_" + "the_end", 1.0)),
+            EarlyStopping("at_the_end"),
+            {},
+            id="logged at the end of the epoch",
+        ),
+        pytest.param(logs(mute=True), EarlyStopping("val_loss"), {}, id="not in the sanity check"),
         pytest.param(Staged(), EarlyStopping("val_loss"), {}, id="composed"),
         pytest.param(Logs(), EarlyStopping("val_loss"), {"num_sanity_val_steps": 0}, id="no sanity check"),
         pytest.param(Logs(), HasMonitorAttribute(), {}, id="an attribute of another meaning"),
@@ -175,11 +173,7 @@ def test_the_systems_error_is_named(tmp_path: Path) -> None:  # I-17
 
 
 def test_predictions_need_no_loggers_folder(tmp_path: Path) -> None:  # I-17
-    class Net(Tiny):
-        def predict_step(self, batch: Any, batch_idx: int) -> Any:  # type: ignore[override]
-            return batch
-
-    assert fit(tmp_path, logger=CSVLogger(_file(tmp_path))).predict(Net(), loader())
+    assert fit(tmp_path, logger=CSVLogger(_file(tmp_path))).predict(Tiny(), loader())
 
 
 def test_probing_a_folder_leaves_no_files(tmp_path: Path) -> None:  # I-17
@@ -192,9 +186,9 @@ def test_probing_a_folder_leaves_no_files(tmp_path: Path) -> None:  # I-17
 
 
 class Manual(Regression):
-    """Manual optimization, which steps every so many batches, or never."""
+    """Manual optimization, which steps every so many batches, or never; logs its loss and another value."""
 
-    every = 0
+    every, factor, value, wrapped = 0, 1.0, 0.0, True
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,30 +198,24 @@ class Manual(Regression):
         loss = self.loss(batch)
         self.manual_backward(loss)
         self.log("manual_loss", loss * self.factor)
+        self.log("best_so_far", self.value)
         if self.every and (batch_idx + 1) % self.every == 0:
-            self.optimizers().step()
-
-    factor = 1.0
-
-
-class Seldom(Manual):
-    every = 6
+            optimizer = self.optimizers()
+            (optimizer if self.wrapped else optimizer.optimizer).step()
 
 
-class AtTheEnd(Manual):
-    def on_train_epoch_end(self) -> None:
-        self.optimizers().step()
+def manual(**methods: Any) -> Manual:
+    """A `Manual` with these methods and attributes."""
+    return type("Net", (Manual,), methods)()
 
 
-class ByItself(Manual):
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        super().training_step(batch, batch_idx)
-        self.optimizers().optimizer.step()
-
-
-@pytest.mark.parametrize("kind", [Seldom, AtTheEnd, ByItself])
-def test_a_manual_step_that_steps_rarely_is_not_warned_about(tmp_path: Path, kind: type[Manual]) -> None:  # I-17
-    assert logged_messages(fit(tmp_path), kind(), regression()) == []
+@pytest.mark.parametrize(
+    "module",
+    [manual(every=6), manual(on_train_epoch_end=lambda self: self.optimizers().step()), manual(every=1, wrapped=False)],
+    ids=["rarely", "at the end of the epoch", "the optimizer itself"],
+)
+def test_a_manual_step_that_steps_rarely_is_not_warned_about(tmp_path: Path, module: Manual) -> None:  # I-17
+    assert logged_messages(fit(tmp_path), module, regression()) == []
 
 
 class Shifted(Regression):
@@ -240,18 +228,6 @@ class Shifted(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         shift = self.numbers[min(batch_idx, len(self.numbers) - 1)]
         return self.loss(batch) + (shift if self.trainer.global_step >= self.from_step else 0.0)
-
-
-class BadManual(Manual):
-    every, factor = 1, math.nan
-
-
-class InfiniteValue(Manual):
-    every = 1
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        super().training_step(batch, batch_idx)
-        self.log("best_so_far", math.inf)
 
 
 class ReusedLoss(Regression):
@@ -272,7 +248,7 @@ class ReusedLoss(Regression):
     [
         (Shifted(math.inf), "In epoch 0 the loss was inf after the first micro-batch, and inf after the last"),
         (Shifted(math.nan, from_step=7), "In epoch 2 "),
-        (BadManual(), "manual_loss was nan"),
+        (manual(every=1, factor=math.nan), "manual_loss was nan"),
     ],
 )
 def test_a_loss_that_is_not_finite_is_warned_about_once(tmp_path: Path, module: Any, named: str) -> None:  # I-17
@@ -280,7 +256,7 @@ def test_a_loss_that_is_not_finite_is_warned_about_once(tmp_path: Path, module: 
     assert named in line
 
 
-@pytest.mark.parametrize("module", [Shifted(math.nan, 0.0), InfiniteValue(), ReusedLoss()])
+@pytest.mark.parametrize("module", [Shifted(math.nan, 0.0), manual(every=1, value=math.inf), ReusedLoss()])
 def test_a_finite_or_a_single_bad_loss_is_not_warned_about(tmp_path: Path, module: Any) -> None:  # I-17
     assert logged_messages(fit(tmp_path), module, regression()) == []
 
@@ -340,18 +316,18 @@ def test_a_run_that_stopped_early_is_finished_too(tmp_path: Path) -> None:  # I-
 
 @pytest.mark.parametrize("state", [[1, 2], {"stopping_reason": "not yet"}])
 def test_the_state_of_a_users_callback_does_not_end_a_run(tmp_path: Path, state: Any) -> None:  # I-17
-    class Own(Callback):
+    class Stateful(Callback):
         def state_dict(self) -> Any:
             return state
 
         def load_state_dict(self, state_dict: Any) -> None:
             self.loaded = state_dict
 
-    path, own = _trained(tmp_path, callbacks=Own()), Own()
-    trainer = fit(tmp_path, max_epochs=3, callbacks=own)
+    path, callback = _trained(tmp_path, callbacks=Stateful()), Stateful()
+    trainer = fit(tmp_path, max_epochs=3, callbacks=callback)
     trainer.fit(Logs(), loader(), loader(), ckpt_path=path)
     assert trainer.current_epoch == 3
-    assert own.loaded == state
+    assert callback.loaded == state
 
 
 class Sized(Regression):
@@ -372,18 +348,15 @@ def test_a_missing_hyper_parameter_is_named(tmp_path: Path) -> None:  # I-17
 
 
 def test_a_tensor_kept_from_an_evaluation_gets_a_fix(tmp_path: Path) -> None:  # I-17
-    class Keeps(Regression):
-        kept: torch.Tensor | None = None
+    def keep(self: Any, batch: Any, batch_idx: int) -> None:
+        self.kept = self.layer(batch[0])
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return (self.layer(batch[0]) * self.kept).sum()
+    def use(self: Any, batch: Any, batch_idx: int) -> Any:
+        return (self.layer(batch[0]) * self.kept).sum()
 
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.kept = self.layer(batch[0])
-
-    kept, runner = Keeps(), fit(tmp_path)
+    kept, runner = linear(training_step=use, validation_step=keep), fit(tmp_path)
     runner.validate(kept, regression(), verbose=False)
     with pytest.raises(RuntimeError, match="Inference tensors") as caught:
         runner.fit(kept, regression())
     assert any("Fit(inference_mode=False)" in note for note in caught.value.__notes__)
-    fit(tmp_path).fit(Keeps(), regression(), regression())  # a validation within fit is not in inference mode
+    runner.fit(linear(training_step=use, validation_step=keep), regression(), regression())  # not in inference mode

@@ -47,17 +47,20 @@ class TestVerbs:
 
     def test_without_a_module_the_best_weights_of_the_last_run_are_used(self, tmp_path: Path) -> None:
         class Counting(Logs):
+            def configure_callbacks(self) -> Any:
+                return [Checkpoint(tmp_path / "kept", monitor="epoch", mode="min"), EarlyStopping("it", patience=9)]
+
             def on_train_epoch_end(self) -> None:
-                with torch.no_grad():
-                    self.layer.weight.fill_(float(self.current_epoch))
+                self.layer.weight.data.fill_(float(self.current_epoch))
 
             def test_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-                self.log("weight", float(self.layer.weight.reshape(-1)[0]))
+                self.log("weight", float(self.layer.weight.detach()[0, 0]))
 
-        module = Counting()
-        first = Checkpoint(tmp_path / "kept", monitor="epoch", mode="min")
-        trainer = fit(tmp_path, max_epochs=3, callbacks=first, enable_checkpointing=True)
+        module, trainer = Counting(), fit(tmp_path, max_epochs=3, enable_checkpointing=True)
         trainer.fit(module, loader(4))
+        (first,) = trainer.checkpoint_callbacks
+        assert isinstance(trainer.early_stopping_callback, EarlyStopping)
+        assert trainer.progress_bar_callback is None
         assert trainer.test(dataloaders=loader(2), verbose=False) == [{"weight": 0.0}]
         assert trainer.ckpt_path == first.best_model_path
         module.layer.weight.data.fill_(7.0)
@@ -430,32 +433,6 @@ def test_an_unsupported_step_is_refused(tmp_path: Path, module: Any, named: str)
     # I-10
     with pytest.raises(ConfigurationError, match=named):
         fit(tmp_path).fit(module, loader(2))
-
-
-class Brings(Tiny):
-    """Provides a `Checkpoint` and an `EarlyStopping`, and gets worse with every epoch."""
-
-    def configure_callbacks(self) -> Any:
-        return [Checkpoint(monitor="worse"), EarlyStopping("worse", patience=9)]
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        self.log("worse", float(self.current_epoch))
-
-
-def test_callbacks_of_the_module_are_found(tmp_path: Path) -> None:
-    # L-10: previously a test without a module used the last weights, although it had best ones
-    trainer = Fit(
-        accelerator="cpu", max_epochs=3, logger=False, default_root_dir=tmp_path, enable_progress_bar=False, seed=0
-    )
-    trainer.fit(Brings(), loader(8), loader(8))
-    assert isinstance(trainer.early_stopping_callback, EarlyStopping)
-    (kept,) = trainer.checkpoint_callbacks
-    assert kept.monitor == "worse"
-    assert "epoch=0-" in kept.best_model_path
-    trainer.validate(dataloaders=loader(8), verbose=False)
-    assert trainer.ckpt_path == kept.best_model_path
-    trainer.callbacks.clear()
-    assert trainer.progress_bar_callback is None
 
 
 def column(folder: Path, name: str) -> list[tuple[float, float]]:

@@ -9,6 +9,7 @@ import pytest
 from engine_case import Tiny, fit, loader, recording_callback, recording_module
 
 from drivetrain import Callback, DataModule
+from drivetrain.callbacks import LambdaCallback
 
 
 def _everyone(*hooks: str) -> list[str]:
@@ -118,48 +119,42 @@ def test_callbacks_run_by_descending_priority_then_in_the_given_order(tmp_path: 
 def test_arguments_of_hooks(tmp_path: Path) -> None:
     got: dict[str, Any] = {}
 
-    class Watching(Callback):
-        def setup(self, trainer: Any, module: Any, stage: str) -> None:
-            got["stage"] = (trainer, module, stage)
+    def gradients(module: Any) -> list[bool]:
+        return [parameter.grad is not None for parameter in module.parameters()]
 
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            got["start"] = (tuple(batch.shape), batch_idx)
+    def ended(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        # global_step already counts the step that this micro-batch closed
+        got["end"] = (outputs["loss"].requires_grad, batch_idx, trainer.global_step)
 
-        def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
-            got["zero_grad"] = (optimizer, [parameter.grad is None for parameter in module.parameters()])
-
-        def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
-            got["loss"] = loss.requires_grad
-
-        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-            got["step"] = (optimizer, trainer.global_step, [p.grad is not None for p in module.parameters()])
-
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            got["end"] = (outputs["loss"].requires_grad, batch_idx, trainer.global_step)
-
-        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            got["epoch"] = trainer.current_epoch
-
-        def on_fit_end(self, trainer: Any, module: Any) -> None:
-            got["epochs"] = trainer.current_epoch
-
-    module, runner = Tiny(), fit(tmp_path, callbacks=Watching())
+    watching = LambdaCallback(
+        setup=lambda trainer, module, stage: got.update(stage=(trainer, module, stage)),
+        on_train_batch_start=lambda trainer, module, batch, index: got.update(start=(tuple(batch.shape), index)),
+        on_before_zero_grad=lambda trainer, module, optimizer: got.update(zero_grad=(optimizer, gradients(module))),
+        on_before_backward=lambda trainer, module, loss: got.update(loss=loss.requires_grad),
+        on_before_optimizer_step=lambda trainer, module, optimizer: got.update(
+            step=(optimizer, trainer.global_step, gradients(module))
+        ),
+        on_train_batch_end=ended,
+        on_train_epoch_end=lambda trainer, module: got.update(epoch=trainer.current_epoch),
+        on_fit_end=lambda trainer, module: got.update(epochs=trainer.current_epoch),
+    )
+    module, runner = Tiny(), fit(tmp_path, callbacks=watching)
     runner.fit(module, loader(4))
     (optimizer,) = runner.optimizers
     assert got == {
         "stage": (runner, module, "fit"),
         "start": ((2, 2), 1),
-        "zero_grad": (optimizer, [False, False]),
+        "zero_grad": (optimizer, [True, True]),
         "loss": True,
         "step": (optimizer, 1, [True, True]),
-        "end": (False, 1, 2),  # global_step already counts the step that this micro-batch closed
+        "end": (False, 1, 2),
         "epoch": 0,
         "epochs": 1,
     }
 
 
 def test_old_gradients_are_freed_before_the_forward(tmp_path: Path) -> None:
-    """Old gradients are set to None before the window's first training_step, so they take no memory in its forward."""
+    """So they take no memory in it."""
     held: list[list[bool]] = []
 
     class Watching(Tiny):
@@ -174,35 +169,27 @@ def test_old_gradients_are_freed_before_the_forward(tmp_path: Path) -> None:
 def test_a_data_module_is_set_up_first_and_taken_down(tmp_path: Path) -> None:
     calls: list[str] = []
 
-    class Data(DataModule):
-        def prepare_data(self) -> None:
-            calls.append("data.prepare_data")
+    def noting(name: str, returned: Any = None) -> Any:
+        def call(self: Any, *stage: str) -> Any:
+            calls.append(" ".join([f"data.{name}", *stage, str(self.trainer.max_epochs)]))
+            return returned
 
-        def setup(self, stage: str) -> None:
-            calls.append(f"data.setup {stage} {self.trainer.max_epochs}")
+        return call
 
-        def teardown(self, stage: str) -> None:
-            calls.append(f"data.teardown {stage}")
-
-        def train_dataloader(self) -> Any:
-            calls.append("data.train_dataloader")
-            return loader(2)
-
-        def val_dataloader(self) -> Any:
-            calls.append("data.val_dataloader")
-            return loader(2)
-
-    fit(tmp_path, num_sanity_val_steps=0).fit(recording_module(calls), datamodule=Data())
-    steps = ("prepare_data", "setup", "dataloader", "teardown", "on_fit_start")
-    assert [call for call in calls if any(step in call for step in steps)] == [
-        "data.prepare_data",
+    names = ("prepare_data", "setup", "teardown")
+    loaders = {name: noting(name, loader(2)) for name in ("train_dataloader", "val_dataloader")}
+    data = type("Data", (DataModule,), {name: noting(name) for name in names} | loaders)()
+    fit(tmp_path, num_sanity_val_steps=0).fit(recording_module(calls), datamodule=data)
+    noted = ("dataloader", "on_fit_start", *names)
+    assert [call for call in calls if any(name in call for name in noted)] == [
+        "data.prepare_data 1",
         "module.prepare_data",
         "data.setup fit 1",
         "module.setup",
-        "data.train_dataloader",
-        "data.val_dataloader",
+        "data.train_dataloader 1",
+        "data.val_dataloader 1",
         "module.on_fit_start",
-        "data.teardown fit",
+        "data.teardown fit 1",
         "module.teardown",
     ]
 
@@ -260,14 +247,11 @@ def test_every_callback_is_torn_down_once_after_a_failure(tmp_path: Path, hook: 
     """Every callback that was set up is torn down, even if another one's setup or teardown fails."""
     calls: list[str] = []
 
-    class Failing(Callback):
-        pass
-
     def failing(*args: Any) -> None:
         raise ValueError("as planned")
 
-    setattr(Failing, hook, failing)
-    callbacks = [recording_callback("first", calls), Failing(), recording_callback("last", calls)]
+    hooks: dict[str, Any] = {hook: failing}
+    callbacks = [recording_callback("first", calls), LambdaCallback(**hooks), recording_callback("last", calls)]
     with pytest.raises(ValueError, match="as planned"):
         fit(tmp_path, callbacks=callbacks).fit(Tiny(), loader(4))
     assert calls.count("first.teardown") == 1
