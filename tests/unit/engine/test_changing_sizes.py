@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_case import Numbered, Tiny, fit, loader, numbers
+from small_modules import calling
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler
 
 from drivetrain import Callback, ConfigurationError
@@ -133,36 +134,22 @@ class FirstOfSeveral(Tiny):
 
 def test_a_list_of_batches_that_grows_is_read_in_full(tmp_path: Path) -> None:  # S-03
     batches = [torch.tensor([[float(index), 1.0]]) for index in range(2)]
-
-    class Appends(Callback):
-        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-            batches.append(torch.tensor([[float(len(batches)), 1.0]]))
-
-    trainer = fit(tmp_path, max_epochs=2, callbacks=Appends())
+    grows = calling("on_train_epoch_start", lambda trainer: batches.append(torch.ones(1, 2)))
+    trainer = fit(tmp_path, max_epochs=2, callbacks=grows)
     trainer.fit(Tiny(), batches)
     assert (trainer.global_step, trainer.num_training_batches) == (3 + 4, 4)
 
 
 def test_limits_intervals_and_estimates_follow_the_size(tmp_path: Path) -> None:  # S-03
-    data, module = Buffer(8), Tiny()
-    resizes, estimates, validated = Resizes(data, "on_train_epoch_start", (8, 16, 32)), [], []
-
-    class Notes(Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            estimates.append(trainer.estimated_stepping_batches)
-
-        def on_validation_start(self, trainer: Any, module: Any) -> None:
-            validated.append((trainer.current_epoch, trainer.batch_idx))
-
-    trainer = fit(
-        tmp_path,
-        max_epochs=3,
-        limit_train_batches=0.5,
-        val_check_interval=0.5,
-        num_sanity_val_steps=0,
-        callbacks=[resizes, Notes()],
-    )
-    trainer.fit(module, DataLoader(data, 2, shuffle=True), loader(2))
+    data, estimates, validated = Buffer(8), [], []
+    options: dict[str, Any] = {"limit_train_batches": 0.5, "val_check_interval": 0.5, "num_sanity_val_steps": 0}
+    callbacks = [
+        Resizes(data, "on_train_epoch_start", (8, 16, 32)),
+        calling("on_train_batch_start", lambda trainer: estimates.append(trainer.estimated_stepping_batches)),
+        calling("on_validation_start", lambda trainer: validated.append((trainer.current_epoch, trainer.batch_idx))),
+    ]
+    trainer = fit(tmp_path, max_epochs=3, callbacks=callbacks, **options)
+    trainer.fit(Tiny(), DataLoader(data, 2, shuffle=True), loader(2))
     assert trainer.global_step == 2 + 4 + 8
     assert list(dict.fromkeys(estimates)) == [2 * 3, 2 + 4 * 2, 2 + 4 + 8]
     assert validated == [(0, 1), (0, 2), (1, 2), (1, 4), (2, 4), (2, 8)]

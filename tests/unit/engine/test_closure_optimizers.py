@@ -95,6 +95,31 @@ class OverriddenWithClosure(Sharp):
     optimizer_step = Overridden.optimizer_step
 
 
+def stepping(name: str, step: Any) -> Any:
+    """Return an optimizer's class whose step calls ``step(optimizer, closure)``."""
+    return type(name, (SGD,), {"step": lambda self, closure=None: step(self, closure)})
+
+
+def fail_with(error: type[Exception]) -> Any:
+    def step(optimizer: Any, closure: Any) -> Any:
+        raise error("a disclosure")
+
+    return stepping("Failing", step)
+
+
+def call_none(optimizer: Any, closure: Any) -> Any:
+    optimizer.defaults.get("schedule")()
+
+
+def assert_something(optimizer: Any, closure: Any) -> Any:
+    assert not optimizer.param_groups, "broken"
+
+
+def call_in_a_helper(optimizer: Any, closure: Any) -> Any:
+    with torch.enable_grad():
+        return closure()
+
+
 class Manual(WithoutClosure):
     automatic_optimization = False
 
@@ -175,21 +200,6 @@ def test_each_evaluation_gets_a_batch_that_it_may_modify(tmp_path: Path, kind: A
     torch.testing.assert_close(popping.layer.weight, plain.layer.weight, rtol=0, atol=0)
 
 
-class CallsWrapped(SGD):
-    def step(self, closure: Any = None) -> Any:
-        closure = torch.enable_grad()(closure)
-        closure()
-
-
-class CallsDirectly(SGD):
-    def step(self, closure: Any = None) -> Any:
-        return self._evaluate(closure)
-
-    def _evaluate(self, closure: Any) -> Any:
-        with torch.enable_grad():
-            return closure()
-
-
 @pytest.mark.parametrize(
     ("module", "kind", "cause"),
     [
@@ -197,8 +207,8 @@ class CallsDirectly(SGD):
         (Overridden, AscendingSGD, AssertionError),
         (Manual, AscendingSGD, AssertionError),
         (Manual, SilentAscendingSGD, AssertionError),
-        (WithoutClosure, CallsWrapped, TypeError),
-        (WithoutClosure, CallsDirectly, TypeError),
+        (WithoutClosure, stepping("Wraps", lambda self, closure: torch.enable_grad()(closure)()), TypeError),
+        (WithoutClosure, stepping("Calls", call_in_a_helper), TypeError),
     ],
 )
 def test_without_a_closure_the_error_names_both_ways(
@@ -220,33 +230,14 @@ def test_loss_scaling_forbids_a_closure(tmp_path: Path) -> None:
         fit(tmp_path, precision="16-mixed").fit(Sharp(AscendingSGD), regression())
 
 
-class FailsByItself(SGD):
-    """Fails in its step for another reason than a missing closure."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.schedule: Any = None
-
-    def step(self, closure: Any = None) -> Any:
-        self.fail()
-
-    def fail(self) -> None:
-        assert not self.param_groups, "broken"
-
-
-class CallsNone(FailsByItself):
-    def fail(self) -> None:
-        self.schedule()
-
-
-class NamesADisclosure(FailsByItself):
-    def fail(self) -> None:
-        raise ValueError("a disclosure")
-
-
 @pytest.mark.parametrize("module", [WithoutClosure, Manual])
 @pytest.mark.parametrize(
-    ("kind", "error"), [(FailsByItself, AssertionError), (CallsNone, TypeError), (NamesADisclosure, ValueError)]
+    ("kind", "error"),
+    [
+        (stepping("Asserts", assert_something), AssertionError),
+        (stepping("CallsNone", call_none), TypeError),
+        (fail_with(ValueError), ValueError),
+    ],
 )
 def test_other_errors_of_a_step_are_unchanged(tmp_path: Path, kind: Any, error: Any, module: type[Sharp]) -> None:
     # S-12: any error within step(closure=None) was reported as a missing closure

@@ -84,10 +84,13 @@ def test_a_limit_and_a_requested_stop_are_both_logged(tmp_path: Path) -> None:  
 
 
 def test_a_timer_and_a_hook_are_named(tmp_path: Path) -> None:  # I-17
+    class Enough(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop = True
+
     timer = Timer(timedelta(microseconds=1), verbose=False)
     assert "Timer: the time of 0:00:00.000001 is up" in ending(fit(tmp_path, callbacks=timer), Tiny(), loader())
-    stops = calling("on_train_batch_end", lambda trainer: setattr(trainer, "should_stop", True))
-    assert "Calling.on_train_batch_end" in ending(fit(tmp_path, callbacks=stops), Tiny(), loader())
+    assert "Enough.on_train_batch_end" in ending(fit(tmp_path, callbacks=Enough()), Tiny(), loader())
 
 
 def test_a_withdrawn_stop_is_not_a_reason(tmp_path: Path) -> None:  # I-17

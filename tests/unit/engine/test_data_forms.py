@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_case import Tiny, fit, loader, numbers, stream
+from small_modules import tiny
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from drivetrain import ConfigurationError, DataModule, TrainModule
@@ -135,10 +136,10 @@ class Batches:
     """An iterable of batches that is no data loader."""
 
     def __init__(self, count: int) -> None:
-        self._count = count
+        self.count = count
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        yield from torch.ones(self._count, 2, 2)
+        yield from torch.ones(self.count, 2, 2)
 
 
 class TestStreams:
@@ -172,20 +173,13 @@ class TestStreams:
 
 class TestWhereLoadersComeFrom:
     def test_the_modules_methods(self, tmp_path: Path) -> None:
-        class WithLoaders(Tiny):
-            def train_dataloader(self) -> Any:
-                return loader(4)
-
-            def val_dataloader(self) -> Any:
-                return [loader(2), loader(2)]
-
-            def test_dataloader(self) -> Any:
-                return loader(6)
-
-            def predict_dataloader(self) -> Any:
-                return loader(8)
-
-        module, runner = WithLoaders(), fit(tmp_path, num_sanity_val_steps=0)
+        module = tiny(
+            train_dataloader=lambda self: loader(4),
+            val_dataloader=lambda self: [loader(2), loader(2)],
+            test_dataloader=lambda self: loader(6),
+            predict_dataloader=lambda self: loader(8),
+        )
+        runner = fit(tmp_path, num_sanity_val_steps=0)
         runner.fit(module)
         assert (len(module.seen), len(module.evaluated)) == (2, 2)
         runner.validate(module, verbose=False)
@@ -233,13 +227,13 @@ class TestPrediction:
         assert outputs == [[0, 1], [2, 3], [4, 5], [6]]
 
     def test_in_eval_mode_and_inference_mode(self, tmp_path: Path) -> None:
-        class Watching(Tiny):
-            def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-                return (self.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        def modes(self: Any, batch: Any, batch_idx: int) -> Any:
+            return (self.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
-        module = Watching()
-        assert fit(tmp_path).predict(module, loader(2)) == [(False, False, True)]
-        assert fit(tmp_path, inference_mode=False).predict(module, loader(2)) == [(False, False, False)]
+        module = tiny(predict_step=modes)
+        for inference in (True, False):
+            outputs = fit(tmp_path, inference_mode=inference).predict(module, loader(2))
+            assert outputs == [(False, False, inference)]
         assert module.training
 
 

@@ -19,7 +19,6 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import FunctionLauncher, choose_launcher
 
 # Private: what the launchers decide by the program that runs, without starting such programs.
-from drivetrain.launchers import _script_runners as runners
 from drivetrain.launchers._rerun_command import rerun_command
 from drivetrain.launchers._script_runners import runner
 
@@ -148,7 +147,7 @@ def test_forking_after_cuda_was_used_is_refused_and_never_chosen(monkeypatch: py
 
 @pytest.mark.parametrize(
     ("spec", "program"),
-    [(None, [__file__]), ("package.__main__", ["-m", "package"]), ("package.train", ["-m", "package.train"])],
+    [(None, [__file__]), ("package.__main__", ["-m", "package"]), ("asv.train", ["-m", "asv.train"])],
 )
 def test_the_command_of_a_program(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, spec: str | None, program: list[str]
@@ -180,11 +179,3 @@ def test_a_program_without_a_file_is_refused(
     with pytest.raises(ConfigurationError, match=reason) as caught:
         rerun_command()
     assert "put the program into a file" in caught.value.fix
-
-
-def test_a_module_named_like_a_test_runner_is_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    # I-19
-    for spec, found in (("asv.train", "asv.train"), ("asv.__main__", "asv"), ("asv", "asv")):
-        _main(monkeypatch, __file__, spec)
-        assert runners._program() == found
-    assert "asv.train" not in runners._PROGRAMS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from drivetrain.environments import (
 )
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import FunctionLauncher, SubprocessLauncher
+from drivetrain.launchers import world as launched_world
 from drivetrain.launchers._ray_worker import Worker
 from drivetrain.launchers.world import World, name_new_job, set_current_world
 from drivetrain.testing import requires_linux
@@ -220,3 +222,22 @@ def test_a_connection_is_renewed_if_another_store_listens_on_its_port() -> None:
         rank.store.set("x", value)
         assert rank.store.get("x") == value
         del store
+
+
+def test_a_refused_process_does_not_wait_again(monkeypatch: pytest.MonkeyPatch) -> None:  # G-01
+    tried = []
+
+    def connect(*args: Any, **options: Any) -> TCPStore:
+        tried.append(args)
+        return TCPStore(*args, **options)
+
+    monkeypatch.setattr(launched_world, "TCPStore", connect)
+    monkeypatch.setattr(launched_world, "_CONNECT_LIMIT_ONE_NODE", timedelta(seconds=0.1))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        world = World("function", Placement(1, 2, 1, 2), "127.0.0.1", free.getsockname()[1])
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="timed out"):
+                world.store("runs")
+        assert world.failures() == []  # queried while the error is reported
+    assert len(tried) == 1
