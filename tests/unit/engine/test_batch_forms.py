@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_case import fit
+from engine_case import Tiny, fit
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-
-from drivetrain import TrainModule
 
 # Private: how a None batch passes between ranks, and devices other than the CPU, have no front door here.
 from drivetrain._distributed.control_plane import LocalControl
@@ -101,29 +99,26 @@ FORMS: dict[str, Callable[[], Any]] = {
 }
 
 
-def _part(batch: Any, name: str) -> Any:
+def part(batch: Any, name: str) -> Any:
+    """Return the tensor of this name."""
     if isinstance(batch, list):
         return batch[-1][name]
     return getattr(batch, name) if isinstance(batch, Frozen) else batch[name]
 
 
-class Taking(TrainModule):
+class Taking(Tiny):
     """Computes on ``x`` and records its batches."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
         self.came: list[Any] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.came.append(batch)
-        return self.layer(batch.data if isinstance(batch, PackedSequence) else _part(batch, "x")).mean()
+        return self.layer(batch.data if isinstance(batch, PackedSequence) else part(batch, "x")).mean()
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         return batch
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize(
@@ -142,9 +137,9 @@ def test_a_batch_keeps_its_structure_and_gets_the_precisions_dtype(tmp_path: Pat
         assert came.data.dtype == PRECISIONS[precision]
         assert torch.equal(came.batch_sizes, given.batch_sizes)
         return
-    assert _part(came, "x").dtype == PRECISIONS[precision]
-    assert _part(came, "ids").dtype == torch.int64
-    assert _part(given, "x").dtype == torch.float32  # the user's own batch is unchanged
+    assert part(came, "x").dtype == PRECISIONS[precision]
+    assert part(came, "ids").dtype == torch.int64
+    assert part(given, "x").dtype == torch.float32  # the user's own batch is unchanged
     if isinstance(came, Encoding):
         assert came.encodings == given.encodings
         assert came["name"] == "text"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from io import StringIO
 from itertools import repeat
@@ -55,6 +56,11 @@ class Validating(Bare):
 
 def _loader() -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.ones(600, 2)))
+
+
+def calls_a_step(run: Callable[[int], None], long: int = _LONG) -> float:
+    """Return the Python calls of each further step of a run."""
+    return (count_calls(partial(run, long)) - count_calls(partial(run, _SHORT))) / (long - _SHORT)
 
 
 def _hand_written(steps: int, accumulate: int = 1) -> None:
@@ -122,11 +128,8 @@ def test_python_calls_of_a_step(
 
     long = min(_LONG, steps_in_epoch)
     ours(3)
-    calls = (count_calls(lambda: ours(long)) - count_calls(lambda: ours(_SHORT))) / (long - _SHORT)
-    raw = (
-        count_calls(lambda: _hand_written(long, accumulate)) - count_calls(lambda: _hand_written(_SHORT, accumulate))
-    ) / (long - _SHORT)
-    over = calls - raw
+    raw = calls_a_step(partial(_hand_written, accumulate=accumulate), long)
+    over = calls_a_step(ours, long) - raw
     record_property("calls over the raw loop", over)
     print(f"{what}: {over:.2f} Python calls a step over the raw loop's {raw:.1f}")
     assert raw > 79  # check that calls are counted at all: 100 with those of zero_grad
@@ -142,18 +145,12 @@ def test_python_calls_of_a_validation_batch(tmp_path: Path, record_property: Any
 
     def by_hand(batches: int) -> None:
         with torch.no_grad():
-            for batch_idx, batch in enumerate(_loader()):
-                if batch_idx == batches:
-                    return
+            for batch_idx, batch in zip(range(batches), _loader(), strict=False):
                 module.validation_step(batch, batch_idx)
 
-    over = 0.0
-    for sign, run in ((1, ours), (-1, by_hand)):
-        run(3)
-        calls = count_calls(partial(run, _LONG)) - count_calls(partial(run, _SHORT))
-        over += sign * calls / (_LONG - _SHORT)
+    ours(3)
+    over = calls_a_step(ours) - calls_a_step(by_hand)
     record_property("calls over the raw loop", over)
-    print(f"validation: {over:.2f} Python calls a batch over the raw loop's")
     assert over <= 6
 
 

@@ -22,11 +22,11 @@ from wrong_lengths import Batches
 class Sharded(IterableDataset[torch.Tensor]):
     """Splits its samples over workers, which torch's estimate of its batches ignores."""
 
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
+    def __init__(self, samples: int, stated: int | None = None) -> None:
+        self.samples, self.stated = samples, stated or samples
 
     def __len__(self) -> int:
-        return self.samples
+        return self.stated
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         worker = get_worker_info()
@@ -47,17 +47,19 @@ class Listed:
         return iter(loader(self.samples))
 
 
-class Losing(DataLoader[Any]):
-    """Skips the second batch, as a loader that skips broken files would."""
+class Reordered(DataLoader[Any]):
+    """Returns ``change`` of the list of its batches."""
+
+    change: Any = None
 
     def __iter__(self) -> Any:
-        return (batch for index, batch in enumerate(super().__iter__()) if index != 1)
+        return iter(self.change(list(super().__iter__())))
 
 
-class Doubled(DataLoader[Any]):
-    def __iter__(self) -> Any:
-        batches = list(super().__iter__())
-        return iter(batches + batches)
+def reordered(samples: int, change: Any) -> DataLoader[Any]:
+    changed = Reordered(Numbered(samples), 2)
+    changed.change = change
+    return changed
 
 
 def sampled(samples: int, length: int) -> DataLoader[Any]:
@@ -75,8 +77,8 @@ WRONG = [
     ("and one that says too much", lambda: sampled(20, 14), 20, 14, 10),
     ("an iterable that says too little", lambda: Listed(20, 3), 20, 3, 10),
     ("and one that says too much", lambda: Listed(20, 30), 20, 30, 10),
-    ("a loader that gives each batch twice", lambda: Doubled(Numbered(20), 2), 40, 10, 20),
-    ("and one that loses some", lambda: Losing(Numbered(20), 2), 18, 10, 9),
+    ("a loader that gives each batch twice", lambda: reordered(20, lambda batches: batches * 2), 40, 10, 20),
+    ("and one that loses some", lambda: reordered(20, lambda batches: batches[1:]), 18, 10, 9),
     ("the shorter of two", lambda: CombinedLoader([sampled(20, 6), loader(80)], "min_size"), 20, 6, 10),
     ("the longer of two", lambda: CombinedLoader([sampled(20, 6), loader(8)], "max_size_cycle"), 20, 6, 10),
     ("one after the other", lambda: CombinedLoader([sampled(20, 6), loader(8)], "sequential"), 28, 10, 14),
@@ -103,23 +105,16 @@ class Seeing(Tiny):
         self.validated.append((self.current_epoch, self.global_step))
 
 
-@pytest.mark.parametrize(("name", "build", "samples", "length", "came"), WRONG)
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong[0])
 def test_training_goes_through_all_the_data(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    recwarn: pytest.WarningsRecorder,
-    name: str,
-    build: Any,
-    samples: int,
-    length: int,
-    came: int,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder, wrong: Any
 ) -> None:
     # I-04
-    module = Seeing()
-    run = fit(tmp_path, max_epochs=2)
+    _, build, samples, length, came = wrong
+    module, run = Seeing(), fit(tmp_path, max_epochs=2)
     run.fit(module, build())
     assert not [one for one in recwarn if "Length of IterableDataset" in str(one.message)]  # torch's, at each batch
-    assert len(list(itertools.chain(*module.seen))) == 2 * samples, name
+    assert len(list(itertools.chain(*module.seen))) == 2 * samples
     assert (run.global_step, run.current_epoch) == (2 * came, 2)
     assert run.num_training_batches == length
     (line,) = warned(caplog)
@@ -127,22 +122,14 @@ def test_training_goes_through_all_the_data(
 
 
 @pytest.mark.parametrize(
-    ("stage", "name", "build", "samples", "length", "came"),
-    [("validate", *WRONG[0]), ("test", *WRONG[2]), ("predict", *WRONG[3]), ("validate", *WRONG[6])],
+    ("stage", "wrong"), [("validate", WRONG[0]), ("test", WRONG[2]), ("predict", WRONG[3]), ("validate", WRONG[6])]
 )
 def test_evaluation_goes_through_all_the_data(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    stage: str,
-    name: str,
-    build: Any,
-    samples: int,
-    length: int,
-    came: int,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stage: str, wrong: Any
 ) -> None:
     # I-04
-    module = Seeing()
-    run = fit(tmp_path)
+    name, build, samples, length, came = wrong
+    module, run = Seeing(), fit(tmp_path)
     outputs = getattr(run, stage)(module, build())
     seen = outputs if stage == "predict" else module.evaluated
     assert len(list(itertools.chain(*seen))) == samples, name
@@ -186,15 +173,8 @@ def test_a_limit_ends_an_epoch_but_a_length_does_not(
 
 def test_an_endless_loader_is_warned_about_before_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # I-04
-    class Endless(IterableDataset[torch.Tensor]):
-        def __len__(self) -> int:
-            return 10
-
-        def __iter__(self) -> Iterator[torch.Tensor]:
-            return (torch.tensor([float(index), 1.0]) for index in itertools.count())
-
     run = fit(tmp_path, max_time=timedelta(milliseconds=300))
-    run.fit(Tiny(), DataLoader(Endless(), 2))
+    run.fit(Tiny(), DataLoader(Sharded(10**9, stated=10), 2))
     assert run.global_step > 20
     (line,) = warned(caplog)
     assert "5 micro-batches per epoch, but at least 21 were read" in line
@@ -222,22 +202,24 @@ def test_a_validation_beyond_the_data_runs_at_the_end_of_the_epoch(
     assert module.validated == expected
 
 
+SCHEDULES: dict[str, Any] = {
+    "one cycle": lambda optimizer, steps: OneCycleLR(optimizer, 0.1, total_steps=int(steps)),
+    "linear": lambda optimizer, steps: LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps)),
+    # warms up for a fraction of the steps, and stays constant afterwards
+    "warm-up": lambda optimizer, steps: LambdaLR(optimizer, lambda step: min(1.0, step / (steps / 2))),
+}
+
+
 class Scheduled(Tiny):
     """Has a schedule as long as the estimated run."""
 
-    def __init__(self, kind: str = "one cycle") -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__(0.1)
         self.kind = kind
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
-        steps = self.trainer.estimated_stepping_batches
-        if self.kind == "one cycle":
-            schedule: Any = OneCycleLR(optimizer, 0.1, total_steps=int(steps))
-        elif self.kind == "linear":
-            schedule = LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
-        else:  # it warms up for a fraction of the steps, and stays constant afterwards
-            schedule = LambdaLR(optimizer, lambda step: min(1.0, step / (steps / 2)))
+        schedule = SCHEDULES[self.kind](optimizer, self.trainer.estimated_stepping_batches)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -260,15 +242,13 @@ def test_another_schedule_finishes(tmp_path: Path, kind: str, length: int) -> No
 
 def test_max_steps_at_a_wrong_epoch_end_leaves_the_rest_to_a_resumed_run(tmp_path: Path) -> None:
     # I-04: the epoch ends with its data, not at the stated length.
-    for build, epochs in ((lambda: sampled(20, 6), 0), (lambda: sampled(12, 6), 1), (lambda: Listed(20, 6), 0)):
-        module = Tiny()
+    for data, epochs in ((sampled(20, 6), 0), (sampled(12, 6), 1), (Listed(20, 6), 0)):
         run = fit(tmp_path, max_epochs=-1, max_steps=6)
-        run.fit(module, build())
+        run.fit(Tiny(), data)
         assert (run.global_step, run.current_epoch) == (6, 1)  # L-10: an epoch that was cut short counts
         assert run.progress.epoch == epochs
         run.save_checkpoint(str(tmp_path / f"{epochs}"))
-    module = Tiny()
-    run = fit(tmp_path)
+    module, run = Tiny(), fit(tmp_path)
     run.fit(module, Listed(20, 6), ckpt_path=str(tmp_path / "0"))
     assert list(itertools.chain(*module.seen)) == list(range(12, 20))
     assert (run.global_step, run.current_epoch) == (10, 1)

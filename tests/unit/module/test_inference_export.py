@@ -44,8 +44,7 @@ def inputs(samples: int) -> Any:
 
 
 def quiet(**settings: Any) -> Fit:
-    off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    return Fit(**{"accelerator": "cpu", "max_epochs": 1, **off, **settings})
+    return Fit(accelerator="cpu", max_epochs=1, barebones=True, **settings)
 
 
 def trained() -> tuple[Net, Fit]:
