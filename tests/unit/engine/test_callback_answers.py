@@ -23,7 +23,7 @@ class Saver(Callback):
     def __init__(self, folder: Path, every: int = 10**9, leaving: str = "defer_save") -> None:
         self.folder, self.every, self.leaving = folder, every, leaving
         self.kept: list[str] = []
-        self.told: list[str] = []
+        self.rollbacks: list[str] = []
 
     def _write(self, trainer: Any) -> None:
         path = f"{self.folder}/mine-{trainer.global_step}"
@@ -53,10 +53,10 @@ class Saver(Callback):
         return True
 
     def before_rollback(self, trainer: Any, module: Any) -> None:
-        self.told.append(f"before at {trainer.global_step}")
+        self.rollbacks.append(f"before at {trainer.global_step}")
 
     def after_rollback(self, trainer: Any, module: Any, path: str) -> None:
-        self.told.append(f"after at {trainer.global_step}: {os.path.basename(path)}")
+        self.rollbacks.append(f"after at {trainer.global_step}: {os.path.basename(path)}")
 
 
 class Preempted(Callback):
@@ -102,14 +102,14 @@ def test_a_run_goes_back_to_a_checkpoint_of_a_third_party_callback(tmp_path: Pat
 
     class GoesBack(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if trainer.global_step == 5 and not saver.told:
+            if trainer.global_step == 5 and not saver.rollbacks:
                 path, step = trainer.checkpoint_before(3)
                 assert (os.path.basename(path), step) == ("mine-2", 2)
                 trainer.roll_back(path)
 
     run = fit(tmp_path, callbacks=[saver, GoesBack()])
     run.fit(Regression(), regression())
-    assert saver.told == ["before at 5", "after at 2: mine-2"]
+    assert saver.rollbacks == ["before at 5", "after at 2: mine-2"]
     # LossSpikeGuard uses the same interface and does not check for a class.
     fit(tmp_path, callbacks=[LossSpikeGuard("rollback"), Saver(tmp_path / "b")]).fit(Regression(), regression())
 

@@ -107,8 +107,8 @@ def test_a_process_logs_each_precision_once(tmp_path: Path, monkeypatch: pytest.
     with captured_warnings(logging.INFO) as lines:
         for precision in ("32-true", "32-true", "bf16-mixed"):
             fit(tmp_path, precision=precision).fit(Tiny(), loader())
-    told = [line.partition(":")[0] for line in lines if line.startswith("Precision")]
-    assert told == ["Precision 32-true", "Precision bf16-mixed"]
+    precisions = [line.partition(":")[0] for line in lines if line.startswith("Precision")]
+    assert precisions == ["Precision 32-true", "Precision bf16-mixed"]
 
 
 # Monitors

@@ -36,6 +36,20 @@ class Logs(Tiny):
         self.log("val", batch[0, 0])
 
 
+class Sized(Tiny):
+    def __init__(self, width: int = 4, logged: bool = True) -> None:
+        super().__init__()
+        self.save_hyperparameters(logger=logged)
+
+
+def saved(module: TrainModule, path: Path, **options: Any) -> Path:
+    """Train a module, and return its checkpoint."""
+    trainer = fit(path)
+    trainer.fit(module, loader(4))
+    trainer.save_checkpoint(path / "kept", **options)
+    return path / "kept"
+
+
 class TestVerbs:
     # L-10
 
@@ -108,12 +122,10 @@ class TestHyperParameters:
     def test_a_mapping_or_a_namespace_is_saved_and_passed_again(self, tmp_path: Path, config: Any) -> None:
         module = self.Configured(config, extra=5)
         assert module.hparams == {"scale": 3, "deep": {"a": 1}}
-        trainer = fit(tmp_path)
-        trainer.fit(module, loader(4))
-        trainer.save_checkpoint(tmp_path / "kept")
-        again = self.Configured.load_from_checkpoint(tmp_path / "kept", extra=7)
+        path = saved(module, tmp_path)
+        again = self.Configured.load_from_checkpoint(path, extra=7)
         assert (again.hparams, again.scale, again.extra) == (module.hparams, 3, 7)
-        other = self.Configured.load_from_checkpoint(checkpoint_path=tmp_path / "kept", scale=4)
+        other = self.Configured.load_from_checkpoint(checkpoint_path=path, scale=4)
         assert (other.hparams["scale"], other.scale) == (4, 4)
 
     def test_nested_mappings_of_any_class_are_saved_as_they_were(self, tmp_path: Path) -> None:
@@ -130,10 +142,7 @@ class TestHyperParameters:
         module = Built(config, HyperParameters(width=3), [1])
         expected = {"config": {"depth": {"n": 2}, "names": ("a", "b")}, "net": {"width": 3}, "sizes": [1]}
         assert module.hparams == expected
-        trainer = fit(tmp_path)
-        trainer.fit(module, loader(4))
-        trainer.save_checkpoint(tmp_path / "kept")
-        again = Built.load_from_checkpoint(tmp_path / "kept")
+        again = Built.load_from_checkpoint(saved(module, tmp_path))
         assert again.width == 3
         assert again.hparams.config.depth.n == 2
 
@@ -145,30 +154,18 @@ class TestHyperParameters:
 
     @pytest.mark.parametrize("logged", [True, False])
     def test_loggers_do_not_get_them_on_request(self, tmp_path: Path, logged: bool) -> None:
-        class Sized(Tiny):
-            def __init__(self, width: int = 4) -> None:
-                super().__init__()
-                self.save_hyperparameters(logger=logged)
-
-        fit(tmp_path, logger=CSVLogger(tmp_path)).fit(Sized(), loader(4))
+        fit(tmp_path, logger=CSVLogger(tmp_path)).fit(Sized(logged=logged), loader(4))
         assert bool(list(tmp_path.rglob("hparams.json"))) == logged
 
     def test_a_file_of_hyper_parameters_takes_precedence(self, tmp_path: Path) -> None:
-        class Sized(Tiny):
-            def __init__(self, width: int = 4) -> None:
-                super().__init__()
-                self.save_hyperparameters()
-
-        trainer = fit(tmp_path)
-        trainer.fit(Sized(), loader(4))
-        trainer.save_checkpoint(tmp_path / "kept")
+        path = saved(Sized(), tmp_path)
         (tmp_path / "hparams.json").write_text(json.dumps({"width": 6}))
-        again = Sized.load_from_checkpoint(tmp_path / "kept", hparams_file=tmp_path / "hparams.json")
-        assert again.hparams == {"width": 6}
+        again = Sized.load_from_checkpoint(path, hparams_file=tmp_path / "hparams.json")
+        assert again.hparams["width"] == 6
         with pytest.raises(ConfigurationError, match="does not contain hyper-parameters"):
-            Sized.load_from_checkpoint(tmp_path / "kept", hparams_file=tmp_path / "tags.csv")
+            Sized.load_from_checkpoint(path, hparams_file=tmp_path / "tags.csv")
         with pytest.raises(ConfigurationError, match="got two paths"):
-            Sized.load_from_checkpoint(tmp_path / "kept", checkpoint_path=tmp_path / "kept")
+            Sized.load_from_checkpoint(path, checkpoint_path=path)
 
     @pytest.mark.parametrize("strict", [True, False])
     def test_the_modules_strict_loading_is_used(self, tmp_path: Path, strict: bool) -> None:
@@ -179,9 +176,7 @@ class TestHyperParameters:
                 super().__init__()
                 self.more = torch.nn.Linear(1, 1)
 
-        trainer, path, module = fit(tmp_path), tmp_path / "kept", More()
-        trainer.fit(Tiny(), loader(4))
-        trainer.save_checkpoint(path, weights_only=True)
+        module, path = More(), saved(Tiny(), tmp_path, weights_only=True)
         module.layer.weight.data.fill_(3.0)
         if strict:
             with pytest.raises(CheckpointError, match="missing"):
@@ -256,11 +251,11 @@ class TestCallbacks:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         # L-10
-        class Own(ProgressBar):
+        class WithAnotherValue(ProgressBar):
             def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
                 return {**super().get_metrics(trainer, module), "own": 4.25}
 
-        fit(tmp_path, callbacks=Own(), enable_progress_bar=True).fit(Logs(prog_bar=True), loader(4))
+        fit(tmp_path, callbacks=WithAnotherValue(), enable_progress_bar=True).fit(Logs(prog_bar=True), loader(4))
         shown = capsys.readouterr()
         assert "own=4.25" in shown.out + shown.err
         assert "it=1" in shown.out + shown.err

@@ -73,10 +73,10 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 WRONG = [
     ("a sharded iterable with workers", lambda: DataLoader(Sharded(20), 4, num_workers=2), 20, 5, 6),
-    ("a batch sampler that says too little", lambda: sampled(20, 6), 20, 6, 10),
-    ("and one that says too much", lambda: sampled(20, 14), 20, 14, 10),
-    ("an iterable that says too little", lambda: Listed(20, 3), 20, 3, 10),
-    ("and one that says too much", lambda: Listed(20, 30), 20, 30, 10),
+    ("a batch sampler of too short a length", lambda: sampled(20, 6), 20, 6, 10),
+    ("a batch sampler of too long a length", lambda: sampled(20, 14), 20, 14, 10),
+    ("an iterable of too short a length", lambda: Listed(20, 3), 20, 3, 10),
+    ("an iterable of too long a length", lambda: Listed(20, 30), 20, 30, 10),
     ("a loader that gives each batch twice", lambda: reordered(20, lambda batches: batches * 2), 40, 10, 20),
     ("and one that loses some", lambda: reordered(20, lambda batches: batches[1:]), 18, 10, 9),
     ("the shorter of two", lambda: CombinedLoader([sampled(20, 6), loader(80)], "min_size"), 20, 6, 10),

@@ -69,7 +69,7 @@ def in_eval(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
     return answer
 
 
-def test_what_a_run_trained_answers_alike_in_onnxruntime(tmp_path: Path) -> None:  # L-08
+def test_a_trained_module_computes_the_same_in_onnxruntime(tmp_path: Path) -> None:  # L-08
     module, fit = trained()
     module.net[1].eval()  # a mode of its own
     modes = [child.training for child in module.modules()]
@@ -101,7 +101,7 @@ def test_large_weights_lie_beside_the_file_and_an_open_file_is_written(tmp_path:
         torch.testing.assert_close(in_onnxruntime(tmp_path / name, x), in_eval(module, x))
 
 
-def test_torch_exports_program_goes_through_a_file(tmp_path: Path) -> None:  # L-08
+def test_an_exported_program_survives_a_file(tmp_path: Path) -> None:  # L-08
     module, _ = trained()
     program = module.export(dynamic_shapes={"x": {0: "batch"}})
     torch.export.save(program, tmp_path / "net.pt2")
@@ -195,7 +195,7 @@ def _within_and_after(strategy: str) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
-def test_in_the_middle_of_a_sharded_run_it_is_refused(strategy: str) -> None:  # L-08
+def test_an_export_within_a_sharded_run_is_refused(strategy: str) -> None:  # L-08
     sharded = strategy != "ddp"
     for refusal, is_equal in on_ranks(_within_and_after, 2, strategy, process_group=None, timeout=120):
         assert is_equal

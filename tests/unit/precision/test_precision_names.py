@@ -78,7 +78,7 @@ def test_an_unknown_precision_is_refused(setting: object, match: str) -> None:
         ("bf16-mixed", "meta", "PyTorch has no autocast"),
     ],
 )
-def test_what_a_device_cannot_do_is_refused(setting: int | str | Precision, device: str, match: str) -> None:
+def test_a_precision_that_the_device_lacks_is_refused(setting: int | str | Precision, device: str, match: str) -> None:
     #
     with pytest.raises(ConfigurationError, match=match):
         resolve_precision(setting, torch.device(device))
@@ -100,19 +100,19 @@ def test_autocast_never_switches_itself_off(setting: str) -> None:
         (lambda: MixedPrecision("bf16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu")), "needs no scaling"),
     ],
 )
-def test_constructors_refuse_what_is_not_theirs(build: Any, match: str) -> None:
+def test_constructors_refuse_other_names(build: Any, match: str) -> None:
     # G-06
     with pytest.raises(ConfigurationError, match=match):
         build()
 
 
-def test_one_line_tells_the_dtypes() -> None:
+def test_describe_states_the_dtypes() -> None:
     line = "Precision bf16-mixed: parameters float32, compute bfloat16, gradient reduction float32, outputs bfloat16"
     assert resolve_precision("bf16", CPU).describe() == line
 
 
 @pytest.mark.parametrize("name", ["64-true", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"])
-def test_the_line_tells_the_truth(name: str) -> None:
+def test_the_stated_dtypes_are_those_of_a_step(name: str) -> None:
     precision = resolve_precision(name, CPU)
     with precision.module_init_context():
         module = precision.convert_module(torch.nn.Linear(3, 2))
@@ -143,7 +143,7 @@ def test_importing_and_building_touches_no_device_and_loads_little() -> None:
     assert "warn" not in run.stderr.lower()
 
 
-def test_what_editors_complete_is_what_there_is() -> None:  # I-10
+def test_literal_types_list_all_names() -> None:  # I-10
     for name in get_args(PrecisionName):
         assert canonical_name(name)
     assert {str(name) for name in get_args(PrecisionName)} >= {"64-true", "32-true", "bf16-mixed", "16-mixed"}

@@ -71,7 +71,7 @@ class Hungry(Net):
         return loader(60, self.batch_size)
 
 
-def test_the_attribute_holds_what_is_found() -> None:  # L-06
+def test_the_found_size_is_set() -> None:  # L-06
     module, own = Hungry(), Data(60)
     assert Tuner(quiet()).scale_batch_size(module, datamodule=own, mode="binsearch") == 13
     assert (own.batch_size, module.batch_size) == (13, 13)
@@ -86,7 +86,7 @@ def test_the_attribute_holds_what_is_found() -> None:  # L-06
     assert Tuner(quiet()).scale_batch_size(Hungry(), loader(60), init_val=five) == 10
 
 
-def test_evaluation_has_a_size_of_its_own() -> None:  # L-06
+def test_a_size_is_found_for_evaluation() -> None:  # L-06
     own = Data(60)
     assert Tuner(quiet()).scale_batch_size(Hungry(), datamodule=own, method="validate", mode="binsearch") == 13
     assert Tuner(quiet()).scale_batch_size(Hungry(), dataloaders=loader(60), method="validate") == 8
@@ -144,7 +144,7 @@ def test_the_callback_needs_loaders_of_the_module_or_of_a_data_module() -> None:
         quiet(callbacks=[BatchSizeFinder()]).fit(Net(), loader())
 
 
-def test_what_is_no_lack_of_memory_is_raised() -> None:  # L-06
+def test_other_errors_than_out_of_memory_are_raised() -> None:  # L-06
     class Failing(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")

@@ -81,7 +81,7 @@ class Named(Net):
         return SGD(self.parameters(), lr=self.hparams.learning_rate)
 
 
-def test_the_rate_goes_where_the_module_has_it() -> None:  # L-06
+def test_the_rate_is_set_where_the_module_has_it() -> None:  # L-06
     module = Net()
     found = Tuner(quiet()).lr_find(module, datamodule=Data(), num_training=15)
     assert module.lr == found.suggestion()

@@ -212,7 +212,7 @@ def test_a_search_logs_its_finding_only(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     # L-06
-    monkeypatch.setattr(logging.getLogger("drivetrain"), "propagate", False)  # pytest takes what is said
+    monkeypatch.setattr(logging.getLogger("drivetrain"), "propagate", False)  # else pytest captures it
     fit = quiet(enable_progress_bar=True, enable_model_summary=True, logger=True, default_root_dir=tmp_path)
     module = Net()
     Tuner(fit).lr_find(module, loader(), num_training=15)
