@@ -14,7 +14,7 @@ from engine_case import Regression, Tiny, fit, loader, regression
 from small_modules import calling, linear
 
 from captured_warnings import captured_warnings
-from drivetrain import Callback, CheckpointError, ConfigurationError, Fit, TrainModule
+from drivetrain import Callback, ConfigurationError, Fit, TrainModule
 from drivetrain._runtime import console_logging
 from drivetrain.callbacks import Checkpoint, EarlyStopping, Timer
 from drivetrain.loggers import CSVLogger
@@ -166,13 +166,6 @@ def _file(tmp_path: Path) -> Path:
     path = tmp_path / "a file"
     path.write_text("")
     return path
-
-
-def test_the_systems_error_is_named(tmp_path: Path) -> None:  # I-17
-    module = Tiny()
-    with pytest.raises(ConfigurationError, match="Checkpoint cannot write to '/proc/runs': "):
-        fit(tmp_path, callbacks=Checkpoint(dirpath="/proc/runs")).fit(module, loader())
-    assert module.seen == []
 
 
 def test_predictions_need_no_loggers_folder(tmp_path: Path) -> None:  # I-17
@@ -331,23 +324,6 @@ def test_the_state_of_a_users_callback_does_not_end_a_run(tmp_path: Path, state:
     trainer.fit(Logs(), loader(), loader(), ckpt_path=path)
     assert trainer.current_epoch == 3
     assert callback.loaded == state
-
-
-class Sized(Regression):
-    def __init__(self, width: int, depth: int) -> None:
-        super().__init__()
-
-
-def test_a_missing_hyper_parameter_is_named(tmp_path: Path) -> None:  # I-17
-    trainer, path = fit(tmp_path), str(tmp_path / "saved")
-    trainer.fit(Sized(1, 2), regression())
-    trainer.save_checkpoint(path, weights_only=True)
-    with pytest.raises(CheckpointError, match="Sized needs 'width', 'depth'") as caught:
-        Sized.load_from_checkpoint(path)
-    assert "save_hyperparameters()" in caught.value.fix
-    assert isinstance(Sized.load_from_checkpoint(path, width=1, depth=2), Sized)
-    with pytest.raises(CheckpointError, match="Sized does not take 'height'"):
-        Sized.load_from_checkpoint(path, width=1, depth=2, height=3)
 
 
 def test_a_tensor_kept_from_an_evaluation_gets_a_fix(tmp_path: Path) -> None:  # I-17

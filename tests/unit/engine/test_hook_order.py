@@ -153,19 +153,6 @@ def test_arguments_of_hooks(tmp_path: Path) -> None:
     }
 
 
-def test_old_gradients_are_freed_before_the_forward(tmp_path: Path) -> None:
-    """So they take no memory in it."""
-    held: list[list[bool]] = []
-
-    class Watching(Tiny):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            held.append([parameter.grad is not None for parameter in self.parameters()])
-            return super().training_step(batch, batch_idx)
-
-    fit(tmp_path, accumulate_grad_batches=2).fit(Watching(), loader(8))
-    assert held == [[False] * 2, [True] * 2] * 2
-
-
 def test_a_data_module_is_set_up_first_and_taken_down(tmp_path: Path) -> None:
     calls: list[str] = []
 
