@@ -6,16 +6,16 @@ import dataclasses
 import warnings
 from array import array
 from collections import OrderedDict, UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_case import fit
+from engine_case import Tiny, fit
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from drivetrain import TrainModule
+# Private: how a None batch passes between ranks, and devices other than the CPU, have no front door here.
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._loops.windows import exchanged_windows
 from drivetrain._runtime.transfer import cast_floating, move_to, samples_in
@@ -41,10 +41,19 @@ class Frozen:
 
 @dataclasses.dataclass(frozen=True)
 class Moving(Frozen):
-    """Implements ``to``."""
+    """Implements ``to``, for devices only."""
 
     def to(self, device: torch.device) -> Moving:
         return dataclasses.replace(self, x=self.x.to(device), ids=self.ids.to(device))
+
+
+def tensordict() -> Any:
+    tensordict = pytest.importorskip("tensordict")
+    return tensordict.TensorDict({"x": torch.ones(3, 2), "ids": torch.arange(3)}, batch_size=[3])
+
+
+def packed() -> PackedSequence:
+    return pack_sequence([torch.ones(length, 2) for length in (4, 2, 1)])
 
 
 class Encoding(UserDict[str, Any]):
@@ -55,8 +64,7 @@ class Encoding(UserDict[str, Any]):
         self.encodings = ["how it came about"]
 
     def to(self, device: torch.device) -> Encoding:
-        if not isinstance(device, str | torch.device | int):
-            raise TypeError(f"not a device: {device}")
+        assert isinstance(device, str | torch.device | int)
         self.data = {key: value.to(device) if hasattr(value, "to") else value for key, value in self.data.items()}
         return self
 
@@ -80,66 +88,48 @@ class Output(OrderedDict[str, Any]):
         return type(self), (self.x, self.ids)
 
 
-def _tensordict() -> Any:
-    tensordict = pytest.importorskip("tensordict")
-    return tensordict.TensorDict({"x": torch.ones(3, 2), "ids": torch.arange(3)}, batch_size=[3])
-
-
-def _packed() -> PackedSequence:
-    return pack_sequence([torch.ones(length, 2) for length in (4, 2, 1)])
-
-
 FORMS: dict[str, Callable[[], Any]] = {
     "frozen dataclass": lambda: Frozen(torch.ones(3, 2), torch.arange(3), "text"),
     "dataclass that moves itself": lambda: Moving(torch.ones(3, 2), torch.arange(3), "text"),
     "encoding": lambda: Encoding(rows=3),
     "model output": lambda: Output(torch.ones(3, 2), torch.arange(3)),
-    "tensordict": _tensordict,
-    "packed sequence": _packed,
+    "tensordict": tensordict,
+    "packed sequence": packed,
     "among what is no tensor": lambda: [None, "text", Path("a/b"), {"x": torch.ones(3, 2), "ids": torch.arange(3)}],
 }
 
 
-def _part(batch: Any, name: str) -> Any:
+def part(batch: Any, name: str) -> Any:
+    """Return the tensor of this name."""
     if isinstance(batch, list):
         return batch[-1][name]
     return getattr(batch, name) if isinstance(batch, Frozen) else batch[name]
 
 
-class Taking(TrainModule):
+class Taking(Tiny):
     """Computes on ``x`` and records its batches."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
         self.came: list[Any] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.came.append(batch)
-        return self.layer(batch.data if isinstance(batch, PackedSequence) else _part(batch, "x")).mean()
+        return self.layer(batch.data if isinstance(batch, PackedSequence) else part(batch, "x")).mean()
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         return batch
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
-
-class Batches:
-    def __init__(self, *batches: Any) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "precision"),
+    [*((form, "16-true") for form in FORMS), *(("frozen dataclass", precision) for precision in PRECISIONS)],
+)
 def test_a_batch_keeps_its_structure_and_gets_the_precisions_dtype(tmp_path: Path, form: str, precision: str) -> None:
     # I-11
     given, module = FORMS[form](), Taking()
     trainer = fit(tmp_path, precision=precision)
-    trainer.fit(module, Batches(given))
+    trainer.fit(module, [given])
     assert trainer.samples_seen == 3  # sequences of a packed sequence are counted, rather than time steps
     (came,) = module.came
     assert type(came) is type(given)
@@ -147,9 +137,9 @@ def test_a_batch_keeps_its_structure_and_gets_the_precisions_dtype(tmp_path: Pat
         assert came.data.dtype == PRECISIONS[precision]
         assert torch.equal(came.batch_sizes, given.batch_sizes)
         return
-    assert _part(came, "x").dtype == PRECISIONS[precision]
-    assert _part(came, "ids").dtype == torch.int64
-    assert _part(given, "x").dtype == torch.float32  # the user's own batch is unchanged
+    assert part(came, "x").dtype == PRECISIONS[precision]
+    assert part(came, "ids").dtype == torch.int64
+    assert part(given, "x").dtype == torch.float32  # the user's own batch is unchanged
     if isinstance(came, Encoding):
         assert came.encodings == given.encodings
         assert came["name"] == "text"
@@ -159,7 +149,7 @@ def test_a_batch_keeps_its_structure_and_gets_the_precisions_dtype(tmp_path: Pat
         assert came[:3] == [None, "text", Path("a/b")]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ["32-true", "16-true"])
 @pytest.mark.parametrize("batch", [None, "text", Path("a/b"), ["text", None, Path("a/b")]])
 def test_a_batch_without_tensors_passes(tmp_path: Path, batch: Any, precision: str) -> None:  # I-11
     class Blind(Taking):
@@ -173,8 +163,8 @@ def test_a_batch_without_tensors_passes(tmp_path: Path, batch: Any, precision: s
     module = Blind()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it counts as one sample, with a warning
-        fit(tmp_path, precision=precision, accumulate_grad_batches=2).fit(module, Batches(batch, batch, batch))
-        assert fit(tmp_path, precision=precision).predict(module, Batches(batch)) == [batch]
+        fit(tmp_path, precision=precision, accumulate_grad_batches=2).fit(module, [batch] * 3)
+        assert fit(tmp_path, precision=precision).predict(module, [batch]) == [batch]
     assert module.came == [batch] * 3
 
 
@@ -186,32 +176,23 @@ def test_none_is_a_batch_on_several_ranks_too() -> None:  # I-11
 
 
 def test_batch_classes_report_their_number_of_samples() -> None:  # I-11
-    assert samples_in(_packed()) == 3
-    assert samples_in({"text": "a", "x": [(_packed(), torch.zeros(7))]}) == 3
+    assert samples_in(packed()) == 3
+    assert samples_in({"text": "a", "x": [(packed(), torch.zeros(7))]}) == 3
     assert samples_in([None, "text", Path("a")]) is None
     assert samples_in(torch.nn.utils.rnn.pack_padded_sequence(torch.zeros(2, 5, 1), [5, 3], batch_first=True)) == 2
 
 
 def test_objects_that_are_no_batch_are_not_cast() -> None:  # I-11
-    class Opaque:
-        def to(self, *args: Any) -> None:
-            raise AssertionError("nobody knows what it would do with a dtype")
-
-    layer, opaque = torch.nn.Linear(2, 1), Opaque()
-    numbers = torch.tensor([1j])
-    cast = cast_floating([layer, opaque, numbers, torch.float32], torch.float16)
+    layer, complex_number = torch.nn.Linear(2, 1), torch.tensor([1j])
+    cast = cast_floating([layer, complex_number, torch.float32], torch.float16)
     assert cast[0] is layer
     assert layer.weight.dtype == torch.float32
-    assert cast[1:] == [opaque, numbers, torch.float32]
+    assert cast[1:] == [complex_number, torch.float32]
 
 
-def test_an_output_moves_as_a_whole() -> None:  # I-11
-    meta = torch.device("meta")
-    moved = move_to(Output(torch.ones(3, 2), torch.arange(3)), meta)
-    assert {moved.x.device, moved.ids.device, moved["x"].device, moved["ids"].device} == {meta}
-
-
-def test_buffers_of_numbers_are_unchanged() -> None:  # I-11
+def test_an_output_moves_as_a_whole_and_a_buffer_of_numbers_not_at_all() -> None:  # I-11
+    moved = move_to(Output(torch.ones(3, 2), torch.arange(3)), torch.device("meta"))
+    assert {one.device.type for one in (moved.x, moved.ids, moved["x"], moved["ids"])} == {"meta"}
     numbers, view = array("d", [1.0]), memoryview(b"ab")
     moved = move_to({"numbers": numbers, "views": [view]}, torch.device("cpu"))
     assert moved["numbers"] is numbers

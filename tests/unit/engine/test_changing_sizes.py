@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import io
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_case import Tiny, fit, loader
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
+from engine_case import Numbered, Tiny, fit, loader, numbers
+from small_modules import calling
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler
 
 from drivetrain import Callback, ConfigurationError
-from drivetrain.callbacks import Checkpoint, ProgressBar
+from drivetrain.callbacks import Checkpoint, LambdaCallback, ProgressBar
 from drivetrain.data import CombinedLoader
 
 
-class Buffer(Dataset[Any]):
-    """Sample i is (i, 1); reading beyond the end is an error."""
+class Buffer(Numbered):
+    """Can be resized; reading beyond the end is an error."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -28,7 +30,7 @@ class Buffer(Dataset[Any]):
     def __getitem__(self, index: int) -> torch.Tensor:
         if index >= self.size:
             raise IndexError(index)
-        return torch.tensor([float(index), 1.0])
+        return super().__getitem__(index)
 
 
 class Backwards(Sampler[int]):
@@ -68,8 +70,7 @@ class Resizes(Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
             self.lengths.append(trainer.num_training_batches)
-        first = batch[0] if isinstance(batch, list) else batch
-        self.seen.setdefault(trainer.current_epoch, []).extend(int(row[0]) for row in first)
+        self.seen.setdefault(trainer.current_epoch, []).extend(numbers(batch[0] if isinstance(batch, list) else batch))
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         self._resize("on_train_epoch_end", trainer.current_epoch + 1)
@@ -85,8 +86,11 @@ LOADERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("sizes", [(4, 8, 11), (11, 8, 4)])
-@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_epoch_end"])
+@pytest.mark.parametrize(
+    ("hook", "sizes"),
+    [("on_train_epoch_start", (4, 8, 11)), ("on_train_epoch_end", (11, 8, 4))],
+    ids=["grows", "shrinks"],
+)
 @pytest.mark.parametrize("kind", LOADERS)
 def test_an_epoch_reads_the_data_set_at_its_size_of_that_epoch(
     kind: str, hook: str, sizes: tuple[int, ...], tmp_path: Path
@@ -130,89 +134,49 @@ class FirstOfSeveral(Tiny):
 
 def test_a_list_of_batches_that_grows_is_read_in_full(tmp_path: Path) -> None:  # S-03
     batches = [torch.tensor([[float(index), 1.0]]) for index in range(2)]
-
-    class Appends(Callback):
-        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-            batches.append(torch.tensor([[float(len(batches)), 1.0]]))
-
-    trainer = fit(tmp_path, max_epochs=2, callbacks=Appends())
+    grows = calling("on_train_epoch_start", lambda trainer: batches.append(torch.ones(1, 2)))
+    trainer = fit(tmp_path, max_epochs=2, callbacks=grows)
     trainer.fit(Tiny(), batches)
     assert (trainer.global_step, trainer.num_training_batches) == (3 + 4, 4)
 
 
 def test_limits_intervals_and_estimates_follow_the_size(tmp_path: Path) -> None:  # S-03
-    data, module = Buffer(8), Tiny()
-    resizes, estimates, validated = Resizes(data, "on_train_epoch_start", (8, 16, 32)), [], []
-
-    class Notes(Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            estimates.append(trainer.estimated_stepping_batches)
-
-        def on_validation_start(self, trainer: Any, module: Any) -> None:
-            validated.append((trainer.current_epoch, trainer.batch_idx))
-
-    trainer = fit(
-        tmp_path,
-        max_epochs=3,
-        limit_train_batches=0.5,
-        val_check_interval=0.5,
-        num_sanity_val_steps=0,
-        callbacks=[resizes, Notes()],
-    )
-    trainer.fit(module, DataLoader(data, 2, shuffle=True), loader(2))
+    data, estimates, validated = Buffer(8), [], []
+    options: dict[str, Any] = {"limit_train_batches": 0.5, "val_check_interval": 0.5, "num_sanity_val_steps": 0}
+    callbacks = [
+        Resizes(data, "on_train_epoch_start", (8, 16, 32)),
+        calling("on_train_batch_start", lambda trainer: estimates.append(trainer.estimated_stepping_batches)),
+        calling("on_validation_start", lambda trainer: validated.append((trainer.current_epoch, trainer.batch_idx))),
+    ]
+    trainer = fit(tmp_path, max_epochs=3, callbacks=callbacks, **options)
+    trainer.fit(Tiny(), DataLoader(data, 2, shuffle=True), loader(2))
     assert trainer.global_step == 2 + 4 + 8
     assert list(dict.fromkeys(estimates)) == [2 * 3, 2 + 4 * 2, 2 + 4 + 8]
     assert validated == [(0, 1), (0, 2), (1, 2), (1, 4), (2, 4), (2, 8)]
 
 
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_an_evaluation_reads_what_hooks_have_added(stage: str, tmp_path: Path) -> None:  # S-03
-    data, lengths = Buffer(4), []
-    name = "validation" if stage == "validate" else stage
+@pytest.mark.parametrize(("stage", "name"), [("validate", "validation"), ("test", "test"), ("predict", "predict")])
+def test_an_evaluation_reads_what_hooks_have_added(stage: str, name: str, tmp_path: Path) -> None:  # S-03
+    data, lengths, module = Buffer(4), [], Tiny()
 
-    class Grows(Callback):
-        pass
-
-    def grow(self: Any, trainer: Any, module: Any) -> None:
+    def grow(trainer: Any, module: Any) -> None:
         data.size = 12
 
-    def end(self: Any, trainer: Any, module: Any) -> None:
-        counts = {"validate": "num_val_batches", "test": "num_test_batches", "predict": "num_predict_batches"}
-        lengths.append(getattr(trainer, counts[stage]))
+    def end(trainer: Any, module: Any) -> None:
+        lengths.append(getattr(trainer, f"num_{stage.removesuffix('idate')}_batches"))
 
-    setattr(Grows, f"on_{name}_epoch_start", grow)
-    setattr(Grows, f"on_{name}_end", end)
-    measured = Measured()
-    outputs = getattr(fit(tmp_path, callbacks=Grows()), stage)(measured, DataLoader(data, 3))
-    assert measured.samples == list(range(12))
+    hooks: dict[str, Any] = {f"on_{name}_epoch_start": grow, f"on_{name}_end": end}
+    grows = LambdaCallback(**hooks)
+    outputs = getattr(fit(tmp_path, callbacks=grows), stage)(module, DataLoader(data, 3))
+    assert list(chain(*(outputs if stage == "predict" else module.evaluated))) == list(range(12))
     assert lengths == [[4]]
-    if stage == "predict":
-        assert torch.cat(outputs).tolist() == list(range(12))
-
-
-class Measured(Tiny):
-    """Records the samples that it evaluates."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.samples: list[int] = []
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        self.samples.extend(int(row[0]) for row in batch)
-
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        self.samples.extend(int(row[0]) for row in batch)
-
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        self.samples.extend(int(row[0]) for row in batch)
-        return batch[:, 0]
 
 
 def test_a_validation_within_fit_reads_what_training_has_added(tmp_path: Path) -> None:  # S-03
-    data, module = Buffer(4), Measured()
+    data, module = Buffer(4), Tiny()
     resizes = Resizes(data, "on_train_epoch_end", (4, 6, 8))
     fit(tmp_path, max_epochs=2, callbacks=resizes, num_sanity_val_steps=0).fit(module, loader(4), DataLoader(data, 2))
-    assert module.samples == [*range(4), *range(6)]
+    assert list(chain(*module.evaluated)) == [*range(4), *range(6)]
 
 
 def test_a_resume_within_an_epoch_needs_the_size_of_that_epoch(tmp_path: Path) -> None:  # S-03, J-07
@@ -240,34 +204,35 @@ def test_a_resume_within_an_epoch_needs_the_size_of_that_epoch(tmp_path: Path) -
         assert run(f"d{size}", size, start=at_end)[2] == whole[2]
 
 
-def test_a_data_set_that_became_empty_is_refused(tmp_path: Path) -> None:  # S-03
+@pytest.mark.parametrize(
+    ("sizes", "options", "named"),
+    [
+        ((4, 0), {}, "its size went from 4 to 0 samples"),
+        ((4, 8), {"num_samples": 4}, r"RandomSampler\(num_samples=4\) of a data set that now has 8"),
+    ],
+)
+def test_an_unusable_size_is_refused(sizes: Any, options: dict[str, Any], named: str, tmp_path: Path) -> None:  # S-03
     data = Buffer(4)
-    with pytest.raises(ConfigurationError, match="its size went from 4 to 0 samples"):
-        fit(tmp_path, max_epochs=2, callbacks=Resizes(data, "on_train_epoch_start", (4, 0))).fit(
-            Tiny(), DataLoader(data, 2)
+    resizes = Resizes(data, "on_train_epoch_start", sizes)
+    with pytest.raises(ConfigurationError, match=named):
+        fit(tmp_path, max_epochs=2, callbacks=resizes).fit(
+            Tiny(), DataLoader(data, 2, sampler=RandomSampler(data, **options))
         )
 
 
-def test_a_sampler_with_its_own_number_of_samples_is_refused_once_the_data_set_differs(tmp_path: Path) -> None:  # S-03
-    data = Buffer(4)
-    fixed = DataLoader(data, 2, sampler=RandomSampler(data, num_samples=4))
-    with pytest.raises(ConfigurationError, match=r"RandomSampler\(num_samples=4\) of a data set that now has 8"):
-        fit(tmp_path, max_epochs=2, callbacks=Resizes(data, "on_train_epoch_start", (4, 8))).fit(Tiny(), fixed)
-
-
 def test_the_progress_bar_counts_up_to_the_size_of_the_epoch(tmp_path: Path) -> None:  # S-03
-    totals: list[int | None] = []
+    totals: set[int | None] = set()
 
     class Records(ProgressBar):
         def is_terminal(self) -> bool:
             return True
 
         def draw(self, phase: Any, metrics: Any, now: float) -> None:
-            totals.append(phase.total)
+            totals.add(phase.total)
             self._next_refresh = 0.0
 
     data = Buffer(4)
     bar, resizes = Records(stream=io.StringIO()), Resizes(data, "on_train_epoch_start", (4, 8))
     resizes.priority = -200  # after the bar, as a hook of the module is
     fit(tmp_path, max_epochs=2, callbacks=[bar, resizes], enable_progress_bar=True).fit(Tiny(), DataLoader(data, 2))
-    assert set(totals) == {2, 4}
+    assert totals == {2, 4}

@@ -19,11 +19,11 @@ class AscendingSGD(SGD):
     """Ascends along the given gradients, evaluates the closure there, and descends along its gradients."""
 
     behind_autograd = False
-    says = "climbing wants a closure"
+    message = "climbing wants a closure"
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        assert closure is not None, self.says
+        assert closure is not None, self.message
         held = [one for group in self.param_groups for one in group["params"]]
         before = [one.clone() for one in held]
         for one in held:
@@ -39,6 +39,10 @@ class AscendingWithoutAutograd(AscendingSGD):
     """Moves the parameters through ``.data``, which autograd does not record."""
 
     behind_autograd = True
+
+
+class SilentAscendingSGD(AscendingSGD):
+    message = ""
 
 
 class ClosureRequired(AscendingSGD):
@@ -60,13 +64,13 @@ class EvaluatingTwice(AscendingSGD):
 
 
 class Sharp(Regression):
-    """Has a BatchNorm, whose buffers count the forwards."""
+    """Has a BatchNorm, whose buffers count the forwards; ``options`` stand beside the optimizer."""
 
-    def __init__(self, kind: type[Optimizer]) -> None:
+    def __init__(self, kind: type[Optimizer], **options: Any) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(3)
         self.kind = kind
-        self.says: dict[str, Any] = {"closure": True}
+        self.options = options
 
     def loss(self, batch: Any) -> torch.Tensor:
         x, y = batch
@@ -74,15 +78,65 @@ class Sharp(Regression):
 
     def configure_optimizers(self) -> Any:
         optimizer = self.kind(self.parameters(), lr=0.05)  # type: ignore[call-arg]
-        return {"optimizer": optimizer, **self.says} if self.says else optimizer
+        return {"optimizer": optimizer, "closure": True, **self.options}
 
 
-@pytest.mark.parametrize("clip", [None, 0.3])
-@pytest.mark.parametrize("kind", [AscendingSGD, AscendingWithoutAutograd, ClosureRequired, EvaluatingTwice])
+class WithoutClosure(Sharp):
+    def configure_optimizers(self) -> Any:
+        return super().configure_optimizers()["optimizer"]
+
+
+class Overridden(WithoutClosure):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+
+
+class OverriddenWithClosure(Sharp):
+    optimizer_step = Overridden.optimizer_step
+
+
+def stepping(name: str, step: Any) -> Any:
+    """Return an optimizer's class whose step calls ``step(optimizer, closure)``."""
+    return type(name, (SGD,), {"step": lambda self, closure=None: step(self, closure)})
+
+
+def fail_with(error: type[Exception]) -> Any:
+    def step(optimizer: Any, closure: Any) -> Any:
+        raise error("a disclosure")
+
+    return stepping("Failing", step)
+
+
+def call_none(optimizer: Any, closure: Any) -> Any:
+    optimizer.defaults.get("schedule")()
+
+
+def assert_something(optimizer: Any, closure: Any) -> Any:
+    assert not optimizer.param_groups, "broken"
+
+
+def call_in_a_helper(optimizer: Any, closure: Any) -> Any:
+    with torch.enable_grad():
+        return closure()
+
+
+class Manual(WithoutClosure):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "clip"),
+    [(AscendingSGD, None), (AscendingWithoutAutograd, 0.3), (ClosureRequired, 0.3), (EvaluatingTwice, 0.3)],
+)
 def test_closure_optimizers_equal_the_hand_written_loop(tmp_path: Path, kind: Any, clip: float | None) -> None:
     # I-06: weights and buffers; an evaluation at the current point reuses the window's own
     module, reference = Sharp(kind), Sharp(kind)
     fit(tmp_path, gradient_clip_val=clip).fit(module, regression(24))
+    # Written by hand: the oracle has no optimizers that evaluate the closure at other weights.
     optimizer = reference.configure_optimizers()["optimizer"]
     for batch in regression(24):
 
@@ -97,8 +151,7 @@ def test_closure_optimizers_equal_the_hand_written_loop(tmp_path: Path, kind: An
         if kind is not EvaluatingTwice:
             closure()
         optimizer.step(closure)
-    for (name, ours), theirs in zip(module.state_dict().items(), reference.state_dict().values(), strict=True):
-        torch.testing.assert_close(ours, theirs, msg=lambda text, name=name: f"{name}: {text}")  # type: ignore[misc]
+    torch.testing.assert_close(dict(module.state_dict()), dict(reference.state_dict()))
 
 
 def test_a_closure_computes_the_gradient_of_the_whole_window(tmp_path: Path) -> None:
@@ -147,139 +200,62 @@ def test_each_evaluation_gets_a_batch_that_it_may_modify(tmp_path: Path, kind: A
     torch.testing.assert_close(popping.layer.weight, plain.layer.weight, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("says", ["", "climbing wants a closure"])
-@pytest.mark.parametrize("way", ["automatic", "overridden", "manual"])
+@pytest.mark.parametrize(
+    ("module", "kind", "cause"),
+    [
+        (WithoutClosure, AscendingSGD, AssertionError),
+        (Overridden, AscendingSGD, AssertionError),
+        (Manual, AscendingSGD, AssertionError),
+        (Manual, SilentAscendingSGD, AssertionError),
+        (WithoutClosure, stepping("Wraps", lambda self, closure: torch.enable_grad()(closure)()), TypeError),
+        (WithoutClosure, stepping("Calls", call_in_a_helper), TypeError),
+    ],
+)
 def test_without_a_closure_the_error_names_both_ways(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, says: str
+    tmp_path: Path, module: type[Sharp], kind: Any, cause: type[Exception]
 ) -> None:
-    # I-06
-    monkeypatch.setattr(AscendingSGD, "says", says)
-
-    class Overridden(Sharp):
-        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-            optimizer.step(closure=optimizer_closure)
-
-    class Manual(Sharp):
-        automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            self.manual_backward(self.loss(batch))
-            self.optimizers().step()
-
-    module = {"automatic": Sharp, "overridden": Overridden, "manual": Manual}[way](AscendingSGD)
-    module.says = {}
-    with pytest.raises(ConfigurationError, match=r"AscendingSGD\.step was called without a closure") as caught:
-        fit(tmp_path).fit(module, regression())
+    # I-06, S-12
+    with pytest.raises(ConfigurationError, match=rf"{kind.__name__}\.step was called without a closure") as caught:
+        fit(tmp_path).fit(module(kind), regression())
     assert "'closure': True" in str(caught.value)
     assert "optimizer.step(closure)" in str(caught.value)
-    assert isinstance(caught.value.__cause__, AssertionError)
+    assert isinstance(caught.value.__cause__, cause)
 
 
-def test_the_setting_that_forbids_a_closure_is_named(tmp_path: Path) -> None:
+def test_loss_scaling_forbids_a_closure(tmp_path: Path) -> None:
     # I-06: fp16 would refuse both ways
-    module = Sharp(AscendingSGD)
-    module.says = {}
-    with pytest.raises(ConfigurationError, match=r"AscendingSGD\.step was called without a closure") as caught:
-        fit(tmp_path, precision="16-mixed").fit(module, regression())
-    assert "use another optimizer; or use precision='bf16-mixed' or '32-true', since" in str(caught.value)
+    with pytest.raises(ConfigurationError, match=r"(?s)without a closure.*precision='bf16-mixed' or '32-true', since"):
+        fit(tmp_path, precision="16-mixed").fit(WithoutClosure(AscendingSGD), regression())
+    with pytest.raises(ConfigurationError, match="'16-mixed' with AscendingSGD"):
+        fit(tmp_path, precision="16-mixed").fit(Sharp(AscendingSGD), regression())
 
 
-class CallsWrapped(SGD):
-    def step(self, closure: Any = None) -> Any:
-        closure = torch.enable_grad()(closure)
-        closure()
-
-
-class CallsDirectly(SGD):
-    def step(self, closure: Any = None) -> Any:
-        return self._evaluate(closure)
-
-    def _evaluate(self, closure: Any) -> Any:
-        with torch.enable_grad():
-            return closure()
-
-
-@pytest.mark.parametrize("kind", [CallsWrapped, CallsDirectly])
-def test_a_call_of_the_missing_closure_is_explained(tmp_path: Path, kind: Any) -> None:
-    # I-06, S-12
-    module = Sharp(kind)
-    module.says = {}
-    with pytest.raises(ConfigurationError, match=r"step was called without a closure") as caught:
-        fit(tmp_path).fit(module, regression())
-    assert isinstance(caught.value.__cause__, TypeError)
-
-
-class Shapes(SGD):
-    def step(self, closure: Any = None) -> Any:
-        return torch.ones(2, 3) @ torch.ones(2, 3)
-
-
-class SilentAssertion(SGD):
-    def step(self, closure: Any = None) -> Any:
-        assert not self.param_groups
-
-
-class NamedAssertion(SGD):
-    def step(self, closure: Any = None) -> Any:
-        self._check()
-
-    def _check(self) -> None:
-        assert not self.param_groups, "broken"
-
-
-class CallsNone(SGD):
-    schedule: Any = None
-
-    def step(self, closure: Any = None) -> Any:
-        return self.schedule()
-
-
-class Enclosure(SGD):
-    def step(self, closure: Any = None) -> Any:
-        raise ValueError("a disclosure")
-
-
-@pytest.mark.parametrize("way", ["automatic", "manual"])
+@pytest.mark.parametrize("module", [WithoutClosure, Manual])
 @pytest.mark.parametrize(
     ("kind", "error"),
     [
-        (Shapes, RuntimeError),
-        (SilentAssertion, AssertionError),
-        (NamedAssertion, AssertionError),
-        (CallsNone, TypeError),
-        (Enclosure, ValueError),
+        (stepping("Asserts", assert_something), AssertionError),
+        (stepping("CallsNone", call_none), TypeError),
+        (fail_with(ValueError), ValueError),
     ],
 )
-def test_other_errors_of_a_step_are_unchanged(tmp_path: Path, kind: Any, error: type[Exception], way: str) -> None:
+def test_other_errors_of_a_step_are_unchanged(tmp_path: Path, kind: Any, error: Any, module: type[Sharp]) -> None:
     # S-12: any error within step(closure=None) was reported as a missing closure
-    class Manual(Sharp):
-        automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            self.manual_backward(self.loss(batch))
-            self.optimizers().step()
-
-    module = (Manual if way == "manual" else Sharp)(kind)
-    module.says = {}
     with pytest.raises(error) as caught:
-        fit(tmp_path).fit(module, regression())
+        fit(tmp_path).fit(module(kind), regression())
     assert type(caught.value) is error
 
 
 def test_an_overridden_optimizer_step_gets_the_closure(tmp_path: Path) -> None:
     # I-06
-    class Overridden(Sharp):
-        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-            optimizer.step(closure=optimizer_closure)
-
-    module, plain = Overridden(AscendingSGD), Sharp(AscendingSGD)
+    module, plain = OverriddenWithClosure(AscendingSGD), Sharp(AscendingSGD)
     for one in (module, plain):
         fit(tmp_path).fit(one, regression())
     assert torch.equal(module.layer.weight, plain.layer.weight)
 
 
 @pytest.mark.parametrize(
-    ("configured", "automatic", "said"),
+    ("configured", "automatic", "named"),
     [
         (lambda one: {"optimizer": SGD(one, lr=0.1), "closure": "yes"}, True, "'closure': 'yes'"),
         (lambda one: {"optimizer": SGD(one, lr=0.1), "closures": True}, True, "Did you mean 'closure'?"),
@@ -292,16 +268,11 @@ def test_an_overridden_optimizer_step_gets_the_closure(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_unsupported_combinations_are_refused(tmp_path: Path, configured: Any, automatic: bool, said: str) -> None:
+def test_unsupported_combinations_are_refused(tmp_path: Path, configured: Any, automatic: bool, named: str) -> None:
     # I-06
     module = Regression()
     module.automatic_optimization = automatic
     module.configure_optimizers = lambda: configured(list(module.parameters()))  # type: ignore[method-assign]
     with pytest.raises(ConfigurationError) as caught:
         fit(tmp_path).fit(module, regression())
-    assert said in str(caught.value)
-
-
-def test_loss_scaling_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="'16-mixed' with AscendingSGD"):
-        fit(tmp_path, precision="16-mixed").fit(Sharp(AscendingSGD), regression())
+    assert named in str(caught.value)

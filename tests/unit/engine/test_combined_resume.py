@@ -84,9 +84,17 @@ def _assert_every_resume_reads_what_was_left(path: Path, make: Any, window: int)
     assert resumed >= 2
 
 
-@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "sequential"])
 @pytest.mark.parametrize(
-    ("partner", "kind", "window"), [("map", Stateful, 1), ("stream", Sized, 2), ("stateful", Stateful, 1)]
+    ("mode", "partner", "kind", "window"),
+    [
+        ("min_size", "map", Stateful, 1),
+        ("sequential", "map", Stateful, 1),
+        ("max_size", "stream", Sized, 2),
+        ("max_size_cycle", "stream", Sized, 2),
+        ("min_size", "stateful", Stateful, 1),
+        ("max_size_cycle", "stateful", Stateful, 3),  # windows that do not divide an epoch
+        ("sequential", "stateful", Stateful, 3),
+    ],
 )
 def test_a_stateful_loader_in_a_combination_resumes_once(
     mode: str, partner: str, kind: Any, window: int, tmp_path: Path
@@ -94,8 +102,6 @@ def test_a_stateful_loader_in_a_combination_resumes_once(
     def make() -> Any:
         return CombinedLoader([kind(5), PARTNERS[partner]()], mode)
 
-    if partner == "stateful" and mode != "min_size":
-        window = 3  # windows that do not divide an epoch
     _assert_every_resume_reads_what_was_left(tmp_path, make, window)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_case import Tiny, fit, loader, numbers, stream
+from small_modules import tiny
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from drivetrain import ConfigurationError, DataModule, TrainModule
@@ -53,50 +54,40 @@ class Several(TrainModule):
 _SHORT, _LONG = [[0, 1], [2, 3]], [[0, 1], [2, 3], [4, 5]]
 
 
+_PAIRS = list(zip(_SHORT, _LONG, strict=False))
+
+
 class TestSeveralTrainingLoaders:
     @pytest.mark.parametrize(
         ("mode", "expected"),
         [
-            ("min_size", [(_SHORT[0], _LONG[0]), (_SHORT[1], _LONG[1])]),
-            ("max_size_cycle", [(_SHORT[0], _LONG[0]), (_SHORT[1], _LONG[1]), (_SHORT[0], _LONG[2])]),
-            ("max_size", [(_SHORT[0], _LONG[0]), (_SHORT[1], _LONG[1]), (None, _LONG[2])]),
+            ("min_size", _PAIRS),
+            ("max_size_cycle", [*_PAIRS, (_SHORT[0], _LONG[2])]),
+            ("max_size", [*_PAIRS, (None, _LONG[2])]),
+            (None, [*_PAIRS, (_SHORT[0], _LONG[2])]),  # as in Lightning: max_size_cycle
         ],
     )
     @pytest.mark.parametrize("keyed", [True, False])
-    def test_combination_modes(self, tmp_path: Path, mode: str, expected: Any, keyed: bool) -> None:
+    def test_combination_modes(self, tmp_path: Path, mode: str | None, expected: Any, keyed: bool) -> None:
         loaders: Any = {"a": loader(4), "b": loader(6)} if keyed else [loader(4), loader(6)]
-        module = Several()
-        runner = fit(tmp_path, max_epochs=2)
-        runner.fit(module, CombinedLoader(loaders, mode))
-        rows = [{"a": a, "b": b} if keyed else [a, b] for a, b in expected]
-        assert module.seen == rows * 2
+        module, runner = Several(), fit(tmp_path, max_epochs=2)
+        runner.fit(module, loaders if mode is None else CombinedLoader(loaders, mode))
+        assert module.seen == [{"a": a, "b": b} if keyed else [a, b] for a, b in expected] * 2
         assert runner.num_training_batches == len(expected)
 
-    def test_in_sequence(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("loaders", "expected"),
+        [
+            (CombinedLoader({"a": loader(4), "b": loader(6)}, "sequential"), _SHORT + _LONG),
+            ({"a": loader(2), "b": [loader(2), loader(2)]}, [{"a": [0, 1], "b": [[0, 1], [0, 1]]}]),
+            (CombinedLoader([stream(4), loader(6)], "min_size"), [list(pair) for pair in _PAIRS]),
+        ],
+        ids=["in sequence", "nested", "one without a length"],
+    )
+    def test_other_combinations(self, tmp_path: Path, loaders: Any, expected: Any) -> None:
         module = Several()
-        fit(tmp_path).fit(module, CombinedLoader({"a": loader(4), "b": loader(6)}, "sequential"))
-        assert module.seen == _SHORT + _LONG
-
-    @pytest.mark.parametrize("several", [lambda: {"a": loader(4), "b": loader(6)}, lambda: [loader(4), loader(6)]])
-    def test_a_bare_collection_ends_with_the_longest(self, tmp_path: Path, several: Any) -> None:
-        """As in Lightning: max_size_cycle."""
-        module = Several()
-        fit(tmp_path).fit(module, several())
-        assert [list(row.values()) if isinstance(row, dict) else row for row in module.seen] == [
-            [_SHORT[0], _LONG[0]],
-            [_SHORT[1], _LONG[1]],
-            [_SHORT[0], _LONG[2]],
-        ]
-
-    def test_nested(self, tmp_path: Path) -> None:
-        module = Several()
-        fit(tmp_path, limit_train_batches=1).fit(module, {"a": loader(4), "b": [loader(6), loader(2)]})
-        assert module.seen == [{"a": [0, 1], "b": [[0, 1], [0, 1]]}]
-
-    def test_with_one_that_has_no_length(self, tmp_path: Path) -> None:
-        module = Several()
-        fit(tmp_path).fit(module, CombinedLoader([stream(4), loader(6)], "min_size"))
-        assert module.seen == [[_SHORT[0], _LONG[0]], [_SHORT[1], _LONG[1]]]
+        fit(tmp_path).fit(module, loaders)
+        assert module.seen == expected
 
 
 class TestSeveralEvaluationLoaders:
@@ -104,7 +95,6 @@ class TestSeveralEvaluationLoaders:
         "several",
         [
             lambda: [loader(4), loader(2)],
-            lambda: (loader(4), loader(2)),
             lambda: {"a": loader(4), "b": loader(2)},
             lambda: CombinedLoader([loader(4), loader(2)], "sequential"),
         ],
@@ -142,71 +132,54 @@ class TestSeveralEvaluationLoaders:
         assert fit(tmp_path).predict(Plain(), [loader(2), loader(2)]) == [[[0, 1]], [[0, 1]]]
 
 
+class Batches:
+    """An iterable of batches that is no data loader."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.ones(self.count, 2, 2)
+
+
 class TestStreams:
     def test_train_validate_and_predict(self, tmp_path: Path) -> None:
         module = Tiny()
-        runner = fit(tmp_path, max_epochs=2, num_sanity_val_steps=1)
+        runner = fit(tmp_path, max_epochs=2, num_sanity_val_steps=1, accumulate_grad_batches=2)
         runner.fit(module, stream(5), stream(3))
         assert module.seen == [[0, 1], [2, 3], [4]] * 2
         assert module.evaluated == [[0, 1]] + [[0, 1], [2]] * 2
         assert runner.num_training_batches == float("inf")
-        assert runner.samples_seen == 10
+        assert (runner.samples_seen, runner.global_step) == (10, 4)
         assert runner.predict(module, stream(5)) == [[0, 1], [2, 3], [4]]
 
-    def test_windows_of_an_uneven_length(self, tmp_path: Path) -> None:
-        runner = fit(tmp_path, accumulate_grad_batches=4)
-        runner.fit(Tiny(), stream(20))
-        assert runner.global_step == 3
-
     def test_limits(self, tmp_path: Path) -> None:
-        runner = fit(tmp_path, limit_train_batches=2, limit_val_batches=1)
-        module = Tiny()
+        runner, module = fit(tmp_path, limit_train_batches=2, limit_val_batches=1), Tiny()
         runner.fit(module, stream(20), stream(20))
         assert module.seen == [[0, 1], [2, 3]]
         assert runner.num_val_batches == [1]
 
     def test_any_iterable_of_batches(self, tmp_path: Path) -> None:
-        class Batches:
-            def __iter__(self) -> Iterator[torch.Tensor]:
-                yield from torch.ones(3, 2, 2)
-
-        for loaders in (Batches(), list(torch.ones(3, 2, 2))):
+        for loaders in (Batches(3), list(torch.ones(3, 2, 2))):
             runner = fit(tmp_path, max_epochs=2)
             runner.fit(Tiny(), loaders)
             assert (runner.global_step, runner.samples_seen) == (6, 12)
-
-    def test_several_iterables_that_are_no_data_loaders(self, tmp_path: Path) -> None:
-        class Batches:
-            def __init__(self, count: int) -> None:
-                self._count = count
-
-            def __iter__(self) -> Iterator[torch.Tensor]:
-                yield from torch.ones(self._count, 2, 2)
-
-        module = Tiny()
+        module, several = Tiny(), Several()
         fit(tmp_path).validate(module, [Batches(2), Batches(1)], verbose=False)
         assert module.evaluated == [[1, 1]] * 3
-        several = Several()
         fit(tmp_path).fit(several, {"a": Batches(2), "b": Batches(1)})
         assert several.seen == [{"a": [1, 1], "b": [1, 1]}] * 2
 
 
 class TestWhereLoadersComeFrom:
-    def test_the_module_s_methods(self, tmp_path: Path) -> None:
-        class Own(Tiny):
-            def train_dataloader(self) -> Any:
-                return loader(4)
-
-            def val_dataloader(self) -> Any:
-                return [loader(2), loader(2)]
-
-            def test_dataloader(self) -> Any:
-                return loader(6)
-
-            def predict_dataloader(self) -> Any:
-                return loader(8)
-
-        module, runner = Own(), fit(tmp_path, num_sanity_val_steps=0)
+    def test_the_modules_methods(self, tmp_path: Path) -> None:
+        module = tiny(
+            train_dataloader=lambda self: loader(4),
+            val_dataloader=lambda self: [loader(2), loader(2)],
+            test_dataloader=lambda self: loader(6),
+            predict_dataloader=lambda self: loader(8),
+        )
+        runner = fit(tmp_path, num_sanity_val_steps=0)
         runner.fit(module)
         assert (len(module.seen), len(module.evaluated)) == (2, 2)
         runner.validate(module, verbose=False)
@@ -229,24 +202,17 @@ class TestWhereLoadersComeFrom:
             def train_dataloader(self) -> Any:
                 return loader(self.hparams.size)
 
-            def val_dataloader(self) -> Any:
-                return loader(2)
-
-            def test_dataloader(self) -> Any:
-                return loader(2)
-
-            def predict_dataloader(self) -> Any:
-                return loader(2)
+            val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
             def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
                 return batch + 100
 
-        module, runner, data = Tiny(), fit(tmp_path, num_sanity_val_steps=0), Data(4)
+        module, runner, data = Tiny(), fit(tmp_path, num_sanity_val_steps=0), Data(2)
         runner.fit(module, datamodule=data)
         runner.fit(module, data)
-        assert module.seen == [[100, 101], [102, 103]] * 2
         runner.validate(module, data, verbose=False)
         runner.test(module, datamodule=data, verbose=False)
+        assert (module.seen, module.evaluated) == ([[100, 101]] * 2, [[100, 101]] * 4)
         assert runner.predict(module, data) == [[100, 101]]
         assert stages == ["fit", "fit", "validate", "test", "predict"]
         assert data.trainer is runner  # L-10
@@ -261,31 +227,31 @@ class TestPrediction:
         assert outputs == [[0, 1], [2, 3], [4, 5], [6]]
 
     def test_in_eval_mode_and_inference_mode(self, tmp_path: Path) -> None:
-        class Watching(Tiny):
-            def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-                return (self.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        def modes(self: Any, batch: Any, batch_idx: int) -> Any:
+            return (self.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
-        module = Watching()
-        assert fit(tmp_path).predict(module, loader(2)) == [(False, False, True)]
-        assert fit(tmp_path, inference_mode=False).predict(module, loader(2)) == [(False, False, False)]
+        module = tiny(predict_step=modes)
+        for inference in (True, False):
+            outputs = fit(tmp_path, inference_mode=inference).predict(module, loader(2))
+            assert outputs == [(False, False, inference)]
         assert module.training
 
 
 class TestSamplersAndWorkers:
-    def test_a_user_s_sampler_keeps_its_order(self, tmp_path: Path) -> None:
-        module = Tiny()
-        fit(tmp_path).fit(module, loader(6, sampler=[5, 3, 1, 0]))
+    def test_a_users_sampler_keeps_its_order_and_the_loader_is_unchanged(self, tmp_path: Path) -> None:
+        module, given = Tiny(), loader(6, sampler=[5, 3, 1, 0])
+        sampler, batch_sampler = given.sampler, given.batch_sampler
+        fit(tmp_path).fit(module, given)
         assert module.seen == [[5, 3], [1, 0]]
+        assert given.sampler is sampler
+        assert given.batch_sampler is batch_sampler
 
     def test_a_random_sampler_draws_by_seed_and_epoch(self, tmp_path: Path) -> None:
-        runs = []
-        for _ in range(2):
-            module = Tiny()
-            sampler = WeightedRandomSampler([1.0] * 20, 8)
-            fit(tmp_path, max_epochs=2).fit(module, loader(20, sampler=sampler))
-            runs.append(module.seen)
-        assert runs[0] == runs[1]
-        assert runs[0][:4] != runs[0][4:]
+        runs = [Tiny(), Tiny()]
+        for module in runs:
+            fit(tmp_path, max_epochs=2).fit(module, loader(20, sampler=WeightedRandomSampler([1.0] * 20, 8)))
+        assert runs[0].seen == runs[1].seen
+        assert runs[0].seen[:4] != runs[0].seen[4:]
 
     def test_samplers_are_kept_on_request(self, tmp_path: Path) -> None:
         """use_distributed_sampler=False: the loader's own shuffling, from torch's generator."""
@@ -296,18 +262,6 @@ class TestSamplersAndWorkers:
             fit(tmp_path, seed=None, use_distributed_sampler=False).fit(module, loader(20, shuffle=True))
             orders.append(module.seen)
         assert orders[0] == orders[1] != orders[2]
-
-    def test_the_loader_is_unchanged_after_the_run(self, tmp_path: Path) -> None:
-        given = loader(6, shuffle=True)
-        sampler, batch_sampler = given.sampler, given.batch_sampler
-        fit(tmp_path).fit(Tiny(), given)
-        assert given.sampler is sampler
-        assert given.batch_sampler is batch_sampler
-
-    def test_workers(self, tmp_path: Path) -> None:
-        module = Tiny()
-        fit(tmp_path, max_epochs=2).fit(module, loader(6, num_workers=1, persistent_workers=True))
-        assert module.seen == [[0, 1], [2, 3], [4, 5]] * 2
 
     def test_a_data_set_of_whole_batches(self, tmp_path: Path) -> None:
         module = Tiny()

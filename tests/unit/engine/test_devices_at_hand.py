@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from drivetrain import ConfigurationError
+
+# Private: devices that this machine lacks are played by mocks of torch's functions.
 from drivetrain._engine.topology import refuse_shared_devices
 from drivetrain._runtime import accelerators, process_state
 from drivetrain._runtime.generators import generator_states, restore_generators
@@ -48,15 +50,9 @@ def test_a_run_restores_the_device(used_before: bool, monkeypatch: pytest.Monkey
 def test_devices_are_counted_through_nvml(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:  # O-03
     # torch.cuda.is_available() may initialise the driver, which a process forked afterwards cannot use.
     name, asked = "PYTORCH_NVML_BASED_CUDA_CHECK", []
-
-    def available() -> bool:
-        asked.append(os.environ.get(name))
-        return False
-
-    monkeypatch.setattr(torch.cuda, "is_available", available)
-    if before is None:
-        monkeypatch.delenv(name, raising=False)
-    else:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: asked.append(os.environ.get(name)))
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
         monkeypatch.setenv(name, before)
     assert accelerators.resolve_devices("auto", 1).type in ("cpu", "mps")
     assert asked == ["1"]
@@ -84,9 +80,7 @@ def _index_for_deepspeed(index: int | None, before: str | None) -> tuple[str | N
         return seen, os.environ.get("LOCAL_RANK")
 
 
-@pytest.mark.parametrize(
-    ("index", "before", "seen"), [(3, "1", "3"), (3, None, "3"), (None, "1", "1"), (None, None, "0")]
-)
+@pytest.mark.parametrize(("index", "before", "seen"), [(3, "1", "3"), (None, "1", "1"), (None, None, "0")])
 def test_deepspeed_uses_the_device_of_the_run(index: int | None, before: str | None, seen: str) -> None:  # O-03
     # By default it uses the device of LOCAL_RANK: a wrong one with devices=[1, 3], and none if each task sees one GPU.
     assert on_ranks(_index_for_deepspeed, 1, index, before) == [(seen, before)]
@@ -107,8 +101,7 @@ def test_the_mps_generator_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.mps, "get_rng_state", lambda: state[0].clone())
     monkeypatch.setattr(torch.mps, "set_rng_state", lambda kept: state.__setitem__(0, kept))
     kept = generator_states(torch.device("mps"))
-    state[0] = torch.tensor([8])
-    restore_generators(kept, torch.device("cpu"))
-    assert state[0].item() == 8
-    restore_generators(kept, torch.device("mps"))
-    assert state[0].item() == 7
+    for device, expected in (("cpu", 8), ("mps", 7)):
+        state[0] = torch.tensor([8])
+        restore_generators(kept, torch.device(device))
+        assert state[0].item() == expected

@@ -37,20 +37,12 @@ def raise_uncaught(error: BaseException) -> None:
     sys.excepthook(type(error), error, None)
 
 
-def test_a_ranks_last_line_is_written_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """G-01: the lines of two ranks would otherwise mix where PYTHONUNBUFFERED is set."""
-    stream = record(monkeypatch)
-    error = RankFailedError(Failure.of_exit(1, -9))
-    print_in_one_line(error, "Rank 0 ends")
-    raise_uncaught(error)
-    assert stream.written == ["Rank 0 ends\n"]
-
-
 def test_only_the_marked_error_is_printed_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """G-01: in one write, since the lines of two ranks would otherwise mix where PYTHONUNBUFFERED is set."""
     stream = record(monkeypatch)
     previous: list[BaseException] = []
     sys.excepthook = OneLineHook(lambda kind, error, traceback: previous.append(error))
-    error, other = ValueError("ours"), ValueError("ours")
+    error, other = RankFailedError(Failure.of_exit(1, -9)), ValueError("ours")
     print_in_one_line(error, "Rank 1 failed")
     for uncaught in (other, error):
         raise_uncaught(uncaught)
@@ -58,27 +50,16 @@ def test_only_the_marked_error_is_printed_in_one_line(monkeypatch: pytest.Monkey
     assert stream.written == ["Rank 1 failed\n"]
 
 
-def test_a_caught_error_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = record(monkeypatch)
-    error = ValueError("caught")
-    error.add_note("Where: rank 1")
-    print_in_one_line(error, "Rank 1 failed")
-    assert isinstance(sys.excepthook, OneLineHook)
-    raise_uncaught(error)
-    assert stream.written == ["Rank 1 failed; Where: rank 1\n"]
-    del error
-    assert sys.excepthook is sys.__excepthook__
-
-
 def test_the_hook_stays_until_the_last_marked_error_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = record(monkeypatch)
     first, second = ValueError("first"), ValueError("second")
+    second.add_note("Where: rank 1")
     print_in_one_line(first, "Rank 1 failed")
     print_in_one_line(second, "Rank 1 failed again")
     print_in_one_line(first, "Rank 1 failed first")
     del first
     raise_uncaught(second)
-    assert stream.written == ["Rank 1 failed again\n"]
+    assert stream.written == ["Rank 1 failed again; Where: rank 1\n"]
     del second
     assert sys.excepthook is sys.__excepthook__
 

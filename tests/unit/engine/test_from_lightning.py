@@ -36,6 +36,20 @@ class Logs(Tiny):
         self.log("val", batch[0, 0])
 
 
+class Sized(Tiny):
+    def __init__(self, width: int = 4, logged: bool = True) -> None:
+        super().__init__()
+        self.save_hyperparameters(logger=logged)
+
+
+def saved(module: TrainModule, path: Path, **options: Any) -> Path:
+    """Train a module, and return its checkpoint."""
+    trainer = fit(path)
+    trainer.fit(module, loader(4))
+    trainer.save_checkpoint(path / "kept", **options)
+    return path / "kept"
+
+
 class TestVerbs:
     # L-10
 
@@ -47,17 +61,20 @@ class TestVerbs:
 
     def test_without_a_module_the_best_weights_of_the_last_run_are_used(self, tmp_path: Path) -> None:
         class Counting(Logs):
+            def configure_callbacks(self) -> Any:
+                return [Checkpoint(tmp_path / "kept", monitor="epoch", mode="min"), EarlyStopping("it", patience=9)]
+
             def on_train_epoch_end(self) -> None:
-                with torch.no_grad():
-                    self.layer.weight.fill_(float(self.current_epoch))
+                self.layer.weight.data.fill_(float(self.current_epoch))
 
             def test_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-                self.log("weight", float(self.layer.weight.reshape(-1)[0]))
+                self.log("weight", float(self.layer.weight.detach()[0, 0]))
 
-        module = Counting()
-        first = Checkpoint(tmp_path / "kept", monitor="epoch", mode="min")
-        trainer = fit(tmp_path, max_epochs=3, callbacks=first, enable_checkpointing=True)
+        module, trainer = Counting(), fit(tmp_path, max_epochs=3, enable_checkpointing=True)
         trainer.fit(module, loader(4))
+        (first,) = trainer.checkpoint_callbacks
+        assert isinstance(trainer.early_stopping_callback, EarlyStopping)
+        assert trainer.progress_bar_callback is None
         assert trainer.test(dataloaders=loader(2), verbose=False) == [{"weight": 0.0}]
         assert trainer.ckpt_path == first.best_model_path
         module.layer.weight.data.fill_(7.0)
@@ -105,12 +122,10 @@ class TestHyperParameters:
     def test_a_mapping_or_a_namespace_is_saved_and_passed_again(self, tmp_path: Path, config: Any) -> None:
         module = self.Configured(config, extra=5)
         assert module.hparams == {"scale": 3, "deep": {"a": 1}}
-        trainer = fit(tmp_path)
-        trainer.fit(module, loader(4))
-        trainer.save_checkpoint(tmp_path / "kept")
-        again = self.Configured.load_from_checkpoint(tmp_path / "kept", extra=7)
+        path = saved(module, tmp_path)
+        again = self.Configured.load_from_checkpoint(path, extra=7)
         assert (again.hparams, again.scale, again.extra) == (module.hparams, 3, 7)
-        other = self.Configured.load_from_checkpoint(checkpoint_path=tmp_path / "kept", scale=4)
+        other = self.Configured.load_from_checkpoint(checkpoint_path=path, scale=4)
         assert (other.hparams["scale"], other.scale) == (4, 4)
 
     def test_nested_mappings_of_any_class_are_saved_as_they_were(self, tmp_path: Path) -> None:
@@ -127,10 +142,7 @@ class TestHyperParameters:
         module = Built(config, HyperParameters(width=3), [1])
         expected = {"config": {"depth": {"n": 2}, "names": ("a", "b")}, "net": {"width": 3}, "sizes": [1]}
         assert module.hparams == expected
-        trainer = fit(tmp_path)
-        trainer.fit(module, loader(4))
-        trainer.save_checkpoint(tmp_path / "kept")
-        again = Built.load_from_checkpoint(tmp_path / "kept")
+        again = Built.load_from_checkpoint(saved(module, tmp_path))
         assert again.width == 3
         assert again.hparams.config.depth.n == 2
 
@@ -142,30 +154,18 @@ class TestHyperParameters:
 
     @pytest.mark.parametrize("logged", [True, False])
     def test_loggers_do_not_get_them_on_request(self, tmp_path: Path, logged: bool) -> None:
-        class Sized(Tiny):
-            def __init__(self, width: int = 4) -> None:
-                super().__init__()
-                self.save_hyperparameters(logger=logged)
-
-        fit(tmp_path, logger=CSVLogger(tmp_path)).fit(Sized(), loader(4))
+        fit(tmp_path, logger=CSVLogger(tmp_path)).fit(Sized(logged=logged), loader(4))
         assert bool(list(tmp_path.rglob("hparams.json"))) == logged
 
     def test_a_file_of_hyper_parameters_takes_precedence(self, tmp_path: Path) -> None:
-        class Sized(Tiny):
-            def __init__(self, width: int = 4) -> None:
-                super().__init__()
-                self.save_hyperparameters()
-
-        trainer = fit(tmp_path)
-        trainer.fit(Sized(), loader(4))
-        trainer.save_checkpoint(tmp_path / "kept")
+        path = saved(Sized(), tmp_path)
         (tmp_path / "hparams.json").write_text(json.dumps({"width": 6}))
-        again = Sized.load_from_checkpoint(tmp_path / "kept", hparams_file=tmp_path / "hparams.json")
-        assert again.hparams == {"width": 6}
+        again = Sized.load_from_checkpoint(path, hparams_file=tmp_path / "hparams.json")
+        assert again.hparams["width"] == 6
         with pytest.raises(ConfigurationError, match="does not contain hyper-parameters"):
-            Sized.load_from_checkpoint(tmp_path / "kept", hparams_file=tmp_path / "tags.csv")
+            Sized.load_from_checkpoint(path, hparams_file=tmp_path / "tags.csv")
         with pytest.raises(ConfigurationError, match="got two paths"):
-            Sized.load_from_checkpoint(tmp_path / "kept", checkpoint_path=tmp_path / "kept")
+            Sized.load_from_checkpoint(path, checkpoint_path=path)
 
     @pytest.mark.parametrize("strict", [True, False])
     def test_the_modules_strict_loading_is_used(self, tmp_path: Path, strict: bool) -> None:
@@ -176,9 +176,7 @@ class TestHyperParameters:
                 super().__init__()
                 self.more = torch.nn.Linear(1, 1)
 
-        trainer, path, module = fit(tmp_path), tmp_path / "kept", More()
-        trainer.fit(Tiny(), loader(4))
-        trainer.save_checkpoint(path, weights_only=True)
+        module, path = More(), saved(Tiny(), tmp_path, weights_only=True)
         module.layer.weight.data.fill_(3.0)
         if strict:
             with pytest.raises(CheckpointError, match="missing"):
@@ -206,7 +204,7 @@ class TestDataModules:
         assert len(trainer.predict(module, data)) == 4
         assert isinstance(data.train_dataloader().sampler, torch.utils.data.RandomSampler)
         with pytest.raises(ConfigurationError, match="test was given no loader"):
-            trainer.test(Evaluated(), data)
+            trainer.test(Logs(), data)
         for one in (copy.deepcopy(data), pickle.loads(pickle.dumps(data))):  # as a launcher sends it
             assert len(one.val_dataloader()) == 2
 
@@ -233,11 +231,6 @@ class TestDataModules:
         assert (again.hparams, again.seen) == ({"fold": 3, "size": 2}, 1)
 
 
-class Evaluated(Tiny):
-    def test_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        pass
-
-
 class TestCallbacks:
     def test_a_callback_logs(self, tmp_path: Path) -> None:
         # L-10
@@ -258,11 +251,11 @@ class TestCallbacks:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         # L-10
-        class Own(ProgressBar):
+        class WithAnotherValue(ProgressBar):
             def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
                 return {**super().get_metrics(trainer, module), "own": 4.25}
 
-        fit(tmp_path, callbacks=Own(), enable_progress_bar=True).fit(Logs(prog_bar=True), loader(4))
+        fit(tmp_path, callbacks=WithAnotherValue(), enable_progress_bar=True).fit(Logs(prog_bar=True), loader(4))
         shown = capsys.readouterr()
         assert "own=4.25" in shown.out + shown.err
         assert "it=1" in shown.out + shown.err
@@ -322,17 +315,6 @@ class TestTrainers:
         several = Fit(accelerator="cpu", devices=3, num_nodes=2)
         assert (several.strategy.name, several.num_devices, several.world_size) == ("ddp", 3, 6)
         assert several.device_ids == [0, 1, 2]
-
-    def test_a_monitor_logged_for_one_loader_is_once_in_the_results(self, tmp_path: Path) -> None:
-        class Named(Tiny):
-            def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-                self.log(("first", "second")[dataloader_idx], 1.0 + dataloader_idx, add_dataloader_idx=False)
-
-            def on_validation_epoch_end(self) -> None:
-                self.log("both", 3.0)
-
-        found = fit(tmp_path).validate(Named(), [loader(2), loader(2)], verbose=False)
-        assert found == [{"first": 1.0, "both": 3.0}, {"second": 2.0, "both": 3.0}]
 
     @pytest.mark.parametrize("rank", [0, 1])
     def test_rank_zero_only_before_a_run(self, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
@@ -446,32 +428,6 @@ def test_an_unsupported_step_is_refused(tmp_path: Path, module: Any, named: str)
     # I-10
     with pytest.raises(ConfigurationError, match=named):
         fit(tmp_path).fit(module, loader(2))
-
-
-class Brings(Tiny):
-    """Provides a `Checkpoint` and an `EarlyStopping`, and gets worse with every epoch."""
-
-    def configure_callbacks(self) -> Any:
-        return [Checkpoint(monitor="worse"), EarlyStopping("worse", patience=9)]
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        self.log("worse", float(self.current_epoch))
-
-
-def test_callbacks_of_the_module_are_found(tmp_path: Path) -> None:
-    # L-10: previously a test without a module used the last weights, although it had best ones
-    trainer = Fit(
-        accelerator="cpu", max_epochs=3, logger=False, default_root_dir=tmp_path, enable_progress_bar=False, seed=0
-    )
-    trainer.fit(Brings(), loader(8), loader(8))
-    assert isinstance(trainer.early_stopping_callback, EarlyStopping)
-    (kept,) = trainer.checkpoint_callbacks
-    assert kept.monitor == "worse"
-    assert "epoch=0-" in kept.best_model_path
-    trainer.validate(dataloaders=loader(8), verbose=False)
-    assert trainer.ckpt_path == kept.best_model_path
-    trainer.callbacks.clear()
-    assert trainer.progress_bar_callback is None
 
 
 def column(folder: Path, name: str) -> list[tuple[float, float]]:

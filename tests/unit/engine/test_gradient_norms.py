@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from engine_case import Tiny, fit, loader
 
 from drivetrain import ConfigurationError, grad_norm
 
@@ -36,13 +33,3 @@ def test_no_gradients_and_wrong_orders() -> None:
     for order in (0, -1, "nan"):
         with pytest.raises(ConfigurationError, match="norm_type"):
             grad_norm(torch.nn.Linear(2, 2), order)
-
-
-def test_a_hook_logs_them(tmp_path: Any) -> None:
-    class Logging(Tiny):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            self.log_dict(grad_norm(self, norm_type=2))
-
-    runner = fit(tmp_path)
-    runner.fit(Logging(), loader(4))
-    assert "grad_2.0_norm_total" in runner.callback_metrics

@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from engine_case import Tiny, fit, loader, recording_callback, recording_module
 
 from drivetrain import Callback, DataModule
-
-# Hooks that only the module has: batch transfer and configuration.
-_MODULE_ONLY = ("prepare_data", "configure_model", "configure_callbacks", "configure_optimizers")
+from drivetrain.callbacks import LambdaCallback
 
 
 def _everyone(*hooks: str) -> list[str]:
@@ -122,122 +119,114 @@ def test_callbacks_run_by_descending_priority_then_in_the_given_order(tmp_path: 
 def test_arguments_of_hooks(tmp_path: Path) -> None:
     got: dict[str, Any] = {}
 
-    class Watching(Callback):
-        def setup(self, trainer: Any, module: Any, stage: str) -> None:
-            got["stage"] = (trainer, module, stage)
+    def gradients(module: Any) -> list[bool]:
+        return [parameter.grad is not None for parameter in module.parameters()]
 
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            got["start"] = (tuple(batch.shape), batch_idx)
+    def ended(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        # global_step already counts the step that this micro-batch closed
+        got["end"] = (outputs["loss"].requires_grad, batch_idx, trainer.global_step)
 
-        def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
-            got["zero_grad"] = (optimizer, [parameter.grad is None for parameter in module.parameters()])
-
-        def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
-            got["loss"] = loss.requires_grad
-
-        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-            got["step"] = (optimizer, trainer.global_step, [p.grad is not None for p in module.parameters()])
-
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            got["end"] = (outputs["loss"].requires_grad, batch_idx, trainer.global_step)
-
-        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            got["epoch"] = trainer.current_epoch
-
-        def on_fit_end(self, trainer: Any, module: Any) -> None:
-            got["epochs"] = trainer.current_epoch
-
-    module, runner = Tiny(), fit(tmp_path, callbacks=Watching())
+    watching = LambdaCallback(
+        setup=lambda trainer, module, stage: got.update(stage=(trainer, module, stage)),
+        on_train_batch_start=lambda trainer, module, batch, index: got.update(start=(tuple(batch.shape), index)),
+        on_before_zero_grad=lambda trainer, module, optimizer: got.update(zero_grad=(optimizer, gradients(module))),
+        on_before_backward=lambda trainer, module, loss: got.update(loss=loss.requires_grad),
+        on_before_optimizer_step=lambda trainer, module, optimizer: got.update(
+            step=(optimizer, trainer.global_step, gradients(module))
+        ),
+        on_train_batch_end=ended,
+        on_train_epoch_end=lambda trainer, module: got.update(epoch=trainer.current_epoch),
+        on_fit_end=lambda trainer, module: got.update(epochs=trainer.current_epoch),
+    )
+    module, runner = Tiny(), fit(tmp_path, callbacks=watching)
     runner.fit(module, loader(4))
     (optimizer,) = runner.optimizers
     assert got == {
         "stage": (runner, module, "fit"),
         "start": ((2, 2), 1),
-        "zero_grad": (optimizer, [False, False]),
+        "zero_grad": (optimizer, [True, True]),
         "loss": True,
         "step": (optimizer, 1, [True, True]),
-        "end": (False, 1, 2),  # global_step already counts the step that this micro-batch closed
+        "end": (False, 1, 2),
         "epoch": 0,
         "epochs": 1,
     }
 
 
-def test_old_gradients_are_freed_before_the_forward(tmp_path: Path) -> None:
-    """Old gradients are set to None before the window's first training_step, so they take no memory in its forward."""
-    held: list[list[bool]] = []
-
-    class Watching(Tiny):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            held.append([parameter.grad is not None for parameter in self.parameters()])
-            return super().training_step(batch, batch_idx)
-
-    fit(tmp_path, accumulate_grad_batches=2).fit(Watching(), loader(8))
-    assert held == [[False] * 2, [True] * 2] * 2
-
-
 def test_a_data_module_is_set_up_first_and_taken_down(tmp_path: Path) -> None:
     calls: list[str] = []
 
-    class Data(DataModule):
-        def prepare_data(self) -> None:
-            calls.append("data.prepare_data")
+    def noting(name: str, returned: Any = None) -> Any:
+        def call(self: Any, *stage: str) -> Any:
+            calls.append(" ".join([f"data.{name}", *stage, str(self.trainer.max_epochs)]))
+            return returned
 
-        def setup(self, stage: str) -> None:
-            calls.append(f"data.setup {stage} {self.trainer.max_epochs}")
+        return call
 
-        def teardown(self, stage: str) -> None:
-            calls.append(f"data.teardown {stage}")
-
-        def train_dataloader(self) -> Any:
-            calls.append("data.train_dataloader")
-            return loader(2)
-
-        def val_dataloader(self) -> Any:
-            calls.append("data.val_dataloader")
-            return loader(2)
-
-    fit(tmp_path, num_sanity_val_steps=0).fit(recording_module(calls), datamodule=Data())
-    steps = ("prepare_data", "setup", "dataloader", "teardown", "on_fit_start")
-    assert [call for call in calls if any(step in call for step in steps)] == [
-        "data.prepare_data",
+    names = ("prepare_data", "setup", "teardown")
+    loaders = {name: noting(name, loader(2)) for name in ("train_dataloader", "val_dataloader")}
+    data = type("Data", (DataModule,), {name: noting(name) for name in names} | loaders)()
+    fit(tmp_path, num_sanity_val_steps=0).fit(recording_module(calls), datamodule=data)
+    noted = ("dataloader", "on_fit_start", *names)
+    assert [call for call in calls if any(name in call for name in noted)] == [
+        "data.prepare_data 1",
         "module.prepare_data",
         "data.setup fit 1",
         "module.setup",
-        "data.train_dataloader",
-        "data.val_dataloader",
+        "data.train_dataloader 1",
+        "data.val_dataloader 1",
         "module.on_fit_start",
-        "data.teardown fit",
+        "data.teardown fit 1",
         "module.teardown",
     ]
 
 
-@pytest.mark.parametrize("where", ["training_step", "on_train_start", "validation_step", "configure_optimizers"])
-def test_a_failure_reaches_on_exception_and_then_teardown(tmp_path: Path, where: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("prepare_data", OSError("as planned")),
+        ("configure_optimizers", ValueError("as planned")),
+        ("on_train_start", ValueError("as planned")),
+        ("training_step", KeyboardInterrupt("as planned")),
+        ("validation_step", ValueError("as planned")),
+    ],
+)
+def test_a_failure_reaches_on_exception_and_then_teardown(tmp_path: Path, where: str, error: BaseException) -> None:
     calls: list[str] = []
     seen: list[BaseException] = []
-    error = ValueError("as planned")
 
     class Watching(Callback):
         def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
             assert module.trainer is trainer  # still within the run
             seen.append(exception)
 
-    module = recording_module(calls)
+    class Data(DataModule):
+        def train_dataloader(self) -> Any:
+            return loader(4)
+
+        val_dataloader = train_dataloader
+
+        def on_exception(self, exception: BaseException) -> None:
+            seen.append(exception)
 
     def failing(*args: Any) -> Any:
         raise error
 
+    module = recording_module(calls)
     setattr(type(module), where, failing)
-    callbacks = [recording_callback("early", calls), Watching()]
-    runner = fit(tmp_path, callbacks=callbacks)
-    with pytest.raises(ValueError, match="as planned") as caught:
-        runner.fit(module, loader(4), loader(4))
+    runner = fit(tmp_path, callbacks=[recording_callback("early", calls), Watching()])
+    with pytest.raises(type(error), match="as planned") as caught:
+        runner.fit(module, datamodule=Data())
     assert caught.value is error
-    assert seen == [error]
-    assert calls[-4:] == ["early.on_exception", "module.on_exception", "early.teardown", "module.teardown"]
-    assert calls.count("module.teardown") == 1
+    assert seen == [error, error]
+    is_set_up = where != "prepare_data"
+    end = ["early.on_exception", "module.on_exception"] + ["early.teardown", "module.teardown"] * is_set_up
+    assert calls[-len(end) :] == end
+    assert calls.count("module.teardown") == is_set_up
     assert "early.on_fit_end" not in calls
     assert runner.state == "interrupted"
+    assert runner.interrupted
+    assert not runner.training
 
 
 @pytest.mark.parametrize("hook", ["setup", "teardown"])
@@ -245,33 +234,16 @@ def test_every_callback_is_torn_down_once_after_a_failure(tmp_path: Path, hook: 
     """Every callback that was set up is torn down, even if another one's setup or teardown fails."""
     calls: list[str] = []
 
-    class Failing(Callback):
-        pass
-
     def failing(*args: Any) -> None:
         raise ValueError("as planned")
 
-    setattr(Failing, hook, failing)
-    callbacks = [recording_callback("first", calls), Failing(), recording_callback("last", calls)]
+    hooks: dict[str, Any] = {hook: failing}
+    callbacks = [recording_callback("first", calls), LambdaCallback(**hooks), recording_callback("last", calls)]
     with pytest.raises(ValueError, match="as planned"):
         fit(tmp_path, callbacks=callbacks).fit(Tiny(), loader(4))
     assert calls.count("first.teardown") == 1
-    assert calls.count("last.teardown") == (1 if hook == "teardown" else 0) or hook == "setup"
+    assert hook == "setup" or calls.count("last.teardown") == 1
     assert calls.count("first.on_exception") == 1
-
-
-def test_keyboard_interrupt_is_raised_again(tmp_path: Path) -> None:
-    calls: list[str] = []
-
-    class Interrupted(Tiny):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise KeyboardInterrupt
-
-    runner = fit(tmp_path, callbacks=recording_callback("callback", calls))
-    with pytest.raises(KeyboardInterrupt):
-        runner.fit(Interrupted(), loader(4))
-    assert calls[-2:] == ["callback.on_exception", "callback.teardown"]
-    assert runner.state == "interrupted"
 
 
 class TestMinusOne:
@@ -280,17 +252,20 @@ class TestMinusOne:
     def test_skips_the_rest_of_the_epoch(self, tmp_path: Path) -> None:
         calls: list[str] = []
 
-        class Skipping(Callback):
-            def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
-                return -1 if trainer.current_epoch == 0 and batch_idx == 1 else None
+        class Skipping(Tiny):
+            def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+                return -1 if self.current_epoch == 1 and batch_idx == 1 else -2
 
-        module = Tiny()
-        runner = fit(tmp_path, max_epochs=2, callbacks=[Skipping(), recording_callback("callback", calls)])
+            def on_train_epoch_end(self) -> None:
+                self.log("at_end", 2.0)  # a value of the epoch
+
+        module, runner = Skipping(), fit(tmp_path, max_epochs=2, callbacks=recording_callback("callback", calls))
         runner.fit(module, loader(8))
-        assert [numbers[0] for numbers in module.seen] == [0, 0, 2, 4, 6]
+        assert [numbers[0] for numbers in module.seen] == [0, 2, 4, 6, 0]
         assert (runner.current_epoch, runner.global_step) == (2, 5)
         assert calls.count("callback.on_train_epoch_end") == 2
         assert calls.count("callback.on_train_batch_end") == 5
+        assert float(runner.callback_metrics["at_end"]) == 2.0
 
     def test_the_open_window_makes_no_step_and_leaves_no_gradient(self, tmp_path: Path) -> None:
         class Skipping(Tiny):
@@ -303,25 +278,3 @@ class TestMinusOne:
         assert runner.global_step == 1
         assert runner.micro_batches == 3
         assert all(parameter.grad is None for parameter in module.parameters())
-
-    def test_values_logged_at_the_end_of_a_skipped_epoch_are_epoch_values(self, tmp_path: Path) -> None:
-        class Skipping(Tiny):
-            def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-                return -1 if batch_idx == 1 else None
-
-            def on_train_epoch_end(self) -> None:
-                assert self.trainer.metrics.batch is None  # type: ignore[attr-defined]
-                self.log("at_end", 2.0)
-
-        runner = fit(tmp_path)
-        runner.fit(Skipping(), loader(8))
-        assert float(runner.callback_metrics["at_end"]) == 2.0
-
-    def test_true_is_not_minus_one(self, tmp_path: Path) -> None:
-        class Answering(Tiny):
-            def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
-                return torch.tensor(-2)
-
-        module = Answering()
-        fit(tmp_path).fit(module, loader(4))
-        assert len(module.seen) == 2

@@ -12,9 +12,11 @@ import pytest
 import torch
 import torchmetrics
 from engine_case import Tiny, fit, loader
+from small_modules import tiny
 from test_logging import Kept, Logging, Metered
 
-from drivetrain import Callback, ConfigurationError
+from drivetrain import ConfigurationError
+from drivetrain.callbacks import LambdaCallback
 
 BIG = 2**24 + 1  # the first integer that float32 cannot represent
 
@@ -48,19 +50,16 @@ class TestChangedAfterwards:
         """CLIP's ``logit_scale``: the optimizer changes it after the call."""
         seen: list[float] = []
 
-        class Scaled(Tiny):
-            def __init__(self) -> None:
-                super().__init__(lr=0.1)
-                self.scale = torch.nn.Parameter(torch.ones(shape))
+        def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+            seen.append(self.scale.item())
+            self.log("scale", self.scale, on_step=True, on_epoch=True)
+            return (self.scale * self.layer(batch)).square().mean()
 
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                seen.append(self.scale.item())
-                self.log("scale", self.scale, on_step=True, on_epoch=True)
-                return (self.scale * self.layer(batch)).square().mean()
-
+        module = tiny(training_step=training_step, lr=0.1)
+        module.scale, module.lr = torch.nn.Parameter(torch.ones(shape)), 0.1
         logger = Kept()
         runner = fit(tmp_path, logger=logger, log_every_n_steps=1)
-        runner.fit(Scaled(), loader(8))
+        runner.fit(module, loader(8))
         assert len(set(seen)) == 4  # it changes
         assert logger.of("scale_step") == list(enumerate(seen, 1))
         assert float(runner.callback_metrics["scale_epoch"]) == pytest.approx(sum(seen) / 4, rel=1e-12)
@@ -95,19 +94,15 @@ class TestChangedAfterwards:
     def test_changes_to_a_read_value_have_no_effect(self, tmp_path: Path) -> None:
         """A hook that shows percents must not change what decides later."""
 
-        class Percents(Callback):
-            def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-                for read in (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics):
-                    for name in read:
-                        read[name] *= 100
-
-            def on_train_end(self, trainer: Any, module: Any) -> None:
-                self.on_train_batch_end(trainer, module, None, None, 0)
+        def to_percents(trainer: Any, *_: Any) -> None:
+            for read in (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics):
+                for name in read:
+                    read[name] *= 100
 
         def train(self: Any, batch: Any, batch_idx: int) -> None:
             self.log("it", batch[:, 0].mean(), on_step=True, on_epoch=True, prog_bar=True)
 
-        runner = fit(tmp_path, callbacks=Percents())
+        runner = fit(tmp_path, callbacks=LambdaCallback(on_train_batch_end=to_percents, on_train_end=to_percents))
         runner.fit(Logging(train), loader(5))
         found = {name: float(value) for name, value in runner.callback_metrics.items()}
         assert found == {"it": 2.0, "it_epoch": 2.0, "it_step": 4.0}
@@ -148,15 +143,11 @@ class TestNumbers:
     @pytest.mark.parametrize(
         "value",
         [
-            np.float16(3),
-            np.longdouble(3),
-            np.int64(3),
-            np.array(3.0, dtype=np.float32),
-            np.array([[3]]),
-            torch.tensor(3, dtype=torch.uint8),
-            torch.tensor([[3.0]], dtype=torch.bfloat16),
+            *(np.float16(3), np.longdouble(3), np.int64(3), np.array(3.0, dtype=np.float32), np.array([[3]])),
+            *(torch.tensor(3, dtype=torch.uint8), torch.tensor([[3.0]], dtype=torch.bfloat16)),
+            *(True, np.bool_(True), torch.tensor(True)),
         ],
-        ids=lambda value: f"{type(value).__name__}-{value.dtype}",
+        ids=lambda value: f"{type(value).__name__}-{getattr(value, 'dtype', None)}",
     )
     def test_numbers_of_every_kind(self, tmp_path: Path, value: Any) -> None:
         def train(self: Any, batch: Any, batch_idx: int) -> None:
@@ -165,25 +156,18 @@ class TestNumbers:
         logger = Kept()
         runner = fit(tmp_path, logger=logger, log_every_n_steps=1)
         runner.fit(Logging(train), loader(4))
+        number = float(np.asarray(value.float() if isinstance(value, torch.Tensor) else value).reshape(()))
         assert {name: float(read) for name, read in runner.callback_metrics.items()} == dict.fromkeys(
-            ("it", "it_step", "it_epoch"), 3.0
+            ("it", "it_step", "it_epoch"), number
         )
-        assert logger.of("it_step") == [(1, 3.0), (2, 3.0)]
-
-    def test_truth_values(self, tmp_path: Path) -> None:
-        def train(self: Any, batch: Any, batch_idx: int) -> None:
-            self.log_dict({"a": True, "b": np.bool_(True), "c": torch.tensor(True)}, on_step=False, on_epoch=True)
-
-        runner = fit(tmp_path)
-        runner.fit(Logging(train), loader(4))
-        assert {name: float(read) for name, read in runner.callback_metrics.items()} == {"a": 1, "b": 1, "c": 1}
+        assert logger.of("it_step") == [(1, number), (2, number)]
 
     @pytest.mark.parametrize(
         "kind",
         [float, int, np.int64, torch.tensor, lambda value: torch.tensor(value, dtype=torch.float64)],
         ids=["float", "int", "int64", "tensor", "double"],
     )
-    @pytest.mark.parametrize("reduce_fx", ["mean", "max"])
+    @pytest.mark.parametrize("reduce_fx", ["mean", "sum"])
     def test_what_does_not_fit_in_float32_is_not_rounded_to_it(
         self, tmp_path: Path, kind: Callable[[int], Any], reduce_fx: str
     ) -> None:
@@ -198,17 +182,6 @@ class TestNumbers:
         )
         assert logger.of("it_step") == logger.of("it_epoch") == [(1, float(BIG))]
         assert runner.validate(Logging(None, step), loader(2), verbose=False) == [{"it_epoch": float(BIG)}]
-
-    def test_a_sum_of_many_small_numbers(self, tmp_path: Path) -> None:
-        """Tokens seen: each count fits, their sum does not."""
-
-        def train(self: Any, batch: Any, batch_idx: int) -> None:
-            tokens = torch.tensor(2.0**20 + 1)
-            self.log("tokens", tokens, on_step=False, on_epoch=True, reduce_fx="sum")
-
-        runner = fit(tmp_path)
-        runner.fit(Logging(train), loader(66))
-        assert float(runner.callback_metrics["tokens"]) == 33 * (2**20 + 1)
 
     def test_whole_numbers_beyond_64_bits(self, tmp_path: Path) -> None:
         """The FLOPs of a large training."""
@@ -242,20 +215,32 @@ class TestWeights:
 
 
 class Measured(Tiny):
-    """Measures the mean of the sample numbers; ``at_end`` is called in the epoch's last hook."""
+    """Measures the mean of the sample numbers; ``at_end`` names what it does in the epoch's last hook."""
 
-    def __init__(self, at_end: Callable[[Any], None], in_step: bool) -> None:
+    def __init__(self, *at_end: str, in_step: bool = False) -> None:
         super().__init__()
-        self.mean = torchmetrics.MeanMetric()
-        self.first = torchmetrics.CatMetric()
-        self._at_end, self._in_step = at_end, in_step
+        self.mean, self.first = torchmetrics.MeanMetric(), torchmetrics.CatMetric()
+        self.at_end, self.in_step = at_end, in_step
 
     def _step(self, batch: Any) -> None:
         self.mean.update(batch[:, 0])
         self.first.update(batch[:, 0].max() if not len(self.first.value) else batch[:0, 0])
-        if self._in_step:
-            self.log("mean", self.mean, on_step=False, on_epoch=True)
-            self.log("first", self.first, on_step=False, on_epoch=True)
+        if self.in_step:
+            self.log_metrics()
+
+    def log_metrics(self) -> None:
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.log("first", self.first, on_step=False, on_epoch=True)
+
+    def compute(self) -> None:
+        self.log("by_hand", self.mean.compute())
+
+    def reset(self) -> None:
+        self.mean.reset()
+        self.first.reset()
+
+    def use(self) -> None:
+        self.mean.update(8.0)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self._step(batch)
@@ -265,40 +250,10 @@ class Measured(Tiny):
         self._step(batch)
 
     def on_train_epoch_end(self) -> None:
-        self._at_end(self)
+        for name in self.at_end:
+            getattr(self, name)()
 
-    def on_validation_epoch_end(self) -> None:
-        self._at_end(self)
-
-
-def _reset(module: Any) -> None:
-    module.mean.reset()
-    module.first.reset()
-
-
-def _log(module: Any) -> None:
-    module.log("mean", module.mean, on_step=False, on_epoch=True)
-    module.log("first", module.first, on_step=False, on_epoch=True)
-
-
-def _log_and_reset(module: Any) -> None:
-    _log(module)
-    _reset(module)
-
-
-def _compute_and_reset(module: Any) -> None:
-    module.log("by_hand", module.mean.compute())
-    _reset(module)
-
-
-def _reset_and_use(module: Any) -> None:
-    _reset(module)
-    module.mean.update(100.0)
-
-
-def _log_reset_and_use(module: Any) -> None:
-    _log_and_reset(module)
-    module.mean.update(100.0)
+    on_validation_epoch_end = on_train_epoch_end
 
 
 class TestMetricObjects:
@@ -317,43 +272,33 @@ class TestMetricObjects:
     @pytest.mark.parametrize(
         ("at_end", "in_step"),
         [
-            (_reset, True),
-            (_compute_and_reset, True),
-            (_log_and_reset, True),
-            (_log_and_reset, False),
-            (_reset_and_use, True),
-            (_log_reset_and_use, False),
+            (["reset"], True),
+            (["compute", "reset"], True),
+            (["log_metrics", "reset"], True),
+            (["log_metrics", "reset"], False),
+            (["reset", "use"], True),
+            (["log_metrics", "reset", "use"], False),
         ],
     )
-    def test_a_metric_reset_by_hand_after_logging(
-        self, tmp_path: Path, at_end: Callable[[Any], None], in_step: bool
-    ) -> None:
+    def test_a_metric_reset_by_hand_after_logging(self, tmp_path: Path, at_end: list[str], in_step: bool) -> None:
         """Code that computes a metric by hand also resets it; if it was logged too, its value was NaN."""
-        module = Measured(at_end, in_step)
-        expected = {"mean": 2.0, "first": 1.0} | ({"by_hand": 2.0} if at_end is _compute_and_reset else {})
-        runner = fit(tmp_path)
-        assert runner.validate(module, loader(5), verbose=False) == [expected]
-        assert runner.validate(module, loader(5), verbose=False) == [expected]  # the next epoch has its own value
+        module = Measured(*at_end, in_step=in_step)
+        expected = {"mean": 2.0, "first": 1.0} | ({"by_hand": 2.0} if "compute" in at_end else {})
         runner = fit(tmp_path, max_epochs=2)
+        for _ in range(2):  # the next epoch has its own value
+            assert runner.validate(module, loader(5), verbose=False) == [expected]
         runner.fit(module, loader(5))
         assert {name: float(value) for name, value in runner.callback_metrics.items()} == expected
 
     def test_a_metric_logged_again_in_the_hook_has_its_current_value(self, tmp_path: Path) -> None:
-        def more(module: Any) -> None:
-            module.mean.update(8.0)
-            _log(module)
-
-        module = Measured(more, True)
+        module = Measured("use", "log_metrics", in_step=True)
         assert fit(tmp_path).validate(module, loader(5), verbose=False)[0]["mean"] == (0 + 1 + 2 + 3 + 4 + 8) / 6
 
     def test_a_metric_logged_before_the_first_batch_is_for_the_epoch(self, tmp_path: Path) -> None:
         class Early(Measured):
-            def on_validation_epoch_start(self) -> None:
-                _log(self)
+            on_validation_epoch_start = Measured.log_metrics
 
-        module = Early(lambda module: None, False)
-        expected = [{"mean": 2.0, "first": 1.0}]
-        assert fit(tmp_path).validate(module, loader(5), verbose=False) == expected
+        assert fit(tmp_path).validate(Early(), loader(5), verbose=False) == [{"mean": 2.0, "first": 1.0}]
 
     def test_one_object_in_an_evaluation_and_in_a_fit(self, tmp_path: Path) -> None:
         """Validation left it with tensors that training could not accumulate into."""

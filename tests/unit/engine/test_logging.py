@@ -14,8 +14,9 @@ import pytest
 import torch
 import torchmetrics
 from engine_case import Tiny, fit, loader
+from small_modules import calling, tiny
 
-from drivetrain import Callback, ConfigurationError, Fit, Logger
+from drivetrain import ConfigurationError, Fit, Logger
 from drivetrain.loggers import CSVLogger
 
 
@@ -148,12 +149,8 @@ class TestDefaults:
             fit(tmp_path).fit(module, loader(4), loader(4))
 
     def test_refused_in_prediction(self, tmp_path: Path) -> None:
-        class Predicting(Tiny):
-            def predict_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-                self.log("it", 3.0)
-
         with pytest.raises(ConfigurationError, match="in prediction"):
-            fit(tmp_path).predict(Predicting(), loader(4))
+            fit(tmp_path).predict(tiny(predict_step=lambda self, batch, index: self.log("it", 3.0)), loader(4))
 
     def test_refused_outside_a_run(self) -> None:
         """A-04."""
@@ -311,15 +308,10 @@ class TestWhereValuesGo:
     def test_the_sanity_check_leaves_nothing(self, tmp_path: Path) -> None:
         seen: list[dict[str, float]] = []
         logger = Kept()
-
-        class Watching(Callback):
-            def on_train_start(self, trainer: Any, module: Any) -> None:
-                seen.append(_values(trainer.callback_metrics))
-
+        watching = calling("on_train_start", lambda trainer: seen.append(_values(trainer.callback_metrics)))
         module = Logging(None, lambda self, *_: self.log("val", 1.0, on_step=True, on_epoch=True))
-        fit(tmp_path, logger=logger, callbacks=Watching(), max_steps=0).fit(module, loader(4), loader(4))
-        assert seen == [{}]
-        assert logger.rows == []
+        fit(tmp_path, logger=logger, callbacks=watching, max_steps=0).fit(module, loader(4), loader(4))
+        assert (seen, logger.rows) == ([{}], [])
 
 
 class TestSeveralLoaders:
@@ -369,13 +361,10 @@ class TestMetricObjects:
     def test_over_the_epoch_and_reset_at_its_end(self, tmp_path: Path) -> None:
         seen: list[float] = []
 
-        class Watching(Callback):
-            def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-                seen.append(float(module.mean.compute()))  # not reset yet
-
         module = self._module(on_step=True, on_epoch=True)
+        watching = calling("on_train_epoch_end", lambda trainer: seen.append(float(module.mean.compute())))  # before
         logger = Kept()
-        runner = fit(tmp_path, max_epochs=2, logger=logger, log_every_n_steps=1, callbacks=Watching())
+        runner = fit(tmp_path, max_epochs=2, logger=logger, log_every_n_steps=1, callbacks=watching)
         runner.fit(module, loader(5), loader(3))
         assert logger.of("train_step") == [(1, 0.5), (2, 2.5), (3, 4.0), (4, 0.5), (5, 2.5), (6, 4.0)]
         assert logger.of("train_epoch") == [(3, 2.0), (6, 2.0)]
@@ -418,33 +407,18 @@ class TestMetricObjects:
 
 def test_log_stores_the_value_without_reading_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """H-03: no sync (nothing is read), no communication, and a cost that does not grow with the epoch."""
-    inside = False
     reads: list[str] = []
-
-    def guarded(name: str) -> Any:
-        plain = getattr(torch.Tensor, name)
-
-        def read(self: torch.Tensor, *args: Any) -> Any:
-            if inside:
-                reads.append(name)
-            return plain(self, *args)
-
-        return read
-
-    for name in ("item", "tolist", "__float__", "__int__", "__bool__", "cpu", "numpy"):
-        monkeypatch.setattr(torch.Tensor, name, guarded(name))
     held: list[int] = []
 
     def train(self: Any, batch: Any, batch_idx: int) -> None:
-        nonlocal inside
         value = _first(batch)
-        inside = True
-        self.log("it", value, on_step=True, on_epoch=True, prog_bar=True)
-        self.log("it_max", value, on_step=False, on_epoch=True, reduce_fx="max")
-        inside = False
+        with monkeypatch.context() as patch:
+            for name in ("item", "tolist", "__float__", "__int__", "__bool__", "cpu", "numpy"):
+                patch.setattr(torch.Tensor, name, lambda *_, name=name: reads.append(name))
+            self.log("it", value, on_step=True, on_epoch=True, prog_bar=True)
+            self.log("it_max", value, on_step=False, on_epoch=True, reduce_fx="max")
         held.append(max(len(entry.waiting) for entry in self.trainer.metrics.entries.values()))
 
     fit(tmp_path, log_every_n_steps=1).fit(Logging(train), loader(600))
-    assert reads == []
-    assert len(held) == 300
+    assert (reads, len(held)) == ([], 300)
     assert max(held) <= 64

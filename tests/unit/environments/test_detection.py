@@ -20,66 +20,40 @@ from drivetrain.environments import (
 )
 from drivetrain.errors import ConfigurationError
 
-_TORCHRUN = {
-    "RANK": "5",
-    "LOCAL_RANK": "1",
-    "WORLD_SIZE": "8",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-    "MASTER_ADDR": "host0",
-    "MASTER_PORT": "29400",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-    "TORCHELASTIC_RESTART_COUNT": "2",
-    "TORCHELASTIC_RUN_ID": "none",
-}
-_SLURM = {
-    "SLURM_JOB_ID": "123456",
-    "SLURM_JOB_NAME": "train",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "6",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "3",
-    "SLURM_NTASKS": "7",
-    "SLURM_STEP_NUM_TASKS": "7",
-    "SLURM_STEP_NUM_NODES": "4",
-    "SLURM_NNODES": "4",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
-    "SLURM_TASKS_PER_NODE": "2(x3),1",
-    "SLURM_STEP_NODELIST": "gpu[008-010],login1",
-}
-_OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "PMIX_NAMESPACE": "prterun-host-77@1",
-    "MASTER_ADDR": "host0",
-}
-_MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "MASTER_PORT": "2345"}
-_MVAPICH = {
-    "MV2_COMM_WORLD_RANK": "2",
-    "MV2_COMM_WORLD_SIZE": "3",
-    "MV2_COMM_WORLD_LOCAL_RANK": "2",
-    "MV2_COMM_WORLD_LOCAL_SIZE": "3",
-}
-_LSF = {
-    "LSB_JOBID": "99",
-    "JSM_NAMESPACE_RANK": "7",
-    "JSM_NAMESPACE_SIZE": "12",
-    "JSM_NAMESPACE_LOCAL_RANK": "1",
-    "JSM_NAMESPACE_LOCAL_SIZE": "6",
-    "LSB_MCPU_HOSTS": "batch5 1 h36n04 42 h36n05 42",
-    "OMPI_COMM_WORLD_RANK": "7",
-    "OMPI_COMM_WORLD_SIZE": "12",
-}
-_KUBEFLOW = {
-    "KUBERNETES_PORT": "tcp://10.0.0.1:443",
-    "RANK": "2",
-    "WORLD_SIZE": "3",
-    "MASTER_ADDR": "job-master-0",
-    "MASTER_PORT": "23456",
-}
+
+def variables_of(text: str, **more: str) -> dict[str, str]:
+    """Return variables written as in a shell."""
+    return dict(pair.split("=", 1) for pair in text.split()) | more
+
+
+_TORCHRUN = variables_of("""
+    RANK=5 LOCAL_RANK=1 WORLD_SIZE=8 LOCAL_WORLD_SIZE=4 GROUP_RANK=1 GROUP_WORLD_SIZE=2 MASTER_ADDR=host0
+    MASTER_PORT=29400 TORCHELASTIC_USE_AGENT_STORE=True TORCHELASTIC_RESTART_COUNT=2 TORCHELASTIC_RUN_ID=none
+""")
+_SLURM = variables_of("""
+    SLURM_JOB_ID=123456 SLURM_JOB_NAME=train SLURM_STEP_ID=0 SLURM_PROCID=6 SLURM_LOCALID=0 SLURM_NODEID=3
+    SLURM_NTASKS=7 SLURM_STEP_NUM_TASKS=7 SLURM_STEP_NUM_NODES=4 SLURM_NNODES=4 SLURM_STEP_TASKS_PER_NODE=2(x3),1
+    SLURM_TASKS_PER_NODE=2(x3),1 SLURM_STEP_NODELIST=gpu[008-010],login1
+""")
+_OPEN_MPI = variables_of("""
+    OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2
+    PMIX_NAMESPACE=prterun-host-77@1 MASTER_ADDR=host0
+""")
+_IN_TURN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}  # ranks that alternate between nodes
+_MPICH = variables_of("PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2 MASTER_PORT=2345")
+_MVAPICH = variables_of("""
+    MV2_COMM_WORLD_RANK=2 MV2_COMM_WORLD_SIZE=3 MV2_COMM_WORLD_LOCAL_RANK=2 MV2_COMM_WORLD_LOCAL_SIZE=3
+""")
+_LSF = variables_of(
+    """
+    LSB_JOBID=99 JSM_NAMESPACE_RANK=7 JSM_NAMESPACE_SIZE=12 JSM_NAMESPACE_LOCAL_RANK=1 JSM_NAMESPACE_LOCAL_SIZE=6
+    OMPI_COMM_WORLD_RANK=7 OMPI_COMM_WORLD_SIZE=12
+    """,
+    LSB_MCPU_HOSTS="batch5 1 h36n04 42 h36n05 42",
+)
+_KUBEFLOW = variables_of("""
+    KUBERNETES_PORT=tcp://10.0.0.1:443 RANK=2 WORLD_SIZE=3 MASTER_ADDR=job-master-0 MASTER_PORT=23456
+""")
 
 
 @pytest.mark.parametrize(
@@ -90,6 +64,7 @@ _KUBEFLOW = {
         ({"RANK": "0", "WORLD_SIZE": "1"}, TorchrunEnvironment, Placement(), "127.0.0.1"),
         (_SLURM, SlurmEnvironment, Placement(6, 7, 0, 1, 3, 4), "gpu008"),
         (_OPEN_MPI, MPIEnvironment, Placement(3, 4, 1, 2, 1, 2), "host0"),
+        (_OPEN_MPI | _IN_TURN, MPIEnvironment, Placement(1, 4, 0, 2, 1, 2), "host0"),
         (_MPICH, MPIEnvironment, Placement(1, 2, 1, 2, 0, 1), "127.0.0.1"),
         (_MVAPICH, MPIEnvironment, Placement(2, 3, 2, 3, 0, 1), "127.0.0.1"),
         (_LSF, LSFEnvironment, Placement(7, 12, 1, 6, 1, 2), "h36n04"),
@@ -97,7 +72,6 @@ _KUBEFLOW = {
         # If one launcher runs inside another, the inner one started the processes.
         (_SLURM | _TORCHRUN, TorchrunEnvironment, Placement(5, 8, 1, 4, 1, 2), "host0"),
         (_KUBEFLOW | _TORCHRUN, TorchrunEnvironment, Placement(5, 8, 1, 4, 1, 2), "host0"),
-        (_OPEN_MPI | _TORCHRUN, TorchrunEnvironment, Placement(5, 8, 1, 4, 1, 2), "host0"),
         (_SLURM | _OPEN_MPI, MPIEnvironment, Placement(3, 4, 1, 2, 1, 2), "host0"),
         (_SLURM | {"PMI_RANK": "6", "PMI_SIZE": "7"}, SlurmEnvironment, Placement(6, 7, 0, 1, 3, 4), "gpu008"),
     ],
@@ -133,13 +107,15 @@ def test_names_and_nearest_names() -> None:  # G-06
         environment_by_name("slrum", {})
 
 
-def test_torchrun_says_who_hosts_the_store() -> None:
+def test_torchrun_states_who_hosts_the_store() -> None:
     environment = TorchrunEnvironment(_TORCHRUN)
     assert environment.agent_hosts_store
     assert environment.restart_count == 2
     assert environment.main_port == 29400
     assert not TorchrunEnvironment(_TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).agent_hosts_store
     assert not SlurmEnvironment(_SLURM).agent_hosts_store
+    with pytest.raises(ConfigurationError, match="MASTER_PORT=65536 is not a port"):  # G-06
+        _ = TorchrunEnvironment(_TORCHRUN | {"MASTER_PORT": "65536"}).main_port
 
 
 def _without(variables: dict[str, str], *names: str) -> dict[str, str]:
@@ -168,19 +144,14 @@ def _without(variables: dict[str, str], *names: str) -> dict[str, str]:
         ("kubeflow", {"RANK": "0"}, "WORLD_SIZE is not set"),
     ],
 )
-def test_what_is_missing_or_wrong_is_named(name: str, variables: dict[str, str], message: str) -> None:  # G-06
+def test_a_missing_or_wrong_variable_is_named(name: str, variables: dict[str, str], message: str) -> None:  # G-06
     with pytest.raises(ConfigurationError, match=message) as caught:
         environment_by_name(name, variables).placement()
     assert caught.value.why
     assert caught.value.fix
 
 
-def test_mpi_ranks_dealt_in_turn() -> None:
-    variables = _OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    assert MPIEnvironment(variables).placement() == Placement(1, 4, 0, 2, 1, 2)
-
-
-def test_mpi_meeting_places() -> None:
+def test_addresses_and_ports_under_mpi() -> None:
     with pytest.raises(ConfigurationError, match=r"(?s)MASTER_ADDR is not set, but the 2 nodes.*mpirun -x MASTER_ADDR"):
         _ = MPIEnvironment(_without(_OPEN_MPI, "MASTER_ADDR")).main_address
     others = _OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
@@ -191,11 +162,6 @@ def test_mpi_meeting_places() -> None:
     assert MPIEnvironment(_MPICH).main_port == 2345
     with pytest.raises(ConfigurationError, match="MASTER_PORT is not set"):
         _ = MPIEnvironment(_MVAPICH).main_port
-
-
-def test_bad_ports_are_refused() -> None:  # G-06
-    with pytest.raises(ConfigurationError, match="MASTER_PORT=65536 is not a port"):
-        _ = TorchrunEnvironment(_TORCHRUN | {"MASTER_PORT": "65536"}).main_port
 
 
 def test_lsf_hosts(tmp_path: os.PathLike[str]) -> None:

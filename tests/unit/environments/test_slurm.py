@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from drivetrain.environments import PlainEnvironment, SlurmEnvironment, detect_environment
@@ -26,7 +28,7 @@ _FOUR_TASKS = {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NNODES":
         ("no rank", {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}),
     ],
 )
-def test_what_srun_did_not_start_is_on_its_own(what: str, variables: dict[str, str]) -> None:
+def test_a_process_that_srun_did_not_start_is_plain(what: str, variables: dict[str, str]) -> None:
     assert isinstance(detect_environment(variables), PlainEnvironment), what
 
 
@@ -41,34 +43,30 @@ def test_what_srun_did_not_start_is_on_its_own(what: str, variables: dict[str, s
         ),
     ],
 )
-def test_what_srun_started_is_joined(what: str, variables: dict[str, str]) -> None:
+def test_a_process_that_srun_started_is_of_slurm(what: str, variables: dict[str, str]) -> None:
     environment = detect_environment(_JOB | _FOUR_TASKS | variables)
     assert isinstance(environment, SlurmEnvironment), what
     assert environment.placement().local_world_size == 4
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"),
+    ("read", "text", "expected"),
     [
-        ("host0", "host0"),
-        ("host0,host1", "host0"),
-        ("gpu[008-010,012]", "gpu008"),
-        ("gpu[3,5-7],login1", "gpu3"),
-        ("login1,gpu[3,5-7]", "login1"),
-        ("rack[1-2]n[03-05,9],gpu7", "rack1n03"),
-        ("n[1-2]-ib", "n1-ib"),
+        (first_node, "host0", "host0"),
+        (first_node, "host0,host1", "host0"),
+        (first_node, "gpu[008-010,012]", "gpu008"),
+        (first_node, "login1,gpu[3,5-7]", "login1"),
+        (first_node, "rack[1-2]n[03-05,9],gpu7", "rack1n03"),
+        (first_node, "n[1-2]-ib", "n1-ib"),
+        (parse_tasks_per_node, "4", [4]),
+        (parse_tasks_per_node, "2(x3),1", [2, 2, 2, 1]),
+        (parse_tasks_per_node, "", []),
+        (parse_tasks_per_node, "2(x", []),
+        (parse_tasks_per_node, "a", []),
     ],
 )
-def test_the_first_of_a_list_of_nodes(nodes: str, first: str) -> None:
-    assert first_node(nodes) == first
-
-
-@pytest.mark.parametrize(
-    ("text", "counts"),
-    [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("1,2(x2)", [1, 2, 2]), ("", []), ("2(x", []), ("a", [])],
-)
-def test_tasks_per_node(text: str, counts: list[int]) -> None:
-    assert parse_tasks_per_node(text) == counts
+def test_nodes_and_tasks_are_read(read: Any, text: str, expected: Any) -> None:
+    assert read(text) == expected
 
 
 def test_ports_differ_between_steps_and_restarts_are_counted() -> None:

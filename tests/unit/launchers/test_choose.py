@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from drivetrain.errors import ConfigurationError
-from drivetrain.launchers import FunctionLauncher, SubprocessLauncher, choose_launcher
-from drivetrain.launchers import _script_runners as runners
+from drivetrain.launchers import FunctionLauncher, choose_launcher
+
+# Private: what the launchers decide by the program that runs, without starting such programs.
 from drivetrain.launchers._rerun_command import rerun_command
 from drivetrain.launchers._script_runners import runner
 
@@ -36,22 +37,18 @@ def _away(function: Callable[..., Any], *args: Any) -> Any:
         return pool.submit(function, *args).result()
 
 
-def test_settings_name_launchers() -> None:
-    assert isinstance(choose_launcher("subprocess", 2), SubprocessLauncher)
+def started_by(setting: str) -> str:
+    """Return how the chosen launcher starts processes."""
+    launcher = choose_launcher(setting, 2)
+    return launcher.start_method if isinstance(launcher, FunctionLauncher) else type(launcher).__name__
+
+
+def test_settings_name_launchers() -> None:  # G-06
     for method in ("spawn", "forkserver", "fork"):
-        launcher = choose_launcher(method, 2)
-        assert isinstance(launcher, FunctionLauncher)
-        assert launcher.start_method == method
-
-
-def test_unknown_names_are_refused() -> None:  # G-06
+        assert started_by(method) == method
+    assert started_by("subprocess") == "SubprocessLauncher"
     with pytest.raises(ConfigurationError, match=r"(?s)launcher='forkservr' is unknown. Did you mean 'forkserver'\?"):
         choose_launcher("forkservr", 2)
-
-
-def test_auto_runs_scripts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    _main(monkeypatch, __file__)
-    assert isinstance(_away(choose_launcher, "auto", 2), SubprocessLauncher)
 
 
 @pytest.mark.parametrize(
@@ -72,20 +69,17 @@ def test_auto_starts_a_function_if_rerunning_would_run_more_than_the_script(
     path.touch()
     _main(monkeypatch, str(path), spec)
     asked = (lambda function, *args: function(*args)) if file == __file__ else _away
-    launcher = asked(choose_launcher, "auto", 2)
-    assert isinstance(launcher, FunctionLauncher)
-    assert launcher.start_method == "fork"
-    with pytest.raises(
-        ConfigurationError, match=r"runs this code among other code, which a second start would run again"
-    ):
+    assert asked(started_by, "auto") == "fork"
+    with pytest.raises(ConfigurationError, match="runs this code among other code, which a second start would run"):
         asked(rerun_command)
 
 
-def test_a_script_named_like_a_test_runner_is_a_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # I-19
-    script = tmp_path / "celery.py"
+@pytest.mark.parametrize("name", ["train.py", "celery.py"])
+def test_auto_runs_scripts_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:  # I-19
+    script = tmp_path / name
     script.touch()
     _main(monkeypatch, str(script))
-    assert isinstance(_away(choose_launcher, "auto", 2), SubprocessLauncher)
+    assert _away(started_by, "auto") == "SubprocessLauncher"
 
 
 def test_other_test_runners_are_recognised_by_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:  # I-19
@@ -122,9 +116,7 @@ def test_autograd_s_threads_forbid_forking(monkeypatch: pytest.MonkeyPatch) -> N
     thread.start()
     try:
         assert begun.wait(10)
-        launcher = choose_launcher("auto", 2)
-        assert isinstance(launcher, FunctionLauncher)
-        assert launcher.start_method == "forkserver"
+        assert started_by("auto") == "forkserver"
         with pytest.raises(ConfigurationError, match="autograd's device threads"):
             choose_launcher("fork", 2)
     finally:
@@ -134,49 +126,41 @@ def test_autograd_s_threads_forbid_forking(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_auto_starts_a_function_in_an_interactive_session(monkeypatch: pytest.MonkeyPatch) -> None:
     _main(monkeypatch, None)
-    launcher = choose_launcher("auto", 2)
-    assert isinstance(launcher, FunctionLauncher)
-    assert launcher.start_method == "fork"
+    assert started_by("auto") == "fork"
     _main(monkeypatch, __file__)
-    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    assert isinstance(choose_launcher("auto", 2), FunctionLauncher)
-    monkeypatch.delattr(sys, "ps1")
+    with monkeypatch.context() as interactive:
+        interactive.setattr(sys, "ps1", ">>> ", raising=False)
+        assert _away(started_by, "auto") == "fork"
     ipython = types.ModuleType("IPython")
     ipython.get_ipython = object  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "IPython", ipython)
-    assert isinstance(choose_launcher("auto", 2), FunctionLauncher)
+    assert _away(started_by, "auto") == "fork"
 
 
 def test_forking_after_cuda_was_used_is_refused_and_never_chosen(monkeypatch: pytest.MonkeyPatch) -> None:  # A-06
     _main(monkeypatch, None)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    launcher = choose_launcher("auto", 2)
-    assert isinstance(launcher, FunctionLauncher)
-    assert launcher.start_method == "forkserver"
+    assert started_by("auto") == "forkserver"
     with pytest.raises(ConfigurationError, match=r'(?s)launcher="fork" cannot start 2 processes here.*used CUDA'):
         choose_launcher("fork", 2)
 
 
-def test_the_command_of_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    _main(monkeypatch, __file__)
+@pytest.mark.parametrize(
+    ("spec", "program"),
+    [(None, [__file__]), ("package.__main__", ["-m", "package"]), ("asv.train", ["-m", "asv.train"])],
+)
+def test_the_command_of_a_program(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, spec: str | None, program: list[str]
+) -> None:
+    _main(monkeypatch, __file__, spec)
     monkeypatch.setattr(sys, "argv", ["relative/name.py", "--lr", "0.1"])
     command = _away(rerun_command)
     assert command[0] == sys.executable
-    assert command[-3:] == [__file__, "--lr", "0.1"]
-
-
-@pytest.mark.parametrize(("spec", "module"), [("package.__main__", "package"), ("package.train", "package.train")])
-def test_the_command_of_a_module(monkeypatch: pytest.MonkeyPatch, spec: str, module: str) -> None:
-    _main(monkeypatch, __file__, spec)
-    monkeypatch.setattr(sys, "argv", [__file__, "x"])
-    assert _away(rerun_command)[-3:] == ["-m", module, "x"]
-
-
-def test_the_command_of_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert command[-2 - len(program) :] == [*program, "--lr", "0.1"]
     (tmp_path / "__main__.py").touch()
     _main(monkeypatch, str(tmp_path / "__main__.py"), "__main__")
     monkeypatch.setattr(sys, "argv", [str(tmp_path)])
-    assert _away(rerun_command)[-1] == str(tmp_path)
+    assert _away(rerun_command)[-1] == str(tmp_path)  # a folder
 
 
 @pytest.mark.parametrize(
@@ -195,11 +179,3 @@ def test_a_program_without_a_file_is_refused(
     with pytest.raises(ConfigurationError, match=reason) as caught:
         rerun_command()
     assert "put the program into a file" in caught.value.fix
-
-
-def test_a_module_named_like_a_test_runner_is_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    # I-19
-    for spec, found in (("asv.train", "asv.train"), ("asv.__main__", "asv"), ("asv", "asv")):
-        _main(monkeypatch, __file__, spec)
-        assert runners._program() == found
-    assert "asv.train" not in runners._PROGRAMS

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+# Private: stores and processes that would each need a job of their own.
 from drivetrain._distributed import rendezvous
 from drivetrain._distributed.rendezvous import NO_NAME, admit, admit_first, host
 from drivetrain._engine.topology import find_topology
@@ -26,6 +27,7 @@ from drivetrain.environments import (
 )
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import FunctionLauncher, SubprocessLauncher
+from drivetrain.launchers import world as launched_world
 from drivetrain.launchers._ray_worker import Worker
 from drivetrain.launchers.world import World, name_new_job, set_current_world
 from drivetrain.testing import requires_linux
@@ -38,11 +40,6 @@ def answers(port: int, address: str = "127.0.0.2") -> bool:
     except ConnectionRefusedError:
         return False
     return True
-
-
-def test_a_store_on_all_interfaces_answers_at_another_address() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert answers(store.port)
 
 
 def _free_port() -> int:
@@ -107,22 +104,13 @@ def test_for_a_foreign_address_it_listens_on_all_interfaces(monkeypatch: pytest.
     port = _free_port()
     with closing(rendezvous.listen("192.0.2.1", port, 1)):  # an address that leads here, such as a gateway's
         assert answers(port, "127.0.0.1")
+        assert answers(port)
     # A machine's own name may resolve to its loopback device, which other machines cannot reach.
     with closing(rendezvous.listen(socket.gethostname(), port, 2)):
         assert answers(port, "127.0.0.1")
 
 
-@pytest.fixture
-def taken() -> Iterator[int]:
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        yield listener.getsockname()[1]
-
-
 def _nothing() -> None: ...
-
-
-def _by_functions(port: int, method: Any = "spawn") -> Any:
-    return FunctionLauncher(method).launch(Placement(), _nothing, port=port)
 
 
 @pytest.mark.parametrize(
@@ -130,18 +118,20 @@ def _by_functions(port: int, method: Any = "spawn") -> Any:
     [
         lambda port: host("127.0.0.1", port),
         lambda port: _Script().launch(Placement(), port=port),
-        _by_functions,
-        lambda port: _by_functions(port, "fork"),
+        lambda port: FunctionLauncher("spawn").launch(Placement(), _nothing, port=port),
+        lambda port: FunctionLauncher("fork").launch(Placement(), _nothing, port=port),
         lambda port: _place(_bare(port)),
     ],
 )
-def test_a_taken_port_is_an_error_of_ours_that_names_it(hosting: Any, taken: int) -> None:  # J-05
-    with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{taken}: port {taken} is taken") as caught:
-        hosting(taken)
+def test_a_taken_port_is_an_error_that_names_it(hosting: Any) -> None:  # J-05
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        taken = listener.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{taken}: port {taken} is taken") as caught:
+            hosting(taken)
     assert "MASTER_PORT" in caught.value.fix
 
 
-def test_other_hosting_errors_state_the_reason() -> None:
+def test_an_unknown_address_is_an_error_that_names_it() -> None:
     with pytest.raises(ConfigurationError, match=r"cannot host the store at no\.such\.host\.invalid:0: .*[Nn]ame"):
         host("no.such.host.invalid", 0)
 
@@ -171,20 +161,17 @@ def test_two_jobs_are_distinguished(hosts: str, comes: str, why: str) -> None:  
     admit(member, hosts, 1, "127.0.0.1", store.port)  # the rank is still free
 
 
-def test_a_rank_is_refused_a_second_time() -> None:  # J-05
+def test_a_rank_is_refused_a_second_time_but_for_a_store_that_outlives_it() -> None:  # J-05
     store = host("127.0.0.1", 0, job=NO_NAME)
     for rank in (1, 2):
         admit(TCPStore("127.0.0.1", store.port, is_master=False), NO_NAME, rank, "127.0.0.1", store.port)
     with pytest.raises(ConfigurationError, match="where another process is already rank 1"):
         admit(TCPStore("127.0.0.1", store.port, is_master=False), NO_NAME, 1, "127.0.0.1", store.port)
-
-
-def test_a_store_that_outlives_its_ranks_admits_them_again() -> None:  # J-05
-    store = host("127.0.0.1", 0)
+    outliving = host("127.0.0.1", 0)
     for _ in range(2):
-        admit_first(store, "run 3", 1, "127.0.0.1", store.port)
+        admit_first(outliving, "run 3", 1, "127.0.0.1", outliving.port)
     with pytest.raises(ConfigurationError, match="another job"):
-        admit_first(store, "run 4", 0, "127.0.0.1", store.port)
+        admit_first(outliving, "run 4", 0, "127.0.0.1", outliving.port)
 
 
 def test_a_foreign_store_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:  # J-05
@@ -208,10 +195,8 @@ def test_a_started_process_refuses_anothers_store_and_is_refused_once() -> None:
     [
         (TorchrunEnvironment({"TORCHELASTIC_RUN_ID": "x"}), "x"),
         (TorchrunEnvironment({"TORCHELASTIC_RUN_ID": "none"}), None),
-        (TorchrunEnvironment({}), None),
         (PlainEnvironment({"TORCHELASTIC_RUN_ID": "x"}), "x"),
         (SlurmEnvironment({"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "3"}), "SLURM's job 12, step 3"),
-        (SlurmEnvironment({"SLURM_JOBID": "12", "SLURM_STEPID": "3"}), "SLURM's job 12, step 3"),
         (MPIEnvironment({"PMIX_NAMESPACE": "77"}), "MPI's job 77"),
         (MPIEnvironment({}), None),
         (LSFEnvironment({"LSB_JOBID": "5", "JSM_NAMESPACE_ID": "1"}), "LSF's job 5, step 1"),
@@ -237,3 +222,22 @@ def test_a_connection_is_renewed_if_another_store_listens_on_its_port() -> None:
         rank.store.set("x", value)
         assert rank.store.get("x") == value
         del store
+
+
+def test_a_refused_process_does_not_wait_again(monkeypatch: pytest.MonkeyPatch) -> None:  # G-01
+    tried = []
+
+    def connect(*args: Any, **options: Any) -> TCPStore:
+        tried.append(args)
+        return TCPStore(*args, **options)
+
+    monkeypatch.setattr(launched_world, "TCPStore", connect)
+    monkeypatch.setattr(launched_world, "_CONNECT_LIMIT_ONE_NODE", timedelta(seconds=0.1))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        world = World("function", Placement(1, 2, 1, 2), "127.0.0.1", free.getsockname()[1])
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="timed out"):
+                world.store("runs")
+        assert world.failures() == []  # queried while the error is reported
+    assert len(tried) == 1

@@ -9,9 +9,8 @@ import torch
 import torchmetrics
 from torch import nn
 
-from drivetrain._metrics import MetricStore
+from drivetrain._metrics import MetricStore  # private: resumes on fewer ranks, without starting ranks
 from drivetrain.errors import CheckpointError, ConfigurationError
-from mergeable import MergeablePearson
 
 CPU = torch.device("cpu")
 
@@ -48,68 +47,29 @@ def step(store: MetricStore, module: Module, number: int) -> None:
         log(store, "once", 3.0, on_step=False)
 
 
-@pytest.mark.parametrize("stop", [1, 3])
-def test_an_epoch_goes_on(stop: int) -> None:
-    whole = Module()
-    undisturbed = entered(whole)
-    for number in range(5):
-        step(undisturbed, whole, number)
-
-    first = Module()
-    saved = entered(first)
-    for number in range(stop):
-        step(saved, first, number)
-    state = saved.state_dict()
-
-    second = Module()
-    resumed = MetricStore(second)
-    resumed.load_state_dict([state], CPU)
-    resumed.enter("train", reset=False)
-    for number in range(stop, 5):
-        step(resumed, second, number)
-    assert resumed.callback_metrics() == undisturbed.callback_metrics()
-    assert resumed.had_data
-    expected = undisturbed.reduce_epoch(together=False)
-    assert resumed.reduce_epoch(together=False) == expected
-    assert set(expected) == {"loss_epoch", "largest_epoch", "tokens_epoch", "accuracy", "once"}
-    assert torch.equal(second.seen.compute(), torch.arange(5.0))
-
-
-def test_a_reduction_given_as_a_function_is_the_same_reduction() -> None:
+def test_a_key_keeps_its_reduction_after_a_resume() -> None:
     module = Module()
-    store = entered(module)
+    store, resumed = entered(module), MetricStore(module)
     store.batch = (torch.zeros(1),)
     log(store, "largest", 2.0, torch.max)
-    resumed = MetricStore(module)
     resumed.load_state_dict([store.state_dict()], CPU)
     resumed.enter("train", reset=False)
     resumed.batch = (torch.zeros(1),)
     log(resumed, "largest", 1.0, torch.max)
-    log(resumed, "largest", 0.5, torch.max)
+    with pytest.raises(ConfigurationError, match=r"reduce_fx from .* to 'sum'"):
+        log(resumed, "largest", 1.0, "sum")
     assert float(resumed.reduce_epoch(together=False)["largest_epoch"]) == 2.0
 
 
-def test_another_meaning_of_a_key_is_refused_after_a_resume_too() -> None:
-    module = Module()
-    store = entered(module)
-    store.batch = (torch.zeros(1),)
-    log(store, "loss", 2.0)
-    resumed = MetricStore(module)
-    resumed.load_state_dict([store.state_dict()], CPU)
-    resumed.enter("train", reset=False)
-    resumed.batch = (torch.zeros(1),)
-    with pytest.raises(ConfigurationError, match="reduce_fx from 'mean' to 'sum'"):
-        log(resumed, "loss", 1.0, "sum")
-
-
-def test_a_rank_takes_the_places_of_several() -> None:
-    # F-02: a resume on fewer ranks
+@pytest.mark.parametrize("ranks", [[range(3)], [range(2), range(2, 4)]], ids=["one", "two"])
+def test_an_epoch_goes_on_in_place_of_several_ranks(ranks: list[range]) -> None:
+    # F-02, F-16: a resume on as many ranks, and on fewer
     whole = Module()
     undisturbed = entered(whole)
     for number in range(5):
         step(undisturbed, whole, number)
     states = []
-    for numbers in (range(2), range(2, 4)):
+    for numbers in ranks:
         module = Module()
         store = entered(module)
         for number in numbers:
@@ -119,8 +79,13 @@ def test_a_rank_takes_the_places_of_several() -> None:
     resumed = MetricStore(second)
     resumed.load_state_dict(states, CPU)
     resumed.enter("train", reset=False)
-    step(resumed, second, 4)
-    assert resumed.reduce_epoch(together=False) == undisturbed.reduce_epoch(together=False)
+    for number in range(ranks[-1].stop, 5):
+        step(resumed, second, number)
+    assert resumed.callback_metrics() == undisturbed.callback_metrics()
+    assert resumed.had_data
+    expected = undisturbed.reduce_epoch(together=False)
+    assert resumed.reduce_epoch(together=False) == expected
+    assert set(expected) == {"loss_epoch", "largest_epoch", "tokens_epoch", "accuracy", "once"}
     assert torch.equal(second.seen.compute(), torch.arange(5.0))
 
 
@@ -149,45 +114,14 @@ def _resumed(kind: Any, updates: list[Any]) -> Correlating:
     return resumed
 
 
-def test_a_state_that_ranks_cannot_merge_is_refused() -> None:
-    # I-16: the other ranks' part of torchmetrics' correlation was dropped
-    with pytest.raises(CheckpointError, match=r"PearsonCorrCoef 'metric'(?s:.)*mean_x(?s:.)*merge_state"):
-        _resumed(torchmetrics.PearsonCorrCoef, [_pairs(0), _pairs(1)])
-
-
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_where_one_rank_alone_saw_something_that_is_all(at: int) -> None:
+def test_a_state_of_one_rank_alone_needs_no_merge(at: int) -> None:
     # I-16
-    updates = [_pairs(0) if rank == at else None for rank in range(3)]
-    resumed = _resumed(torchmetrics.PearsonCorrCoef, updates)
+    assert _resumed(torchmetrics.PearsonCorrCoef, [None, None]).metric.update_count == 0  # between epochs
+    resumed = _resumed(torchmetrics.PearsonCorrCoef, [_pairs(0) if rank == at else None for rank in range(3)])
     resumed.metric.update(*_pairs(1))
     expected = torch.corrcoef(torch.stack([torch.cat([_pairs(0)[side], _pairs(1)[side]]) for side in (0, 1)]))[0, 1]
     assert float(resumed.metric.compute()) == pytest.approx(float(expected), abs=1e-6)
-
-
-def test_where_no_rank_saw_anything_there_is_nothing_to_merge() -> None:
-    # I-16: between epochs
-    assert _resumed(torchmetrics.PearsonCorrCoef, [None, None]).metric.update_count == 0
-
-
-@pytest.mark.parametrize("empty", [False, True])
-def test_a_metric_s_own_merge_state_is_used(empty: bool) -> None:
-    # I-16
-    resumed = _resumed(MergeablePearson, [*([None] if empty else []), _pairs(0), _pairs(1), _pairs(2)])
-    assert resumed.metric.update_count == 3
-    resumed.metric.update(*_pairs(3))
-    sides = torch.stack([torch.cat([_pairs(rank)[side] for rank in range(4)]) for side in (0, 1)])
-    assert float(resumed.metric.compute()) == pytest.approx(float(torch.corrcoef(sides)[0, 1]), abs=1e-5)
-
-
-def test_a_merge_state_that_fails_is_named() -> None:
-    # I-16
-    class Failing(torchmetrics.SumMetric):
-        def merge_state(self, incoming_state: Any) -> None:
-            raise KeyError("half")
-
-    with pytest.raises(CheckpointError, match=r"Failing 'metric'(?s:.)*KeyError: 'half'"):
-        _resumed(Failing, [(torch.ones(1),), (torch.ones(1),)])
 
 
 class Reducing(torchmetrics.Metric):
@@ -227,16 +161,28 @@ def test_every_other_state_is_merged_as_compute_would() -> None:
     assert metric.update_count == 3
 
 
-def test_a_state_that_a_reduction_cannot_take_is_named() -> None:
+class FailsToMerge(torchmetrics.SumMetric):
+    def merge_state(self, incoming_state: Any) -> None:
+        raise KeyError("half")
+
+
+class Growing(torchmetrics.SumMetric):
+    """Has a state of as many numbers as its last update, which cannot be summed up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("wide", torch.zeros(0), dist_reduce_fx="sum")
+
+    def update(self, value: Any) -> None:
+        super().update(value)
+        self.wide = torch.zeros(len(value))
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [(FailsToMerge, r"FailsToMerge 'metric'(?s:.)*KeyError: 'half'"), (Growing, r"Growing 'metric'(?s:.)*wide")],
+)
+def test_a_merge_that_fails_is_named(kind: Any, named: str) -> None:
     # I-16
-    class Growing(torchmetrics.SumMetric):
-        def __init__(self) -> None:
-            super().__init__()
-            self.add_state("wide", torch.zeros(0), dist_reduce_fx="sum")
-
-        def update(self, value: Any) -> None:
-            super().update(value)
-            self.wide = torch.zeros(len(value))
-
-    with pytest.raises(CheckpointError, match=r"Growing 'metric'(?s:.)*wide"):
-        _resumed(Growing, [(torch.ones(1),), (torch.ones(2),)])
+    with pytest.raises(CheckpointError, match=named):
+        _resumed(kind, [(torch.ones(1),), (torch.ones(2),)])

@@ -44,8 +44,7 @@ def inputs(samples: int) -> Any:
 
 
 def quiet(**settings: Any) -> Fit:
-    off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    return Fit(**{"accelerator": "cpu", "max_epochs": 1, **off, **settings})
+    return Fit(accelerator="cpu", max_epochs=1, barebones=True, **settings)
 
 
 def trained() -> tuple[Net, Fit]:
@@ -70,7 +69,7 @@ def in_eval(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
     return answer
 
 
-def test_what_a_run_trained_answers_alike_in_onnxruntime(tmp_path: Path) -> None:  # L-08
+def test_a_trained_module_computes_the_same_in_onnxruntime(tmp_path: Path) -> None:  # L-08
     module, fit = trained()
     module.net[1].eval()  # a mode of its own
     modes = [child.training for child in module.modules()]
@@ -91,15 +90,18 @@ def test_what_a_run_trained_answers_alike_in_onnxruntime(tmp_path: Path) -> None
     torch.testing.assert_close(answer, in_eval(module, inputs(2), torch.tensor([1.0, 3.0])))
 
 
-def test_large_weights_lie_beside_the_file(tmp_path: Path) -> None:  # L-08
-    module, x = Net(width=600), inputs(3)
+def test_large_weights_lie_beside_the_file_and_an_open_file_is_written(tmp_path: Path) -> None:  # L-08
+    module, x = Net(width=600).eval(), inputs(3)
     for _ in range(2):  # the second time over the first
         module.to_onnx(str(tmp_path / "net.onnx"), x, external_data=True)
-    assert sorted(os.listdir(tmp_path)) == ["net.onnx", "net.onnx.data"]
-    torch.testing.assert_close(in_onnxruntime(tmp_path / "net.onnx", x), in_eval(module, x))
+    with open(tmp_path / "open.onnx", "wb") as file:
+        module.to_onnx(file)
+    assert sorted(os.listdir(tmp_path)) == ["net.onnx", "net.onnx.data", "open.onnx"]
+    for name in ("net.onnx", "open.onnx"):
+        torch.testing.assert_close(in_onnxruntime(tmp_path / name, x), in_eval(module, x))
 
 
-def test_torch_exports_program_goes_through_a_file(tmp_path: Path) -> None:  # L-08
+def test_an_exported_program_survives_a_file(tmp_path: Path) -> None:  # L-08
     module, _ = trained()
     program = module.export(dynamic_shapes={"x": {0: "batch"}})
     torch.export.save(program, tmp_path / "net.pt2")
@@ -127,25 +129,31 @@ def without_example() -> Net:
     return module
 
 
+def without_packages() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda name: None)
+        Net().to_onnx()
+
+
+def vary_features() -> None:
+    Net().to_onnx(io.BytesIO(), dynamic_shapes={"x": {0: "batch", 1: "features"}})
+
+
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "named"),
     [
         (lambda: NoForward().to_onnx(), "NoForward has no forward"),
         (lambda: without_example().export(), "set self.example_input_array"),
         (lambda: Hollow().export(), "are on the meta device"),
         (lambda: Net().to_onnx(dynamo=False), "omit dynamo"),
         (lambda: Net().to_torchscript("net.pt"), r"use export\(\)"),
+        (without_packages, "pip install onnx onnxscript"),
+        (vary_features, "omit the size from dynamic_shapes"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(call: Callable[[], Any], said: str) -> None:  # L-08
-    with pytest.raises(ConfigurationError, match=said):
+def test_an_export_that_cannot_be_is_refused_by_name(call: Callable[[], Any], named: str) -> None:  # L-08
+    with pytest.raises(ConfigurationError, match=named):
         call()
-
-
-def test_where_the_translators_lack_the_line_for_pip_is_given(monkeypatch: pytest.MonkeyPatch) -> None:  # L-08
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match="pip install onnx onnxscript"):
-        Net().to_onnx()
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:  # L-08
@@ -159,31 +167,17 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:  
     assert sorted(os.listdir(tmp_path)) == ["file", "net.onnx"]
 
 
-def test_an_open_file_will_do(tmp_path: Path) -> None:  # L-08
-    module = Net().eval()
-    with open(tmp_path / "net.onnx", "wb") as file:
-        module.to_onnx(file)
-    answer = in_onnxruntime(tmp_path / "net.onnx", inputs(3))
-    torch.testing.assert_close(answer, in_eval(module, inputs(3)))
-
-
-def test_a_size_that_cannot_vary_is_named(tmp_path: Path) -> None:  # L-08
-    with pytest.raises(ConfigurationError, match="omit the size from dynamic_shapes"):
-        Net().to_onnx(tmp_path / "net.onnx", dynamic_shapes={"x": {0: "batch", 1: "features"}})
-    assert not os.listdir(tmp_path)
-
-
 class Exporting(Callback):
-    """Asks within the run, as somebody would who wants a file after each epoch."""
+    """Exports after each epoch, and records the refusal."""
 
-    said = ""
+    refusal = ""
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         try:
             answer = module.export().module()(inputs(3))
             assert torch.equal(answer, in_eval(module, inputs(3)))
         except ConfigurationError as error:
-            self.said = str(error)
+            self.refusal = str(error)
 
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
@@ -197,13 +191,13 @@ def _within_and_after(strategy: str) -> tuple[str, bool]:
     exporting, module = Exporting(), Net()
     fit = quiet(strategy=STRATEGIES[strategy](), devices=2, callbacks=[exporting])
     fit.fit(module, torch.utils.data.DataLoader(inputs(16), batch_size=4))
-    return exporting.said, torch.equal(module.export().module()(inputs(3)), in_eval(module, inputs(3)))
+    return exporting.refusal, torch.equal(module.export().module()(inputs(3)), in_eval(module, inputs(3)))
 
 
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
-def test_in_the_middle_of_a_sharded_run_it_is_refused(strategy: str) -> None:  # L-08
+def test_an_export_within_a_sharded_run_is_refused(strategy: str) -> None:  # L-08
     sharded = strategy != "ddp"
-    for told, alike in on_ranks(_within_and_after, 2, strategy, process_group=None, timeout=120):
-        assert alike
-        assert ("this rank holds shards of " in told) == sharded
-        assert ("Net.load_from_checkpoint(path).export(" in told) == sharded
+    for refusal, is_equal in on_ranks(_within_and_after, 2, strategy, process_group=None, timeout=120):
+        assert is_equal
+        assert ("this rank holds shards of " in refusal) == sharded
+        assert ("Net.load_from_checkpoint(path).export(" in refusal) == sharded

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import FullPrecision
@@ -100,28 +97,13 @@ def test_sparse_gradients_count_as_what_they_sum_to(algorithm: str) -> None:
     torch.testing.assert_close(sparse[0], dense[0])
 
 
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_norm_that_is_not_finite_is_returned_as_it_is(bad: float) -> None:
-    made = parameters()
-    assert made[0].grad is not None
-    made[0].grad[0, 0] = bad
-    norm = FullPrecision().clip_gradients(optimizers(made, 1), 1.0)
-    assert not norm.isfinite()
-
-
-def test_without_gradients_the_norm_is_zero() -> None:
-    made = parameters()
-    for parameter in made:
-        parameter.grad = None
-    for algorithm in ("norm", "value"):
-        assert FullPrecision().clip_gradients(optimizers(made, 2), 1.0, algorithm).item() == 0.0
-
-
-def test_gradients_with_a_graph_of_their_own() -> None:
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_norms_of_special_gradients(algorithm: str) -> None:
+    assert FullPrecision().clip_gradients(optimizers([nn.Parameter(torch.zeros(2))], 1), 1.0, algorithm).item() == 0.0
     weight = nn.Parameter(torch.tensor([3.0, 4.0]))
-    (weight**2).sum().backward(create_graph=True)
-    norm = FullPrecision().clip_gradients(torch.optim.SGD([weight], lr=1.0), 1.0)
-    torch.testing.assert_close(norm, torch.tensor(10.0))
+    (weight**2).sum().backward(create_graph=True)  # gradients have a graph of their own
+    norm = FullPrecision().clip_gradients(torch.optim.SGD([weight], lr=1.0), 1.0, algorithm)
+    torch.testing.assert_close(norm, torch.tensor(10.0 if algorithm == "norm" else 8.0))
     assert not norm.requires_grad
 
 
@@ -129,21 +111,6 @@ def test_an_unknown_algorithm_is_refused() -> None:
     # G-06
     with pytest.raises(ConfigurationError, match=r"'nrm' does not exist. Did you mean 'norm'"):
         FullPrecision().clip_gradients(optimizers(parameters(), 1), 1.0, "nrm")
-
-
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_clipping_never_waits_for_the_device(algorithm: str) -> None:
-    # B-05, H-01: no tensor's value is read
-    class NoWaiting(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
-            return func(*args, **(kwargs or {}))
-
-    made = parameters()
-    with NoWaiting():
-        norm = FullPrecision().clip_gradients(optimizers(made, 2), 0.1, algorithm)
-        with pytest.raises(AssertionError):
-            norm.item()
 
 
 @pytest.mark.cuda

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -40,17 +40,14 @@ CPU = torch.device("cpu")
         ("bf16", "bf16-mixed", MixedPrecision),
         ("16", "16-mixed", MixedPrecision),
         (16, "16-mixed", MixedPrecision),
+        (HalfPrecision("16-true"), "16-true", HalfPrecision),
     ],
 )
-def test_every_name_and_shorthand(setting: str | int, name: str, kind: type[Precision]) -> None:
+def test_every_name_and_shorthand(setting: Any, name: str, kind: type[Precision]) -> None:
     precision = resolve_precision(setting, CPU)
     assert type(precision) is kind
+    assert precision is setting or not isinstance(setting, Precision)
     assert precision.name == name
-
-
-def test_an_instance_is_taken_as_it_is() -> None:
-    precision = MixedPrecision("16-mixed", "cpu")
-    assert resolve_precision(precision, CPU) is precision
 
 
 @pytest.mark.parametrize(
@@ -81,7 +78,7 @@ def test_an_unknown_precision_is_refused(setting: object, match: str) -> None:
         ("bf16-mixed", "meta", "PyTorch has no autocast"),
     ],
 )
-def test_what_a_device_cannot_do_is_refused(setting: int | str | Precision, device: str, match: str) -> None:
+def test_a_precision_that_the_device_lacks_is_refused(setting: int | str | Precision, device: str, match: str) -> None:
     #
     with pytest.raises(ConfigurationError, match=match):
         resolve_precision(setting, torch.device(device))
@@ -95,36 +92,27 @@ def test_autocast_never_switches_itself_off(setting: str) -> None:
         resolve_precision(setting, torch.device("cuda"))
 
 
-def test_constructors_refuse_what_is_not_theirs() -> None:
-    # G-06
-    with pytest.raises(ConfigurationError, match="Did you mean 'bf16-true'"):
-        HalfPrecision("bf16")
-    with pytest.raises(ConfigurationError, match=r"MixedPrecision\('32-true'\)"):
-        MixedPrecision("32-true", "cpu")
-    with pytest.raises(ConfigurationError, match="needs no scaling"):
-        MixedPrecision("bf16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
-
-
 @pytest.mark.parametrize(
-    ("setting", "line"),
+    ("build", "match"),
     [
-        (32, "Precision 32-true: parameters float32, compute float32, gradient reduction float32, outputs float32"),
-        (
-            "bf16",
-            "Precision bf16-mixed: parameters float32, compute bfloat16, gradient reduction float32, outputs bfloat16",
-        ),
-        (
-            "16-true",
-            "Precision 16-true: parameters float16, compute float16, gradient reduction float16, outputs float16",
-        ),
+        (lambda: HalfPrecision("bf16"), "Did you mean 'bf16-true'"),
+        (lambda: MixedPrecision("32-true", "cpu"), r"MixedPrecision\('32-true'\)"),
+        (lambda: MixedPrecision("bf16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu")), "needs no scaling"),
     ],
 )
-def test_one_line_tells_the_dtypes(setting: int | str, line: str) -> None:
-    assert resolve_precision(setting, CPU).describe() == line
+def test_constructors_refuse_other_names(build: Any, match: str) -> None:
+    # G-06
+    with pytest.raises(ConfigurationError, match=match):
+        build()
+
+
+def test_describe_states_the_dtypes() -> None:
+    line = "Precision bf16-mixed: parameters float32, compute bfloat16, gradient reduction float32, outputs bfloat16"
+    assert resolve_precision("bf16", CPU).describe() == line
 
 
 @pytest.mark.parametrize("name", ["64-true", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"])
-def test_the_line_tells_the_truth(name: str) -> None:
+def test_the_stated_dtypes_are_those_of_a_step(name: str) -> None:
     precision = resolve_precision(name, CPU)
     with precision.module_init_context():
         module = precision.convert_module(torch.nn.Linear(3, 2))
@@ -155,7 +143,7 @@ def test_importing_and_building_touches_no_device_and_loads_little() -> None:
     assert "warn" not in run.stderr.lower()
 
 
-def test_what_editors_complete_is_what_there_is() -> None:  # I-10
+def test_literal_types_list_all_names() -> None:  # I-10
     for name in get_args(PrecisionName):
         assert canonical_name(name)
     assert {str(name) for name in get_args(PrecisionName)} >= {"64-true", "32-true", "bf16-mixed", "16-mixed"}

@@ -14,6 +14,8 @@ from tuner_case import FEATURES, Data, Net, data, loader, quiet
 
 from drivetrain import ConfigurationError
 from drivetrain.callbacks import BatchSizeFinder
+
+# Private: the sizes that are tried, without a run for each.
 from drivetrain.callbacks._batch_size_search import search_largest
 from drivetrain.tuner import Tuner
 
@@ -69,7 +71,7 @@ class Hungry(Net):
         return loader(60, self.batch_size)
 
 
-def test_the_attribute_holds_what_is_found() -> None:  # L-06
+def test_the_found_size_is_set() -> None:  # L-06
     module, own = Hungry(), Data(60)
     assert Tuner(quiet()).scale_batch_size(module, datamodule=own, mode="binsearch") == 13
     assert (own.batch_size, module.batch_size) == (13, 13)
@@ -84,7 +86,7 @@ def test_the_attribute_holds_what_is_found() -> None:  # L-06
     assert Tuner(quiet()).scale_batch_size(Hungry(), loader(60), init_val=five) == 10
 
 
-def test_evaluation_has_a_size_of_its_own() -> None:  # L-06
+def test_a_size_is_found_for_evaluation() -> None:  # L-06
     own = Data(60)
     assert Tuner(quiet()).scale_batch_size(Hungry(), datamodule=own, method="validate", mode="binsearch") == 13
     assert Tuner(quiet()).scale_batch_size(Hungry(), dataloaders=loader(60), method="validate") == 8
@@ -96,6 +98,8 @@ def test_the_data_set_is_the_limit(caplog: pytest.LogCaptureFixture) -> None:  #
     assert Tuner(quiet()).scale_batch_size(Net(), loader(11)) == 11
     assert "which is the number of samples that a rank has" in caplog.text
     assert Tuner(quiet()).scale_batch_size(Net(), loader(11, drop_last=True), mode="binsearch") == 11
+    # A tenth of 7 batches, of 16 samples, is no batch.
+    assert Tuner(quiet(limit_train_batches=0.1)).scale_batch_size(Net(), loader(100)) == 8
 
 
 class Stream(IterableDataset[Any]):
@@ -104,31 +108,43 @@ class Stream(IterableDataset[Any]):
             yield torch.zeros(4, FEATURES), torch.zeros(4, 1)
 
 
-class Deaf(Data):
+class IgnoresItsSize(Data):
     """Does not go by its batch size."""
 
     def train_dataloader(self) -> Any:
         return loader(60, 32)
 
 
-def test_a_size_that_cannot_be_changed_is_refused() -> None:  # L-06
-    tuner = Tuner(quiet())
-    with pytest.raises(ConfigurationError, match="DataLoader of Stream without a batch_size"):
-        tuner.scale_batch_size(Net(), DataLoader(Stream(), batch_size=None))
-    with pytest.raises(ConfigurationError, match="of a list, passed to fit, cannot be changed"):
-        tuner.scale_batch_size(Net(), [loader(), loader()])
-    with pytest.raises(ConfigurationError, match="no attribute 'size'"):
-        tuner.scale_batch_size(Net(), datamodule=Data(), batch_arg_name="size")
-    with pytest.raises(ConfigurationError, match="batch_size=2, but the first batch holds 32 samples"):
-        tuner.scale_batch_size(Net(), datamodule=Deaf())
-    for options in ({"mode": "cubic"}, {"init_val": 0}, {"max_trials": 0}, {"steps_per_trial": 0}, {"method": "fits"}):
-        with pytest.raises(ConfigurationError):
-            tuner.scale_batch_size(Net(), loader(), **options)
+OWN_BATCHES = DataLoader(data(8), batch_sampler=BatchSampler(SequentialSampler(data(8)), 2, False))
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "named"),
+    [
+        (DataLoader(Stream(), batch_size=None), {}, "DataLoader of Stream without a batch_size"),
+        (OWN_BATCHES, {}, "with a custom batch_sampler"),
+        ([loader(), loader()], {}, "of a list, passed to fit, cannot be changed"),
+        (Data(), {"batch_arg_name": "size"}, "no attribute 'size'"),
+        (IgnoresItsSize(), {}, "batch_size=2, but the first batch holds 32 samples"),
+        (loader(), {"mode": "cubic"}, "cubic"),
+        (loader(), {"init_val": 0}, "init_val"),
+        (loader(), {"max_trials": 0}, "max_trials"),
+        (loader(), {"steps_per_trial": 0}, "steps_per_trial"),
+        (loader(), {"method": "fits"}, "fits"),
+    ],
+)
+def test_a_size_that_cannot_be_changed_is_refused(source: Any, options: dict[str, Any], named: str) -> None:  # L-06
+    where = "datamodule" if isinstance(source, Data) else "train_dataloaders"
+    with pytest.raises(ConfigurationError, match=named):
+        Tuner(quiet()).scale_batch_size(Net(), **{where: source}, **options)
+
+
+def test_the_callback_needs_loaders_of_the_module_or_of_a_data_module() -> None:  # L-06
     with pytest.raises(ConfigurationError, match="BatchSizeFinder does not work with loaders passed to fit"):
         quiet(callbacks=[BatchSizeFinder()]).fit(Net(), loader())
 
 
-def test_what_is_no_lack_of_memory_is_raised() -> None:  # L-06
+def test_other_errors_than_out_of_memory_are_raised() -> None:  # L-06
     class Failing(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
@@ -151,15 +167,3 @@ def test_the_callback_sets_the_size_that_the_fit_uses(tmp_path: Path) -> None:  
     finder, own = BatchSizeFinder(), Data(26)
     quiet(callbacks=[finder]).validate(Hungry(), datamodule=own, verbose=False)
     assert own.batch_size == 8
-
-
-def test_a_size_of_which_a_part_of_the_data_is_no_batch_is_too_large() -> None:  # L-06
-    module = Net()
-    assert Tuner(quiet(limit_train_batches=0.1)).scale_batch_size(module, loader(100)) == 8  # 13 batches, and 7 of 16
-    assert module.batch_size == 8
-
-
-def test_a_loader_with_batches_of_its_own_is_refused_as_such() -> None:  # L-06
-    own = DataLoader(data(8), batch_sampler=BatchSampler(SequentialSampler(data(8)), 2, False))
-    with pytest.raises(ConfigurationError, match="with a custom batch_sampler"):
-        Tuner(quiet()).scale_batch_size(Net(), own)

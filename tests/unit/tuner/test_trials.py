@@ -20,7 +20,6 @@ from tuner_case import FEATURES, Data, Net, NoisyDataset, data, loader, quiet
 from drivetrain import Callback, ConfigurationError, TrainModule
 from drivetrain.callbacks import Checkpoint, LearningRateFinder
 from drivetrain.loggers import CSVLogger
-from drivetrain.precision import MixedPrecision
 from drivetrain.tuner import Tuner
 
 
@@ -30,8 +29,8 @@ def same_weights_in_each_session() -> None:
     torch.manual_seed(0)
 
 
-class Remembering(Callback):
-    """Knows which hooks were called."""
+class Counting(Callback):
+    """Counts training batches."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -52,7 +51,7 @@ def _trained(tmp_path: Path, name: str, draws: str, **settings: Any) -> dict[str
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
-    module, loaders, counting = Net(), _loader(draws), Remembering()
+    module, loaders, counting = Net(), _loader(draws), Counting()
     module.net[0].weight.requires_grad_(False)
     module.net[1].eval()
     module.net[4].bias.grad = torch.ones(1)
@@ -89,9 +88,12 @@ def _trained(tmp_path: Path, name: str, draws: str, **settings: Any) -> dict[str
     }
 
 
-@pytest.mark.parametrize("draws", ["shuffled", "weighted"])
 @pytest.mark.parametrize(
-    "settings", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}, {"seed": 3, "precision": "16-mixed"}]
+    ("draws", "settings"),
+    [
+        ("shuffled", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
+        ("weighted", {"seed": 3, "precision": "16-mixed"}),
+    ],
 )
 def test_a_fit_after_a_search_is_the_fit_without_one(tmp_path: Path, draws: str, settings: dict[str, Any]) -> None:
     # L-06
@@ -117,7 +119,7 @@ class Broken(Net):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), torch.OutOfMemoryError("no memory"), KeyboardInterrupt()])
-def test_what_a_search_had_changed_is_put_back_when_it_fails(error: BaseException, tmp_path: Path) -> None:  # L-06
+def test_a_search_that_fails_changes_nothing(error: BaseException, tmp_path: Path) -> None:  # L-06
     torch.manual_seed(0)
     module = Broken(error)
     data: Any = Data()
@@ -139,22 +141,19 @@ def test_what_a_search_had_changed_is_put_back_when_it_fails(error: BaseExceptio
 @pytest.mark.parametrize(("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 def test_a_signal_ends_a_search(number: int, kind: type[BaseException], caplog: pytest.LogCaptureFixture) -> None:
     # L-06
-    class Told(Net):
+    class Signalled(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if self.trainer.global_step == 5:
                 os.kill(os.getpid(), number)
             return super().training_step(batch, batch_idx)
 
-    module, handler = Told(), signal.getsignal(number)
-    before = {name: one.clone() for name, one in module.state_dict().items()}
+    module, handler = Signalled(), signal.getsignal(number)
     with pytest.raises(kind):
         Tuner(quiet()).lr_find(module, loader())
-    torch.testing.assert_close(dict(module.state_dict()), before, rtol=0, atol=0)
     assert signal.getsignal(number) is handler
-    assert module.lr == 0.05
-    assert [one.message.partition(". ")[0] for one in caplog.records] == [
-        f"{signal.Signals(number).name}: the trial ends after this step"
-    ]
+    assert (module.lr, module.losses) == (0.05, [])
+    (line,) = [one.message for one in caplog.records]
+    assert line.startswith(f"{signal.Signals(number).name}: the trial ends after this step. ")
 
 
 class Counted(IterableDataset[Any]):
@@ -175,18 +174,15 @@ class Counted(IterableDataset[Any]):
         self.at = state["at"]
 
 
-def test_a_stream_stands_where_it_stood() -> None:  # L-06
+def test_a_stream_or_a_loader_with_workers_is_as_it_was() -> None:  # L-06
     stream = Counted()
     stream.at = 7
     Tuner(quiet()).lr_find(Net(), DataLoader(stream, batch_size=4), num_training=8)
     assert stream.at == 7
-
-
-def test_a_scale_that_the_user_holds_is_as_it_was() -> None:  # L-06
-    precision = MixedPrecision("16-mixed", torch.device("cpu"))
-    before = precision.state_dict()
-    Tuner(quiet(precision=precision)).lr_find(Net(), loader(), num_training=8)
-    assert precision.state_dict() == before
+    workers = DataLoader(data(40), batch_size=4, num_workers=1, persistent_workers=True)
+    Tuner(quiet()).lr_find(Net(), workers, num_training=12)
+    assert workers._iterator is None
+    assert workers.batch_size == 4
 
 
 class Late(Net):
@@ -205,23 +201,18 @@ class Late(Net):
         raise AssertionError("the module's callbacks have no part in a trial")
 
 
-def test_layers_that_are_built_late_are_not_there_yet() -> None:  # L-06
+def test_layers_of_configure_model_are_not_built_by_a_search() -> None:  # L-06
     module = Late()
     Tuner(quiet()).lr_find(module, loader(), num_training=8)
     assert module.net is None
     assert list(module.parameters()) == []
 
 
-def test_an_iterator_is_refused_that_would_be_used_up() -> None:  # L-06
-    with pytest.raises(ConfigurationError, match="yields each batch once"):
-        Tuner(quiet()).lr_find(Net(), iter(loader()))
-
-
-def test_nothing_is_said_but_the_finding(
+def test_a_search_logs_its_finding_only(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     # L-06
-    monkeypatch.setattr(logging.getLogger("drivetrain"), "propagate", False)  # pytest takes what is said
+    monkeypatch.setattr(logging.getLogger("drivetrain"), "propagate", False)  # else pytest captures it
     fit = quiet(enable_progress_bar=True, enable_model_summary=True, logger=True, default_root_dir=tmp_path)
     module = Net()
     Tuner(fit).lr_find(module, loader(), num_training=15)
@@ -245,18 +236,13 @@ def test_a_step_that_calls_its_logger_goes_on(tmp_path: Path, caplog: pytest.Log
     assert "cannot keep" not in caplog.text
 
 
-def test_a_module_is_refused_that_cannot_be_copied() -> None:  # L-06
+def test_a_search_that_could_not_be_undone_is_refused() -> None:  # L-06
+    with pytest.raises(ConfigurationError, match="yields each batch once"):
+        Tuner(quiet()).lr_find(Net(), iter(loader()))
     module: Any = Net()
     module.handle = (each for each in (0,))
     with pytest.raises(ConfigurationError, match="Net cannot be copied"):
         Tuner(quiet()).lr_find(module, loader())
-
-
-def test_a_loader_with_workers_is_as_it_was() -> None:  # L-06
-    workers = DataLoader(data(40), batch_size=4, num_workers=1, persistent_workers=True)
-    Tuner(quiet()).lr_find(Net(), workers, num_training=12)
-    assert workers._iterator is None
-    assert workers.batch_size == 4
 
 
 @pytest.mark.parametrize("name", ["simple", "pytorch"])
@@ -272,7 +258,7 @@ def test_a_profiler_measures_no_trial(
 
 
 @pytest.mark.parametrize("whose", ["the tuner's", "the finder's"])
-def test_a_run_goes_on_whose_search_comes_out_otherwise(tmp_path: Path, whose: str) -> None:  # L-06, J-13
+def test_a_run_resumes_although_its_search_finds_another_rate(tmp_path: Path, whose: str) -> None:  # L-06, J-13
     class Kept(Net):
         def __init__(self, lr: float = 0.05, width: int = 1) -> None:
             super().__init__(lr)
