@@ -41,7 +41,7 @@ def test_a_mistake_is_warned_about_in_time(
 
     def record(record: logging.LogRecord) -> bool:
         if mistake.value in record.getMessage():
-            found.append((record.getMessage(), len(run.module.seen)))  # type: ignore[arg-type]
+            found.append((record.getMessage(), len(run.module.seen)))
         return True
 
     logger = logging.getLogger("drivetrain")
