@@ -55,14 +55,11 @@ def test_a_run_on_ranks_equals_the_plain_loop(strategy: str, program: Program) -
     assert not check(replace(program, strategy=strategy, ranks=2)), "the engine refused the program"
 
 
-@pytest.mark.parametrize("kind", ["stateful", "combined"])
 @pytest.mark.parametrize(
     ("hook", "at"), [("on_before_optimizer_step", 0), ("on_before_optimizer_step", 1), ("on_train_batch_end", 2)]
 )
 @pytest.mark.parametrize("fewest_on_rank_0", [True, False])
-def test_a_rank_whose_part_has_ended_joins_after_a_resume(
-    kind: str, hook: str, at: int, fewest_on_rank_0: bool
-) -> None:  # S-02
-    data = Data(kind=kind, samples=14, length_error=None, fewest_on_rank_0=fewest_on_rank_0)
+def test_a_rank_whose_part_has_ended_joins_after_a_resume(hook: str, at: int, fewest_on_rank_0: bool) -> None:  # S-02
+    data = Data(kind="stateful", samples=14, length_error=None, fewest_on_rank_0=fewest_on_rank_0)
     resume = Resume(hook, at, 2, "ddp")
     assert not check(Program("ddp", 2, data=data, accumulate=2, epochs=2, resume=resume))
