@@ -1,13 +1,19 @@
-"""Small modules and loaders that the tests train for real."""
+"""Small modules, loaders and runs of the tests of callbacks."""
 
 from __future__ import annotations
 
+import csv
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Fit, TrainModule
+from drivetrain.callbacks import LambdaCallback
+from drivetrain.loggers import CSVLogger
+
+CHECKPOINTS = "drivetrain_logs/version_0/checkpoints"  # of the first run, below the root
 
 
 class Regression(TrainModule):
@@ -34,6 +40,38 @@ class Regression(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
+class Scored(Regression):
+    """Logs one of ``scores`` as ``score`` at the end of each epoch, and records the epochs that it starts."""
+
+    def __init__(self, scores: list[float] | None = None) -> None:
+        super().__init__()
+        self.scores = scores or [0.0] * 9
+        self.started: list[int] = []
+
+    def on_train_epoch_start(self) -> None:
+        self.started.append(self.current_epoch)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("score", self.scores[self.current_epoch])
+
+
+class Validated(Regression):
+    """Logs one of ``scores`` as ``val_loss`` in each validation."""
+
+    def __init__(self, scores: list[float]) -> None:
+        super().__init__()
+        self.scores = scores
+        self.validations = 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.log("val_loss", self.scores[self.validations])
+            self.validations += 1
+
+
 def loader(samples: int = 40, batch_size: int = 4) -> DataLoader[Any]:
     """Return a loader of ``samples`` pairs of shapes (4,) and (1,), unshuffled."""
     generator = torch.Generator().manual_seed(0)
@@ -55,3 +93,48 @@ def quiet_fit(**options: Any) -> Fit:
         "seed": 1,
     }
     return Fit(**(defaults | options))
+
+
+def train(
+    root: Path, callbacks: Any, module: TrainModule | None = None, *loaders: Any, ckpt_path: Any = None, **options: Any
+) -> Fit:
+    """Train a module with checkpoints in ``root``: by default a `Scored`, for six steps an epoch."""
+    fit = quiet_fit(default_root_dir=root, callbacks=callbacks, enable_checkpointing=True, **options)
+    fit.fit(Scored() if module is None else module, *(loaders or [loader(6, 1)]), ckpt_path=ckpt_path)
+    return fit
+
+
+def failing(micro_batches: int) -> LambdaCallback:
+    """Return a callback that raises a RuntimeError after this many micro-batches."""
+
+    def fail(trainer: Any, *arguments: Any) -> None:
+        if trainer.micro_batches == micro_batches:
+            raise RuntimeError("out of luck")
+
+    return LambdaCallback(on_train_batch_start=fail)
+
+
+def saving(step: int, path: Path) -> LambdaCallback:
+    """Return a callback that saves a checkpoint to ``path`` after an optimizer step."""
+
+    def save(trainer: Any, *arguments: Any) -> None:
+        if trainer.global_step == step:
+            trainer.save_checkpoint(path)
+
+    return LambdaCallback(on_train_batch_end=save)
+
+
+def folders(path: Path) -> list[str]:
+    """Return the names of the folders in ``path``."""
+    return sorted(entry.name for entry in path.iterdir() if entry.is_dir())
+
+
+def checkpoint_names(root: Path) -> list[str]:
+    """Return the names of the checkpoints of the first run in ``root``."""
+    return folders(root / CHECKPOINTS)
+
+
+def logged_rows(logger: CSVLogger) -> list[dict[str, str]]:
+    """Return the rows that a logger has written."""
+    with open(f"{logger.log_dir}/metrics.csv", newline="") as stream:
+        return list(csv.DictReader(stream))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import threading
 import time
@@ -11,260 +12,238 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from callback_modules import (
+    CHECKPOINTS,
+    Regression,
+    Scored,
+    Validated,
+    checkpoint_names,
+    folders,
+    loader,
+    quiet_fit,
+    train,
+)
 
-from drivetrain import Callback, CheckpointError, ConfigurationError, Fit, TrainModule
+from drivetrain import CheckpointError, ConfigurationError
 from drivetrain.callbacks import Checkpoint
-from drivetrain.callbacks._checkpoint_names import checkpoint_name
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint._retention import Retention
 
-RUN = "drivetrain_logs/version_0"  # the folder of the first run, below the root
-
-
-class Scored(TrainModule):
-    """Logs the given score at the end of each epoch."""
-
-    def __init__(self, scores: list[float]) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-        self.scores = scores
-        self.started: list[int] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.layer(batch[0]).square().mean()
-
-    def on_train_epoch_start(self) -> None:
-        self.started.append(self.current_epoch)
-
-    def on_train_epoch_end(self) -> None:
-        self.log("score", self.scores[self.current_epoch])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.1)
+SOON = timedelta(microseconds=1)
 
 
-def loader() -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.arange(12.0).reshape(6, 2)), batch_size=1)
+@pytest.mark.parametrize(
+    ("when", "options", "saved"),
+    [
+        pytest.param({"every_n_train_steps": 4}, {"max_epochs": 2}, ["0-step=4", "1-step=12", "1-step=8"], id="steps"),
+        pytest.param(
+            {"every_n_train_steps": 1}, {"accumulate_grad_batches": 4}, ["0-step=1", "0-step=2"], id="windows"
+        ),
+        pytest.param({"every_n_epochs": 2}, {"max_epochs": 5}, ["1-step=12", "3-step=24"], id="epochs"),
+        pytest.param(
+            {"train_time_interval": SOON}, {"max_epochs": -1, "max_steps": 40}, ["2-step=16", "5-step=32"], id="time"
+        ),
+    ],
+)
+def test_when_it_saves(when: dict[str, Any], options: dict[str, Any], saved: list[str], tmp_path: Path) -> None:
+    train(tmp_path, Checkpoint(save_top_k=-1, **when), **options)
+    assert checkpoint_names(tmp_path) == [f"epoch={name}" for name in saved]
+    if "accumulate_grad_batches" in options:
+        assert load(tmp_path / CHECKPOINTS / "epoch=0-step=1").progress["batch_idx"] == 4
 
 
-def fit(path: Path, checkpoint: Any, **options: Any) -> Fit:
-    settings = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "seed": 1, **options}
-    return Fit(default_root_dir=path, callbacks=checkpoint, **settings)
+def test_the_newest_is_kept_and_named_in_latest(tmp_path: Path) -> None:
+    checkpoint = Checkpoint()
+    train(tmp_path, checkpoint, max_epochs=3)
+    folder = tmp_path / CHECKPOINTS
+    assert folders(folder) == ["epoch=2-step=18"]
+    assert (folder / "latest").read_text() == "epoch=2-step=18"
+    assert checkpoint.best_model_path == checkpoint.last_model_path == str(folder / "epoch=2-step=18")
+    assert verify(checkpoint.best_model_path) == []
 
 
-def names(path: Path) -> list[str]:
-    return sorted(one.name for one in (path / RUN / "checkpoints").iterdir() if one.is_dir())
+def test_it_saves_after_each_of_several_validations(tmp_path: Path) -> None:
+    loaders = loader(6, 1), loader(1, 1)
+    train(tmp_path, Checkpoint(save_top_k=-1), Validated([0.0] * 3), *loaders, val_check_interval=2)
+    assert checkpoint_names(tmp_path) == ["epoch=0-step=2", "epoch=0-step=4", "epoch=0-step=6"]
 
 
-class TestWhen:
-    def test_once_an_epoch_and_the_newest_stays(self, tmp_path: Path) -> None:
-        checkpoint = Checkpoint()
-        fit(tmp_path, checkpoint, max_epochs=3).fit(Scored([0.0] * 3), loader())
-        assert names(tmp_path) == ["epoch=2-step=18"]
-        assert (tmp_path / RUN / "checkpoints" / "latest").read_text() == "epoch=2-step=18"
-        assert (
-            checkpoint.best_model_path
-            == checkpoint.last_model_path
-            == str(tmp_path / RUN / "checkpoints/epoch=2-step=18")
-        )
-        assert verify(checkpoint.best_model_path) == []
-
-    def test_every_n_steps(self, tmp_path: Path) -> None:
-        checkpoint = Checkpoint(every_n_train_steps=4, save_top_k=-1)
-        fit(tmp_path, checkpoint, max_epochs=2).fit(Scored([0.0] * 2), loader())
-        assert names(tmp_path) == ["epoch=0-step=4", "epoch=1-step=12", "epoch=1-step=8"]
-
-    def test_every_n_steps_counts_steps_and_not_micro_batches(self, tmp_path: Path) -> None:
-        checkpoint = Checkpoint(every_n_train_steps=1, save_top_k=-1)
-        fit(tmp_path, checkpoint, max_epochs=1, accumulate_grad_batches=4).fit(Scored([0.0]), loader())
-        assert names(tmp_path) == ["epoch=0-step=1", "epoch=0-step=2"]
-        assert load(tmp_path / RUN / "checkpoints/epoch=0-step=1").progress["batch_idx"] == 4
-
-    def test_every_n_epochs(self, tmp_path: Path) -> None:
-        checkpoint = Checkpoint(every_n_epochs=2, save_top_k=-1)
-        fit(tmp_path, checkpoint, max_epochs=5).fit(Scored([0.0] * 5), loader())
-        assert names(tmp_path) == ["epoch=1-step=12", "epoch=3-step=24"]
-
-    def test_by_the_clock(self, tmp_path: Path) -> None:
-        checkpoint = Checkpoint(train_time_interval=timedelta(microseconds=1), save_top_k=-1)
-        fit(tmp_path, checkpoint, max_steps=40).fit(Scored([0.0] * 9), loader())
-        assert names(tmp_path) == ["epoch=2-step=16", "epoch=5-step=32"]
-
-    def test_after_each_validation_where_there_are_several(self, tmp_path: Path) -> None:
-        class Validated(Scored):
-            def validation_step(self, batch: Any, batch_idx: int) -> None:
-                self.log("val", self.layer(batch[0]).mean())
-
-        checkpoint = Checkpoint(save_top_k=-1)
-        trainer = fit(tmp_path, checkpoint, max_epochs=1, val_check_interval=2)
-        trainer.fit(Validated([0.0]), loader(), loader())
-        assert names(tmp_path) == ["epoch=0-step=2", "epoch=0-step=4", "epoch=0-step=6"]
-
-    def test_nothing_where_nothing_is_to_be_kept(self, tmp_path: Path) -> None:
-        fit(tmp_path, Checkpoint(save_top_k=0), max_epochs=1).fit(Scored([0.0]), loader())
-        assert not (tmp_path / RUN / "checkpoints").exists()
-
-    def test_on_an_exception(self, tmp_path: Path) -> None:
-        class Failing(Callback):
-            def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-                if trainer.micro_batches == 5:
-                    raise RuntimeError("out of luck")
-
-        callbacks = [Checkpoint(save_on_exception=True), Failing()]
-        with pytest.raises(RuntimeError, match="out of luck"):
-            fit(tmp_path, callbacks, max_epochs=1, accumulate_grad_batches=2).fit(Scored([0.0]), loader())
-        assert names(tmp_path) == ["exception-step=2"]
-        saved = load(tmp_path / RUN / "checkpoints/exception-step=2").progress
-        assert (saved["batch_idx"], saved["samples_seen"]) == (4, 4)  # the state after the last step
+def test_it_writes_nothing_where_nothing_is_to_be_kept(tmp_path: Path) -> None:
+    train(tmp_path, Checkpoint(save_top_k=0))
+    assert not (tmp_path / CHECKPOINTS).exists()
 
 
-class TestWhatIsKept:
-    def test_the_best_by_a_value(self, tmp_path: Path) -> None:
-        # F-07
-        checkpoint = Checkpoint(monitor="score", save_top_k=2, filename="{epoch}-{score:.1f}")
-        fit(tmp_path, checkpoint, max_epochs=4).fit(Scored([3.0, 1.0, 4.0, 2.0]), loader())
-        assert names(tmp_path) == ["epoch=1-score=1.0", "epoch=3-score=2.0"]
-        assert checkpoint.best_model_score == 1.0
-        assert checkpoint.best_model_path.endswith("epoch=1-score=1.0")
-        assert set(checkpoint.best_k_models.values()) == {1.0, 2.0}
+NAN = math.nan
 
-    def test_the_newest_besides(self, tmp_path: Path) -> None:
-        # F-07
-        checkpoint = Checkpoint(monitor="score", mode="max", keep_last=2)
-        fit(tmp_path, checkpoint, max_epochs=4).fit(Scored([3.0, 5.0, 4.0, 2.0]), loader())
-        assert names(tmp_path) == ["epoch=1-step=12", "epoch=2-step=18", "epoch=3-step=24"]
-        assert checkpoint.best_model_path.endswith("epoch=1-step=12")
-        assert checkpoint.last_model_path.endswith("epoch=3-step=24")
 
-    def test_what_others_wrote_stays(self, tmp_path: Path) -> None:
-        # F-07, F-15, F-16
-        folder = tmp_path / "checkpoints"
-        (folder / "best").mkdir(parents=True)
-        (folder / "tmp").mkdir()
-        fit(tmp_path, Checkpoint(folder), max_epochs=1).fit(Scored([0.0]), loader())
-        fit(tmp_path, Checkpoint(folder), max_epochs=2).fit(Scored([0.0] * 2), loader())
-        fit(tmp_path, Checkpoint(folder), max_epochs=1).fit(Scored([0.0]), loader())
-        assert sorted(one.name for one in folder.iterdir() if one.is_dir()) == [
-            "best",
-            "epoch=0-step=6",
-            "epoch=0-step=6-v1",
-            "epoch=1-step=12",
-            "tmp",
-        ]
+@pytest.mark.parametrize(
+    ("options", "scores", "kept"),
+    [
+        pytest.param({"save_top_k": 2}, [3.0, 1.0, 4.0, 2.0], [1, 3], id="the best"),
+        pytest.param({"mode": "max", "keep_last": 2}, [3.0, 5.0, 4.0, 2.0], [1, 2, 3], id="the best and the newest"),
+        pytest.param({"save_top_k": 2}, [1.0, 1.0, 1.0, 0.0], [0, 3], id="the earlier of equal scores"),
+        pytest.param({"save_top_k": 2, "mode": "max"}, [1.0, 1.0, 1.0, 2.0], [0, 3], id="the earlier of equal highest"),
+        pytest.param({"save_last": True}, [0.7, 0.7, 0.7], [0, 2], id="equal scores and the newest"),
+        pytest.param({}, [NAN, 1.0, NAN], [1], id="NaN is the worst"),
+        pytest.param({"mode": "max"}, [NAN, 1.0, NAN], [1], id="NaN is the worst where more is better"),
+        pytest.param({}, [NAN, NAN], [0], id="NaN equals NaN"),
+    ],
+)
+def test_what_is_kept(options: dict[str, Any], scores: list[float], kept: list[int], tmp_path: Path) -> None:
+    # F-07, Q-05
+    checkpoint = Checkpoint(monitor="score", filename="{epoch}", **options)
+    train(tmp_path, checkpoint, Scored(scores), max_epochs=len(scores))
+    assert checkpoint_names(tmp_path) == [f"epoch={epoch}" for epoch in kept]
+    choose = max if options.get("mode") == "max" else min
+    best = choose(kept, key=lambda epoch: scores[epoch])
+    assert checkpoint.best_model_score == pytest.approx(scores[best], nan_ok=True)
+    assert checkpoint.best_model_path.endswith(f"epoch={best}")
+    assert checkpoint.last_model_path.endswith(f"epoch={kept[-1]}")
+    assert list(checkpoint.best_k_models.values()) == pytest.approx([scores[epoch] for epoch in kept], nan_ok=True)
 
-    def test_a_resumed_run_goes_on_with_its_list(self, tmp_path: Path) -> None:
-        fit(tmp_path, Checkpoint(keep_last=2, save_top_k=0), max_epochs=3).fit(Scored([0.0] * 3), loader())
-        assert names(tmp_path) == ["epoch=1-step=12", "epoch=2-step=18"]
-        resumed = Scored([0.0] * 4)
-        fit(tmp_path, Checkpoint(keep_last=2, save_top_k=0), max_epochs=4).fit(resumed, loader(), ckpt_path="last")
-        assert resumed.started == [3]
-        assert names(tmp_path) == ["epoch=2-step=18", "epoch=3-step=24"]
-        elsewhere = Checkpoint(tmp_path / "elsewhere", keep_last=2, save_top_k=0)
-        fit(tmp_path, elsewhere, max_epochs=5).fit(Scored([0.0] * 5), loader(), ckpt_path="last")
-        assert names(tmp_path) == ["epoch=2-step=18", "epoch=3-step=24"]  # not this run's
-        assert len(list((tmp_path / "elsewhere").glob("epoch=*"))) == 1
 
-    @pytest.mark.parametrize("another_run", [False, True])
-    def test_what_a_killed_run_was_about_to_remove(self, another_run: bool, tmp_path: Path) -> None:
-        # F-05, F-07: killed after the second checkpoint was complete and before the first was removed
-        first, aside = tmp_path / RUN / "checkpoints/epoch=0-step=6", tmp_path / "aside"
-        fit(tmp_path, Checkpoint(), max_epochs=1).fit(Scored([0.0]), loader())
-        shutil.copytree(first, aside)
-        fit(tmp_path, Checkpoint(), max_epochs=2).fit(Scored([0.0] * 2), loader(), ckpt_path="auto")
-        assert names(tmp_path) == ["epoch=1-step=12"]
-        if another_run:
-            fit(tmp_path / "other", Checkpoint(tmp_path / "theirs"), max_epochs=1).fit(Scored([0.0]), loader())
-            shutil.copytree(tmp_path / "theirs/epoch=0-step=6", first)
-        else:
-            shutil.copytree(aside, first)
-        start = tmp_path / RUN / "checkpoints/epoch=1-step=12"
-        fit(tmp_path, Checkpoint(), max_epochs=3).fit(Scored([0.0] * 3), loader(), ckpt_path=start)
-        assert names(tmp_path) == ["epoch=0-step=6"] * another_run + ["epoch=2-step=18"]
+def test_what_others_wrote_stays(tmp_path: Path) -> None:
+    # F-07, F-15, F-16
+    folder = tmp_path / "checkpoints"
+    (folder / "best").mkdir(parents=True)
+    (folder / "tmp").mkdir()
+    for epochs in (1, 2, 1):
+        train(tmp_path, Checkpoint(folder), max_epochs=epochs)
+    assert folders(folder) == ["best", "epoch=0-step=6", "epoch=0-step=6-v1", "epoch=1-step=12", "tmp"]
 
-    @pytest.mark.parametrize("mode", ["min", "max"])
-    def test_a_value_that_is_no_number_is_the_worst(self, mode: str) -> None:
-        retention = Retention(1, 0, mode)
-        assert retention.add("a", "1", float("nan")) == []
-        assert [one.name for one in retention.add("b", "2", 1.0)] == ["a"]
-        assert not retention.would_keep(float("nan"))
 
-    def test_two_callbacks_of_one_class(self, tmp_path: Path) -> None:
-        # F-12, F-16
+def test_a_resumed_run_goes_on_with_its_list(tmp_path: Path) -> None:
+    newest: dict[str, Any] = {"keep_last": 2, "save_top_k": 0}
+    train(tmp_path, Checkpoint(**newest), max_epochs=3)
+    assert checkpoint_names(tmp_path) == ["epoch=1-step=12", "epoch=2-step=18"]
+    resumed = Scored()
+    train(tmp_path, Checkpoint(**newest), resumed, max_epochs=4, ckpt_path="last")
+    assert resumed.started == [3]
+    assert checkpoint_names(tmp_path) == ["epoch=2-step=18", "epoch=3-step=24"]
+    train(tmp_path, Checkpoint(tmp_path / "elsewhere", **newest), max_epochs=5, ckpt_path="last")
+    assert checkpoint_names(tmp_path) == ["epoch=2-step=18", "epoch=3-step=24"]  # not this run's
+    assert len(list((tmp_path / "elsewhere").glob("epoch=*"))) == 1
+
+
+@pytest.mark.parametrize("another_run", [False, True])
+def test_a_resumed_run_removes_what_a_killed_run_was_about_to_remove(another_run: bool, tmp_path: Path) -> None:
+    # F-05, F-07: killed after the second checkpoint was complete and before the first was removed
+    first, aside = tmp_path / CHECKPOINTS / "epoch=0-step=6", tmp_path / "aside"
+    train(tmp_path, Checkpoint())
+    shutil.copytree(first, aside)
+    train(tmp_path, Checkpoint(), max_epochs=2, ckpt_path="auto")
+    assert checkpoint_names(tmp_path) == ["epoch=1-step=12"]
+    if another_run:
+        train(tmp_path / "other", Checkpoint(tmp_path / "theirs"))
+        aside = tmp_path / "theirs/epoch=0-step=6"
+    shutil.copytree(aside, first)
+    train(tmp_path, Checkpoint(), max_epochs=3, ckpt_path=tmp_path / CHECKPOINTS / "epoch=1-step=12")
+    assert checkpoint_names(tmp_path) == ["epoch=0-step=6"] * another_run + ["epoch=2-step=18"]
+
+
+def test_two_callbacks_of_one_class_keep_their_own_lists(tmp_path: Path) -> None:
+    # F-12, F-16
+    def callbacks() -> list[Any]:
         best = Checkpoint(monitor="score", filename="best-{epoch}")
-        steps = Checkpoint(every_n_train_steps=5, filename="steps-{step}")
-        fit(tmp_path, [best, steps], max_epochs=2).fit(Scored([1.0, 2.0]), loader())
-        assert names(tmp_path) == ["best-epoch=0", "steps-step=10"]
-        again = [Checkpoint(monitor="score", filename="best-{epoch}"), Checkpoint(every_n_train_steps=5)]
-        fit(tmp_path, again, max_epochs=3).fit(Scored([1.0, 2.0, 0.5]), loader(), ckpt_path="last")
-        assert names(tmp_path) == ["best-epoch=2", "epoch=2-step=15"]
+        return [best, Checkpoint(every_n_train_steps=5, filename="steps-{step}")]
 
-    def test_weights_only(self, tmp_path: Path) -> None:
-        fit(tmp_path, Checkpoint(save_weights_only=True), max_epochs=1).fit(Scored([0.0]), loader())
-        saved = load(tmp_path / RUN / "checkpoints/epoch=0-step=6")
-        assert saved.weights_only
-        assert set(saved.weights()) == {"layer.weight", "layer.bias"}
+    train(tmp_path, callbacks(), Scored([1.0, 2.0]), max_epochs=2)
+    assert checkpoint_names(tmp_path) == ["best-epoch=0", "steps-step=10"]
+    train(tmp_path, callbacks(), Scored([1.0, 2.0, 0.5]), max_epochs=3, ckpt_path="last")
+    assert checkpoint_names(tmp_path) == ["best-epoch=2", "steps-step=15"]
 
 
-class TestGoingOn:
-    def test_a_clock_that_was_ahead_does_not_hold_a_run_back(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        # J-03: each restart resumed from the checkpoint written by a clock an hour ahead
-        clock = time.time
-        monkeypatch.setattr("time.time", lambda: clock() + 3600)
-        kept: dict[str, Any] = {"save_top_k": -1}
-        fit(tmp_path, Checkpoint(**kept), max_epochs=1).fit(Scored([0.0]), loader(), ckpt_path="auto")
+def test_weights_only(tmp_path: Path) -> None:
+    train(tmp_path, Checkpoint(save_weights_only=True))
+    saved = load(tmp_path / CHECKPOINTS / "epoch=0-step=6")
+    assert saved.weights_only
+    assert set(saved.weights()) == {"net.weight", "net.bias"}
+
+
+def test_auto_resumes_from_the_newest_although_an_earlier_clock_was_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # J-03: each restart resumed from the checkpoint written by a clock an hour ahead
+    clock = time.time
+    monkeypatch.setattr("time.time", lambda: clock() + 3600)
+    for epochs in (1, 2, 3, 4):
+        module = Scored()
+        train(tmp_path, Checkpoint(save_top_k=-1), module, max_epochs=epochs, ckpt_path="auto")
+        assert module.started == [epochs - 1]
         monkeypatch.setattr("time.time", clock)
-        for epochs in (2, 3, 4):
-            module = Scored([0.0] * epochs)
-            fit(tmp_path, Checkpoint(**kept), max_epochs=epochs).fit(module, loader(), ckpt_path="auto")
-            assert module.started == [epochs - 1]
-        metadata = [load(tmp_path / RUN / "checkpoints" / name).manifest.metadata for name in names(tmp_path)]
-        assert [len(one.lineage) for one in metadata] == [1, 2, 3, 4]
-        assert [one.parent for one in metadata[1:]] == [one.identifier for one in metadata[:-1]]
+    metadata = [load(tmp_path / CHECKPOINTS / name).manifest.metadata for name in checkpoint_names(tmp_path)]
+    assert [len(one.lineage) for one in metadata] == [1, 2, 3, 4]
+    assert [one.parent for one in metadata[1:]] == [one.identifier for one in metadata[:-1]]
 
-    def test_auto_starts_afresh_and_then_goes_on(self, tmp_path: Path) -> None:
-        first, second = Scored([0.0] * 4), Scored([0.0] * 4)
-        fit(tmp_path, Checkpoint(), max_epochs=2).fit(first, loader(), ckpt_path="auto")
-        fit(tmp_path, Checkpoint(), max_epochs=4).fit(second, loader(), ckpt_path="auto")
-        assert (first.started, second.started) == ([0, 1], [2, 3])
 
-    def test_auto_passes_over_what_no_run_can_go_on_from(self, tmp_path: Path) -> None:
-        folder = tmp_path / RUN / "checkpoints"
-        fit(tmp_path, Checkpoint(keep_last=3), max_epochs=2).fit(Scored([0.0] * 2), loader())
-        fit(tmp_path, Checkpoint(folder, "weights", save_weights_only=True), max_epochs=1).fit(Scored([0.0]), loader())
-        (folder / "epoch=1-step=12" / "manifest.json").unlink()  # torn
-        module = Scored([0.0] * 2)
-        fit(tmp_path, Checkpoint(), max_epochs=2).fit(module, loader(), ckpt_path="auto")
-        assert module.started == [1]
+def test_auto_passes_over_what_no_run_can_resume_from(tmp_path: Path) -> None:
+    folder = tmp_path / CHECKPOINTS
+    train(tmp_path, Checkpoint(keep_last=3), max_epochs=2)
+    train(tmp_path, Checkpoint(folder, "weights", save_weights_only=True))
+    (folder / "epoch=1-step=12" / "manifest.json").unlink()  # torn
+    module = Scored()
+    train(tmp_path, Checkpoint(), module, max_epochs=2, ckpt_path="auto")
+    assert module.started == [1]
 
-    def test_the_best(self, tmp_path: Path) -> None:
-        checkpoint = Checkpoint(monitor="score", keep_last=1)
-        trainer = fit(tmp_path, checkpoint, max_epochs=3)
-        trainer.fit(Scored([2.0, 1.0, 3.0]), loader())
-        best = load(checkpoint.best_model_path).weights()
-        for each in (trainer, fit(tmp_path, Checkpoint(monitor="score"))):
-            module = Scored([])
-            module.test_step = lambda batch, batch_idx: None  # type: ignore[method-assign, misc]
-            each.test(module, loader(), ckpt_path="best")
-            assert torch.equal(module.layer.weight, best["layer.weight"])
 
-    def test_last_and_best_say_where_they_looked(self, tmp_path: Path) -> None:
-        with pytest.raises(CheckpointError, match=r"no checkpoint to resume from.*\n.*checkpoints"):
-            fit(tmp_path, Checkpoint(), max_epochs=1).fit(Scored([0.0]), loader(), ckpt_path="last")
+def test_the_best_is_loaded_for_a_test(tmp_path: Path) -> None:
+    class Tested(Scored):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            pass
 
-    def test_saving_after_a_resume_does_not_collide(self, tmp_path: Path) -> None:
-        # F-15
-        fit(tmp_path, Checkpoint(every_n_train_steps=2, save_top_k=-1), max_epochs=1).fit(Scored([0.0]), loader())
-        before = {name: load(tmp_path / RUN / "checkpoints" / name).manifest.identifier for name in names(tmp_path)}
-        start = tmp_path / RUN / "checkpoints/epoch=0-step=2"
-        kind = type("Other", (Checkpoint,), {})  # a class with its own state key
-        other = kind(tmp_path / RUN / "checkpoints", every_n_train_steps=2, save_top_k=-1)
-        fit(tmp_path, other, max_epochs=1).fit(Scored([0.0]), loader(), ckpt_path=start)
-        after = {name: load(tmp_path / RUN / "checkpoints" / name).manifest.identifier for name in names(tmp_path)}
-        assert {name: after[name] for name in before} == before
-        assert sorted(set(after) - set(before)) == ["epoch=0-step=4-v1", "epoch=0-step=6-v1"]
+    checkpoint = Checkpoint(monitor="score", keep_last=1)
+    trained = train(tmp_path, checkpoint, Tested([2.0, 1.0, 3.0]), max_epochs=3)
+    best = load(checkpoint.best_model_path).weights()
+    untrained = quiet_fit(
+        default_root_dir=tmp_path, callbacks=Checkpoint(monitor="score"), enable_checkpointing=True
+    )
+    for fit in (trained, untrained):
+        module = Tested()
+        fit.test(module, loader(6, 1), ckpt_path="best")
+        assert torch.equal(module.net.weight, best["net.weight"])
+
+
+def test_an_absent_last_checkpoint_is_refused_with_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no checkpoint to resume from.*\n.*checkpoints"):
+        train(tmp_path, Checkpoint(), ckpt_path="last")
+
+
+def test_saving_after_a_resume_does_not_collide(tmp_path: Path) -> None:
+    # F-15
+    def identifiers() -> dict[str, str]:
+        return {name: load(folder / name).manifest.identifier for name in folders(folder)}
+
+    folder, steps = tmp_path / CHECKPOINTS, {"every_n_train_steps": 2, "save_top_k": -1}
+    train(tmp_path, Checkpoint(**steps))  # type: ignore[arg-type]
+    before = identifiers()
+    other = type("Other", (Checkpoint,), {})  # a class with its own state key
+    train(tmp_path, other(folder, **steps), ckpt_path=folder / "epoch=0-step=2")
+    after = identifiers()
+    assert after.items() >= before.items()
+    assert sorted(set(after) - set(before)) == ["epoch=0-step=4-v1", "epoch=0-step=6-v1"]
+
+
+def _writers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "checkpoint-write"]
+
+
+def test_in_the_background_the_state_at_the_call_is_saved(tmp_path: Path) -> None:
+    # F-08
+    class Adam(Scored):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), lr=0.1)
+
+    plain = Checkpoint(tmp_path / "plain", every_n_train_steps=2, save_top_k=-1)
+    beside = Checkpoint(tmp_path / "beside", every_n_train_steps=2, save_top_k=-1, save_async=True)
+    train(tmp_path, [plain, beside], Adam(), max_epochs=2)
+    assert len(folders(tmp_path / "plain")) == 6
+    for name in folders(tmp_path / "plain"):
+        expected, found = load(tmp_path / "plain" / name), load(tmp_path / "beside" / name)
+        assert verify(found.path) == []
+        assert expected.progress == found.progress
+        torch.testing.assert_close(found.weights(), expected.weights(), rtol=0, atol=0)
+        moments = [saved.optimizer_state()["state"]["net.weight"]["exp_avg"] for saved in (expected, found)]
+        assert torch.equal(*moments)
+    assert not _writers()
 
 
 class Replaced(Checkpoint):
@@ -275,76 +254,70 @@ class Replaced(Checkpoint):
         Path(str(self.dirpath)).write_text("")
 
 
-class TestInTheBackground:
-    def test_what_is_saved_is_the_state_at_the_call(self, tmp_path: Path) -> None:
-        # F-08
-        plain = Checkpoint(tmp_path / "plain", every_n_train_steps=2, save_top_k=-1)
-        beside = Checkpoint(tmp_path / "beside", every_n_train_steps=2, save_top_k=-1, save_async=True)
-        fit(tmp_path, [plain, beside], max_epochs=2).fit(Scored([0.0] * 2), loader())
-        for one in (tmp_path / "plain").glob("epoch=*"):
-            other = load(tmp_path / "beside" / one.name)
-            assert verify(other.path) == []
-            expected = load(one)
-            assert expected.progress == other.progress
-            for name, value in expected.weights().items():
-                assert torch.equal(value, other.weights()[name])
-            state, found = expected.optimizer_state()["state"], other.optimizer_state()["state"]
-            assert torch.equal(state["layer.weight"]["exp_avg"], found["layer.weight"]["exp_avg"])
-        assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint-write"]
+@pytest.mark.parametrize(
+    ("every", "step"), [pytest.param(2, 3, id="within a step"), pytest.param(6, 6, id="at the end")]
+)
+def test_a_failure_in_the_background_surfaces(every: int, step: int, tmp_path: Path) -> None:
+    # F-08
+    steps: list[int] = []
 
-    def test_a_failure_surfaces_within_a_step(self, tmp_path: Path) -> None:
-        # F-08
-        class Blocked(Scored):
-            def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-                self.started.append(self.global_step)
-                for thread in threading.enumerate():
-                    if thread.name == "checkpoint-write":
-                        thread.join()
+    class Blocked(Regression):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            steps.append(self.global_step)
+            for thread in _writers():
+                thread.join()
 
-        checkpoint = Replaced(tmp_path / "file", every_n_train_steps=2, save_async=True)
-        module = Blocked([0.0] * 2)
-        with pytest.raises(CheckpointError, match="could not be written"):
-            fit(tmp_path, checkpoint, max_epochs=2).fit(module, loader())
-        assert module.started[-1] == 3
-
-    def test_the_end_waits_and_raises(self, tmp_path: Path) -> None:
-        # F-08
-        checkpoint = Replaced(tmp_path / "file", save_async=True)
-        with pytest.raises(CheckpointError, match="could not be written"):
-            fit(tmp_path, checkpoint, max_epochs=1).fit(Scored([0.0]), loader())
+    checkpoint = Replaced(tmp_path / "file", every_n_train_steps=every, save_async=True)
+    with pytest.raises(CheckpointError, match="could not be written"):
+        train(tmp_path, checkpoint, Blocked())
+    assert steps[-1] == step
 
 
-class TestNames:
-    def test_templates(self) -> None:
-        values = {"epoch": 3, "val/loss": 0.256}
-        assert checkpoint_name("{epoch:03d}-{val/loss:.2f}", values) == "epoch=003-val_loss=0.26"
-        assert checkpoint_name("plain", values) == "plain"
+def test_names_are_filled_with_values() -> None:
+    values = {"epoch": 3, "val/loss": 0.256}
+    named = Checkpoint(filename="{epoch:03d}-{val/loss:.2f}")
+    assert named.format_checkpoint_name(values) == "epoch=003-val_loss=0.26"
+    assert named.format_checkpoint_name(values, "plain", ver=1) == "plain-v1"
+    short = Checkpoint(filename="{epoch}", auto_insert_metric_name=False)
+    assert short.format_checkpoint_name(values) == "3"
+    with pytest.raises(ConfigurationError, match=r"no value 'val_los' was logged.*val/loss"):
+        named.format_checkpoint_name(values, "{val_los}")
 
-    def test_what_was_not_logged_is_named(self) -> None:
-        with pytest.raises(ConfigurationError, match=r"no value 'val_los' was logged.*val_loss"):
-            checkpoint_name("{val_los}", {"epoch": 1, "val_loss": 2.0})
 
-    @pytest.mark.parametrize("template", ["", "a/b", "{epoch", ".hidden"])
-    def test_what_is_no_name_is_refused(self, template: str) -> None:
-        with pytest.raises(ConfigurationError, match="is not a valid name"):
-            Checkpoint(filename=template)
+INVALID = "is not a valid name"
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"mode": "mn"}, "mode='mn'.*min"),
         ({"save_top_k": -2}, "save_top_k=-2"),
         ({"every_n_train_steps": -1}, "every_n_train_steps=-1"),
         ({"keep_last": True}, "keep_last=True"),
         ({"train_time_interval": 30}, "train_time_interval=30"),
+        *(({"filename": name}, INVALID) for name in ("", "a/b", "{epoch", ".hidden", "a\0b", "a\nb", "x" * 300)),
+        *(({"filename": name}, INVALID) for name in ("latest", "Latest", "manifest.json", "state.json")),
+        *(({"filename": name}, INVALID) for name in ("model.safetensors", "é" * 255, "{val_loss:0300.2f}")),
+        ({"filename": "{" + "v" * 250 + "}"}, INVALID),
+        ({"filename": "{val_loss:.>9}", "auto_insert_metric_name": False}, INVALID),
+        ({"filename": "{epoch:s}"}, "cannot be formatted as 's'"),
     ],
 )
-def test_bad_arguments_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
+def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:
+    # Q-05: the run failed at its first save, or the file `latest` could not be written any more
+    with pytest.raises(ConfigurationError, match=message):
         Checkpoint(**options)
 
 
-def test_a_value_that_nobody_logged_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dirpath", ["d" * 300, "é" * 200, "a\0b"])
+def test_a_folder_that_cannot_be_created_is_refused_before_the_first_step(dirpath: str, tmp_path: Path) -> None:
+    # Q-05
+    module = Scored()
+    with pytest.raises(ConfigurationError, match="cannot write to"):
+        train(tmp_path, Checkpoint(f"{tmp_path}/missing/{dirpath}"), module)
+    assert module.started == []
+
+
+def test_a_monitored_value_that_nobody_logged_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"monitor='scroe'.*'score'"):
-        fit(tmp_path, Checkpoint(monitor="scroe"), max_epochs=1).fit(Scored([1.0]), loader())
+        train(tmp_path, Checkpoint(monitor="scroe"))
