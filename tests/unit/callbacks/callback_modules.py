@@ -72,6 +72,39 @@ class Validated(Regression):
             self.validations += 1
 
 
+class Clock:
+    """A clock that tests advance, in place of the module ``time``."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    time = monotonic
+
+
+class Timed(Regression):
+    """Takes one second for a training batch and two for any other."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.clock.now += 1
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.clock.now += 2
+        self.log("val_loss", float(batch_idx), prog_bar=True)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.clock.now += 2
+
+    predict_step = test_step
+
+
 def loader(samples: int = 40, batch_size: int = 4) -> DataLoader[Any]:
     """Return a loader of ``samples`` pairs of shapes (4,) and (1,), unshuffled."""
     generator = torch.Generator().manual_seed(0)

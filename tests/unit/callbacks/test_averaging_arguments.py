@@ -9,30 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from callback_modules import Regression, loader, quiet_fit, train
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.nn.utils import parametrizations
 
-from drivetrain import Callback, Fit, TrainModule
-from drivetrain.callbacks import EMAWeightAveraging, WeightAveraging
-from drivetrain.errors import ConfigurationError
+from drivetrain import Callback, ConfigurationError
+from drivetrain.callbacks import Checkpoint, EMAWeightAveraging, LambdaCallback, WeightAveraging
 
-
-class Net(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(2, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.net(batch[0]).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def fitted(module: Net, callbacks: list[Callback], **settings: Any) -> Net:
-    fit = Fit(accelerator="cpu", barebones=True, max_epochs=2, callbacks=callbacks, **settings)
-    fit.fit(module, DataLoader(TensorDataset(torch.randn(8, 2)), batch_size=4))
-    return module
+DECAY = 0.8
 
 
 @pytest.mark.parametrize(
@@ -59,75 +43,94 @@ def test_what_is_no_function_is_refused() -> None:  # L-01
         WeightAveraging(0.9)  # type: ignore[arg-type]
 
 
-def test_two_averages_of_one_module_are_refused() -> (
-    None
-):  # L-01: each would treat the other's average as trained weights
+def fit(*callbacks: Callback) -> Regression:
+    """Train two epochs of two steps."""
+    module = Regression()
+    quiet_fit(max_epochs=2, callbacks=list(callbacks)).fit(module, loader(8))
+    return module
+
+
+def test_two_averages_of_one_module_are_refused() -> None:  # L-01
+    # Each would treat the other's average as trained weights.
     with pytest.raises(ConfigurationError, match="EMAWeightAveraging and WeightAveraging in one run"):
-        fitted(Net(), [EMAWeightAveraging(), WeightAveraging()])
+        fit(EMAWeightAveraging(), WeightAveraging())
 
 
-def test_nothing_of_a_run_stays_in_it() -> None:
+def test_a_callback_can_be_used_copied_and_pickled_after_a_run() -> None:
     averaging = EMAWeightAveraging(0.5)
-    fitted(Net(), [averaging])
-    assert averaging.updates == 4
+    for _ in range(2):
+        fit(averaging)
+        assert averaging.updates == 4  # of the last run
     copy.deepcopy(averaging)
     assert pickle.loads(pickle.dumps(averaging)).updates == 4
-    fitted(Net(), [averaging])
-    assert averaging.updates == 4  # of the second run
 
 
-def test_a_subclass_says_when() -> None:  # L-01
+def test_a_subclass_decides_when_to_update() -> None:  # L-01
     asked: list[tuple[int | None, int | None]] = []
+    after: list[torch.Tensor] = []
 
     class AtEnds(WeightAveraging):
         def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
             asked.append((step_idx, epoch_idx))
             return epoch_idx is not None
 
-    after: list[torch.Tensor] = []
-
-    class Ends(Callback):
-        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            after.append(module.net.weight.detach().clone())
-
-    module = fitted(Net(), [AtEnds(), Ends()])
+    keep = LambdaCallback(on_train_epoch_end=lambda trainer, module: after.append(module.net.weight.detach().clone()))  # type: ignore[attr-defined]
+    module = fit(AtEnds(), keep)
     assert asked == [(0, None), (1, None), (None, 0), (2, None), (3, None), (None, 1)]
     torch.testing.assert_close(module.net.weight.detach(), (after[0] + after[1]) / 2)
 
 
-class Normed(TrainModule):
-    """A network with spectral norms, whose power iteration keeps unit vectors in buffers, and with a batch norm."""
+class Normed(Regression):
+    """A spectrally normalized layer, a BatchNorm and a mask; keeps the buffers of each step and of the validation."""
 
-    def __init__(self, norm: Any) -> None:
-        super().__init__()
+    mask: torch.Tensor
+
+    def __init__(self, normalize: Any = parametrizations.spectral_norm) -> None:
+        super().__init__(lr=0.3)
         with torch.random.fork_rng():
-            torch.manual_seed(1)
-            self.net = torch.nn.Sequential(norm(torch.nn.Linear(4, 4)), torch.nn.BatchNorm1d(4))
+            torch.manual_seed(0)
+            self.net = nn.Sequential(normalize(nn.Linear(4, 4)), nn.BatchNorm1d(4), nn.Linear(4, 1))  # type: ignore[assignment]
+        self.register_buffer("mask", torch.ones(4))
+        self.trained: list[dict[str, torch.Tensor]] = []
+        self.validated: dict[str, torch.Tensor] = {}
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return (self.net(batch[0]) - 1).square().mean()
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss((batch[0] * self.mask, batch[1]))
+        self.mask = 1 - self.mask
+        return loss
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.5)
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.trained.append({name: buffer.clone() for name, buffer in self.named_buffers()})
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated = {name: buffer.clone() for name, buffer in self.named_buffers()}
 
 
-@pytest.mark.parametrize("norm", [torch.nn.utils.spectral_norm, torch.nn.utils.parametrizations.spectral_norm])
-def test_only_running_statistics_among_buffers_are_averaged(tmp_path: Path, norm: Any) -> None:
-    # S-14
-    found = []
-    data = DataLoader(TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(0))), 4)
-    for callbacks in ([], [EMAWeightAveraging(0.5)]):
-        module = Normed(norm)
-        off: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-        Fit(max_epochs=1, callbacks=list(callbacks), accelerator="cpu", default_root_dir=tmp_path, **off).fit(
-            module, data
-        )
-        found.append(dict(module.named_buffers()))
-    trained, averaged = found
-    for name in trained:
-        is_averaged = not torch.equal(trained[name], averaged[name])
-        assert is_averaged == name.rpartition(".")[2].startswith("running_"), name
-    vectors = [value for name, value in averaged.items() if value.ndim == 1 and "running_" not in name]
-    assert vectors
-    for vector in vectors:
-        torch.testing.assert_close(vector.norm(), torch.ones(()))
+def average(root: Path, module: Normed, max_epochs: int = 2, ckpt_path: Any = None) -> None:
+    callbacks = [EMAWeightAveraging(DECAY), Checkpoint(root / "saved", save_last=True)]
+    train(root, callbacks, module, loader(24), loader(24), max_epochs=max_epochs, ckpt_path=ckpt_path)
+
+
+@pytest.mark.parametrize("normalize", [parametrizations.spectral_norm, nn.utils.spectral_norm])
+def test_only_running_statistics_are_averaged(normalize: Any, tmp_path: Path) -> None:  # S-14
+    module = Normed(normalize)
+    average(tmp_path, module)
+    last = module.trained[-1]
+    mean, *later = [buffers["net.1.running_mean"] for buffers in module.trained]
+    for value in later:
+        mean = mean.lerp(value, 1 - DECAY)
+    for found in (module.validated, dict(module.named_buffers())):
+        torch.testing.assert_close(found["net.1.running_mean"], mean)
+        for name in last.keys() - {"net.1.running_mean", "net.1.running_var"}:
+            assert torch.equal(found[name], last[name]), name
+    vectors = [value for name, value in module.validated.items() if name.endswith(("_u", "_v"))]
+    assert [float(vector.norm()) for vector in vectors] == pytest.approx([1.0, 1.0])
+
+
+def test_a_resumed_run_has_the_averages_and_buffers_of_the_whole_run(tmp_path: Path) -> None:  # S-14
+    whole, resumed = Normed(), Normed()
+    average(tmp_path / "whole", whole)
+    average(tmp_path / "parts", Normed(), max_epochs=1)
+    average(tmp_path / "parts", resumed, ckpt_path="last")
+    for name, value in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value), name

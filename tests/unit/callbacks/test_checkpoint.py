@@ -193,9 +193,7 @@ def test_the_best_is_loaded_for_a_test(tmp_path: Path) -> None:
     checkpoint = Checkpoint(monitor="score", keep_last=1)
     trained = train(tmp_path, checkpoint, Tested([2.0, 1.0, 3.0]), max_epochs=3)
     best = load(checkpoint.best_model_path).weights()
-    untrained = quiet_fit(
-        default_root_dir=tmp_path, callbacks=Checkpoint(monitor="score"), enable_checkpointing=True
-    )
+    untrained = quiet_fit(default_root_dir=tmp_path, callbacks=Checkpoint(monitor="score"), enable_checkpointing=True)
     for fit in (trained, untrained):
         module = Tested()
         fit.test(module, loader(6, 1), ckpt_path="best")

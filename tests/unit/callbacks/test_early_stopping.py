@@ -169,7 +169,7 @@ def test_a_request_before_the_minimum_outlives_a_resume_until_it_is_withdrawn(tm
     assert (trainer.current_epoch, trainer.global_step, stopping.stopped_epoch) == (4, 7, 3)
     assert stopping.best_score == 1.0
     stopping = EarlyStopping("val_loss", patience=2)
-    trainer = fit([0.5] * 6, stopping, ckpt_path=tmp_path / "saved", min_epochs=5)
+    trainer = fit([0.5, 0.4, 0.3, 0.2, 0.1, 0.0], stopping, ckpt_path=tmp_path / "saved", min_epochs=5)
     assert (trainer.current_epoch, stopping.state_dict()["stopping_reason"]) == (6, None)
 
 

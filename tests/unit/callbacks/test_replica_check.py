@@ -1,253 +1,108 @@
+"""ReplicaCheck: differences between ranks that it finds, and those that it allows. Causes: tests/distributed."""
+
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from callback_run import FakeRun, distributed_run
+from callback_modules import Regression, loader, quiet_fit
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
-from drivetrain._distributed.checksum import checksum, checksums
-from drivetrain.callbacks import ReplicaCheck
-from drivetrain.errors import ConfigurationError, DistributedError
+from drivetrain import ConfigurationError, DistributedError
+from drivetrain.callbacks import LambdaCallback, ReplicaCheck
+from drivetrain_strategies import FSDPStrategy
 from worlds import on_ranks
 
-_DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float8_e4m3fn,
-    torch.int64,
-    torch.int8,
-    torch.uint8,
-    torch.complex64,
-    torch.complex128,
-]
 
+class Still(Regression):
+    """Keeps its weights, and has statistics of each rank's data, which may differ until the next forward."""
 
-@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
-def test_one_bit_anywhere_changes_the_checksum(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    original = torch.randint(-100, 100, (7, 5)).to(torch.float32).to(dtype)
-    before = checksum(original)
-    assert before.dtype == torch.int64
-    assert checksum(original.clone()) == before
-    size = dtype.itemsize
-    for element in (0, 17, 34):
-        for byte, bit in ((0, 1), (size - 1, 0x80)):
-            changed = original.clone()
-            changed.view(torch.uint8).view(-1)[element * size + byte] ^= bit
-            assert checksum(changed) != before
-
-
-def test_what_compensates_in_a_plain_sum_shows() -> None:
-    value = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    assert checksum(value.flip(0)) != checksum(value)
-    # Two signs are flipped in opposite directions, so a sum of the values as integers does not change.
-    assert checksum(torch.tensor([-1.0, 1.0])) != checksum(torch.tensor([1.0, -1.0]))
-    assert checksum(torch.tensor([0.0])) != checksum(torch.tensor([-0.0]))
-
-
-def test_layouts_and_sizes_do_not_matter_but_values_do() -> None:
-    value = torch.arange(12.0).reshape(3, 4)
-    assert checksum(value.t()) == checksum(value.t().contiguous())
-    assert checksum(value[:, ::2]) == checksum(value[:, ::2].contiguous())
-    assert checksum(torch.eye(3).to_sparse()) == checksum(torch.eye(3))
-    assert checksum(torch.zeros(0)) == 0
-    assert checksum(torch.ones(3, device="meta")) == 0
-    assert checksum(torch.tensor(True)) != checksum(torch.tensor(False))
-    large = torch.arange((1 << 22) + 5)
-    late = large.clone()
-    late[-1] += 1
-    assert checksum(large) != checksum(late)
-    assert checksums([value, large]).tolist() == [int(checksum(value)), int(checksum(large))]
-
-
-class _Net(nn.Module):
     def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 3)
-        self.norm = nn.BatchNorm1d(3)
-        self.last = nn.Linear(3, 2)
+        super().__init__(lr=0.0)
+        self.norm = nn.BatchNorm1d(4)
         self.register_buffer("scale", torch.ones(4))
 
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return (self.net(self.norm(x)) - y).square().mean()
 
-def _check(callback: ReplicaCheck, run: Any, net: Any, step: int) -> str:
-    run.global_step = step
+
+def _change(module: Any, change: str) -> None:
+    with torch.no_grad():
+        if change == "extra":
+            module.register_buffer("extra", torch.zeros(1))
+        elif change == "all":
+            for parameter in module.parameters():
+                parameter += 1
+        else:
+            tensor = module.scale if change == "scale" else module.norm.weight
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            value = local.view(-1)[1]
+            local.view(-1)[1] = torch.nextafter(value, torch.tensor(9.0))  # the last bit
+
+
+def _found(strategy: str, change: str, step: int, rank: int, options: dict[str, Any]) -> str:
+    """Change a tensor of one rank after a step, and return the error."""
+
+    def change_one_rank(trainer: Any, module: Any, *arguments: Any) -> None:
+        if trainer.global_step == step and trainer.global_rank == rank:
+            _change(module, change)
+
+    changing = LambdaCallback(on_train_batch_end=change_one_rank, priority=200)  # before the check
+    fit = quiet_fit(
+        strategy=FSDPStrategy(sharding="hybrid") if strategy == "hsdp" else strategy,
+        devices=torch.distributed.get_world_size(),
+        max_steps=5,
+        callbacks=[changing, ReplicaCheck(**options)],
+    )
     try:
-        callback.on_train_batch_end(run, net, {}, None, step)
+        fit.fit(Still(), loader(80))
     except DistributedError as error:
         return error.what
     return ""
 
 
-def _drift(tensor: str, ranks: list[int]) -> list[str]:
-    run: Any = distributed_run()
-    rank = run.strategy.control.rank
-    torch.manual_seed(0)
-    net: Any = _Net()
-    found = []
-    callback = ReplicaCheck(every_n_steps=2)
-    callback.on_train_start(run, net)
-    # Allowed: statistics of each rank until the next forward broadcasts rank 0's.
-    net.norm.running_mean.add_(rank)
-    found.append(_check(callback, run, net, 2))
-    if rank in ranks:
-        with torch.no_grad():
-            value = net.get_parameter(tensor) if "." in tensor else net.get_buffer(tensor)
-            value.view(-1)[1] = torch.nextafter(value.view(-1)[1], torch.tensor(9.0))  # the last bit
-    found.append(_check(callback, run, net, 3))  # no check is due at this step
-    found.append(_check(callback, run, net, 4))
-    return found
+TWO = {"every_n_steps": 2}
 
 
-def test_the_first_that_differs_is_named_with_the_ranks_on_every_rank() -> None:
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "change", "step", "rank", "options", "found"),
+    [
+        pytest.param("ddp", 2, "", 0, 0, TWO, "", id="none"),
+        pytest.param("ddp_static_graph", 2, "", 0, 0, TWO, "", id="none, with a static graph"),
+        pytest.param(
+            "ddp", 4, "weight", 3, 1, TWO, "step 4: parameter 'norm.weight' is not the same on ranks 0, 2, 3 and on"
+            " rank 1", id="the last bit, at the next check",
+        ),
+        pytest.param(
+            "ddp", 2, "weight", 3, 0, {}, "step 5: parameter 'norm.weight' is not the same on rank 0 and on rank 1",
+            id="before the first interval",
+        ),
+        pytest.param("ddp", 2, "scale", 4, 0, TWO, "step 4: buffer 'scale' is not the same on rank 0", id="a buffer"),
+        pytest.param("ddp", 2, "scale", 4, 0, {**TWO, "buffers": False}, "", id="a buffer, not compared"),
+        pytest.param("ddp", 2, "all", 4, 0, TWO, "rank 1 (the first of 4 that differ)", id="several"),
+        pytest.param("ddp", 2, "all", 4, 0, {**TWO, "ignore": ["net.*"]}, "parameter 'norm.weight'", id="some ignored"),
+        pytest.param("ddp", 2, "all", 4, 0, {**TWO, "ignore": ["*"]}, "", id="all ignored"),
+        pytest.param("ddp", 2, "extra", 4, 1, TWO, "buffer 'extra': missing on rank(s) [0]; \"held after step", id="names"),
+        pytest.param("hsdp", 4, "", 0, 0, TWO, "", id="none of shards"),
+        pytest.param(
+            "hsdp", 4, "weight", 3, 3, TWO, "parameter 'norm.weight' is not the same on rank 1 and on rank 3",
+            id="shards",
+        ),
+    ],
+)  # fmt: skip
+def test_replicas_are_compared(
+    strategy: str, ranks: int, change: str, step: int, rank: int, options: dict[str, Any], found: str
+) -> None:
     # C-04, B-20
-    for results in (on_ranks(_drift, 3, "last.weight", [1]),):
-        assert results[0] == results[1] == results[2]
-        early, skipped, found = results[0]
-        assert (early, skipped) == ("", "")
-        assert found == (
-            "The replicas differ after step 4: parameter 'last.weight' is not the same on ranks 0, 2 and on rank 1"
-        )
-    found = on_ranks(_drift, 2, "scale", [0])[1][-1]
-    assert "buffer 'scale' is not the same on rank 0 and on rank 1" in found
+    results = on_ranks(_found, ranks, strategy, change, step, rank, options)
+    assert len(set(results)) == 1  # the same on every rank
+    assert found in results[0]
+    assert bool(found) is bool(results[0])
 
 
-def _two_drift() -> tuple[str, str, str]:
-    run: Any = distributed_run()
-    torch.manual_seed(run.strategy.control.rank)
-    net = _Net()
-    everything = _check(ReplicaCheck(every_n_steps=1), run, net, 1)
-    partly = _check(ReplicaCheck(every_n_steps=1, ignore=["first.*"]), run, net, 1)
-    nothing = _check(ReplicaCheck(every_n_steps=1, ignore=["*"]), run, net, 1)
-    return everything, partly, nothing
-
-
-def test_several_are_counted_and_some_can_be_left_out() -> None:
-    everything, partly, nothing = on_ranks(_two_drift, 2)[0]
-    assert "'first.weight'" in everything
-    assert "the first of 4 that differ" in everything
-    assert "'last.weight'" in partly
-    assert nothing == ""
-
-
-def _other_names() -> str:
-    run: Any = distributed_run()
-    net = _Net()
-    if run.strategy.control.rank == 1:
-        net.register_buffer("extra", torch.zeros(1))
-    return _check(ReplicaCheck(every_n_steps=1), run, net, 1)
-
-
-def test_different_buffers_are_named_instead_of_hanging() -> None:
-    for found in on_ranks(_other_names, 2):
-        assert "buffer 'extra': missing on rank(s) [0]; \"held after step" in found
-
-
-def _reentrant_twice(cured: bool) -> list[str]:
-    """Checkpoints one module twice with use_reentrant=True under plain DDP (C-03)."""
-    run: Any = distributed_run()
-    rank = run.strategy.control.rank
-    torch.manual_seed(0)
-
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(2):
-                x = checkpoint(self.block, x, use_reentrant=not cured)
-            return x
-
-    net = Twice()
-    wrapped = DistributedDataParallel(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    callback = ReplicaCheck(every_n_steps=1)
-    found = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for step in range(1, 4):
-            data = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + rank)).requires_grad_()
-            optimizer.zero_grad()
-            wrapped(data).square().mean().backward()
-            optimizer.step()
-            found.append(_check(callback, run, net, step))
-    return found
-
-
-def test_ranks_that_diverge_in_silence_are_caught() -> None:
-    # C-03, C-04
-    results = on_ranks(_reentrant_twice, 2, False)
-    assert results[0] == results[1]
-    assert results[0][0].startswith("The replicas differ after step 1: parameter 'block.weight'")
-    assert on_ranks(_reentrant_twice, 2, True)[0] == ["", "", ""]
-
-
-def _max_norm() -> list[str]:
-    """Train an embedding with max_norm, which renormalizes the rows that a rank uses on that rank only (B-20)."""
-    run: Any = distributed_run()
-    torch.manual_seed(0)
-    net: Any = nn.Sequential(nn.Embedding(20, 4, max_norm=0.5), nn.Flatten(), nn.Linear(8, 1))
-    wrapped = DistributedDataParallel(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    callback = ReplicaCheck()
-    callback.on_train_start(run, net)
-    for step in range(3):
-        rows = torch.tensor([[step, step + 1]]) + 10 * run.strategy.control.rank
-        optimizer.zero_grad()
-        wrapped(rows).sum().backward()
-        optimizer.step()
-    found = _check(callback, run, net, 3)  # the default interval is longer than the run
-    try:
-        callback.on_train_end(run, net)
-    except DistributedError as error:
-        return [found, error.what]
-    return [found]
-
-
-def test_a_drift_before_the_first_interval_is_found_as_training_ends() -> None:
-    # B-20
-    found = on_ranks(_max_norm, 2)[1]
-    assert found[0] == ""
-    assert "after step 3: parameter '0.weight'" in found[1]
-
-
-def _sharded(broken: bool) -> str:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
-    run: Any = distributed_run()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    net = nn.Module()
-    value = distribute_tensor(torch.arange(16.0).reshape(8, 2), mesh, [Replicate(), Shard(0)])
-    net.weight = nn.Parameter(value)
-    assert isinstance(net.weight, DTensor)
-    if broken and dist.get_rank() == 3:
-        with torch.no_grad():
-            net.weight.to_local()[0, 0] += 1
-    return _check(ReplicaCheck(every_n_steps=1), run, net, 1)
-
-
-def test_shards_are_compared_between_those_that_hold_the_same() -> None:
-    assert on_ranks(_sharded, 4, False) == [""] * 4
-    results = on_ranks(_sharded, 4, True)
-    assert len(set(results)) == 1
-    assert "parameter 'weight' is not the same on rank 1 and on rank 3" in results[0]
-
-
-def test_one_process_is_always_alike_and_bad_intervals_are_refused() -> None:
-    run: Any = FakeRun()
-    callback = ReplicaCheck(every_n_steps=1)
-    net: Any = _Net()
-    callback.on_train_start(run, net)
-    assert _check(callback, run, _Net(), 1) == ""
+def test_bad_intervals_are_refused() -> None:
     # G-06
     with pytest.raises(ConfigurationError, match="every_n_steps=0"):
         ReplicaCheck(every_n_steps=0)

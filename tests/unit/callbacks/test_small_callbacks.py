@@ -1,22 +1,32 @@
+"""Timer, LambdaCallback, GradientAccumulationScheduler and GarbageCollection."""
+
 from __future__ import annotations
 
-import time
+import gc
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
-from callback_run import FakeRun
+import torch
+from callback_modules import Clock, Regression, Timed, failing, loader, quiet_fit, train
 
-from drivetrain._loops.hooks import HOOKS, HookTable
-from drivetrain.callback import Callback
-from drivetrain.callbacks import GradientAccumulationScheduler, LambdaCallback, Timer
-from drivetrain.errors import ConfigurationError
-from drivetrain.module.train_module import TrainModule
+from drivetrain import Callback, ConfigurationError, TrainModule
+from drivetrain.callbacks import (
+    Checkpoint,
+    GarbageCollection,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    Timer,
+)
+from worlds import on_ranks
 
-_NO_MODULE: Any = None
 
-
-# Timer
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("drivetrain.callbacks.timer.time", clock)
+    return clock
 
 
 @pytest.mark.parametrize(
@@ -27,142 +37,95 @@ def test_durations_are_read(duration: Any, seconds: int) -> None:
     assert Timer(duration).duration == timedelta(seconds=seconds)
 
 
-@pytest.mark.parametrize("duration", ["12:00", "a:b:c:d", {"hour": 1}, timedelta(seconds=-1)])
-def test_durations_that_cannot_be_read_are_refused(duration: Any) -> None:
-    # G-06
-    with pytest.raises(ConfigurationError, match="duration="):
-        Timer(duration)
+@pytest.mark.parametrize(("interval", "steps"), [("step", 13), ("epoch", 20)])
+def test_the_timer_ends_the_run(interval: str, steps: int, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    timer = Timer(timedelta(seconds=15), interval=interval, verbose=interval == "step")
+    fit = quiet_fit(max_epochs=-1, callbacks=timer)
+    fit.fit(Timed(clock), loader(), loader(4))  # 10 steps of one second and a validation of two in each epoch
+    assert fit.global_step == steps
+    spent = {13: 17.0, 20: 24.0}[steps]  # with a last validation
+    assert (timer.time_elapsed(), timer.time_elapsed("validate")) == (spent, 4.0)
+    assert timer.time_remaining() == 15 - spent
+    assert (timer.start_time(), timer.end_time()) == (1000.0, 1000.0 + spent)
+    assert ("time of 0:00:15 is up after 0:00:15" in capsys.readouterr().out) is (steps == 13)
 
 
-def test_the_timer_asks_for_a_stop_when_time_is_up() -> None:
-    run: Any = FakeRun()
-    timer = Timer(timedelta(seconds=0.15))
-    timer.setup(run, _NO_MODULE, "fit")
-    timer.on_train_start(run, _NO_MODULE)
-    timer.on_train_batch_end(run, _NO_MODULE, {}, None, 0)
-    assert not run.should_stop
-    remaining = timer.time_remaining()
-    assert remaining is not None
-    assert 0 < remaining <= 0.15
-    time.sleep(0.16)
-    timer.on_train_batch_end(run, _NO_MODULE, {}, None, 1)
-    assert run.should_stop
-    assert "time of 0:00:00.150000 is up" in run.printed[0]
-    timer.on_train_end(run, _NO_MODULE)
-    spent = timer.time_elapsed()
-    time.sleep(0.02)
-    assert timer.time_elapsed() == spent
-    start, end = timer.start_time(), timer.end_time()
-    assert start is not None
-    assert end is not None
-    assert 0.15 <= end - start < 5
-
-
-def test_with_epochs_the_timer_waits_for_their_end() -> None:
-    run: Any = FakeRun()
-    timer = Timer({"milliseconds": 300}, interval="epoch", verbose=False)
-    timer.on_train_start(run, _NO_MODULE)
-    time.sleep(0.4)
-    timer.on_train_batch_end(run, _NO_MODULE, {}, None, 0)
-    assert not run.should_stop
-    timer.on_train_epoch_end(run, _NO_MODULE)
-    assert run.should_stop
-    assert run.printed == []
-
-
-def test_the_time_of_a_resumed_run_counts() -> None:
+def test_a_resumed_runs_time_counts(clock: Clock, tmp_path: Path) -> None:
     # F-12
-    run: Any = FakeRun()
-    timer = Timer("00:00:01:00")
-    timer.load_state_dict({"time_elapsed": {"train": 61.0, "validate": 2.0, "test": 0.0}})
-    timer.on_train_start(run, _NO_MODULE)
-    assert run.should_stop
-    assert timer.time_elapsed("validate") == 2.0
-    assert timer.state_dict()["time_elapsed"]["train"] >= 61.0
+    for ckpt_path, steps in ((None, 10), ("last", 11)):  # the resumed run has no time left
+        timer = Timer({"seconds": 8}, interval="epoch")
+        fit = train(tmp_path, [timer, Checkpoint()], Timed(clock), loader(), max_epochs=9, ckpt_path=ckpt_path)
+        assert (fit.global_step, timer.time_elapsed()) == (steps, float(steps))
 
 
-def test_stages_are_measured_apart_and_a_failure_stops_the_clock() -> None:
-    run: Any = FakeRun()
+def test_stages_are_measured_apart_and_a_failure_stops_the_clock(clock: Clock) -> None:
     timer = Timer()
-    assert timer.time_remaining() is None
-    timer.on_test_start(run, _NO_MODULE)
-    time.sleep(0.02)
-    timer.on_test_end(run, _NO_MODULE)
-    assert timer.time_elapsed("test") >= 0.02
-    assert timer.time_elapsed("train") == 0.0
-    timer.on_train_start(run, _NO_MODULE)
-    timer.teardown(run, _NO_MODULE, "fit")
-    spent = timer.time_elapsed()
-    time.sleep(0.02)
-    assert timer.time_elapsed() == spent
-    run.sanity_checking = True
-    timer.on_validation_start(run, _NO_MODULE)
-    timer.on_validation_end(run, _NO_MODULE)
-    assert timer.start_time("validate") is None
+    fit = quiet_fit(callbacks=[timer, failing(5)], num_sanity_val_steps=1)
+    fit.test(Timed(clock), loader(12))
+    assert (timer.time_elapsed("test"), timer.time_elapsed(), timer.time_remaining()) == (6.0, 0.0, None)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        fit.fit(Timed(clock), loader(), loader(4))
+    clock.now += 100
+    assert timer.time_elapsed() == 5.0
+    assert timer.start_time("validate") is None  # the sanity check does not count
     with pytest.raises(ConfigurationError, match="Did you mean 'train'"):
         timer.time_elapsed("training")
 
 
-def test_timers_are_told_apart() -> None:
-    # F-12
-    assert len({Timer().state_key, Timer("00:01:00:00").state_key, Timer(interval="epoch").state_key}) == 3
-    with pytest.raises(ConfigurationError, match="interval='steps'"):
-        Timer(interval="steps")
+def _stop_by_time_on_one_rank() -> tuple[int, bool]:
+    # Rank 0 alone has a duration.
+    timer = Timer("01:00:00:00", verbose=False)
+    ends = LambdaCallback(
+        on_train_start=lambda trainer, module: setattr(timer, "_deadline", 0.0 if trainer.is_global_zero else 1e12)
+    )
+    fit = quiet_fit(strategy="ddp", devices=2, max_epochs=50, callbacks=[timer, ends])
+    fit.fit(Regression(), loader(64))
+    return fit.global_step, fit.should_stop
 
 
-# LambdaCallback
+def test_time_that_is_up_on_one_rank_stops_all_after_the_same_step() -> None:
+    # B-19
+    results = on_ranks(_stop_by_time_on_one_rank, 2, process_group=None)
+    assert results[0] == results[1]
+    assert results[0][0] < 50 * 8
 
 
-def test_only_the_hooks_that_were_given_are_in_the_loop() -> None:
+def test_the_functions_of_a_lambda_callback_are_its_only_hooks() -> None:
     # H-01
-    seen: list[Any] = []
+    seen: list[str] = []
     callback = LambdaCallback(
-        on_train_batch_end=lambda trainer, module, outputs, batch, batch_idx: seen.append((trainer, module, batch_idx)),
         setup=lambda trainer, module, stage: seen.append(stage),
+        on_train_batch_end=lambda trainer, module, outputs, batch, index: seen.append(f"batch {index}"),
+        on_train_end=lambda trainer, module: seen.append(f"end {trainer.global_step}"),
         priority=-5,
     )
+    quiet_fit(limit_train_batches=2, callbacks=callback).fit(Regression(), loader())
+    assert seen == ["fit", "batch 0", "batch 1", "end 2"]
     assert callback.priority == -5
-    run: Any = FakeRun()
-    module = TrainModule()
-    table = HookTable(run, module, [callback])
-    assert {name for name in HOOKS if getattr(table, name)} == {"on_train_batch_end", "setup"}
-    table.setup[0]("fit")
-    table.on_train_batch_end[0]({}, None, 3)
-    assert seen == ["fit", (run, module, 3)]
+    hooks = [name for name in dir(Callback) if name.startswith("on_")]
+    overridden = [name for name in hooks if getattr(callback, name) != getattr(Callback, name).__get__(callback)]
+    assert overridden == ["on_train_batch_end", "on_train_end"]
 
 
-def test_a_hook_that_does_not_exist_is_refused_with_the_nearest() -> None:
-    # G-06
-    with pytest.raises(ConfigurationError, match="Did you mean 'on_train_epoch_end'"):
-        LambdaCallback(on_train_epoch_ends=print)
-    with pytest.raises(ConfigurationError, match="not a function"):
-        LambdaCallback(on_fit_end="print")  # type: ignore[arg-type]
-    assert LambdaCallback(setup=print).state_key != LambdaCallback(teardown=print).state_key
-    assert isinstance(LambdaCallback(), Callback)
+def test_windows_follow_the_schedule() -> None:
+    # B-02: 10 micro-batches an epoch; windows of 1, then 4 (4, 4 and the short 2), then 10.
+    steps: list[int] = []
+    counting = LambdaCallback(on_train_epoch_end=lambda trainer, module: steps.append(trainer.global_step))
+    fit = quiet_fit(max_epochs=4, callbacks=[GradientAccumulationScheduler({3: 16, 1: 4}), counting])
+    for _ in range(2):  # a second fit starts from the beginning
+        fit.fit(Regression(), loader())
+        assert steps[-4:] == [10, 13, 16, 17]
+        assert fit.accumulate_grad_batches == 1
 
 
-# GradientAccumulationScheduler
+def test_a_run_resumed_within_an_epoch_has_the_epochs_window(tmp_path: Path) -> None:
+    def callbacks(*others: Any) -> list[Any]:
+        return [GradientAccumulationScheduler({1: 4}), Checkpoint(every_n_train_steps=1), *others]
 
-
-def test_windows_follow_the_schedule_and_the_setting_comes_back() -> None:
-    run: Any = FakeRun()
-    module: Any = TrainModule()
-    scheduler = GradientAccumulationScheduler({4: 2, 1: 8})
-    assert [scheduler.window(epoch) for epoch in range(6)] == [1, 8, 8, 8, 2, 2]
-    scheduler.setup(run, module, "fit")
-    windows = []
-    for epoch in range(6):
-        run.current_epoch = epoch
-        scheduler.on_train_epoch_start(run, module)
-        windows.append(run.accumulate_grad_batches)
-    assert windows == [1, 8, 8, 8, 2, 2]
-    scheduler.teardown(run, module, "fit")
-    assert run.accumulate_grad_batches == 1
-    # Resumed midway in epoch 2, for which on_train_epoch_start is not called.
-    run.current_epoch = 2
-    scheduler.setup(run, module, "fit")
-    scheduler.on_train_start(run, module)
-    assert run.accumulate_grad_batches == 8
+    with pytest.raises(RuntimeError, match="out of luck"):
+        train(tmp_path, callbacks(failing(16)), Regression(), loader(), max_epochs=2)  # 10 steps and 6 micro-batches
+    fit = train(tmp_path, callbacks(), Regression(), loader(), max_epochs=2, ckpt_path="last")
+    assert fit.global_step == 13
 
 
 @pytest.mark.parametrize("schedule", [{}, {-1: 2}, {0: 0}, {0: 1.5}, {"0": 1}, {True: 2}])
@@ -172,14 +135,94 @@ def test_a_schedule_that_makes_no_sense_is_refused(schedule: Any) -> None:
         GradientAccumulationScheduler(schedule)
 
 
-def test_two_sayings_about_windows_are_refused() -> None:
+class Manual(Regression):
+    automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "message"),
+    [
+        (Regression(), {"accumulate_grad_batches": 4}, "accumulate_grad_batches=4"),
+        (Manual(), {}, "manual optimization"),
+    ],
+)
+def test_contradictory_windows_are_refused(module: TrainModule, options: dict[str, Any], message: str) -> None:
     # G-06
-    module: Any = TrainModule()
-    run: Any = FakeRun(accumulate_grad_batches=4)
-    with pytest.raises(ConfigurationError, match="accumulate_grad_batches=4"):
-        GradientAccumulationScheduler({0: 2}).setup(run, module, "fit")
-    module.automatic_optimization = False
-    run = FakeRun()
-    with pytest.raises(ConfigurationError, match="manual optimization"):
-        GradientAccumulationScheduler({0: 2}).setup(run, module, "fit")
-    assert GradientAccumulationScheduler({0: 2}).state_key != GradientAccumulationScheduler({0: 3}).state_key
+    with pytest.raises(ConfigurationError, match=message):
+        quiet_fit(callbacks=GradientAccumulationScheduler({0: 2}), **options).fit(module, loader())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        *(
+            pytest.param(lambda given=given: Timer(given), "duration=", id=f"duration {given}")
+            for given in ("12:00", "a:b:c:d", {"hour": 1}, timedelta(seconds=-1))
+        ),
+        pytest.param(lambda: Timer(interval="steps"), "interval='steps'", id="interval"),
+        pytest.param(lambda: LambdaCallback(on_train_epoch_ends=print), "Did you mean 'on_train_epoch_end'", id="hook"),
+        pytest.param(lambda: LambdaCallback(on_fit_end="print"), "not a function", id="function"),  # type: ignore[arg-type]
+        pytest.param(lambda: GarbageCollection(every_n_steps=0), "every_n_steps=0", id="every_n_steps"),
+    ],
+)
+def test_bad_arguments_are_refused(make: Any, message: str) -> None:
+    # G-06
+    with pytest.raises(ConfigurationError, match=message):
+        make()
+
+
+def test_different_arguments_have_different_state_keys() -> None:
+    # F-12
+    callbacks = [
+        *(Timer(), Timer("00:01:00:00"), Timer(interval="epoch")),
+        *(LambdaCallback(setup=print), LambdaCallback(teardown=print)),
+        *(GradientAccumulationScheduler({0: 2}), GradientAccumulationScheduler({0: 3})),
+    ]
+    assert len({callback.state_key for callback in callbacks}) == len(callbacks)
+
+
+class Littering(Regression):
+    """Creates enough reference cycles to trigger automatic collections."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        for _ in range(2000):
+            ring: list[Any] = []
+            ring.append(ring)
+        return self.loss(batch)
+
+
+def _collections(*callbacks: Callback) -> list[tuple[int, int]]:
+    """Return (step, generation) of each collection during training: 10 steps of two micro-batches."""
+    trainer = quiet_fit(callbacks=list(callbacks), accumulate_grad_batches=2)
+    ran: list[tuple[int, int]] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and trainer.state == "fitting" and trainer.progress.micro_batches:
+            ran.append((trainer.global_step, info["generation"]))
+
+    gc.callbacks.append(note)
+    try:
+        trainer.fit(Littering(), loader(20, 1))
+    finally:
+        gc.callbacks.remove(note)
+    return ran
+
+
+def test_garbage_is_collected_at_some_steps_and_at_no_other() -> None:
+    assert len(_collections()) > 20  # automatic collection every 700 objects
+    collections = _collections(GarbageCollection(every_n_steps=4))
+    assert collections[:3] == [(4, 1), (8, 1), (10, 2)]  # all objects at the end of the epoch
+    assert gc.isenabled()
+
+
+def test_the_garbage_collector_is_left_as_it_was() -> None:
+    # A-03
+    with pytest.raises(RuntimeError, match="out of luck"):
+        _collections(GarbageCollection(), failing(1))
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        _collections(GarbageCollection())
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

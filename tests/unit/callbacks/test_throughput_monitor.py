@@ -1,166 +1,106 @@
+"""ThroughputMonitor: rates by a clock that stands still but for the module's steps."""
+
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from callback_run import FakeRun, distributed_run
+from callback_modules import Clock, Regression, Timed, failing, loader, logged_rows, quiet_fit
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from drivetrain.callbacks import ThroughputMonitor
-from drivetrain.callbacks._peak_flops import peak_of
-from drivetrain.errors import ConfigurationError
-from drivetrain.module.train_module import TrainModule
+from drivetrain import ConfigurationError
+from drivetrain.callbacks import NonFiniteGuard, ReplicaCheck, ThroughputMonitor
+
+# Private because a device's peak has no public name.
+from drivetrain.callbacks._peak_flops import peak_of, tf32_is_on
+from drivetrain.loggers import CSVLogger
+from drivetrain.testing import run_distributed
 from worlds import on_ranks
 
-
-class _Net(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.nn.Linear(8, 4)
+FLOPS = 2 * 2 * 4 * 4  # Linear(4, 1) on 4 rows, forward and the weight's gradient
 
 
-class _Tokens(_Net):
-    def batch_weight(self, batch: torch.Tensor) -> torch.Tensor:
-        return batch.sum()
+class Tokens(Timed):
+    def batch_weight(self, batch: Any) -> torch.Tensor:
+        return batch[1].new_tensor(10 * len(batch[0]))
 
 
-def _train(
-    monitor: ThroughputMonitor,
-    run: FakeRun,
-    module: Any,
-    steps: int,
-    window: int = 1,
-    pause: float = 0.0,
-    validate_at: int | None = None,
-    weights: list[float] | None = None,
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("drivetrain.callbacks.throughput_monitor.time", clock)
+    return clock
+
+
+@pytest.mark.parametrize(
+    ("options", "module", "more"),
+    [
+        pytest.param({}, Timed, {}, id="rates"),
+        pytest.param({}, Tokens, {"tokens_per_sec": 40}, id="tokens"),
+        pytest.param({"peak_flops": 1e3}, Timed, {"tflops": FLOPS / 1e12, "mfu": FLOPS / 1e3}, id="counted FLOPs"),
+        pytest.param({"peak_flops": 1e9, "flops": 1e6}, Timed, {"tflops": 1e-6, "mfu": 1e-3}, id="given FLOPs"),
+    ],
+)
+def test_rates_are_logged(
+    options: dict[str, Any], module: Any, more: dict[str, float], clock: Clock, tmp_path: Path
 ) -> None:
-    trainer: Any = run
-    monitor.on_train_start(trainer, module)
-    for index in range(steps * window):
-        batch = torch.ones(4, 8)
-        run.micro_batch_weight = 4.0 if weights is None else weights[index]
-        monitor.on_train_batch_start(trainer, module, batch, index)
-        module.net(torch.ones(4, 8)).sum().backward()
-        time.sleep(pause)
-        run.samples_seen += 4 * run.strategy.control.world_size
-        if (index + 1) % window == 0:
-            run.global_step += 1
-        monitor.on_train_batch_end(trainer, module, {}, batch, index)
-        if index == validate_at:
-            monitor.on_validation_start(trainer, module)
-            time.sleep(0.5)
-            monitor.on_validation_end(trainer, module)
+    logger, monitor = CSVLogger(tmp_path), ThroughputMonitor(**options)
+    fit = quiet_fit(max_epochs=2, accumulate_grad_batches=2, logger=logger, log_every_n_steps=5, callbacks=monitor)
+    fit.fit(module(clock), loader(80), loader(8))  # the time of the validation does not count
+    rows = [row for row in logged_rows(logger) if row["throughput/steps_per_sec"]]
+    assert [row["step"] for row in rows] == ["5", "10", "15", "20"]
+    expected = {"samples_per_sec": 4.0, "steps_per_sec": 0.5, "micro_batches_per_sec": 1.0, **more}
+    assert monitor.latest == pytest.approx({f"throughput/{name}": value for name, value in expected.items()})
+    assert {name: float(rows[-1][name]) for name in monitor.latest} == pytest.approx(monitor.latest)
 
 
-def test_rates_agree_with_the_clock_and_with_each_other() -> None:
-    run = FakeRun(log_every_n_steps=5)
-    monitor = ThroughputMonitor()
-    _train(monitor, run, _Net(), steps=20, window=2, pause=0.004, validate_at=21)
-    steps = [step for step, _ in run.logged]
-    assert steps == [5, 10, 15, 20]
-    last = run.logged[-1][1]
-    rate = last["throughput/steps_per_sec"]
-    # Two sleeps of 4 ms per step are an upper bound; the half second of validation is not counted.
-    assert 30 < rate < 125
-    assert last["throughput/micro_batches_per_sec"] == pytest.approx(2 * rate)
-    assert last["throughput/samples_per_sec"] == pytest.approx(8 * rate)
-    assert "throughput/mfu" not in last
-    assert "throughput/tokens_per_sec" not in last
-    assert monitor.latest == last
+def test_the_window_slides(clock: Clock, tmp_path: Path) -> None:
+    class Faster(Timed):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.clock.now += 9 if batch_idx < 12 else 0
+            return super().training_step(batch, batch_idx)
 
-
-def test_the_window_slides() -> None:
-    run = FakeRun(log_every_n_steps=2)
+    logger = CSVLogger(tmp_path)
     monitor = ThroughputMonitor(window=4)
-    trainer: Any = run
-    module = _Net()
-    monitor.on_train_start(trainer, module)
-    for index in range(24):
-        monitor.on_train_batch_start(trainer, module, None, index)
-        time.sleep(0.02 if index < 12 else 0.001)
-        run.global_step += 1
-        run.samples_seen += 1
-        monitor.on_train_batch_end(trainer, module, {}, None, index)
-    rates = [values["throughput/steps_per_sec"] for _, values in run.logged]
-    assert rates[4] < 50  # only slow steps
-    assert rates[-1] > 100  # only fast steps: the slow ones have left the window
+    quiet_fit(logger=logger, log_every_n_steps=2, callbacks=monitor).fit(Faster(clock), loader(24, 1))
+    rates = [float(row["throughput/steps_per_sec"]) for row in logged_rows(logger) if row["throughput/steps_per_sec"]]
+    slow, mixed, fast = 4 / 40, 4 / 22, 4 / 4
+    assert rates[4:] == pytest.approx([slow, slow, mixed, *[fast] * 5])
 
 
-def test_tokens_are_what_batch_weight_counts() -> None:
-    run = FakeRun(log_every_n_steps=4)
-    weights = [3.0 * index for index in range(1, 9)]
+def _uneven() -> tuple[int, float]:
+    class Joining(Tokens):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("nan") if self.trainer.joining else loss
+
     monitor = ThroughputMonitor()
-    _train(monitor, run, _Tokens(), steps=8, pause=0.002, weights=weights)
-    last = run.logged[-1][1]
-    # After the first step: 3 * (2 + ... + 8) tokens in 7 steps.
-    assert last["throughput/tokens_per_sec"] / last["throughput/steps_per_sec"] == pytest.approx(3 * 35 / 7)
+    callbacks = [monitor, NonFiniteGuard(every_n_steps=1), ReplicaCheck()]
+    fit = quiet_fit(strategy="ddp", devices=2, max_epochs=3, log_every_n_steps=1, callbacks=callbacks)
+    fit.fit(Joining(Clock()), loader(17, batch_size=2))
+    return fit.samples_seen, monitor.latest["throughput/tokens_per_sec"] / monitor.latest["throughput/samples_per_sec"]
 
 
-def _tokens_of_ranks() -> float:
-    run = distributed_run(log_every_n_steps=4)
-    rank = run.strategy.control.rank
-    run.joining = rank == 2  # weight zero: a joining rank runs a batch of another rank
-    weights = [0.0 if run.joining else 10.0 * (rank + 1)] * 8
-    monitor = ThroughputMonitor()
-    _train(monitor, run, _Tokens(), steps=8, pause=0.002, weights=weights)
-    return monitor.latest["throughput/tokens_per_sec"] / monitor.latest["throughput/steps_per_sec"]
-
-
-def test_tokens_are_counted_over_all_ranks() -> None:
-    assert on_ranks(_tokens_of_ranks, 3) == [pytest.approx(30.0)] * 3
-
-
-def test_the_arithmetic_is_measured_once_and_set_against_the_peak() -> None:
-    run = FakeRun(log_every_n_steps=4)
-    monitor = ThroughputMonitor(peak_flops=1e9)
-    _train(monitor, run, _Net(), steps=8, pause=0.001)
-    last = run.logged[-1][1]
-    # Linear(8, 4) on 4 rows: 2*4*8*4 forward, and the weight's gradient as much again (the input has none).
-    flops = 2 * 2 * 4 * 8 * 4
-    assert last["throughput/tflops"] == pytest.approx(flops * last["throughput/micro_batches_per_sec"] / 1e12)
-    assert last["throughput/mfu"] == pytest.approx(last["throughput/tflops"] * 1e12 / 1e9)
-    given = ThroughputMonitor(peak_flops=1e9, flops=1e6)
-    run = FakeRun(log_every_n_steps=4)
-    _train(given, run, _Net(), steps=8, pause=0.001)
-    assert given.latest["throughput/mfu"] == pytest.approx(1e6 * given.latest["throughput/steps_per_sec"] / 1e9)
+def test_a_joining_rank_is_neither_counted_nor_suspected() -> None:
+    # B-04: 17 samples as 4 + 4 + 4 + 4 + 1; rank 1 joins the last step with a NaN loss of weight zero.
+    assert on_ranks(_uneven, 2, process_group=None) == [(51, pytest.approx(10))] * 2
 
 
 def test_counting_is_switched_off_after_a_failure() -> None:
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-    monitor, run = ThroughputMonitor(peak_flops=1e9), FakeRun()
-    trainer: Any = run
-    module = _Net()
-    monitor.on_train_start(trainer, module)
-    for index in range(2):
-        monitor.on_train_batch_start(trainer, module, None, index)
-    assert len(_get_current_dispatch_mode_stack()) == 1
-    monitor.on_exception(trainer, module, ValueError())
-    assert _get_current_dispatch_mode_stack() == []
+    with pytest.raises(RuntimeError, match="out of luck"):
+        quiet_fit(callbacks=[ThroughputMonitor(peak_flops=1e9), failing(1)]).fit(Regression(), loader())
+    assert not is_in_torch_dispatch_mode()
 
 
-def test_arithmetic_that_cannot_be_seen_is_said() -> None:
-    monitor, run = ThroughputMonitor(peak_flops=1e9), FakeRun()
-    trainer: Any = run
-    module = _Net()
-    monitor.on_train_start(trainer, module)
-    monitor.on_train_batch_start(trainer, module, None, 0)
-    monitor.on_train_batch_end(trainer, module, {}, None, 0)
-    monitor.on_train_batch_start(trainer, module, None, 1)
+def test_uncounted_flops_are_warned_of() -> None:
+    class Plain(Regression):
+        def loss(self, batch: Any) -> torch.Tensor:
+            return self.net.weight.sum()
+
     with pytest.warns(UserWarning, match="counted no FLOPs"):
-        monitor.on_train_batch_end(trainer, module, {}, None, 1)
-
-
-def test_nothing_is_read_off_the_device_between_two_logged_steps() -> None:
-    # H-01
-    run = FakeRun(log_every_n_steps=1000)
-    with torch.autograd.profiler.profile() as profile:
-        _train(ThroughputMonitor(), run, _Tokens(), steps=20)
-    syncs = sum(event.name == "aten::item" for event in profile.function_events)
-    assert syncs == 1  # the sum over the ranks after the first step
+        quiet_fit(callbacks=ThroughputMonitor(peak_flops=1e9)).fit(Plain(), loader())
 
 
 @pytest.mark.parametrize(
@@ -182,27 +122,24 @@ def test_peaks_are_found_by_whole_names(name: str, dtype: torch.dtype, tf32: boo
     assert peak_of(name, dtype, tf32) == peak
 
 
+def _tf32() -> list[bool]:
+    found = [tf32_is_on()]
+    for precision in ("high", "highest"):
+        torch.set_float32_matmul_precision(precision)
+        found.append(tf32_is_on())
+    for precision in ("tf32", "ieee"):
+        torch.backends.cuda.matmul.fp32_precision = precision
+        found.append(tf32_is_on())
+    return found
+
+
+def test_tf32_is_known_whichever_interface_has_set_it() -> None:
+    # The older interface raises if the newer one was used, and that used to end the run at its start.
+    assert run_distributed(_tf32, 1, process_group=None) == [[False, True, False, True, False]]
+
+
 @pytest.mark.parametrize("options", [{"window": 0}, {"peak_flops": -1.0}, {"flops": 0.0}])
 def test_bad_arguments_are_refused(options: dict[str, Any]) -> None:
     # G-06
     with pytest.raises(ConfigurationError, match=next(iter(options))):
         ThroughputMonitor(**options)
-
-
-def test_how_float32_is_multiplied_is_known_whichever_interface_was_told() -> None:
-    # The older interface raises if the newer one was used, and that used to end the run at its start.
-    code = """
-import torch
-from drivetrain.callbacks._peak_flops import tf32_is_on
-found = [tf32_is_on()]
-torch.set_float32_matmul_precision("high")
-found.append(tf32_is_on())
-torch.set_float32_matmul_precision("highest")
-found.append(tf32_is_on())
-for said in ("tf32", "ieee"):
-    torch.backends.cuda.matmul.fp32_precision = said
-    found.append(tf32_is_on())
-print(found)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout.strip() == "[False, True, False, True, False]", done.stderr
