@@ -133,7 +133,8 @@ def train(
 ) -> Fit:
     """Train a module with checkpoints in ``root``: by default a `Scored`, for six steps an epoch."""
     fit = quiet_fit(default_root_dir=root, callbacks=callbacks, enable_checkpointing=True, **options)
-    fit.fit(Scored() if module is None else module, *(loaders or [loader(6, 1)]), ckpt_path=ckpt_path)
+    data, *validation = loaders or (loader(6, 1),)
+    fit.fit(Scored() if module is None else module, data, validation or None, ckpt_path=ckpt_path)
     return fit
 
 

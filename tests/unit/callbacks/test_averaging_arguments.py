@@ -74,7 +74,7 @@ def test_a_subclass_decides_when_to_update() -> None:  # L-01
             asked.append((step_idx, epoch_idx))
             return epoch_idx is not None
 
-    keep = LambdaCallback(on_train_epoch_end=lambda trainer, module: after.append(module.net.weight.detach().clone()))  # type: ignore[attr-defined]
+    keep = LambdaCallback(on_train_epoch_end=lambda trainer, module: after.append(module.net.weight.detach().clone()))
     module = fit(AtEnds(), keep)
     assert asked == [(0, None), (1, None), (None, 0), (2, None), (3, None), (None, 1)]
     torch.testing.assert_close(module.net.weight.detach(), (after[0] + after[1]) / 2)

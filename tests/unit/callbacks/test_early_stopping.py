@@ -163,7 +163,7 @@ def test_a_request_before_the_minimum_outlives_a_resume_until_it_is_withdrawn(tm
             trainer.save_checkpoint(tmp_path / "saved")
 
     rising, minimum = [1.0, *([2.0] * 5)], {"min_steps": 7}
-    assert fit(rising, EarlyStopping("val_loss", patience=2), LambdaCallback(on_train_epoch_end=save), **minimum)
+    fit(rising, EarlyStopping("val_loss", patience=2), LambdaCallback(on_train_epoch_end=save), **minimum)
     stopping = EarlyStopping("val_loss", patience=2)
     trainer = fit([2.0] * 6, stopping, ckpt_path=tmp_path / "saved", **minimum)
     assert (trainer.current_epoch, trainer.global_step, stopping.stopped_epoch) == (4, 7, 3)

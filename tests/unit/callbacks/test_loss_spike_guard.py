@@ -2,192 +2,156 @@
 
 from __future__ import annotations
 
-import logging
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from callback_modules import CHECKPOINTS, Regression, loader, quiet_fit
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from drivetrain import Callback, ConfigurationError, Fit, LossSpikeError, TrainModule
-from drivetrain.callbacks import Checkpoint, LossSpikeGuard
-from drivetrain.callbacks._spike_statistic import SpikeStatistic
+from drivetrain import ConfigurationError, Fit, LossSpikeError
+from drivetrain.callbacks import Checkpoint, LambdaCallback, LossSpikeGuard
 from worlds import on_ranks
 
-RUN = "drivetrain_logs/version_0"  # the folder of the first run, below the root
+STEPS, BAD = 16, 8
 
 
-STEPS, BAD = 24, 12
+class Line(Regression):
+    """Has an optimizer that changes weights even with zero gradients, by weight decay and momentum."""
 
-
-class Line(TrainModule):
     def __init__(self) -> None:
-        super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            self.layer = torch.nn.Linear(3, 1)
-
-    def training_step(self, batch: Any) -> Any:
-        x, y = batch
-        return torch.nn.functional.mse_loss(self.layer(x), y)
+            super().__init__()
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(
-            self.parameters(), lr=0.01
-        )  # weight decay and momentum change weights even with zero gradients
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def data(bad: int | None = BAD) -> TensorDataset:
-    """Return a loader with batches of 4; the last two samples of batch ``bad`` have wrong targets."""
+def data() -> TensorDataset:
+    """Return samples for batches of 4; the last two of batch `BAD` have wrong targets."""
     generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(STEPS * 4, 3, generator=generator), torch.randn(STEPS * 4, 1, generator=generator)
-    if bad is not None:
-        y[bad * 4 + 2 : bad * 4 + 4] = 1e4
+    x, y = torch.randn(STEPS * 4, 4, generator=generator), torch.randn(STEPS * 4, 1, generator=generator)
+    y[BAD * 4 + 2 : BAD * 4 + 4] = 1e4
     return TensorDataset(x, y)
 
 
-def by_hand(bad: int = BAD) -> torch.Tensor:
-    """Return the loader without the bad batch."""
-    module, batches = Line(), list(DataLoader(data(bad), batch_size=4))
-    optimizer = module.configure_optimizers()
-    for step, batch in enumerate(batches):
-        if step != bad:
-            optimizer.zero_grad()
-            module.training_step(batch).backward()
-            optimizer.step()
-    return module.layer.weight.detach()
-
-
 def train(
-    path: Path,
-    *callbacks: Any,
-    bad: int | None = BAD,
-    batch_size: int = 4,
-    ckpt_path: str | None = None,
-    **options: Any,
+    path: Path, *callbacks: Any, module: Any = None, dataset: Any = None, batch_size: int = 4, **options: Any
 ) -> tuple[Fit, Line]:
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    module = Line()
-    fit = Fit(accelerator="cpu", max_epochs=1, default_root_dir=path, callbacks=list(callbacks), **quiet, **options)
-    fit.fit(module, DataLoader(data(bad), batch_size=batch_size), ckpt_path=ckpt_path)
+    module, ckpt_path = module or Line(), options.pop("ckpt_path", None)
+    shuffle = options.pop("shuffle", False)
+    settings = {"enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks), **options}
+    fit = quiet_fit(default_root_dir=path, callbacks=list(callbacks), **settings)
+    fit.fit(module, DataLoader(dataset or data(), batch_size=batch_size, shuffle=shuffle), ckpt_path=ckpt_path)
     return fit, module
+
+
+def expected(path: Path) -> torch.Tensor:
+    """Return the weight after training without the bad batch."""
+    good = [sample for sample in range(STEPS * 4) if sample // 4 != BAD]
+    return train(path, dataset=Subset(data(), good))[1].net.weight.detach()
 
 
 def guard(action: str, **options: Any) -> LossSpikeGuard:
     return LossSpikeGuard(action, window=8, warmup=4, **{"every_n_steps": 4, **options})
 
 
-def test_what_a_spike_is() -> None:
-    statistic = SpikeStatistic(threshold=5, window=10, warmup=4)
-    assert statistic.is_spike(math.nan)
-    for loss in (5.0, 4.0, 100.0):
-        assert not statistic.is_spike(loss)  # warm-up
-        statistic.add(loss)
-    for loss in (4.5, 4.2, 4.8, 4.4):
-        statistic.add(loss)
-    assert not statistic.is_spike(5.5)
-    assert statistic.is_spike(8.0)
-    for _ in range(5):
-        statistic.add(8.0)
-    assert not statistic.is_spike(8.0)  # a level that lasts is not a spike
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if "LossSpikeGuard" in record.message]
 
 
-def test_a_warning_names_the_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "drivetrain"):
-        train(tmp_path, guard("warn"), enable_checkpointing=False)
-    (said,) = [record.message for record in caplog.records if "LossSpikeGuard" in record.message]
-    assert f"in the step after global_step={BAD} (median " in said
+def test_a_spike_is_far_above_the_median_of_the_last_steps(caplog: pytest.LogCaptureFixture) -> None:
+    class Scripted(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.loss(batch) * 0 + losses[batch_idx]
+
+    # A high loss is no spike in the warm-up, and none after half a window of such losses.
+    losses = [math.nan, 5.0, 4.0, 100.0, 4.5, 4.2, 4.8, 4.4, 5.5, *[8.0] * 8]
+    spike = LossSpikeGuard(threshold=5, window=10, warmup=4, every_n_steps=1)
+    quiet_fit(callbacks=spike).fit(Scripted(), loader(len(losses), 1))
+    spikes = [re.findall(r"global_step=(\d+) \(median ([\w.]+)", warning)[0] for warning in warnings_in(caplog)]
+    assert spikes == [("0", "nan"), ("9", "4.65")]
 
 
-def test_a_step_that_is_skipped_leaves_no_trace(tmp_path: Path) -> None:
-    fit, module = train(tmp_path, guard("skip"), enable_checkpointing=False, gradient_clip_val=100.0)
-    assert torch.allclose(module.layer.weight, by_hand(), atol=1e-7)
+def test_a_skipped_step_leaves_no_trace(tmp_path: Path) -> None:
+    fit, module = train(tmp_path, guard("skip"), gradient_clip_val=100.0)
+    assert torch.allclose(module.net.weight, expected(tmp_path), atol=1e-7)
     assert fit.global_step == STEPS
 
 
 def _written(folder: Path) -> set[str]:
-    return {path.name for path in (folder / RUN / "checkpoints").iterdir()}
+    return {path.name for path in (folder / CHECKPOINTS).iterdir()}
 
 
-def test_a_run_that_goes_back_ends_as_if_the_step_had_not_been(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("every", [pytest.param(4, id="within the epoch"), pytest.param(1000, id="at its end")])
+def test_a_run_that_rolls_back_ends_as_if_the_step_had_not_been(
+    every: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    watching = guard("rollback")
-    saving = Checkpoint(every_n_train_steps=4, save_top_k=2)
-    with caplog.at_level(logging.WARNING, "drivetrain"):
-        fit, module = train(tmp_path, saving, watching)
-    assert torch.equal(module.layer.weight, by_hand())
+    watching, saving = guard("rollback", every_n_steps=every), Checkpoint(every_n_train_steps=4, save_top_k=3)
+    fit, module = train(tmp_path, saving, watching)
+    assert torch.equal(module.net.weight, expected(tmp_path))
     assert (watching.rollbacks, watching.skipped_steps, fit.global_step) == (1, {BAD}, STEPS)
-    (said,) = [record.message for record in caplog.records if "LossSpikeGuard" in record.message]
-    path = tmp_path / RUN / "checkpoints/epoch=0-step=12"
-    assert f"Rolling back from global_step=16 to 12, {path} (rollback 1 of 3)" in said
-    assert _written(tmp_path) == {"epoch=0-step=20", "epoch=0-step=24", "latest"}
+    (warning,) = warnings_in(caplog)
+    detected, path = 12 if every == 4 else STEPS, tmp_path / CHECKPOINTS / "epoch=0-step=8"
+    assert f"in the step after global_step={BAD} (median " in warning
+    assert f"Rolling back from global_step={detected} to 8, {path} (rollback 1 of 3)" in warning
+    assert _written(tmp_path) == {*(f"epoch=0-step={step}" for step in (8, 12, 16)), "latest"}
 
 
-class FailOnceBack(Callback):
-    """Raises in the step after a rollback."""
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+def test_checkpoints_later_than_the_spike_are_removed(tmp_path: Path) -> None:  # F-05
+    # Detected at step 12; checkpoints 9 and 10 contain the spike, and "auto" would resume from the newest.
+    def fail(trainer: Any, *arguments: Any) -> None:
         if trainer.callbacks[0].rollbacks and trainer.global_step == BAD + 1:
             raise InterruptedError
 
-
-def test_what_was_saved_since_the_spike_goes_as_the_run_goes_back(tmp_path: Path) -> None:  # F-05
-    # Detected at step 16; checkpoints 14 and 15 contain the spike, and "auto" would resume from the newest.
     def callbacks() -> list[Any]:
         best = Checkpoint(every_n_train_steps=3, save_top_k=-1, save_weights_only=True)
         return [guard("rollback"), Checkpoint(every_n_train_steps=2, keep_last=2), best]
 
     with pytest.raises(InterruptedError):
-        train(tmp_path, *callbacks(), FailOnceBack())
-    names = {f"epoch=0-step={step}" for step in (3, 6, 9, 12)}
-    assert {name.partition("-v")[0] for name in _written(tmp_path)} == {*names, "latest"}
-    assert (tmp_path / RUN / "checkpoints" / "latest").read_text().strip() == f"epoch=0-step={BAD}"
+        train(tmp_path, *callbacks(), LambdaCallback(on_train_batch_end=fail))
+    names = {name.partition("-v")[0] for name in _written(tmp_path)}
+    assert names == {*(f"epoch=0-step={step}" for step in (3, 6, 8)), "latest"}
+    assert (tmp_path / CHECKPOINTS / "latest").read_text().strip() == f"epoch=0-step={BAD}"
     _, module = train(tmp_path, *callbacks(), ckpt_path="auto")
-    assert torch.equal(module.layer.weight, by_hand())
+    assert torch.equal(module.net.weight, expected(tmp_path))
 
 
-def _ask_once_back(folder: str) -> int:
-    class AskOnceBack(Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            if watching.rollbacks and trainer.global_step == 9 and trainer.global_rank == 1:
-                trainer.should_stop = True
-
-    watching = guard("rollback", every_n_steps=STEPS)
-    saving = Checkpoint(every_n_train_steps=8, save_top_k=-1)
-    fit, _ = train(Path(folder), watching, saving, AskOnceBack(), strategy="ddp", batch_size=2, bad=8)
-    return fit.global_step
-
-
-def test_who_asks_to_stop_after_going_back_is_heard_soon(tmp_path: Path) -> None:  # G-03
-    # Ranks poll for requests every few steps. Without a reset they would poll next at the step planned before the
-    # rollback.
-    stopped = on_ranks(_ask_once_back, 2, str(tmp_path))
-    assert stopped in ([9, 9], [10, 10])  # the other rank may have polled just before
-
-
-def test_an_epochs_end_is_gone_back_from_too(tmp_path: Path) -> None:
-    # The spike is detected by the check at the end of the epoch, and the run rolls back into the epoch.
-    watching = guard("rollback", every_n_steps=1000)
-    _, module = train(tmp_path, Checkpoint(every_n_train_steps=8, save_top_k=-1), watching)
-    assert torch.equal(module.layer.weight, by_hand())
-
-
-def test_after_the_last_rollback_a_spike_raises(tmp_path: Path) -> None:
+def test_a_spike_after_the_last_rollback_or_without_a_checkpoint_raises(tmp_path: Path) -> None:
     with pytest.raises(LossSpikeError, match=rf"(?s)after global_step={BAD} .*has rolled back 0 time\(s\)"):
         train(tmp_path, Checkpoint(every_n_train_steps=4), guard("rollback", max_rollbacks=0))
     with pytest.raises(LossSpikeError, match="no complete checkpoint from before the spike"):
-        train(tmp_path, Checkpoint(every_n_train_steps=20), guard("rollback"))
+        train(tmp_path, Checkpoint(every_n_train_steps=10), guard("rollback"))
+
+
+def _stop_after_a_rollback(folder: str) -> int:
+    def stop(trainer: Any, *arguments: Any) -> None:
+        if watching.rollbacks and trainer.global_step == 9 and trainer.global_rank == 1:
+            trainer.should_stop = True
+
+    watching = guard("rollback", every_n_steps=STEPS)
+    callbacks = [watching, Checkpoint(every_n_train_steps=8, save_top_k=-1), LambdaCallback(on_train_batch_end=stop)]
+    fit, _ = train(Path(folder), *callbacks, strategy="ddp", devices=2, batch_size=2)
+    return fit.global_step
+
+
+def test_a_request_to_stop_after_a_rollback_is_heard_soon(tmp_path: Path) -> None:  # G-03
+    # Ranks poll for requests every few steps. Without a reset they would poll next at the step planned before the
+    # rollback.
+    stopped = on_ranks(_stop_after_a_rollback, 2, str(tmp_path), process_group=None)
+    assert stopped in ([9, 9], [10, 10])  # the other rank may have polled just before
 
 
 class Drawing(Line):
     """Has a learning rate that falls, draws, and logs."""
 
-    def training_step(self, batch: Any) -> Any:
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y = batch
-        loss = super().training_step((torch.nn.functional.dropout(x, 0.3), y))
+        loss = self.loss((torch.nn.functional.dropout(x, 0.3), y))
         self.log("loss", loss, on_epoch=True)
         return loss
 
@@ -197,43 +161,57 @@ class Drawing(Line):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def _on_a_rank(folder: str) -> dict[str, Any]:
-    seen = {}
-    for action in ("rollback", "skip"):
-        callbacks = [guard(action), Checkpoint(every_n_train_steps=4, save_top_k=2, save_async=True)]
-        _, module = train(Path(folder, action), *callbacks, strategy="ddp", batch_size=2)
-        seen[action] = module.layer.weight.detach()
-    ends = []
-    skipped_steps: set[int] = set()
-    for name in ("as it comes about", "known from the start"):
-        watching, module = guard("rollback", max_rollbacks=9), Drawing()
+TWO: dict[str, Any] = {"devices": 2, "batch_size": 2}
+
+
+def _weight_on_a_rank(folder: str, action: str) -> torch.Tensor:
+    callbacks = [guard(action), Checkpoint(every_n_train_steps=4, save_top_k=2, save_async=True)]
+    return train(Path(folder), *callbacks, strategy="ddp", **TWO)[1].net.weight.detach()
+
+
+@pytest.mark.parametrize("action", ["rollback", "skip"])
+def test_ranks_act_together(action: str, tmp_path: Path) -> None:
+    for weight in on_ranks(_weight_on_a_rank, 2, str(tmp_path), action, process_group=None):
+        assert torch.allclose(weight, expected(tmp_path), atol=1e-6)
+
+
+def _roll_back_on_a_rank(folder: str) -> list[tuple[int, torch.Tensor, float]]:
+    """Train with spikes that are detected, and with the same spikes known from the start."""
+    ends, skipped_steps = [], set[int]()
+    for name in ("detected", "known"):
+        watching = guard("rollback", max_rollbacks=9)
         watching.skipped_steps |= skipped_steps
-        saving = Checkpoint(Path(folder, name), every_n_train_steps=2, save_top_k=-1)
-        options: dict[str, Any] = {"strategy": "fsdp", "callbacks": [saving, watching], "max_epochs": 2, "seed": 5}
-        quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        fit = Fit(accelerator="cpu", default_root_dir=folder, **options, **quiet)
-        fit.fit(module, DataLoader(data(), batch_size=2, shuffle=True))
+        saving = Checkpoint(Path(folder, name), every_n_train_steps=4, save_top_k=-1)
+        options: dict[str, Any] = {"strategy": "fsdp", "max_epochs": 2, "shuffle": True, "seed": 5, **TWO}
+        fit, module = train(Path(folder), saving, watching, module=Drawing(), **options)
         skipped_steps = watching.skipped_steps
-        ends.append((watching.rollbacks, module.layer.weight.detach(), float(fit.callback_metrics["loss_epoch"])))
-    return {**seen, "ends": ends}
+        ends.append((watching.rollbacks, module.net.weight.detach(), float(fit.callback_metrics["loss_epoch"])))
+    return ends
 
 
 @pytest.mark.slow
-def test_ranks_go_back_together_and_go_on_bit_for_bit(tmp_path: Path) -> None:
-    for result in on_ranks(_on_a_rank, 2, str(tmp_path)):
-        for action in ("rollback", "skip"):
-            assert torch.allclose(result[action], by_hand(), atol=1e-6)
-        (rollbacks, weight, logged), (none, known_weight, known_logged) = result["ends"]
-        assert rollbacks > 1
-        assert none == 0
-        assert torch.equal(weight, known_weight)
-        assert logged == known_logged
+def test_random_states_schedules_and_logged_values_go_back_too(tmp_path: Path) -> None:
+    for detected, known in on_ranks(_roll_back_on_a_rank, 2, str(tmp_path), process_group=None):
+        assert detected[0] > 1
+        assert known[0] == 0
+        assert torch.equal(detected[1], known[1])
+        assert detected[2] == known[2]
 
 
-def test_what_cannot_be_is_refused(tmp_path: Path) -> None:  # G-06
-    with pytest.raises(ConfigurationError, match=r"action='rolback'\)\. Did you mean 'rollback'"):
-        LossSpikeGuard("rolback")
-    with pytest.raises(ConfigurationError, match="every_n_steps=0"):
-        LossSpikeGuard(every_n_steps=0)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"action": "rolback"}, r"action='rolback'\)\. Did you mean 'rollback'"),
+        ({"every_n_steps": 0}, "every_n_steps=0"),
+        ({"threshold": 0}, "threshold=0"),
+        ({"window": 4, "warmup": 5}, "warmup=5"),
+    ],
+)
+def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:  # G-06
+    with pytest.raises(ConfigurationError, match=message):
+        LossSpikeGuard(**options)
+
+
+def test_a_rollback_without_checkpoints_is_refused(tmp_path: Path) -> None:  # G-06
     with pytest.raises(ConfigurationError, match="no Checkpoint callback"):
-        train(tmp_path, guard("rollback"), enable_checkpointing=False)
+        train(tmp_path, guard("rollback"))

@@ -49,7 +49,7 @@ class Bad(Regression):
             {27: NAN}, 4, {"accumulate_grad_batches": 2}, "nan on rank 0 at batch index 7 of epoch 1, after 13", 28,
             id="four steps after the end of an epoch",
         ),
-        pytest.param({19: NAN}, 50, {}, "nan on rank 0 at batch index 19 of epoch 0, after 19", 20, id="an epoch's end"),
+        pytest.param({19: NAN}, 50, {}, "nan on rank 0 at batch index 19 of epoch 0", 20, id="an epoch's end"),
         pytest.param({3: NAN}, 50, {"max_steps": 5}, "nan on rank 0 at batch index 3", 5, id="the run's end"),
     ],
 )  # fmt: skip

@@ -383,7 +383,7 @@ def test_another_prediction_is_refused_with_the_difference(tmp_path: Path) -> No
         ("data: batch size 4 then, 3 now", (None, DataLoader(numbered(), batch_sampler=in_threes)), {}),
     ):
         with pytest.raises(CheckpointError, match=f"differ in {difference}") as caught:
-            predict(tmp_path / "out", *arguments, **options)  # type: ignore[misc]
+            predict(tmp_path / "out", *arguments, **options)
         assert "write to another path" in caught.value.fix
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == before
     predict(tmp_path / "out")

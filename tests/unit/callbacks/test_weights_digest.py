@@ -52,10 +52,8 @@ def test_layouts_do_not_matter() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64], ids=str)
 def test_the_checksums_of_all_shards_add_up(dtype: torch.dtype) -> None:  # L-03
     shape = (5, 4, 3)
-    corners = [
-        ((row, column), (rows, columns)) for row, rows in ((0, 2), (2, 3)) for column, columns in ((0, 1), (1, 3))
-    ]
-    boxes = [Box((*start, 0), (*size, 3)) for start, size in corners]
+    rows, columns = ((0, 2), (2, 3)), ((0, 1), (1, 3))  # start and length
+    boxes = [Box((row, column, 0), (height, width, 3)) for row, height in rows for column, width in columns]
     whole = torch.randn(shape).mul(100).to(dtype)
     for regions in (boxes, [Span(0, 7), Span(7, 40), Span(40, 60)]):
         shards = [ParameterShard(cut(whole, region), shape, region) for region in regions]
