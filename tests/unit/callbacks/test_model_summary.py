@@ -287,7 +287,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 
 def _printed(strategy: str) -> tuple[str, bool]:
     """Train with and without a summary; return what the former printed, and whether the weights are the same."""
-    weights = []
+    weights, printed = [], []
     for callbacks in ([ModelSummary(2)], []):
         torch.manual_seed(1)
         module = Example()
@@ -295,8 +295,8 @@ def _printed(strategy: str) -> tuple[str, bool]:
             options = {"strategy": STRATEGIES[strategy](), "devices": 2, "precision": "bf16-mixed"}
             quiet_fit(callbacks=callbacks, **options).fit(module, loader(16))
         weights.append([one.clone() for one in module.state_dict().values()])
-        printed = out.getvalue() if callbacks else printed
-    return printed, all(torch.equal(*pair) for pair in zip(*weights, strict=True))
+        printed.append(out.getvalue())
+    return printed[0], all(torch.equal(*pair) for pair in zip(*weights, strict=True))
 
 
 @pytest.mark.parametrize("strategy", list(STRATEGIES))

@@ -11,11 +11,10 @@ import pytest
 import torch
 from callback_modules import Regression, loader, quiet_fit
 
+# Private: replaces the terminal by one that fails.
 from drivetrain._runtime import terminal_output
 from drivetrain._runtime.terminal_output import is_terminal, write_output
 from drivetrain.callbacks import progress_bar
-from drivetrain.callbacks._progress_default import default_progress_bar
-from drivetrain.callbacks.progress_bar import ProgressBar
 
 
 class Named(Regression):
@@ -35,7 +34,7 @@ class FullDisk(io.StringIO):
 
 
 class Gone(io.StringIO):
-    """A stream that fails like a pipe without a reader or the terminal of a lost connection."""
+    """Fails like a pipe without a reader or the terminal of a lost connection."""
 
     def write(self, text: str) -> int:
         raise BrokenPipeError(32, "Broken pipe")
@@ -55,7 +54,7 @@ class AsciiTerminal(io.TextIOWrapper):
 
 
 class OnlyWrites:
-    """A stream that writes to two streams, as scripts use in place of ``sys.stdout``."""
+    """Has no other method, like objects that scripts use in place of ``sys.stdout``."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -70,17 +69,13 @@ def closed() -> io.StringIO:
     return stream
 
 
-@pytest.fixture(autouse=True)
-def each_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("make", [FullDisk, Gone, GoneTerminal, closed, AsciiTerminal, OnlyWrites, lambda: None])
+def test_the_run_continues(make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    # L-09
     monkeypatch.setattr(progress_bar, "_LINE_INTERVAL", 0.0)
     monkeypatch.setattr(terminal_output, "_WARNED", set())
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "40")
-
-
-@pytest.mark.parametrize("make", [FullDisk, Gone, GoneTerminal, closed, AsciiTerminal, OnlyWrites, lambda: None])
-def test_a_run_goes_on(make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    # L-09
     stream = make()
     with caplog.at_level(logging.WARNING, "drivetrain"), monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", stream)
@@ -89,8 +84,8 @@ def test_a_run_goes_on(make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytes
         fit.test(Named(), loader())
         assert sys.stdout is stream
     assert fit.state == "finished"
-    told = [one.getMessage() for one in caplog.records if "cannot be shown" in one.getMessage()]
-    assert len(told) == (make in (FullDisk, Gone, GoneTerminal, closed))
+    warnings = [record for record in caplog.records if "cannot be shown" in record.getMessage()]
+    assert len(warnings) == (make in (FullDisk, Gone, GoneTerminal, closed))
     if isinstance(stream, OnlyWrites):
         assert "größe名=" in stream.text
     if isinstance(stream, AsciiTerminal):
@@ -102,11 +97,9 @@ def test_a_run_goes_on(make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytes
 
 def test_what_is_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     # L-09
+    monkeypatch.setenv("TERM", "xterm")
     assert not any(is_terminal(one) for one in (None, closed(), OnlyWrites(), io.StringIO()))
     assert is_terminal(AsciiTerminal())
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", AsciiTerminal())
-        assert type(default_progress_bar()) is ProgressBar
 
 
 def test_an_output_that_works_again_is_written_to() -> None:

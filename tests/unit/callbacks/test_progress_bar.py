@@ -1,225 +1,131 @@
+"""The progress bar on a terminal, by a clock that stands still but for the module's steps."""
+
 from __future__ import annotations
 
 import io
 import pickle
 import re
 import sys
-import time
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from callback_run import FakeRun, FakeStrategy
+from callback_modules import Clock, Timed, failing, loader, quiet_fit, saving
 from terminal_screen import Screen
 
-from drivetrain._distributed.control_plane import LocalControl
-from drivetrain._loops.hooks import HOOKS, HookTable
-from drivetrain.callback import Callback
-from drivetrain.callbacks import ProgressBar, RichProgressBar
-from drivetrain.callbacks._bar_line import format_number, format_rate, format_time
-from drivetrain.callbacks._progress_default import ProgressLines, default_progress_bar
-from drivetrain.errors import ConfigurationError
-from drivetrain.module.train_module import TrainModule
+from drivetrain import Callback, ConfigurationError
+from drivetrain.callbacks import LambdaCallback, ProgressBar, RichProgressBar, progress_bar
+
+# Private because users get it only as the default.
+from drivetrain.callbacks._progress_default import ProgressLines
 from drivetrain.testing import requires_package
 
-_MODULE: Any = TrainModule()
+KINDS = pytest.mark.parametrize("kind", [ProgressBar, pytest.param(RichProgressBar, marks=requires_package("rich"))])
 
 
-class _Terminal(io.StringIO):
+class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
 
-class _CountingRun(FakeRun):
-    """Counts how often the metrics are read, which may wait for the device."""
-
-    reads = 0
-
-    @property
-    def progress_bar_values(self) -> dict[str, torch.Tensor]:
-        self.reads += 1
-        return {"loss": torch.tensor(0.123456)}
-
-    @progress_bar_values.setter
-    def progress_bar_values(self, value: object) -> None:
-        pass
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(progress_bar, "_now", clock.monotonic)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    return clock
 
 
-def _train(bar: ProgressBar, run: FakeRun, epochs: int, batches: int, pause: float = 0.0) -> None:
-    trainer: Any = run
-    bar.setup(trainer, _MODULE, "fit")
-    bar.on_fit_start(trainer, _MODULE)
-    bar.on_train_start(trainer, _MODULE)
-    for epoch in range(epochs):
-        run.current_epoch, run.batch_idx = epoch, 0
-        bar.on_train_epoch_start(trainer, _MODULE)
-        for index in range(batches):
-            time.sleep(pause)
-            run.micro_batches += 1
-            run.batch_idx += 1
-            bar.on_train_batch_end(trainer, _MODULE, {}, None, index)
-        bar.on_train_epoch_end(trainer, _MODULE)
-    bar.on_train_end(trainer, _MODULE)
-    bar.teardown(trainer, _MODULE, "fit")
-
-
-@pytest.mark.parametrize("kind", [ProgressBar, pytest.param(RichProgressBar, marks=requires_package("rich"))])
-def test_on_a_terminal_it_refreshes_by_the_clock_and_not_by_the_step(kind: type[ProgressBar]) -> None:
+@KINDS
+@pytest.mark.parametrize(("refresh_rate", "reads"), [(8, 16 + 2), (2, 4 + 2)])
+def test_it_refreshes_by_the_clock_and_not_by_the_step(
+    kind: type[ProgressBar], refresh_rate: int, reads: int, clock: Clock
+) -> None:
     # H-01
-    terminal = _Terminal()
-    run = _CountingRun(num_training_batches=20_000, max_epochs=1)
-    start = time.monotonic()
-    _train(kind(stream=terminal), run, epochs=1, batches=20_000, pause=0)
-    # In twenty thousand steps the metrics are read ten times per second, and at the start and the end.
-    assert 2 <= run.reads <= 10 * (time.monotonic() - start) + 2
-    text = terminal.getvalue()
-    assert "20000/20000" in text or "1/20000" in text
-    assert re.search(r"Epoch 1/1: 20000 batches, 0:\d\d, [\d.]+ it/s, loss=0.1235\n$", text)
+    class Quick(Timed):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.clock.now -= 1 - 1 / 64
+            return super().training_step(batch, batch_idx)
 
+    counted: list[int] = []
 
-def test_a_slower_refresh_rate_holds() -> None:
-    terminal = _Terminal()
-    run = _CountingRun(num_training_batches=100)
-    _train(ProgressBar(refresh_rate=2, stream=terminal), run, epochs=1, batches=100, pause=0.006)
-    assert 3 <= run.reads <= 5
+    class Counting(kind):  # type: ignore[misc, valid-type]
+        def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
+            counted.append(trainer.batch_idx)
+            return super().get_metrics(trainer, module)
 
-
-@pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar, ProgressLines])
-def test_where_output_is_no_terminal_there_is_one_line_an_epoch(kind: type[ProgressBar]) -> None:
-    output = io.StringIO()
-    run = _CountingRun(num_training_batches=50, max_epochs=3)
-    _train(kind(stream=output), run, epochs=3, batches=50)
-    lines = output.getvalue().splitlines()
-    assert len(lines) == 3
-    for epoch, line in enumerate(lines):
-        assert re.fullmatch(rf"Epoch {epoch + 1}/3: 50 batches, 0:00, [\d.]+ it/s, loss=0\.1235", line)
-    assert run.reads == 3
-    assert "\r" not in output.getvalue()
-    assert "\x1b" not in output.getvalue()
+    terminal = Terminal()
+    quiet_fit(callbacks=Counting(refresh_rate, terminal)).fit(Quick(clock), loader(128, 1))
+    assert abs(len(counted) - reads) <= 1
+    assert re.search(r"Epoch 1/1: 128 batches, 0:02, 64\.0 it/s, train_loss=\S+\n$", terminal.getvalue())
 
 
 @requires_package("rich")
 @pytest.mark.parametrize("leave", [True, False])
-def test_a_finished_epochs_bar_is_left_where_that_was_asked_for(leave: bool) -> None:
-    terminal = _Terminal()
-    _train(RichProgressBar(stream=terminal, leave=leave), _CountingRun(num_training_batches=5), epochs=2, batches=5)
-    screen = Screen(80)
+def test_a_finished_epochs_bar_is_left_where_that_was_asked_for(leave: bool, clock: Clock) -> None:
+    terminal = Terminal()
+    quiet_fit(max_epochs=2, callbacks=RichProgressBar(stream=terminal, leave=leave)).fit(Timed(clock), loader())
+    screen = Screen(100)
     screen.feed(terminal.getvalue().replace("\n", "\r\n"))
-    expected = [["Epoch 1/10 ━", "Epoch 1/10: "], ["Epoch 2/10 ━", "Epoch 2/10: "]]
-    assert [line[:12] for line in screen.lines] == [part for epoch in expected for part in epoch[not leave :]]
+    expected = [["Epoch 1/2 ━", "Epoch 1/2: "], ["Epoch 2/2 ━", "Epoch 2/2: "]]
+    assert [line[:11] for line in screen.lines] == [part for epoch in expected for part in epoch[not leave :]]
 
 
-@pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar, ProgressLines])
-def test_other_ranks_are_silent(kind: type[ProgressBar]) -> None:
-    control = LocalControl()
-    control.rank = 1
-    output = _Terminal()
-    run = _CountingRun(strategy=FakeStrategy(control=control))
-    _train(kind(stream=output), run, epochs=2, batches=5)
-    assert output.getvalue() == ""
-    assert run.reads == 0
+@KINDS
+@pytest.mark.parametrize("make", [Terminal, io.StringIO])
+def test_evaluations_leave_a_line(kind: type[ProgressBar], make: type[io.StringIO], clock: Clock) -> None:
+    output = make()
+    fit, module = quiet_fit(callbacks=kind(stream=output)), Timed(clock)
+    fit.validate(module, loader(20))
+    fit.test(module, [loader(8), loader(8)])
+    fit.predict(module, [loader(4)] * 6)
+    lines = ("Validation: 5 batches, 0:10", "Test: 4 batches, 0:08", "Prediction: 6 batches, 0:12")
+    assert [output.getvalue().count(line) for line in lines] == [1, 1, 1]
+    assert ("1/5" in output.getvalue() and "1/4" in output.getvalue()) is (make is Terminal)
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-@pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar])
-def test_evaluations_leave_a_line_when_they_stand_alone(kind: type[ProgressBar], terminal: bool) -> None:
-    output = _Terminal() if terminal else io.StringIO()
-    run: Any = FakeRun(num_val_batches=[2, 3], num_test_batches=[4], num_predict_batches=[float("inf")])
-    bar = kind(stream=output)
-    for stage, batches in (("validation", 5), ("test", 4), ("predict", 6)):
-        bar.setup(run, _MODULE, stage)
-        run.testing, run.predicting = stage == "test", stage == "predict"
-        getattr(bar, f"on_{stage}_start")(run, _MODULE)
-        for index in range(batches):
-            getattr(bar, f"on_{stage}_batch_end")(run, _MODULE, None, None, index)
-        getattr(bar, f"on_{stage}_end")(run, _MODULE)
-        bar.teardown(run, _MODULE, stage)
-    text = output.getvalue()
-    for line in ("Validation: 5 batches, ", "Test: 4 batches, ", "Prediction: 6 batches, "):
-        assert text.count(line) == 1
-    if terminal:
-        assert "/5" in text
-        assert "/4" in text
-
-
-def test_a_validation_within_training_is_not_training_time() -> None:
-    output = _Terminal()
-    run: Any = FakeRun(num_val_batches=[1], num_training_batches=10)
-    bar = ProgressBar(stream=output)
-    bar.setup(run, _MODULE, "fit")
-    run.sanity_checking = True
-    bar.on_validation_start(run, _MODULE)
-    bar.on_validation_batch_end(run, _MODULE, None, None, 0)
-    bar.on_validation_end(run, _MODULE)
-    run.sanity_checking = False
-    assert "Sanity check" in output.getvalue()
-    assert "\n" not in output.getvalue()
-    bar.on_train_epoch_start(run, _MODULE)
-    for index in range(10):
-        time.sleep(0.005)
-        bar.on_train_batch_end(run, _MODULE, {}, None, index)
-    bar.on_validation_start(run, _MODULE)
-    time.sleep(1.0)
-    bar.on_validation_batch_end(run, _MODULE, None, None, 0)
-    bar.on_validation_end(run, _MODULE)
-    bar.on_train_epoch_end(run, _MODULE)
-    assert "Validation" in output.getvalue()
-    last = output.getvalue().splitlines()[-1]
-    rate = re.search(r"([\d.]+) it/s", last)
-    assert rate is not None
-    assert float(rate[1]) > 20  # with the second of validation it would be below 10
-
-
-def test_an_epoch_resumed_in_its_middle_counts_from_there() -> None:
+def test_an_epoch_resumed_in_its_middle_counts_from_there(clock: Clock, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="out of luck"):
+        quiet_fit(callbacks=[saving(6, tmp_path / "saved"), failing(7)]).fit(Timed(clock), loader())
     output = io.StringIO()
-    run: Any = FakeRun(num_training_batches=10, current_epoch=4, micro_batches=46, batch_idx=6)
-    bar = ProgressBar(stream=output)
-    bar.setup(run, _MODULE, "fit")
-    bar.on_train_start(run, _MODULE)  # and no on_train_epoch_start
-    for index in range(6, 10):
-        time.sleep(0.01)
-        bar.on_train_batch_end(run, _MODULE, {}, None, index)
-    bar.on_train_epoch_end(run, _MODULE)
-    rate = re.fullmatch(r"Epoch 5/10: 10 batches, 0:00, ([\d.]+) it/s\n", output.getvalue())
-    assert rate is not None
-    assert float(rate[1]) < 101
+    quiet_fit(callbacks=ProgressBar(stream=output)).fit(Timed(clock), loader(), ckpt_path=tmp_path / "saved")
+    assert output.getvalue().startswith("Epoch 1/1: 10 batches, 0:04, 1.0 it/s")
 
 
-def test_the_bar_of_an_epoch_that_max_steps_cuts_short_ends_there() -> None:
-    output = _Terminal()
-    bar = ProgressBar(stream=output)
-    _train(bar, _CountingRun(num_training_batches=100, max_steps=7, global_step=4, accumulate_grad_batches=2), 1, 6)
-    totals = set(re.findall(r"/(\d+) \[", output.getvalue()))
-    assert totals == {"6"}
+def test_the_bar_of_an_epoch_that_max_steps_cuts_short_ends_there(clock: Clock) -> None:
+    output = Terminal()
+    quiet_fit(max_steps=3, accumulate_grad_batches=2, callbacks=ProgressBar(stream=output)).fit(Timed(clock), loader())
+    assert set(re.findall(r"/(\d+) \[", output.getvalue())) == {"6"}
 
 
-@pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar])
-def test_a_line_is_written_above_the_bar_and_a_failure_takes_it_down(kind: type[ProgressBar]) -> None:
-    output = _Terminal()
-    run: Any = FakeRun()
+@KINDS
+def test_a_line_is_written_above_the_bar_and_a_failure_takes_it_down(kind: type[ProgressBar], clock: Clock) -> None:
+    output = Terminal()
     bar = kind(stream=output)
-    bar.setup(run, _MODULE, "fit")
-    bar.on_train_epoch_start(run, _MODULE)
-    bar.on_train_batch_end(run, _MODULE, {}, None, 0)
-    bar.write("[bold] a line")
-    bar.on_train_batch_end(run, _MODULE, {}, None, 1)
-    assert "[bold] a line" in output.getvalue()
-    bar.teardown(run, _MODULE, "fit")
-    after = output.getvalue()
-    assert after.endswith("\r\x1b[J")  # the line is cleared, so that a traceback starts on an empty line
-    bar.on_train_batch_end(run, _MODULE, {}, None, 2)
-    assert output.getvalue() == after
+    write = LambdaCallback(on_train_batch_end=lambda *arguments: bar.write("[bold] a line"))
+    with pytest.raises(RuntimeError, match="out of luck"):
+        quiet_fit(callbacks=[bar, write, failing(3)]).fit(Timed(clock), loader())
+    assert output.getvalue().count("[bold] a line") == 3
+    assert output.getvalue().endswith("\r\x1b[J")  # the line is cleared, so that a traceback starts on an empty line
 
 
 @requires_package("rich")
 def test_the_default_suits_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    def default() -> type:
+        return type(quiet_fit(enable_progress_bar=True).progress_bar_callback)
+
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    assert type(default_progress_bar()) is ProgressLines
-    monkeypatch.setattr(sys, "stdout", _Terminal())
-    assert type(default_progress_bar()) is RichProgressBar
+    assert default() is ProgressLines
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert default() is RichProgressBar
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert default() is ProgressBar
+    monkeypatch.setattr(sys, "stdout", Terminal())
     monkeypatch.setitem(sys.modules, "rich", None)  # makes the import fail
-    assert type(default_progress_bar()) is ProgressBar
+    assert default() is ProgressBar
     # G-06
     with pytest.raises(ConfigurationError, match="pip install"):
         RichProgressBar()
@@ -227,21 +133,14 @@ def test_the_default_suits_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_terminal_it_is_absent_from_the_step() -> None:
     # H-01
-    run: Any = FakeRun()
-    table = HookTable(run, _MODULE, [ProgressLines()])
-    assert not any(getattr(table, name) for name in HOOKS if "batch" in name)
-    table = HookTable(run, _MODULE, [ProgressBar()])
-    assert [name for name in HOOKS if "batch" in name and getattr(table, name)] == [
-        "on_train_batch_end",
-        "on_validation_batch_end",
-        "on_test_batch_end",
-        "on_predict_batch_end",
-    ]
-    assert isinstance(ProgressLines(), Callback)
+    for stage in ("train", "validation", "test", "predict"):
+        name = f"on_{stage}_batch_end"
+        assert getattr(ProgressLines, name) is getattr(Callback, name)
+        assert getattr(ProgressBar, name) is not getattr(Callback, name)
 
 
 def test_a_dumb_terminal_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    bar = ProgressBar(stream=_Terminal())
+    bar = ProgressBar(stream=Terminal())
     monkeypatch.setenv("TERM", "xterm")
     assert bar.is_terminal()
     monkeypatch.setenv("TERM", "dumb")
@@ -249,26 +148,11 @@ def test_a_dumb_terminal_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar, ProgressLines])
-def test_a_bar_can_be_sent_to_another_process(kind: type[ProgressBar]) -> None:
-    bar = kind()
-    run: Any = FakeRun()
-    bar.setup(run, _MODULE, "fit")
-    bar.on_train_epoch_start(run, _MODULE)
-    bar.on_train_batch_end(run, _MODULE, {}, None, 0)
-    assert isinstance(pickle.loads(pickle.dumps(bar)), kind)
-
-
-def test_numbers_read_well() -> None:
-    assert [format_time(value) for value in (5.9, 65, 3725)] == ["0:05", "1:05", "1:02:05"]
-    assert [format_rate(value) for value in (0.5, 12.34, 0.0)] == ["2.00 s/it", "12.3 it/s", "0.0 it/s"]
-    assert [format_number(value) for value in (3.0, 0.12345, 1e-7, float("nan"), float("inf"), 1e9)] == [
-        "3",
-        "0.1235",
-        "1e-07",
-        "nan",
-        "inf",
-        "1e+09",
-    ]
+def test_a_bar_can_be_sent_to_another_process_after_a_run(kind: type[ProgressBar], tmp_path: Path) -> None:
+    with (tmp_path / "output").open("w") as stream:
+        bar = kind(stream=stream)
+        quiet_fit(callbacks=bar).fit(Timed(Clock()), loader(4))
+        assert isinstance(pickle.loads(pickle.dumps(bar)), kind)
 
 
 @pytest.mark.parametrize("rate", [0, -1, 11])

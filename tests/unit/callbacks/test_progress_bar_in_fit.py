@@ -1,9 +1,8 @@
-"""The progress bar of a real run, on a pseudo-terminal and in a pipe."""
+"""The progress bar of a real run on a pseudo-terminal."""
 
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -32,8 +31,6 @@ class Talking(Regression):
             print(" print")
             print("from the module to stderr", file=sys.stderr)
             logging.getLogger("drivetrain").warning("what the engine says")
-        if {fails} and batch_idx == 5:
-            raise ValueError("a failure in the step")
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch, batch_idx):
@@ -44,11 +41,6 @@ fit = quiet_fit(max_epochs=2, enable_progress_bar=True, enable_model_summary=Tru
 fit.fit(Talking(), loader(80), loader(24))
 print("after the run")
 """
-
-
-def _script(without_rich: bool = False, fails: bool = False) -> list[str]:
-    code = _SCRIPT.format(here=str(Path(__file__).parent), without_rich=without_rich, fails=fails)
-    return [sys.executable, "-c", code]
 
 
 _LINE = r"Epoch {}/2: 20 batches, 0:0\d, [\d.]+ it/s(?:, run 0:\d\d left)?, train_loss=[\d.]+"
@@ -62,38 +54,22 @@ def test_on_a_terminal_a_line_is_rewritten_and_what_is_printed_stays_readable(wi
     def resized(screen: Screen) -> int | None:
         return next(resizes, None) if screen.lines and re.match("Epoch 2/2 .*] run", screen.lines[-1]) else None
 
-    screen, frames, text, code = run_in_terminal(_script(without_rich), 100, resized)
+    script = _SCRIPT.format(here=str(Path(__file__).parent), without_rich=without_rich)
+    screen, frames, text, code = run_in_terminal([sys.executable, "-c", script], 100, resized)
     assert code == 0, text
-    # More refreshes than epochs but fewer than steps: refreshes depend on time.
-    refreshes = len(re.findall(r"\d+/20", text))
-    assert 4 <= refreshes <= 60 * 2  # the epoch's bar is redrawn above a validation's
     # No bar is left over, and all printed and logged lines are complete.
-    said = screen.paragraphs
-    said = said[next(index for index, line in enumerate(said) if "in train mode" in line) + 1 :]  # below the summary
+    lines = screen.paragraphs
+    lines = lines[next(index for index, line in enumerate(lines) if "in train mode" in line) + 1 :]  # below the summary
     end = "The run ended: max_epochs=2 is reached (2 epochs, 40 optimizer steps) after "
-    expected = [
-        *[
-            "a line from the step",
-            "a plain print",
-            "from the module to stderr",
-            "what the engine says",
-            _LINE.format(1) + ", val_loss=.*",
-        ],
-        *[
-            "a line from the step",
-            "a plain print",
-            "from the module to stderr",
-            "what the engine says",
-            _LINE.format(2) + ", val_loss=.*",
-        ],
-        *[re.escape(end) + r"\d+\.\d s\.", "after the run"],
-    ]
-    assert re.fullmatch("\n".join(expected), "\n".join(said)), said
+    printed = ["a line from the step", "a plain print", "from the module to stderr", "what the engine says"]
+    epochs = [[*printed, f"{_LINE.format(epoch)}, val_loss=.*"] for epoch in (1, 2)]
+    expected = [*epochs[0], *epochs[1], re.escape(end) + r"\d+\.\d s\.", "after the run"]
+    assert re.fullmatch("\n".join(expected), "\n".join(lines)), lines
     # Each frame has one bar of each kind, within the width of the terminal.
     bars = [[line for line in frame if re.match(r"Epoch \d/2 |Validation |Sanity check ", line)] for frame in frames]
     assert all(len({line.split()[0] for line in frame}) == len(frame) for frame in bars)
-    told = {" ".join(line.split()[:2]) for frame in bars for line in frame}
-    assert told >= {"Epoch 1/2", "Epoch 2/2"}
+    titles = {" ".join(line.split()[:2]) for frame in bars for line in frame}
+    assert titles >= {"Epoch 1/2", "Epoch 2/2"}
     evaluated = [line for frame in bars for line in frame if line.startswith(("Validation", "Sanity"))]
     assert {line.split()[0] for line in evaluated} == {"Validation", "Sanity"}
     assert any("val_loss=" in line for line in evaluated)
@@ -105,20 +81,3 @@ def test_on_a_terminal_a_line_is_rewritten_and_what_is_printed_stays_readable(wi
     assert any(len(line) > 60 for line in after)
     assert len(after[-1]) < 60
     assert ("━" in text) is not without_rich
-
-
-@requires_linux()
-def test_a_failure_leaves_the_terminal_usable() -> None:
-    _, _, text, code = run_in_terminal(_script(fails=True), 100)
-    assert code != 0
-    assert "ValueError: a failure in the step" in re.sub(r"\x1b\[[\d;]*m", "", text)  # Python 3.13 adds colors
-    assert "\x1b[?25l" not in text  # the cursor is never hidden, so a SIGKILL cannot leave it hidden
-    assert text.rfind("━") < text.rfind("\r\x1b[J") < text.index("Traceback")
-
-
-def test_in_a_pipe_there_is_one_line_an_epoch_and_no_control_character() -> None:
-    result = subprocess.run(_script(), capture_output=True, text=True, timeout=120, check=True)
-    lines = result.stdout.splitlines()
-    assert sum(bool(re.fullmatch(_LINE.format(r"\d") + ", val_loss=.*", line)) for line in lines) == 2
-    assert not re.search(r"[\x1b\r]", result.stdout)
-    assert lines.count("a line from the step") == lines.count("a plain print") == 2

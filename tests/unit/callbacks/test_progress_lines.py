@@ -1,4 +1,4 @@
-"""Progress lines if the output is not a terminal, and the remaining time of a run."""
+"""Progress lines if the output is not a terminal, the remaining time of a run, and lines of every width."""
 
 from __future__ import annotations
 
@@ -7,69 +7,40 @@ import itertools
 import math
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from callback_modules import Regression, loader, quiet_fit
-from callback_run import FakeRun
+from callback_modules import Clock, Timed, loader, quiet_fit
 
-from drivetrain.callbacks import ProgressBar, progress_bar
-from drivetrain.callbacks._bar_line import Phase, fit_line, format_time
+from drivetrain.callbacks import ProgressBar, RichProgressBar, progress_bar
+
+# Private: texts and estimates in many situations, without a run for each.
+from drivetrain.callbacks._bar_line import Phase, fit_line, format_number, format_rate, format_time
 from drivetrain.callbacks._deferred_values import NamedNumbers
 from drivetrain.callbacks._progress_default import ProgressLines
 from drivetrain.callbacks._time_left import TimeLeft
-from drivetrain.module.train_module import TrainModule
-
-_MODULE: Any = TrainModule()
-
-
-class Clock:
-    """A clock that is advanced by hand."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        monkeypatch.setattr(progress_bar, "_now", lambda: self.now)
-
-
-class Timed(Regression):
-    """Takes one second per step and two per evaluation batch."""
-
-    def __init__(self, format_time: Clock) -> None:
-        super().__init__()
-        self.format_time = format_time
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.format_time.now += 1
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.format_time.now += 2
-        self.log("val_loss", float(batch_idx), prog_bar=True)
-
-    test_step = validation_step
-
-    def predict_step(self, batch: Any, batch_idx: int) -> None:
-        self.format_time.now += 2
 
 
 @pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(progress_bar, "_now", clock.monotonic)
+    return clock
 
 
 def _lines(out: io.StringIO) -> list[str]:
     return [line.partition(", train_loss=")[0] for line in out.getvalue().splitlines()]
 
 
-@pytest.mark.parametrize("kind", [ProgressLines, ProgressBar])
+@pytest.mark.parametrize("kind", [ProgressLines, ProgressBar, RichProgressBar])
 def test_a_file_gets_a_line_at_every_log_interval_or_half_a_minute_whichever_is_later(
-    kind: Callable[..., ProgressBar], time: Clock
+    kind: Callable[..., ProgressBar], clock: Clock
 ) -> None:
     # L-09
     out = io.StringIO()
     trainer = quiet_fit(max_epochs=2, callbacks=kind(stream=out), log_every_n_steps=10, enable_progress_bar=True)
-    trainer.fit(Timed(time), loader(400), loader(80))  # 100 steps of 1 s and 20 batches of 2 s in each epoch
+    trainer.fit(Timed(clock), loader(100, 1), loader(20, 1))  # 100 steps of 1 s and 20 batches of 2 s in each epoch
     assert _lines(out) == [
         "Epoch 1/2: step 30, 30/100 batches, 0:30, 1.0 it/s, run 2:50 left",
         "Epoch 1/2: step 60, 60/100 batches, 1:00, 1.0 it/s, run 2:20 left",
@@ -83,89 +54,69 @@ def test_a_file_gets_a_line_at_every_log_interval_or_half_a_minute_whichever_is_
         "Validation: 10/20 batches, 0:20, 2.00 s/it, 0:20 left, val_loss=4.5",
         "Epoch 2/2: 100 batches, 1:40, 1.0 it/s",
     ]
+    assert not {"\r", "\x1b"} & set(out.getvalue())
 
 
-def test_a_log_interval_of_more_than_half_a_minute_is_the_pace(time: Clock) -> None:
+@pytest.mark.parametrize(
+    ("interval", "options", "lines"),
+    [
+        pytest.param(
+            50, {"max_steps": 120, "max_epochs": -1}, [": step 50/120", ": step 100/120", ": 120 batches"], id="long"
+        ),
+        pytest.param(0, {}, ["/1: 200 batches"], id="none"),
+        pytest.param(1000, {}, ["/1: 200 batches"], id="longer than the run"),
+    ],
+)
+def test_the_log_interval_is_the_shortest(
+    interval: int, options: dict[str, Any], lines: list[str], clock: Clock
+) -> None:
     # L-09
     out = io.StringIO()
-    trainer = quiet_fit(callbacks=ProgressLines(stream=out), log_every_n_steps=50, max_steps=120, max_epochs=-1)
-    trainer.fit(Timed(time), loader(800))
-    assert [line.partition(",")[0] for line in _lines(out)] == [
-        "Epoch 1: step 50/120",
-        "Epoch 1: step 100/120",
-        "Epoch 1: 120 batches",
-    ]
+    quiet_fit(callbacks=ProgressLines(stream=out), log_every_n_steps=interval, **options).fit(
+        Timed(clock), loader(200, 1)
+    )
+    assert [line.partition(",")[0] for line in _lines(out)] == [f"Epoch 1{line}" for line in lines]
 
 
 @pytest.mark.parametrize("stage", ["test", "predict"])
-def test_an_evaluation_that_takes_long_says_how_far_it_is(stage: str, time: Clock) -> None:
-    # L-09; the count continues over two loaders
+def test_a_long_evaluation_prints_its_progress_over_all_loaders(stage: str, clock: Clock) -> None:
+    # L-09
     out = io.StringIO()
     trainer = quiet_fit(callbacks=ProgressLines(stream=out), log_every_n_steps=5)
-    getattr(trainer, stage)(_Several(time), [loader(64), loader(64)])  # 32 batches of 2 s in all
-    assert [line.partition(",")[0].partition(" ")[2] for line in out.getvalue().splitlines()] == [
-        "15/32 batches",
-        "31/32 batches",
-        "32 batches",
-    ]
+    getattr(trainer, stage)(Timed(clock), [loader(64), loader(64)])  # 32 batches of 2 s in all
+    lines = [line.partition(",")[0].partition(" ")[2] for line in out.getvalue().splitlines()]
+    assert lines == ["15/32 batches", "31/32 batches", "32 batches"]
 
 
-class _Several(Timed):
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:  # type: ignore[override]
-        self.format_time.now += 2
-
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:  # type: ignore[override]
-        self.format_time.now += 2
-
-
-def test_without_a_log_interval_or_time_no_line_comes(time: Clock) -> None:
-    out = io.StringIO()
-    for interval in (0, 1000):
-        trainer = quiet_fit(callbacks=ProgressLines(stream=out), log_every_n_steps=interval)
-        trainer.fit(Timed(time), loader(400))
-    assert [line.partition(",")[0] for line in _lines(out)] == ["Epoch 1/1: 100 batches"] * 2
-
-
-def test_a_line_does_not_wait_for_a_device(time: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    # L-09, O-04: a line whose values have not arrived is printed at the next interval, with its own step
+def test_a_line_does_not_wait_for_a_device(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    # L-09, O-04: a line whose values have not arrived is printed at a later interval, with its own step
     class Late(NamedNumbers):
-        arrived = False
-
         @property
         def has_arrived(self) -> bool:
-            return self.arrived
+            return clock.now >= 1080
 
     monkeypatch.setattr(progress_bar, "NamedNumbers", Late)
-    out, bar = io.StringIO(), ProgressLines()
-    bar._stream = out
-    run: Any = FakeRun(num_training_batches=100, max_epochs=1, progress_bar_values={"loss": torch.tensor(0.5)})
-    bar.setup(run, _MODULE, "fit")
-    bar.on_fit_start(run, _MODULE)
-    bar.on_train_start(run, _MODULE)
-    for step in (40, 50, 80):
-        time.now += 10 if step == 50 else 40
-        run.global_step = run.micro_batches = run.batch_idx = step
-        Late.arrived = step == 80
-        run.progress_bar_values = {"loss": torch.tensor(step / 100)}
-        bar.write_progress(run, _MODULE, step)
-        assert out.getvalue().count("\n") == (2 if step == 80 else 0)
-    first, second = out.getvalue().splitlines()
-    assert first.startswith("Epoch 1/1: step 40, 40/100 batches")
-    assert first.endswith("loss=0.4")
-    assert second.startswith("Epoch 1/1: step 80, ")
-    assert second.endswith("loss=0.8")
+    losses: dict[int, float] = {}
+
+    class Recorded(Timed):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            losses[self.global_step] = float(outputs["loss"])
+
+    out = io.StringIO()
+    quiet_fit(callbacks=ProgressLines(stream=out), log_every_n_steps=10).fit(Recorded(clock), loader(100, 1))
+    lines = [(line.partition(", ")[0], line.rpartition("=")[2]) for line in out.getvalue().splitlines()]
+    assert lines[:2] == [(f"Epoch 1/1: step {step}", f"{losses[step]:.4g}") for step in (30, 80)]
 
 
-# Remaining time
-
-
-def _left(run: FakeRun, made: int, seconds: float) -> float | None:
-    """Return the remaining seconds after ``made`` micro-batches took ``seconds``, after a first one of a minute."""
-    left = TimeLeft(run, 0.0)  # type: ignore[arg-type]
-    run.micro_batches = run.batch_idx = 1
-    left.seconds(run, 60.0)  # type: ignore[arg-type]
-    run.micro_batches = run.batch_idx = 1 + made
-    return left.seconds(run, 60.0 + seconds)  # type: ignore[arg-type]
+def _left(made: int = 10, **options: Any) -> float | None:
+    """Return the remaining seconds after micro-batches of a second each, after a first one of a minute."""
+    run: Any = SimpleNamespace(num_training_batches=100, max_steps=-1, max_time=None, accumulate_grad_batches=1)
+    run.__dict__.update({"current_epoch": 0, "global_step": 0, "micro_batches": 0, "batch_idx": 0, **options})
+    left = TimeLeft(run, 0.0)
+    for micro_batches, now in ((1, 60.0), (1 + made, 60.0 + made)):
+        run.micro_batches = run.batch_idx = micro_batches
+        seconds = left.seconds(run, now)
+    return seconds
 
 
 @pytest.mark.parametrize(
@@ -181,28 +132,13 @@ def _left(run: FakeRun, made: int, seconds: float) -> float | None:
         ({"max_epochs": -1}, None),
         ({"max_epochs": 3, "num_training_batches": float("inf")}, None),
         ({"max_epochs": 3, "num_training_batches": float("inf"), "max_steps": 7}, 7),
+        ({"max_epochs": 1, "made": -1}, 100 * 60),  # after a rollback, before a new average
+        ({"max_epochs": 1, "made": 99}, 0),
     ],
 )
-def test_the_first_limit_counts_and_what_is_unknown_is_not_made_up(
-    options: dict[str, Any], seconds: float | None
-) -> None:
+def test_the_remaining_time_is_that_of_the_first_limit(options: dict[str, Any], seconds: float | None) -> None:
     # L-09
-    left = _left(FakeRun(**{"num_training_batches": 100, **options}), made=10, seconds=10)
-    assert left == (None if seconds is None else pytest.approx(seconds))
-
-
-def test_what_was_slow_once_does_not_count_and_a_run_that_went_back_begins_a_new_average() -> None:
-    run = FakeRun(num_training_batches=100, max_epochs=1)
-    left = TimeLeft(run, 0.0)  # type: ignore[arg-type]
-    assert left.seconds(run, 5.0) is None  # type: ignore[arg-type]
-    seen = []
-    for made, now in ((1, 60.0), (1, 61.0), (3, 62.0), (2, 63.0), (4, 65.0), (100, 70.0)):
-        run.micro_batches = run.batch_idx = made
-        seen.append(left.seconds(run, now))  # type: ignore[arg-type]
-    assert seen == [99 * 60, 99 * 60, 97 * 1, 98 * 1, 96 * 1, 0]
-
-
-# Lines shortened to the width of the terminal
+    assert _left(**options) == (None if seconds is None else pytest.approx(seconds))
 
 
 @pytest.mark.parametrize("width", [*range(1, 130), 200])
@@ -227,7 +163,7 @@ def test_a_line_fits_into_every_width(width: int) -> None:
             assert (line.width == 24) is (total == 5678)
 
 
-def test_metrics_go_from_the_last_on_and_it_shows() -> None:
+def test_the_last_metrics_are_left_out_first_and_marked() -> None:
     # L-09
     phase = Phase("Epoch 1/2", 120, 0.0)
     phase.done = 60
@@ -235,5 +171,13 @@ def test_metrics_go_from_the_last_on_and_it_shows() -> None:
     assert line.rest == "60/120 [0:10<0:10, 6.0 it/s] run 1:12 left a=1 …"
 
 
-def test_long_times_are_told_in_days() -> None:
-    assert [format_time(seconds) for seconds in (86399, 86400, 200000)] == ["23:59:59", "1d 0:00:00", "2d 7:33:20"]
+@pytest.mark.parametrize(
+    ("form", "values", "texts"),
+    [
+        (format_time, (5.9, 65, 3725, 86399, 86400, 200000), "0:05 1:05 1:02:05 23:59:59 1d+0:00:00 2d+7:33:20"),
+        (format_rate, (0.5, 12.34, 0.0), "2.00+s/it 12.3+it/s 0.0+it/s"),
+        (format_number, (3.0, 0.12345, 1e-7, math.nan, math.inf, 1e9), "3 0.1235 1e-07 nan inf 1e+09"),
+    ],
+)
+def test_numbers_read_well(form: Callable[[float], str], values: tuple[float, ...], texts: str) -> None:
+    assert [form(value).replace(" ", "+") for value in values] == texts.split()
