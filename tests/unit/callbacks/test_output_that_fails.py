@@ -13,7 +13,7 @@ from callback_modules import Regression, loader, quiet_fit
 
 # Private: replaces the terminal by one that fails.
 from drivetrain._runtime import terminal_output
-from drivetrain._runtime.terminal_output import is_terminal, write_output
+from drivetrain._runtime.terminal_output import write_output
 from drivetrain.callbacks import progress_bar
 
 
@@ -93,13 +93,6 @@ def test_the_run_continues(make: Any, monkeypatch: pytest.MonkeyPatch, caplog: p
         shown = stream.buffer.getvalue()  # type: ignore[attr-defined]
         assert b"gr??e?=" in shown
         assert b"???" not in shown  # the plain bar
-
-
-def test_what_is_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    # L-09
-    monkeypatch.setenv("TERM", "xterm")
-    assert not any(is_terminal(one) for one in (None, closed(), OnlyWrites(), io.StringIO()))
-    assert is_terminal(AsciiTerminal())
 
 
 def test_an_output_that_works_again_is_written_to() -> None:

@@ -12,13 +12,7 @@ import torch
 from callback_modules import Clock, Regression, Timed, failing, loader, quiet_fit, train
 
 from drivetrain import Callback, ConfigurationError, TrainModule
-from drivetrain.callbacks import (
-    Checkpoint,
-    GarbageCollection,
-    GradientAccumulationScheduler,
-    LambdaCallback,
-    Timer,
-)
+from drivetrain.callbacks import Checkpoint, GarbageCollection, GradientAccumulationScheduler, LambdaCallback, Timer
 from worlds import on_ranks
 
 

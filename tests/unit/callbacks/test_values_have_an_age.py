@@ -162,7 +162,8 @@ def test_used_values_are_known_after_a_resume(tmp_path: Path, saved_in: str) -> 
         module = Growing(tuple(map(float, range(9))), {"strict": False})
         stop = EarlyStopping("val", patience=2, strict=False, check_on_train_epoch_end=True)
         options: dict[str, Any] = {"max_epochs": 9, "check_val_every_n_epoch": 3, "val_check_interval": 4}
-        trainer = run(module, LambdaCallback(**{saved_in: save}), stop, ckpt_path=ckpt_path, **options)
+        saving = LambdaCallback(**{saved_in: save})  # type: ignore[arg-type]
+        trainer = run(module, saving, stop, ckpt_path=ckpt_path, **options)
         fed.append(module.fed)
         stopped.append((trainer.current_epoch, stop.wait_count))
     assert fed[0] == [2.0, 5.0, 8.0]
