@@ -56,27 +56,23 @@ class Scored(Regression):
 
 
 class Validated(Regression):
-    """Logs one of ``scores`` as ``val_loss`` in each validation."""
+    """Logs one of ``scores``, by epoch, as ``val_loss``."""
 
     def __init__(self, scores: list[float]) -> None:
         super().__init__()
         self.scores = scores
-        self.validations = 0
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        pass
-
-    def on_validation_epoch_end(self) -> None:
-        if not self.trainer.sanity_checking:
-            self.log("val_loss", self.scores[self.validations])
-            self.validations += 1
+        self.log("val_loss", self.scores[self.current_epoch])
 
 
 class Clock:
-    """A clock that tests advance, in place of the module ``time``."""
+    """A clock that tests advance; it can replace a module's ``time``."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: Any = None, replaced: str = "") -> None:
         self.now = 1000.0
+        if monkeypatch is not None:
+            monkeypatch.setattr(replaced, self)
 
     def monotonic(self) -> float:
         return self.now
@@ -106,7 +102,7 @@ class Timed(Regression):
 
 
 def loader(samples: int = 40, batch_size: int = 4) -> DataLoader[Any]:
-    """Return a loader of ``samples`` pairs of shapes (4,) and (1,), unshuffled."""
+    """Return an unshuffled loader of pairs of shapes (4,) and (1,)."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(samples, 4, generator=generator)
     return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=batch_size)
@@ -118,14 +114,11 @@ def quiet_fit(**options: Any) -> Fit:
         "accelerator": "cpu",
         "devices": 1,
         "max_epochs": 1,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
         "num_sanity_val_steps": 0,
         "seed": 1,
     }
-    return Fit(**(defaults | options))
+    off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    return Fit(**(defaults | off | options))
 
 
 def train(

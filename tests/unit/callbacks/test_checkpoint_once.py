@@ -42,15 +42,13 @@ def test_a_failures_checkpoint_goes_once_the_resumed_run_has_a_later_one(
     ckpt_path: str, save_async: bool, tmp_path: Path
 ) -> None:
     # exception-step=3 stayed for ever
-    def steps() -> Checkpoint:
-        return saver(every_n_train_steps=5, save_async=save_async)
-
-    fail(tmp_path, steps(), failing(3))
+    steps = {"every_n_train_steps": 5, "save_async": save_async}
+    fail(tmp_path, saver(**steps), failing(3))
     assert checkpoint_names(tmp_path) == ["exception-step=3"]
     assert (tmp_path / CHECKPOINTS / "latest").read_text() == "exception-step=3"
-    fail(tmp_path, steps(), failing(4), ckpt_path=tmp_path / ckpt_path if "/" in ckpt_path else ckpt_path)
+    fail(tmp_path, saver(**steps), failing(4), ckpt_path=tmp_path / ckpt_path if "/" in ckpt_path else ckpt_path)
     assert checkpoint_names(tmp_path) == ["exception-step=4"]
-    train(tmp_path, steps(), ckpt_path="auto")
+    train(tmp_path, saver(**steps), ckpt_path="auto")
     assert checkpoint_names(tmp_path) == ["epoch=0-step=5"]
     assert verify(tmp_path / CHECKPOINTS / "epoch=0-step=5") == []
 
@@ -81,28 +79,31 @@ def test_within_a_window_the_state_after_the_last_step_is_saved(tmp_path: Path) 
     assert checkpoint_names(tmp_path) == ["epoch=0-step=3"]
 
 
-WEIGHTS = {"every_n_train_steps": 4, "save_weights_only": True}
+FOUR = {"every_n_train_steps": 4}
 
 
 @pytest.mark.parametrize(
     ("savers", "at", "window", "written"),
     [
-        pytest.param([{"every_n_train_steps": 4}], 4, 1, ["epoch=0-step=4"], id="in a saved step"),
-        pytest.param([{"every_n_train_steps": 4, "save_async": True}], 4, 1, ["epoch=0-step=4"], id="in background"),
+        pytest.param([FOUR], 4, 1, ["epoch=0-step=4"], id="in a saved step"),
+        pytest.param([FOUR | {"save_async": True}], 4, 1, ["epoch=0-step=4"], id="in background"),
         pytest.param([{"every_n_train_steps": 2}], 5, 2, ["epoch=0-step=2"], id="in the window after a saved step"),
-        pytest.param([WEIGHTS], 4, 1, ["epoch=0-step=4", "exception-step=4"], id="weights alone are no state"),
-        pytest.param([{}, {"monitor": "train_loss"}], 3, 1, ["exception-step=3"], id="two callbacks"),
         pytest.param(
-            [{}, {"every_n_train_steps": 3, "save_on_exception": False}], 3, 1, ["epoch=0-step=3"], id="another's"
+            [FOUR | {"save_weights_only": True}],
+            4,
+            1,
+            ["epoch=0-step=4", "exception-step=4"],
+            id="weights alone are no state",
         ),
+        pytest.param([{}, {"monitor": "train_loss"}], 3, 1, ["exception-step=3"], id="two callbacks"),
+        pytest.param([{}, {"every_n_train_steps": 3}], 3, 1, ["epoch=0-step=3"], id="another's"),
     ],
 )
 def test_a_failure_writes_no_state_twice(
     savers: list[dict[str, Any]], at: int, window: int, written: list[str], tmp_path: Path
 ) -> None:
     # epoch=0-step=4 and exception-step=4 held the same state
-    callbacks = [Checkpoint(**{"save_on_exception": True, **options}) for options in savers]
-    fail(tmp_path, *callbacks, failing(at), accumulate_grad_batches=window)
+    fail(tmp_path, *(saver(**options) for options in savers), failing(at), accumulate_grad_batches=window)
     assert checkpoint_names(tmp_path) == written
     assert verify(tmp_path / CHECKPOINTS / written[0]) == []
 

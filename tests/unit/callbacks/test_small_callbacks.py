@@ -18,9 +18,7 @@ from worlds import on_ranks
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr("drivetrain.callbacks.timer.time", clock)
-    return clock
+    return Clock(monkeypatch, "drivetrain.callbacks.timer.time")
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,7 @@ class Tokens(Timed):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr("drivetrain.callbacks.throughput_monitor.time", clock)
-    return clock
+    return Clock(monkeypatch, "drivetrain.callbacks.throughput_monitor.time")
 
 
 @pytest.mark.parametrize(
