@@ -1,15 +1,13 @@
-"""A terminal emulator: computes what is on the screen after the bytes that a program has written."""
+"""A terminal emulator: computes what is on the screen after the text that a program has written."""
 
 from __future__ import annotations
 
 import fcntl
+import io
 import os
-import pty
 import re
 import struct
-import subprocess
 import termios
-from collections.abc import Callable, Sequence
 
 
 class Screen:
@@ -24,7 +22,6 @@ class Screen:
         self._row = self._column = 0
         self._wraps = True
         self._continuation_rows: set[int] = set()  # rows that continue the previous one
-        self._incomplete = ""
 
     @property
     def lines(self) -> list[str]:
@@ -43,31 +40,26 @@ class Screen:
         return [line.rstrip() for line in lines if line.strip()]
 
     def feed(self, text: str) -> None:
-        """Process output. An incomplete control sequence at its end is kept for the next call."""
-        text = self._incomplete + text
-        cut = re.search(r"\x1b(\[[0-9;?]*)?$", text)
-        self._incomplete = text[cut.start() :] if cut else ""
-        for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[^\x1b]|\x1b", text[: len(text) - len(self._incomplete)]):
+        """Process output."""
+        for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[^\x1b]|\x1b", text):
             self._process(part)
 
     def _process(self, part: str) -> None:
         if part == "\r":
             self._column = 0
         elif part == "\n":
+            self._column = 0
             self._down()
-        elif part == "\x1b[K":
+        elif part in ("\x1b[K", "\x1b[J"):
             self._rows[self._row] = self._rows[self._row][: self._column]
-        elif part == "\x1b[J":
-            self._rows[self._row] = self._rows[self._row][: self._column]
-            del self._rows[self._row + 1 :]
+            if part == "\x1b[J":
+                del self._rows[self._row + 1 :]
         elif re.fullmatch(r"\x1b\[\d*A", part):
             self._row -= int(part[2:-1] or 1)
             assert self._row >= 0
         elif part in ("\x1b[?7l", "\x1b[?7h"):
             self._wraps = part[-1] == "h"
-        elif re.fullmatch(r"\x1b\[[\d;]*m", part):
-            pass  # a color
-        else:
+        elif not re.fullmatch(r"\x1b\[[\d;]*m", part):  # a color
             assert part.isprintable(), repr(part)
             self._put(part)
 
@@ -90,46 +82,33 @@ class Screen:
             self._rows.append("")
 
 
-def run_in_terminal(
-    command: Sequence[str], columns: int, resized: Callable[[Screen], int | None] = lambda screen: None
-) -> tuple[Screen, list[list[str]], str, int]:
-    """Run ``command`` with a pseudo-terminal for its output.
+class Terminal(io.StringIO):
+    """A text stream that is a terminal. ``frames`` are the lines on its screen after each write."""
 
-    Args:
-        command: the command line.
-        columns: the initial width of the terminal.
-        resized: called after each piece of output; returns the new width, or None to keep it.
+    def __init__(self, columns: int = 100) -> None:
+        super().__init__()
+        self.screen = Screen(columns)
+        self.frames: list[list[str]] = []
+        self._descriptors = os.openpty()  # has the size
+        self.resize(columns)
 
-    Returns:
-        The final screen, the lines on it after each piece of output, all output, and the exit code.
-    """
-    controller, terminal = pty.openpty()
-    _set_size(terminal, columns)
-    variables = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-    process = subprocess.Popen(command, stdout=terminal, stderr=terminal, env=variables | {"TERM": "xterm"})
-    os.close(terminal)
-    screen, frames, written, pending = Screen(columns), [], "", b""
-    while True:
-        try:
-            part = os.read(controller, 4096)
-        except OSError:  # on Linux: the other end has been closed
-            break
-        if not part:
-            break
-        pending += part
-        text = pending.decode(errors="ignore")
-        pending = pending[len(text.encode()) :]
-        written += text
-        screen.feed(text)
-        frames.append(screen.lines)
-        new_columns = resized(screen)
-        if new_columns is not None:
-            screen.columns = new_columns
-            _set_size(controller, new_columns)
-    os.close(controller)
-    return screen, frames, written, process.wait(timeout=60)
+    def isatty(self) -> bool:
+        return True
 
+    def fileno(self) -> int:
+        return self._descriptors[1]
 
-def _set_size(file_descriptor: int, columns: int) -> None:
-    """Set the width of a pseudo-terminal, given either of its file descriptors."""
-    fcntl.ioctl(file_descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
+    def write(self, text: str) -> int:
+        self.screen.feed(text)
+        self.frames.append(self.screen.lines)
+        return super().write(text)
+
+    def resize(self, columns: int) -> None:
+        self.screen.columns = columns
+        fcntl.ioctl(self.fileno(), termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
+
+    def close(self) -> None:
+        if not self.closed:
+            for descriptor in self._descriptors:
+                os.close(descriptor)
+        super().close()

@@ -22,13 +22,9 @@ DECAY = 0.8
 @pytest.mark.parametrize(
     "options",
     [
-        {"decay": 1.5},
-        {"decay": -0.1},
-        {"decay": float("nan")},
-        {"update_every_n_steps": 0},
-        {"update_every_n_steps": 1.5},
-        {"update_starting_at_step": -1},
-        {"update_starting_at_epoch": "2"},
+        *({"decay": decay} for decay in (1.5, -0.1, float("nan"))),
+        *({"update_every_n_steps": steps} for steps in (0, 1.5)),
+        *({"update_starting_at_step": -1}, {"update_starting_at_epoch": "2"}),
     ],
     ids=str,
 )
@@ -36,9 +32,6 @@ def test_a_wrong_argument_is_refused_by_name(options: dict[str, Any]) -> None:  
     (name,) = options
     with pytest.raises(ConfigurationError, match=rf"EMAWeightAveraging\({name}="):
         EMAWeightAveraging(**options)
-
-
-def test_what_is_no_function_is_refused() -> None:  # L-01
     with pytest.raises(ConfigurationError, match=r"WeightAveraging\(avg_fn=0.9\)"):
         WeightAveraging(0.9)  # type: ignore[arg-type]
 

@@ -92,19 +92,6 @@ def test_what_others_wrote_stays(tmp_path: Path) -> None:
     assert folders(folder) == ["best", "epoch=0-step=6", "epoch=0-step=6-v1", "epoch=1-step=12", "tmp"]
 
 
-def test_a_resumed_run_goes_on_with_its_list(tmp_path: Path) -> None:
-    newest: dict[str, Any] = {"keep_last": 2, "save_top_k": 0}
-    train(tmp_path, Checkpoint(**newest), max_epochs=3)
-    assert checkpoint_names(tmp_path) == ["epoch=1-step=12", "epoch=2-step=18"]
-    resumed = Scored()
-    train(tmp_path, Checkpoint(**newest), resumed, max_epochs=4, ckpt_path="last")
-    assert resumed.started == [3]
-    assert checkpoint_names(tmp_path) == ["epoch=2-step=18", "epoch=3-step=24"]
-    train(tmp_path, Checkpoint(tmp_path / "elsewhere", **newest), max_epochs=5, ckpt_path="last")
-    assert checkpoint_names(tmp_path) == ["epoch=2-step=18", "epoch=3-step=24"]  # not this run's
-    assert len(list((tmp_path / "elsewhere").glob("epoch=*"))) == 1
-
-
 @pytest.mark.parametrize("another_run", [False, True])
 def test_a_resumed_run_removes_what_a_killed_run_was_about_to_remove(another_run: bool, tmp_path: Path) -> None:
     # F-05, F-07: killed after the second checkpoint was complete and before the first was removed

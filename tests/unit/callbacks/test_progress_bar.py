@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from callback_modules import Clock, Timed, failing, loader, quiet_fit, saving
-from terminal_screen import Screen
+from terminal_screen import Terminal
 
 from drivetrain import Callback, ConfigurationError
 from drivetrain.callbacks import LambdaCallback, ProgressBar, RichProgressBar, progress_bar
@@ -23,18 +23,64 @@ from drivetrain.testing import requires_package
 KINDS = pytest.mark.parametrize("kind", [ProgressBar, pytest.param(RichProgressBar, marks=requires_package("rich"))])
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(progress_bar, "_now", clock.monotonic)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "100")
     return clock
+
+
+class Printing(Timed):
+    """Prints in some steps, and makes its terminal narrower in the second epoch."""
+
+    def __init__(self, clock: Clock, terminal: Terminal) -> None:
+        super().__init__(clock)
+        self.terminal = terminal
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 3:
+            self.print("a line from the step")
+            print("a plain", end="")  # no bar is drawn before the line is complete
+        if batch_idx == 4:
+            print(" print")
+            print("from the module to stderr", file=sys.stderr)
+        if (self.current_epoch, batch_idx) == (1, 6):
+            self.terminal.resize(60)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("has_rich", [False, pytest.param(True, marks=requires_package("rich"))])
+def test_what_is_printed_stays_readable(has_rich: bool, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:  # L-09
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    if not has_rich:
+        monkeypatch.setitem(sys.modules, "rich", None)
+    fit = quiet_fit(max_epochs=2, enable_progress_bar=True, num_sanity_val_steps=1)
+    fit.fit(Printing(clock, terminal), loader(), loader(12))
+    print("after the run")
+    # No bar is left over, and all printed and logged lines are complete.
+    printed = ["a line from the step", "a plain print", "from the module to stderr"]
+    ends = [rf"Epoch {epoch}/2: 10 batches, 0:10, 1.0 it/s.*, train_loss=\S+, val_loss=1" for epoch in (1, 2)]
+    expected = [*printed, ends[0], *printed, ends[1], "after the run"]
+    lines = terminal.screen.paragraphs
+    assert re.fullmatch("\n".join(expected), "\n".join(lines[-len(expected) :])), lines
+    # Each frame has one bar of each kind, within the width of the terminal.
+    kinds = r"Epoch \d/2 |Validation |Sanity check "
+    bars = [[line for line in frame if re.match(kinds, line)] for frame in terminal.frames]
+    assert all(len({line.split()[0] for line in frame}) == len(frame) for frame in bars)
+    evaluated = [line for frame in bars for line in frame if line.startswith(("Validation", "Sanity"))]
+    assert {line.split()[0] for line in evaluated} == {"Validation", "Sanity"}
+    assert any("val_loss=" in line for line in evaluated)
+    assert not any("train_loss" in line or "run" in line for line in evaluated)
+    above = [frame[0] for frame in bars if len(frame) == 2 and frame[1].startswith("Validation")]
+    assert any("10/10" in line for line in above) is has_rich  # the full bar of the epoch
+    last = [line for frame in bars for line in frame if line.startswith("Epoch 2/2")]
+    assert any(re.search(r"run \d+:\d\d left", line) for line in last)
+    assert any(len(line) > 60 for line in last)
+    assert len(last[-1]) < 60
+    assert ("━" in terminal.getvalue()) is has_rich
 
 
 @KINDS
@@ -66,10 +112,8 @@ def test_it_refreshes_by_the_clock_and_not_by_the_step(
 def test_a_finished_epochs_bar_is_left_where_that_was_asked_for(leave: bool, clock: Clock) -> None:
     terminal = Terminal()
     quiet_fit(max_epochs=2, callbacks=RichProgressBar(stream=terminal, leave=leave)).fit(Timed(clock), loader())
-    screen = Screen(100)
-    screen.feed(terminal.getvalue().replace("\n", "\r\n"))
     expected = [["Epoch 1/2 ━", "Epoch 1/2: "], ["Epoch 2/2 ━", "Epoch 2/2: "]]
-    assert [line[:11] for line in screen.lines] == [part for epoch in expected for part in epoch[not leave :]]
+    assert [line[:11] for line in terminal.screen.lines] == [part for epoch in expected for part in epoch[not leave :]]
 
 
 @KINDS
