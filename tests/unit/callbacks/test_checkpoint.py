@@ -82,8 +82,7 @@ def test_what_is_kept(options: dict[str, Any], scores: list[float], kept: list[i
     assert list(checkpoint.best_k_models.values()) == pytest.approx([scores[epoch] for epoch in kept], nan_ok=True)
 
 
-def test_what_others_wrote_stays(tmp_path: Path) -> None:
-    # F-07, F-15, F-16
+def test_what_others_wrote_stays(tmp_path: Path) -> None:  # F-07, F-15, F-16
     folder = tmp_path / "checkpoints"
     (folder / "best").mkdir(parents=True)
     (folder / "tmp").mkdir()
@@ -108,8 +107,7 @@ def test_a_resumed_run_removes_what_a_killed_run_was_about_to_remove(another_run
     assert checkpoint_names(tmp_path) == ["epoch=0-step=6"] * another_run + ["epoch=2-step=18"]
 
 
-def test_two_callbacks_of_one_class_keep_their_own_lists(tmp_path: Path) -> None:
-    # F-12, F-16
+def test_two_callbacks_of_one_class_keep_their_own_lists(tmp_path: Path) -> None:  # F-12, F-16
     def callbacks() -> list[Any]:
         best = Checkpoint(monitor="score", filename="best-{epoch}")
         return [best, Checkpoint(every_n_train_steps=5, filename="steps-{step}")]
@@ -120,8 +118,7 @@ def test_two_callbacks_of_one_class_keep_their_own_lists(tmp_path: Path) -> None
     assert checkpoint_names(tmp_path) == ["best-epoch=2", "steps-step=15"]
 
 
-def test_saving_after_a_resume_does_not_collide(tmp_path: Path) -> None:
-    # F-15
+def test_saving_after_a_resume_does_not_collide(tmp_path: Path) -> None:  # F-15
     def identifiers() -> dict[str, str]:
         return {name: load(folder / name).manifest.identifier for name in folders(folder)}
 
@@ -139,8 +136,7 @@ def _writers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "checkpoint-write"]
 
 
-def test_in_the_background_the_state_at_the_call_is_saved(tmp_path: Path) -> None:
-    # F-08
+def test_in_the_background_the_state_at_the_call_is_saved(tmp_path: Path) -> None:  # F-08
     class Adam(Scored):
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters(), lr=0.1)
@@ -170,8 +166,7 @@ class Replaced(Checkpoint):
 @pytest.mark.parametrize(
     ("every", "step"), [pytest.param(2, 3, id="within a step"), pytest.param(6, 6, id="at the end")]
 )
-def test_a_failure_in_the_background_surfaces(every: int, step: int, tmp_path: Path) -> None:
-    # F-08
+def test_a_failure_in_the_background_surfaces(every: int, step: int, tmp_path: Path) -> None:  # F-08
     steps: list[int] = []
 
     class Blocked(Regression):
@@ -220,8 +215,7 @@ def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> Non
 
 
 @pytest.mark.parametrize("dirpath", ["d" * 300, "é" * 200, "a\0b"])
-def test_a_folder_that_cannot_be_created_is_refused_before_the_first_step(dirpath: str, tmp_path: Path) -> None:
-    #
+def test_a_folder_that_cannot_be_created_is_refused_before_the_first_step(dirpath: str, tmp_path: Path) -> None:
     module = Scored()
     with pytest.raises(ConfigurationError, match="cannot write to"):
         train(tmp_path, Checkpoint(f"{tmp_path}/missing/{dirpath}"), module)

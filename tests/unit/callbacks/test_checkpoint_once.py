@@ -53,8 +53,7 @@ def test_a_failures_checkpoint_goes_once_the_resumed_run_has_a_later_one(
     assert verify(tmp_path / CHECKPOINTS / "epoch=0-step=5") == []
 
 
-def test_a_failures_checkpoint_stays_if_no_resumable_one_follows(tmp_path: Path) -> None:
-    #
+def test_a_failures_checkpoint_stays_if_no_resumable_one_follows(tmp_path: Path) -> None:
     fail(tmp_path, saver(save_weights_only=True), failing(3))
     train(tmp_path, saver(save_weights_only=True), ckpt_path="auto")
     assert checkpoint_names(tmp_path) == ["epoch=0-step=6", "exception-step=3"]
@@ -69,8 +68,7 @@ def test_another_runs_checkpoint_is_neither_replaced_nor_removed(tmp_path: Path)
     assert load(tmp_path / "both/exception-step=3").manifest.identifier == first
 
 
-def test_within_a_window_the_state_after_the_last_step_is_saved(tmp_path: Path) -> None:
-    #
+def test_within_a_window_the_state_after_the_last_step_is_saved(tmp_path: Path) -> None:
     fail(tmp_path, saver(), failing(5), accumulate_grad_batches=2)
     assert checkpoint_names(tmp_path) == ["exception-step=2"]
     progress = load(tmp_path / CHECKPOINTS / "exception-step=2").progress
@@ -108,8 +106,7 @@ def test_a_failure_writes_no_state_twice(
     assert verify(tmp_path / CHECKPOINTS / written[0]) == []
 
 
-def test_a_saved_step_whose_checkpoint_is_gone_is_written(tmp_path: Path) -> None:
-    #
+def test_a_saved_step_whose_checkpoint_is_gone_is_written(tmp_path: Path) -> None:
     def remove(trainer: Any, *arguments: Any) -> None:
         if trainer.micro_batches == 4:
             shutil.rmtree(tmp_path / CHECKPOINTS / "epoch=0-step=4")
@@ -118,8 +115,7 @@ def test_a_saved_step_whose_checkpoint_is_gone_is_written(tmp_path: Path) -> Non
     assert checkpoint_names(tmp_path) == ["exception-step=4"]
 
 
-def test_a_run_that_fails_again_before_its_first_step_writes_nothing(tmp_path: Path) -> None:
-    #
+def test_a_run_that_fails_again_before_its_first_step_writes_nothing(tmp_path: Path) -> None:
     fail(tmp_path, saver(), failing(3))
     identifier = load(tmp_path / CHECKPOINTS / "exception-step=3").manifest.identifier
     fail(tmp_path, saver(), failing(3), ckpt_path="auto")
@@ -139,8 +135,7 @@ def test_a_preemption_after_a_saved_step_writes_nothing(others: list[dict[str, A
     assert "interrupted-step=4" not in checkpoint_names(tmp_path)
 
 
-def test_an_explicit_path_is_written_although_the_step_is_saved(tmp_path: Path) -> None:
-    #
+def test_an_explicit_path_is_written_although_the_step_is_saved(tmp_path: Path) -> None:
     train(tmp_path, [Checkpoint(every_n_train_steps=4), saving(4, tmp_path / "mine")], max_steps=4)
     assert verify(tmp_path / "mine") == []
     assert checkpoint_names(tmp_path) == ["epoch=0-step=4"]

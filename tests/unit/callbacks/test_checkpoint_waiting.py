@@ -67,8 +67,7 @@ def test_the_newest_is_kept_without_a_score_until_then(score: float, tmp_path: P
 
 def test_without_its_validation_the_last_state_is_saved_without_a_score(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    #
+) -> None:
     checkpoint = Checkpoint(tmp_path / "here", **FOUR)
     fit(tmp_path, checkpoint, [], max_epochs=2, check_val_every_n_epoch=5)
     assert folders(tmp_path / "here") == ["epoch=1-step=20"]
@@ -100,8 +99,7 @@ def test_a_save_waits_for_a_value_of_the_epochs_end(tmp_path: Path) -> None:
 )
 def test_a_value_that_will_not_come_ends_the_run(
     monitor: str, options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    #
+) -> None:
     with pytest.raises(ConfigurationError, match=message):
         fit(tmp_path, Checkpoint(monitor=monitor, every_n_train_steps=4), [0.7], **options)
 
@@ -117,8 +115,7 @@ def test_a_resumed_run_saves_at_the_validation_that_the_earlier_run_waited_for(t
     assert folders(tmp_path / "here") == ["epoch=0-step=10"]
 
 
-def test_two_callbacks_in_one_folder_get_different_names(tmp_path: Path) -> None:
-    #
+def test_two_callbacks_in_one_folder_get_different_names(tmp_path: Path) -> None:
     folder = "memory://two-callbacks"
     best, steps = Checkpoint(folder, monitor="val_loss"), Checkpoint(folder, every_n_train_steps=10)
     fit(tmp_path, [best, steps], [0.7])

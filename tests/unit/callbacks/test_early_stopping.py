@@ -59,8 +59,7 @@ def test_verbose_prints_each_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.index("improved to 0.5") < printed.index("did not improve on 0.5")
 
 
-def test_a_key_that_nobody_logs_is_refused_with_the_nearest_and_the_known_ones() -> None:
-    # G-06
+def test_a_key_that_nobody_logs_is_refused_with_the_nearest_and_the_known_ones() -> None:  # G-06
     with pytest.raises(ConfigurationError, match="Did you mean 'val_loss'") as caught:
         fit([1.0], EarlyStopping("vall_loss"))
     assert "train_loss, val_loss" in str(caught.value)
@@ -109,8 +108,7 @@ def test_a_validation_outside_fit_is_not_looked_at() -> None:
     quiet_fit(callbacks=stopping).validate(Regression(), loader(4))
 
 
-def test_different_settings_have_different_state_keys() -> None:
-    # F-12
+def test_different_settings_have_different_state_keys() -> None:  # F-12
     options: list[dict[str, Any]] = [{}, {"mode": "max"}, {"patience": 4}, {"stopping_threshold": 1.0}]
     keys = [EarlyStopping("a", **each).state_key for each in options]
     assert len({*keys, EarlyStopping("b").state_key}) == 5
@@ -119,8 +117,7 @@ def test_different_settings_have_different_state_keys() -> None:
 
 
 @pytest.mark.parametrize("options", [{"mode": "mni"}, {"patience": -1}, {"patience": True}])
-def test_bad_arguments_are_refused(options: dict[str, Any]) -> None:
-    # G-06
+def test_bad_arguments_are_refused(options: dict[str, Any]) -> None:  # G-06
     with pytest.raises(ConfigurationError, match=next(iter(options))):
         EarlyStopping("loss", **options)
 
@@ -142,8 +139,7 @@ VALUES = [1.0, 1.1, 1.2, 1.3, 0.9, 0.8, 0.7, 0.6, 0.65, 0.66, 0.67, 0.68]
 )
 def test_a_request_before_the_minimum_is_obeyed_only_if_it_still_holds(
     values: list[float], options: list[dict[str, Any]], settings: dict[str, Any], ends: tuple[int, int, list[int]]
-) -> None:
-    # S-05
+) -> None:  # S-05
     stops = [EarlyStopping("val_loss", **each) for each in options]
     trainer = fit(values, *stops, **settings)
     assert (trainer.current_epoch, trainer.global_step, [stop.stopped_epoch for stop in stops]) == ends

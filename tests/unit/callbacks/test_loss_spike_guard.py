@@ -23,9 +23,9 @@ class Line(Regression):
     """Has an optimizer that changes weights even with zero gradients, by weight decay and momentum."""
 
     def __init__(self) -> None:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            super().__init__()
+        super().__init__()
+        torch.nn.init.constant_(self.net.weight, 0.1)
+        torch.nn.init.zeros_(self.net.bias)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01)

@@ -40,8 +40,7 @@ class Tied(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_tied_parameters_count_once_and_frozen_ones_apart() -> None:
-    # B-07, B-08
+def test_tied_parameters_count_once_and_frozen_ones_apart() -> None:  # B-07, B-08
     model = Tied()
     summary = summarize(model)
     assert summary.total == sum(parameter.numel() for parameter in model.parameters()) == 40 + 20 + 8
@@ -60,8 +59,7 @@ def test_it_goes_to_a_depth(depth: int, names: str) -> None:
     assert [row.name for row in summarize(Tied(), depth).rows] == names.split()
 
 
-def test_meta_lazy_and_sharded_parameters_count_as_what_they_stand_for() -> None:
-    # D-03
+def test_meta_lazy_and_sharded_parameters_count_as_what_they_stand_for() -> None:  # D-03
     sharded = nn.Linear(4, 4, bias=False)
     sharded.weight.data = torch.empty(0)  # as ZeRO 3 leaves it
     sharded.weight.ds_numel = 16  # type: ignore[attr-defined]
@@ -72,8 +70,7 @@ def test_meta_lazy_and_sharded_parameters_count_as_what_they_stand_for() -> None
     assert summary.rows[0].size == 2 * 1_001_000
 
 
-def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    # L-08
+def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:  # L-08
     model = Tied()
     quiet_fit(callbacks=ModelSummary()).fit(model, loader())
     rule = "-" * 49
@@ -103,8 +100,7 @@ def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         *((999_600, "1.00 M", "4.00 MB"), (1_234_567, "1.23 M", "4.94 MB"), (7_000_000_000, "7.00 B", "28.0 GB")),
     ],
 )
-def test_numbers_have_units(parameters: int, count: str, size: str) -> None:
-    # L-08
+def test_numbers_have_units(parameters: int, count: str, size: str) -> None:  # L-08
     model = nn.ModuleList([nn.Linear(parameters, 1, bias=False, device="meta")])
     assert re.search(rf"^0 +Linear +{re.escape(count)}  {re.escape(size)}$", str(summarize(model)), re.MULTILINE)
 
@@ -145,8 +141,7 @@ class Vision(nn.Module):
         return {"logits": y, "noise": torch.randn_like(y) * torch.tensor(2.0)}
 
 
-def test_an_example_gives_shapes_and_flops_and_changes_nothing() -> None:
-    # L-08
+def test_an_example_gives_shapes_and_flops_and_changes_nothing() -> None:  # L-08
     model = Vision()
     model.stem[1].eval()
     state = {name: one.clone() for name, one in model.state_dict().items()}
@@ -198,8 +193,7 @@ class Function(nn.Module):
         (lambda: nn.ModuleList([nn.Linear(2, 2)]), "the module has no forward"),
     ],
 )
-def test_a_module_that_cannot_run_on_shapes_alone_has_the_reason(make: Callable[[], Any], reason: str) -> None:
-    # L-08
+def test_a_module_that_cannot_run_on_shapes_alone_has_the_reason(make: Callable[[], Any], reason: str) -> None:  # L-08
     model = make()
     model.example_input_array = getattr(model, "example_input_array", torch.zeros(1))
     text = " ".join(str(summarize(model)).split())
@@ -212,8 +206,7 @@ def _communicating() -> str:
     return " ".join(str(summarize(Function(torch.distributed.all_reduce))).split())
 
 
-def test_no_rank_waits_for_others_that_summarize_nothing() -> None:
-    # L-08
+def test_no_rank_waits_for_others_that_summarize_nothing() -> None:  # L-08
     assert all("forward communicates with other ranks" in text for text in on_ranks(_communicating, 2))
 
 
@@ -232,8 +225,7 @@ class Example(Regression):
         return y
 
 
-def test_a_forward_that_logs_has_shapes_and_logs_nothing() -> None:
-    # L-08
+def test_a_forward_that_logs_has_shapes_and_logs_nothing() -> None:  # L-08
     module = Example()
     before = dict(vars(module))
     summary = summarize(module)
@@ -241,8 +233,7 @@ def test_a_forward_that_logs_has_shapes_and_logs_nothing() -> None:
     assert vars(module) == before
 
 
-def test_recurrent_layers_attention_and_meta_modules_are_counted() -> None:
-    # L-08, D-03
+def test_recurrent_layers_attention_and_meta_modules_are_counted() -> None:  # L-08, D-03
     lstm = nn.LSTM(4, 8)
     lstm.example_input_array = torch.zeros(5, 2, 4)
     assert summarize(lstm).flops == 2 * 5 * 2 * (4 + 8) * 32
@@ -280,8 +271,7 @@ def _printed(strategy: str) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
-def test_under_a_strategy_shapes_are_those_of_whole_tensors(strategy: str) -> None:
-    # L-08
+def test_under_a_strategy_shapes_are_those_of_whole_tensors(strategy: str) -> None:  # L-08
     (text, same), (other, _) = on_ranks(_printed, 2, strategy, process_group=None, timeout=120)
     table = "\n".join(line for line in text.splitlines() if " " in line)
     assert re.search(r"^net +Sequential +37 +(148|74) B +3x4 +3x1 +180$", table, re.MULTILINE)  # ZeRO's is in bfloat16
@@ -292,8 +282,7 @@ def test_under_a_strategy_shapes_are_those_of_whole_tensors(strategy: str) -> No
 
 
 @pytest.mark.parametrize("depth", [-2, 1.5, "all"])
-def test_a_bad_depth_is_refused(depth: Any) -> None:
-    # G-06
+def test_a_bad_depth_is_refused(depth: Any) -> None:  # G-06
     with pytest.raises(ConfigurationError, match=f"max_depth={depth!r}"):
         ModelSummary(max_depth=depth)
     assert ModelSummary(1).state_key != ModelSummary(2).state_key

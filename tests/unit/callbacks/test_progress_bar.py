@@ -87,8 +87,7 @@ def test_what_is_printed_stays_readable(has_rich: bool, clock: Clock, monkeypatc
 @pytest.mark.parametrize(("refresh_rate", "reads"), [(8, 16 + 2), (2, 4 + 2)])
 def test_it_refreshes_by_the_clock_and_not_by_the_step(
     kind: type[ProgressBar], refresh_rate: int, reads: int, clock: Clock
-) -> None:
-    # H-01
+) -> None:  # H-01
     class Quick(Timed):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.clock.now -= 1 - 1 / 64
@@ -164,6 +163,9 @@ def test_the_default_suits_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default() is ProgressLines
     monkeypatch.setattr(sys, "stdout", Terminal())
     assert default() is RichProgressBar
+    monkeypatch.setenv("TERM", "dumb")
+    assert default() is ProgressLines
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert default() is ProgressBar
@@ -175,20 +177,11 @@ def test_the_default_suits_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
         RichProgressBar()
 
 
-def test_without_a_terminal_it_is_absent_from_the_step() -> None:
-    # H-01
+def test_without_a_terminal_it_is_absent_from_the_step() -> None:  # H-01
     for stage in ("train", "validation", "test", "predict"):
         name = f"on_{stage}_batch_end"
         assert getattr(ProgressLines, name) is getattr(Callback, name)
         assert getattr(ProgressBar, name) is not getattr(Callback, name)
-
-
-def test_a_dumb_terminal_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    bar = ProgressBar(stream=Terminal())
-    monkeypatch.setenv("TERM", "xterm")
-    assert bar.is_terminal()
-    monkeypatch.setenv("TERM", "dumb")
-    assert not bar.is_terminal()
 
 
 @pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar, ProgressLines])
@@ -200,7 +193,6 @@ def test_a_bar_can_be_sent_to_another_process_after_a_run(kind: type[ProgressBar
 
 
 @pytest.mark.parametrize("rate", [0, -1, 11])
-def test_refresh_rates_out_of_range_are_refused(rate: float) -> None:
-    # G-06
+def test_refresh_rates_out_of_range_are_refused(rate: float) -> None:  # G-06
     with pytest.raises(ConfigurationError, match="refresh_rate"):
         ProgressBar(refresh_rate=rate)

@@ -36,8 +36,7 @@ def _lines(out: io.StringIO) -> list[str]:
 @pytest.mark.parametrize("kind", [ProgressLines, ProgressBar, RichProgressBar])
 def test_a_file_gets_a_line_at_every_log_interval_or_half_a_minute_whichever_is_later(
     kind: Callable[..., ProgressBar], clock: Clock
-) -> None:
-    # L-09
+) -> None:  # L-09
     out = io.StringIO()
     trainer = quiet_fit(max_epochs=2, callbacks=kind(stream=out), log_every_n_steps=10, enable_progress_bar=True)
     trainer.fit(Timed(clock), loader(100, 1), loader(20, 1))  # 100 steps of 1 s and 20 batches of 2 s in each epoch
@@ -61,8 +60,7 @@ def test_a_file_gets_a_line_at_every_log_interval_or_half_a_minute_whichever_is_
     ("interval", "lines"),
     [(50, ["step 50/120", "step 100/120", "120 batches"]), *((n, ["120 batches"]) for n in (0, 999))],
 )
-def test_lines_are_no_closer_than_the_log_interval(interval: int, lines: list[str], clock: Clock) -> None:
-    # L-09
+def test_lines_are_no_closer_than_the_log_interval(interval: int, lines: list[str], clock: Clock) -> None:  # L-09
     out = io.StringIO()
     fit = quiet_fit(callbacks=ProgressLines(stream=out), log_every_n_steps=interval, max_steps=120, max_epochs=-1)
     fit.fit(Timed(clock), loader(200, 1))
@@ -70,8 +68,7 @@ def test_lines_are_no_closer_than_the_log_interval(interval: int, lines: list[st
 
 
 @pytest.mark.parametrize("stage", ["test", "predict"])
-def test_a_long_evaluation_prints_its_progress_over_all_loaders(stage: str, clock: Clock) -> None:
-    # L-09
+def test_a_long_evaluation_prints_its_progress_over_all_loaders(stage: str, clock: Clock) -> None:  # L-09
     out = io.StringIO()
     trainer = quiet_fit(callbacks=ProgressLines(stream=out), log_every_n_steps=5)
     getattr(trainer, stage)(Timed(clock), [loader(64), loader(64)])  # 32 batches of 2 s in all
@@ -127,14 +124,12 @@ def _left(made: int = 10, **options: Any) -> float | None:
         ({"max_epochs": 1, "made": 99}, 0),
     ],
 )
-def test_the_remaining_time_is_that_of_the_first_limit(options: dict[str, Any], seconds: float | None) -> None:
-    # L-09
+def test_the_remaining_time_is_that_of_the_first_limit(options: dict[str, Any], seconds: float | None) -> None:  # L-09
     assert _left(**options) == (None if seconds is None else pytest.approx(seconds))
 
 
 @pytest.mark.parametrize("width", [*range(1, 130), 200])
-def test_a_line_fits_into_every_width(width: int) -> None:
-    # L-09
+def test_a_line_fits_into_every_width(width: int) -> None:  # L-09
     metrics = {"loss": 0.123456, "grad_norm": 1234567.0, "accuracy_top5": 0.5}
     for total, run, shown in itertools.product((5678, math.inf), ("run 1d 12:04:33 left", ""), (metrics, {})):
         phase = Phase("Epoch 10/200", total, 0.0)
@@ -154,8 +149,7 @@ def test_a_line_fits_into_every_width(width: int) -> None:
             assert (line.width == 24) is (total == 5678)
 
 
-def test_the_last_metrics_are_left_out_first_and_marked() -> None:
-    # L-09
+def test_the_last_metrics_are_left_out_first_and_marked() -> None:  # L-09
     phase = Phase("Epoch 1/2", 120, 0.0)
     phase.done = 60
     line = fit_line(phase, {"a": 1.0, "b" * 30: 2.0, "c": 3.0}, 10.0, "run 1:12 left", 79)

@@ -1,8 +1,9 @@
-"""Timer, LambdaCallback, GradientAccumulationScheduler and GarbageCollection."""
+"""Timer, LambdaCallback, GradientAccumulationScheduler, GarbageCollection, and several callbacks together."""
 
 from __future__ import annotations
 
 import gc
+import io
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,21 @@ import torch
 from callback_modules import Clock, Regression, Timed, failing, loader, quiet_fit, train
 
 from drivetrain import Callback, ConfigurationError
-from drivetrain.callbacks import Checkpoint, GarbageCollection, GradientAccumulationScheduler, LambdaCallback, Timer
+from drivetrain.callbacks import (
+    Checkpoint,
+    EarlyStopping,
+    GarbageCollection,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    LearningRateMonitor,
+    LossSpikeGuard,
+    NonFiniteGuard,
+    ProgressBar,
+    ReplicaCheck,
+    ThroughputMonitor,
+    Timer,
+)
+from drivetrain.loggers import CSVLogger
 from worlds import on_ranks
 
 
@@ -41,8 +56,7 @@ def test_the_timer_ends_the_run(interval: str, steps: int, clock: Clock, capsys:
     assert ("time of 0:00:15 is up after 0:00:15" in capsys.readouterr().out) is (steps == 13)
 
 
-def test_a_resumed_runs_time_counts(clock: Clock, tmp_path: Path) -> None:
-    # F-12
+def test_a_resumed_runs_time_counts(clock: Clock, tmp_path: Path) -> None:  # F-12
     for ckpt_path, steps in ((None, 10), ("last", 11)):  # the resumed run has no time left
         timer = Timer({"seconds": 8}, interval="epoch")
         fit = train(tmp_path, [timer, Checkpoint()], Timed(clock), loader(), max_epochs=9, ckpt_path=ckpt_path)
@@ -70,14 +84,12 @@ def _stop_by_time_on_one_rank() -> int:
     return fit.global_step
 
 
-def test_time_that_is_up_on_one_rank_stops_all_after_the_same_step() -> None:
-    # B-19
+def test_time_that_is_up_on_one_rank_stops_all_after_the_same_step() -> None:  # B-19
     first, second = on_ranks(_stop_by_time_on_one_rank, 2)
     assert first == second < 50 * 8
 
 
-def test_the_functions_of_a_lambda_callback_are_its_only_hooks() -> None:
-    # H-01
+def test_the_functions_of_a_lambda_callback_are_its_only_hooks() -> None:  # H-01
     seen: list[str] = []
     callback = LambdaCallback(
         setup=lambda trainer, module, stage: seen.append(stage),
@@ -115,8 +127,7 @@ def test_a_run_resumed_within_an_epoch_has_the_epochs_window(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("window", "message"), [(4, "accumulate_grad_batches=4"), (1, "manual optimization")])
-def test_contradictory_windows_are_refused(window: int, message: str) -> None:
-    # G-06
+def test_contradictory_windows_are_refused(window: int, message: str) -> None:  # G-06
     module = Regression()
     module.automatic_optimization = window > 1
     with pytest.raises(ConfigurationError, match=message):
@@ -137,14 +148,12 @@ def test_contradictory_windows_are_refused(window: int, message: str) -> None:
         ),
     ],
 )
-def test_bad_arguments_are_refused(make: Any, options: dict[str, Any], message: str) -> None:
-    # G-06
+def test_bad_arguments_are_refused(make: Any, options: dict[str, Any], message: str) -> None:  # G-06
     with pytest.raises(ConfigurationError, match=message):
         make(**options)
 
 
-def test_different_arguments_have_different_state_keys() -> None:
-    # F-12
+def test_different_arguments_have_different_state_keys() -> None:  # F-12
     callbacks = [
         *(Timer(), Timer("00:01:00:00"), Timer(interval="epoch")),
         *(LambdaCallback(setup=print), LambdaCallback(teardown=print)),
@@ -187,8 +196,7 @@ def test_garbage_is_collected_at_some_steps_and_at_no_other() -> None:
     assert gc.isenabled()
 
 
-def test_the_garbage_collector_is_left_as_it_was() -> None:
-    # A-03
+def test_the_garbage_collector_is_left_as_it_was() -> None:  # A-03
     with pytest.raises(RuntimeError, match="out of luck"):
         _collections(GarbageCollection(), failing(1))
     assert gc.isenabled()
@@ -198,3 +206,71 @@ def test_the_garbage_collector_is_left_as_it_was() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_callbacks_that_watch_leave_the_numbers_alone(tmp_path: Path) -> None:  # B-01
+    def weights(callbacks: list[Callback]) -> torch.Tensor:
+        torch.manual_seed(0)
+        module = Regression()
+        fit = quiet_fit(max_epochs=3, logger=CSVLogger(tmp_path), log_every_n_steps=3, callbacks=callbacks)
+        fit.fit(module, loader(42), loader(10))
+        return module.net.weight.detach()
+
+    everything: list[Callback] = [
+        EarlyStopping("val_loss", patience=100),
+        LearningRateMonitor("step"),
+        Timer("01:00:00:00"),
+        GradientAccumulationScheduler({0: 1}),
+        ReplicaCheck(every_n_steps=1),
+        NonFiniteGuard(every_n_steps=1, check_gradients=True, check_parameters=True),
+        ThroughputMonitor(peak_flops=1e12),
+        LambdaCallback(on_fit_start=lambda *_: None),
+    ]
+    assert len({callback.state_key for callback in everything}) == len(everything)
+    assert torch.equal(weights(everything), weights([]))
+
+
+def test_a_batchs_weight_is_asked_once_and_of_the_loaders_batch() -> None:  # O-04
+    # For a batch on a device, three callbacks would wait for the result.
+    given: list[bool] = []
+
+    class Weighing(Regression):
+        def batch_weight(self, batch: Any) -> Any:
+            given.append(isinstance(batch, list))
+            return len(batch[0])
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return tuple(one.clone() for one in batch)  # like a copy to a device
+
+    monitors: list[Callback] = [ThroughputMonitor(), NonFiniteGuard(), LossSpikeGuard(action="warn")]
+    quiet_fit(callbacks=monitors, accumulate_grad_batches=2).fit(Weighing(), loader())
+    assert given == [True] * 10
+
+
+def _outputs(root: str) -> tuple[str, list[str]]:
+    output = io.StringIO()
+    bar = ProgressBar(stream=output)
+    fit = quiet_fit(strategy="ddp", devices=2, max_epochs=2, logger=CSVLogger(root), callbacks=bar)
+    fit.fit(Regression(), loader(32), loader(8))
+    return output.getvalue(), sorted(path.name for path in (Path(root) / "drivetrain_logs").iterdir())
+
+
+def test_rank_0_alone_prints_and_writes(tmp_path: Path) -> None:  # A-01
+    (first, versions), (second, _) = on_ranks(_outputs, 2, str(tmp_path), process_group=None)
+    assert len(first.splitlines()) == 2
+    assert second == ""
+    assert versions == ["version_0"]
+
+
+def test_the_state_of_launched_callbacks_comes_back(tmp_path: Path) -> None:
+    stopping, timer, monitor = EarlyStopping("val_loss", stopping_threshold=1e9), Timer(), ThroughputMonitor()
+    logger = CSVLogger(tmp_path)
+    options: dict[str, Any] = {"strategy": "ddp", "devices": 2, "launcher": "forkserver", "log_every_n_steps": 1}
+    fit = quiet_fit(max_epochs=5, logger=logger, callbacks=[stopping, timer, monitor], **options)
+    fit.fit(Regression(), loader(32), loader(8))
+    assert fit.global_step == 4
+    assert "better than the stopping threshold" in (stopping.stopping_reason or "")
+    assert timer.time_elapsed() > 0
+    assert monitor.latest["throughput/steps_per_sec"] > 0
+    assert logger.log_dir == f"{tmp_path}/drivetrain_logs/version_0"
+    assert (Path(logger.log_dir) / "metrics.csv").exists()

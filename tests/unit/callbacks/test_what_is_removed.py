@@ -162,8 +162,7 @@ def test_a_removal_that_fails_is_repeated_and_ends_no_run(
 
 def test_a_latest_that_cannot_be_written_ends_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    # J-08
+) -> None:  # J-08
     bucket = fsspec.filesystem("memory")
     pipe_file = type(bucket).pipe_file
 

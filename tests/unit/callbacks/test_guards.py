@@ -1,4 +1,4 @@
-"""NonFiniteGuard: which loss, gradient or parameter it names, and when."""
+"""NonFiniteGuard and ReplicaCheck: what they find, what they allow, and when. Causes: tests/distributed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from callback_modules import Regression, loader, quiet_fit
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import ConfigurationError, NonFiniteError
-from drivetrain.callbacks import NonFiniteGuard
+from drivetrain import ConfigurationError, DistributedError, NonFiniteError
+from drivetrain.callbacks import LambdaCallback, NonFiniteGuard, ReplicaCheck
+from drivetrain_strategies import FSDPStrategy
 from worlds import on_ranks
 
 INF, NAN = math.inf, math.nan
@@ -55,8 +57,7 @@ class Bad(Regression):
 )  # fmt: skip
 def test_the_first_bad_loss_is_named(
     bad: dict[int, float], every: int, options: dict[str, Any], found: str, trained: int
-) -> None:
-    # G-05
+) -> None:  # G-05
     module = Bad(bad)
     with pytest.raises(NonFiniteError, match=f"The loss is {found} ?(optimizer steps)?"):
         quiet_fit(max_epochs=2, callbacks=NonFiniteGuard(every), **options).fit(module, loader(80), loader(4))
@@ -71,8 +72,7 @@ def test_a_window_longer_than_its_memory_is_checked_in_between() -> None:
     assert module.trained == 512
 
 
-def test_in_manual_optimization_every_backward_is_watched() -> None:
-    # G-05, B-13
+def test_in_manual_optimization_every_backward_is_watched() -> None:  # G-05, B-13
     class Manual(Regression):
         automatic_optimization = False
 
@@ -87,8 +87,7 @@ def test_in_manual_optimization_every_backward_is_watched() -> None:
         quiet_fit(callbacks=NonFiniteGuard()).fit(Manual(), loader())
 
 
-def test_gradients_are_watched_before_they_are_clipped_where_asked() -> None:
-    # G-05
+def test_gradients_are_watched_before_they_are_clipped_where_asked() -> None:  # G-05
     class Exploding(Regression):
         def on_after_backward(self) -> None:
             if self.trainer.micro_batches in (3, 4):
@@ -110,8 +109,7 @@ def test_parameters_are_watched_where_asked() -> None:
         quiet_fit(callbacks=NonFiniteGuard(check_parameters=True)).fit(module, loader())
 
 
-def test_a_batch_without_items_may_have_no_loss() -> None:
-    # B-21
+def test_a_batch_without_items_may_have_no_loss() -> None:  # B-21
     class Weighed(Regression):
         def batch_weight(self, batch: Any) -> torch.Tensor:
             return (batch[1] > 0).sum()
@@ -159,8 +157,96 @@ def test_every_rank_stops_at_once_and_names_the_rank(bad: dict[int, dict[int, fl
     assert bool(first) is bool(bad)
 
 
-def test_bad_intervals_are_refused() -> None:
-    # G-06
+@pytest.mark.parametrize(
+    ("guard", "options"), [(NonFiniteGuard, {"every_n_steps": 2}), (ReplicaCheck, {"buffers": False})]
+)
+def test_bad_intervals_are_refused(guard: Any, options: dict[str, Any]) -> None:  # G-06
     with pytest.raises(ConfigurationError, match="every_n_steps=0"):
-        NonFiniteGuard(every_n_steps=0)
-    assert NonFiniteGuard().state_key != NonFiniteGuard(every_n_steps=2).state_key
+        guard(every_n_steps=0)
+    assert guard().state_key != guard(**options).state_key
+
+
+class Still(Regression):
+    """Keeps its weights, and has statistics of each rank's data, which may differ until the next forward."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.0)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return (self.net(self.norm(x)) - y).square().mean()
+
+
+def _change(module: Any, change: str) -> None:
+    with torch.no_grad():
+        if change == "extra":
+            module.register_buffer("extra", torch.zeros(1))
+        elif change == "all":
+            for parameter in module.parameters():
+                parameter += 1
+        else:
+            tensor = module.scale if change == "scale" else module.norm.weight
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            value = local.view(-1)[0]
+            local.view(-1)[0] = torch.nextafter(value, torch.tensor(9.0))  # the last bit
+
+
+def _found(strategy: str, change: str, step: int, rank: int, options: dict[str, Any]) -> str:
+    """Change a tensor of one rank after a step, and return the error."""
+
+    def change_one_rank(trainer: Any, module: Any, *arguments: Any) -> None:
+        if trainer.global_step == step and trainer.global_rank == rank:
+            _change(module, change)
+
+    changing = LambdaCallback(on_train_batch_end=change_one_rank, priority=200)  # before the check
+    fit = quiet_fit(
+        strategy=FSDPStrategy(sharding="hybrid", replicate_size=2) if strategy == "hsdp" else strategy,
+        devices=torch.distributed.get_world_size(),
+        max_steps=5,
+        callbacks=[changing, ReplicaCheck(**options)],
+    )
+    try:
+        fit.fit(Still(), loader(80))
+    except DistributedError as error:
+        return error.what
+    return ""
+
+
+TWO = {"every_n_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "change", "step", "rank", "options", "found"),
+    [
+        pytest.param("ddp", 2, "", 0, 0, TWO, "", id="none"),
+        pytest.param("ddp_static_graph", 2, "", 0, 0, TWO, "", id="none, with a static graph"),
+        pytest.param(
+            "ddp", 4, "weight", 3, 1, TWO, "step 4: parameter 'norm.weight' is not the same on ranks 0, 2, 3 and on"
+            " rank 1", id="the last bit, at the next check",
+        ),
+        pytest.param(
+            "ddp", 2, "weight", 3, 0, {}, "step 5: parameter 'norm.weight' is not the same on rank 0 and on rank 1",
+            id="before the first interval",
+        ),
+        pytest.param("ddp", 2, "scale", 4, 0, TWO, "step 4: buffer 'scale' is not the same on rank 0", id="a buffer"),
+        pytest.param("ddp", 2, "scale", 4, 0, {**TWO, "buffers": False}, "", id="a buffer, not compared"),
+        pytest.param("ddp", 2, "all", 4, 0, TWO, "rank 1 (the first of 4 that differ)", id="several"),
+        pytest.param("ddp", 2, "all", 4, 0, {**TWO, "ignore": ["net.*"]}, "parameter 'norm.weight'", id="some ignored"),
+        pytest.param("ddp", 2, "all", 4, 0, {**TWO, "ignore": ["*"]}, "", id="all ignored"),
+        pytest.param("ddp", 2, "extra", 4, 1, TWO, "buffer 'extra': missing on rank(s) [0]", id="names"),
+        pytest.param("hsdp", 4, "", 0, 0, TWO, "", id="none of shards"),
+        pytest.param(
+            "hsdp", 4, "weight", 3, 3, TWO, "parameter 'norm.weight' is not the same on rank 1 and on rank 3",
+            id="shards",
+        ),
+    ],
+)  # fmt: skip
+def test_replicas_are_compared(
+    strategy: str, ranks: int, change: str, step: int, rank: int, options: dict[str, Any], found: str
+) -> None:  # C-04, B-20
+    results = on_ranks(_found, ranks, strategy, change, step, rank, options)
+    assert len(set(results)) == 1  # the same on every rank
+    assert found in results[0]
+    assert bool(found) is bool(results[0])
