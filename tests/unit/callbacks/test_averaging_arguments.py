@@ -19,23 +19,6 @@ from drivetrain.callbacks import Checkpoint, EMAWeightAveraging, LambdaCallback,
 DECAY = 0.8
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        *({"decay": decay} for decay in (1.5, -0.1, float("nan"))),
-        *({"update_every_n_steps": steps} for steps in (0, 1.5)),
-        *({"update_starting_at_step": -1}, {"update_starting_at_epoch": "2"}),
-    ],
-    ids=str,
-)
-def test_a_wrong_argument_is_refused_by_name(options: dict[str, Any]) -> None:  # L-01
-    (name,) = options
-    with pytest.raises(ConfigurationError, match=rf"EMAWeightAveraging\({name}="):
-        EMAWeightAveraging(**options)
-    with pytest.raises(ConfigurationError, match=r"WeightAveraging\(avg_fn=0.9\)"):
-        WeightAveraging(0.9)  # type: ignore[arg-type]
-
-
 def fit(*callbacks: Callback) -> Regression:
     """Train two epochs of two steps."""
     module = Regression()

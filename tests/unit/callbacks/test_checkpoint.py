@@ -189,31 +189,6 @@ def test_names_are_filled_with_values() -> None:
         named.format_checkpoint_name(values, "{val_los}")
 
 
-INVALID = "is not a valid name"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mode": "mn"}, "mode='mn'.*min"),
-        ({"save_top_k": -2}, "save_top_k=-2"),
-        ({"every_n_train_steps": -1}, "every_n_train_steps=-1"),
-        ({"keep_last": True}, "keep_last=True"),
-        ({"train_time_interval": 30}, "train_time_interval=30"),
-        *(({"filename": name}, INVALID) for name in ("", "a/b", "{epoch", ".hidden", "a\0b", "a\nb", "x" * 300)),
-        *(({"filename": name}, INVALID) for name in ("latest", "Latest", "manifest.json", "state.json")),
-        *(({"filename": name}, INVALID) for name in ("model.safetensors", "é" * 255, "{val_loss:0300.2f}")),
-        ({"filename": "{" + "v" * 250 + "}"}, INVALID),
-        ({"filename": "{val_loss:.>9}", "auto_insert_metric_name": False}, INVALID),
-        ({"filename": "{epoch:s}"}, "cannot be formatted as 's'"),
-    ],
-)
-def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:
-    # the run failed at its first save, or the file `latest` could not be written any more
-    with pytest.raises(ConfigurationError, match=message):
-        Checkpoint(**options)
-
-
 @pytest.mark.parametrize("dirpath", ["d" * 300, "é" * 200, "a\0b"])
 def test_a_folder_that_cannot_be_created_is_refused_before_the_first_step(dirpath: str, tmp_path: Path) -> None:
     module = Scored()

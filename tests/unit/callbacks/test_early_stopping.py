@@ -108,18 +108,8 @@ def test_a_validation_outside_fit_is_not_looked_at() -> None:
     quiet_fit(callbacks=stopping).validate(Regression(), loader(4))
 
 
-def test_different_settings_have_different_state_keys() -> None:  # F-12
-    options: list[dict[str, Any]] = [{}, {"mode": "max"}, {"patience": 4}, {"stopping_threshold": 1.0}]
-    keys = [EarlyStopping("a", **each).state_key for each in options]
-    assert len({*keys, EarlyStopping("b").state_key}) == 5
-    assert EarlyStopping("a").state_key == keys[0]
-    assert EarlyStopping("a", patience=np.int64(4)).patience == 4  # type: ignore[arg-type]  # I-10
-
-
-@pytest.mark.parametrize("options", [{"mode": "mni"}, {"patience": -1}, {"patience": True}])
-def test_bad_arguments_are_refused(options: dict[str, Any]) -> None:  # G-06
-    with pytest.raises(ConfigurationError, match=next(iter(options))):
-        EarlyStopping("loss", **options)
+def test_patience_may_be_an_integer_of_numpys() -> None:  # I-10
+    assert EarlyStopping("a", patience=np.int64(4)).patience == 4  # type: ignore[arg-type]
 
 
 VALUES = [1.0, 1.1, 1.2, 1.3, 0.9, 0.8, 0.7, 0.6, 0.65, 0.66, 0.67, 0.68]

@@ -71,19 +71,15 @@ def predict(path: Any, module: Any = None, loaders: Any = None, *others: Callbac
     fit.predict(Predicting() if module is None else module, data, return_predictions=False)
 
 
-def failing(at: int) -> LambdaCallback:
-    """Return a callback that ends a run at a given batch."""
+def cut_off(path: Any, at: int, module: Any = None, loaders: Any = None, **options: Any) -> None:
+    """Predict, and fail at a batch."""
 
     def fail(trainer: Any, module: Any, batch: Any, batch_idx: int, *loader: int) -> None:
         if batch_idx == at:
             raise RuntimeError("the machine is gone")
 
-    return LambdaCallback(on_predict_batch_start=fail)
-
-
-def cut_off(path: Any, at: int, module: Any = None, loaders: Any = None, **options: Any) -> None:
     with pytest.raises(RuntimeError, match="the machine is gone"):
-        predict(path, module, loaders, failing(at), **options)
+        predict(path, module, loaders, LambdaCallback(on_predict_batch_start=fail), **options)
 
 
 def first_values(predictions: Any) -> list[int]:
@@ -229,15 +225,6 @@ def test_what_cannot_be_stored_is_refused_in_the_first_batch(tmp_path: Path, mad
         predict(tmp_path / "out", module)
     assert "torch.from_numpy" in caught.value.fix
     assert len(module.given) == 1
-
-
-def test_bad_arguments_are_refused() -> None:  # L-03
-    with pytest.raises(ConfigurationError, match="Did you mean 'safetensors'"):
-        PredictionWriter("out", format="safetensor")
-    with pytest.raises(ConfigurationError, match="Did you mean 'batch'"):
-        BasePredictionWriter("batches")
-    with pytest.raises(ConfigurationError, match="bytes"):
-        PredictionWriter("out", part_bytes=0)
 
 
 def test_incomplete_or_absent_predictions_are_not_read(tmp_path: Path) -> None:  # L-03

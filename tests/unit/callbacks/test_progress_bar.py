@@ -190,9 +190,3 @@ def test_a_bar_can_be_sent_to_another_process_after_a_run(kind: type[ProgressBar
         bar = kind(stream=stream)
         quiet_fit(callbacks=bar).fit(Timed(Clock()), loader(4))
         assert isinstance(pickle.loads(pickle.dumps(bar)), kind)
-
-
-@pytest.mark.parametrize("rate", [0, -1, 11])
-def test_refresh_rates_out_of_range_are_refused(rate: float) -> None:  # G-06
-    with pytest.raises(ConfigurationError, match="refresh_rate"):
-        ProgressBar(refresh_rate=rate)

@@ -134,34 +134,6 @@ def test_contradictory_windows_are_refused(window: int, message: str) -> None:  
         quiet_fit(callbacks=GradientAccumulationScheduler({0: 2}), accumulate_grad_batches=window).fit(module, loader())
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "message"),
-    [
-        *((Timer, {"duration": given}, "duration=") for given in ("12:00", "a:b:c:d", {"hour": 1}, timedelta(-1))),
-        (Timer, {"interval": "steps"}, "interval='steps'"),
-        (LambdaCallback, {"on_train_epoch_ends": print}, "Did you mean 'on_train_epoch_end'"),
-        (LambdaCallback, {"on_fit_end": "print"}, "not a function"),
-        (GarbageCollection, {"every_n_steps": 0}, "every_n_steps=0"),
-        *(
-            (GradientAccumulationScheduler, {"scheduling": schedule}, "GradientAccumulationScheduler")
-            for schedule in ({}, {-1: 2}, {0: 0}, {0: 1.5}, {"0": 1}, {True: 2})
-        ),
-    ],
-)
-def test_bad_arguments_are_refused(make: Any, options: dict[str, Any], message: str) -> None:  # G-06
-    with pytest.raises(ConfigurationError, match=message):
-        make(**options)
-
-
-def test_different_arguments_have_different_state_keys() -> None:  # F-12
-    callbacks = [
-        *(Timer(), Timer("00:01:00:00"), Timer(interval="epoch")),
-        *(LambdaCallback(setup=print), LambdaCallback(teardown=print)),
-        *(GradientAccumulationScheduler({0: 2}), GradientAccumulationScheduler({0: 3})),
-    ]
-    assert len({callback.state_key for callback in callbacks}) == len(callbacks)
-
-
 class Littering(Regression):
     """Creates enough reference cycles to trigger automatic collections."""
 

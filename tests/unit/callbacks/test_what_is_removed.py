@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import zlib
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from callback_modules import CHECKPOINTS, Scored, checkpoint_names, folders, tra
 
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load
+from faulty_store import FaultyStore
 
 FIRST = f"{CHECKPOINTS}/epoch=0-step=6"
 
@@ -137,43 +137,20 @@ def test_each_checkpoint_that_is_kept_has_its_own_name(
     assert load(checkpoint.best_model_path).progress["epoch"] == 2  # it holds the state that was saved then
 
 
-def test_a_removal_that_fails_is_repeated_and_ends_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_removal_that_fails_is_repeated_and_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # J-08: a bucket without the right to delete ended the training
-    bucket = fsspec.filesystem("memory")
-    refusals: list[Any] = []
-    rm_file = type(bucket).rm_file
-
-    def refuse_at_first(self: Any, path: str) -> None:
-        if "run/epoch" in path and len(refusals) < 2:
-            refusals.append(path)
-            raise PermissionError(f"AccessDenied: {path}")
-        rm_file(self, path)
-
-    monkeypatch.setattr(type(bucket), "rm_file", refuse_at_first)
-    with caplog.at_level(logging.WARNING, logger="drivetrain"):
-        train(tmp_path, Checkpoint("memory://third/run"), max_epochs=4)
-    assert len(refusals) == 2
+    store = FaultyStore(tmp_path / "store").mount()
+    store.fail("remove", "run/epoch*", error=PermissionError("AccessDenied"), times=2)
+    train(tmp_path, Checkpoint(f"{store.url}/run"), max_epochs=4)
     assert len(re.findall("Cannot remove .*; the run will try again: AccessDenied", caplog.text)) == 2
-    kept = {path.split("/")[3] for path in bucket.find("/third/run") if path.endswith("manifest.json")}
-    assert kept == {"epoch=3-step=24"}
+    assert {path.split("/")[1] for path in store.objects()} == {"epoch=3-step=24", "latest"}
 
 
-def test_a_latest_that_cannot_be_written_ends_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:  # J-08
-    bucket = fsspec.filesystem("memory")
-    pipe_file = type(bucket).pipe_file
-
-    def throttled(self: Any, path: str, value: bytes, **options: Any) -> None:
-        if path.endswith("latest"):
-            raise OSError("SlowDown")
-        pipe_file(self, path, value, **options)
-
-    monkeypatch.setattr(type(bucket), "pipe_file", throttled)
-    with caplog.at_level(logging.WARNING, logger="drivetrain"):
-        train(tmp_path, Checkpoint("memory://fourth/run"), max_epochs=2)
-    warning = "Cannot write latest in 'memory://fourth/run' (SlowDown). The checkpoint 'epoch=1-step=12' is complete."
+def test_a_latest_that_cannot_be_written_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # J-08
+    store = FaultyStore(tmp_path / "store").mount()
+    store.fail("put", "*/latest", error=OSError("SlowDown"), times=None)
+    train(tmp_path, Checkpoint(f"{store.url}/run"), max_epochs=2)
+    warning = f"Cannot write latest in '{store.url}/run' (SlowDown). The checkpoint 'epoch=1-step=12' is complete."
     assert warning in caplog.text
-    assert load("memory://fourth/run/epoch=1-step=12").progress["epoch"] == 2
+    assert load(f"{store.url}/run/epoch=1-step=12").progress["epoch"] == 2
