@@ -82,9 +82,7 @@ def _written(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("every", [pytest.param(4, id="within the epoch"), pytest.param(1000, id="at its end")])
-def test_a_run_that_rolls_back_ends_as_if_the_step_had_not_been(
-    every: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_that_rolls_back_ends_as_if_the_step_had_not_been(every: int, tmp_path: Path, caplog: Any) -> None:
     watching, saving = guard("rollback", every_n_steps=every), Checkpoint(every_n_train_steps=4, save_top_k=3)
     fit, module = train(tmp_path, saving, watching)
     assert torch.equal(module.net.weight, expected(tmp_path))

@@ -15,7 +15,6 @@ import torch
 from callback_modules import Regression, loader, quiet_fit
 from torch import nn
 
-from drivetrain import TrainModule
 from drivetrain.callbacks import ModelSummary
 from drivetrain.callbacks.model_summary import summarize
 from drivetrain_strategies import DeepSpeedStrategy, FSDPStrategy
@@ -24,20 +23,18 @@ from worlds import DEEPSPEED, on_ranks, preload
 preload(*DEEPSPEED)
 
 
-class Tied(TrainModule):
+class Tied(Regression):
     def __init__(self) -> None:
         super().__init__()
+        del self.net
         self.embedding = nn.Embedding(10, 4)
         self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         self.head = nn.Linear(4, 10, bias=False)
         self.head.weight = self.embedding.weight
         self.body[0].requires_grad_(False)
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def loss(self, batch: Any) -> torch.Tensor:
         return self.head(self.body(batch[0])).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def test_tied_parameters_count_once_and_frozen_ones_apart() -> None:  # B-07, B-08

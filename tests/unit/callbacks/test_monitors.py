@@ -128,9 +128,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         pytest.param({"peak_flops": 1e9, "flops": 1e6}, Timed, {"tflops": 1e-6, "mfu": 1e-3}, id="given FLOPs"),
     ],
 )
-def test_rates_are_logged(
-    options: dict[str, Any], module: Any, more: dict[str, float], clock: Clock, tmp_path: Path
-) -> None:
+def test_rates_are_logged(options: Any, module: Any, more: dict[str, float], clock: Clock, tmp_path: Path) -> None:
     logger, monitor = CSVLogger(tmp_path), ThroughputMonitor(**options)
     fit = quiet_fit(max_epochs=2, accumulate_grad_batches=2, logger=logger, log_every_n_steps=5, callbacks=monitor)
     fit.fit(module(clock), loader(80), loader(8))  # the time of the validation does not count

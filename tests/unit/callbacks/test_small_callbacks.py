@@ -12,19 +12,12 @@ import pytest
 import torch
 from callback_modules import Clock, Regression, Timed, failing, loader, quiet_fit, train
 
-from drivetrain import Callback, ConfigurationError
+from drivetrain import Callback, ConfigurationError, callbacks
 from drivetrain.callbacks import (
     Checkpoint,
-    EarlyStopping,
     GarbageCollection,
     GradientAccumulationScheduler,
     LambdaCallback,
-    LearningRateMonitor,
-    LossSpikeGuard,
-    NonFiniteGuard,
-    ProgressBar,
-    ReplicaCheck,
-    ThroughputMonitor,
     Timer,
 )
 from drivetrain.loggers import CSVLogger
@@ -117,12 +110,14 @@ def test_windows_follow_the_schedule() -> None:
 
 
 def test_a_run_resumed_within_an_epoch_has_the_epochs_window(tmp_path: Path) -> None:
-    def callbacks(*others: Any) -> list[Any]:
+    def with_checkpoints(*others: Any) -> list[Any]:
         return [GradientAccumulationScheduler({1: 4}), Checkpoint(every_n_train_steps=1), *others]
 
     with pytest.raises(RuntimeError, match="out of luck"):
-        train(tmp_path, callbacks(failing(16)), Regression(), loader(), max_epochs=2)  # 10 steps and 6 micro-batches
-    fit = train(tmp_path, callbacks(), Regression(), loader(), max_epochs=2, ckpt_path="last")
+        train(
+            tmp_path, with_checkpoints(failing(16)), Regression(), loader(), max_epochs=2
+        )  # 10 steps and 6 micro-batches
+    fit = train(tmp_path, with_checkpoints(), Regression(), loader(), max_epochs=2, ckpt_path="last")
     assert fit.global_step == 13
 
 
@@ -181,21 +176,21 @@ def test_the_garbage_collector_is_left_as_it_was() -> None:  # A-03
 
 
 def test_callbacks_that_watch_leave_the_numbers_alone(tmp_path: Path) -> None:  # B-01
-    def weights(callbacks: list[Callback]) -> torch.Tensor:
+    def weights(watching: list[Callback]) -> torch.Tensor:
         torch.manual_seed(0)
         module = Regression()
-        fit = quiet_fit(max_epochs=3, logger=CSVLogger(tmp_path), log_every_n_steps=3, callbacks=callbacks)
+        fit = quiet_fit(max_epochs=3, logger=CSVLogger(tmp_path), log_every_n_steps=3, callbacks=watching)
         fit.fit(module, loader(42), loader(10))
         return module.net.weight.detach()
 
     everything: list[Callback] = [
-        EarlyStopping("val_loss", patience=100),
-        LearningRateMonitor("step"),
+        callbacks.EarlyStopping("val_loss", patience=100),
+        callbacks.LearningRateMonitor("step"),
         Timer("01:00:00:00"),
         GradientAccumulationScheduler({0: 1}),
-        ReplicaCheck(every_n_steps=1),
-        NonFiniteGuard(every_n_steps=1, check_gradients=True, check_parameters=True),
-        ThroughputMonitor(peak_flops=1e12),
+        callbacks.ReplicaCheck(every_n_steps=1),
+        callbacks.NonFiniteGuard(every_n_steps=1, check_gradients=True, check_parameters=True),
+        callbacks.ThroughputMonitor(peak_flops=1e12),
         LambdaCallback(on_fit_start=lambda *_: None),
     ]
     assert len({callback.state_key for callback in everything}) == len(everything)
@@ -214,14 +209,18 @@ def test_a_batchs_weight_is_asked_once_and_of_the_loaders_batch() -> None:  # O-
         def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
             return tuple(one.clone() for one in batch)  # like a copy to a device
 
-    monitors: list[Callback] = [ThroughputMonitor(), NonFiniteGuard(), LossSpikeGuard(action="warn")]
+    monitors: list[Callback] = [
+        callbacks.ThroughputMonitor(),
+        callbacks.NonFiniteGuard(),
+        callbacks.LossSpikeGuard(action="warn"),
+    ]
     quiet_fit(callbacks=monitors, accumulate_grad_batches=2).fit(Weighing(), loader())
     assert given == [True] * 10
 
 
 def _outputs(root: str) -> tuple[str, list[str]]:
     output = io.StringIO()
-    bar = ProgressBar(stream=output)
+    bar = callbacks.ProgressBar(stream=output)
     fit = quiet_fit(strategy="ddp", devices=2, max_epochs=2, logger=CSVLogger(root), callbacks=bar)
     fit.fit(Regression(), loader(32), loader(8))
     return output.getvalue(), sorted(path.name for path in (Path(root) / "drivetrain_logs").iterdir())
@@ -235,7 +234,11 @@ def test_rank_0_alone_prints_and_writes(tmp_path: Path) -> None:  # A-01
 
 
 def test_the_state_of_launched_callbacks_comes_back(tmp_path: Path) -> None:
-    stopping, timer, monitor = EarlyStopping("val_loss", stopping_threshold=1e9), Timer(), ThroughputMonitor()
+    stopping, timer, monitor = (
+        callbacks.EarlyStopping("val_loss", stopping_threshold=1e9),
+        Timer(),
+        callbacks.ThroughputMonitor(),
+    )
     logger = CSVLogger(tmp_path)
     options: dict[str, Any] = {"strategy": "ddp", "devices": 2, "launcher": "forkserver", "log_every_n_steps": 1}
     fit = quiet_fit(max_epochs=5, logger=logger, callbacks=[stopping, timer, monitor], **options)
