@@ -11,18 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from callback_modules import (
-    CHECKPOINTS,
-    Regression,
-    Scored,
-    Validated,
-    checkpoint_names,
-    failing,
-    folders,
-    loader,
-    saving,
-    train,
-)
+from callback_modules import CHECKPOINTS, Scored, Validated, checkpoint_names, failing, folders, loader, saving, train
 
 from drivetrain import CheckpointError, ConfigurationError, Fit
 from drivetrain.callbacks import Checkpoint
@@ -38,12 +27,13 @@ SOON = timedelta(microseconds=1)
         pytest.param(
             {"every_n_train_steps": 1}, {"accumulate_grad_batches": 4}, ["0-step=1", "0-step=2"], id="windows"
         ),
+        pytest.param({}, {"val_check_interval": 2}, ["0-step=2", "0-step=4", "0-step=6"], id="validations"),
         pytest.param({"every_n_epochs": 2}, {"max_epochs": 5}, ["1-step=12", "3-step=24"], id="epochs"),
         pytest.param({"train_time_interval": SOON}, {"max_epochs": 7}, ["2-step=16", "5-step=32"], id="time"),
     ],
 )
 def test_when_it_saves(when: dict[str, Any], options: dict[str, Any], saved: list[str], tmp_path: Path) -> None:
-    train(tmp_path, Checkpoint(save_top_k=-1, **when), **options)
+    train(tmp_path, Checkpoint(save_top_k=-1, **when), None, loader(6, 1), loader(1, 1), **options)
     assert checkpoint_names(tmp_path) == [f"epoch={name}" for name in saved]
     if "accumulate_grad_batches" in options:
         assert load(tmp_path / CHECKPOINTS / "epoch=0-step=1").progress["batch_idx"] == 4
@@ -56,12 +46,6 @@ def test_the_newest_is_kept_and_named_in_latest(tmp_path: Path) -> None:
     assert checkpoint.best_model_path == checkpoint.last_model_path == str(folder / "epoch=2-step=18")
     assert verify(checkpoint.best_model_path) == []
     assert not (tmp_path / "none").exists()
-
-
-def test_it_saves_after_each_of_several_validations(tmp_path: Path) -> None:
-    loaders = loader(6, 1), loader(1, 1)
-    train(tmp_path, Checkpoint(save_top_k=-1), Validated([0.0] * 3), *loaders, val_check_interval=2)
-    assert checkpoint_names(tmp_path) == ["epoch=0-step=2", "epoch=0-step=4", "epoch=0-step=6"]
 
 
 NAN = math.nan
@@ -119,14 +103,11 @@ def test_a_resumed_run_removes_what_a_killed_run_was_about_to_remove(another_run
 
 
 def test_two_callbacks_of_one_class_keep_their_own_lists(tmp_path: Path) -> None:  # F-12, F-16
-    def callbacks() -> list[Any]:
+    for epochs, names in ((2, ["best-epoch=0", "steps-step=10"]), (3, ["best-epoch=2", "steps-step=15"])):
         best = Checkpoint(monitor="score", filename="best-{epoch}")
-        return [best, Checkpoint(every_n_train_steps=5, filename="steps-{step}")]
-
-    train(tmp_path, callbacks(), Scored([1.0, 2.0]), max_epochs=2)
-    assert checkpoint_names(tmp_path) == ["best-epoch=0", "steps-step=10"]
-    train(tmp_path, callbacks(), Scored([1.0, 2.0, 0.5]), max_epochs=3, ckpt_path="last")
-    assert checkpoint_names(tmp_path) == ["best-epoch=2", "steps-step=15"]
+        callbacks = [best, Checkpoint(every_n_train_steps=5, filename="steps-{step}")]
+        train(tmp_path, callbacks, Scored([1.0, 2.0, 0.5]), max_epochs=epochs, ckpt_path="auto")
+        assert checkpoint_names(tmp_path) == names
 
 
 def test_saving_after_a_resume_does_not_collide(tmp_path: Path) -> None:  # F-15
@@ -174,13 +155,11 @@ class Replaced(Checkpoint):
         Path(str(self.dirpath)).write_text("")
 
 
-@pytest.mark.parametrize(
-    ("every", "step"), [pytest.param(2, 3, id="within a step"), pytest.param(6, 6, id="at the end")]
-)
+@pytest.mark.parametrize(("every", "step"), [(2, 3), (6, 6)])  # within a step, and at the end
 def test_a_failure_in_the_background_surfaces(every: int, step: int, tmp_path: Path) -> None:  # F-08
     steps: list[int] = []
 
-    class Blocked(Regression):
+    class Blocked(Scored):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             steps.append(self.global_step)
             for thread in _writers():
@@ -208,11 +187,6 @@ def test_a_folder_that_cannot_be_created_is_refused_before_the_first_step(dirpat
     assert module.started == []
 
 
-def test_a_monitored_value_that_nobody_logged_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"monitor='scroe'.*'score'"):
-        train(tmp_path, Checkpoint(monitor="scroe"))
-
-
 FOUR: dict[str, Any] = {"monitor": "val_loss", "every_n_train_steps": 4}
 ALL = {"save_top_k": -1}
 
@@ -237,9 +211,7 @@ SECOND = {"check_val_every_n_epoch": 2}
         pytest.param(EPOCHS, {"max_epochs": 4, **SECOND}, ["epoch=3-step=40"], id="an epoch without validation"),
         pytest.param(NAMED, {"max_epochs": 1}, ["epoch=0-val_loss=0.7"], id="a value in the name"),
         pytest.param({"monitor": "val_loss"}, {"max_epochs": -1, "max_steps": 3}, ["epoch=0-step=3"], id="the end"),
-        pytest.param(
-            {**FOUR, "monitor": "train_loss"}, {"max_epochs": 1}, ["epoch=0-step=8"], id="no wait in training"
-        ),
+        pytest.param(FOUR | {"monitor": "train_loss"}, {"max_epochs": 1}, ["epoch=0-step=8"], id="training"),
     ],
 )
 def test_a_due_save_waits_for_the_validation(options: Any, settings: Any, saved: list[str], tmp_path: Path) -> None:
@@ -288,25 +260,21 @@ def test_a_save_waits_for_a_value_of_the_epochs_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("monitor", "options", "message"),
     [
-        pytest.param("val_los", {}, r"'val_los'.*\n?.*Did you mean 'val_loss'", id="a wrong name"),
-        pytest.param("val_loss", {"limit_val_batches": 0}, "monitor='val_loss'", id="no validation"),
+        ("val_los", {}, r"monitor='val_los'.*\n?.*Did you mean 'val_loss'"),
+        ("val_loss", {"limit_val_batches": 0}, "monitor='val_loss'"),
     ],
 )
-def test_a_value_that_will_not_come_ends_the_run(
-    monitor: str, options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_a_value_that_will_not_come_ends_the_run(monitor: str, options: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=message):
         fit(tmp_path, Checkpoint(monitor=monitor, every_n_train_steps=4), [0.7], **options)
 
 
 def test_a_resumed_run_saves_at_the_validation_that_the_earlier_run_waited_for(tmp_path: Path) -> None:
     # the run was saved between the due save and the validation
-    def checkpoint() -> Checkpoint:
-        return Checkpoint(tmp_path / "here", monitor="val_loss", every_n_train_steps=7)
-
+    seven = {**FOUR, "dirpath": tmp_path / "here", "every_n_train_steps": 7}
     with pytest.raises(RuntimeError, match="out of luck"):
-        fit(tmp_path, [checkpoint(), saving(8, tmp_path / "aside"), failing(9)], [])
-    fit(tmp_path, checkpoint(), [0.7], ckpt_path=tmp_path / "aside")
+        fit(tmp_path, [Checkpoint(**seven), saving(8, tmp_path / "aside"), failing(9)], [])
+    fit(tmp_path, Checkpoint(**seven), [0.7], ckpt_path=tmp_path / "aside")
     assert folders(tmp_path / "here") == ["epoch=0-step=10"]
 
 

@@ -185,20 +185,17 @@ def _found(strategy: str, change: str, step: int, rank: int, options: dict[str, 
             _change(module, change)
 
     changing = LambdaCallback(on_train_batch_end=change_one_rank, priority=200)  # before the check
-    fit = quiet_fit(
-        strategy=FSDPStrategy(sharding="hybrid", replicate_size=2) if strategy == "hsdp" else strategy,
-        devices=torch.distributed.get_world_size(),
-        max_steps=5,
-        callbacks=[changing, ReplicaCheck(**options)],
-    )
+    chosen: Any = FSDPStrategy(sharding="hybrid", replicate_size=2) if strategy == "hsdp" else strategy
+    ranks, callbacks = torch.distributed.get_world_size(), [changing, ReplicaCheck(**options)]
     try:
-        fit.fit(Still(), loader(80))
+        quiet_fit(strategy=chosen, devices=ranks, max_steps=5, callbacks=callbacks).fit(Still(), loader(80))
     except DistributedError as error:
         return error.what
     return ""
 
 
 TWO = {"every_n_steps": 2}
+WEIGHT = "parameter 'norm.weight' is not the same on"
 
 
 @pytest.mark.parametrize(
@@ -206,14 +203,8 @@ TWO = {"every_n_steps": 2}
     [
         pytest.param("ddp", 2, "", 0, 0, TWO, "", id="none"),
         pytest.param("ddp_static_graph", 2, "", 0, 0, TWO, "", id="none, with a static graph"),
-        pytest.param(
-            "ddp", 4, "weight", 3, 1, TWO, "step 4: parameter 'norm.weight' is not the same on ranks 0, 2, 3 and on"
-            " rank 1", id="the last bit, at the next check",
-        ),
-        pytest.param(
-            "ddp", 2, "weight", 3, 0, {}, "step 5: parameter 'norm.weight' is not the same on rank 0 and on rank 1",
-            id="before the first interval",
-        ),
+        pytest.param("ddp", 4, "weight", 3, 1, TWO, f"step 4: {WEIGHT} ranks 0, 2, 3 and on rank 1", id="the last bit"),
+        pytest.param("ddp", 2, "weight", 3, 0, {}, f"step 5: {WEIGHT} rank 0 and on rank 1", id="at the end"),
         pytest.param("ddp", 2, "scale", 4, 0, TWO, "step 4: buffer 'scale' is not the same on rank 0", id="a buffer"),
         pytest.param("ddp", 2, "scale", 4, 0, {**TWO, "buffers": False}, "", id="a buffer, not compared"),
         pytest.param("ddp", 2, "all", 4, 0, TWO, "rank 1 (the first of 4 that differ)", id="several"),
@@ -221,12 +212,9 @@ TWO = {"every_n_steps": 2}
         pytest.param("ddp", 2, "all", 4, 0, {**TWO, "ignore": ["*"]}, "", id="all ignored"),
         pytest.param("ddp", 2, "extra", 4, 1, TWO, "buffer 'extra': missing on rank(s) [0]", id="names"),
         pytest.param("hsdp", 4, "", 0, 0, TWO, "", id="none of shards"),
-        pytest.param(
-            "hsdp", 4, "weight", 3, 3, TWO, "parameter 'norm.weight' is not the same on rank 1 and on rank 3",
-            id="shards",
-        ),
+        pytest.param("hsdp", 4, "weight", 3, 3, TWO, f"step 4: {WEIGHT} rank 1 and on rank 3", id="shards"),
     ],
-)  # fmt: skip
+)
 def test_replicas_are_compared(
     strategy: str, ranks: int, change: str, step: int, rank: int, options: dict[str, Any], found: str
 ) -> None:  # C-04, B-20

@@ -411,7 +411,8 @@ def test_two_runs_do_not_write_to_one_place(tmp_path: Path) -> None:  # L-03
     assert first_values(read_predictions(tmp_path / "out")) == doubled()
 
 
-def test_a_store_that_fails(tmp_path: Path) -> None:  # L-03
+def test_a_store_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # L-03
+    monkeypatch.setattr("drivetrain.checkpoint._format.object_storage._PAUSES", (0.01, 0.01))
     store = FaultyStore(tmp_path / "store").mount()
     path = f"{store.url}/out"
     # Temporary failures and lost responses: the upload is repeated.

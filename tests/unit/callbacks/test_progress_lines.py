@@ -16,7 +16,7 @@ import pytest
 import torch
 from callback_modules import Clock, Regression, Timed, loader, quiet_fit
 
-# Private: replaces the terminal by one that fails, and has texts and estimates in many situations, without a run for each.
+# Private: replaces the terminal by one that fails; texts and estimates in many situations, without a run for each.
 from drivetrain._runtime import terminal_output
 from drivetrain._runtime.terminal_output import write_output
 from drivetrain.callbacks import ProgressBar, RichProgressBar, progress_bar

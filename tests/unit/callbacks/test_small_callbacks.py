@@ -13,13 +13,7 @@ import torch
 from callback_modules import Clock, Regression, Timed, failing, loader, quiet_fit, train
 
 from drivetrain import Callback, ConfigurationError, callbacks
-from drivetrain.callbacks import (
-    Checkpoint,
-    GarbageCollection,
-    GradientAccumulationScheduler,
-    LambdaCallback,
-    Timer,
-)
+from drivetrain.callbacks import Checkpoint, GarbageCollection, GradientAccumulationScheduler, LambdaCallback, Timer
 from drivetrain.loggers import CSVLogger
 from worlds import on_ranks
 
@@ -113,10 +107,8 @@ def test_a_run_resumed_within_an_epoch_has_the_epochs_window(tmp_path: Path) -> 
     def with_checkpoints(*others: Any) -> list[Any]:
         return [GradientAccumulationScheduler({1: 4}), Checkpoint(every_n_train_steps=1), *others]
 
-    with pytest.raises(RuntimeError, match="out of luck"):
-        train(
-            tmp_path, with_checkpoints(failing(16)), Regression(), loader(), max_epochs=2
-        )  # 10 steps and 6 micro-batches
+    with pytest.raises(RuntimeError, match="out of luck"):  # after 10 steps and 6 micro-batches
+        train(tmp_path, with_checkpoints(failing(16)), Regression(), loader(), max_epochs=2)
     fit = train(tmp_path, with_checkpoints(), Regression(), loader(), max_epochs=2, ckpt_path="last")
     assert fit.global_step == 13
 
@@ -209,12 +201,8 @@ def test_a_batchs_weight_is_asked_once_and_of_the_loaders_batch() -> None:  # O-
         def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
             return tuple(one.clone() for one in batch)  # like a copy to a device
 
-    monitors: list[Callback] = [
-        callbacks.ThroughputMonitor(),
-        callbacks.NonFiniteGuard(),
-        callbacks.LossSpikeGuard(action="warn"),
-    ]
-    quiet_fit(callbacks=monitors, accumulate_grad_batches=2).fit(Weighing(), loader())
+    guards = [callbacks.NonFiniteGuard(), callbacks.LossSpikeGuard(action="warn")]
+    quiet_fit(callbacks=[callbacks.ThroughputMonitor(), *guards], accumulate_grad_batches=2).fit(Weighing(), loader())
     assert given == [True] * 10
 
 
@@ -234,11 +222,8 @@ def test_rank_0_alone_prints_and_writes(tmp_path: Path) -> None:  # A-01
 
 
 def test_the_state_of_launched_callbacks_comes_back(tmp_path: Path) -> None:
-    stopping, timer, monitor = (
-        callbacks.EarlyStopping("val_loss", stopping_threshold=1e9),
-        Timer(),
-        callbacks.ThroughputMonitor(),
-    )
+    stopping = callbacks.EarlyStopping("val_loss", stopping_threshold=1e9)
+    timer, monitor = Timer(), callbacks.ThroughputMonitor()
     logger = CSVLogger(tmp_path)
     options: dict[str, Any] = {"strategy": "ddp", "devices": 2, "launcher": "forkserver", "log_every_n_steps": 1}
     fit = quiet_fit(max_epochs=5, logger=logger, callbacks=[stopping, timer, monitor], **options)
