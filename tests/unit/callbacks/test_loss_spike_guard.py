@@ -39,11 +39,9 @@ def data() -> TensorDataset:
     return TensorDataset(x, y)
 
 
-def train(
-    path: Path, *callbacks: Any, module: Any = None, dataset: Any = None, batch_size: int = 4, **options: Any
-) -> tuple[Fit, Line]:
+def train(path: Path, *callbacks: Any, module: Any = None, dataset: Any = None, **options: Any) -> tuple[Fit, Line]:
     module, ckpt_path = module or Line(), options.pop("ckpt_path", None)
-    shuffle = options.pop("shuffle", False)
+    batch_size, shuffle = options.pop("batch_size", 4), options.pop("shuffle", False)
     settings = {"enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks), **options}
     fit = quiet_fit(default_root_dir=path, callbacks=list(callbacks), **settings)
     fit.fit(module, DataLoader(dataset or data(), batch_size=batch_size, shuffle=shuffle), ckpt_path=ckpt_path)

@@ -34,17 +34,10 @@ class Predicting(TrainModule):
         self.make = make
         self.given: list[list[int]] = []
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         (x,) = batch
         self.given.append([int(value) for value in x[:, 0]])
-        return self.make(x)
-
-
-class Several(Predicting):
-    """Predicts for several loaders."""
-
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        return batch[0] + 100 * dataloader_idx
+        return self.make(x + 100 * dataloader_idx)
 
 
 class Stream(IterableDataset[Any]):
@@ -176,7 +169,8 @@ def test_only_a_part_of_the_data(tmp_path: Path) -> None:  # L-03
 
 def test_several_loaders_and_streams(tmp_path: Path) -> None:  # L-03
     writer = Recording("epoch")
-    predict(tmp_path / "several", Several(), [loader(5), loader(3), DataLoader(Stream(7), batch_size=4)], writer)
+    loaders = [loader(5), loader(3), DataLoader(Stream(7), batch_size=4)]
+    predict(tmp_path / "several", Predicting(lambda x: x), loaders, writer)
     with pytest.raises(ConfigurationError, match="dataloader_idx"):
         read_predictions(tmp_path / "several")
     with pytest.raises(ConfigurationError, match="from 0 to 2"):
@@ -186,11 +180,8 @@ def test_several_loaders_and_streams(tmp_path: Path) -> None:  # L-03
         assert first_values(read) == [100 * index + number for number in range(samples)]
     assert read.indices is None
     ((predictions, indices),) = writer.epochs
-    assert [[first_values(one) for one in part] for part in predictions] == [
-        [[0, 1, 2, 3], [4]],
-        [[100, 101, 102]],
-        [[200, 201, 202, 203], [204, 205, 206]],
-    ]
+    firsts = [[first_values(one) for one in part] for part in predictions]
+    assert firsts == [[[0, 1, 2, 3], [4]], [[100, 101, 102]], [[200, 201, 202, 203], [204, 205, 206]]]
     assert indices == [[[0, 1, 2, 3], [4]], [[0, 1, 2]], [None, None]]
 
 
