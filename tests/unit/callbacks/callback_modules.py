@@ -67,17 +67,17 @@ class Validated(Regression):
 
 
 class Clock:
-    """A clock that tests advance; it can replace a module's ``time``."""
+    """A clock that tests advance, in place of a module's ``time`` or of a function."""
 
     def __init__(self, monkeypatch: Any = None, replaced: str = "") -> None:
         self.now = 1000.0
         if monkeypatch is not None:
             monkeypatch.setattr(replaced, self)
 
-    def monotonic(self) -> float:
+    def __call__(self) -> float:
         return self.now
 
-    time = monotonic
+    monotonic = time = __call__
 
 
 class Timed(Regression):
@@ -121,9 +121,7 @@ def quiet_fit(**options: Any) -> Fit:
     return Fit(**(defaults | off | options))
 
 
-def train(
-    root: Path, callbacks: Any, module: TrainModule | None = None, *loaders: Any, ckpt_path: Any = None, **options: Any
-) -> Fit:
+def train(root: Path, callbacks: Any, module: Any = None, *loaders: Any, ckpt_path: Any = None, **options: Any) -> Fit:
     """Train a module with checkpoints in ``root``: by default a `Scored`, for six steps an epoch."""
     fit = quiet_fit(default_root_dir=root, callbacks=callbacks, enable_checkpointing=True, **options)
     data, *validation = loaders or (loader(6, 1),)
@@ -132,7 +130,7 @@ def train(
 
 
 def failing(micro_batches: int) -> LambdaCallback:
-    """Return a callback that raises a RuntimeError after this many micro-batches."""
+    """Raise a RuntimeError after this many micro-batches."""
 
     def fail(trainer: Any, *arguments: Any) -> None:
         if trainer.micro_batches == micro_batches:
@@ -152,7 +150,6 @@ def saving(step: int, path: Path) -> LambdaCallback:
 
 
 def folders(path: Path) -> list[str]:
-    """Return the names of the folders in ``path``."""
     return sorted(entry.name for entry in path.iterdir() if entry.is_dir())
 
 
@@ -162,6 +159,5 @@ def checkpoint_names(root: Path) -> list[str]:
 
 
 def logged_rows(logger: CSVLogger) -> list[dict[str, str]]:
-    """Return the rows that a logger has written."""
     with open(f"{logger.log_dir}/metrics.csv", newline="") as stream:
         return list(csv.DictReader(stream))

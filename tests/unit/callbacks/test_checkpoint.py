@@ -17,7 +17,12 @@ from drivetrain import CheckpointError, ConfigurationError, Fit
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify
 
-SOON = timedelta(microseconds=1)
+NAN, SOON = math.nan, timedelta(microseconds=1)
+ALL, SECOND = {"save_top_k": -1}, {"check_val_every_n_epoch": 2}
+FOUR: dict[str, Any] = {"monitor": "val_loss", "every_n_train_steps": 4}
+TIMED = {"monitor": "val_loss", "train_time_interval": SOON}
+EPOCHS = {"monitor": "val_loss", "every_n_epochs": 1}
+NAMED = {"filename": "{epoch}-{val_loss:.1f}", "every_n_train_steps": 4}
 
 
 @pytest.mark.parametrize(
@@ -46,9 +51,6 @@ def test_the_newest_is_kept_and_named_in_latest(tmp_path: Path) -> None:
     assert checkpoint.best_model_path == checkpoint.last_model_path == str(folder / "epoch=2-step=18")
     assert verify(checkpoint.best_model_path) == []
     assert not (tmp_path / "none").exists()
-
-
-NAN = math.nan
 
 
 @pytest.mark.parametrize(
@@ -187,19 +189,9 @@ def test_a_folder_that_cannot_be_created_is_refused_before_the_first_step(dirpat
     assert module.started == []
 
 
-FOUR: dict[str, Any] = {"monitor": "val_loss", "every_n_train_steps": 4}
-ALL = {"save_top_k": -1}
-
-
 def fit(root: Path, callbacks: Any, scores: list[float], **options: Any) -> Fit:
     """Train ten steps an epoch, and log a score in each validation."""
     return train(root, callbacks, Validated(scores), loader(), loader(8), **options)
-
-
-TIMED = {"monitor": "val_loss", "train_time_interval": timedelta(microseconds=1)}
-EPOCHS = {"monitor": "val_loss", "every_n_epochs": 1}
-NAMED = {"filename": "{epoch}-{val_loss:.1f}", "every_n_train_steps": 4}
-SECOND = {"check_val_every_n_epoch": 2}
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,8 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from drivetrain import ConfigurationError
-from drivetrain.callbacks import (
-    DeviceStatsMonitor,
-    LearningRateMonitor,
-    NonFiniteGuard,
-    ReplicaCheck,
-    ThroughputMonitor,
-)
+from drivetrain import ConfigurationError, callbacks
+from drivetrain.callbacks import DeviceStatsMonitor, LearningRateMonitor, ThroughputMonitor
 
 # Private because a device's peak has no public name.
 from drivetrain.callbacks._peak_flops import peak_of, tf32_is_on
@@ -28,6 +22,9 @@ from drivetrain.loggers import CSVLogger
 from drivetrain.testing import requires_package, run_distributed
 from emulated_cuda import requires_emulated_cuda
 from worlds import on_emulated_cuda, on_ranks
+
+PSUTIL = requires_package("psutil")
+FLOPS = 2 * 2 * 4 * 4  # Linear(4, 1) on 4 rows, forward and the weight's gradient
 
 
 class Several(Regression):
@@ -87,7 +84,7 @@ def test_rates_are_in_the_rows_of_their_steps(interval: Any, module: Any, rates:
     fit.fit(module, loader())
     rows = [row for row in logged_rows(logger) if row["lr-SGD"]]
     assert {int(row["step"]): float(row["lr-SGD"]) for row in rows} == pytest.approx(rates)
-    assert len(rows) == len(rates)
+    assert len(monitor.lrs["lr-SGD"]) == len(rates)
     assert all(row["train_loss"] for row in rows if 2 in rates)  # in the same row
 
 
@@ -95,16 +92,6 @@ def test_a_scheduler_names_its_rate(tmp_path: Path) -> None:
     monitor = LearningRateMonitor()
     quiet_fit(logger=CSVLogger(tmp_path), callbacks=monitor).fit(Scheduled("epoch", "warmup"), loader(4))
     assert monitor.lrs == {"warmup": [1.0]}
-
-
-def test_without_a_logger_the_rates_warn_and_does_nothing() -> None:
-    monitor = LearningRateMonitor("step")
-    with pytest.warns(UserWarning, match="no logger"):
-        quiet_fit(callbacks=monitor).fit(Regression(), loader(4))
-    assert monitor.lrs == {}
-
-
-FLOPS = 2 * 2 * 4 * 4  # Linear(4, 1) on 4 rows, forward and the weight's gradient
 
 
 class Tokens(Timed):
@@ -158,8 +145,8 @@ def _uneven() -> tuple[int, float]:
             return loss * float("nan") if self.trainer.joining else loss
 
     monitor = ThroughputMonitor()
-    callbacks = [monitor, NonFiniteGuard(every_n_steps=1), ReplicaCheck()]
-    fit = quiet_fit(strategy="ddp", devices=2, max_epochs=3, log_every_n_steps=1, callbacks=callbacks)
+    watching = [monitor, callbacks.NonFiniteGuard(every_n_steps=1), callbacks.ReplicaCheck()]
+    fit = quiet_fit(strategy="ddp", devices=2, max_epochs=3, log_every_n_steps=1, callbacks=watching)
     fit.fit(Joining(Clock()), loader(17, batch_size=2))
     return fit.samples_seen, monitor.latest["throughput/tokens_per_sec"] / monitor.latest["throughput/samples_per_sec"]
 
@@ -268,7 +255,7 @@ def test_where_there_is_nothing_to_log_it_is_refused_by_name(tmp_path: Path, mon
         logged(tmp_path, DeviceStatsMonitor())
 
 
-@requires_package("psutil")
-def test_without_a_logger_the_statistics_warn() -> None:  # L-08
+@pytest.mark.parametrize("kind", [LearningRateMonitor, pytest.param(DeviceStatsMonitor, marks=PSUTIL)])
+def test_without_a_logger_monitors_warn(kind: Any) -> None:  # L-08
     with pytest.warns(UserWarning, match="logs nothing: the run has no logger"):
-        quiet_fit(callbacks=DeviceStatsMonitor()).fit(Regression(), loader())
+        quiet_fit(callbacks=kind()).fit(Regression(), loader(4))

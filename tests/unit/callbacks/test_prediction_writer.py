@@ -20,6 +20,7 @@ from faulty_store import FaultyStore
 from worlds import on_ranks
 
 Make = Callable[[torch.Tensor], Any]
+DOUBLED = list(range(0, 22, 2))
 ORDER: Any = [7, 1, 9, 0, 3, 8, 2, 10, 5, 4, 6]  # a sampler's
 
 
@@ -77,10 +78,6 @@ def cut_off(path: Any, at: int, module: Any = None, loaders: Any = None, **optio
 
 def first_values(predictions: Any) -> list[int]:
     return [int(one[0]) for one in predictions]
-
-
-def doubled(samples: int = 11) -> list[int]:
-    return [2 * number for number in range(samples)]
 
 
 def test_a_tree_comes_back_in_its_structure_and_in_order(tmp_path: Path) -> None:  # L-03
@@ -187,7 +184,7 @@ def test_several_loaders_and_streams(tmp_path: Path) -> None:  # L-03
 
 def test_a_combined_loader_resumes(tmp_path: Path) -> None:  # L-03
     class First(Predicting):
-        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
             return batch["a"][0] * 2
 
     def combined(**options: Any) -> CombinedLoader:
@@ -197,7 +194,7 @@ def test_a_combined_loader_resumes(tmp_path: Path) -> None:  # L-03
     with pytest.raises(CheckpointError, match="'batch size': 3"):
         predict(tmp_path / "out", First(), combined(batch_size=3))
     predict(tmp_path / "out", First(), combined())
-    assert first_values(read_predictions(tmp_path / "out")) == doubled()
+    assert first_values(read_predictions(tmp_path / "out")) == DOUBLED
 
 
 @pytest.mark.parametrize(
@@ -294,7 +291,7 @@ def test_a_resumed_run_reads_predicts_and_writes_what_is_missing(tmp_path: Path)
     predict(tmp_path / "out", module, DataLoader(data, batch_size=4))
     assert module.given == [[8, 9, 10]]
     assert data.read == [8, 9, 10]
-    assert first_values(read_predictions(tmp_path / "out")) == doubled()
+    assert first_values(read_predictions(tmp_path / "out")) == DOUBLED
     assert all(path.stat().st_mtime_ns == time for path, time in written.items())
     assert not list((tmp_path / "out").glob("writing.lock"))
 
@@ -312,8 +309,8 @@ class Whole(Dataset[Any]):
 @pytest.mark.parametrize(
     ("make", "missing", "predictions"),
     [
-        pytest.param(lambda: loader(sampler=ORDER), ORDER[8:], doubled(), id="a sampler"),
-        pytest.param(lambda: DataLoader(Stream(11), batch_size=4), [8, 9, 10], doubled(), id="a stream"),
+        pytest.param(lambda: loader(sampler=ORDER), ORDER[8:], DOUBLED, id="a sampler"),
+        pytest.param(lambda: DataLoader(Stream(11), batch_size=4), [8, 9, 10], DOUBLED, id="a stream"),
         pytest.param(lambda: DataLoader(Whole(), batch_size=None), [2, 2, 2], [0, 2, 2, 4, 4, 4], id="whole batches"),
     ],
 )
@@ -399,7 +396,7 @@ def test_two_runs_do_not_write_to_one_place(tmp_path: Path) -> None:  # L-03
 
     predict(tmp_path / "out", None, None, LambdaCallback(on_predict_batch_start=predict_elsewhere))
     assert "Another run is writing predictions" in refusals[0]
-    assert first_values(read_predictions(tmp_path / "out")) == doubled()
+    assert first_values(read_predictions(tmp_path / "out")) == DOUBLED
 
 
 def test_a_store_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # L-03
@@ -410,7 +407,7 @@ def test_a_store_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     store.fail("put", "*00000001.safetensors", times=2)
     store.fail("put", "*predictions.json", lost=True)
     predict(path)
-    assert first_values(read_predictions(path)) == doubled()
+    assert first_values(read_predictions(path)) == DOUBLED
     # Permanent failure: the run fails, the parts remain, and a later run resumes.
     store.fail("put", "other/part-0-00000-00000001*", times=None)
     with pytest.raises(OSError, match="503"):
@@ -421,7 +418,7 @@ def test_a_store_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     module = Predicting()
     predict(f"{store.url}/other", module)
     assert module.given[0] == [4, 5, 6, 7]
-    assert first_values(read_predictions(f"{store.url}/other")) == doubled()
+    assert first_values(read_predictions(f"{store.url}/other")) == DOUBLED
     # A listing that fails does not count as an empty folder.
     store.fail("list", "third*", times=None)
     with pytest.raises(CheckpointError, match="503"):
@@ -443,7 +440,7 @@ def test_a_changed_part_is_predicted_again(at: int | None, tmp_path: Path, caplo
     predict(tmp_path / "out", module)
     assert module.given == [[0, 1, 2, 3], [8, 9, 10]]
     assert caplog.text.count(f"{changed.name} of the predictions '{tmp_path}/out' has changed") == 1
-    assert first_values(read_predictions(tmp_path / "out")) == doubled()
+    assert first_values(read_predictions(tmp_path / "out")) == DOUBLED
     parts = [f"part-0-00000-0000000{batch}.safetensors" for batch in range(3)]
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [*parts, "predictions.json"]
 

@@ -133,14 +133,6 @@ def test_an_explicit_path_is_written_although_the_step_is_saved(tmp_path: Path) 
     assert checkpoint_names(tmp_path) == ["epoch=0-step=4"]
 
 
-@pytest.fixture
-def unrelated(tmp_path: Path) -> Path:
-    folder = tmp_path / "unrelated"
-    folder.mkdir()
-    (folder / "thesis.txt").write_text("years of work")
-    return folder
-
-
 @pytest.mark.parametrize("key", ["kept", "going", "interim"])
 @pytest.mark.parametrize(
     "planted",
@@ -152,8 +144,12 @@ def unrelated(tmp_path: Path) -> Path:
         pytest.param(str, id="a path"),
     ],
 )
-def test_an_edited_list_removes_nothing(key: str, planted: Any, unrelated: Path, tmp_path: Path) -> None:
+def test_an_edited_list_removes_nothing(key: str, planted: Any, tmp_path: Path) -> None:
     # J-01: an edited state.json emptied a home folder
+    unrelated = tmp_path / "unrelated"
+    unrelated.mkdir()
+    (unrelated / "thesis.txt").write_text("years of work")
+
     class Edited(Checkpoint):
         def state_dict(self) -> dict[str, Any]:
             state, entry = super().state_dict(), planted(unrelated)
