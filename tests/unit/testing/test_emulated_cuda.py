@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import linecache
 import os
 from collections.abc import Callable
@@ -137,25 +136,6 @@ def test_pinned_memory_that_the_host_changes_under_a_copy_is_a_race() -> None:
     assert "changed by the host" in str(race)
 
 
-def _write_before_backward(gpu: EmulatedCuda) -> None:
-    weight = torch.ones(4, device=DEVICE, requires_grad=True)
-    factor = torch.full((4,), 2.0, device=DEVICE)
-    loss = (weight * factor).sum()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        factor.data.add_(1)
-    loss.backward()
-    factor.record_stream(side)
-
-
-def test_a_race_in_backward_names_the_line_that_waits_for_it() -> None:
-    (race,) = on_emulated_cuda(_write_before_backward).races
-    assert race.later is not None
-    assert race.later.where[0] == "(in backward)"
-    assert source_line(race.later.where[1:]) == "loss.backward()"
-
-
 def _free_in_use(gpu: EmulatedCuda, order: str) -> None:
     side, current = torch.cuda.Stream(), torch.cuda.current_stream()
     for _ in range(2):
@@ -275,18 +255,6 @@ def test_a_copy_to_pinned_memory_arrives_when_the_host_has_waited_for_it() -> No
     assert on_emulated_cuda(_copy_to_pinned_memory).returned == [True, False, True, True, True]
 
 
-def _copy_there_and_back(gpu: EmulatedCuda) -> Tensor:
-    x = torch.arange(4.0, device=DEVICE)
-    return x.to("cpu", non_blocking=True).to(DEVICE, non_blocking=True).mul(2).cpu()
-
-
-def test_a_stream_reads_what_it_has_copied_to_pinned_memory() -> None:
-    seen = on_emulated_cuda(_copy_there_and_back)
-    assert torch.equal(seen.returned, torch.arange(4.0) * 2)
-    assert [copy.blocking for copy in seen.copies] == [False, False, True]
-    assert not seen.races
-
-
 def _read_an_item_three_times(gpu: EmulatedCuda, forget: bool) -> int:
     x = torch.ones((), device=DEVICE)
     for _ in range(3):
@@ -332,62 +300,6 @@ def test_training_gives_the_cpus_numbers_bit_for_bit(optimizer: str) -> None:
     seen = on_emulated_cuda(_train_on_both, optimizer)
     assert seen.returned
     assert (seen.races, seen.frees_in_use, seen.host_syncs) == ([], [], [])
-
-
-OPERATORS: dict[str, Callable[[Tensor], Any]] = {
-    "view": lambda x: x.view(2, 2, 3).transpose(0, 2).reshape(-1),
-    "unfold a view": lambda x: x[1:].unfold(1, 2, 1).clone(),
-    "expand": lambda x: x.sum(0).expand(4, 3).contiguous(),
-    "index": lambda x: x[torch.tensor([2, 0], device=x.device)],
-    "index on the host": lambda x: x[torch.tensor([2, 0])],
-    "mask": lambda x: x[x > 0],
-    "put": lambda x: x.clone().index_put_((torch.tensor([1], device=x.device),), torch.tensor(7.0, device=x.device)),
-    "out": lambda x: torch.add(x, 1, out=torch.empty(0, device=x.device)),
-    "out of cat": lambda x: torch.cat([x, x], out=x.new_empty(0)),
-    "complex": lambda x: torch.view_as_complex(x[:, :2].contiguous()).conj() * 2,
-    "sort": lambda x: x.sort(1),
-    "unique": lambda x: x.round().unique(return_inverse=True),
-    "half": lambda x: (x.half() @ x.half().T).float(),
-    "resize": lambda x: x.clone().resize_(2, 2),
-    "storage": lambda x: torch.empty(0, device=x.device).set_(x.untyped_storage(), 3, (3,), (1,)),
-    "share": lambda x: torch.empty(0, device=x.device).set_(x),  # type: ignore[call-overload]
-    "attention": lambda x: nn.functional.scaled_dot_product_attention(*[x.reshape(1, 2, 2, 3)] * 3).round(decimals=5),  # type: ignore[arg-type]
-    "norms": lambda x: torch._foreach_norm([x, x + 1]),
-    "scalar": lambda x: x + torch.tensor(2.0),
-    "embedding": lambda x: nn.functional.embedding(torch.tensor([[1, 2]], device=x.device), x),
-    "arange": lambda x: torch.arange(5, device=x.device) + torch.eye(5, device=x.device),
-    "text": str,
-    "deep copy": copy.deepcopy,
-    "list": lambda x: x.tolist(),
-    "empty": lambda x: x[:0].sum(0),
-}
-
-
-def _apply_operators(gpu: EmulatedCuda) -> list[str]:
-    wrong = []
-    given = torch.linspace(-2, 3, 12).reshape(4, 3)
-    for name, operator in OPERATORS.items():
-        here, there = operator(given), operator(given.to("cuda:1"))
-        if isinstance(here, str):
-            there = there.replace(", device='cuda:1'", "")
-        if not _is_same(here, there):
-            wrong.append(f"{name}: {there} for {here}")
-    return wrong
-
-
-def _is_same(here: Any, there: Any) -> bool:
-    if isinstance(here, Tensor):
-        assert there.is_cuda
-        return torch.equal(here, there.cpu())
-    if isinstance(here, tuple | list):
-        return len(here) == len(there) and all(map(_is_same, here, there))
-    return bool(here == there)
-
-
-def test_operators_give_the_cpus_results() -> None:
-    seen = on_emulated_cuda(_apply_operators)
-    assert seen.returned == []
-    assert not seen.races
 
 
 def _use_two_devices(gpu: EmulatedCuda) -> list[Any]:
@@ -471,19 +383,6 @@ def _switch_on_and_off() -> list[Any]:
 
 def test_without_the_emulation_there_is_no_cuda() -> None:
     assert alone(_switch_on_and_off) == [False, True, "A device", (4096, 4096), 1, True, 1]
-
-
-def _fill_a_device() -> int:
-    with emulated_cuda(memory=4096, enforce_memory=True):
-        x = torch.empty(512, device="cuda")
-        with pytest.raises(torch.cuda.OutOfMemoryError, match="CUDA out of memory"):
-            torch.empty(1024, device="cuda")
-        del x
-        return torch.empty(1024, device="cuda").numel()
-
-
-def test_a_device_can_be_full() -> None:
-    assert alone(_fill_a_device) == 1024
 
 
 def _count_visible(named: str) -> list[int]:
