@@ -32,14 +32,6 @@ def test_nothing_is_on_disk_before_the_first_write(tmp_path: Path) -> None:
     assert [path.name for path in Path(logger.log_dir).iterdir()] == ["metrics.csv"]
 
 
-def test_a_metric_that_appears_later_becomes_a_column(tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
-    log_steps(logger, 1, 2)
-    logger.log_metrics({"val, acc": 1 / 3, "loss": math.nan}, step=3)
-    logger.save()
-    assert read_table(logger.log_dir) == ['step,loss,"val, acc"', "1,0.5,", "2,1.0,", f"3,nan,{1 / 3!r}"]
-
-
 def test_one_step_makes_one_row_unless_a_value_would_be_lost(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     for metrics in ({"loss": 1.0}, {"lr": 0.5}, {"loss": 2.0}):
@@ -158,11 +150,3 @@ def test_cells_that_others_have_written_are_kept(tmp_path: Path) -> None:
     path.write_bytes(b"step,lr,empty,note\n1,,,caf\xe9\n2,0.5,,\n")
     log_steps(CSVLogger(tmp_path, name="", version="v"), 3).save()
     assert path.read_bytes() == b"step,lr,empty,note,loss\n1,,,caf\xe9,\n2,0.5,,,\n3,,,,1.5\n"
-
-
-def test_a_table_that_was_removed_begins_anew_with_its_header(tmp_path: Path) -> None:
-    logger = log_steps(CSVLogger(tmp_path, name="", version="v"), 1)
-    logger.save()
-    (tmp_path / "v" / "metrics.csv").unlink()
-    log_steps(logger, 2).save()
-    assert read_table(tmp_path / "v") == ["step,loss", "2,1.0"]

@@ -93,18 +93,6 @@ def test_a_missing_permission_is_reported_at_once(store: FaultyStore) -> None:
     assert [operation for operation, _ in store.calls].count("put") == 1
 
 
-def test_a_new_column_that_could_not_be_written_is_written_later(store: FaultyStore) -> None:
-    logger = log_steps(logger_at_the_store(), 1)
-    logger.save()
-    log_steps(logger, 2, name="acc")
-    store.fail("put", times=None)
-    with pytest.raises(DrivetrainError):
-        logger.save()
-    store.heal()
-    log_steps(logger, 3).save()
-    assert read_table(store.folder / "logs/version_0") == ["step,loss,acc", "1,0.5,", "2,,1.0", "3,1.5,"]
-
-
 @pytest.mark.parametrize("lost", [False, True])
 @pytest.mark.parametrize("operation", ["put", "get"])
 def test_a_rewind_is_retried_before_it_fails(store: FaultyStore, operation: str, lost: bool) -> None:

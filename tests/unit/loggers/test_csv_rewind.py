@@ -3,38 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from logged_steps import log_steps, read_table
 
-from drivetrain import Logger
 from drivetrain.errors import DrivetrainError
 from drivetrain.loggers import CSVLogger
 
 
-def test_a_logger_without_rewind_keeps_its_steps() -> None:
-    # J-13
-    class StepLogger(Logger):
-        name = "steps"
-        version = "version_0"
-
-        def __init__(self) -> None:
-            self.steps: list[int] = []
-
-        def log_metrics(self, metrics: Any, step: int) -> None:
-            self.steps.append(step)
-
-    logger = log_steps(StepLogger(), 1, 2)
-    logger.rewind(1)
-    assert logger.steps == [1, 2]
-
-
-@pytest.fixture(params=["local", "file://", "memory://"])
+@pytest.fixture(params=["", "file://", "memory://"])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return {"local": f"{tmp_path}", "file://": f"file://{tmp_path}", "memory://": f"memory://{tmp_path.name}"}[
-        request.param
-    ]
+    return f"{request.param}{tmp_path}"
 
 
 def test_rows_and_columns_of_later_steps_are_removed(root: str) -> None:
@@ -84,15 +63,6 @@ def test_a_rewind_to_the_beginning(root: str, step: int, kept: list[str]) -> Non
     assert read_table(again.log_dir)[1:] == kept
     log_steps(again, 1).save()
     assert read_table(again.log_dir) == ["step,loss", *kept, "1,0.5"]
-
-
-def test_without_a_table_a_rewind_writes_nothing(tmp_path: Path) -> None:
-    # J-13
-    logger = CSVLogger(tmp_path / "logs", version=0)
-    logger.rewind(3)
-    assert list(tmp_path.iterdir()) == []
-    log_steps(logger, 4).save()
-    assert read_table(logger.log_dir) == ["step,loss", "4,2.0"]
 
 
 def test_a_file_without_later_rows_is_not_written(tmp_path: Path) -> None:

@@ -145,7 +145,6 @@ def test_histograms_of_special_tensors() -> None:
     "values",
     [
         np.asarray([1.0, 1.0 + 2**-23] * 3, np.float32),  # a norm's weight after a step of the warm-up
-        np.asarray([2**24, 2**24 + 2, 2**24 + 4], np.float32),
         np.asarray([-1e9] * 3, np.float32),  # a mask
         np.asarray([-1e38, 3e38, 0], np.float32),
         np.asarray([1e-45, 3e-45], np.float32),
@@ -222,9 +221,7 @@ def test_tables_of_every_kind(value: Any, expected: Table) -> None:
         ("log_image", torch.rand(2, 3, 4, 5), "log_image got"),
         ("log_image", torch.rand(2, 4, 5), "log_image got"),
         ("log_image", "picture.png", "log_image got"),
-        ("log_image", [torch.rand(3, 2, 2)], "log_image got"),
         ("log_table", {"x": [1], "y": []}, "log_table got"),
-        ("log_table", {"x": 1}, "log_table got"),
         ("log_table", [1, 2], "log_table got"),
         ("log_table", "text", "log_table got"),
         ("log_figure", torch.rand(3, 2, 2), "savefig"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from logged_steps import log_steps
 
-from drivetrain.loggers import CSVLogger, TensorBoardLogger
+from drivetrain.loggers import TensorBoardLogger
 from drivetrain.testing import requires_package
 
 pytestmark = requires_package("tensorboard")
@@ -114,21 +114,6 @@ def test_a_logged_hp_metric_stays_the_last_value(logger: TensorBoardLogger, agai
     again.log_hyperparams({"lr": 0.1})
     again.finalize("success")
     assert scalars(again.log_dir, "hp_metric") == [(0, -1.0), (7, 3.5)]
-
-
-def test_initial_values_that_are_missing_are_written(tmp_path: Path, again: TensorBoardLogger) -> None:
-    log_steps(CSVLogger(tmp_path, version=0), 1, 2).save()  # the run had another logger
-    CSVLogger(tmp_path, version=0).log_hyperparams({"lr": 0.1})
-    again.rewind(1)
-    again.log_hyperparams({"lr": 0.1})
-    log_steps(again, 2).finalize("success")
-    assert scalars(again.log_dir, "hp_metric") == [(0, -1.0)]
-
-
-def test_without_event_files_a_rewind_writes_nothing(tmp_path: Path, logger: TensorBoardLogger) -> None:
-    logger.rewind(3)
-    logger.finalize("success")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_another_folder_is_not_rewound(tmp_path: Path, logger: TensorBoardLogger, again: TensorBoardLogger) -> None:

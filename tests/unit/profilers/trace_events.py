@@ -1,31 +1,9 @@
-"""The trace-event format of Chrome and Perfetto, as far as our traces use it, and whether spans nest."""
+"""Spans in traces of the format of Chrome and Perfetto, and whether they nest."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from typing import Any
-
-_ID = {"type": ["integer", "string"]}
-_TIME = {"type": "number", "minimum": 0}  # in microseconds
-_COMPLETE = {
-    "required": ["name", "ts", "dur", "pid", "tid"],
-    "properties": {"ts": _TIME, "dur": _TIME, "pid": _ID, "tid": _ID, "args": {"type": "object"}},
-}
-_EVENT = {
-    "type": "object",
-    "required": ["ph"],
-    "properties": {"ph": {"enum": list("BEXiIsftMCPbne")}, "name": {"type": "string"}},
-    "if": {"properties": {"ph": {"const": "X"}}},
-    "then": _COMPLETE,
-}
-SCHEMA: dict[str, Any] = {
-    "$schema": "https://json-schema.org/draft/2020-12/schema",
-    "type": "object",
-    "required": ["traceEvents"],
-    "properties": {
-        "traceEvents": {"type": "array", "minItems": 1, "items": _EVENT},
-    },
-}
 
 
 def spans_of(trace: dict[str, Any], name: str) -> list[dict[str, Any]]:

@@ -6,12 +6,11 @@ import multiprocessing
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from drivetrain import ConfigurationError
-from emulated_cuda import building, emulated_cuda, requires_emulated_cuda
+from emulated_cuda import building, requires_emulated_cuda
 from worlds import on_emulated_cuda
 
 pytestmark = requires_emulated_cuda()
@@ -41,21 +40,17 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "calls"
 
 
-def _build(sizes: list[int], index: int) -> None:
-    sizes[index] = building._build_cached().stat().st_size
+def _build(index: int) -> None:
+    building._build_cached()
 
 
-def test_concurrent_processes_wait_for_the_one_that_compiles(compiler: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    sizes: Any = context.Array("q", 3)
-    processes = [context.Process(target=_build, args=(sizes, index)) for index in range(3)]
+def test_concurrent_processes_compile_once(compiler: Path) -> None:
+    processes = [multiprocessing.get_context("fork").Process(target=_build, args=(index,)) for index in range(3)]
     for process in processes:
         process.start()
     for process in processes:
         process.join(60)
-    size = building._build_cached().stat().st_size
-    assert list(sizes) == [size] * 3
-    assert size > 10_000
+    assert building._build_cached().stat().st_size > 10_000
     assert compiler.read_text().splitlines() == ["called"]
 
 
@@ -92,9 +87,3 @@ def test_an_error_says_what_prevents_the_build(
     prevent(compiler, monkeypatch)
     with pytest.raises(ConfigurationError, match=message):
         building.load_extension()
-
-
-def test_a_torch_of_other_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("torch.cuda._queued_calls")
-    with pytest.raises(ConfigurationError, match=r"does not fit torch .*has no _queued_calls"), emulated_cuda():
-        pass
