@@ -47,11 +47,8 @@ def _search(limit: int, mode: str, init: int, trials: int = 25, most: int | None
 )
 def test_the_sizes_that_are_tried(arguments: tuple[Any, ...], found: int, sizes: list[int]) -> None:  # L-06
     assert _search(*arguments) == (found, sizes)
-
-
-def test_an_error_says_that_no_size_fits() -> None:  # L-06
     with pytest.raises(ConfigurationError, match="batch size 1 fits"):
-        _search(0, "power", 4)
+        _search(0, *arguments[1:])
 
 
 class LimitedNet(Net):
@@ -149,11 +146,12 @@ def test_the_callback_needs_loaders_of_the_module_or_of_a_data_module() -> None:
         quiet(callbacks=[BatchSizeFinder()]).fit(Net(), loader())
 
 
-def test_other_errors_than_out_of_memory_are_raised() -> None:  # L-06
-    class FailingNet(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+class FailingNet(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
+
+def test_other_errors_than_out_of_memory_are_raised() -> None:  # L-06
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         Tuner(quiet()).scale_batch_size(FailingNet(), loader())
 
@@ -169,9 +167,6 @@ def test_the_callback_sets_the_size_that_the_run_uses(tmp_path: Path) -> None:  
     fit = quiet(callbacks=[resumed], max_epochs=2)
     fit.fit(Net(), datamodule=data, ckpt_path=tmp_path / "kept", allow=("module",))
     assert (resumed.optimal_batch_size, data.batch_size, fit.global_step) == (13, 13, 4)
-
-
-def test_the_callback_finds_a_size_for_evaluation() -> None:  # L-06
-    data = Data(26)
-    quiet(callbacks=[BatchSizeFinder(init_val=8)]).validate(LimitedNet(), datamodule=data, verbose=False)
+    finder, data = BatchSizeFinder(init_val=8), Data(26)
+    quiet(callbacks=[finder]).validate(LimitedNet(), datamodule=data, verbose=False)
     assert data.batch_size == 8

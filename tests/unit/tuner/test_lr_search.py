@@ -19,22 +19,17 @@ from drivetrain.tuner import LRFind, Tuner
 __all__ = ["same_weights_in_each_session"]
 
 
-def test_linear_rates_grow_evenly_from_the_first_to_the_last() -> None:  # L-06
-    options: dict[str, Any] = {"min_lr": 1e-4, "max_lr": 1e-1, "num_training": 4, "early_stop_threshold": None}
-    found = Tuner(quiet()).lr_find(Net(), loader(), mode="linear", **options)
-    assert found.results["lr"] == pytest.approx([1e-4, 0.0334, 0.0667, 1e-1])
-
-
-@pytest.mark.parametrize("window", [1, 2])
-def test_the_losses_are_those_of_a_loop_by_hand(window: int) -> None:  # L-06
+@pytest.mark.parametrize(("window", "mode"), [(1, "linear"), (2, "exponential")])
+def test_rates_and_losses_are_those_of_a_loop_by_hand(window: int, mode: Any) -> None:  # L-06
     module = Net()
     module.net[2] = torch.nn.Identity()
     options: dict[str, Any] = {"min_lr": 1e-3, "max_lr": 1e-1, "num_training": 6, "early_stop_threshold": None}
-    found = Tuner(quiet(accumulate_grad_batches=window)).lr_find(module, loader(24), **options)
+    found = Tuner(quiet(accumulate_grad_batches=window)).lr_find(module, loader(24), mode=mode, **options)
     # Written by hand: the oracle has no search.
     optimizer, average, losses = module.configure_optimizers()[0][0], 0.0, []
     batches = list(loader(24))
-    rates = [1e-3 * 100 ** (step / 5) for step in range(6)]
+    exponential = mode == "exponential"
+    rates = [1e-3 * 100 ** (step / 5) if exponential else 1e-3 + 0.099 * step / 5 for step in range(6)]
     for step, rate in enumerate(rates):
         optimizer.param_groups[0]["lr"] = rate
         optimizer.zero_grad()
@@ -107,12 +102,22 @@ def test_the_rate_is_set_where_the_module_has_it() -> None:  # L-06
     module.rate = 1.0
     found = Tuner(quiet()).lr_find(module, loader(), num_training=15, attr_name="rate")
     assert (module.rate, module.lr) == (found.suggestion(), 0.05)
-
-
-def test_without_a_suggestion_the_rate_is_not_set() -> None:  # L-06
-    module = Net()
     assert Tuner(quiet()).lr_find(module, loader(), num_training=8).suggestion() is None
     assert module.lr == 0.05
+
+
+class Scheduled(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = SGD(self.parameters(), self.lr)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        assert self.trainer.max_epochs > 0  # as OneCycleLR needs it
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+
+
+def test_schedules_are_built_and_not_stepped() -> None:  # L-06
+    options: dict[str, Any] = {"num_training": 15, "max_lr": 0.1, "early_stop_threshold": None}
+    found = Tuner(quiet(max_epochs=2)).lr_find(Scheduled(), loader(), **options)
+    assert len(found.results["lr"]) == 15  # more than an epoch, at whose end nothing was validated
 
 
 class TwoOptimizers(Net):
@@ -195,24 +200,3 @@ def test_a_search_in_which_no_step_is_made_ends() -> None:  # L-06
     found = Tuner(quiet()).lr_find(module, loader(8), num_training=12)
     assert found.results == {"lr": [], "loss": []}
     assert module.lr == 0.05
-
-
-def plateau(module: Net, optimizer: Any) -> Any:
-    return {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), "monitor": "val_loss"}
-
-
-def one_cycle(module: Net, optimizer: Any) -> Any:
-    epochs = module.trainer.max_epochs
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, epochs=epochs, steps_per_epoch=10)
-
-
-@pytest.mark.parametrize("schedule", [plateau, one_cycle])
-def test_schedules_are_built_and_not_stepped(schedule: Any) -> None:  # L-06
-    class Scheduled(Net):
-        def configure_optimizers(self) -> Any:
-            optimizer = SGD(self.parameters(), self.lr)
-            return {"optimizer": optimizer, "lr_scheduler": schedule(self, optimizer)}
-
-    options: dict[str, Any] = {"num_training": 15, "max_lr": 0.1, "early_stop_threshold": None}
-    found = Tuner(quiet(max_epochs=2)).lr_find(Scheduled(), loader(), **options)
-    assert len(found.results["lr"]) == 15  # more than an epoch, at whose end nothing was validated

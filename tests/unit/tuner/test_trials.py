@@ -180,12 +180,6 @@ def test_a_stream_keeps_its_position() -> None:  # L-06
     assert stream.position == 7
 
 
-def test_persistent_workers_are_not_kept() -> None:  # L-06
-    workers = loader(num_workers=1, persistent_workers=True)
-    Tuner(quiet()).lr_find(Net(), workers, num_training=12)
-    assert workers._iterator is None
-
-
 class LateNet(Net):
     """Builds its layers under the strategy."""
 
