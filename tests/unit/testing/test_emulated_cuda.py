@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from emulated_cuda import EmulatedCuda, requires_emulated_cuda
-from worlds import DEVICES, on_emulated_cuda
+from worlds import on_emulated_cuda
 
 pytestmark = requires_emulated_cuda()
 
@@ -91,18 +91,6 @@ def _read_and_then(gpu: EmulatedCuda, operation: str) -> None:
     x.record_stream(side)
 
 
-def _backward_on_a_side_stream(gpu: EmulatedCuda, _: Any) -> None:
-    weight = torch.ones(4, device=DEVICE, requires_grad=True)
-    loss = (weight * 2).sum()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        side.wait_stream(torch.cuda.current_stream())
-        loss.backward()
-        assert weight.grad is not None
-        weight.grad.add_(1)
-    weight.grad.record_stream(side)
-
-
 def _overwrite_pinned_memory(gpu: EmulatedCuda, waits: bool) -> None:
     pinned = torch.ones(4, pin_memory=True)
     pinned.to(DEVICE, non_blocking=True)
@@ -119,7 +107,6 @@ def _overwrite_pinned_memory(gpu: EmulatedCuda, waits: bool) -> None:
         pytest.param(_write_parts, 3, [("write after write", 4)], id="overlapping parts"),
         pytest.param(_read_and_then, "mul", [], id="two reads"),
         pytest.param(_read_and_then, "mul_", [("write after read", 16)], id="a read and a write"),
-        pytest.param(_backward_on_a_side_stream, None, [], id="backward joins the stream of its caller"),
         pytest.param(_overwrite_pinned_memory, True, [], id="the host waits for its copy"),
     ],
 )
@@ -191,22 +178,6 @@ def test_the_host_waits_where_it_needs_a_result(how: str) -> None:
     assert not seen.copies
 
 
-def _synchronize_in_debug_mode(gpu: EmulatedCuda) -> str:
-    x = torch.ones(1, device=DEVICE)
-    torch.cuda.set_sync_debug_mode("error")
-    x.add_(1)
-    with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
-        x.item()
-    torch.cuda.set_sync_debug_mode("warn")
-    with pytest.warns(UserWarning, match="synchronizing CUDA operation"):
-        x.cpu()
-    return str(torch.cuda.get_sync_debug_mode())
-
-
-def test_torchs_debug_mode_finds_host_syncs() -> None:
-    assert on_emulated_cuda(_synchronize_in_debug_mode).returned == "1"
-
-
 COPIES: dict[str, tuple[Callable[[Tensor, Tensor], Any], bool]] = {
     "pinned, asked for": (lambda pinned, x: pinned.to(DEVICE, non_blocking=True), False),
     "a part of pinned memory": (lambda pinned, x: pinned[1:3].to(DEVICE, non_blocking=True), False),
@@ -236,88 +207,3 @@ def test_the_host_waits_for_copies_that_are_not_from_pinned_memory(how: str) -> 
     assert (copy.direction, copy.pinned) == ("to the device", "pinned" in how)
     assert f'"{how}"' in source_line(copy.where)
     assert not seen.host_syncs
-
-
-def _copy_to_pinned_memory(gpu: EmulatedCuda) -> list[bool]:
-    x = torch.ones(4, device=DEVICE)
-    kept = torch.zeros(4, pin_memory=True)
-    kept.copy_(x, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    found = [bool(kept.isnan().all()), event.query(), bool(kept.isnan().all())]
-    return [*found, event.query(), torch.equal(kept, torch.ones(4))]
-
-
-def test_a_copy_to_pinned_memory_arrives_when_the_host_has_waited_for_it() -> None:
-    assert on_emulated_cuda(_copy_to_pinned_memory).returned == [True, False, True, True, True]
-
-
-def _train(device: str, optimizer: str) -> list[Tensor]:
-    torch.manual_seed(1)
-    net = nn.Sequential(nn.Conv1d(2, 8, 3), nn.GELU(), nn.Flatten(), nn.LayerNorm(48), nn.Linear(48, 3)).to(device)
-    stepper = torch.optim.AdamW(net.parameters(), 1e-2, **{optimizer: True})  # type: ignore[arg-type]
-    x, y = torch.randn(5, 2, 8).to(device), torch.tensor([0, 1, 2, 0, 1]).to(device)
-    losses = []
-    # Written by hand: it is torch on two devices that is compared, without a run.
-    for _ in range(3):
-        loss = nn.functional.cross_entropy(net(x), y)
-        stepper.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        stepper.step()
-        losses.append(loss.detach())
-    return [*(value.detach().cpu() for value in net.parameters()), torch.stack(losses).cpu()]
-
-
-def _train_on_both(gpu: EmulatedCuda, optimizer: str) -> bool:
-    there = _train("cuda:1", optimizer)
-    return all(torch.equal(one, other) for one, other in zip(there, _train("cpu", optimizer), strict=True))
-
-
-@pytest.mark.parametrize("optimizer", ["foreach", "fused"])
-def test_training_gives_the_cpus_numbers_bit_for_bit(optimizer: str) -> None:
-    seen = on_emulated_cuda(_train_on_both, optimizer)
-    assert seen.returned
-    assert (seen.races, seen.frees_in_use, seen.host_syncs) == ([], [], [])
-
-
-def _use_two_devices(gpu: EmulatedCuda) -> list[Any]:
-    x, y = torch.ones(2, device="cuda:0"), torch.ones(2, device="cuda:1")
-    with pytest.raises(RuntimeError, match="same device"):
-        x + y
-    with pytest.raises(RuntimeError, match=r"same device.*cpu"):
-        x + torch.ones(2)
-    with pytest.raises(RuntimeError, match="invalid device ordinal"):
-        torch.ones(1, device=f"cuda:{DEVICES}")
-    with torch.cuda.device(1):
-        made = torch.zeros(1, device="cuda").device
-    side = torch.cuda.Stream(1)
-    with side:
-        inside = torch.cuda.current_device(), torch.cuda.current_stream() == side
-        y.add_(1)
-    crossed = x.to("cuda:1") + 1
-    return [made, inside, torch.cuda.current_device(), torch.cuda.device_count(), crossed.device]
-
-
-def test_devices_are_separate() -> None:
-    seen = on_emulated_cuda(_use_two_devices)
-    assert seen.returned == [torch.device("cuda:1"), (1, True), 0, DEVICES, torch.device("cuda:1")]
-    # `y` was made on device 1's default stream, and the other stream did not wait for that.
-    assert [race.earlier.name for race in seen.races] == ["fill_"]
-
-
-def _draw(gpu: EmulatedCuda) -> list[bool]:
-    torch.manual_seed(3)
-    host, first = torch.rand(4), torch.rand(4, device="cuda:1").cpu()
-    torch.cuda.manual_seed_all(3)
-    state, before = torch.cuda.get_rng_state(1), torch.get_rng_state()
-    again, further = torch.rand(4, device="cuda:1").cpu(), torch.rand(4, device="cuda:1").cpu()
-    torch.cuda.set_rng_state(state, 1)
-    restored = torch.rand(4, device="cuda:1").cpu()
-    nn.functional.dropout(torch.ones(64, device=DEVICE), 0.5)
-    repeats = [torch.equal(first, again), torch.equal(restored, again), torch.equal(before, torch.get_rng_state())]
-    return [*repeats, not torch.equal(first, host), not torch.equal(further, again)]
-
-
-def test_each_device_draws_from_its_own_generator() -> None:
-    assert on_emulated_cuda(_draw).returned == [True] * 5

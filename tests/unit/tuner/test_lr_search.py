@@ -110,7 +110,7 @@ class Scheduled(Net):
     def configure_optimizers(self) -> Any:
         optimizer = SGD(self.parameters(), self.lr)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        assert self.trainer.max_epochs > 0  # as OneCycleLR needs it
+        assert self.trainer.max_epochs  # as OneCycleLR needs it
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
 
 
