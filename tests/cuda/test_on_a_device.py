@@ -91,15 +91,6 @@ def test_a_resumed_run_with_dropout_is_bit_for_bit_equal(tmp_path: Path) -> None
     assert torch.equal(weights(resumed), weights(whole))
 
 
-def test_a_checkpoint_of_the_device_resumes_on_the_cpu(tmp_path: Path) -> None:
-    # O-05
-    path = checkpoint_after_four_steps(tmp_path, Net())
-    on_cpu, on_device = Net(), Net()
-    trained(on_cpu, accelerator="cpu", ckpt_path=path)
-    trained(on_device)
-    torch.testing.assert_close(weights(on_cpu), weights(on_device), atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize("profiler", [None, "simple"])
 def test_no_step_waits_for_the_device(tmp_path: Path, profiler: str | None) -> None:
     # O-05, O-04: torch raises an error if one does

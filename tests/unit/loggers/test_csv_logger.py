@@ -5,11 +5,11 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
 import pytest
-import torch
 from logged_steps import log_steps, read_table
 
 from drivetrain.errors import ConfigurationError
@@ -102,7 +102,8 @@ NAMES = ["a,b", 'say "loss"', "two\nlines", "carriage\rreturn", "both\r\n", " sp
 @pytest.mark.parametrize("where", ["local", "memory"])
 def test_names_and_values_are_read_back_unchanged(tmp_path: Path, where: str) -> None:
     root = str(tmp_path) if where == "local" else f"memory://{tmp_path.name}"
-    values = [math.inf, -math.inf, 5e-324, 1e308, -0.0, 1 / 3, 2**70, True, math.nan]
+    third: Any = np.float64(1 / 3)  # a number of another package, as are tensors
+    values = [math.inf, -math.inf, 5e-324, 1e308, -0.0, third, 2**70, True, math.nan]
     for step in range(2):  # the second object reads what the first has written
         logger = CSVLogger(root, version=0)
         logger.log_metrics(dict(zip(NAMES, values, strict=True)), step)
@@ -114,13 +115,6 @@ def test_names_and_values_are_read_back_unchanged(tmp_path: Path, where: str) ->
     for row in rows[:2]:
         assert [float(row[name]) for name in NAMES[:-1]] == values[:-1]
         assert (row["'"], row["step.1"], row["carriage\rreturn"]) == ("1", "nan", "1e+308")
-
-
-def test_numbers_of_other_packages_are_written_as_numbers(tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path)
-    logger.log_metrics({"a": np.float64(0.1), "b": np.float32(0.5), "c": torch.tensor(2.0)}, 1)  # type: ignore[dict-item]
-    logger.save()
-    assert read_table(logger.log_dir) == ["step,a,b,c", "1,0.1,0.5,2.0"]
 
 
 @pytest.mark.parametrize(

@@ -39,21 +39,6 @@ def test_pending_rows_are_removed(root: str, write_first: bool) -> None:
     assert read_table(logger.log_dir) == ["step,loss", "1,0.5", "2,1.0"]
 
 
-def test_repeated_rewinds_by_several_objects(root: str) -> None:
-    # J-13
-    log_steps(CSVLogger(root, version=0), *range(1, 9)).save()
-    for step in (6, 4, 4, 2):
-        logger = CSVLogger(root, version=0)
-        logger.rewind(step + 1)
-        logger.rewind(step)
-        log_steps(logger, *range(step + 1, 9)).finalize("failed")
-        assert read_table(logger.log_dir) == ["step,loss", *(f"{at},{at / 2}" for at in range(1, 9))]
-        logger.rewind(step)
-        log_steps(logger, step + 1).save()
-        assert read_table(logger.log_dir) == ["step,loss", *(f"{at},{at / 2}" for at in range(1, step + 2))]
-        log_steps(logger, *range(step + 2, 9)).save()
-
-
 @pytest.mark.parametrize(("step", "kept"), [(0, ["0,0.0"]), (-1, [])])
 def test_a_rewind_to_the_beginning(root: str, step: int, kept: list[str]) -> None:
     # J-13
@@ -63,14 +48,6 @@ def test_a_rewind_to_the_beginning(root: str, step: int, kept: list[str]) -> Non
     assert read_table(again.log_dir)[1:] == kept
     log_steps(again, 1).save()
     assert read_table(again.log_dir) == ["step,loss", *kept, "1,0.5"]
-
-
-def test_a_file_without_later_rows_is_not_written(tmp_path: Path) -> None:
-    log_steps(CSVLogger(tmp_path, name="", version="v"), 1).save()
-    before = (tmp_path / "v" / "metrics.csv").stat()
-    CSVLogger(tmp_path, name="", version="v").rewind(1)
-    after = (tmp_path / "v" / "metrics.csv").stat()
-    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
 def test_rows_without_a_step_are_kept_and_those_of_a_spreadsheet_are_read(tmp_path: Path) -> None:

@@ -149,13 +149,12 @@ def test_another_folder_is_another_run(root: Path) -> None:
     ids = []
     for version in ("version_0", "version_1"):
         logger.adopt(version)
-        log_steps(logger, 1)
+        log_steps(logger, 1).finalize("success")
         ids.append(logger.run_id)
-        logger.finalize("success")
     assert ids[0] != ids[1]
-    named = MLFlowLogger(save_dir=root, run_id=ids[0])
-    assert named.run_id == ids[0]
-    named.finalize("success")
+    chosen = log_steps(MLFlowLogger(save_dir=root, run_id=ids[0]), 2)
+    assert chosen.run_id == ids[0]
+    chosen.finalize("success")
 
 
 def test_a_store_that_refuses_does_not_end_a_run(root: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -67,21 +67,6 @@ def test_a_killed_run_that_resumes_shows_each_step_once(logger: TensorBoardLogge
     logger.finalize("failed")
 
 
-def test_repeated_rewinds_by_several_objects(tmp_path: Path) -> None:
-    # J-13
-    expected: dict[int, float] = {}
-    for number, step in enumerate((-1, 5, 3)):
-        logger = TensorBoardLogger(tmp_path, version=0)
-        for rewound in (step + 2, step, step + 1):  # nothing comes between them: the lowest holds
-            logger.rewind(rewound)
-        logged = {at: number + at / 8 for at in range(step + 1, 9)}
-        for at, value in logged.items():
-            logger.log_metrics({"loss": value}, at)
-        logger.finalize("failed")
-        expected = {at: value for at, value in expected.items() if at <= step} | logged
-        assert scalars(logger.log_dir) == sorted(expected.items())
-
-
 def test_an_open_writer_is_closed_before_the_rewind(tmp_path: Path) -> None:
     # J-13
     logger = TensorBoardLogger(tmp_path, version=0, flush_secs=600)

@@ -211,19 +211,6 @@ def test_an_optimizer_may_step_several_times_before_the_update(
     assert precision.state_dict()["_growth_tracker"] == 1
 
 
-def test_gradients_that_a_backward_does_not_reach_stay_unscaled() -> None:
-    # B-15, I-02: as with toggled optimizers; clipping over both reads them unchanged
-    module, precision = TwoLayers(), precision_for("cpu")
-    left, right = adam(module.left), adam(module.right)
-    backward(precision, module, right=0.0)
-    precision.unscale(left)
-    before = gradients(module.left)
-    module.left.requires_grad_(False)
-    backward(precision, module)
-    precision.clip_gradients([left, right], 1e6)
-    torch.testing.assert_close(gradients(module.left), before, rtol=0, atol=0)
-
-
 def test_a_step_without_gradients_is_made() -> None:
     module, precision = TwoLayers(), precision_for("cpu")
     optimizer = adam(module)
