@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain import Callback, Fit, TrainModule
-from drivetrain.errors import ConfigurationError
 from drivetrain.precision import MixedPrecision
 from drivetrain.testing import requires_cuda
 
@@ -257,22 +256,3 @@ def test_a_checkpoint_of_another_precision_is_accepted(saved: dict[str, Any], sc
     without_scale = MixedPrecision("bf16-mixed", "cpu")
     without_scale.load_state_dict(state)
     assert without_scale.state_dict() == {}
-
-
-@pytest.mark.parametrize("name", ["16-mixed", "bf16-mixed"])
-def test_closures_are_refused_with_fp16_only(name: str) -> None:
-    module, precision = TwoLayers(), MixedPrecision(name, "cpu")
-    optimizer, before = torch.optim.LBFGS(module.parameters(), max_iter=2), module(X).item()
-
-    def closure() -> Tensor:
-        module.zero_grad()
-        loss: Tensor = module(X)
-        precision.backward(loss)
-        return loss
-
-    if name == "16-mixed":
-        with pytest.raises(ConfigurationError, match="LBFGS steps with a closure"):
-            precision.step(optimizer, closure)
-        return
-    assert precision.step(optimizer, closure) is True
-    assert module(X).item() < before
