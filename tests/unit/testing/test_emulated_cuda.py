@@ -1,4 +1,4 @@
-"""O-01: the emulated CUDA reports what a real device may reorder, and computes the host's results."""
+"""O-01: the emulated CUDA reports what a real device may reorder, and where the host waits."""
 
 from __future__ import annotations
 
