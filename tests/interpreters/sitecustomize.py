@@ -1,8 +1,7 @@
 """Python imports this at start-up in every process that a test starts, through the PYTHONPATH of tests/conftest.py.
 
-Such processes import torch, train for a few steps, and exit: 3.0 s of processor time, two thirds of it for work that
-none of them needs. Garbage collection examines the hundred thousand permanent objects of torch's import, and does so
-again at exit; and an optimizer's first step imports torch's compiler, which is as large as torch itself.
+It saves two thirds of their time: garbage collection of the permanent objects of torch's import, and the import of
+torch's compiler, which is as large as torch itself, by an optimizer's first step.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ atexit.register(gc.freeze)
 
 _COMPILER = "torch._dynamo"
 
-# Calls by which eager code of torch configures or queries its compiler, with the default answers. The compiler gets the
-# configuration once it is imported.
+# Calls by which eager code configures or queries the compiler, which gets the configuration once it is imported.
 _MESSAGES = {
     "graph_break",
     "trace_rules.LEGACY_MOD_INLINELIST.add",

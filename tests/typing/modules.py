@@ -1,6 +1,4 @@
-"""Code that users with a type checker write, in every supported form of a step. `make types` checks this file
-strictly.
-"""
+"""Code that users with a type checker write. `make types` checks this file strictly."""
 
 from __future__ import annotations
 
@@ -17,8 +15,6 @@ Pair = tuple[Tensor, Tensor]
 
 
 class WithIndices(TrainModule):
-    """Steps with all parameters that they may take."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Linear(4, 1)
@@ -44,8 +40,6 @@ class WithIndices(TrainModule):
 
 
 class WithoutIndices(TrainModule):
-    """Steps with only the batch, under any name."""
-
     def training_step(self, texts: Tensor) -> dict[str, Tensor]:
         return {"loss": texts.mean()}
 
@@ -58,8 +52,6 @@ class WithoutIndices(TrainModule):
 
 
 class Watch(Callback):
-    """Hooks with the types of the base class."""
-
     def on_train_batch_end(
         self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
@@ -74,8 +66,6 @@ class Watch(Callback):
 
 
 class WatchWithIndices(Callback):
-    """Hooks for modules of one class."""
-
     def on_train_start(self, trainer: RunContext, module: WithIndices) -> None:
         assert module.net.in_features == 4
 
@@ -83,8 +73,6 @@ class WatchWithIndices(Callback):
 
 
 class Numbers(DataModule):
-    """Loaders of any element type."""
-
     def __init__(self, data: TensorDataset) -> None:
         super().__init__()
         self.data = data

@@ -12,30 +12,28 @@ from torch import nn
 from drivetrain._metrics import MetricStore  # private: resumes on fewer ranks, without starting ranks
 from drivetrain.errors import CheckpointError, ConfigurationError
 
-CPU = torch.device("cpu")
 
-
-class Module(nn.Module):
+class Metrics(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.accuracy = torchmetrics.classification.BinaryAccuracy()
         self.seen = torchmetrics.CatMetric()
 
 
-def entered(module: Module) -> MetricStore:
+def store_in_epoch(module: nn.Module, *states: Any) -> MetricStore:
+    """Return a store in a training epoch, which continues that of ``states`` if there are any."""
     store = MetricStore(module)
-    store.enter("train")
+    if states:
+        store.load_state_dict(list(states), torch.device("cpu"))
+    store.enter("train", reset=not states)
     return store
 
 
-def log(store: MetricStore, name: str, value: Any, reduce_fx: Any = "mean", **options: Any) -> None:
-    named = {"on_step": True, "on_epoch": True, "sync_dist": None, **options}
-    store.record(
-        name, value, named["on_step"], named["on_epoch"], True, True, reduce_fx, None, named["sync_dist"], True, None
-    )
+def log(store: MetricStore, name: str, value: Any, reduce_fx: Any = "mean", on_step: bool = True) -> None:
+    store.record(name, value, on_step, True, True, True, reduce_fx, None, None, True, None)
 
 
-def step(store: MetricStore, module: Module, number: int) -> None:
+def log_step(store: MetricStore, module: Metrics, number: int) -> None:
     store.batch, store.samples, store.had_data = (torch.zeros(number + 1),), number + 1, True
     log(store, "loss", torch.tensor(float(number)))
     log(store, "largest", float(-number), "max")
@@ -48,12 +46,11 @@ def step(store: MetricStore, module: Module, number: int) -> None:
 
 
 def test_a_key_keeps_its_reduction_after_a_resume() -> None:
-    module = Module()
-    store, resumed = entered(module), MetricStore(module)
+    module = Metrics()
+    store = store_in_epoch(module)
     store.batch = (torch.zeros(1),)
     log(store, "largest", 2.0, torch.max)
-    resumed.load_state_dict([store.state_dict()], CPU)
-    resumed.enter("train", reset=False)
+    resumed = store_in_epoch(module, store.state_dict())
     resumed.batch = (torch.zeros(1),)
     log(resumed, "largest", 1.0, torch.max)
     with pytest.raises(ConfigurationError, match=r"reduce_fx from .* to 'sum'"):
@@ -62,69 +59,56 @@ def test_a_key_keeps_its_reduction_after_a_resume() -> None:
 
 
 @pytest.mark.parametrize("ranks", [[range(3)], [range(2), range(2, 4)]], ids=["one", "two"])
-def test_an_epoch_goes_on_in_place_of_several_ranks(ranks: list[range]) -> None:
-    # F-02, F-16: a resume on as many ranks, and on fewer
-    whole = Module()
-    undisturbed = entered(whole)
+def test_an_epoch_of_several_ranks_continues_on_one(ranks: list[range]) -> None:
+    # F-02, F-16
+    whole = Metrics()
+    undisturbed = store_in_epoch(whole)
     for number in range(5):
-        step(undisturbed, whole, number)
+        log_step(undisturbed, whole, number)
     states = []
     for numbers in ranks:
-        module = Module()
-        store = entered(module)
+        module = Metrics()
+        store = store_in_epoch(module)
         for number in numbers:
-            step(store, module, number)
+            log_step(store, module, number)
         states.append(store.state_dict())
-    second = Module()
-    resumed = MetricStore(second)
-    resumed.load_state_dict(states, CPU)
-    resumed.enter("train", reset=False)
+    module = Metrics()
+    resumed = store_in_epoch(module, *states)
     for number in range(ranks[-1].stop, 5):
-        step(resumed, second, number)
+        log_step(resumed, module, number)
     assert resumed.callback_metrics() == undisturbed.callback_metrics()
     assert resumed.had_data
     expected = undisturbed.reduce_epoch(together=False)
     assert resumed.reduce_epoch(together=False) == expected
     assert set(expected) == {"loss_epoch", "largest_epoch", "tokens_epoch", "accuracy", "once"}
-    assert torch.equal(second.seen.compute(), torch.arange(5.0))
+    assert torch.equal(module.seen.compute(), torch.arange(5.0))
 
 
-def _pairs(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(rank)
-    first = torch.randn(7 + rank, generator=generator) + 3 * rank
-    return first, first * (-1) ** rank + torch.randn(7 + rank, generator=generator)
-
-
-class Correlating(nn.Module):
-    def __init__(self, kind: Any) -> None:
-        super().__init__()
-        self.metric = kind()
-
-
-def _resumed(kind: Any, updates: list[Any]) -> Correlating:
-    """Return a module that replaces as many ranks as there are ``updates``; a rank with None had no data."""
+def resumed_metric(kind: Any, updates: list[Any]) -> Any:
+    """Return a metric that replaces those of as many ranks as there are ``updates``; None is a rank without data."""
     states = []
     for update in updates:
-        module = Correlating(kind)
+        module: Any = nn.ModuleDict({"metric": kind()})
         if update is not None:
-            module.metric.update(*update)
+            module["metric"].update(*update)
         states.append(MetricStore(module).state_dict())
-    resumed = Correlating(kind)
-    MetricStore(resumed).load_state_dict(states, CPU)
-    return resumed
+    resumed = nn.ModuleDict({"metric": kind()})
+    MetricStore(resumed).load_state_dict(states, torch.device("cpu"))
+    return resumed["metric"]
 
 
-@pytest.mark.parametrize("at", [0, 1, 2])
-def test_a_state_of_one_rank_alone_needs_no_merge(at: int) -> None:
-    # I-16
-    assert _resumed(torchmetrics.PearsonCorrCoef, [None, None]).metric.update_count == 0  # between epochs
-    resumed = _resumed(torchmetrics.PearsonCorrCoef, [_pairs(0) if rank == at else None for rank in range(3)])
-    resumed.metric.update(*_pairs(1))
-    expected = torch.corrcoef(torch.stack([torch.cat([_pairs(0)[side], _pairs(1)[side]]) for side in (0, 1)]))[0, 1]
-    assert float(resumed.metric.compute()) == pytest.approx(float(expected), abs=1e-6)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_state_of_the_only_rank_with_data_needs_no_merge(rank: int) -> None:
+    # I-16: Pearson's states cannot be summed up
+    first, second = torch.randn(2, 2, 7, generator=torch.Generator().manual_seed(0))
+    metric = resumed_metric(torchmetrics.PearsonCorrCoef, [tuple(first) if at == rank else None for at in range(3)])
+    metric.update(*second)
+    expected = torch.corrcoef(torch.cat([first, second], 1))[0, 1]
+    assert float(metric.compute()) == pytest.approx(float(expected), abs=1e-6)
+    assert resumed_metric(torchmetrics.PearsonCorrCoef, [None, None]).update_count == 0
 
 
-class Reducing(torchmetrics.Metric):
+class ReductionMetric(torchmetrics.Metric):
     """Has one state for each way in which torchmetrics reduces over ranks."""
 
     sum: torch.Tensor
@@ -152,9 +136,9 @@ class Reducing(torchmetrics.Metric):
         return self.sum
 
 
-def test_every_other_state_is_merged_as_compute_would() -> None:
-    # I-16: by all ranks at once; the mean of a mean and a third is another number
-    metric = _resumed(Reducing, [(1.0,), (2.0,), (6.0,)]).metric
+def test_every_state_is_merged_by_its_reduction() -> None:
+    # I-16: of all ranks at once; the mean of a mean and a third is another number
+    metric = resumed_metric(ReductionMetric, [(1.0,), (2.0,), (6.0,)])
     assert [float(getattr(metric, name)) for name in ("sum", "mean", "max", "min", "spread")] == [9, 3, 6, 1, 5]
     assert metric.cat.tolist() == [1.0] + [2.0] * 2 + [6.0] * 6
     assert [float(part) for part in metric.list] == [float(part) for part in metric.apart] == [1, 2, 6]
@@ -166,7 +150,7 @@ class FailsToMerge(torchmetrics.SumMetric):
         raise KeyError("half")
 
 
-class Growing(torchmetrics.SumMetric):
+class ChangesShape(torchmetrics.SumMetric):
     """Has a state of as many numbers as its last update, which cannot be summed up."""
 
     def __init__(self) -> None:
@@ -180,9 +164,12 @@ class Growing(torchmetrics.SumMetric):
 
 @pytest.mark.parametrize(
     ("kind", "named"),
-    [(FailsToMerge, r"FailsToMerge 'metric'(?s:.)*KeyError: 'half'"), (Growing, r"Growing 'metric'(?s:.)*wide")],
+    [
+        (FailsToMerge, r"FailsToMerge 'metric'(?s:.)*KeyError: 'half'"),
+        (ChangesShape, r"ChangesShape 'metric'(?s:.)*wide"),
+    ],
 )
-def test_a_merge_that_fails_is_named(kind: Any, named: str) -> None:
+def test_a_metric_that_cannot_be_merged_is_named(kind: Any, named: str) -> None:
     # I-16
     with pytest.raises(CheckpointError, match=named):
-        _resumed(kind, [(torch.ones(1),), (torch.ones(2),)])
+        resumed_metric(kind, [(torch.ones(1),), (torch.ones(2),)])

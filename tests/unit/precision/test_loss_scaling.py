@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain import Callback, Fit, TrainModule
-from drivetrain.errors import ConfigurationError
 from drivetrain.precision import MixedPrecision
 from drivetrain.testing import requires_cuda
 
@@ -19,7 +18,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, requires_cuda()]
 X = torch.arange(12.0).reshape(4, 3) / 12
 
 
-class Two(nn.Module):
+class TwoLayers(nn.Module):
     """Two independent linear layers, each with its own optimizer."""
 
     def __init__(self) -> None:
@@ -40,14 +39,17 @@ def adam(module: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=1e-2, **options)
 
 
-def gradients(precision: MixedPrecision, module: Two, device: str, **factors: float) -> None:
-    module.zero_grad()
+def backward(precision: MixedPrecision, module: TwoLayers, device: str = "cpu", **factors: float) -> None:
     with precision.forward_context():
         loss = module(X.to(device), **factors)
     precision.backward(loss)
 
 
-def snapshot(module: nn.Module, *optimizers: torch.optim.Optimizer) -> list[Tensor]:
+def gradients(module: nn.Module) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
+
+
+def weights_and_states(module: nn.Module, *optimizers: torch.optim.Optimizer) -> list[Tensor]:
     states = [v for o in optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
     return [t.detach().clone() for t in (*module.parameters(), *states)]
 
@@ -60,36 +62,36 @@ def step_all(precision: MixedPrecision, optimizers: list[torch.optim.Optimizer])
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("options", "bad"), [({}, float("inf")), ({"foreach": True}, float("nan")), ({"fused": True}, float("inf"))]
+    ("options", "factor"), [({}, float("inf")), ({"foreach": True}, float("nan")), ({"fused": True}, float("inf"))]
 )
 def test_an_overflow_skips_every_step_and_halves_the_scale_once(
-    device: str, options: dict[str, Any], bad: float
+    device: str, options: dict[str, Any], factor: float
 ) -> None:
     # B-06 (one process), B-15: clipping over all optimizers makes the others' gradients zero or NaN
-    module = Two().to(device)
+    module, precision = TwoLayers().to(device), precision_for(device)
     optimizers = [adam(module.left, **options), adam(module.right, **options)]
-    precision = precision_for(device)
-    gradients(precision, module, device)
+    backward(precision, module, device)
     assert step_all(precision, optimizers) == [True, True]
-    before = snapshot(module, *optimizers)
-    gradients(precision, module, device, left=bad)
+    before = weights_and_states(module, *optimizers)
+    module.zero_grad()
+    backward(precision, module, device, left=factor)
     for optimizer in optimizers:
         precision.unscale(optimizer)
     precision.clip_gradients(optimizers, 0.1)
     assert step_all(precision, optimizers) == [False, False]
-    torch.testing.assert_close(snapshot(module, *optimizers), before, rtol=0, atol=0)
-    assert precision.state_dict()["scale"] == 512.0
-    gradients(precision, module, device)
+    torch.testing.assert_close(weights_and_states(module, *optimizers), before, rtol=0, atol=0)
+    module.zero_grad()
+    backward(precision, module, device)
     assert step_all(precision, optimizers) == [True, True]
     assert precision.state_dict()["scale"] == 512.0
-    assert any(not torch.equal(*pair) for pair in zip(snapshot(module, *optimizers), before, strict=True))
+    assert any(not torch.equal(*pair) for pair in zip(weights_and_states(module, *optimizers), before, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("unscaled_by", ["engine", "clipping", "step"])
-def test_no_optimizer_ever_sees_scaled_gradients(device: str, unscaled_by: str) -> None:
+def test_an_optimizer_steps_with_unscaled_gradients(device: str, unscaled_by: str) -> None:
     # B-15
-    module = Two().to(device)
+    module, precision = TwoLayers().to(device), precision_for(device)
     optimizers = [adam(module.left), torch.optim.SGD(module.right.parameters(), lr=0.1)]
     seen: list[Tensor] = []
     for optimizer in optimizers:
@@ -97,9 +99,9 @@ def test_no_optimizer_ever_sees_scaled_gradients(device: str, unscaled_by: str) 
             lambda o, *_: seen.extend(p.grad.clone() for g in o.param_groups for p in g["params"])
         )
     module(X.to(device)).backward()
-    expected = [p.grad.clone() for p in module.parameters() if p.grad is not None]
-    precision = precision_for(device)
-    gradients(precision, module, device)
+    expected = gradients(module)
+    module.zero_grad()
+    backward(precision, module, device)
     if unscaled_by == "engine":
         for optimizer in optimizers:
             precision.unscale(optimizer)
@@ -107,14 +109,11 @@ def test_no_optimizer_ever_sees_scaled_gradients(device: str, unscaled_by: str) 
     elif unscaled_by == "clipping":
         norm = precision.clip_gradients(optimizers, 1e6)
         torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(expected), rtol=5e-3, atol=1e-3)
-    assert [precision.step(optimizer) for optimizer in optimizers] == [True, True]
-    precision.update()
-    assert len(seen) == 4
-    for actual, wanted in zip(seen, expected, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=5e-3, atol=1e-3)
+    assert step_all(precision, optimizers) == [True, True]
+    torch.testing.assert_close(seen, expected, rtol=5e-3, atol=1e-3)
 
 
-class Operations(TorchDispatchMode):
+class OperationNames(TorchDispatchMode):
     """Records the names of operations."""
 
     def __init__(self) -> None:
@@ -125,17 +124,15 @@ class Operations(TorchDispatchMode):
         self.names.append(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
 
-    def waits(self) -> int:
+    def host_waits(self) -> int:
         """Return how often the host waited for the device, to read a tensor's value."""
         return len([name for name in self.names if name in ("_local_scalar_dense", "is_nonzero")])
 
 
-class Scaled(TrainModule):
-    """Clips by norm under fp16, or as configured."""
-
+class ScaledModule(TrainModule):
     def __init__(self) -> None:
         super().__init__()
-        self.net = Two()
+        self.net = TwoLayers()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.net(batch)
@@ -147,121 +144,93 @@ class Scaled(TrainModule):
 class GradientNorms(Callback):
     """Reads the gradients before they are clipped."""
 
-    def __init__(self) -> None:
-        self.norms: list[float] = []
+    norm = 0.0
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: torch.optim.Optimizer) -> None:
-        self.norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])))
+        self.norm = float(torch.nn.utils.get_total_norm(gradients(module)))
 
 
 def test_a_run_unscales_and_clips_in_one_pass_unless_a_callback_reads_between() -> None:
     # B-05, B-15: with the same gradients and norm, bit for bit
     found = []
-    each: tuple[list[Any], ...] = ([], [GradientNorms()])
-    for callbacks in each:
-        torch.manual_seed(0)
-        module = Scaled()
-        fit = Fit(
-            accelerator="cpu", precision="16-mixed", gradient_clip_val=0.1, max_steps=2, callbacks=callbacks,
-            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
-        with Operations() as operations:
+    for callback in (None, GradientNorms()):
+        module = ScaledModule()
+        options = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+        quiet: dict[str, Any] = dict.fromkeys(options, False)
+        settings: dict[str, Any] = {"precision": "16-mixed", "gradient_clip_val": 0.1, "max_steps": 2}
+        fit = Fit(accelerator="cpu", callbacks=callback, **quiet, **settings)
+        with OperationNames() as operations:
             fit.fit(module, [X, X])
-        assert ("_amp_foreach_non_finite_check_and_unscale_" in operations.names) == bool(callbacks)
+        assert ("_amp_foreach_non_finite_check_and_unscale_" in operations.names) == (callback is not None)
         found.append([fit.gradient_norm, *module.parameters()])
-        if callbacks:
-            assert callbacks[0].norms[-1] == pytest.approx(found[-1][0].item(), rel=1e-6)  # type: ignore[union-attr]
-    for together, one_by_one in zip(*found, strict=True):
-        torch.testing.assert_close(together, one_by_one, rtol=0, atol=0)
+        if callback is not None:
+            assert callback.norm == pytest.approx(float(found[-1][0]), rel=1e-6)  # type: ignore[arg-type]
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_the_host_waits_once_a_step() -> None:
     # B-15, H-01: one synchronization per step, however many optimizers there are
-    module = Two()
+    module, precision = TwoLayers(), precision_for("cpu")
     optimizers = [adam(module.left), adam(module.right)]
-    precision = precision_for("cpu")
     for optimizer in optimizers:  # AdamW reads its own step counts on the CPU
         optimizer.step = lambda closure=None: None  # type: ignore[assignment]
-    with Operations() as operations:
-        gradients(precision, module, "cpu")
+    with OperationNames() as operations:
+        backward(precision, module)
         for optimizer in optimizers:
             precision.unscale(optimizer)
         precision.clip_gradients(optimizers, 0.1)
-        assert operations.waits() == 0
-        for optimizer in optimizers:
-            precision.step(optimizer)
-        precision.update()
-    assert operations.waits() == 1
+        assert operations.host_waits() == 0
+        step_all(precision, optimizers)
+    assert operations.host_waits() == 1
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("clip", [None, 1e6])
-@pytest.mark.parametrize("added", [False, True])
-def test_an_optimizer_may_step_several_times_before_the_update(device: str, clip: float | None, added: bool) -> None:
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_an_optimizer_may_step_several_times_before_the_update(
+    device: str, clip: float | None, accumulates: bool
+) -> None:
     # B-15, I-02: gradients of each backward pass are unscaled once, and so are those that they are added to
-    module = Two().to(device)
+    module, precision = TwoLayers().to(device), precision_for(device)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
     module(X.to(device)).backward()
-    expected = torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
-    precision = precision_for(device)
+    expected = torch.nn.utils.get_total_norm(gradients(module))
     module.zero_grad()
     for number in range(1, 4):
-        if not added:
+        if not accumulates:
             module.zero_grad()
-        with precision.forward_context():
-            loss = module(X.to(device))
-        precision.backward(loss)
-        if clip is not None:
-            precision.clip_gradients([optimizer], clip)
-            precision.clip_gradients([optimizer], clip)
-        assert precision.step(optimizer) is True
-        assert precision.step(optimizer) is True
-        norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
-        torch.testing.assert_close(norm, expected * (number if added else 1), rtol=5e-3, atol=1e-3)
+        backward(precision, module, device)
+        for _ in range(2):
+            if clip is not None:
+                precision.clip_gradients([optimizer], clip)
+            assert precision.step(optimizer) is True
+        norm = torch.nn.utils.get_total_norm(gradients(module))
+        torch.testing.assert_close(norm, expected * (number if accumulates else 1), rtol=5e-3, atol=1e-3)
     precision.update()
     assert precision.state_dict()["_growth_tracker"] == 1
 
 
-def test_gradients_that_no_backward_can_reach_stay_unscaled() -> None:
-    # B-15, I-02: as with toggled optimizers; clipping over both reads them unchanged
-    module = Two()
-    left, right = adam(module.left), adam(module.right)
-    precision = precision_for("cpu")
-    gradients(precision, module, "cpu", right=0.0)
-    precision.unscale(left)
-    before = [p.grad.clone() for p in module.left.parameters() if p.grad is not None]
-    module.left.requires_grad_(False)
-    with precision.forward_context():
-        loss = module(X)
-    precision.backward(loss)
-    precision.clip_gradients([left, right], 1e6)
-    torch.testing.assert_close([p.grad for p in module.left.parameters()], before, rtol=0, atol=0)
-
-
-def test_a_step_without_any_gradient_is_made() -> None:
-    module = Two()
+def test_a_step_without_gradients_is_made() -> None:
+    module, precision = TwoLayers(), precision_for("cpu")
     optimizer = adam(module)
-    precision = precision_for("cpu")
     precision.unscale(optimizer)  # before the first loss there is no scale yet
     assert step_all(precision, [optimizer]) == [True]
-    gradients(precision, module, "cpu")
+    backward(precision, module)
     module.zero_grad()
     assert step_all(precision, [optimizer]) == [True]
     assert precision.state_dict()["scale"] == 1024.0
-    gradients(precision, module, "cpu")
-    assert step_all(precision, [optimizer]) == [True]
 
 
-def test_the_scale_survives_a_checkpoint() -> None:
+def test_the_scale_is_restored_from_a_checkpoint() -> None:
     # F-12: through JSON, and the resumed run equals the undisturbed one
-    module = Two()
+    module = TwoLayers()
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
 
     def train(precision: MixedPrecision, steps: int) -> dict[str, Any]:
         for _ in range(steps):
-            gradients(precision, module, "cpu")
-            precision.step(optimizer)
-            precision.update()
+            module.zero_grad()
+            backward(precision, module)
+            step_all(precision, [optimizer])
         return precision.state_dict()
 
     first, second = precision_for("cpu", growth_interval=3), MixedPrecision("16-mixed", "cpu")
@@ -273,33 +242,17 @@ def test_the_scale_survives_a_checkpoint() -> None:
     assert second.state_dict()["scale"] == 4096.0
 
 
-def test_a_checkpoint_of_another_precision_is_taken() -> None:
-    # F-12: the scale keeps its initial value
-    fresh = MixedPrecision("16-mixed", "cpu")
-    fresh.load_state_dict({})
-    assert fresh.state_dict()["scale"] == 65536.0
-    fresh.load_state_dict({"scale": 1024.0, "_growth_tracker": 7})  # as a run under ZeRO writes it
-    state = fresh.state_dict()
-    assert (state["scale"], state["_growth_tracker"], state["growth_interval"]) == (1024.0, 7, 2000)
-    bf16 = MixedPrecision("bf16-mixed", "cpu")
-    bf16.load_state_dict(fresh.state_dict())
-    assert bf16.state_dict() == {}
-
-
-@pytest.mark.parametrize("name", ["16-mixed", "bf16-mixed"])
-def test_closures_are_refused_with_fp16_only(name: str) -> None:
-    module, precision = Two(), MixedPrecision(name, "cpu")
-    optimizer, before = torch.optim.LBFGS(module.parameters(), max_iter=2), module(X).item()
-
-    def closure() -> Tensor:
-        module.zero_grad()
-        loss: Tensor = module(X)
-        precision.backward(loss)
-        return loss
-
-    if name == "16-mixed":
-        with pytest.raises(ConfigurationError, match="LBFGS steps with a closure"):
-            precision.step(optimizer, closure)
-        return
-    assert precision.step(optimizer, closure) is True
-    assert module(X).item() < before
+@pytest.mark.parametrize(
+    ("saved", "scale", "steps"),
+    [({}, 65536.0, 0), ({"scale": 1024.0, "_growth_tracker": 7}, 1024.0, 7)],
+    ids=["another precision", "ZeRO"],
+)
+def test_a_checkpoint_of_another_precision_is_accepted(saved: dict[str, Any], scale: float, steps: int) -> None:
+    # F-12
+    precision = MixedPrecision("16-mixed", "cpu")
+    precision.load_state_dict(saved)
+    state = precision.state_dict()
+    assert (state["scale"], state["_growth_tracker"], state["growth_interval"]) == (scale, steps, 2000)
+    without_scale = MixedPrecision("bf16-mixed", "cpu")
+    without_scale.load_state_dict(state)
+    assert without_scale.state_dict() == {}

@@ -6,42 +6,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from drivetrain import Fit, TrainModule
-
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-    "num_sanity_val_steps": 0,
-    "max_epochs": 1,
-    "seed": 0,
-}
+from drivetrain.profilers import SimpleProfiler
 
 
 def fit(path: Path, **options: Any) -> Fit:
-    """A Fit whose files go to ``path``."""
-    return Fit(**{"default_root_dir": path, **QUIET, **options})
+    """Return a `Fit` of one epoch on the CPU whose files go to ``path``."""
+    settings: dict[str, Any] = {
+        "default_root_dir": path,
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "num_sanity_val_steps": 0,
+        "max_epochs": 1,
+        "seed": 0,
+    }
+    return Fit(**{**settings, **options})
 
 
-class Rows(Dataset[torch.Tensor]):
-    """Vectors of two numbers."""
-
-    def __init__(self, samples: int) -> None:
-        self._samples = samples
-
-    def __len__(self) -> int:
-        return self._samples
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([float(index), 1.0])
-
-
-def loader(samples: int = 8, batch_size: int = 2) -> DataLoader[Any]:
-    return DataLoader(Rows(samples), batch_size=batch_size)
+def loader(samples: int = 8) -> DataLoader[Any]:
+    """Return batches of two vectors of two numbers."""
+    return DataLoader(torch.ones(samples, 2), batch_size=2)  # type: ignore[arg-type]
 
 
 class Net(TrainModule):
@@ -52,9 +41,7 @@ class Net(TrainModule):
         self.layer = torch.nn.Linear(2, 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.layer(batch).square().mean()
-        self.log("loss", loss)
-        return loss
+        return self.layer(batch).square().mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.layer(batch).square().mean())
@@ -67,3 +54,29 @@ class Net(TrainModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+
+class FailingNet(Net):
+    """Fails in its fourth step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 3:
+            raise ValueError("no more")
+        return super().training_step(batch, batch_idx)
+
+
+class SpanningNet(Net):
+    """Has a phase of its own in the step."""
+
+    spans = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with self.trainer.profiler.profile("augmentation"):
+            self.spans += 1
+        return super().training_step(batch, batch_idx)
+
+
+def rows_by_path(profiler: SimpleProfiler) -> dict[str, Any]:
+    """Return the rows of a run's profile, and check that they add up to the run's time, to the nanosecond."""
+    assert 0 < profiler.total_ns == sum(row.self_ns for row in profiler.rows())
+    return {" > ".join(row.path): row for row in profiler.rows()}

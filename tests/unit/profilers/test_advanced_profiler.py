@@ -9,23 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from profiler_case import Net, fit, loader
+from profiler_case import FailingNet, Net, fit, loader
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.profilers import AdvancedProfiler
 
 
-def dearly(number: int) -> int:
+def expensive(number: int) -> int:
     return sum(n * n for n in range(number))
 
 
-class Busy(Net):
+class BusyNet(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        dearly(20_000)
+        expensive(20_000)
         return super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        dearly(3)
+        expensive(3)
 
 
 def calls_of(path: Path, function: str) -> int:
@@ -36,55 +36,38 @@ def calls_of(path: Path, function: str) -> int:
 def test_functions_are_listed_by_the_phase_that_calls_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # L-05
     runner = fit(tmp_path, profiler="advanced")
-    runner.fit(Busy(), loader())
-    summary = runner.profiler.summary()
-    assert summary in capsys.readouterr().out
+    runner.fit(BusyNet(), loader())
+    assert runner.profiler.summary() in capsys.readouterr().out
     assert runner.log_dir is not None
     # The summary has the longest phases alone; the file has all of them.
     written = Path(runner.log_dir, "profile", "fit-advanced-rank-0.txt").read_text()
     by_phase = {part.split("\n")[0]: part for part in f"\n\n{written}".split("\n\nProfile of ")}
-    assert "dearly" in by_phase["training > forward"]
-    assert "dearly" not in by_phase["training > backward"]
-    assert "training > Busy.on_train_batch_end" in by_phase
+    assert "expensive" in by_phase["training > forward"]
+    assert "expensive" not in by_phase["training > backward"]
+    assert "training > BusyNet.on_train_batch_end" in by_phase
 
 
 def test_statistics_open_in_pstats_and_count_a_call_once(tmp_path: Path) -> None:
     # L-05
-    profiler = AdvancedProfiler(tmp_path / "there", "mine", line_count_restriction=2, dump_stats=True)
-    fit(tmp_path, profiler=profiler).fit(Busy(), loader())
-    there = tmp_path / "there"
-    assert (there / "mine-rank-0.txt").exists()
-    assert calls_of(there / "mine-rank-0-training___forward.prof", "dearly") == 4
-    assert calls_of(there / "mine-rank-0-training___Busy.on_train_batch_end.prof", "dearly") == 4
-    assert sum(calls_of(path, "dearly") for path in there.glob("*.prof")) == 8
+    folder = tmp_path / "there"
+    profiler = AdvancedProfiler(folder, "mine", line_count_restriction=2, dump_stats=True)
+    fit(tmp_path, profiler=profiler).fit(BusyNet(), loader())
+    assert (folder / "mine-rank-0.txt").exists()
+    assert calls_of(folder / "mine-rank-0-training___forward.prof", "expensive") == 4
+    assert calls_of(folder / "mine-rank-0-training___BusyNet.on_train_batch_end.prof", "expensive") == 4
+    assert sum(calls_of(path, "expensive") for path in folder.glob("*.prof")) == 8
     assert "List reduced" in profiler.summary()
     pickle.dumps(profiler)  # as a launcher does, for the next run
 
 
-def test_a_failed_run_is_listed_too_and_leaves_no_profiler_behind(tmp_path: Path) -> None:
-    class Failing(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise ValueError("no more")
-
-    profiler = AdvancedProfiler()
+def test_a_failed_run_writes_its_profile_and_stops_profiling(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no more"):
-        fit(tmp_path, profiler=profiler).fit(Failing(), loader())
+        fit(tmp_path, profiler="advanced").fit(FailingNet(), loader())
     assert "Profile of training > forward" in "\n".join(path.read_text() for path in tmp_path.rglob("*.txt"))
-    with cProfile.Profile():  # nobody else watches
+    with cProfile.Profile():  # raises if another profiler is active
         pass
 
 
-def test_a_thread_that_is_profiled_already_is_refused(tmp_path: Path) -> None:
+def test_a_thread_that_is_already_profiled_is_refused(tmp_path: Path) -> None:
     with cProfile.Profile(), pytest.raises(ConfigurationError, match="one profiler at a time"):
         fit(tmp_path, profiler="advanced").fit(Net(), loader())
-
-
-def test_a_stop_without_a_start_is_refused_and_the_profile_goes_on(tmp_path: Path) -> None:
-    class Wrong(Net):
-        def on_train_start(self) -> None:
-            with pytest.raises(ConfigurationError, match="without a start"):
-                self.trainer.profiler.stop("never begun")
-
-    profiler = AdvancedProfiler()
-    fit(tmp_path, profiler=profiler).fit(Wrong(), loader())
-    assert "Profile of training" in profiler.summary()

@@ -1,4 +1,4 @@
-"""The search for a learning rate: what is tried, what is suggested, and where that goes."""
+"""The search for a learning rate: what is tried, what is suggested, and where it is set."""
 
 from __future__ import annotations
 
@@ -10,39 +10,26 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import SGD
-from tuner_case import Data, Net, loader, quiet
+from tuner_case import Data, Net, loader, quiet, same_weights_in_each_session
 
 from drivetrain import Callback, ConfigurationError
 from drivetrain.callbacks import LearningRateFinder
 from drivetrain.tuner import LRFind, Tuner
 
-
-@pytest.fixture(autouse=True)
-def same_weights_in_each_session() -> None:
-    """How far a search comes before the loss rises depends on them."""
-    torch.manual_seed(0)
+__all__ = ["same_weights_in_each_session"]
 
 
-@pytest.mark.parametrize(
-    ("mode", "rates"), [("exponential", [1e-4, 1e-3, 1e-2, 1e-1]), ("linear", [1e-4, 0.0334, 0.0667, 1e-1])]
-)
-def test_the_rates_grow_evenly_from_the_first_to_the_last(mode: Any, rates: list[float]) -> None:  # L-06
-    options: dict[str, Any] = {"min_lr": 1e-4, "max_lr": 1e-1, "num_training": 4, "early_stop_threshold": None}
-    assert Tuner(quiet()).lr_find(Net(), loader(), mode=mode, **options).results["lr"] == pytest.approx(rates)
-
-
-@pytest.mark.parametrize("window", [1, 2])
-def test_the_losses_are_those_of_a_loop_by_hand(window: int) -> None:  # L-06
-    torch.manual_seed(0)
+@pytest.mark.parametrize(("window", "mode"), [(1, "linear"), (2, "exponential")])
+def test_rates_and_losses_are_those_of_a_loop_by_hand(window: int, mode: Any) -> None:  # L-06
     module = Net()
     module.net[2] = torch.nn.Identity()
-    rates = [1e-3 * 100 ** (step / 5) for step in range(6)]
-    found = Tuner(quiet(accumulate_grad_batches=window)).lr_find(
-        module, loader(24), min_lr=1e-3, max_lr=1e-1, num_training=6, early_stop_threshold=None
-    )
+    options: dict[str, Any] = {"min_lr": 1e-3, "max_lr": 1e-1, "num_training": 6, "early_stop_threshold": None}
+    found = Tuner(quiet(accumulate_grad_batches=window)).lr_find(module, loader(24), mode=mode, **options)
     # Written by hand: the oracle has no search.
     optimizer, average, losses = module.configure_optimizers()[0][0], 0.0, []
     batches = list(loader(24))
+    exponential = mode == "exponential"
+    rates = [1e-3 * 100 ** (step / 5) if exponential else 1e-3 + 0.099 * step / 5 for step in range(6)]
     for step, rate in enumerate(rates):
         optimizer.param_groups[0]["lr"] = rate
         optimizer.zero_grad()
@@ -59,18 +46,41 @@ def test_the_losses_are_those_of_a_loop_by_hand(window: int) -> None:  # L-06
     assert found.results["loss"] == pytest.approx(losses, rel=1e-5)
 
 
-def test_the_suggestion_is_where_the_loss_falls_most_steeply() -> None:  # L-06
-    rates = [10.0 ** (step / 10 - 6) for step in range(50)]
-    losses = [-math.tanh(step - 30) for step in range(50)]
-    assert LRFind({"lr": rates, "loss": losses}).suggestion() == rates[30]
-    losses[12:25] = [math.nan] * 13
-    assert LRFind({"lr": rates, "loss": losses}).suggestion() == rates[30]
-    assert LRFind({"lr": rates, "loss": losses}).suggestion(skip_begin=31, skip_end=0) == rates[31]
-    assert LRFind({"lr": rates[:11], "loss": losses[:11]}).suggestion() is None
+RATES = [10.0 ** (step / 10 - 6) for step in range(50)]
+LOSSES = [-math.tanh(step - 30) for step in range(50)]
+WITH_NAN = [*LOSSES[:12], *[math.nan] * 13, *LOSSES[25:]]
 
 
-class Named(Net):
-    """Has its learning rate in its hyper-parameters alone."""
+@pytest.mark.parametrize(
+    ("rates", "losses", "options", "suggestion"),
+    [
+        (RATES, LOSSES, {}, RATES[30]),
+        (RATES, WITH_NAN, {}, RATES[30]),
+        (RATES, LOSSES, {"skip_begin": 31, "skip_end": 0}, RATES[31]),
+        (RATES[:11], LOSSES[:11], {}, None),
+    ],
+)
+def test_the_suggestion_is_where_the_loss_falls_most_steeply(
+    rates: list[float], losses: list[float], options: dict[str, Any], suggestion: float | None
+) -> None:  # L-06
+    assert LRFind({"lr": rates, "loss": losses}).suggestion(**options) == suggestion
+
+
+def test_a_plot_shows_the_losses_and_the_suggestion(monkeypatch: pytest.MonkeyPatch) -> None:  # L-06
+    found = LRFind({"lr": RATES, "loss": LOSSES})
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "matplotlib.pyplot", None)  # as Python marks what cannot be imported
+        with pytest.raises(ConfigurationError, match="needs matplotlib"):
+            found.plot()
+    pytest.importorskip("matplotlib").use("Agg")
+    (axes,) = found.plot(suggest=True).axes
+    curve, mark = axes.lines
+    assert (list(curve.get_xdata()), list(mark.get_xdata())) == (RATES, [RATES[30]])
+    assert axes.get_xscale() == "log"
+
+
+class HyperparameterNet(Net):
+    """Has its learning rate only in its hyper-parameters."""
 
     def __init__(self, learning_rate: float = 0.05) -> None:
         super().__init__()
@@ -82,21 +92,32 @@ class Named(Net):
 
 
 def test_the_rate_is_set_where_the_module_has_it() -> None:  # L-06
-    module = Net()
+    module: Any = Net()
     found = Tuner(quiet()).lr_find(module, datamodule=Data(), num_training=15)
     assert module.lr == found.suggestion()
-    module = Named()
+    module = HyperparameterNet()
     found = Tuner(quiet()).lr_find(module, loader(), num_training=15)
     assert module.hparams.learning_rate == found.suggestion()
-    other: Any = Net()
-    other.rate = 1.0
-    found = Tuner(quiet()).lr_find(other, loader(), num_training=15, attr_name="rate")
-    assert (other.rate, other.lr) == (found.suggestion(), 0.05)
     module = Net()
-    Tuner(quiet()).lr_find(module, loader(), num_training=15, update_attr=False)
-    assert module.lr == 0.05
+    module.rate = 1.0
+    found = Tuner(quiet()).lr_find(module, loader(), num_training=15, attr_name="rate")
+    assert (module.rate, module.lr) == (found.suggestion(), 0.05)
     assert Tuner(quiet()).lr_find(module, loader(), num_training=8).suggestion() is None
     assert module.lr == 0.05
+
+
+class Scheduled(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = SGD(self.parameters(), self.lr)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        assert self.trainer.max_epochs  # as OneCycleLR needs it
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+
+
+def test_schedules_are_built_and_not_stepped() -> None:  # L-06
+    options: dict[str, Any] = {"num_training": 15, "max_lr": 0.1, "early_stop_threshold": None}
+    found = Tuner(quiet(max_epochs=2)).lr_find(Scheduled(), loader(), **options)
+    assert len(found.results["lr"]) == 15  # more than an epoch, at whose end nothing was validated
 
 
 class TwoOptimizers(Net):
@@ -104,7 +125,7 @@ class TwoOptimizers(Net):
         return [SGD(self.net[0].parameters(), 0.1), SGD(self.net[4].parameters(), 0.1)], []
 
 
-class Manual(Net):
+class ManualNet(Net):
     automatic_optimization = False
 
 
@@ -112,7 +133,7 @@ class Manual(Net):
     ("module", "settings", "options", "named"),
     [
         (TwoOptimizers(), {}, {}, "returned 2 optimizers"),
-        (Manual(), {}, {}, "automatic_optimization is False"),
+        (ManualNet(), {}, {}, "automatic_optimization is False"),
         (Net(), {}, {"mode": "cubic"}, "cubic"),
         (Net(), {}, {"min_lr": 1.0, "max_lr": 0.1}, "max_lr"),
         (Net(), {}, {"num_training": 1}, "num_training"),
@@ -121,7 +142,7 @@ class Manual(Net):
         (torch.nn.Linear(1, 1), {}, {}, "was given a Linear in place of the module"),
     ],
 )
-def test_a_search_that_is_impossible_is_refused(
+def test_an_impossible_search_is_refused(
     module: Any, settings: dict[str, Any], options: dict[str, Any], named: str
 ) -> None:  # L-06
     with pytest.raises(ConfigurationError, match=named):
@@ -129,7 +150,6 @@ def test_a_search_that_is_impossible_is_refused(
 
 
 def test_the_callback_finds_what_the_tuner_finds(tmp_path: Path) -> None:  # L-06
-    torch.manual_seed(0)
     module = Net()
     wanted = Tuner(quiet(seed=1)).lr_find(module, loader(), num_training=15, update_attr=False).suggestion()
     finder = LearningRateFinder(num_training_steps=15)
@@ -140,42 +160,23 @@ def test_the_callback_finds_what_the_tuner_finds(tmp_path: Path) -> None:  # L-0
     assert fit.lr_schedulers[0].base_lrs == [wanted]
     fit.save_checkpoint(tmp_path / "kept")
 
-    later = LearningRateFinder(num_training_steps=15)
-    resumed = Net()
-    fit = quiet(seed=1, callbacks=[later], max_epochs=3)
-    fit.fit(resumed, loader(), ckpt_path=tmp_path / "kept")
+    later, resumed = LearningRateFinder(num_training_steps=15), Net()
+    quiet(seed=1, callbacks=[later], max_epochs=3).fit(resumed, loader(), ckpt_path=tmp_path / "kept")
     assert later.optimal_lr is None
     assert resumed.lr == wanted
 
 
-def test_the_callback_searches_for_a_fit_alone() -> None:  # L-06
+def test_the_callback_searches_only_in_a_complete_fit() -> None:  # L-06
     module, finder = Net(), LearningRateFinder()
     quiet(callbacks=[finder], fast_dev_run=True).fit(module, loader())
     assert (module.lr, finder.optimal_lr) == (0.05, None)
 
-    class Bringing(Net):
+    class NetWithFinder(Net):
         def configure_callbacks(self) -> list[Callback]:
             return [LearningRateFinder()]
 
     with pytest.raises(ConfigurationError, match="LearningRateFinder was added after the run had started"):
-        quiet().fit(Bringing(), loader())
-
-
-def test_a_plot_needs_matplotlib_and_shows_the_losses_and_the_suggestion(monkeypatch: pytest.MonkeyPatch) -> None:
-    # L-06
-    rates = [10.0 ** (step / 10 - 6) for step in range(50)]
-    found = LRFind({"lr": rates, "loss": [-math.tanh(step - 30) for step in range(50)]})
-    with monkeypatch.context() as without:
-        without.setitem(sys.modules, "matplotlib.pyplot", None)  # as Python marks what cannot be imported
-        with pytest.raises(ConfigurationError, match="needs matplotlib"):
-            found.plot()
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
-    (axes,) = found.plot(suggest=True).axes
-    curve, mark = axes.lines
-    assert list(curve.get_xdata()) == rates
-    assert list(mark.get_xdata()) == [rates[30]]
-    assert axes.get_xscale() == "log"
+        quiet().fit(NetWithFinder(), loader())
 
 
 @pytest.mark.parametrize("shift", [0, -100], ids=["above zero", "below zero"])
@@ -184,42 +185,18 @@ def test_the_search_ends_where_the_loss_rises_and_not_before(shift: float) -> No
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return super().training_step(batch, batch_idx) + shift
 
-    found = Tuner(quiet()).lr_find(Shifted(), loader(), num_training=30, max_lr=0.1)
-    assert len(found.results["loss"]) == 30
-    assert found.suggestion() is not None
-    found = Tuner(quiet()).lr_find(Shifted(), loader(), num_training=30, max_lr=1e9, update_attr=False)
-    assert len(found.results["loss"]) < 30
+    for max_lr, is_complete in ((0.1, True), (1e9, False)):
+        found = Tuner(quiet()).lr_find(Shifted(), loader(), num_training=30, max_lr=max_lr, update_attr=False)
+        assert (len(found.results["loss"]) == 30) == is_complete
 
 
 @pytest.mark.timeout(60)
 def test_a_search_in_which_no_step_is_made_ends() -> None:  # L-06
-    class Idle(Net):
+    class Weightless(Net):
         def batch_weight(self, batch: Any) -> float:
             return 0.0
 
-    module = Idle()
+    module = Weightless()
     found = Tuner(quiet()).lr_find(module, loader(8), num_training=12)
     assert found.results == {"lr": [], "loss": []}
     assert module.lr == 0.05
-
-
-def plateau(module: Net, optimizer: Any) -> Any:
-    return {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), "monitor": "val_loss"}
-
-
-def one_cycle(module: Net, optimizer: Any) -> Any:
-    epochs = module.trainer.max_epochs
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, epochs=epochs, steps_per_epoch=10)
-
-
-@pytest.mark.parametrize("schedule", [plateau, one_cycle])
-def test_schedules_are_built_and_left_out(schedule: Any) -> None:  # L-06
-    class Scheduled(Net):
-        def configure_optimizers(self) -> Any:
-            optimizer = SGD(self.parameters(), self.lr)
-            return {"optimizer": optimizer, "lr_scheduler": schedule(self, optimizer)}
-
-    options: dict[str, Any] = {"num_training": 15, "max_lr": 0.1, "early_stop_threshold": None}
-    found = Tuner(quiet(max_epochs=2)).lr_find(Scheduled(), loader(), **options)
-    assert len(found.results["lr"]) == 15  # more than an epoch, at whose end nothing was validated
-    assert Tuner(quiet(max_epochs=2)).scale_batch_size(Scheduled(), loader(), max_trials=2) == 4

@@ -1,4 +1,4 @@
-"""After a search everything is as it was before, to the last bit, whichever way the search ended."""
+"""After a search everything is as it was before, bit for bit, whichever way the search ended."""
 
 from __future__ import annotations
 
@@ -14,59 +14,64 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
-from tuner_case import FEATURES, Data, Net, NoisyDataset, data, loader, quiet
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from tuner_case import FEATURES, Data, Net, loader, quiet, same_weights_in_each_session
 
 from drivetrain import Callback, ConfigurationError, TrainModule
 from drivetrain.callbacks import Checkpoint, LearningRateFinder
 from drivetrain.loggers import CSVLogger
 from drivetrain.tuner import Tuner
 
-
-@pytest.fixture(autouse=True)
-def same_weights_in_each_session() -> None:
-    """How far a search comes before the loss rises depends on them."""
-    torch.manual_seed(0)
+__all__ = ["same_weights_in_each_session"]
 
 
-class Counting(Callback):
-    """Counts training batches."""
+class NoisyDataset(Dataset[Any]):
+    """Adds noise to its samples, from the global random generators and from its own."""
 
     def __init__(self) -> None:
-        self.calls = 0
+        self.x = torch.randn(30, FEATURES, generator=torch.Generator().manual_seed(3))
+        self.generator = np.random.default_rng(5)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        noise = torch.randn(FEATURES) + random.random() + float(np.random.rand()) + float(self.generator.random())
+        x = self.x[index]
+        return x + 0.01 * noise, x.sum().reshape(1)
+
+
+class CountingCallback(Callback):
+    """Counts training batches."""
+
+    calls = 0
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.calls += 1
 
 
-def _loader(draws: str) -> Any:
-    dataset = NoisyDataset(30)
+def noisy_loader(draws: str) -> Any:
+    generator = torch.Generator().manual_seed(2)
     if draws == "shuffled":
-        return DataLoader(dataset, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(2))
-    sampler = WeightedRandomSampler([1.0] * 30, 30, generator=torch.Generator().manual_seed(2))
-    return DataLoader(dataset, batch_size=4, sampler=sampler)
+        return DataLoader(NoisyDataset(), batch_size=4, shuffle=True, generator=generator)
+    return DataLoader(NoisyDataset(), batch_size=4, sampler=WeightedRandomSampler([1.0] * 30, 30, generator=generator))
 
 
-def _trained(tmp_path: Path, name: str, draws: str, **settings: Any) -> dict[str, Any]:
+def train(root: Path, draws: str, searches: int, **settings: Any) -> dict[str, Any]:
+    """Train after as many searches, and return everything that a search could have changed."""
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
-    module, loaders, counting = Net(), _loader(draws), Counting()
+    module, loaders, counting = Net(), noisy_loader(draws), CountingCallback()
     module.net[0].weight.requires_grad_(False)
     module.net[1].eval()
     module.net[4].bias.grad = torch.ones(1)
-    root = tmp_path / name
-    fit = quiet(
-        max_epochs=3,
-        logger=CSVLogger(root),
-        callbacks=[counting, Checkpoint(dirpath=root / "kept")],
-        log_every_n_steps=1,
-        **settings,
-    )
-    if name != "plain":
+    callbacks = [counting, Checkpoint(dirpath=root / "kept")]
+    fit = quiet(max_epochs=2, logger=CSVLogger(root), callbacks=callbacks, log_every_n_steps=1, **settings)
+    if searches:
         found = Tuner(fit).lr_find(module, loaders, num_training=17, update_attr=False, early_stop_threshold=None)
         assert len(found.results["lr"]) == 17
-        if name == "twice":
+        if searches == 2:
             assert Tuner(fit).scale_batch_size(module, loaders, init_val=3, max_trials=2) == 6
         assert not root.exists()
         assert (fit.state, fit.session, fit.global_step, counting.calls) == ("idle", None, 0, 0)
@@ -83,29 +88,29 @@ def _trained(tmp_path: Path, name: str, draws: str, **settings: Any) -> dict[str
         "losses": module.losses,
         "metrics": dict(fit.callback_metrics),
         "counters": (fit.global_step, fit.current_epoch, fit.samples_seen, counting.calls),
-        "draws": (torch.rand(2), random.random(), float(np.random.rand()), float(loaders.dataset.own.random())),
+        "draws": (torch.rand(2), random.random(), float(np.random.rand()), float(loaders.dataset.generator.random())),
         "rows": rows.read_text(),
     }
 
 
 @pytest.mark.parametrize(
-    ("draws", "settings"),
+    ("draws", "searches", "settings"),
     [
-        ("shuffled", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
-        ("weighted", {"seed": 3, "precision": "16-mixed"}),
+        ("shuffled", 1, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
+        ("weighted", 2, {"seed": 3, "precision": "16-mixed"}),
     ],
 )
-def test_a_fit_after_a_search_is_the_fit_without_one(tmp_path: Path, draws: str, settings: dict[str, Any]) -> None:
-    # L-06
-    plain = _trained(tmp_path, "plain", draws, **settings)
-    for name in ("once", "twice"):
-        after = _trained(tmp_path, name, draws, **settings)
-        assert after.pop("rows") == plain["rows"]
-        for key, value in after.items():
-            torch.testing.assert_close(value, plain[key], rtol=0, atol=0, msg=f"{key} differs")
+def test_a_fit_after_a_search_equals_the_fit_without_one(
+    tmp_path: Path, draws: str, searches: int, settings: dict[str, Any]
+) -> None:  # L-06
+    plain = train(tmp_path / "plain", draws, 0, **settings)
+    after = train(tmp_path / "after", draws, searches, **settings)
+    assert after.pop("rows") == plain["rows"]
+    for key, value in after.items():
+        torch.testing.assert_close(value, plain[key], rtol=0, atol=0, msg=f"{key} differs")
 
 
-class Broken(Net):
+class FailingNet(Net):
     """Fails in its fifth step."""
 
     def __init__(self, error: BaseException) -> None:
@@ -120,19 +125,15 @@ class Broken(Net):
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), torch.OutOfMemoryError("no memory"), KeyboardInterrupt()])
 def test_a_search_that_fails_changes_nothing(error: BaseException, tmp_path: Path) -> None:  # L-06
-    torch.manual_seed(0)
-    module = Broken(error)
-    data: Any = Data()
-    data.own = torch.Generator().manual_seed(1)
-    loaders = _loader("shuffled")
+    module, data, loaders = FailingNet(error), Data(), noisy_loader("shuffled")
     before = {name: one.clone() for name, one in module.state_dict().items()}
-    draws = (torch.get_rng_state(), random.getstate(), loaders.dataset.own.bit_generator.state)
+    draws = (torch.get_rng_state(), random.getstate(), loaders.dataset.generator.bit_generator.state)
     for source in ({"train_dataloaders": loaders}, {"datamodule": data}):
         with pytest.raises(type(error)):
             Tuner(quiet(default_root_dir=tmp_path, logger=True)).lr_find(module, **source)
     torch.testing.assert_close(dict(module.state_dict()), before, rtol=0, atol=0)
     assert torch.equal(draws[0], torch.get_rng_state())
-    assert draws[1:] == (random.getstate(), loaders.dataset.own.bit_generator.state)
+    assert draws[1:] == (random.getstate(), loaders.dataset.generator.bit_generator.state)
     assert not hasattr(data, "dataset")
     assert module.lr == 0.05
     assert not list(tmp_path.iterdir())
@@ -141,13 +142,13 @@ def test_a_search_that_fails_changes_nothing(error: BaseException, tmp_path: Pat
 @pytest.mark.parametrize(("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 def test_a_signal_ends_a_search(number: int, kind: type[BaseException], caplog: pytest.LogCaptureFixture) -> None:
     # L-06
-    class Signalled(Net):
+    class SignallingNet(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if self.trainer.global_step == 5:
                 os.kill(os.getpid(), number)
             return super().training_step(batch, batch_idx)
 
-    module, handler = Signalled(), signal.getsignal(number)
+    module, handler = SignallingNet(), signal.getsignal(number)
     with pytest.raises(kind):
         Tuner(quiet()).lr_find(module, loader())
     assert signal.getsignal(number) is handler
@@ -156,36 +157,30 @@ def test_a_signal_ends_a_search(number: int, kind: type[BaseException], caplog: 
     assert line.startswith(f"{signal.Signals(number).name}: the trial ends after this step. ")
 
 
-class Counted(IterableDataset[Any]):
-    """A stream that knows where it stands."""
+class CountedStream(IterableDataset[Any]):
+    """Has its position in its state."""
 
-    def __init__(self) -> None:
-        self.at = 0
+    position = 7
 
     def __iter__(self) -> Iterator[Any]:
         for _ in range(24):
-            self.at += 1
-            yield torch.full((FEATURES,), float(self.at)), torch.ones(1)
+            self.position += 1
+            yield torch.full((FEATURES,), float(self.position)), torch.ones(1)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
+        return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
+        self.position = state["position"]
 
 
-def test_a_stream_or_a_loader_with_workers_is_as_it_was() -> None:  # L-06
-    stream = Counted()
-    stream.at = 7
+def test_a_stream_keeps_its_position() -> None:  # L-06
+    stream = CountedStream()
     Tuner(quiet()).lr_find(Net(), DataLoader(stream, batch_size=4), num_training=8)
-    assert stream.at == 7
-    workers = DataLoader(data(40), batch_size=4, num_workers=1, persistent_workers=True)
-    Tuner(quiet()).lr_find(Net(), workers, num_training=12)
-    assert workers._iterator is None
-    assert workers.batch_size == 4
+    assert stream.position == 7
 
 
-class Late(Net):
+class LateNet(Net):
     """Builds its layers under the strategy."""
 
     def __init__(self) -> None:
@@ -202,26 +197,28 @@ class Late(Net):
 
 
 def test_layers_of_configure_model_are_not_built_by_a_search() -> None:  # L-06
-    module = Late()
+    module = LateNet()
     Tuner(quiet()).lr_find(module, loader(), num_training=8)
     assert module.net is None
     assert list(module.parameters()) == []
 
 
-def test_a_search_logs_its_finding_only(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    # L-06
+@pytest.mark.parametrize("profiler", ["simple", "pytorch"])
+def test_a_search_prints_only_what_it_found(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, profiler: str
+) -> None:  # L-05, L-06
     monkeypatch.setattr(logging.getLogger("drivetrain"), "propagate", False)  # else pytest captures it
-    fit = quiet(enable_progress_bar=True, enable_model_summary=True, logger=True, default_root_dir=tmp_path)
+    shown: dict[str, Any] = {"enable_progress_bar": True, "enable_model_summary": True, "logger": True}
+    fit = quiet(profiler=profiler, default_root_dir=tmp_path, **shown)
     module = Net()
     Tuner(fit).lr_find(module, loader(), num_training=15)
     assert capfd.readouterr() == ("", f"Net.lr is set to the learning rate {module.lr:.4g}.\n")
     assert not list(tmp_path.iterdir())
+    assert fit.profiler.summary() == ""
 
 
-def test_a_step_that_calls_its_logger_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # L-06
-    class Drawing(Net):
+def test_a_step_may_call_its_logger(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # L-06
+    class LoggingNet(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.logger.experiment.add_image("batch", batch[0], self.global_step)
             self.loggers[1].run["step"].log(self.global_step)
@@ -230,7 +227,7 @@ def test_a_step_that_calls_its_logger_goes_on(tmp_path: Path, caplog: pytest.Log
             return super().training_step(batch, batch_idx)
 
     fit = quiet(logger=[CSVLogger(tmp_path), CSVLogger(tmp_path / "second")])
-    found = Tuner(fit).lr_find(Drawing(), loader(), num_training=12, early_stop_threshold=None)
+    found = Tuner(fit).lr_find(LoggingNet(), loader(), num_training=12, early_stop_threshold=None)
     assert len(found.results["lr"]) == 12
     assert not list(tmp_path.iterdir())
     assert "cannot keep" not in caplog.text
@@ -245,34 +242,23 @@ def test_a_search_that_could_not_be_undone_is_refused() -> None:  # L-06
         Tuner(quiet()).lr_find(module, loader())
 
 
-@pytest.mark.parametrize("name", ["simple", "pytorch"])
-def test_a_profiler_measures_no_trial(
-    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:  # L-05, L-06
-    fit = quiet(profiler=name, default_root_dir=tmp_path)
-    Tuner(fit).lr_find(Net(), loader(), num_training=5)
-    Tuner(fit).scale_batch_size(Net(), loader(), max_trials=2)
-    assert not list(tmp_path.iterdir())
-    assert "training" not in capsys.readouterr().out
-    assert fit.profiler.summary() == ""
+class SavedNet(Net):
+    def __init__(self, lr: float = 0.05, width: int = 1) -> None:
+        super().__init__(lr)
+        self.save_hyperparameters()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams["lr"])
 
 
-@pytest.mark.parametrize("whose", ["the tuner's", "the finder's"])
-def test_a_run_resumes_although_its_search_finds_another_rate(tmp_path: Path, whose: str) -> None:  # L-06, J-13
-    class Kept(Net):
-        def __init__(self, lr: float = 0.05, width: int = 1) -> None:
-            super().__init__(lr)
-            self.save_hyperparameters()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=self.hparams["lr"])
-
+@pytest.mark.parametrize("searches", ["tuner", "finder"])
+def test_a_run_resumes_although_its_search_finds_another_rate(tmp_path: Path, searches: str) -> None:  # L-06, J-13
     def trained(epochs: int, steps: int, width: int = 1) -> tuple[float, str]:
         search: dict[str, Any] = {"min_lr": 1e-4 * steps, "max_lr": 1e-1}
-        finder = [] if whose == "the tuner's" else [LearningRateFinder(num_training_steps=steps, **search)]
+        finder = [LearningRateFinder(num_training_steps=steps, **search)] if searches == "finder" else []
         fit = quiet(default_root_dir=tmp_path, max_epochs=epochs, enable_checkpointing=True, callbacks=finder)
-        module = Kept(width=width)
-        if not finder:
+        module = SavedNet(width=width)
+        if searches == "tuner":
             Tuner(fit).lr_find(module, loader(), num_training=steps, **search)
         fit.fit(module, loader(), ckpt_path="auto")
         return module.hparams["lr"], str(fit.log_dir)
