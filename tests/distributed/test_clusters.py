@@ -7,19 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from scripts import HERE, run_script
+from scripts import HERE, run_cases
 
 MPIRUN = ("mpirun", "-n", "2", "--allow-run-as-root", "--oversubscribe")
 SRUN = (sys.executable, f"{HERE}/stub_srun.py", "--nodes", "2", "--ntasks", "2")
-
-STARTERS = [
-    pytest.param(
-        MPIRUN,
-        id="mpirun",
-        marks=pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (Debian: openmpi-bin)"),
-    ),
-    pytest.param(SRUN, id="srun"),
-]
 
 # A rank creates a Fit to learn its place, which only the cluster's variables define.
 _SCRIPT = """
@@ -32,8 +23,10 @@ say("trained", torch.allclose(weights(module), reference, atol=1e-6), fit.world_
 
 class Failing(Model):
     def training_step(self, batch, batch_idx):
-        if batch_idx == 3 and RANK == {rank}:
-            {how}
+        if batch_idx == 3 and CASE == "rank 0 is killed" and RANK == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if batch_idx == 3 and CASE == "rank 1 raises" and RANK == 1:
+            raise ValueError(f"boom on {RANK}")
         return super().training_step(batch, batch_idx)
 
 began = time.monotonic()
@@ -44,27 +37,19 @@ finally:
 """
 
 
-@pytest.mark.parametrize("starter", STARTERS)
-def test_ranks_of_a_cluster_train_as_one_and_end_with_the_first_cause(  # A-06, B-01, G-01
+@pytest.mark.parametrize("starter", [MPIRUN, SRUN], ids=["mpirun", "srun"])
+def test_ranks_of_a_cluster_train_as_one_and_end_with_the_first_cause(
     starter: tuple[str, ...], tmp_path: Path
-) -> None:
-    script = _SCRIPT.format(rank=1, how='raise ValueError(f"boom on {RANK}")')
-    run = run_script(tmp_path, script, starter=starter)
-    nodes = [(0, 0), (0, 1)] if starter is MPIRUN else [(0, 0), (1, 0)]
-    for rank, (node, local) in enumerate(nodes):
-        assert f"{rank} trained True 2 {node} {local}" in run.said, run.errors
-    assert run.code != 0
-    assert "ValueError: boom on 1" in run.errors
-    assert "1 ended True" in run.said
-    if starter is SRUN:  # mpirun ends the others as soon as one has failed, possibly before they print anything
-        assert "0 ended True" in run.said
-        assert "Rank 1 failed with ValueError: boom on 1" in run.errors
-
-
-def test_a_task_that_is_killed_with_the_store_ends_the_others(tmp_path: Path) -> None:  # G-02
-    script = _SCRIPT.format(rank=0, how="os.kill(os.getpid(), signal.SIGKILL)")
-    run = run_script(tmp_path, script, starter=SRUN)
-    assert run.code != 0
-    assert "1 ended True" in run.said, run.errors
-    assert "DistributedError: Rank 1 has lost the store where all ranks meet" in run.errors
-    assert "task 0: Killed by signal 9" in run.errors
+) -> None:  # A-06, B-01, G-01, G-02
+    if shutil.which(starter[0]) is None:
+        pytest.skip("needs mpirun (Debian: openmpi-bin)")
+    runs = run_cases(tmp_path, _SCRIPT, ["rank 1 raises", "rank 0 is killed"], starter=starter)
+    raised, killed = runs.values()
+    for rank, (node, local) in enumerate([(0, 0), (0, 1)] if starter is MPIRUN else [(0, 0), (1, 0)]):
+        assert f"{rank} trained True 2 {node} {local}" in raised.said, raised.errors
+    assert {"0 ended True", "1 ended True"} <= {*raised.said}
+    assert raised.code != 0
+    assert "ValueError: boom on 1" in raised.errors
+    assert "Rank 1 failed with ValueError: boom on 1" in raised.errors
+    assert "1 ended True" in killed.said, killed.errors  # rank 0 has the store
+    assert "DistributedError: Rank 1 has lost the store where all ranks meet" in killed.errors
