@@ -10,7 +10,7 @@ import pytest
 from scripts import HERE, run_cases
 
 MPIRUN = ("mpirun", "-n", "2", "--allow-run-as-root", "--oversubscribe")
-SRUN = (sys.executable, f"{HERE}/stub_srun.py", "--nodes", "2", "--ntasks", "2")
+SRUN = (sys.executable, f"{HERE}/stub_srun.py")
 
 # A rank creates a Fit to learn its place, which only the cluster's variables define.
 _SCRIPT = """

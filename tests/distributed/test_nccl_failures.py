@@ -60,7 +60,7 @@ def test_a_reported_failure_reaches_the_watching_thread() -> None:  # G-01
     store, heard = dist.HashStore(), threading.Event()  # type: ignore[attr-defined]
     watchdog = Watchdog(store, 0, on_failure=heard.set)
     try:
-        assert not heard.wait(1.2)  # two polls
+        assert not heard.wait(0.7)  # one poll
         store.add("failures", 1)
         assert heard.wait(10)
     finally:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scripts import run_script
+from scripts import run_cases
 from small_runs import Regression, global_batches, loader, quiet, train_by_hand, weights
-from test_own_launcher import Wrapped
 
 from drivetrain import ConfigurationError
 from drivetrain.environments import Environment, Placement
-from drivetrain.strategies import Strategy
+from drivetrain_strategies import SingleDeviceStrategy
 
 # A scheduler with variables of its own: two processes, each with its number.
 _FARM = """
@@ -65,26 +65,18 @@ def test_ranks_of_a_third_party_scheduler_train_together(tmp_path: Path, monkeyp
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: farm\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[drivetrain.environments]\nfarm = farm:Farm\n")
-    monkeypatch.setenv("FARM_PORT", str(free_port()))
-    run = run_script(tmp_path, _SCRIPT, starter=(sys.executable, str(tmp_path / "start.py")))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("FARM_PORT", str(free.getsockname()[1]))
+    starter = (sys.executable, str(tmp_path / "start.py"))
+    run = run_cases(tmp_path, _SCRIPT, ["farm"], starter=starter)["farm"]
     assert run.code == 0, run.errors
     refused = ["devices x num_nodes = 3, and Farm has 2 processes.", "FARM_WORKERS is not set"]
+    refused += ["Farm was detected or chosen as the environment"]
     for rank in (0, 1):
         said = [line.removeprefix(f"{rank} ") for line in run.said if line.startswith(f"{rank} ")]
         assert said.count(f"trained True {rank} {rank} {rank} 2") == 2, run.said
         assert all(any(text in line for line in said) for text in refused), run.said
-        assert any("Farm was detected or chosen as the environment" in line for line in said), run.said
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
-# Environments whose processes were not started by a cluster
 
 
 class Desk(Environment):
@@ -97,41 +89,24 @@ class Desk(Environment):
 
 
 @pytest.mark.parametrize("environment", [Desk(), "plain"])
-def test_missing_processes_are_started(environment: Any, tmp_path: Path) -> None:
+def test_missing_processes_are_started(environment: Any) -> None:
     module = Regression()
-    fit = quiet(strategy="ddp", devices=2, launcher=Wrapped(tmp_path), environment=environment)
+    fit = quiet(strategy="ddp", devices=2, launcher="fork", environment=environment)
     fit.fit(module, loader(16, 4))
     assert weights(module).allclose(weights(train_by_hand(Regression(), global_batches(16, 8))), atol=1e-6)
     assert (fit.world_size, fit.environment) == (2, environment)
 
 
-def test_several_nodes_require_the_node_rank() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"(?s)num_nodes=2 with environment='Desk'.*Desk.first_placement_on_node"
-    ):
-        quiet(strategy="ddp", devices=1, num_nodes=2, environment=Desk()).fit(Regression(), loader(16, 4))
-
-
-def test_one_process_does_not_need_first_on_node() -> None:
+def test_only_several_nodes_require_the_node_rank() -> None:
     fit = quiet(devices=1, environment=Desk())
     fit.fit(Regression(), loader(16, 4))
     assert fit.world_size == 1
-
-
-# Strategies for one process
-
-
-class Alone(Strategy):
-    name = "alone"
-    single_process = True
-
-    def setup_module(self, module: Any) -> Any:
-        raise AssertionError("refused before")
-
-    def teardown(self) -> None:
-        raise AssertionError("refused before")
+    told = r"(?s)num_nodes=2 with environment='Desk'.*Desk.first_placement_on_node"
+    with pytest.raises(ConfigurationError, match=told):
+        quiet(strategy="ddp", devices=1, num_nodes=2, environment=Desk()).fit(Regression(), loader(16, 4))
 
 
 def test_a_strategy_for_one_process_is_refused_by_its_own_name() -> None:
+    alone = type("Alone", (SingleDeviceStrategy,), {"name": "alone"})
     with pytest.raises(ConfigurationError, match=r"strategy='alone' with 2 devices"):
-        quiet(strategy=Alone(), devices=2).fit(Regression(), loader(16, 4))
+        quiet(strategy=alone(), devices=2).fit(Regression(), loader(16, 4))

@@ -6,13 +6,13 @@ import os
 import pickle
 import subprocess
 import sys
-import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from scripts import run_cases
 from small_runs import Regression, global_batches, loader, quiet, train_by_hand, weights
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -41,17 +41,11 @@ class Wrapped(Launcher):
 
         def call(function: Any, *arguments: Any) -> Any:
             sent.write_bytes(pickle.dumps((function, arguments)))
-            ranks = [
-                subprocess.Popen(
-                    [*self.wrapper, sys.executable, "-c", _RANK, str(sent)],
-                    env={
-                        **os.environ,
-                        **torchrun_variables(replace(placement, rank=rank, local_rank=rank), address, store.port),
-                        "PYTHONPATH": os.pathsep.join(sys.path),
-                    },
-                )
-                for rank in range(placement.world_size)
-            ]
+            command = [*self.wrapper, sys.executable, "-c", _RANK, str(sent)]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+            places = [replace(placement, rank=rank, local_rank=rank) for rank in range(placement.world_size)]
+            variables = [torchrun_variables(place, address, store.port) for place in places]
+            ranks = [subprocess.Popen(command, env=environment | of_rank) for of_rank in variables]
             codes = [rank.wait() for rank in ranks]
             if any(codes):
                 raise RuntimeError(f"the ranks ended with {codes}")
@@ -78,67 +72,55 @@ def test_ranks_behind_another_program_train_the_callers_module(tmp_path: Path) -
 
 
 def test_a_user_defined_command_runs_the_script_again(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        textwrap.dedent("""
-        import os
-        import torch
-        from small_runs import Regression, loader, quiet, weights
-        from drivetrain.launchers import Launcher, SubprocessLauncher
+    body = """
+    from drivetrain.launchers import Launcher, SubprocessLauncher
 
-        class NiceScript(SubprocessLauncher):
-            def command(self):
-                return ["nice", "-n", "4", *super().command()]
+    class NiceScript(SubprocessLauncher):
+        def command(self):
+            return ["nice", "-n", "4", *super().command()]
 
-        class Nice(Launcher):
-            def launch(self, placement, **where):
-                return NiceScript().launch(placement, **where)
+    class Nice(Launcher):
+        def launch(self, placement, **where):
+            return NiceScript().launch(placement, **where)
 
-        before = os.nice(0)
-        module = Regression()
-        fit = quiet(strategy="ddp", devices=2, launcher=Nice())
-        fit.fit(module, loader(64, 4))
-        print(f"rank {fit.global_rank} of {fit.world_size} at {before}: {weights(module).sum():.6f}\\n", end="")
-        """)
-    )
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=120, env=variables, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
-    here, told = os.nice(0), lines[0].partition(": ")[2]
-    assert lines == [f"rank 0 of 2 at {here}: {told}", f"rank 1 of 2 at {here + 4}: {told}"]
+    before = os.nice(0)
+    module = Regression()
+    fit = quiet(strategy="ddp", devices=2, launcher=Nice())
+    fit.fit(module, loader(64, 4))
+    say("of", fit.world_size, "at", before, f"{weights(module).sum():.6f}")
+    """
+    run = run_cases(tmp_path, body, ["nice"])["nice"]
+    assert run.code == 0, run.errors
+    here, total = os.nice(0), run.said[0].split()[-1]
+    assert run.said == [f"0 of 2 at {here} {total}", f"1 of 2 at {here + 4} {total}"]
 
 
 def test_a_launcher_overrides_one_of_two_methods() -> None:
     with pytest.raises(TypeError, match="StartsNothing implements neither launch, which returns a World, nor run"):
-
-        class StartsNothing(Launcher):
-            pass
+        type("StartsNothing", (Launcher,), {})
 
 
 class DoesNothing(Launcher):
-    def run(self, work: Work, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> Any:
+    def run(self, work: Work, placement: Placement, **where: Any) -> Any:
         return None
 
 
 class AnswersForItself(Launcher):
-    def run(self, work: Work, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> Any:
+    def run(self, work: Work, placement: Placement, **where: Any) -> Any:
         return work.run_in_other_processes(lambda function, *arguments: None)
 
 
 @pytest.mark.parametrize(
-    ("launcher", "said"),
+    ("launcher", "message"),
     [
-        (DoesNothing, "DoesNothing.run returned without executing the run"),
-        (AnswersForItself, "The function passed to work.run_in_other_processes returned a NoneType"),
+        (DoesNothing(), "DoesNothing.run returned without executing the run"),
+        (AnswersForItself(), "The function passed to work.run_in_other_processes returned a NoneType"),
     ],
 )
-def test_a_launcher_that_runs_nothing_is_refused(launcher: Any, said: str) -> None:
+def test_a_launcher_that_runs_nothing_is_refused(launcher: Any, message: str) -> None:
     # K-03: previously fit succeeded without training
-    with pytest.raises(ConfigurationError, match=said):
-        quiet(strategy="ddp", devices=2, launcher=launcher()).fit(Regression(), loader(16, 4))
+    with pytest.raises(ConfigurationError, match=message):
+        quiet(strategy="ddp", devices=2, launcher=launcher).fit(Regression(), loader(16, 4))
 
 
 class Cluster(Launcher):
@@ -156,7 +138,7 @@ class Cluster(Launcher):
     def check(self, num_local: int) -> None:
         self.asked.append(num_local)
 
-    def run(self, work: Work, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> Any:
+    def run(self, work: Work, placement: Placement, **where: Any) -> Any:
         self.asked.append((work.device, placement.world_size, placement.num_nodes))
         raise ConfigurationError("The cluster is full")
 
@@ -168,12 +150,9 @@ def test_a_launcher_that_places_devices_is_asked_for_them() -> None:
     assert cluster.asked == [("gpu", 3), 3, ("cuda", 6, 2)]
 
 
-# By name
-
-
 def _install(folder: Path, monkeypatch: pytest.MonkeyPatch, made: str) -> None:
     info = folder / "cargo-1.0.dist-info"
-    info.mkdir()
+    info.mkdir(exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cargo\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[drivetrain.launchers]\ncargo_ship = {made}\nfork = builtins:dict\n")
     monkeypatch.syspath_prepend(folder)
@@ -185,14 +164,10 @@ def test_a_launcher_is_found_by_the_name_that_its_package_registers(
     _install(tmp_path, monkeypatch, f"{__name__}:Cluster")
     with pytest.raises(ConfigurationError, match="The cluster is full"):
         quiet(strategy="ddp", devices=3, launcher="cargo_ship").fit(Model(), loader(8, 4))
-    with pytest.raises(
-        ConfigurationError, match=r"(?s)'cargo_shipp' is unknown. Did you mean 'cargo_ship'.*subprocess"
-    ):
+    unknown = r"(?s)'cargo_shipp' is unknown. Did you mean 'cargo_ship'.*subprocess"
+    with pytest.raises(ConfigurationError, match=unknown):
         quiet(launcher="cargo_shipp")
     assert isinstance(named_launcher("fork"), Launcher)  # built-in names cannot be replaced
-
-
-def test_an_object_that_is_no_launcher_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _install(tmp_path, monkeypatch, "builtins:dict")
     with pytest.raises(ConfigurationError, match=r"'cargo_ship' \(builtins:dict\) made a dict, not a Launcher"):
         quiet(strategy="ddp", devices=2, launcher="cargo_ship").fit(Model(), loader(8, 4))
@@ -204,7 +179,6 @@ def test_built_in_and_default_launchers_read_no_metadata(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("importlib.metadata.entry_points", read)
     for setting in ("auto", "fork"):
-        module = Model()
         fit = quiet(launcher=setting, strategy=SingleDeviceStrategy())
-        fit.validate(module, loader(8, 4), verbose=False)
+        fit.validate(Model(), loader(8, 4), verbose=False)
         assert fit.state == "finished"

@@ -16,9 +16,8 @@ import torch
 from small_runs import Counting, Regression, global_batches, loader, quiet, train_by_hand, weights
 
 from drivetrain import Fit
-from drivetrain._distributed.failure import RankFailedError
 from drivetrain.errors import ConfigurationError
-from drivetrain.launchers import RayLauncher
+from drivetrain.launchers import RankFailedError, RayLauncher
 
 ray = pytest.importorskip("ray", reason="needs ray: pip install -c constraints.txt -e '.[ray]'")
 

@@ -6,11 +6,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+from small_runs import quiet
 
 from captured_warnings import captured_warnings
-from drivetrain import Fit, TrainModule
+from drivetrain import TrainModule
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify
 from drivetrain.loggers import CSVLogger
@@ -35,25 +35,17 @@ class Fetching(TrainModule):
         return torch.optim.AdamW(self.parameters())
 
 
-def _train(folder: Path, strategy: str) -> tuple[int, str]:
+def _train(folder: Path) -> tuple[int, str]:
     with captured_warnings() as lines:
-        Fit(
-            strategy=strategy,
-            devices=2,
-            accelerator="cpu",
-            max_epochs=1,
-            seed=0,
-            callbacks=Checkpoint(folder / "c", digest="sha256"),
-            logger=CSVLogger(folder / "logs", version=0),
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        ).fit(Fetching(SECRET, 3), torch.utils.data.DataLoader(torch.ones(8, 3), batch_size=2))  # type: ignore[arg-type]
+        saver, logger = Checkpoint(folder / "c", digest="sha256"), CSVLogger(folder / "logs", version=0)
+        fit = quiet(strategy="fsdp", seed=0, callbacks=saver, logger=logger, enable_checkpointing=True)
+        data: Any = torch.ones(8, 3)  # a tensor is also a dataset
+        fit.fit(Fetching(SECRET, 3), torch.utils.data.DataLoader(data, batch_size=2))
     return sum("api_token" in line for line in lines), "\n".join(lines)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_one_rank_reports_what_all_leave_out(tmp_path: Path, strategy: str) -> None:
-    told_by = on_ranks(_train, 2, tmp_path, strategy)
+def test_one_rank_reports_what_all_leave_out(tmp_path: Path) -> None:
+    told_by = on_ranks(_train, 2, tmp_path)
     assert [count for count, _ in told_by] == [1, 0]
     assert SECRET not in "".join(text for _, text in told_by)
     (path,) = (path for path in (tmp_path / "c").iterdir() if path.is_dir())

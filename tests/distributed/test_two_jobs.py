@@ -1,6 +1,4 @@
-"""Two jobs that were given the same port: the first one continues, the other one is refused. J-05, with real
-processes.
-"""
+"""Two jobs with the same port: the first one continues, the other one is refused. J-05, with real processes."""
 
 from __future__ import annotations
 
@@ -18,9 +16,10 @@ from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import FunctionLauncher, current_world
 from drivetrain.testing import requires_linux, run_distributed
+from worlds import on_ranks
 
 
-def _there(port: int, address: str = "127.0.0.1") -> bool:
+def _is_open(port: int, address: str = "127.0.0.1") -> bool:
     try:
         socket.create_connection((address, port), timeout=5).close()
     except ConnectionRefusedError:
@@ -35,17 +34,19 @@ def _until(holds: Any) -> None:
         time.sleep(0.01)
 
 
+def _of_job(name: str, **variables: object) -> None:
+    for variable in [one for one in os.environ if one.startswith(("TORCHELASTIC", "GROUP", "ROLE"))]:
+        del os.environ[variable]
+    os.environ.update(TORCHELASTIC_RUN_ID=name, **{key: str(value) for key, value in variables.items()})
+
+
 def _rank_of_two_jobs(folder: str, port: int) -> tuple[str, Any, float]:
     number = int(os.environ["RANK"])
     job, rank = "AB"[number // 2], number % 2
-    for name in [name for name in os.environ if name.startswith(("TORCHELASTIC", "GROUP", "ROLE"))]:
-        del os.environ[name]
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ["TORCHELASTIC_RUN_ID"] = job
+    _of_job(job, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, MASTER_PORT=port)
     newcomers = [Path(folder, name) for name in ("B0", "B1")]
     if job == "B":
-        _until(lambda: _there(port))
+        _until(lambda: _is_open(port))
     elif rank == 1:  # the second job's rank 1 connects before this one
         _until(lambda: all(path.exists() for path in newcomers))
     module = Regression()
@@ -59,9 +60,13 @@ def _rank_of_two_jobs(folder: str, port: int) -> tuple[str, Any, float]:
     return "trained", weights(module), time.monotonic() - began
 
 
-def test_the_second_of_two_jobs_on_one_port_is_refused(tmp_path: Path) -> None:  # J-05
+def _free_port() -> int:
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        port = listener.getsockname()[1]
+        return int(listener.getsockname()[1])
+
+
+def test_the_second_of_two_jobs_on_one_port_is_refused(tmp_path: Path) -> None:  # J-05
+    port = _free_port()
     *first, host, other = run_distributed(_rank_of_two_jobs, 4, str(tmp_path), port, process_group=None)
     reference = weights(train_by_hand(Regression(), global_batches(64, 8)))
     for how, found, _ in first:
@@ -87,9 +92,7 @@ def _node_of_two(folder: str, port: int) -> tuple[str, str]:
     """Start node 0, a node 1 of another job, and node 1, each of which starts its own process."""
     number = int(os.environ["RANK"])
     node = min(number, 1)
-    for name in [name for name in os.environ if name.startswith(("TORCHELASTIC", "GROUP", "ROLE"))]:
-        del os.environ[name]
-    os.environ["TORCHELASTIC_RUN_ID"] = "B" if number == 1 else "A"
+    _of_job("B" if number == 1 else "A")
     refused = Path(folder, "refused")
     if number == 2:
         _until(refused.exists)
@@ -102,8 +105,7 @@ def _node_of_two(folder: str, port: int) -> tuple[str, str]:
 
 
 def test_a_node_of_another_job_is_refused_and_the_jobs_own_node_admitted(tmp_path: Path) -> None:  # J-05
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        port = listener.getsockname()[1]
+    port = _free_port()
     first, other, second = run_distributed(_node_of_two, 3, str(tmp_path), port, process_group=None)
     assert (first, second) == (("met", "0"), ("met", "1"))
     assert other[0] == "refused"
@@ -112,12 +114,10 @@ def test_a_node_of_another_job_is_refused_and_the_jobs_own_node_admitted(tmp_pat
 
 def _open_elsewhere() -> tuple[bool, bool]:
     port = int(os.environ["MASTER_PORT"])
-    return _there(port), _there(port, "127.0.0.2")
+    return _is_open(port), _is_open(port, "127.0.0.2")
 
 
 @requires_linux()
 def test_the_store_of_one_machine_listens_on_loopback_only() -> None:  # J-06
-    placement = Placement(0, 2, 0, 2)
-    assert FunctionLauncher("forkserver").launch_all(placement, _open_elsewhere) == [(True, False)] * 2
-    assert FunctionLauncher("fork").launch_all(placement, _open_elsewhere) == [(True, False)] * 2
-    assert run_distributed(_open_elsewhere, 2, process_group=None) == [(True, False)] * 2
+    assert FunctionLauncher("fork").launch_all(Placement(0, 2, 0, 2), _open_elsewhere) == [(True, False)] * 2
+    assert on_ranks(_open_elsewhere, 2, process_group=None) == [(True, False)] * 2
