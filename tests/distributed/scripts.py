@@ -63,6 +63,17 @@ if CASE is None:
 """
 
 
+def starter(folder: Path, *ranks: dict[str, str]) -> tuple[str, ...]:
+    """Return a command before ``python``, like srun, which starts it once with each of the given variables.
+
+    A rank that fails does not end the others: they have to detect it themselves.
+    """
+    start = "max(abs(one.wait()) for one in [subprocess.Popen(sys.argv[1:], env=os.environ | more) for more in ranks])"
+    script = folder / "start.py"
+    script.write_text(f"import os, subprocess, sys\nranks = {ranks!r}\nsys.exit({start})")
+    return sys.executable, str(script)
+
+
 @dataclass
 class Run:
     """The result of a script, and the folder in which it ran."""

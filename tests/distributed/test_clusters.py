@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-from scripts import HERE, run_cases
+from scripts import run_cases, starter
 
 MPIRUN = ("mpirun", "-n", "2", "--allow-run-as-root", "--oversubscribe")
-SRUN = (sys.executable, f"{HERE}/stub_srun.py")
+SLURM = {
+    "SLURM_JOB_ID": "123456",
+    "SLURM_JOB_NAME": "train",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_NODELIST": "localhost",
+    "SLURM_NTASKS": "2",
+    "SLURM_LOCALID": "0",
+}
 
 # A rank creates a Fit to learn its place, which only the cluster's variables define.
 _SCRIPT = """
@@ -37,15 +47,16 @@ finally:
 """
 
 
-@pytest.mark.parametrize("starter", [MPIRUN, SRUN], ids=["mpirun", "srun"])
-def test_ranks_of_a_cluster_train_as_one_and_end_with_the_first_cause(
-    starter: tuple[str, ...], tmp_path: Path
-) -> None:  # A-06, B-01, G-01, G-02
-    if shutil.which(starter[0]) is None:
+@pytest.mark.parametrize("cluster", ["mpirun", "srun"])
+def test_ranks_of_a_cluster_train_as_one_and_end_with_the_first_cause(cluster: str, tmp_path: Path) -> None:
+    # A-06, B-01, G-01, G-02
+    if cluster == "mpirun" and shutil.which(cluster) is None:
         pytest.skip("needs mpirun (Debian: openmpi-bin)")
-    runs = run_cases(tmp_path, _SCRIPT, ["rank 1 raises", "rank 0 is killed"], starter=starter)
-    raised, killed = runs.values()
-    for rank, (node, local) in enumerate([(0, 0), (0, 1)] if starter is MPIRUN else [(0, 0), (1, 0)]):
+    SLURM["SLURM_JOB_ID"] = str(os.getpid())  # the port is derived from it
+    srun = starter(tmp_path, *(SLURM | {"SLURM_PROCID": rank, "SLURM_NODEID": rank} for rank in "01"))
+    cases, started = ["rank 1 raises", "rank 0 is killed"], MPIRUN if cluster == "mpirun" else srun
+    raised, killed = run_cases(tmp_path, _SCRIPT, cases, starter=started).values()
+    for rank, (node, local) in enumerate([(0, 0), (0, 1)] if cluster == "mpirun" else [(0, 0), (1, 0)]):
         assert f"{rank} trained True 2 {node} {local}" in raised.said, raised.errors
     assert {"0 ended True", "1 ended True"} <= {*raised.said}
     assert raised.code != 0

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import SHARD_EVERYTHING, Regression, loader, refusal
+from small_runs import SHARD_EVERYTHING, Regression, data, loader, quiet, refusal
 from torch import nn
 
+from drivetrain import ConfigurationError, TrainModule
 from drivetrain_strategies import DeepSpeedStrategy
 from worlds import on_ranks
 
@@ -26,19 +27,13 @@ def _strategy(name: str) -> Any:
     return DeepSpeedStrategy(**options, config={"zero_allow_untested_optimizer": True})
 
 
-class BackwardBug(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError(MESSAGE)
+def _raise(*_: Any) -> Any:
+    raise RuntimeError(MESSAGE)
 
 
 class BuggySGD(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
-        raise RuntimeError(MESSAGE)
+        _raise()
 
 
 class Buggy(Regression):
@@ -53,7 +48,7 @@ class Buggy(Regression):
 
     def configure_model(self) -> None:
         if self.where == "configure_model":
-            raise RuntimeError(MESSAGE)
+            _raise()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -63,12 +58,12 @@ class Buggy(Regression):
         if self.fails("connection"):
             raise ConnectionRefusedError(REFUSED)
         if self.fails("backward"):
-            hidden = BackwardBug.apply(hidden)
+            hidden.register_hook(_raise)
         return nn.functional.mse_loss(self.net[2](hidden), y)
 
     def configure_optimizers(self) -> Any:
         if self.where == "configure_optimizers":
-            raise RuntimeError(MESSAGE)
+            _raise()
         return (BuggySGD if self.where == "step" else torch.optim.SGD)(self.parameters(), lr=0.1)
 
 
@@ -152,3 +147,20 @@ def test_what_a_strategy_cannot_train_is_refused_by_name(name: str) -> None:
                 assert "use strategy='ddp'" in text, kind
             else:
                 assert text == "nothing was raised: ", kind
+
+
+def test_a_module_without_optimizers_is_refused() -> None:  # G-06
+    lacking = type("Lacking", (Regression,), {"configure_optimizers": TrainModule.configure_optimizers})
+    with pytest.raises(ConfigurationError, match="Lacking has no configure_optimizers"):
+        quiet().fit(lacking(), loader(8, 4))
+
+
+@pytest.mark.parametrize("loaders", [[data(8)], {"a": data(8)}], ids=["list", "dict"])
+def test_a_data_set_in_place_of_a_loader_is_refused(loaders: object) -> None:
+    with pytest.raises(ConfigurationError, match="TensorDataset, which is a data set"):
+        quiet().fit(Regression(), loaders)
+
+
+def test_a_validation_loader_without_a_validation_step_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    quiet().fit(Regression(), loader(8, 4), loader(8, 4))
+    assert "Regression has no validation_step: nothing is validated" in caplog.text

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from small_runs import Regression, failing, global_batches, loader, quiet, refusal, train_by_hand, trained, weights
+from small_runs import Regression, global_batches, loader, quiet, refusal, train_by_hand, trained, weights
 
 from drivetrain_strategies import DDPStrategy
 from worlds import on_ranks
@@ -86,50 +87,34 @@ def test_a_users_process_group_is_used_and_kept() -> None:  # A-02, A-06, G-07
         for one in found["weights"]:
             torch.testing.assert_close(one, reference)
         assert found["raised"] == "KeyError: 'missing'"
-        three, _, backend = found["refused"]
-        assert all(text.startswith("ConfigurationError") for text in found["refused"]), found["refused"]
-        assert "3" in three
-        assert "2 processes" in three
-        assert "'nccl'" in backend
+        for text, told in zip(found["refused"], ("3.*2 processes", "1", "'nccl'"), strict=True):
+            assert re.match(f"(?s)ConfigurationError: .*{told}", text)
         assert (found["strategy"], found["sums"]) == ("ddp", [3.0, 2.0])
 
 
-def _state() -> dict[str, Any]:
-    return {
-        "environment": dict(os.environ),
-        "dtype": torch.get_default_dtype(),
-        "excepthook": sys.excepthook,
-        "grad": torch.is_grad_enabled(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)],
-        "group": dist.is_initialized(),
-    }
+def _state() -> list[Any]:
+    """What a run may change besides the environment, dtype and group, which `worlds` checks after each test."""
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    generators = random.getstate(), torch.get_rng_state().tolist()  # restored, because the runs have a seed
+    return [sys.excepthook, torch.are_deterministic_algorithms_enabled(), handlers, generators, dict(os.environ)]
 
 
-def _own_group() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    before, random_state, torch_state = _state(), random.getstate(), torch.get_rng_state()
-    for name, fails in (("returns", False), ("raises", True), ("again", False)):
+def _own_group() -> list[str]:
+    found, before = [], _state()
+    for fails in (False, True, False):
         module = ChangesState(fails)
         flags = [child.training for child in module.modules()]
-        with failing() as found[name]:
-            quiet(strategy="ddp", seed=5, deterministic=True).fit(module, loader(64, 4, shuffle=True))
-        after = _state()
-        assert {key for key in before if before[key] != after[key]} == set(), name
+        found.append(refusal(module, loader(64, 4, shuffle=True), strategy="ddp", seed=5, deterministic=True))
+        assert _state() == before
         assert [child.training for child in module.modules()] == flags
-        # With a seed, the generators are restored too.
-        assert random.getstate() == random_state
-        assert torch.equal(torch.get_rng_state(), torch_state)
-    found["three"] = refusal(Regression(), loader(64, 4), strategy="ddp", devices=3)
-    found["single"] = refusal(Regression(), loader(64, 4), strategy="single_device", devices=2)
-    return found
+        assert not dist.is_initialized()
+    found.append(refusal(Regression(), loader(64, 4), strategy="ddp", devices=3))
+    return [*found, refusal(Regression(), loader(64, 4), strategy="single_device", devices=2)]
 
 
 def test_the_runs_own_process_group_ends_and_all_state_is_restored() -> None:  # A-02, A-03, A-06
-    for found in on_ranks(_own_group, 2, process_group=None):
-        assert found["returns"]["text"] == found["again"]["text"] == ""
-        assert found["raises"]["type"] == "KeyError"
-        for name in ("three", "single"):
-            assert found[name].startswith("ConfigurationError"), found[name]
-        assert "3" in found["three"]
-        assert "2 processes" in found["three"]
+    for first, failed, again, three, single in on_ranks(_own_group, 2, process_group=None):
+        assert first == again == "nothing was raised: "
+        assert failed == "KeyError: 'missing'"
+        assert re.match(r"(?s)ConfigurationError: .*3.*2 processes", three)
+        assert single.startswith("ConfigurationError")

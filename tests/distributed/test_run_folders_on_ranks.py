@@ -9,6 +9,7 @@ import signal
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from small_runs import Regression, loader, quiet, refusal
@@ -30,16 +31,20 @@ class Net(Regression):
         return loss
 
 
-class Dying(Net):
-    """Kills all ranks at a step."""
+class Warns(Net):
+    def on_train_start(self) -> None:
+        logging.getLogger("drivetrain").warning("from node %d", self.trainer.node_rank)
 
-    def __init__(self, step: int) -> None:
+
+class Dying(Net):
+    """Kills all ranks at step 5."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self._step = step
         self.__class__.__qualname__ = Net.__qualname__  # one experiment, according to the records
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.global_step == self._step:
+        if self.global_step == 5:
             self.trainer.strategy.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -54,9 +59,9 @@ def _data() -> Any:
     return loader(24, 2)
 
 
-def _run(root: Path, ckpt_path: str | None, options: dict[str, Any], module: type[Net] = Net) -> Any:
+def _run(root: Path, ckpt_path: str | None, options: dict[str, Any]) -> Any:
     trainer = _fit(root, **options)
-    trainer.fit(module(), _data(), ckpt_path=ckpt_path)
+    trainer.fit(Net(), _data(), ckpt_path=ckpt_path)
     logger = trainer.logger
     return trainer.log_dir, trainer.run_id, None if logger is None else logger.log_dir, trainer.global_step
 
@@ -95,7 +100,7 @@ def test_an_unwritable_folder_is_refused_on_every_rank(tmp_path: Path) -> None: 
 
 
 def _killed(root: Path) -> None:
-    _fit(root).fit(Dying(5), _data())
+    _fit(root).fit(Dying(), _data())
 
 
 @pytest.mark.slow
@@ -138,20 +143,11 @@ def test_runs_that_start_at_once_resume_a_killed_one_and_share_no_folder(tmp_pat
 
 def _of_a_node(root: Path) -> Any:
     rank = os.environ["RANK"]
-    before = dict(os.environ)
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=rank, GROUP_WORLD_SIZE="2")
-    try:
+    node = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": rank, "GROUP_WORLD_SIZE": "2"}
+    with mock.patch.dict(os.environ, node):
         trainer = _fit(root, num_nodes=2)
-
-        class Warns(Net):
-            def on_train_start(self) -> None:
-                logging.getLogger("drivetrain").warning("from node %d", self.trainer.node_rank)
-
         trainer.fit(Warns(), _data())
-        return trainer.log_dir, trainer.run_id, trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    return trainer.log_dir, trainer.run_id, trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
 
 
 def test_nodes_use_one_folder(tmp_path: Path) -> None:  # J-13

@@ -35,6 +35,7 @@ if CASE != "waits":
 
 _BY_ITSELF = """
 before = dict(os.environ)
+handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 if CASE == "waits":
     fit = quiet(strategy="ddp", devices=2, max_epochs=2)
     if fit.is_global_zero:
@@ -68,6 +69,9 @@ any_size = quiet()
 any_size.fit(module, loader(64, 4))
 say("auto", any_size.world_size, any_size.strategy.name)
 say("environment", {key for key in before | os.environ if before.get(key) != os.environ.get(key)} or "same")
+say("handlers", handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)])
+names = [name for name in ("RANK", "TORCHELASTIC_USE_AGENT_STORE", "OMP_NUM_THREADS") if name in os.environ]
+say("started", sys.flags.utf8_mode, *names)
 if fit.is_global_zero:
     with failing() as error:
         fit.validate(module, loader(16, 4))
@@ -98,7 +102,7 @@ dist.destroy_process_group()
 @pytest.fixture(scope="module")
 def by_itself(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """A script that is started again for the second rank."""
-    return run_cases(tmp_path_factory.mktemp("script"), _AGAIN + _BY_ITSELF, ["several calls", "waits"])
+    return run_cases(tmp_path_factory.mktemp("script"), _AGAIN + _BY_ITSELF, ["several calls", "waits"], "-X", "utf8")
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +118,9 @@ def test_every_rank_runs_the_whole_script(by_itself: dict[str, Run]) -> None:  #
         assert any(line.startswith("evaluated True") for line in said)
         refusal = "3 processes are asked for, and this script runs in 2."
         assert f"refused ConfigurationError {refusal}" in said
-        expected = ("first True 8 2", "second True", "predicted True", "alone True 1", "auto 2 ddp", "environment same")
-        assert {*expected} <= {*said}, said
+        expected = {"first True 8 2", "second True", "predicted True", "alone True 1", "auto 2 ddp"}
+        started = "started 1 RANK TORCHELASTIC_USE_AGENT_STORE OMP_NUM_THREADS" if rank else "started 1"
+        assert expected | {"environment same", "handlers True", started} <= {*said}, said
     assert run.out.count("validate: val_loss") == 1  # only rank 0 prints
 
 

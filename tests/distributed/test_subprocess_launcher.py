@@ -22,9 +22,8 @@ from drivetrain.launchers.world import LAUNCHER_VARIABLE, PARENT_VARIABLE
 _HEAD = """
 import os, pathlib, signal, sys, threading, time
 import torch
-import torch.distributed as dist
 from drivetrain.environments import PlainEnvironment
-from drivetrain.launchers import FunctionLauncher, SubprocessLauncher, choose_launcher, current_world
+from drivetrain.launchers import FunctionLauncher, SubprocessLauncher, current_world
 
 def place(number):
     return PlainEnvironment({}).first_placement_on_node(1, number)
@@ -49,13 +48,6 @@ def _environment(folder: Path) -> dict[str, str]:
     return inherited | temporary | {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
 
 
-def _run(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """Run Python with these arguments; return also the lines that ranks have written by ``say``."""
-    command, environment = [sys.executable, *arguments], _environment(folder)
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, cwd=folder, check=False)
-    return run, sorted((folder / "said").read_text().splitlines())
-
-
 def _is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
@@ -70,47 +62,6 @@ def _assert_gone(folder: Path, within: float = 0.0) -> None:
     while any(_is_running(pid) for pid in pids) and time.monotonic() < until:
         time.sleep(0.05)
     assert not any(_is_running(pid) for pid in pids), folder
-
-
-def test_every_rank_runs_the_whole_script(tmp_path: Path) -> None:  # A-02, A-03
-    body = """
-    before, handlers = dict(os.environ), [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
-    world = launch(2)
-    rank = world.placement.rank
-    assert dict(os.environ) == before
-    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == handlers
-    assert world.is_caller == (rank == 0)
-    assert current_world() is world
-    for run in range(2):
-        dist.init_process_group("gloo", store=world.store(f"run{run}"), rank=rank, world_size=2)
-        total = torch.tensor(rank + 1)
-        dist.all_reduce(total)
-        dist.destroy_process_group()
-    # The processes that are there are used again, whichever rank asks; another number is refused.
-    assert launch(2) is world
-    try:
-        launch(3)
-    except Exception as error:
-        say(f"{rank} refused {type(error).__name__}: {error.what}")
-    names = [name for name in ("RANK", "TORCHELASTIC_USE_AGENT_STORE", "OMP_NUM_THREADS") if name in os.environ]
-    sys.stdout.write(f"printed by {rank}\\n")  # in one piece: the ranks share the stream
-    sys.stdout.flush()
-    say(f"{rank} of {world.placement.world_size} sum {total} {sys.argv[1:]} {sys.flags.dev_mode} {names}")
-    """
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__main__.py").write_text(_HEAD + textwrap.dedent(body))
-    run, said = _run(tmp_path, "-X", "dev", "-W", "ignore", "-m", "package", "--width", "a b")
-    assert run.returncode == 0, run.stderr
-    refusal = "refused ConfigurationError: 3 processes are requested, but this script runs in 2"
-    torchrun = "['RANK', 'TORCHELASTIC_USE_AGENT_STORE', 'OMP_NUM_THREADS']"
-    assert said == [
-        "0 of 2 sum 3 ['--width', 'a b'] True []",
-        f"0 {refusal}",
-        f"1 of 2 sum 3 ['--width', 'a b'] True {torchrun}",
-        f"1 {refusal}",
-    ]
-    assert sorted(run.stdout.splitlines()) == ["printed by 0", "printed by 1"]
-    _assert_gone(tmp_path)
 
 
 _ENDING = """
@@ -226,26 +177,6 @@ def test_a_killed_caller_leaves_no_processes(tmp_path: Path) -> None:  # G-02
         for caller in callers.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(caller.pid, signal.SIGKILL)
-
-
-def test_a_program_without_a_file_is_refused(tmp_path: Path) -> None:  # G-06
-    code = """
-    class Local:
-        value = 7
-
-    try:
-        choose_launcher("subprocess", 2).launch(place(2))
-    except Exception as error:
-        say(type(error).__name__ + " " + error.why + " " + error.fix)
-    launcher = choose_launcher("auto", 2)
-    # Forked, so that what was typed in exists there.
-    say(launcher.start_method + str(launcher.launch(place(2), lambda: Local.value)))
-    """
-    run, (refused, forked) = _run(tmp_path, "-c", _HEAD + textwrap.dedent(code))
-    assert run.returncode == 0, run.stderr
-    why = "the program has no file: it comes from python -c put the program into a file"
-    assert refused.startswith(f"ConfigurationError {why}")
-    assert forked == "fork7"
 
 
 def test_a_process_started_by_a_rank_is_independent(monkeypatch: pytest.MonkeyPatch) -> None:

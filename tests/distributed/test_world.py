@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ import torch.distributed as dist
 from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.launchers import RankFailedError
 from drivetrain.testing import World, run_distributed
-from drivetrain.testing._stack_dump import dump_stacks_to
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
 
@@ -42,19 +42,16 @@ def _assert_gone(pids: list[int]) -> None:
             os.kill(pid, 0)
 
 
-def test_calls_go_to_the_same_processes() -> None:
+def test_calls_go_to_the_same_processes_and_those_of_run_distributed_to_new_ones() -> None:
     with World(2) as world:
         pids = _pids(world)
         second = world.run(_sum, 2.0)
     # A later import of dynamo would keep the group's threads alive.
     assert second == [(pids[0], 0, 6.0, True), (pids[1], 1, 6.0, True)]
     _assert_gone(pids)
-
-
-def test_run_distributed_returns_every_ranks_value_by_rank() -> None:
-    results = run_distributed(_sum, 3, 2.0)
-    assert [(rank, total) for _, rank, total, _ in results] == [(0, 12.0), (1, 12.0), (2, 12.0)]
-    _assert_gone([pid for pid, *_ in results])
+    new = run_distributed(_sum, 3, 2.0)
+    assert [(rank, total) for _, rank, total, _ in new] == [(0, 12.0), (1, 12.0), (2, 12.0)]
+    _assert_gone([pid for pid, *_ in new])
 
 
 def _draw_and_change() -> dict[str, Any]:
@@ -164,23 +161,6 @@ def test_a_failed_world_is_recreated() -> None:
             before = after
 
 
-def _busy_when_time_is_up(folder: str, times: int) -> list[str]:
-    told = []
-    for number in range(times):
-        path = Path(folder) / str(number)
-        with dump_stacks_to(path, 0.005):
-            until = time.monotonic() + 1
-            while time.monotonic() < until and not path.stat().st_size:
-                sum(abs(number) for number in range(20))
-        told.append(path.read_text())
-    return told
-
-
-def test_a_busy_rank_reports_its_stack_after_the_timeout(tmp_path: Path) -> None:
-    (told,) = run_distributed(_busy_when_time_is_up, 1, str(tmp_path), 50, process_group=None)
-    assert all("_busy_when_time_is_up" in text and "late.py" not in text.splitlines()[1] for text in told)
-
-
 def test_a_rank_that_died_between_calls_is_reported_and_replaced() -> None:
     with World(1) as world:
         [pid] = _pids(world)
@@ -190,19 +170,20 @@ def test_a_rank_that_died_between_calls_is_reported_and_replaced() -> None:
         assert _pids(world) != [pid]
 
 
-def _leave(what: str) -> None:
-    if what == "group":
-        dist.init_process_group("gloo")
-    elif what == "variable":
-        os.environ["LEFT_BEHIND"] = "1"
-    elif what == "dtype":
-        torch.set_default_dtype(torch.float64)
-    elif what == "grad":
-        torch.set_grad_enabled(False)
-    elif what == "thread":
-        threading.Thread(target=time.sleep, args=(60,), name="sleeper").start()
-    elif what == "child":
+_LEFT: dict[str, Callable[[], object]] = {
+    "a default process group": lambda: dist.init_process_group("gloo"),
+    "changed environment variables: LEFT_BEHIND": lambda: os.environ.update(LEFT_BEHIND="1"),
+    "another default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "another grad mode": lambda: torch.set_grad_enabled(False),
+    "the thread 'sleeper'": lambda: threading.Thread(target=time.sleep, args=(60,), name="sleeper").start(),
+    "the child process 'napper'": lambda: (
         multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), name="napper").start()
+    ),
+}
+
+
+def _leave(what: str) -> None:
+    _LEFT[what]()
 
 
 def _defaults() -> tuple[torch.dtype, bool, int]:
@@ -212,15 +193,8 @@ def _defaults() -> tuple[torch.dtype, bool, int]:
 
 def test_state_left_behind_is_an_error_and_removed() -> None:
     with World(1) as world:
-        for what, told in (
-            ("group", "a default process group"),
-            ("variable", "changed environment variables: LEFT_BEHIND"),
-            ("dtype", "another default dtype"),
-            ("grad", "another grad mode"),
-            ("thread", "the thread 'sleeper'"),
-            ("child", "the child process 'napper'"),
-        ):
-            with pytest.raises(DistributedError, match=f"Rank 0 returned but left behind {told}"):
+        for what in _LEFT:
+            with pytest.raises(DistributedError, match=f"Rank 0 returned but left behind {what}"):
                 world.run(_leave, what, process_group=None)
             ((names, _, initialized),) = world.run(_surroundings, ["LEFT_BEHIND"], process_group=None)
             assert (names, initialized) == ([None], False), what

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -113,12 +112,10 @@ def _use_all_threads() -> float:
 
 def test_forked_processes_compute_after_openmp_has_run_here() -> None:
     before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(4)
-        expected = _use_all_threads()
-        assert FunctionLauncher("fork").launch_all(_TWO, _use_all_threads) == [expected, expected]
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(4)
+    expected = _use_all_threads()
+    torch.set_num_threads(before)
+    assert FunctionLauncher("fork").launch_all(_TWO, _use_all_threads) == [expected, expected]
 
 
 def _fail_on_one(how: str, folder: Path) -> None:
@@ -195,6 +192,7 @@ def test_unpicklable_arguments_are_named() -> None:  # G-06
     with pytest.raises(ConfigurationError, match=r"(?s)spawn.*the argument 'loader' \(a lock\).*Fix: ") as caught:
         FunctionLauncher("spawn").launch(_TWO, _with_loader, 1, threading.Lock())
     assert caught.value.why
+    assert "drivetrain.testing.run_distributed(function, 2)" in caught.value.fix  # pytest runs this code
     with pytest.raises(ConfigurationError, match=r"the function '.*<lambda>'"):
         FunctionLauncher("forkserver").launch(_TWO, lambda: None)
 
@@ -223,28 +221,20 @@ def work(settings):
     return settings.value + 1
 
 two = Placement(world_size=2, local_world_size=2)
+{guard}
+    print(FunctionLauncher("spawn").launch_all(two, work, Settings(1)))
 """
 
 
-def _run_script(tmp_path: Path, end: str) -> subprocess.CompletedProcess[str]:
-    script = tmp_path / "script.py"
-    script.write_text(_SCRIPT + textwrap.dedent(end))
+@pytest.mark.parametrize("guard", ['if __name__ == "__main__":', "if True:"])
+def test_a_script_may_define_what_spawned_processes_need_and_needs_a_main_guard(guard: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(_SCRIPT.format(guard=guard))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
-
-
-def test_spawned_processes_find_functions_and_classes_of_a_script(tmp_path: Path) -> None:
-    end = """
-    if __name__ == "__main__":
-        print(FunctionLauncher("spawn").launch_all(two, work, Settings(1)))
-    """
-    run = _run_script(tmp_path, end)
-    assert run.stdout.split("\n")[-2] == "[2, 2]", run.stderr
-
-
-def test_a_script_without_a_main_guard_is_refused(tmp_path: Path) -> None:
-    run = _run_script(tmp_path, 'FunctionLauncher("spawn").launch_all(two, work, Settings(1))')
+    pipes: Any = {"capture_output": True, "text": True, "timeout": 60, "env": environment, "check": False}
+    run = subprocess.run([sys.executable, str(tmp_path / "script.py")], **pipes)
+    if guard != "if True:":
+        assert run.stdout.split("\n")[-2] == "[2, 2]", run.stderr
+        return
     assert run.returncode != 0
     assert "the script starts processes while it is being imported" in run.stderr
     assert 'if __name__ == "__main__":`, put the work of the script under this line' in run.stderr
