@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from small_runs import Regression, loader, quiet, refusal
 
-from drivetrain._distributed.process_groups import abort_nccl, uses_nccl
 from drivetrain._distributed.watchdog import Watchdog
 from drivetrain.testing import requires_cuda
 from worlds import on_ranks
@@ -57,13 +56,3 @@ def test_a_reported_failure_reaches_the_watching_thread() -> None:  # G-01
         assert heard.wait(10)
     finally:
         watchdog.end()
-
-
-def test_without_nccl_there_is_nothing_to_abort() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    try:
-        assert not uses_nccl()
-        abort_nccl()
-        dist.barrier()  # the group is unchanged
-    finally:
-        dist.destroy_process_group()

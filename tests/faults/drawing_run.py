@@ -74,16 +74,9 @@ class Drawing(TrainModule):
 def train(
     folder: Path, strategy: str, every: int, in_background: bool, tell: Callable[..., None], fault: Fault | None = None
 ) -> Any:
-    """Start or resume, and return the results of the run: everything that must be equal however often it was
-    interrupted.
+    """Start or resume, and return everything that must be equal however often the run was interrupted.
 
-    Args:
-        folder: the root below which the run's folder is.
-        strategy: one of `STRATEGIES`.
-        every: steps between two saves.
-        in_background: save in the background.
-        tell: receives events as they happen.
-        fault: the fault to inject, if any; a fault of kind "none" only counts calls.
+    ``tell`` receives events as they happen. A fault of kind "none" only counts calls.
     """
     saver = Checkpoint(every_n_train_steps=every, save_async=in_background, keep_last=KEPT)
     module: Any = Drawing(tell)

@@ -36,15 +36,7 @@ _IMPORTED = {"fsdp": "torch.distributed.fsdp", "zero 3": "deepspeed.runtime.zero
 
 @dataclasses.dataclass
 class Outcome:
-    """The outcome of a fault.
-
-    Attributes:
-        strategy: the strategy of the run.
-        fault: the fault.
-        waited: seconds until every process had ended; None if the run continued.
-        lost: steps that the next start had to repeat.
-        survived: whether the run had the results of the undisturbed one.
-    """
+    """The outcome of a fault: seconds to the end of every process, repeated steps, and whether results are equal."""
 
     strategy: str
     fault: Fault
@@ -93,21 +85,10 @@ def try_faults(
     only: Sequence[int] = (),
     kinds: Sequence[str] = tuple(KINDS),
 ) -> Tally:
-    """Inject faults into runs of ``strategy``, one to three each, and compare the results. It is called on several
-    ranks, each of which takes the next run that no other rank has taken.
+    """Inject at least this many faults into runs, ``first`` into one and one to three drawn ones into each other, and
+    compare the results with those of an undisturbed run. With ``only``, make the runs of these numbers.
 
-    Args:
-        folder: where runs save.
-        strategy: one of `STRATEGIES`.
-        faults: the minimum number of faults.
-        seed: the seed for all draws, together with the run's number.
-        first: faults for one run, which precedes the drawn ones.
-        only: the numbers of the runs to make, regardless of ``faults``.
-        kinds: the kinds of faults that are drawn.
-
-    Returns:
-        The outcomes. A run that hung, named another cause, lost saved steps, or had other results is among its
-        ``failed``.
+    It is called on several ranks, each of which takes the next run that no other rank has taken.
     """
     importlib.import_module(_IMPORTED.get(strategy, "torch"))
     gc.freeze()  # DeepSpeed forces garbage collections, in which modules imported so far need not be examined

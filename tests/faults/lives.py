@@ -73,17 +73,12 @@ class Life:
     reached: int = 0
     losses: dict[Any, float] = field(default_factory=dict)
     results: dict[int, Any] = field(default_factory=dict)
-    calls: dict[int, dict[str, int]] = field(default_factory=dict)
-    """The calls of each place at which a fault could have struck, by rank."""
-    struck: float | None = None
-    """When the fault struck, by the clock that all processes share."""
-    waited: float = 0.0
-    """Seconds from the fault to the end of every process."""
-    seconds: float = 0.0
-    """Seconds from the first step to the end of every process."""
+    calls: dict[int, dict[str, int]] = field(default_factory=dict)  # of each place that can be struck, by rank
+    struck: float | None = None  # when the fault struck, by the clock that all processes share
+    waited: float = 0.0  # seconds from the fault to the end of every process
+    seconds: float = 0.0  # from the first step to the end of every process
     error: BaseException | None = None
-    hung: bool = False
-    """Whether ranks had to be ended because nothing else did."""
+    hung: bool = False  # whether ranks had to be ended because nothing else did
 
     @property
     def ended(self) -> bool:

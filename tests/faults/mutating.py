@@ -38,12 +38,7 @@ def _dumps(document: Any, **options: Any) -> bytes:
 
 
 class Mutator:
-    """Changes one of a checkpoint's files at a time, and puts it back.
-
-    Args:
-        folder: the checkpoint's folder.
-        seed: the seed of the draws.
-    """
+    """Changes one of the files in a checkpoint's folder at a time, and puts it back."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self._folder = folder

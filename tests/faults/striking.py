@@ -44,14 +44,7 @@ class Struck(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault.
-
-    Attributes:
-        kind: one of `KINDS` or `ANY_INSTANT`; "none" only counts calls.
-        rank: the rank.
-        place: the hook or step; "writing" is an operation on files within the run's folder.
-        nth: the number of the call, from 1.
-    """
+    """A fault of one of `KINDS`, at the nth call of a hook or step, or of an operation on files: "writing"."""
 
     kind: str = "none"
     rank: int = 0
@@ -60,13 +53,7 @@ class Fault:
 
 
 class Striker:
-    """Injects a fault into a run. Calls during a rehearsal of saves do not count, since it ignores errors of hooks.
-
-    Args:
-        fault: the fault.
-        tell: receives the time at which it strikes.
-        folder: where the run saves. Opening, creating, renaming or removing files there is the place "writing".
-    """
+    """Injects a fault into a run. Calls during a rehearsal of saves do not count, since it ignores errors of hooks."""
 
     def __init__(self, fault: Fault, tell: Callable[..., None], folder: Path) -> None:
         self._fault = fault

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import restarted_run
@@ -21,13 +22,17 @@ from drivetrain.testing import requires_linux, run_distributed
 LIMIT = 90.0  # seconds
 
 
+def _undisturbed(folder: Path) -> Any:
+    return run_distributed(restarted_run.undisturbed, 2, folder / "undisturbed", process_group=None, timeout=150)
+
+
 @requires_linux()
 def test_a_killed_worker_is_restarted_and_loses_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", "2", "--monitor-interval", "0.1", restarted_run.__file__, str(tmp_path), "killed"]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    undisturbed = run_distributed(restarted_run.undisturbed, 2, tmp_path / "undisturbed", process_group=None)
+    undisturbed = _undisturbed(tmp_path)
     printed, _ = run.communicate(timeout=120)
     assert run.returncode == 0, printed
     assert restarted_run.starts(tmp_path) == [0, 2]  # from the last complete checkpoint
@@ -66,5 +71,4 @@ def test_a_link_that_goes_down(comes_back: bool, tmp_path: Path) -> None:
             assert run.wait(LIMIT) == 0, [out.read_text() for out in outs]
     first, *later = restarted_run.starts(tmp_path)
     assert (first, min(later) >= 2) == (0, True), later
-    undisturbed = run_distributed(restarted_run.undisturbed, 2, tmp_path / "undisturbed", process_group=None)
-    assert restarted_run.results(tmp_path) == undisturbed
+    assert restarted_run.results(tmp_path) == _undisturbed(tmp_path)
