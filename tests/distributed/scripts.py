@@ -1,4 +1,4 @@
-"""Runs a script as a user would, and reads the output of its ranks."""
+"""Runs scripts as a user would, and reads the output of their ranks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 HERE = str(Path(__file__).parent)
@@ -64,71 +63,58 @@ if CASE is None:
 """
 
 
+def starter(folder: Path, *ranks: dict[str, str]) -> tuple[str, ...]:
+    """Return a command before ``python``, like srun, which starts it once with each of the given variables.
+
+    A rank that fails does not end the others: they have to detect it themselves.
+    """
+    start = "max(abs(one.wait()) for one in [subprocess.Popen(sys.argv[1:], env=os.environ | more) for more in ranks])"
+    script = folder / "start.py"
+    script.write_text(f"import os, subprocess, sys\nranks = {ranks!r}\nsys.exit({start})")
+    return sys.executable, str(script)
+
+
 @dataclass
 class Run:
-    """The result of a script."""
+    """The result of a script, and the folder in which it ran."""
 
     code: int
     out: str
     errors: str
-    seconds: float
-    said: list[str] = field(default_factory=list)
-
-
-def run_script(folder: Path, body: str, *command: str, starter: Sequence[str] = (), limit: float = 90) -> Run:
-    """Run ``body`` under Python, or ``python *command``, in ``folder``; its output lines are sorted.
-
-    A ``starter``, such as mpirun with its options, is put before ``python``.
-    """
-    script, said = folder / "script.py", folder / "said"
-    script.write_text(HEAD + textwrap.dedent(body))
-    said.write_text("")
-    began = time.monotonic()
-    ended = _run(script, *command, starter=starter, limit=limit, said=said)
-    seconds = time.monotonic() - began
-    return Run(ended.returncode, ended.stdout, ended.stderr, seconds, sorted(said.read_text().splitlines()))
+    said: list[str]
+    folder: Path
 
 
 def run_cases(
-    folder: Path, body: str, cases: Sequence[str], *command: str, head: str = HEAD, limit: float = 90
+    folder: Path,
+    body: str,
+    cases: Sequence[str],
+    *command: str,
+    head: str = HEAD,
+    starter: Sequence[str] = (),
+    limit: float = 120,
 ) -> dict[str, Run]:
-    """Run ``body`` as `run_script` does, once for each case, which it reads from ``CASE``.
+    """Run ``head`` and ``body`` under Python, or ``python *command``, once for each case, which it reads from ``CASE``.
 
-    The code is that of the started process; under torchrun the largest of the ranks' codes.
+    A ``starter``, such as mpirun with its options, is put before ``python``. The code is that of the started process;
+    under torchrun or a starter the largest of the ranks' codes. Lines that the ranks ``say`` are sorted.
     """
     script = folder / "script.py"
     script.write_text(CASES.format(cases=tuple(cases)) + head + textwrap.dedent(body))
     for number in range(len(cases)):
         (folder / str(number)).mkdir()
         (folder / str(number) / "said").touch()
-    began = time.monotonic()
-    ended = _run(script, *command, limit=limit)
-    seconds = time.monotonic() - began
-    assert ended.returncode == 0, ended.stderr
-    return {case: _case(folder / str(number), seconds) for number, case in enumerate(cases)}
-
-
-def _case(folder: Path, seconds: float) -> Run:
-    codes = [int(code) for code in (folder / "codes").read_text().split()]
-    out, errors, said = ((folder / name).read_text() for name in ("out", "errors", "said"))
-    return Run(max(codes, key=abs), out, errors, seconds, sorted(said.splitlines()))
-
-
-def _run(
-    script: Path, *command: str, limit: float, starter: Sequence[str] = (), said: Path | None = None
-) -> subprocess.CompletedProcess[str]:
     # Unbuffered Python writes tracebacks in fragments of lines, and those of several ranks would mix.
     kept_out = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED")
     variables = {name: value for name, value in os.environ.items() if name not in kept_out}
-    variables["PYTHONPATH"] = os.pathsep.join([HERE, *sys.path])
-    if said is not None:
-        variables["SAID"] = str(said)
-    return subprocess.run(
-        [*starter, sys.executable, *command, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=limit,
-        cwd=script.parent,
-        check=False,
-        env=variables,
-    )
+    variables["PYTHONPATH"] = os.pathsep.join([HERE, str(folder), *sys.path])
+    line = [*starter, sys.executable, *command, str(script)]
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=limit, cwd=folder, check=False, env=variables)
+    assert ended.returncode == 0, ended.stderr
+    return {case: _case(folder / str(number)) for number, case in enumerate(cases)}
+
+
+def _case(folder: Path) -> Run:
+    codes = [int(code) for code in (folder / "codes").read_text().split()]
+    out, errors, said = ((folder / name).read_text() for name in ("out", "errors", "said"))
+    return Run(max(codes, key=abs), out, errors, sorted(said.splitlines()), folder)

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-from scripts import HERE, run_script
+from scripts import run_cases, starter
 
 MPIRUN = ("mpirun", "-n", "2", "--allow-run-as-root", "--oversubscribe")
-SRUN = (sys.executable, f"{HERE}/stub_srun.py", "--nodes", "2", "--ntasks", "2")
-
-STARTERS = [
-    pytest.param(
-        MPIRUN,
-        id="mpirun",
-        marks=pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (Debian: openmpi-bin)"),
-    ),
-    pytest.param(SRUN, id="srun"),
-]
+SLURM = {
+    "SLURM_JOB_ID": "123456",
+    "SLURM_JOB_NAME": "train",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_NODELIST": "localhost",
+    "SLURM_NTASKS": "2",
+    "SLURM_LOCALID": "0",
+}
 
 # A rank creates a Fit to learn its place, which only the cluster's variables define.
 _SCRIPT = """
@@ -32,8 +33,10 @@ say("trained", torch.allclose(weights(module), reference, atol=1e-6), fit.world_
 
 class Failing(Model):
     def training_step(self, batch, batch_idx):
-        if batch_idx == 3 and RANK == {rank}:
-            {how}
+        if batch_idx == 3 and CASE == "rank 0 is killed" and RANK == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if batch_idx == 3 and CASE == "rank 1 raises" and RANK == 1:
+            raise ValueError(f"boom on {RANK}")
         return super().training_step(batch, batch_idx)
 
 began = time.monotonic()
@@ -44,27 +47,20 @@ finally:
 """
 
 
-@pytest.mark.parametrize("starter", STARTERS)
-def test_ranks_of_a_cluster_train_as_one_and_end_with_the_first_cause(  # A-06, B-01, G-01
-    starter: tuple[str, ...], tmp_path: Path
-) -> None:
-    script = _SCRIPT.format(rank=1, how='raise ValueError(f"boom on {RANK}")')
-    run = run_script(tmp_path, script, starter=starter)
-    nodes = [(0, 0), (0, 1)] if starter is MPIRUN else [(0, 0), (1, 0)]
-    for rank, (node, local) in enumerate(nodes):
-        assert f"{rank} trained True 2 {node} {local}" in run.said, run.errors
-    assert run.code != 0
-    assert "ValueError: boom on 1" in run.errors
-    assert "1 ended True" in run.said
-    if starter is SRUN:  # mpirun ends the others as soon as one has failed, possibly before they print anything
-        assert "0 ended True" in run.said
-        assert "Rank 1 failed with ValueError: boom on 1" in run.errors
-
-
-def test_a_task_that_is_killed_with_the_store_ends_the_others(tmp_path: Path) -> None:  # G-02
-    script = _SCRIPT.format(rank=0, how="os.kill(os.getpid(), signal.SIGKILL)")
-    run = run_script(tmp_path, script, starter=SRUN)
-    assert run.code != 0
-    assert "1 ended True" in run.said, run.errors
-    assert "DistributedError: Rank 1 has lost the store where all ranks meet" in run.errors
-    assert "task 0: Killed by signal 9" in run.errors
+@pytest.mark.parametrize("cluster", ["mpirun", "srun"])
+def test_ranks_of_a_cluster_train_as_one_and_end_with_the_first_cause(cluster: str, tmp_path: Path) -> None:
+    # A-06, B-01, G-01, G-02
+    if cluster == "mpirun" and shutil.which(cluster) is None:
+        pytest.skip("needs mpirun (Debian: openmpi-bin)")
+    SLURM["SLURM_JOB_ID"] = str(os.getpid())  # the port is derived from it
+    srun = starter(tmp_path, *(SLURM | {"SLURM_PROCID": rank, "SLURM_NODEID": rank} for rank in "01"))
+    cases, started = ["rank 1 raises", "rank 0 is killed"], MPIRUN if cluster == "mpirun" else srun
+    raised, killed = run_cases(tmp_path, _SCRIPT, cases, starter=started).values()
+    for rank, (node, local) in enumerate([(0, 0), (0, 1)] if cluster == "mpirun" else [(0, 0), (1, 0)]):
+        assert f"{rank} trained True 2 {node} {local}" in raised.said, raised.errors
+    assert {"0 ended True", "1 ended True"} <= {*raised.said}
+    assert raised.code != 0
+    assert "ValueError: boom on 1" in raised.errors
+    assert "Rank 1 failed with ValueError: boom on 1" in raised.errors
+    assert "1 ended True" in killed.said, killed.errors  # rank 0 has the store
+    assert "DistributedError: Rank 1 has lost the store where all ranks meet" in killed.errors

@@ -1,24 +1,27 @@
-"""Third-party launchers, written with public names only, drive runs like the built-in ones. K-02, K-03."""
+"""Third-party launchers and environments, written with public names only, work like the built-in ones. K-02, K-03."""
 
 from __future__ import annotations
 
 import os
 import pickle
+import socket
 import subprocess
 import sys
-import textwrap
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from small_runs import Regression, global_batches, loader, quiet, train_by_hand, weights
+from small_runs import Regression, global_batches, loader, quiet, refusal, train_by_hand, weights
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from drivetrain import ConfigurationError
-from drivetrain.environments import Placement
+from drivetrain.environments import Environment, Placement
 from drivetrain.launchers import Devices, Launcher, Work, named_launcher, torchrun_variables
+from drivetrain.testing import run_distributed
 from drivetrain_strategies import SingleDeviceStrategy
 
 _RANK = """
@@ -41,17 +44,11 @@ class Wrapped(Launcher):
 
         def call(function: Any, *arguments: Any) -> Any:
             sent.write_bytes(pickle.dumps((function, arguments)))
-            ranks = [
-                subprocess.Popen(
-                    [*self.wrapper, sys.executable, "-c", _RANK, str(sent)],
-                    env={
-                        **os.environ,
-                        **torchrun_variables(replace(placement, rank=rank, local_rank=rank), address, store.port),
-                        "PYTHONPATH": os.pathsep.join(sys.path),
-                    },
-                )
-                for rank in range(placement.world_size)
-            ]
+            command = [*self.wrapper, sys.executable, "-c", _RANK, str(sent)]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+            places = [replace(placement, rank=rank, local_rank=rank) for rank in range(placement.world_size)]
+            variables = [torchrun_variables(place, address, store.port) for place in places]
+            ranks = [subprocess.Popen(command, env=environment | of_rank) for of_rank in variables]
             codes = [rank.wait() for rank in ranks]
             if any(codes):
                 raise RuntimeError(f"the ranks ended with {codes}")
@@ -77,68 +74,19 @@ def test_ranks_behind_another_program_train_the_callers_module(tmp_path: Path) -
     assert fit.callback_metrics["nice"] == os.nice(0) + 3
 
 
-def test_a_user_defined_command_runs_the_script_again(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        textwrap.dedent("""
-        import os
-        import torch
-        from small_runs import Regression, loader, quiet, weights
-        from drivetrain.launchers import Launcher, SubprocessLauncher
-
-        class NiceScript(SubprocessLauncher):
-            def command(self):
-                return ["nice", "-n", "4", *super().command()]
-
-        class Nice(Launcher):
-            def launch(self, placement, **where):
-                return NiceScript().launch(placement, **where)
-
-        before = os.nice(0)
-        module = Regression()
-        fit = quiet(strategy="ddp", devices=2, launcher=Nice())
-        fit.fit(module, loader(64, 4))
-        print(f"rank {fit.global_rank} of {fit.world_size} at {before}: {weights(module).sum():.6f}\\n", end="")
-        """)
-    )
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=120, env=variables, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
-    here, told = os.nice(0), lines[0].partition(": ")[2]
-    assert lines == [f"rank 0 of 2 at {here}: {told}", f"rank 1 of 2 at {here + 4}: {told}"]
-
-
-def test_a_launcher_overrides_one_of_two_methods() -> None:
-    with pytest.raises(TypeError, match="StartsNothing implements neither launch, which returns a World, nor run"):
-
-        class StartsNothing(Launcher):
-            pass
-
-
-class DoesNothing(Launcher):
-    def run(self, work: Work, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> Any:
-        return None
-
-
-class AnswersForItself(Launcher):
-    def run(self, work: Work, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> Any:
-        return work.run_in_other_processes(lambda function, *arguments: None)
-
-
-@pytest.mark.parametrize(
-    ("launcher", "said"),
-    [
-        (DoesNothing, "DoesNothing.run returned without executing the run"),
-        (AnswersForItself, "The function passed to work.run_in_other_processes returned a NoneType"),
-    ],
-)
-def test_a_launcher_that_runs_nothing_is_refused(launcher: Any, said: str) -> None:
+def test_a_launcher_that_starts_nothing_is_refused() -> None:
+    with pytest.raises(TypeError, match="Lazy implements neither launch, which returns a World, nor run"):
+        type("Lazy", (Launcher,), {})
     # K-03: previously fit succeeded without training
-    with pytest.raises(ConfigurationError, match=said):
-        quiet(strategy="ddp", devices=2, launcher=launcher()).fit(Regression(), loader(16, 4))
+    runs: dict[str, Any] = {
+        "Lazy.run returned without executing the run": lambda *_, **where: None,
+        "The function passed to work.run_in_other_processes returned a NoneType": (
+            lambda _, work, placement, **where: work.run_in_other_processes(lambda function, *arguments: None)
+        ),
+    }
+    for message, run in runs.items():
+        launcher = type("Lazy", (Launcher,), {"run": run})()
+        assert message in refusal(Regression(), loader(16, 4), strategy="ddp", devices=2, launcher=launcher)
 
 
 class Cluster(Launcher):
@@ -156,7 +104,7 @@ class Cluster(Launcher):
     def check(self, num_local: int) -> None:
         self.asked.append(num_local)
 
-    def run(self, work: Work, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> Any:
+    def run(self, work: Work, placement: Placement, **where: Any) -> Any:
         self.asked.append((work.device, placement.world_size, placement.num_nodes))
         raise ConfigurationError("The cluster is full")
 
@@ -168,32 +116,26 @@ def test_a_launcher_that_places_devices_is_asked_for_them() -> None:
     assert cluster.asked == [("gpu", 3), 3, ("cuda", 6, 2)]
 
 
-# By name
-
-
-def _install(folder: Path, monkeypatch: pytest.MonkeyPatch, made: str) -> None:
+def _install(folder: Path, entry_points: str) -> None:
     info = folder / "cargo-1.0.dist-info"
-    info.mkdir()
+    info.mkdir(exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cargo\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[drivetrain.launchers]\ncargo_ship = {made}\nfork = builtins:dict\n")
-    monkeypatch.syspath_prepend(folder)
+    (info / "entry_points.txt").write_text(entry_points)
 
 
 def test_a_launcher_is_found_by_the_name_that_its_package_registers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _install(tmp_path, monkeypatch, f"{__name__}:Cluster")
+    monkeypatch.syspath_prepend(tmp_path)
+    _install(tmp_path, f"[drivetrain.launchers]\ncargo_ship = {__name__}:Cluster\nfork = builtins:dict\n")
     with pytest.raises(ConfigurationError, match="The cluster is full"):
         quiet(strategy="ddp", devices=3, launcher="cargo_ship").fit(Model(), loader(8, 4))
-    with pytest.raises(
-        ConfigurationError, match=r"(?s)'cargo_shipp' is unknown. Did you mean 'cargo_ship'.*subprocess"
-    ):
+    unknown = r"(?s)'cargo_shipp' is unknown. Did you mean 'cargo_ship'.*subprocess"
+    with pytest.raises(ConfigurationError, match=unknown):
         quiet(launcher="cargo_shipp")
     assert isinstance(named_launcher("fork"), Launcher)  # built-in names cannot be replaced
-
-
-def test_an_object_that_is_no_launcher_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _install(tmp_path, monkeypatch, "builtins:dict")
+    _install(tmp_path, "[drivetrain.launchers]\ncargo_ship = builtins:dict\n")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigurationError, match=r"'cargo_ship' \(builtins:dict\) made a dict, not a Launcher"):
         quiet(strategy="ddp", devices=2, launcher="cargo_ship").fit(Model(), loader(8, 4))
 
@@ -204,7 +146,86 @@ def test_built_in_and_default_launchers_read_no_metadata(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("importlib.metadata.entry_points", read)
     for setting in ("auto", "fork"):
-        module = Model()
         fit = quiet(launcher=setting, strategy=SingleDeviceStrategy())
-        fit.validate(module, loader(8, 4), verbose=False)
+        fit.validate(Model(), loader(8, 4), verbose=False)
         assert fit.state == "finished"
+
+
+class Farm(Environment):
+    """A scheduler with variables of its own, which has started two processes."""
+
+    def placement(self) -> Placement:
+        worker, workers = self.variables.integer("FARM_WORKER"), self.variables.integer("FARM_WORKERS")
+        return Placement(worker, workers, worker, workers)
+
+    @property
+    def main_port(self) -> int:
+        return self.variables.integer("FARM_PORT")
+
+
+_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+
+
+def _work_for_a_farm(folder: Path, port: int) -> list[Any]:
+    sys.path.insert(0, str(folder))
+    farm = {"FARM_WORKER": os.environ["RANK"], "FARM_WORKERS": "2", "FARM_PORT": str(port)}
+    found: list[Any] = []
+    for name in [name for name in os.environ if name.startswith(_OF_TORCHRUN)]:
+        del os.environ[name]
+    with mock.patch.dict(os.environ, farm):
+        for environment in (Farm(), "farm"):
+            module, fit = Regression(), quiet(strategy="ddp", environment=environment)
+            before = fit.global_rank
+            fit.fit(module, loader(64, 4))
+            found.append((weights(module), before, fit.global_rank, fit.local_rank, fit.world_size))
+        found.append(refusal(Regression(), loader(64, 4), strategy="ddp", environment="farm", devices=3))
+        del os.environ["FARM_WORKERS"]
+        found.append(refusal(Regression(), loader(64, 4), strategy="ddp", environment="farm"))
+    return found
+
+
+def test_ranks_of_a_third_party_scheduler_train_together(tmp_path: Path) -> None:
+    _install(tmp_path, f"[drivetrain.environments]\nfarm = {__name__}:Farm\n")
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    reference = weights(train_by_hand(Regression(), global_batches(64, 8)))
+    for rank, (*trained, devices, variable) in enumerate(
+        run_distributed(_work_for_a_farm, 2, tmp_path, port, process_group=None)
+    ):
+        for found, *places in trained:
+            torch.testing.assert_close(found, reference)
+            assert places == [rank, rank, rank, 2]
+        assert "devices x num_nodes = 3, and Farm has 2 processes." in devices
+        assert "FARM_WORKERS is not set" in variable
+        assert "Farm was detected or chosen as the environment" in variable
+
+
+class Desk(Environment):
+    """An environment that is not a cluster, and reports so."""
+
+    started_processes = False
+
+    def placement(self) -> Placement:
+        return Placement()
+
+
+@pytest.mark.parametrize("environment", [Desk(), "plain"])
+def test_missing_processes_are_started(environment: Any) -> None:
+    module = Regression()
+    fit = quiet(strategy="ddp", devices=2, launcher="fork", environment=environment)
+    fit.fit(module, loader(16, 4))
+    assert weights(module).allclose(weights(train_by_hand(Regression(), global_batches(16, 8))), atol=1e-6)
+    assert (fit.world_size, fit.environment) == (2, environment)
+
+
+def test_only_several_nodes_require_the_node_rank() -> None:
+    assert refusal(Regression(), loader(16, 4), devices=1, environment=Desk()) == "nothing was raised: "
+    told = refusal(Regression(), loader(16, 4), strategy="ddp", devices=1, num_nodes=2, environment=Desk())
+    assert told.startswith("ConfigurationError: num_nodes=2 with environment='Desk'")
+    assert "Desk.first_placement_on_node" in told
+
+
+def test_a_strategy_for_one_process_is_refused_by_its_own_name() -> None:
+    alone = type("Alone", (SingleDeviceStrategy,), {"name": "alone"})
+    told = refusal(Regression(), loader(16, 4), strategy=alone(), devices=2)
+    assert told.startswith("ConfigurationError: strategy='alone' with 2 devices")

@@ -1,6 +1,4 @@
-"""Runs on a local Ray cluster: their results, and how failures are reported. Rows A-02, A-06, B-01, G-01, G-02,
-G-07.
-"""
+"""Runs on a local Ray cluster: their results and failures. Rows A-02, A-06, B-01, G-01, G-02, G-07."""
 
 from __future__ import annotations
 
@@ -16,9 +14,8 @@ import torch
 from small_runs import Counting, Regression, global_batches, loader, quiet, train_by_hand, weights
 
 from drivetrain import Fit
-from drivetrain._distributed.failure import RankFailedError
 from drivetrain.errors import ConfigurationError
-from drivetrain.launchers import RayLauncher
+from drivetrain.launchers import RankFailedError, RayLauncher
 
 ray = pytest.importorskip("ray", reason="needs ray: pip install -c constraints.txt -e '.[ray]'")
 
@@ -74,9 +71,7 @@ def test_a_run_on_ray_returns_its_results() -> None:  # A-02, A-03, B-01
     reference = train_by_hand(Regression(), global_batches(64, 8))
     assert torch.allclose(weights(module), weights(reference), atol=1e-6)
     assert int(module.steps) == counting.batches == fit.global_step == 8
-    assert fit.world_size == 2
-    assert "loss_epoch" in fit.callback_metrics
-    assert fit.state == "finished"
+    assert (fit.world_size, fit.state, "loss_epoch" in fit.callback_metrics) == (2, "finished", True)
     assert ray.is_initialized()  # the caller's cluster is unchanged
     assert _cores_come_back()
     assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
@@ -110,11 +105,9 @@ def test_several_devices_within_a_task_are_refused() -> None:  # G-01
     @ray.remote  # type: ignore[untyped-decorator]  # Ray brings it with what it refers to; this file is one that its worker does not find
     def on_two_devices() -> str:
         sys.path[:] = search
-        from small_runs import Regression, failing, loader, quiet
+        from small_runs import Regression, loader, refusal
 
-        with failing() as found:
-            quiet(strategy="ddp", devices=2).fit(Regression(), loader(64, 4))
-        return f"{found['type']}: {found['text']}"
+        return refusal(Regression(), loader(64, 4), strategy="ddp", devices=2)
 
     told = ray.get(on_two_devices.remote(), timeout=120)
     assert told.startswith("ConfigurationError: a task or actor of Ray, such as a trial of Ray Tune, asks for several")

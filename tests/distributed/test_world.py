@@ -1,7 +1,8 @@
-"""`World`: ranks that are started once, and reset before each function."""
+"""`World`: ranks that are started once and reset before each function; `run_distributed` starts them for each call."""
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import random
@@ -10,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +19,39 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drivetrain._distributed.failure import RankFailedError
 from drivetrain.errors import ConfigurationError, DistributedError
-from drivetrain.testing import World
+from drivetrain.launchers import RankFailedError
+from drivetrain.testing import World, run_distributed
+
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
 
 
-def _sum(value: float) -> tuple[int, float]:
+def _sum(value: float) -> tuple[int, int, float, bool]:
     tensor = torch.full((), value * (dist.get_rank() + 1))
     dist.all_reduce(tensor)
-    return os.getpid(), tensor.item()
+    return os.getpid(), dist.get_rank(), tensor.item(), "torch._dynamo" in sys.modules
 
 
-def test_calls_go_to_the_same_processes() -> None:
-    with World(2) as world:
-        first, second = world.run(_sum, 1.0), world.run(_sum, 2.0)
-    assert [total for _, total in first] == [3.0, 3.0]
-    assert [total for _, total in second] == [6.0, 6.0]
-    assert [pid for pid, _ in first] == [pid for pid, _ in second]
-    for pid, _ in first:
+def _pids(world: World) -> list[int]:
+    return [pid for pid, *_ in world.run(_sum, 1.0)]
+
+
+def _assert_gone(pids: list[int]) -> None:
+    for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_calls_go_to_the_same_processes_and_those_of_run_distributed_to_new_ones() -> None:
+    with World(2) as world:
+        pids = _pids(world)
+        second = world.run(_sum, 2.0)
+    # A later import of dynamo would keep the group's threads alive.
+    assert second == [(pids[0], 0, 6.0, True), (pids[1], 1, 6.0, True)]
+    _assert_gone(pids)
+    new = run_distributed(_sum, 3, 2.0)
+    assert [(rank, total) for _, rank, total, _ in new] == [(0, 12.0), (1, 12.0), (2, 12.0)]
+    _assert_gone([pid for pid, *_ in new])
 
 
 def _draw_and_change() -> dict[str, Any]:
@@ -60,28 +75,39 @@ def test_every_function_starts_with_initial_generators_and_defaults() -> None:
     with World(2) as world:
         first = world.run(_draw_and_change, process_group=None)
         assert world.run(_draw_and_change, process_group=None) == first
-    for found in first:
-        assert not found["deterministic"]
-        assert found["excepthook"] == "sys"
-        assert found["handler"] == signal.SIG_DFL
-        assert found["threads"] == 1
-        assert not found["group"]
+    defaults = {"deterministic": False, "excepthook": "sys", "handler": signal.SIG_DFL, "threads": 1, "group": False}
+    assert all(defaults.items() <= found.items() for found in first)
 
 
 def _surroundings(names: list[str]) -> tuple[list[str | None], str, bool]:
     return [os.environ.get(name) for name in names], os.getcwd(), dist.is_initialized()
 
 
-def test_a_call_sees_the_callers_current_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["DRIVETRAIN_TEST_CALL", "RANK"]
-    with World(1) as world:
-        before = os.getcwd()
-        assert world.run(_surroundings, names) == [([None, None], before, True)]
+def _own_group() -> float:
+    dist.init_process_group("gloo")
+    tensor = torch.ones(())
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return tensor.item()
+
+
+def test_a_call_sees_the_callers_current_environment_and_torchruns_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["DRIVETRAIN_TEST_CALL", *_TORCHRUN]
+    before, variables = os.getcwd(), dict(os.environ)
+    with World(2) as world:
+        assert world.run(_surroundings, names) == [([None] * 6, before, True)] * 2
         monkeypatch.setenv("DRIVETRAIN_TEST_CALL", "second")
         monkeypatch.chdir(tmp_path)
-        assert world.run(_surroundings, names, process_group=None) == [(["second", "0"], str(tmp_path), False)]
+        of_ranks = [["second", rank, rank, "2", "2", "True"] for rank in ("0", "1")]
+        assert world.run(_surroundings, names, process_group=None) == [(one, str(tmp_path), False) for one in of_ranks]
+        assert world.run(_own_group, process_group=None) == [2.0, 2.0]
         monkeypatch.undo()
-        assert world.run(_surroundings, names) == [([None, None], before, True)]
+        assert world.run(_surroundings, names) == [([None] * 6, before, True)] * 2
+        [(first, *_), _] = world.run(_surroundings, names[:1], env={"DRIVETRAIN_TEST_CALL": "x"})
+        assert first == ["x"]
+    assert dict(os.environ) == variables
 
 
 def test_a_module_that_appears_after_the_start_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,110 +120,90 @@ def test_a_module_that_appears_after_the_start_is_found(tmp_path: Path, monkeypa
         assert world.run(made_later.one) == [1]
 
 
-def _raise_on_one() -> None:
-    if dist.get_rank() == 1:
-        raise ValueError("from rank one")
-    dist.barrier()
-
-
-def _hang_on_one() -> None:
-    if dist.get_rank() == 1:
-        time.sleep(60)
-    dist.barrier()
-
-
-def _fault_on_one() -> None:
+def _fail_on_one(how: str) -> object:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # writing a core file would take longer than the timeout
     if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGSEGV)
+        if how == "raises":
+            raise ValueError("from rank one")
+        if how == "exits":
+            sys.exit(3)
+        if how == "returns a lambda":
+            return lambda: None
+        if how == "holds the GIL":
+            ctypes.PyDLL(None).sleep(60)
+        os.kill(os.getpid(), {"is killed": signal.SIGKILL, "has a fault": signal.SIGSEGV}[how])
     dist.barrier()
+    return None
 
 
-def _die_on_one() -> None:
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
+_FAILURES = {
+    "raises": "(?s)Rank 1 failed with ValueError: from rank one.*in _fail_on_one",
+    "exits": "Rank 1 failed with SystemExit: 3",
+    "returns a lambda": r"Rank 1 failed with .*(pickle|get) local object",
+    "is killed": "Rank 1 was killed by SIGKILL",
+    "has a fault": "(?s)Rank 1 was killed by SIGSEGV.*in _fail_on_one",
+    "holds the GIL": "(?s)Rank 0, 1 of 2 did not return within 1 s.*rank 0:.*in barrier.*rank 1:.*in _fail_on_one",
+}
 
 
-@pytest.mark.parametrize(
-    ("fail", "error", "message"),
-    [
-        (_raise_on_one, RankFailedError, "Rank 1 failed with ValueError: from rank one"),
-        (_die_on_one, RankFailedError, "Rank 1 was killed by SIGKILL"),
-        (_fault_on_one, RankFailedError, "(?s)Rank 1 was killed by SIGSEGV.*in _fault_on_one"),
-        (_hang_on_one, DistributedError, "(?s)Rank 0, 1 of 2 did not return within 1 s.*_hang_on_one"),
-    ],
-)
-def test_a_failed_world_is_recreated(fail: Any, error: type[Exception], message: str) -> None:
+def test_a_failed_world_is_recreated() -> None:
     with World(2) as world:
-        before = [pid for pid, _ in world.run(_sum, 1.0)]
-        with pytest.raises(error, match=message):
-            world.run(fail, timeout=1)
-        for pid in before:
-            with pytest.raises(ProcessLookupError):
-                os.kill(pid, 0)
-        after = world.run(_sum, 1.0)
-    assert [total for _, total in after] == [3.0, 3.0]
-    assert not {pid for pid, _ in after} & set(before)
+        before = _pids(world)
+        for how, message in _FAILURES.items():
+            with pytest.raises(DistributedError, match=message) as caught:
+                world.run(_fail_on_one, how, timeout=1 if how == "holds the GIL" else 60)
+            if how != "holds the GIL":
+                assert isinstance(caught.value, RankFailedError)
+                assert caught.value.failure.rank == 1
+            _assert_gone(before)
+            after = _pids(world)
+            assert not {*after} & {*before}
+            before = after
 
 
 def test_a_rank_that_died_between_calls_is_reported_and_replaced() -> None:
-    with World(2) as world:
-        pid = world.run(_sum, 1.0)[0][0]
+    with World(1) as world:
+        [pid] = _pids(world)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(RankFailedError, match="Rank 0 was killed by SIGKILL"):
             world.run(_sum, 1.0)
-        assert world.run(_sum, 1.0)[0][1] == 3.0
+        assert _pids(world) != [pid]
+
+
+_LEFT: dict[str, Callable[[], object]] = {
+    "a default process group": lambda: dist.init_process_group("gloo"),
+    "changed environment variables: LEFT_BEHIND": lambda: os.environ.update(LEFT_BEHIND="1"),
+    "another default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "another grad mode": lambda: torch.set_grad_enabled(False),
+    "the thread 'sleeper'": lambda: threading.Thread(target=time.sleep, args=(60,), name="sleeper").start(),
+    "the child process 'napper'": lambda: (
+        multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), name="napper").start()
+    ),
+}
 
 
 def _leave(what: str) -> None:
-    if what == "group":
-        dist.init_process_group("gloo")
-    elif what == "variable":
-        os.environ["LEFT_BEHIND"] = "1"
-    elif what == "dtype":
-        torch.set_default_dtype(torch.float64)
-    elif what == "grad":
-        torch.set_grad_enabled(False)
-    elif what == "thread":
-        threading.Thread(target=time.sleep, args=(60,), name="sleeper").start()
-    elif what == "child":
-        multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), name="napper").start()
-
-
-@pytest.mark.parametrize(
-    ("what", "told"),
-    [
-        ("group", "a default process group"),
-        ("variable", "changed environment variables: LEFT_BEHIND"),
-        ("dtype", "another default dtype"),
-        ("grad", "another grad mode"),
-        ("thread", "the thread 'sleeper'"),
-        ("child", "the child process 'napper'"),
-    ],
-)
-def test_state_left_behind_is_an_error_and_removed(what: str, told: str) -> None:
-    # A-02, A-03
-    with World(1) as world:
-        with pytest.raises(DistributedError, match=f"Rank 0 returned but left behind {told}"):
-            world.run(_leave, what, process_group=None)
-        ((names, _, initialized),) = world.run(_surroundings, ["LEFT_BEHIND"], process_group=None)
-        assert names == [None]
-        assert not initialized
-        assert world.run(_defaults) == [(torch.float32, True, 1)]
+    _LEFT[what]()
 
 
 def _defaults() -> tuple[torch.dtype, bool, int]:
-    return torch.get_default_dtype(), torch.is_grad_enabled(), threading.active_count() - _late_threads()
+    late = sum(isinstance(thread, threading.Timer) for thread in threading.enumerate())
+    return torch.get_default_dtype(), torch.is_grad_enabled(), threading.active_count() - late
 
 
-def _late_threads() -> int:
-    return sum(isinstance(thread, threading.Timer) for thread in threading.enumerate())
+def test_state_left_behind_is_an_error_and_removed() -> None:  # A-02, A-03
+    with World(1) as world:
+        for what in _LEFT:
+            with pytest.raises(DistributedError, match=f"Rank 0 returned but left behind {what}"):
+                world.run(_leave, what, process_group=None)
+            ((names, _, initialized),) = world.run(_surroundings, ["LEFT_BEHIND"], process_group=None)
+            assert (names, initialized) == ([None], False), what
+            assert world.run(_defaults) == [(torch.float32, True, 1)], what
 
 
 def test_unpicklable_arguments_are_refused_without_damage() -> None:
     with World(1) as world:
-        pid = world.run(_sum, 1.0)[0][0]
-        with pytest.raises(ConfigurationError, match="cannot send"):
+        pids = _pids(world)
+        with pytest.raises(ConfigurationError, match=r"(?s)cannot send.*Fix: use a function at the top level"):
             world.run(lambda: None)
-        assert world.run(_sum, 1.0)[0][0] == pid
+        assert _pids(world) == pids

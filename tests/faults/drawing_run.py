@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -55,7 +54,6 @@ class Drawing(TrainModule):
         loss = (self.net(batch[:, 1:]) - 0.01 * batch[:, :1]).square().mean()
         if not self.trainer.joining:
             self.tell("loss", (self.current_epoch, batch_idx), loss.item())
-            self.tell("seen", [(self.current_epoch, int(number)) for number in batch[:, 0]])
         self.mean.update(loss.detach())
         self.log("loss", loss, on_epoch=True)
         self.log("mean", self.mean, on_step=False, on_epoch=True)
@@ -67,7 +65,7 @@ class Drawing(TrainModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_start(self) -> None:
-        self.tell("from", self.global_step, os.getpid())
+        self.tell("from", self.global_step)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.tell("step", self.global_step)
@@ -76,16 +74,9 @@ class Drawing(TrainModule):
 def train(
     folder: Path, strategy: str, every: int, in_background: bool, tell: Callable[..., None], fault: Fault | None = None
 ) -> Any:
-    """Start or resume, and return the results of the run: everything that must be equal however often it was
-    interrupted.
+    """Start or resume, and return everything that must be equal however often the run was interrupted.
 
-    Args:
-        folder: the root below which the run's folder is.
-        strategy: one of `STRATEGIES`.
-        every: steps between two saves.
-        in_background: save in the background.
-        tell: receives events as they happen.
-        fault: the fault to inject, if any; a fault of kind "none" only counts calls.
+    ``tell`` receives events as they happen. A fault of kind "none" only counts calls.
     """
     saver = Checkpoint(every_n_train_steps=every, save_async=in_background, keep_last=KEPT)
     module: Any = Drawing(tell)
@@ -94,27 +85,15 @@ def train(
     if fault is not None:
         striker = Striker(fault, tell, folder)
         module, data, more = striker.module(module), striker.data(data), striker.settings()
-    trainer = Fit(
-        strategy=STRATEGIES[strategy](**more),
-        accelerator="cpu",
-        callbacks=[saver] if fault is None else [saver, striker.callback()],
-        default_root_dir=folder,
-        max_epochs=2,
-        accumulate_grad_batches=2,
-        seed=3,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    callbacks: list[Any] = [saver] if fault is None else [saver, striker.callback()]
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    settings: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 2, "accumulate_grad_batches": 2, "seed": 3}
+    plan = STRATEGIES[strategy](**more)
+    trainer = Fit(strategy=plan, callbacks=callbacks, default_root_dir=folder, **settings, **quiet)
     validation: Any = None if fault is None else DataLoader(torch.zeros(4, 1), batch_size=2)  # type: ignore[arg-type]
     trainer.fit(module, DataLoader(data, batch_size=3, shuffle=True), validation, ckpt_path="auto")
     if fault is not None:
         tell("calls", dict(striker.calls))
-    weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).tolist()
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return {
-        "weights": weights.tolist(),
-        "metrics": metrics,
-        "steps": trainer.global_step,
-        "samples": trainer.samples_seen,
-    }
+    return {"weights": weights, "metrics": metrics, "steps": trainer.global_step, "samples": trainer.samples_seen}

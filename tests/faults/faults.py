@@ -8,22 +8,20 @@ import importlib
 import itertools
 import os
 import random
+import statistics
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from damaging import check_and_remove, damage
-from drawing_run import KEPT, STRATEGIES
-from killing import IMPORTED
+from drawing_run import KEPT
 from lives import Life, Run
-from outcomes import Outcome, Tally
-from striking import HOOKS, OTHERS, WHERE_RESUMED, Fault
+from striking import ANY_INSTANT, HOOKS, OTHERS, WHERE_RESUMED, Fault
 
 from drivetrain.launchers import RankFailedError
 
-_TURNS = ["raises", "killed", "slow", "raises", "killed in a save", "cut off", "exits", "damaged", "full disk"]
-_TURNS += ["stalls", "leaves", "raises", "refused"]
+KINDS = ["raises", "killed", "slow", "raises", "killed in a save", "cut off", "exits", "full disk", "stalls", "leaves"]
+KINDS += ["raises", "refused"]
 """What the first faults of runs are, by turns; exceptions more often, since every hook is to see some."""
 _NOT_ALONE = {"stalls", "cut off", "refused"}
 _STALLS_IN = {"on_train_batch_start": 3, "training_step": 3, "state_dict": 2}
@@ -32,162 +30,167 @@ _STALLS_IN_FRESH = _STALLS_IN | {"on_validation_start": 2, "on_train_epoch_end":
 LIMIT = 15.0
 """Seconds from a fault until every process has ended: G-01, G-02."""
 
+# Imported once instead of by every rank, because it imports all of the compiler.
+_IMPORTED = {"fsdp": "torch.distributed.fsdp", "zero 3": "deepspeed.runtime.zero.muon.muon_optimizer"}
+
+
+@dataclasses.dataclass
+class Outcome:
+    """The outcome of a fault: seconds to the end of every process, repeated steps, and whether results are equal."""
+
+    strategy: str
+    fault: Fault
+    waited: float | None = None
+    lost: int = 0
+    survived: bool = False
+
+
+@dataclasses.dataclass
+class Tally:
+    """The outcomes of the faults in some runs, and the runs that did not stand them."""
+
+    outcomes: list[Outcome] = dataclasses.field(default_factory=list)
+    failed: dict[int, str] = dataclasses.field(default_factory=dict)
+
+    def waits(self, kinds: str = "") -> list[float]:
+        """Return the seconds from a fault to the end of every process, for kinds that contain this text."""
+        return [one.waited for one in self.outcomes if one.waited is not None and kinds in one.fault.kind]
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Return tables by kind and by strategy, and the places at which exceptions were raised."""
+    by_kind, by_strategy = _rows(outcomes, lambda one: one.fault.kind), _rows(outcomes, lambda one: one.strategy)
+    raised = sorted({one.fault.place for one in outcomes if one.fault.kind == "raises"})
+    places = f"exceptions were raised at {len(raised)} places: {', '.join(raised)}"
+    columns = "tried | survived | steps lost at most | fault to end of every process: median | longest"
+    return "\n".join([f"kind or strategy | {columns}", *by_kind, *by_strategy, places])
+
+
+def _rows(outcomes: Sequence[Outcome], key: Callable[[Outcome], str]) -> list[str]:
+    rows = []
+    for name in dict.fromkeys(key(one) for one in outcomes):
+        of_it = [one for one in outcomes if key(one) == name]
+        waits = [one.waited for one in of_it if one.waited is not None] or [0.0]
+        numbers = [len(of_it), sum(one.survived for one in of_it), max(one.lost for one in of_it)]
+        rows.append(f"{name} | {' | '.join(map(str, numbers))} | {statistics.median(waits):.1f} s | {max(waits):.1f} s")
+    return rows
+
 
 def try_faults(
-    folder: Path, strategy: str, faults: int, seed: int, first: Sequence[Fault] = (), only: Sequence[int] = ()
+    folder: Path,
+    strategy: str,
+    faults: int,
+    seed: int,
+    first: Sequence[Fault] = (),
+    only: Sequence[int] = (),
+    kinds: Sequence[str] = tuple(KINDS),
 ) -> Tally:
-    """Inject faults into runs of ``strategy``, one to three each, and compare the results. It is called on several
-    ranks, each of which takes the next run that no other rank has taken.
+    """Inject at least this many faults into runs, ``first`` into one and one to three drawn ones into each other, and
+    compare the results with those of an undisturbed run. With ``only``, make the runs of these numbers.
 
-    Args:
-        folder: where runs save.
-        strategy: one of `STRATEGIES`.
-        faults: the minimum number of faults.
-        seed: the seed for all draws, together with the run's number.
-        first: faults for one run, which precedes the drawn ones.
-        only: the numbers of the runs to make, regardless of ``faults``.
-
-    Returns:
-        The outcomes. A run that hung, named another cause, lost saved steps, or had other results is among its
-        ``failed``.
+    It is called on several ranks, each of which takes the next run that no other rank has taken.
     """
-    importlib.import_module(IMPORTED.get(strategy, "torch"))
+    importlib.import_module(_IMPORTED.get(strategy, "torch"))
     gc.freeze()  # DeepSpeed forces garbage collections, in which modules imported so far need not be examined
     tally, taken = Tally(), folder / "taken"
     taken.mkdir(exist_ok=True)
     name = f"undisturbed {os.environ['RANK']}"
-    undisturbed = Life(Run(folder / name, strategy, every=1, in_background=False)).live(fault=Fault())
+    undisturbed = Life(Run(folder / name, strategy, every=1, in_background=False)).live(Fault())
     assert undisturbed.ended, undisturbed.error
     for number in only or itertools.count():
         if not only and sum(int(one.read_text() or 0) for one in taken.iterdir()) >= faults:
             break
         with suppress(FileExistsError):
             (taken / str(number)).touch(exist_ok=False)
-            before = len(tally.outcomes)
-            _Struck(folder, strategy, number, seed, undisturbed, tally).live(first if number == 0 else ())
-            (taken / str(number)).write_text(str(len(tally.outcomes) - before))
+            draw = random.Random(f"{strategy} {seed} {number}")
+            every, in_background = draw.choice((1, 2)), draw.random() < 0.3
+            run = Run(folder / f"run {number}", strategy, every, in_background)
+            turns = [kind for kind in kinds if run.ranks > 1 or kind not in _NOT_ALONE]
+            drawn = [turns[number % len(turns)], *draw.choices(turns, k=draw.randint(0, 2))]
+            outcomes: list[Outcome] = []
+            try:
+                _until_its_end(run, draw, [*first] if number == 0 and first else drawn, undisturbed, outcomes)
+            except Exception as error:
+                struck = "; ".join(str(one.fault) for one in outcomes)
+                tally.failed[number] = f"{run}, struck by {struck}\n{''.join(traceback.format_exception(error))}"
+                print(f"FAILED: {strategy}, run {number}: {tally.failed[number]}", flush=True)
+            tally.outcomes += outcomes
+            (taken / str(number)).write_text(str(len(outcomes)))
     return tally
 
 
-class _Struck:
-    """A run into which faults are injected."""
-
-    def __init__(self, folder: Path, strategy: str, number: int, seed: int, undisturbed: Life, tally: Tally) -> None:
-        self._draw = random.Random(f"{strategy} {seed} {number}")
-        self._run = Run(
-            folder / f"run {number}", strategy, every=self._draw.choice((1, 2)), in_background=self._draw.random() < 0.3
-        )
-        self._number, self._undisturbed, self._tally = number, undisturbed, tally
-        turns = [kind for kind in _TURNS if self._run.ranks > 1 or kind not in _NOT_ALONE]
-        self._kinds = [turns[number % len(turns)], *self._draw.choices(turns, k=self._draw.randint(0, 2))]
-        # Leading exceptions also take the places in turn, and continue from one strategy to the next.
-        self._turn = (number // len(turns) * 3 + turns[: number % len(turns)].count("raises")) * len(STRATEGIES)
-        self._turn += list(STRATEGIES).index(strategy)
-
-    def live(self, given: Sequence[Fault]) -> None:
-        """Restart it until it finishes."""
-        tally = self._tally
-        outcomes: list[Outcome] = []
-        tally.runs += 1
-        try:
-            self._until_its_end(list(given), outcomes)
-        except Exception as error:
-            struck = "; ".join(str(one.fault) for one in outcomes)
-            tally.failed[self._number] = (
-                f"{self._run}, struck by {struck}\n{''.join(traceback.format_exception(error))}"
-            )
-            print(f"FAILED: {self._run.strategy}, run {self._number}: {tally.failed[self._number]}", flush=True)
-        else:
-            for one in outcomes:
-                one.survived = True
-        tally.outcomes += outcomes
-
-    def _until_its_end(self, given: list[Fault], outcomes: list[Outcome]) -> None:
-        run, undisturbed, life = self._run, self._undisturbed, Life(self._run)
-        kinds = [fault.kind for fault in given] or self._kinds
-        while not life.ended:
-            before, whole = life, run.newest_step()
-            fault = given.pop(0) if given else self._next(kinds[0], whole) if kinds else Fault()
-            outcome, before_it = Outcome(run.strategy, self._number, fault), outcomes[-1] if outcomes else None
-            damaged = None
-            if fault.kind == "damaged":
-                damaged = damage(run, self._draw)
-                if damaged is None:
-                    # Damage requires two checkpoints, so there is another start that is killed late enough.
-                    life = Life(run).live(fault=self._late_kill())
-                    continue
-                fault = outcome.fault = dataclasses.replace(fault, place=f"{damaged.path.name}, {damaged.how}")
-            self._tally.resumes += whole > 0
-            if fault.kind != "none":
-                outcomes.append(outcome)
-            # Damage is done between starts, not during a run.
-            life = Life(run).live(fault=Fault() if damaged else fault)
-            assert not life.hung, life.error
-            assert life.losses.items() <= undisturbed.losses.items(), "other losses"
-            intervals = 2 if run.in_background else 1
-            if damaged is not None:
-                check_and_remove(damaged, life)
-                # The last save is lost too.
-                intervals += 1
-                whole, before_it = life.began_at if life.ended else run.newest_step(), outcome
-            lost = max(0, before.reached - whole)
-            assert lost <= run.every * intervals, f"{lost} steps were lost"
-            if before_it is not None:
-                before_it.lost = max(before_it.lost, lost)
-            if damaged is None and life.struck is None and fault.kind != "none":
-                assert life.ended, life.error
-                outcomes.pop()  # the run never reached the place
-                break
-            if kinds:
-                kinds.pop(0)
-            if damaged is None:
-                _check(life, fault, outcome)
-            if fault.kind != "none":
-                waited = "" if outcome.waited is None else f", {outcome.waited:.1f} s"
-                print(f"{run.strategy}, run {self._number}: {fault}{waited}", flush=True)
-        assert life.results == undisturbed.results, "another end"
-        assert len(run.checkpoints()) <= KEPT + 1, f"{run.checkpoints()} are left"
-
-    def _next(self, kind: str, whole: int) -> Fault:
-        run, draw = self._run, self._draw
-        rank = draw.randrange(run.ranks)
-        calls = self._undisturbed.calls[rank]
-        places = [place for place in (*HOOKS, *OTHERS) if calls.get(place)]
-        if whole:
-            # A resumed run makes no sanity check, and reaches the places where state is loaded.
-            places = [place for place in places if "sanity" not in place] + [*WHERE_RESUMED] * 4
-        place = draw.choice(places)
-        if kind == "raises" and not whole:
-            place = places[self._turn % len(places)]
-        elif kind == "full disk":
-            place = "on_save_checkpoint"
-        elif kind == "killed in a save":
-            place = "writing"
-            rank = rank if calls.get(place) else 0
-        elif kind == "stalls":
-            place = draw.choice([*(_STALLS_IN if whole else _STALLS_IN_FRESH)])
-        often = self._undisturbed.calls[rank].get(place, 1)
-        if place in ("writing", "on_save_checkpoint", "state_dict"):
-            often = max(1, often // run.every)
-        # How many of them are left when the run resumes.
-        often = max(1, int(often * (1 - whole / self._undisturbed.reached)))
-        first = _STALLS_IN_FRESH[place] if kind == "stalls" else 1
-        nth = draw.randint(first, max(first, often))
-        return Fault("killed" if kind == "killed in a save" else kind, rank, place, nth)
-
-    def _late_kill(self) -> Fault:
-        missing = 2 - len(self._run.checkpoints()) + self._run.in_background
-        return Fault("killed", 0, "training_step", 2 * self._run.every * missing + 1)
+def _until_its_end(
+    run: Run, draw: random.Random, faults: Sequence[Fault | str], undisturbed: Life, outcomes: list[Outcome]
+) -> None:
+    """Restart the run with these faults, or faults of these kinds, until it finishes."""
+    left, life = list(faults), Life(run)
+    while not life.ended:
+        before, whole, leftovers = life, run.newest_step(), run.leftovers()
+        fault = left.pop(0) if left else Fault()
+        if isinstance(fault, str) or fault.kind == ANY_INSTANT:
+            fault = _drawn(run, draw, fault if isinstance(fault, str) else fault.kind, whole, undisturbed)
+        life = Life(run).live(fault)
+        assert not life.hung, life.error
+        assert life.losses.items() <= undisturbed.losses.items(), "other losses"
+        lost = max(0, before.reached - whole)
+        assert lost <= run.every * (2 if run.in_background else 1), f"{lost} steps were lost"
+        if outcomes:
+            outcomes[-1].lost = lost
+        if life.struck is None and fault.kind != "none":
+            assert life.ended, life.error  # the run never reached the place
+            break
+        if fault.kind != "none":
+            outcomes.append(Outcome(run.strategy, fault))
+        if fault.kind not in ("none", "slow"):
+            outcomes[-1].waited = life.waited
+        _check(life, fault)
+        if fault.kind in ("none", ANY_INSTANT):
+            assert life.began_at == whole, f"went on from step {life.began_at}, not {whole}"
+            saved = run.newest_step() > whole
+            assert not (saved and leftovers & run.leftovers()), f"{leftovers} outlived a save"
+        if fault.kind == ANY_INSTANT and run.leftovers() - leftovers:
+            outcomes[-1].fault = dataclasses.replace(fault, kind=f"{ANY_INSTANT}, in a save")
+        print(f"{run}: {fault}, {life.waited:.1f} s", flush=True)
+    assert life.results == undisturbed.results, "another end"
+    assert len(run.checkpoints()) <= KEPT + 1, f"{run.checkpoints()} are left"
+    for one in outcomes:
+        one.survived = True
 
 
-def _check(life: Life, fault: Fault, outcome: Outcome) -> None:
+def _drawn(run: Run, draw: random.Random, kind: str, whole: int, undisturbed: Life) -> Fault:
+    left = 1 - whole / undisturbed.reached  # of the run, when it resumes
+    if kind == ANY_INSTANT:
+        milliseconds = int(1000 * draw.uniform(0, undisturbed.seconds * left))
+        return Fault(kind, draw.choice([*range(run.ranks), -1]), "anywhere", milliseconds)
+    rank = draw.randrange(run.ranks)
+    calls = undisturbed.calls[rank]
+    places = [place for place in (*HOOKS, *OTHERS) if calls.get(place)]
+    if whole:
+        # A resumed run makes no sanity check, and reaches the places where state is loaded.
+        places = [place for place in places if "sanity" not in place] + [*WHERE_RESUMED] * 4
+    place = draw.choice(places)
+    if kind == "full disk":
+        place = "on_save_checkpoint"
+    elif kind == "killed in a save":
+        place = "writing"
+        rank = rank if calls.get(place) else 0
+    elif kind == "stalls":
+        place = draw.choice([*(_STALLS_IN if whole else _STALLS_IN_FRESH)])
+    often = undisturbed.calls[rank].get(place, 1)
+    if place in ("writing", "on_save_checkpoint", "state_dict"):
+        often = max(1, often // run.every)
+    first = _STALLS_IN_FRESH[place] if kind == "stalls" else 1
+    nth = draw.randint(first, max(first, int(often * left)))
+    return Fault("killed" if kind == "killed in a save" else kind, rank, place, nth)
+
+
+def _check(life: Life, fault: Fault) -> None:
     """Check that the run ended soon, and that its message names the cause."""
     if fault.kind in ("slow", "none"):
         assert life.error is None, life.error
         return
     # A full disk, or a lost connection, after everything else is done.
-    assert not life.ended or fault.kind in ("full disk", "cut off"), "nothing came of it"
-    outcome.waited = life.waited
+    assert not life.ended or fault.kind in ("full disk", "cut off", ANY_INSTANT), "nothing came of it"
     assert life.waited < LIMIT, f"{life.waited:.1f} s"
     error, told = life.error, str(life.error)
     failure = error.failure if isinstance(error, RankFailedError) else None
@@ -198,6 +201,9 @@ def _check(life: Life, fault: Fault, outcome: Outcome) -> None:
         cause = {"killed": "SIGKILL", "exits": "SystemExit: 7", "leaves": "exit code 8"}[fault.kind]
         alone = isinstance(error, SystemExit) and error.code == 7
         assert alone or (failure is not None and failure.rank == fault.rank and cause in told), told
+    elif fault.kind == ANY_INSTANT:  # the killed rank is named, rather than one that failed as a consequence
+        named = failure is not None and fault.rank in (-1, failure.rank) and failure.signal_name == "SIGKILL"
+        assert life.ended or named, told
     elif fault.kind == "stalls":
         assert f"rank(s) [{fault.rank}]" in told, told
         assert "_stall" in told, told

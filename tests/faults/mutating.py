@@ -14,10 +14,7 @@ from drivetrain.checkpoint._format.checksums import checksums_of
 
 
 def _nested(levels: int) -> Any:
-    value: Any = []
-    for _ in range(levels):
-        value = [value]
-    return value
+    return json.loads("[" * levels + "[]" + "]" * levels)
 
 
 HOSTILE: tuple[Any, ...] = (
@@ -27,25 +24,21 @@ HOSTILE: tuple[Any, ...] = (
     *({"$tensor": "nowhere"}, {"$tensor": 3}, {"$tuple": 3}, {"$tuple": []}, {"$float": "1e5"}, {"$float": []}),
     *({"$pairs": [[[], 1]]}, {"$pairs": [1]}, {"$pairs": [[1, 2, 3]]}, {"$pairs": [[1, 2]]}, {"$counter": {}}),
 )
+_WHOLE_FILES = (b"", b"\0", b"null", b"[]", b"{}", b"[" * 5000, b"1" * 5000, b'{"format": 1}')
 
 
-def _dumps(document: Any, **options: Any) -> str:
-    """Return JSON text of any depth, since hostile values may be nested in each other."""
+def _dumps(document: Any, **options: Any) -> bytes:
+    """Return JSON of any depth, since hostile values may be nested in each other."""
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(20_000)
     try:
-        return json.dumps(document, **options)
+        return json.dumps(document, **options).encode()
     finally:
         sys.setrecursionlimit(before)
 
 
 class Mutator:
-    """Changes one of a checkpoint's files at a time, and puts it back.
-
-    Args:
-        folder: the checkpoint's folder.
-        seed: the seed of the draws.
-    """
+    """Changes one of the files in a checkpoint's folder at a time, and puts it back."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self._folder = folder
@@ -54,14 +47,10 @@ class Mutator:
 
     def mutations(self, count: int) -> Iterator[str]:
         """Yield a description of each of ``count`` mutations, while the checkpoint has it."""
+        by_type = {".json": [self._document] * 3, ".safetensors": [self._header] * 3}
         for number in range(count):
             name = self._draw.choice(sorted(self._whole))
-            ways = [self._bytes]
-            if name.endswith(".json"):
-                ways += [self._document] * 3
-            if name.endswith(".safetensors"):
-                ways += [self._header] * 3
-            way = self._draw.choice(ways)
+            way = self._draw.choice([self._bytes, *by_type.get(Path(name).suffix, [])])
             content = way(self._whole[name])
             sealed = self._draw.random() < 0.85
             (self._folder / name).write_bytes(content)
@@ -73,47 +62,45 @@ class Mutator:
 
     def _bytes(self, content: bytes) -> bytes:
         draw, changed = self._draw, bytearray(content)
-        at = draw.randrange(len(changed))
+        start, length = draw.randrange(len(changed)), draw.randrange(1, 40)
         way = draw.choice(("flip", "cut", "drop", "insert", "zeros", "all"))
         if way == "flip":
-            for _ in range(draw.choice((1, 1, 5))):
-                changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
+            changed[start] ^= 1 << draw.randrange(8)
         elif way == "cut":
-            del changed[at:]
+            del changed[start:]
         elif way == "drop":
-            del changed[at : at + draw.randrange(1, 40)]
+            del changed[start : start + length]
         elif way == "insert":
-            changed[at:at] = draw.randbytes(draw.randrange(1, 40))
+            changed[start:start] = draw.randbytes(length)
         elif way == "zeros":
-            changed[at : at + 64] = bytes(64)
-        else:
-            return draw.choice((b"", b"\0", b"null", b"[]", b"{}", b"[" * 5000, b"1" * 5000, b'{"format": 1}'))
-        return bytes(changed)
+            changed[start : start + length] = bytes(length)
+        return draw.choice(_WHOLE_FILES) if way == "all" else bytes(changed)
 
     def _document(self, content: bytes) -> bytes:
         document = json.loads(content)
         document.pop("crc32", None)
         for _ in range(self._draw.choice((1, 1, 1, 3))):
             document = self._with_a_change(document)
-        return _dumps(document, indent=1).encode()
+        return _dumps(document, indent=1)
 
     def _header(self, content: bytes) -> bytes:
         length = int.from_bytes(content[:8], "little")
-        text = _dumps(self._with_a_change(json.loads(content[8 : 8 + length]))).encode()
+        text = _dumps(self._with_a_change(json.loads(content[8 : 8 + length])))
         if self._draw.random() < 0.5:
             text += b" " * (-len(text) % 64)
-        said = self._draw.choice((len(text),) * 8 + (0, 2**63, len(text) + 1))
-        return said.to_bytes(8, "little") + text + content[8 + length :]
+        size = self._draw.choice((len(text),) * 8 + (0, 2**63, len(text) + 1))
+        return size.to_bytes(8, "little") + text + content[8 + length :]
 
     def _with_a_change(self, document: Any) -> Any:
         """Replace, remove, rename or double one value anywhere in the document."""
         draw, places = self._draw, list(_places(document))
+        hostile = json.loads(json.dumps(draw.choice(HOSTILE)))  # a copy, since later mutations may change it
         if not places or draw.random() < 0.02:
-            return self._hostile()
+            return hostile
         holder, key = draw.choice(places)
         way = draw.random()
         if way < 0.6:
-            holder[key] = self._hostile()
+            holder[key] = hostile
         elif way < 0.7 and isinstance(holder[key], int | float):
             holder[key] = draw.choice((holder[key] + 1, holder[key] - 1, holder[key] * 2, -holder[key]))
         elif way < 0.85:
@@ -123,10 +110,6 @@ class Mutator:
         else:
             holder.append(holder[key])
         return document
-
-    def _hostile(self) -> Any:
-        """Return a copy of its own, since later mutations may change it."""
-        return json.loads(json.dumps(self._draw.choice(HOSTILE)))
 
     def _seal(self, name: str, content: bytes) -> None:
         """Write matching checksums for the file and the manifest."""
@@ -138,7 +121,7 @@ class Mutator:
             del document["crc32"]
             sums = checksums_of(content)
             document["files"][name] = {"size": sums.size, "crc32": sums.text()}
-            body = _dumps(document, indent=1).encode().removesuffix(b"\n}")
+            body = _dumps(document, indent=1).removesuffix(b"\n}")
         sealed = body + f',\n "crc32": "{zlib.crc32(body):08x}"\n}}\n'.encode()
         (self._folder / "manifest.json").write_bytes(sealed)
 
@@ -147,9 +130,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
     left = [value]
     while left:
         holder = left.pop()
-        keys: Any = (
-            holder.keys() if isinstance(holder, dict) else range(len(holder)) if isinstance(holder, list) else ()
-        )
+        keys: Any = holder if isinstance(holder, dict) else range(len(holder)) if isinstance(holder, list) else ()
         for key in keys:
             yield holder, key
             left.append(holder[key])

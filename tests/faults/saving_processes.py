@@ -7,26 +7,45 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from drivetrain._distributed.control_plane import LocalControl
+from drivetrain._distributed.shards import ParameterShard, Span
+from drivetrain.checkpoint import load, verify
 from drivetrain.checkpoint._format import CheckpointMetadata, Contents, save
 from drivetrain.checkpoint._format.local_storage import LocalStorage
 from drivetrain.launchers.function_launcher import PRELOAD
 
 
-def numbered(number: int) -> Contents:
+def numbered(number: int, rank: int = 0, ranks: int = 1, elements: int = 40_000) -> Contents:
     """A checkpoint with its number in every file, which takes a while to write."""
+    part, whole = elements // ranks, torch.full((elements,), float(number))
+    shard = ParameterShard(whole[:part].clone(), torch.Size((elements,)), Span(part * rank, part * (rank + 1)))
     return Contents(
-        weights={f"layer{index}": torch.full((40_000,), float(number)) for index in range(4)},
-        metadata=CheckpointMetadata(progress={"number": number}),
-        optimizers=[{"state": {"layer0": {"exp_avg": torch.full((40_000,), float(number))}}, "param_groups": []}],
+        weights={"shard": shard, **{f"layer{index}": whole.clone() for index in range(3)}},
+        metadata=CheckpointMetadata(progress={"number": number}, lineage=(("run", number),)),
+        optimizers=[{"state": {"layer0": {"exp_avg": whole.clone()}}, "param_groups": []}],
         state={"number": number},
         rank_state={"number": torch.tensor(number)},
     )
+
+
+def number_in(path: str | Path) -> int:
+    """Return the checkpoint's number, after checking that all of its files agree."""
+    assert verify(path) == []
+    checkpoint = load(path)
+    number = int(checkpoint.progress["number"])
+    assert checkpoint.state() == {"number": number}
+    for rank in range(checkpoint.manifest.world_size):
+        assert checkpoint.rank_state(rank)["number"] == number
+    values = [*checkpoint.weights().values(), checkpoint.optimizer_state()["state"]["layer0"]["exp_avg"]]
+    assert all(bool((tensor == number).all()) for tensor in values)
+    return number
 
 
 def save_and_save(pipe: Connection, path: str, exchanging: bool = True) -> None:
@@ -74,11 +93,9 @@ class Saving:
     def told(self) -> list[Any]:
         """Return everything that it has reported so far."""
         found = []
-        try:
+        with suppress(EOFError):
             while self.pipe.poll():
                 found.append(self.pipe.recv())
-        except EOFError:
-            pass
         return found
 
     def kill(self) -> None:

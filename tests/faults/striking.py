@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import signal
@@ -23,6 +24,9 @@ from drivetrain.launchers import current_world
 STEP_TIMEOUT = timedelta(seconds=3)
 """How long the ranks of a run with a stall wait for each other, once they have made a step."""
 
+ANY_INSTANT = "killed at any instant"
+"""A fault from outside: its ``nth`` are milliseconds after the first step, and its rank is -1 for all ranks."""
+
 _NOT_CALLED = ("on_exception", "on_test", "on_predict")
 HOOKS = [
     name
@@ -31,8 +35,6 @@ HOOKS = [
 ]
 WHERE_RESUMED = ["load_state_dict", "on_load_checkpoint"]
 OTHERS = ["state_dict", "training_step", "validation_step", "configure_optimizers", "reading"]
-
-
 _WRITING = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate"}
 
 
@@ -42,14 +44,7 @@ class Struck(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault.
-
-    Attributes:
-        kind: one of `KINDS`; "none" only counts calls, "damaged" is done between two starts.
-        rank: the rank.
-        place: the hook or step; "writing" is an operation on files within the run's folder.
-        nth: the number of the call, from 1.
-    """
+    """A fault of one of `KINDS`, at the nth call of a hook or step, or of an operation on files: "writing"."""
 
     kind: str = "none"
     rank: int = 0
@@ -57,17 +52,8 @@ class Fault:
     nth: int = 1
 
 
-_inherited: dict[str, int] = {}
-
-
 class Striker:
-    """Injects a fault into a run. Calls during a rehearsal of saves do not count, since it ignores errors of hooks.
-
-    Args:
-        fault: the fault.
-        tell: receives the time at which it strikes.
-        folder: where the run saves. Opening, creating, renaming or removing files there is the place "writing".
-    """
+    """Injects a fault into a run. Calls during a rehearsal of saves do not count, since it ignores errors of hooks."""
 
     def __init__(self, fault: Fault, tell: Callable[..., None], folder: Path) -> None:
         self._fault = fault
@@ -138,18 +124,10 @@ class Striker:
         return Read()
 
     def _then(self, place: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        # Named parameters as well as *args, because the engine inspects a step's signature.
-        if place in ("training_step", "validation_step"):
-
-            def step(batch: Any, batch_idx: int) -> Any:
-                self.at(place)
-                return plain(batch, batch_idx)
-
-            return step
-
-        def hook(*args: Any) -> Any:
+        @functools.wraps(plain)  # the engine inspects a step's signature
+        def hook(*args: Any, **kwargs: Any) -> Any:
             self.at(place)
-            return plain(*args)
+            return plain(*args, **kwargs)
 
         return hook
 
@@ -159,28 +137,16 @@ class Striker:
             KINDS[self._fault.kind](self._fault)
 
 
+_inherited: dict[str, int] = {}
+_held: list[socket.socket] = []
+
+
 def _raise(fault: Fault) -> None:
     raise Struck(f"in {fault.place} for the {fault.nth}. time")
 
 
-def _kill(fault: Fault) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _exit(fault: Fault) -> None:
-    sys.exit(7)
-
-
-def _leave(fault: Fault) -> None:
-    os._exit(8)
-
-
 def _stall(fault: Fault) -> None:
     time.sleep(1000)
-
-
-def _be_slow(fault: Fault) -> None:
-    time.sleep(0.1 + 0.05 * fault.nth)
 
 
 def _fill_the_disk(fault: Fault) -> None:
@@ -205,9 +171,6 @@ def _cut_off(fault: Fault) -> None:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-_held: list[socket.socket] = []
-
-
 def _refuse(fault: Fault) -> None:
     """Redirect connections to the other ranks to a port on which nothing listens."""
     world = current_world()
@@ -218,13 +181,13 @@ def _refuse(fault: Fault) -> None:
     world.port = free.getsockname()[1]
 
 
-KINDS: dict[str, Callable[[Fault], None]] = {
+KINDS: dict[str, Callable[[Fault], object]] = {
     "raises": _raise,
-    "killed": _kill,
-    "exits": _exit,
-    "leaves": _leave,
+    "killed": lambda fault: os.kill(os.getpid(), signal.SIGKILL),
+    "exits": lambda fault: sys.exit(7),
+    "leaves": lambda fault: os._exit(8),
     "stalls": _stall,
-    "slow": _be_slow,
+    "slow": lambda fault: time.sleep(0.1 + 0.05 * fault.nth),
     "full disk": _fill_the_disk,
     "cut off": _cut_off,
     "refused": _refuse,

@@ -9,18 +9,17 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from saving_processes import Saving, begin_and_wait, numbered, save_and_save, save_some
+from saving_processes import Saving, begin_and_wait, number_in, numbered, save_and_save, save_some
 
 from drivetrain import CheckpointError
 from drivetrain._distributed.control_group import GroupControl
 from drivetrain._distributed.control_plane import LocalControl
-from drivetrain.checkpoint import load, verify
+from drivetrain.checkpoint import load
 from drivetrain.checkpoint._format import Contents, disk_space, save
 from drivetrain.testing import requires_linux, run_distributed
 
@@ -28,149 +27,114 @@ LOCAL = LocalControl()
 KILLS = int(os.environ.get("FAULTS", "12"))
 
 
-def number_in(path: Path) -> int:
-    """Return the checkpoint's number, after checking that all of its files agree."""
-    assert verify(path) == []
-    checkpoint = load(path)
-    number = checkpoint.progress["number"]
-    assert checkpoint.state() == {"number": number}
-    assert checkpoint.rank_state(0)["number"] == number
-    assert all(bool((tensor == number).all()) for tensor in checkpoint.weights().values())
-    assert bool((checkpoint.optimizer_state()["state"]["layer0"]["exp_avg"] == number).all())
-    return int(number)
-
-
 def leftovers(folder: Path) -> list[str]:
     return [name for name in os.listdir(folder) if name.startswith(".")]
 
 
-class TestKilled:
-    @pytest.mark.parametrize("exchanging", [True, False], ids=["exchange", "two renames"])
-    def test_a_kill_at_any_instant(self, tmp_path: Path, exchanging: bool) -> None:
-        instants = random.Random(5)
-        seen = set()
-        for _ in range(KILLS):
-            saving = Saving(save_and_save, str(tmp_path / "c"), exchanging)
-            assert saving.pipe.recv() == 0
-            time.sleep(instants.uniform(0, 0.1))
-            saving.kill()
-            last = max([0, *saving.told()])
-            # The last save that was reported, or the next one.
-            assert number_in(tmp_path / "c") in (last, last + 1)
-            seen.update(leftovers(tmp_path))
-        assert seen, "no kill hit a save: the instants are chosen badly"
-        save(str(tmp_path / "c"), numbered(99), LOCAL)
-        assert number_in(tmp_path / "c") == 99
-        assert leftovers(tmp_path) == []
-
-    def test_a_killed_first_save_leaves_no_checkpoint(self, tmp_path: Path) -> None:
-        saving = Saving(begin_and_wait, str(tmp_path / "c"))
-        assert saving.pipe.recv() == "begun"
+@pytest.mark.parametrize("exchanging", [True, False], ids=["exchange", "two renames"])
+def test_a_kill_at_any_instant(tmp_path: Path, exchanging: bool) -> None:
+    instants = random.Random(5)
+    seen = set()
+    for _ in range(KILLS):
+        saving = Saving(save_and_save, str(tmp_path / "c"), exchanging)
+        assert saving.pipe.recv() == 0
+        time.sleep(instants.uniform(0, 0.1))
         saving.kill()
-        assert not (tmp_path / "c").exists()
-        with pytest.raises(CheckpointError, match="There is no checkpoint"):
-            load(tmp_path / "c")
-        save(str(tmp_path / "another"), numbered(1), LOCAL)
-        assert os.listdir(tmp_path) == ["another"]
-
-    def test_a_kill_between_two_renames(self, tmp_path: Path) -> None:
-        """Where a disk cannot exchange two names atomically, the checkpoint has no name for a moment."""
-        save(str(tmp_path / "c"), numbered(1), LOCAL)
-        os.rename(tmp_path / "c", tmp_path / f".replaced-{16 * '0'}")
-        (tmp_path / f".saving-{16 * '0'}.lock").write_text("c")
-        assert number_in(tmp_path / "c") == 1
-        with pytest.raises(CheckpointError, match="There is no checkpoint"):
-            load(tmp_path / "d")
-        save(str(tmp_path / "d"), numbered(2), LOCAL)
-        assert sorted(os.listdir(tmp_path)) == ["c", "d"]
-        assert number_in(tmp_path / "c") == 1
+        last = max([0, *saving.told()])
+        # The last save that was reported, or the next one.
+        assert number_in(tmp_path / "c") in (last, last + 1)
+        seen.update(leftovers(tmp_path))
+    assert seen, "no kill hit a save: the instants are chosen badly"
+    save(str(tmp_path / "c"), numbered(99), LOCAL)
+    assert number_in(tmp_path / "c") == 99
+    assert leftovers(tmp_path) == []
 
 
-class TestSeveralWriters:
-    def test_files_of_a_live_writer_are_kept(self, tmp_path: Path) -> None:
-        saving = Saving(begin_and_wait, str(tmp_path / "c"))
-        assert saving.pipe.recv() == "begun"
-        held = leftovers(tmp_path)
-        assert len(held) == 2
-        save(str(tmp_path / "another"), numbered(1), LOCAL)
-        assert leftovers(tmp_path) == held
-        saving.kill()
-        save(str(tmp_path / "another"), numbered(2), LOCAL)
-        assert leftovers(tmp_path) == []
-
-    def test_simultaneous_saves_to_one_path(self, tmp_path: Path) -> None:
-        writers = [Saving(save_some, str(tmp_path / "c"), 15) for _ in range(3)]
-        for writer in writers:
-            assert writer.pipe.recv() == "ready"
-        for writer in writers:
-            writer.pipe.send("go")
-        for writer in writers:
-            assert writer.pipe.recv() == "done"
-            writer.process.join()
-        assert number_in(tmp_path / "c") == 14
-        assert leftovers(tmp_path) == []
+def test_files_of_a_writer_are_kept_until_it_is_killed(tmp_path: Path) -> None:
+    saving = Saving(begin_and_wait, str(tmp_path / "c"))
+    assert saving.pipe.recv() == "begun"
+    held = leftovers(tmp_path)
+    assert len(held) == 2
+    save(str(tmp_path / "another"), numbered(1), LOCAL)
+    assert leftovers(tmp_path) == held
+    saving.kill()
+    with pytest.raises(CheckpointError, match="There is no checkpoint"):
+        load(tmp_path / "c")
+    save(str(tmp_path / "another"), numbered(2), LOCAL)
+    assert os.listdir(tmp_path) == ["another"]
 
 
-# Errors of the system
+def test_a_kill_between_two_renames(tmp_path: Path) -> None:
+    """Where a disk cannot exchange two names atomically, the checkpoint has no name for a moment."""
+    save(str(tmp_path / "c"), numbered(1), LOCAL)
+    os.rename(tmp_path / "c", tmp_path / f".replaced-{16 * '0'}")
+    (tmp_path / f".saving-{16 * '0'}.lock").write_text("c")
+    assert number_in(tmp_path / "c") == 1
+    with pytest.raises(CheckpointError, match="There is no checkpoint"):
+        load(tmp_path / "d")
+    save(str(tmp_path / "d"), numbered(2), LOCAL)
+    assert sorted(os.listdir(tmp_path)) == ["c", "d"]
+    assert number_in(tmp_path / "c") == 1
+
+
+def test_simultaneous_saves_to_one_path(tmp_path: Path) -> None:
+    writers = [Saving(save_some, str(tmp_path / "c"), 15) for _ in range(3)]
+    for writer in writers:
+        assert writer.pipe.recv() == "ready"
+    for writer in writers:
+        writer.pipe.send("go")
+    for writer in writers:
+        assert writer.pipe.recv() == "done"
+        writer.process.join()
+    assert number_in(tmp_path / "c") == 14
+    assert leftovers(tmp_path) == []
 
 
 def large() -> Contents:
     return Contents({"w": torch.zeros(2**20)})
 
 
-class TestRefused:
-    @pytest.fixture
-    def small_disk(self, tmp_path: Path) -> Iterator[Path]:
-        disk = tmp_path / "disk"
-        disk.mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)]
-        if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
-            pytest.skip("cannot mount a small disk")
-        yield disk
+@requires_linux()
+def test_a_disk_without_room_and_one_that_fills_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, path = tmp_path / "disk", tmp_path / "disk" / "c"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount a small disk")
+    try:
+        save(str(path), numbered(1), LOCAL)
+        changed, used = disk.stat().st_mtime_ns, shutil.disk_usage(disk).used
+        told = rf"'{path}' needs 4,2\d\d,\d\d\d bytes, and '{disk}' has [\d,]+ bytes free"
+        with pytest.raises(CheckpointError, match=told):
+            save(str(path), large(), LOCAL)
+        assert disk.stat().st_mtime_ns == changed  # not even a folder was created temporarily
+        monkeypatch.setattr(disk_space, "free_bytes", lambda folder: None)
+        with pytest.raises(CheckpointError, match=r"could not be written: rank 0: OSError: .*No space left"):
+            save(str(path), large(), LOCAL)
+        assert number_in(path) == 1
+        assert (os.listdir(disk), shutil.disk_usage(disk).used) == (["c"], used)
+    finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
-    @requires_linux()
-    def test_a_disk_without_room(self, small_disk: Path) -> None:
-        save(str(small_disk / "c"), numbered(1), LOCAL)
-        changed = small_disk.stat().st_mtime_ns
-        told = rf"'{small_disk}/c' needs 4,2\d\d,\d\d\d bytes, and '{small_disk}' has [\d,]+ bytes free"
-        with pytest.raises(CheckpointError, match=told):
-            save(str(small_disk / "c"), large(), LOCAL)
-        assert number_in(small_disk / "c") == 1
-        assert small_disk.stat().st_mtime_ns == changed  # not even a folder was created temporarily
 
-    @requires_linux()
-    def test_a_disk_that_fills_up(self, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(disk_space, "free_bytes", lambda folder: None)
-        save(str(small_disk / "c"), numbered(1), LOCAL)
-        before = shutil.disk_usage(small_disk).used
-        with pytest.raises(CheckpointError, match=r"could not be written: rank 0: OSError: .*No space left"):
-            save(str(small_disk / "c"), large(), LOCAL)
-        assert number_in(small_disk / "c") == 1
-        assert os.listdir(small_disk) == ["c"]
-        assert shutil.disk_usage(small_disk).used == before
+def test_a_limit_on_one_rank(tmp_path: Path) -> None:
+    errors = run_distributed(_limited, 2, str(tmp_path / "c"))
+    assert all("rank 1: OSError: [Errno 27] File too large" in error for error in errors), errors
+    assert number_in(tmp_path / "c") == 1
+    assert os.listdir(tmp_path) == ["c"]
 
-    def test_a_limit_on_one_rank(self, tmp_path: Path) -> None:
-        errors = run_distributed(_limited, 2, str(tmp_path / "c"))
-        assert all("rank 1: OSError: [Errno 27] File too large" in error for error in errors), errors
-        assert number_in(tmp_path / "c") == 1
-        assert os.listdir(tmp_path) == ["c"]
 
-    @requires_linux()
-    def test_a_directory_that_cannot_be_written(self) -> None:
-        with pytest.raises(CheckpointError, match=r"'/sys/checkpoint' could not be written: rank 0: \w*Error"):
-            save("/sys/checkpoint", large(), LOCAL)
-
-    def test_a_parent_that_is_a_file(self, tmp_path: Path) -> None:
-        (tmp_path / "file").write_text("")
-        with pytest.raises(CheckpointError, match="could not be written"):
-            save(str(tmp_path / "file" / "c"), large(), LOCAL)
+@requires_linux()
+@pytest.mark.parametrize("path", ["/sys/checkpoint", f"{__file__}/checkpoint"], ids=["no permission", "below a file"])
+def test_a_path_that_cannot_be_written(path: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"'{path}' could not be written: rank 0: \w*Error"):
+        save(path, large(), LOCAL)
 
 
 def _limited(path: str) -> str:
     rank = dist.get_rank()
     control = GroupControl(dist.new_group(backend="gloo"), dist.distributed_c10d._get_default_store(), rank, 2)
-    save(path, numbered(1), control)
+    save(path, numbered(1, rank, 2), control)
     contents = Contents({f"w{number}": torch.zeros(20 * 2**20) for number in range(2)})
     if rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

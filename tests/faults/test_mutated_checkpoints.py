@@ -15,16 +15,17 @@ from typing import Any
 
 import pytest
 import torch
+from drawing_run import Augmented, Drawing
 from mutating import Mutator
 
-from drivetrain import Callback, CheckpointError, ConfigurationError, Fit, TrainModule
+from drivetrain import Callback, CheckpointError, ConfigurationError, Fit
 from drivetrain.callbacks import Checkpoint, EarlyStopping
 from drivetrain.checkpoint import load, show, verify
 from newest_checkpoint import newest
 
 FAULTS = int(os.environ.get("FAULTS", "0"))
-COUNT = 500 * FAULTS or 2000
-RUNS = 25 * FAULTS or 100
+COUNT = 500 * FAULTS or 1000
+RUNS = 25 * FAULTS or 50
 SEED = int(os.environ.get("FAULTS_SEED", "5"))
 OLDER = Path(__file__).parents[1] / "unit" / "checkpoint" / "older"
 SECONDS = 10.0
@@ -93,45 +94,17 @@ class _ReachedError(Exception):
     """Raised when the first step is about to begin."""
 
 
+class _Validated(Drawing):
+    def __init__(self) -> None:
+        super().__init__(lambda *words: None)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.net(batch[:, 1:]).square().mean())
+
+
 class _Stop(Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         raise _ReachedError
-
-
-class _Tiny(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = torch.nn.Linear(3, 1)
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        loss = self.body(batch).square().mean()
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        self.log("val", self.body(batch).square().mean())
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters())
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 3)]
-
-
-def _fit(folder: Path, start: Path | None, *callbacks: Callback) -> Fit:
-    kept = Checkpoint(folder / "kept", monitor="val", every_n_epochs=1)
-    fit = Fit(
-        accelerator="cpu",
-        max_epochs=3,
-        val_check_interval=2,
-        callbacks=[EarlyStopping("val", patience=9), kept, *callbacks],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
-    data: Any = torch.arange(24.0).view(8, 3) / 24  # a tensor is also a dataset
-    loader: Any = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
-    fit.fit(_Tiny(), loader, torch.utils.data.DataLoader(data, batch_size=4), ckpt_path=start)
-    return fit
 
 
 class _SaveAt(Callback):
@@ -143,13 +116,23 @@ class _SaveAt(Callback):
             trainer.save_checkpoint(self.path)
 
 
+def _fit(folder: Path, start: Path | None, *callbacks: Callback) -> Fit:
+    monitors = EarlyStopping("val", patience=9), Checkpoint(folder / "kept", monitor="val", every_n_epochs=1)
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    settings: dict[str, Any] = {"val_check_interval": 2, "num_sanity_val_steps": 0, "max_epochs": 2}
+    fit = Fit(accelerator="cpu", callbacks=[*monitors, *callbacks], **settings, **quiet)
+    loader = torch.utils.data.DataLoader(Augmented(), batch_size=8, shuffle=True)
+    fit.fit(_Validated(), loader, torch.utils.data.DataLoader(Augmented(), batch_size=41), ckpt_path=start)
+    return fit
+
+
 @pytest.mark.timeout(300 + 5 * FAULTS)
 def test_a_run_resumes_or_names_what_is_malformed(tmp_path: Path) -> None:
     # J-10
     path = tmp_path / "checkpoint"
     _fit(tmp_path, None, _SaveAt(path))
 
-    def goes_on(path: Path) -> None:
+    def resume(path: Path) -> None:
         try:
             fit = _fit(tmp_path / "resumed", path, _Stop())
         except _ReachedError:
@@ -158,7 +141,7 @@ def test_a_run_resumes_or_names_what_is_malformed(tmp_path: Path) -> None:
         assert fit.early_stopping_callback is not None
         assert "is not finite" in str(fit.early_stopping_callback.stopping_reason)
 
-    goes_on(path)
-    ended = [_bounded(goes_on, path, what, ConfigurationError) for what in Mutator(path, SEED).mutations(RUNS)]
+    resume(path)
+    ended = [_bounded(resume, path, what, ConfigurationError) for what in Mutator(path, SEED).mutations(RUNS)]
     assert sum(ended) >= RUNS // 50, "no run went on"
     assert sum(ended) < RUNS - RUNS // 20, "nothing was refused"

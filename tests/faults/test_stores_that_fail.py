@@ -8,19 +8,18 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
-from saving_processes import Saving
+from saving_processes import Saving, number_in, numbered
 
 from drivetrain import CheckpointError
 from drivetrain._distributed.control_group import GroupControl
 from drivetrain._distributed.control_plane import ControlPlane, LocalControl
-from drivetrain._distributed.shards import ParameterShard, Span
-from drivetrain.checkpoint import verify
-from drivetrain.checkpoint._format import CheckpointMetadata, Contents, Sizes, object_storage, save
+from drivetrain.checkpoint._format import Contents, Sizes, object_storage, save
 from drivetrain.testing import requires_linux, run_distributed
 from faulty_store import FaultyStore
 from newest_checkpoint import newest
@@ -32,91 +31,44 @@ EACH = max(50, -(-FAULTS // 9)) if FAULTS else 3
 
 FOLDER = "faulty://store/run"
 SMALL = Sizes(small=64, large=10**9, piece=512)  # so that each rank has a file of weights
-_ELEMENTS = 128
 
 
-def contents(number: int, rank: int, ranks: int) -> Contents:
-    """A checkpoint with its number in every file."""
-    part = _ELEMENTS // ranks
-    shard = ParameterShard(
-        torch.full((part,), float(number)), torch.Size((_ELEMENTS,)), Span(part * rank, part * (rank + 1))
-    )
-    return Contents(
-        weights={"a": shard, "b": torch.full((_ELEMENTS,), float(number))},
-        metadata=CheckpointMetadata(progress={"number": number}, lineage=(("run", number),)),
-        optimizers=[{"state": {"b": {"sum": torch.full((_ELEMENTS,), float(number))}}, "param_groups": []}],
-        state={"number": number},
-        rank_state={"number": torch.tensor(number)},
-    )
+def contents(number: int, rank: int = 0, ranks: int = 1) -> Contents:
+    return numbered(number, rank, ranks, elements=128)
 
 
-def number_found() -> int:
-    """Return the number of the checkpoint that "auto" would choose, after checking that it is complete and
-    consistent.
-    """
-    checkpoint = newest([FOLDER])
-    assert checkpoint is not None, "nothing is found"
-    assert verify(checkpoint.path) == []
-    number = int(checkpoint.progress["number"])
-    assert checkpoint.state() == {"number": number}
-    for rank in range(checkpoint.manifest.world_size):
-        assert checkpoint.rank_state(rank)["number"] == number
-    values = [*checkpoint.weights().values(), checkpoint.optimizer_state()["state"]["b"]["sum"]]
-    assert all(bool((tensor == number).all()) for tensor in values)
-    return number
-
-
-# Faults, with the names that the table uses
-
-
-def _refused(store: FaultyStore, draw: random.Random) -> None:
-    store.fail(draw.choice(("put", "get", "size", "list", "*")), times=draw.randrange(1, 3), after=draw.randrange(12))
-
-
-def _refused_for_good(store: FaultyStore, draw: random.Random) -> None:
-    store.fail("put", times=None, after=draw.randrange(9))
-
-
-def _answer_lost(store: FaultyStore, draw: random.Random) -> None:
-    store.fail("put", times=draw.choice((1, 2, None)), after=draw.randrange(9), lost=True)
-
-
-def _manifest_lost(store: FaultyStore, draw: random.Random) -> None:
+def _fail_the_manifest(store: FaultyStore, draw: random.Random) -> None:
     store.fail("put", "*/manifest.json", times=draw.choice((1, None)), lost=True)
     if draw.random() < 0.5:  # and the state of the store is unknown
         store.fail("get", "*/manifest.json", times=draw.choice((1, 2, None)), after=draw.randrange(3))
 
 
-def _not_removed(store: FaultyStore, draw: random.Random) -> None:
-    store.fail("remove", error=PermissionError("AccessDenied"), times=None)
-
-
-def _throttled(store: FaultyStore, draw: random.Random) -> None:
+def _throttle(store: FaultyStore, draw: random.Random) -> None:
     for _ in range(draw.randrange(1, 4)):
         store.fail("*", times=1, after=draw.randrange(12), seconds=0.001)
 
 
-def _listed_late(store: FaultyStore, draw: random.Random) -> None:
-    store.fail("list", error=None, times=None, age=60.0)
-
-
-def _another_writer(store: FaultyStore, draw: random.Random) -> None:
-    def save_too() -> None:
-        save(f"{FOLDER}/same", contents(3, 0, 1), LocalControl())
-
+def _save_to_it_too(store: FaultyStore, draw: random.Random) -> None:
     operation, after = draw.choice((("put", draw.randrange(9)), ("get", draw.randrange(2))))
-    store.fail(operation, error=None, after=after, call=save_too)
+    another = partial(save, f"{FOLDER}/same", contents(3), LocalControl())
+    store.fail(operation, error=None, after=after, call=another)
 
 
-KINDS: dict[str, Callable[[FaultyStore, random.Random], None]] = {
-    "an operation refused once or twice": _refused,
-    "puts refused for good, from some instant on": _refused_for_good,
-    "answers of puts lost": _answer_lost,
-    "the manifest's answer lost": _manifest_lost,
-    "removing denied": _not_removed,
-    "throttled": _throttled,
-    "listings a minute old": _listed_late,
-    "another writer on the same path": _another_writer,
+KINDS: dict[str, Callable[[FaultyStore, random.Random], object]] = {
+    "an operation refused once or twice": lambda store, draw: store.fail(
+        draw.choice(("put", "get", "size", "list", "*")), times=draw.randrange(1, 3), after=draw.randrange(12)
+    ),
+    "puts refused for good, from some instant on": lambda store, draw: store.fail(
+        "put", times=None, after=draw.randrange(9)
+    ),
+    "answers of puts lost": lambda store, draw: store.fail(
+        "put", times=draw.choice((1, 2, None)), after=draw.randrange(9), lost=True
+    ),
+    "the manifest's answer lost": _fail_the_manifest,
+    "removing denied": lambda store, _: store.fail("remove", error=PermissionError("AccessDenied"), times=None),
+    "throttled": _throttle,
+    "listings a minute old": lambda store, _: store.fail("list", error=None, times=None, age=60.0),
+    "another writer on the same path": _save_to_it_too,
 }
 OF_RANK_0 = ("the manifest's answer lost", "another writer on the same path")
 KILLED = "SIGKILL at an operation"
@@ -124,19 +76,23 @@ KILLED = "SIGKILL at an operation"
 
 @dataclass
 class Tried:
-    """The outcome of one draw.
-
-    Attributes:
-        kind: kind of fault.
-        number: number of the draw.
-        saved: whether the failing save returned.
-        problem: what was lost or mixed; None if nothing was.
-    """
+    """The outcome of one draw: whether the failing save returned, and what was lost or mixed, if anything."""
 
     kind: str
     number: int
     saved: bool
-    problem: str | None = None
+    problem: str | None
+
+
+def _problem(allowed: set[int]) -> str | None:
+    """Return what is wrong with the checkpoint that is found, if anything."""
+    try:
+        checkpoint = newest([FOLDER])  # the one that "auto" would choose
+        assert checkpoint is not None, "nothing is found"
+        found = number_in(checkpoint.path)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None if found in allowed else f"{found} is found instead of {allowed}"
 
 
 def _try(folder: Path, kind: str, number: int, control: ControlPlane) -> Tried:
@@ -156,23 +112,13 @@ def _try(folder: Path, kind: str, number: int, control: ControlPlane) -> Tried:
         saved = False
     store.heal()
     control.barrier()
-    problem = None
-    try:
-        if rank == 0:
-            found = number_found()
-            wanted = {2} if saved else {1, 2}
-            assert found in wanted | ({3} if kind == OF_RANK_0[1] else set()), f"{found} is found, saved: {saved}"
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
+    of_another = {3} if kind == OF_RANK_0[1] else set()
+    problem = _problem(({2} if saved else {1, 2}) | of_another) if rank == 0 else None
     control.barrier()
     save(paths[4], contents(4, rank, ranks), control, sizes=SMALL)
-    try:
-        if rank == 0 and problem is None:
-            assert number_found() == 4
-    except Exception as error:
-        problem = f"afterwards: {type(error).__name__}: {error}"
+    afterwards = _problem({4}) if rank == 0 else None
     control.barrier()
-    return Tried(kind, number, saved, problem)
+    return Tried(kind, number, saved, problem or afterwards)
 
 
 def _try_all(folder: Path, count: int, ranks: int) -> list[Tried]:
@@ -181,21 +127,17 @@ def _try_all(folder: Path, count: int, ranks: int) -> list[Tried]:
     if ranks > 1:
         store = torch.distributed.distributed_c10d._get_default_store()
         control = GroupControl(torch.distributed.new_group(backend="gloo"), store, torch.distributed.get_rank(), ranks)
-    places = (
-        (kind, number, folder / f"{position}-{number}")
-        for position, kind in enumerate(KINDS)
-        for number in range(count)
-    )
-    return [_try(place, kind, number, control) for kind, number, place in places]
+    draws = [(kind, number) for kind in KINDS for number in range(count)]
+    return [_try(folder / str(place), kind, number, control) for place, (kind, number) in enumerate(draws)]
 
 
 def _save_and_die(pipe: Connection, folder: Path, number: int) -> None:
     draw = random.Random(f"{SEED}/{KILLED}/{number}")
     store = FaultyStore(folder).mount()
     onto_one = draw.random() < 0.5
-    save(f"{FOLDER}/{'same' if onto_one else 1}", contents(1, 0, 1), LocalControl(), sizes=SMALL)
+    save(f"{FOLDER}/{'same' if onto_one else 1}", contents(1), LocalControl(), sizes=SMALL)
     store.fail("*", error=None, after=draw.randrange(20), call=lambda: os.kill(os.getpid(), signal.SIGKILL))
-    save(f"{FOLDER}/{'same' if onto_one else 2}", contents(2, 0, 1), LocalControl(), sizes=SMALL)
+    save(f"{FOLDER}/{'same' if onto_one else 2}", contents(2), LocalControl(), sizes=SMALL)
     pipe.send("saved")
 
 
@@ -204,15 +146,9 @@ def _killed(folder: Path, number: int) -> Tried:
     saving.process.join(60)
     saved = saving.told() == ["saved"]
     FaultyStore(folder).mount()
-    problem = None
-    try:
-        found = number_found()
-        assert found in ({2} if saved else {1, 2}), f"{found} is found, saved: {saved}"
-        save(f"{FOLDER}/4", contents(4, 0, 1), LocalControl(), sizes=SMALL)
-        assert number_found() == 4
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-    return Tried(KILLED, number, saved, problem)
+    problem = _problem({2} if saved else {1, 2})
+    save(f"{FOLDER}/4", contents(4), LocalControl(), sizes=SMALL)
+    return Tried(KILLED, number, saved, problem or _problem({4}))
 
 
 def table(tried: Sequence[Tried]) -> str:
@@ -233,10 +169,8 @@ def test_no_checkpoint_is_lost_or_mixed(tmp_path: Path) -> None:
         tried += told[0]
     print(f"\n{table(tried)}")
     problems = [f"{one.kind}, number {one.number}: {one.problem}" for one in tried if one.problem is not None]
-    assert not problems, "\n".join(
-        [f"again: FAULTS={FAULTS} FAULTS_SEED={SEED} make faults ARGS='-k mixed'", *problems]
-    )
+    again = f"again: FAULTS={FAULTS} FAULTS_SEED={SEED} make faults ARGS='-k mixed'"
+    assert not problems, "\n".join([again, *problems])
     counts = Counter(one.kind for one in tried)
-    assert min(counts.values()) >= EACH
-    assert any(not one.saved for one in tried)
-    assert any(one.saved for one in tried)
+    assert (len(counts), min(counts.values()) >= EACH) == (1 + len(KINDS), True)
+    assert {one.saved for one in tried} == {True, False}

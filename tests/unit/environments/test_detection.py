@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -97,13 +98,69 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
     assert dict(os.environ) == before
 
 
+_JOB = variables_of("SLURM_JOB_ID=123456 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_JOB_NAME=train")
+_ONE_TASK = variables_of("SLURM_NTASKS=1 SLURM_STEP_NUM_TASKS=1 SLURM_NNODES=1")
+_FOUR_TASKS = variables_of("SLURM_NTASKS=4 SLURM_STEP_NUM_TASKS=4 SLURM_NNODES=1")
+_PTY = {"SLURM_PTY_PORT": "34567"}
+_NO_RANK = variables_of("SLURM_JOB_ID=1 SLURM_STEP_ID=0 SLURM_NTASKS=4")
+
+
+def _step(number: str, job: str = "train") -> dict[str, str]:
+    return {"SLURM_STEP_ID": number, "SLURM_JOB_NAME": job}
+
+
+@pytest.mark.parametrize(
+    ("variables", "ranks"),
+    [
+        # The job script runs `python train.py` without srun: the other three tasks do not exist.
+        pytest.param(_JOB | {"SLURM_NTASKS": "4"}, 0, id="sbatch without srun"),
+        pytest.param(_JOB | _FOUR_TASKS | _step("4294967290", "interactive"), 0, id="salloc's step"),
+        pytest.param(_JOB | _ONE_TASK | _step("0", "bash"), 0, id="srun --pty bash"),
+        pytest.param(_JOB | _FOUR_TASKS | _step("0", "bash") | _PTY, 0, id="srun -n 4 --pty bash"),
+        pytest.param(_JOB | _step("0"), 0, id="no number of tasks"),
+        pytest.param(_NO_RANK, 0, id="no rank"),
+        pytest.param(_JOB | _FOUR_TASKS | _step("0"), 4, id="srun in a job script"),
+        pytest.param(_JOB | _FOUR_TASKS | _step("0", "interactive"), 4, id="srun in salloc's shell"),
+        pytest.param(
+            _JOB | _FOUR_TASKS | _PTY | {"SLURM_STEPID": "1", "SLURM_JOB_NAME": "bash"}, 4, id="srun in srun's shell"
+        ),
+    ],
+)
+def test_only_processes_that_srun_started_are_slurms(variables: dict[str, str], ranks: int) -> None:
+    environment = detect_environment(variables)
+    assert isinstance(environment, SlurmEnvironment if ranks else PlainEnvironment)
+    assert environment.placement().local_world_size == max(ranks, 1)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("host0", "host0"),
+        ("host0,host1", "host0"),
+        ("gpu[008-010,012]", "gpu008"),
+        ("login1,gpu[3,5-7]", "login1"),
+        ("rack[1-2]n[03-05,9],gpu7", "rack1n03"),
+        ("n[1-2]-ib", "n1-ib"),
+    ],
+)
+def test_slurms_first_node_hosts_the_store(nodes: str, first: str) -> None:
+    assert SlurmEnvironment(_SLURM | {"SLURM_STEP_NODELIST": nodes}).main_address == first
+
+
+def test_slurms_ports_differ_between_steps_and_restarts_are_counted() -> None:
+    first = SlurmEnvironment(_JOB | _step("0"))
+    second = SlurmEnvironment(_JOB | _step("1") | {"SLURM_RESTART_COUNT": "3"})
+    assert first.main_port == SlurmEnvironment(_JOB | _step("0") | {"SLURM_PROCID": "3"}).main_port
+    assert first.main_port != second.main_port
+    assert (first.restart_count, second.restart_count) == (0, 3)
+
+
 def test_names_and_nearest_names() -> None:  # G-06
     for kind in (PlainEnvironment, TorchrunEnvironment, SlurmEnvironment, MPIEnvironment, LSFEnvironment):
         assert type(environment_by_name(kind.name, {})) is kind
     assert isinstance(environment_by_name("auto", _SLURM), SlurmEnvironment)
-    with pytest.raises(
-        ConfigurationError, match=r"(?s)environment='slrum' is unknown. Did you mean 'slurm'\?.*kubeflow"
-    ):
+    unknown = r"(?s)environment='slrum' is unknown. Did you mean 'slurm'\?.*kubeflow"
+    with pytest.raises(ConfigurationError, match=unknown):
         environment_by_name("slrum", {})
 
 
@@ -136,6 +193,7 @@ def _without(variables: dict[str, str], *names: str) -> dict[str, str]:
         ("slurm", {}, "SLURM_NODEID is not set"),
         ("slurm", _without(_SLURM, "SLURM_LOCALID"), "SLURM_LOCALID is not set"),
         ("slurm", _SLURM | {"SLURM_STEP_NUM_TASKS": "8"}, r"SLURM_STEP_TASKS_PER_NODE=2\(x3\),1.*cannot be right"),
+        ("slurm", _SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x"}, r"SLURM_STEP_TASKS_PER_NODE=2\(x.*cannot be right"),
         ("slurm", _SLURM | {"SLURM_STEP_TASKS_PER_NODE": "two"}, r"SLURM_STEP_TASKS_PER_NODE=two.*cannot be right"),
         ("slurm", _SLURM | {"SLURM_NODEID": "4"}, r"SLURM_NODEID=4 cannot be right"),
         ("mpi", {}, "OMPI_COMM_WORLD_SIZE or MV2_COMM_WORLD_SIZE or PMI_SIZE is not set"),
@@ -164,13 +222,11 @@ def test_addresses_and_ports_under_mpi() -> None:
         _ = MPIEnvironment(_MVAPICH).main_port
 
 
-def test_lsf_hosts(tmp_path: os.PathLike[str]) -> None:
-    file = os.path.join(tmp_path, "ranks")
-    with open(file, "w") as out:
-        out.write("launch1\n" + "node07\n" * 6 + "node08\n" * 6)
-    assert LSFEnvironment(_LSF | {"LSB_DJOB_RANKFILE": file}).main_address == "node07"
-    without_launch_node = _LSF | {"LSB_MCPU_HOSTS": "node07 6 node08 6"}
-    assert LSFEnvironment(without_launch_node).main_address == "node07"
+def test_lsf_hosts(tmp_path: Path) -> None:
+    file = tmp_path / "ranks"
+    file.write_text("launch1\n" + "node07\n" * 6 + "node08\n" * 6)
+    assert LSFEnvironment(_LSF | {"LSB_DJOB_RANKFILE": str(file)}).main_address == "node07"
+    assert LSFEnvironment(_LSF | {"LSB_MCPU_HOSTS": "node07 6 node08 6"}).main_address == "node07"  # no launch node
     with pytest.raises(ConfigurationError, match="LSB_DJOB_RANKFILE nor LSB_MCPU_HOSTS"):
         _ = LSFEnvironment(_without(_LSF, "LSB_MCPU_HOSTS")).main_address
 

@@ -27,6 +27,8 @@ def _main(monkeypatch: pytest.MonkeyPatch, file: str | None, spec: str | None = 
     main = types.ModuleType("__main__")
     if file is not None:
         main.__file__ = file
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).touch()
     main.__spec__ = None if spec is None else importlib.machinery.ModuleSpec(spec, None)
     monkeypatch.setitem(sys.modules, "__main__", main)
 
@@ -56,7 +58,6 @@ def test_settings_name_launchers() -> None:  # G-06
     [
         (__file__, None),  # here, pytest's own calls are on the stack
         ("bin/pytest", None),
-        ("pytest/__main__.py", "pytest.__main__"),
         ("unittest/__main__.py", "unittest.__main__"),
         ("bin/gunicorn", None),
     ],
@@ -64,21 +65,16 @@ def test_settings_name_launchers() -> None:  # G-06
 def test_auto_starts_a_function_if_rerunning_would_run_more_than_the_script(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str, spec: str | None
 ) -> None:  # I-19
-    path = tmp_path / file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
-    _main(monkeypatch, str(path), spec)
-    asked = (lambda function, *args: function(*args)) if file == __file__ else _away
-    assert asked(started_by, "auto") == "fork"
+    _main(monkeypatch, str(tmp_path / file), spec)
+    call = (lambda function, *args: function(*args)) if file == __file__ else _away
+    assert call(started_by, "auto") == "fork"
     with pytest.raises(ConfigurationError, match="runs this code among other code, which a second start would run"):
-        asked(rerun_command)
+        call(rerun_command)
 
 
 @pytest.mark.parametrize("name", ["train.py", "celery.py"])
 def test_auto_runs_scripts_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:  # I-19
-    script = tmp_path / name
-    script.touch()
-    _main(monkeypatch, str(script))
+    _main(monkeypatch, str(tmp_path / name))
     assert _away(started_by, "auto") == "SubprocessLauncher"
 
 
@@ -157,7 +153,6 @@ def test_the_command_of_a_program(
     command = _away(rerun_command)
     assert command[0] == sys.executable
     assert command[-2 - len(program) :] == [*program, "--lr", "0.1"]
-    (tmp_path / "__main__.py").touch()
     _main(monkeypatch, str(tmp_path / "__main__.py"), "__main__")
     monkeypatch.setattr(sys, "argv", [str(tmp_path)])
     assert _away(rerun_command)[-1] == str(tmp_path)  # a folder
@@ -166,16 +161,18 @@ def test_the_command_of_a_program(
 @pytest.mark.parametrize(
     ("file", "argv", "reason"),
     [
-        (None, ["-c"], "it comes from python -c"),
-        (None, [""], "standard input, a REPL or a notebook"),
-        ("<stdin>", ["-"], "standard input, a REPL or a notebook"),
+        (None, "-c", "it comes from python -c"),
+        (None, "", "standard input, a REPL or a notebook"),
+        ("<stdin>", "-", "standard input, a REPL or a notebook"),
     ],
 )
 def test_a_program_without_a_file_is_refused(
-    monkeypatch: pytest.MonkeyPatch, file: str | None, argv: list[str], reason: str
+    monkeypatch: pytest.MonkeyPatch, file: str | None, argv: str, reason: str
 ) -> None:  # G-06
-    _main(monkeypatch, file)
-    monkeypatch.setattr(sys, "argv", argv)
+    _main(monkeypatch, None)
+    if file is not None:
+        sys.modules["__main__"].__file__ = file
+    monkeypatch.setattr(sys, "argv", [argv])
     with pytest.raises(ConfigurationError, match=reason) as caught:
         rerun_command()
     assert "put the program into a file" in caught.value.fix

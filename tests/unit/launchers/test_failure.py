@@ -1,14 +1,26 @@
+"""Failures of ranks: what they say, how they travel, and that pickles which an attacker planted stay closed (J-06)."""
+
 from __future__ import annotations
 
+import base64
 import json
+import os
 import pickle
+import stat
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
+# Private: what reads failures out of a store, without a run that fails.
+from drivetrain._distributed.control_group import GroupControl
+from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.launchers import Failure, RankFailedError, first_cause
+from drivetrain.launchers._processes import FAILURES_PREFIX, Processes
+from drivetrain.launchers.world import World
 
 
 def _failure(error: BaseException, rank: int = 1) -> Failure:
@@ -19,15 +31,11 @@ def _failure(error: BaseException, rank: int = 1) -> Failure:
 
 
 def test_an_exception_is_described_with_its_causes() -> None:
-    try:
-        try:
-            _ = dict[str, str]()["missing"]
-        except KeyError as error:
-            raise ConfigurationError("wrong", "because", "do") from error
-    except ConfigurationError as caught:
-        failure = Failure.of_exception(2, caught)
+    refusal = ConfigurationError("wrong", "because", "do")
+    refusal.__cause__ = KeyError("missing")
+    failure = _failure(refusal)
     assert failure.error_type == "drivetrain.errors.ConfigurationError"
-    assert failure.describe().startswith("Rank 2 failed with drivetrain.errors.ConfigurationError: wrong")
+    assert failure.describe().startswith("Rank 1 failed with drivetrain.errors.ConfigurationError: wrong")
     assert "KeyError: 'missing'" in failure.traceback
     original = failure.load_error()
     assert isinstance(original, ConfigurationError)
@@ -44,8 +52,12 @@ def test_an_exception_is_described_with_its_causes() -> None:
 )
 def test_exit_codes_are_described(code: int, name: str | None, text: str) -> None:  # G-02
     failure = Failure.of_exit(0, code)
-    assert failure.signal_name == name
-    assert failure.describe() == text
+    assert (failure.signal_name, failure.describe()) == (name, text)
+
+
+class _Unpicklable(Exception):
+    def __reduce__(self) -> tuple[object, ...]:
+        raise TypeError("no")
 
 
 def test_an_error_survives_pickling_and_an_unpicklable_one_is_described() -> None:
@@ -59,23 +71,17 @@ def test_an_error_survives_pickling_and_an_unpicklable_one_is_described() -> Non
     assert (failure.load_error(), failure.message) == (None, "text")
 
 
-def test_a_failure_is_written_to_a_file_and_the_first_one_is_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ['{"other": 1}', "{"])
+def test_the_first_failure_in_a_file_is_kept_and_a_malformed_file_ignored(content: str, tmp_path: Path) -> None:
     path = tmp_path / "failure"
     assert Failure.read(str(path)) is None
     first = _failure(ValueError("first"))
     first.write(str(path))
     _failure(ValueError("second")).write(str(path))
     assert Failure.read(str(path)) == first
-    assert [file.name for file in tmp_path.iterdir()] == ["failure"]
-    path.write_text(json.dumps({"other": 1}))
+    assert os.listdir(tmp_path) == ["failure"]
+    path.write_text(content)
     assert Failure.read(str(path)) is None
-    path.write_text("{")
-    assert Failure.read(str(path)) is None
-
-
-class _Unpicklable(Exception):
-    def __reduce__(self) -> tuple[object, ...]:
-        raise TypeError("no")
 
 
 def test_the_first_cause() -> None:  # G-01, G-02
@@ -88,3 +94,72 @@ def test_the_first_cause() -> None:  # G-01, G-02
     assert first_cause([lost, silent, killed]) is killed
     assert first_cause([lost, silent]) is silent  # it names the rank that did not respond
     assert first_cause([killed, later]) is later
+
+
+class _Planted:
+    """Creates a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def _plant(trace: Path, rank: int = 1) -> str:
+    pickled = base64.b85encode(pickle.dumps(_Planted(trace))).decode()
+    failure = Failure(rank, error_type="ValueError", message="planted", pickled_error=pickled)
+    assert failure.load_error() is None  # a folder is no exception,
+    trace.rmdir()  # but it shows that unpickling works
+    return json.dumps(asdict(failure))
+
+
+def _through_the_control_plane(planted: str) -> Failure | None:
+    store = HashStore()
+    store.add("failures", 1)
+    store.set("failure/1", planted)
+    return GroupControl(None, store, 0, 2).first_failure()
+
+
+def _through_the_launcher(planted: str) -> Failure | None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set(f"{FAILURES_PREFIX}/first", planted)
+    (failure,) = World("function", Placement(0, 2, 0, 2), "127.0.0.1", store.port, store=store).failures()
+    return failure
+
+
+def _through_the_callers_store(planted: str) -> Failure | None:
+    processes = Processes.of_script(1, ["/bin/false"], [{}])
+    processes.store = HashStore()
+    processes.store.set(f"{FAILURES_PREFIX}/1", planted)
+    assert processes.wait(20)
+    (failure,) = processes.failures()
+    processes.end()
+    return failure
+
+
+@pytest.mark.parametrize("way", [_through_the_control_plane, _through_the_launcher, _through_the_callers_store])
+def test_a_pickle_in_the_store_is_not_opened(way: Any, tmp_path: Path) -> None:  # J-06
+    failure = way(_plant(tmp_path / "trace"))
+    assert failure is not None
+    assert (failure.message, failure.load_error()) == ("planted", None)
+    assert not (tmp_path / "trace").exists()
+
+
+def test_a_failure_goes_into_the_store_as_text() -> None:  # J-06
+    failure = Failure.of_exception(1, ValueError("text"))
+    assert isinstance(failure.load_error(), ValueError)
+    again = Failure.decode(failure.encode())
+    assert (again.error_type, again.message, again.traceback) == ("ValueError", "text", failure.traceback)
+    assert again.load_error() is None
+
+
+def test_error_files_are_writable_only_for_this_user() -> None:  # J-06
+    processes = Processes.of_script(1, ["/bin/sleep", "60"], [{}])
+    try:
+        folder = Path(processes._scratch.name)
+        assert folder in Path(processes.error_file(1)).parents
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert folder.stat().st_uid == os.getuid()
+    finally:
+        processes.end(kill=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 
@@ -22,27 +21,27 @@ def test_messages_name_the_line_that_called(caplog: pytest.LogCaptureFixture) ->
     assert caught[0].filename == __file__
 
 
-@pytest.mark.parametrize(
-    ("variables", "before", "is_called"),
-    [
-        ({}, "", True),
-        ({"RANK": "1"}, "", False),
-        ({"RANK": "1", "LOCAL_WORLD_SIZE": ""}, "", True),
-        ({"RANK": "1"}, "rank_zero_only.rank = 0", True),
-    ],
-    ids=["no ranks", "rank 1", "not a rank", "set before"],
-)
-def test_the_import_sets_the_rank_of_lightning_utilities(
-    variables: dict[str, str], before: str, is_called: bool
-) -> None:
-    # S-18
-    script = f"""
+_SCRIPT = """
+import os, sys, torch
 from lightning_utilities.core.rank_zero import rank_zero_only
-{before}
-import drivetrain
-rank_zero_only(lambda: print("called"))()
+world = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+for variables, before in (
+    ({}, None), (world | {"RANK": "1"}, None), (world | {"RANK": "1", "LOCAL_WORLD_SIZE": ""}, None),
+    (world | {"RANK": "1"}, 0),
+):
+    if os.fork() == 0:
+        os.environ.update(variables)
+        if before is not None:
+            rank_zero_only.rank = before
+        import drivetrain
+        rank_zero_only(lambda: os.write(1, f"{variables} {before}\\n".encode()))()
+        os._exit(0)
+    assert os.wait()[1] == 0
 """
-    world = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"} if variables else {}
-    environment = {**os.environ, **world, **variables}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=environment)
-    assert (done.returncode, done.stdout) == (0, "called\n" if is_called else ""), done.stderr
+
+
+def test_the_import_sets_the_rank_of_lightning_utilities() -> None:  # S-18
+    done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=120)
+    world = "{'WORLD_SIZE': '2', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '2', 'RANK': '1'}"
+    no_rank = world.replace("'LOCAL_WORLD_SIZE': '2'", "'LOCAL_WORLD_SIZE': ''")
+    assert done.stdout.splitlines() == ["{} None", f"{no_rank} None", f"{world} 0"], done.stderr

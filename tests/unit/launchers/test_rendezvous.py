@@ -62,42 +62,39 @@ class _Script(SubprocessLauncher):
         return []  # starts no process
 
 
-def _by_host() -> tuple[int, Any]:
-    store = host("127.0.0.1", 0)
-    return store.port, store
-
-
-def _by_the_script() -> tuple[int, Any]:
+def _of_a_script(port: int) -> Any:
     try:
-        world = _Script().launch(Placement())
+        return _Script().launch(Placement(), port=port)
     finally:
         set_current_world(None)
-    return world.port, world
-
-
-def _by_rank_0() -> tuple[int, Any]:
-    port = _free_port()
-    return port, _place(_bare(port))
-
-
-def _by_a_worker_of_rays() -> tuple[int, Any]:
-    worker = Worker()
-    return worker.host("127.0.0.1"), worker
 
 
 @requires_linux()
-@pytest.mark.parametrize("hosted", [_by_host, _by_the_script, _by_rank_0, _by_a_worker_of_rays])
-def test_the_store_listens_at_the_given_address(hosted: Any) -> None:  # J-06
-    port, _kept = hosted()
+@pytest.mark.parametrize(
+    "hosting",
+    [lambda port: host("127.0.0.1", port), _of_a_script, lambda port: _place(_bare(port))],
+    ids=["store", "script", "rank 0"],
+)
+def test_the_store_listens_at_the_given_address_and_a_taken_port_is_named(hosting: Any) -> None:  # J-05, J-06
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{port}: port {port} is taken") as caught:
+            hosting(port)
+        assert "MASTER_PORT" in caught.value.fix
+        with pytest.raises(ConfigurationError, match=f"port {port} is taken"):
+            FunctionLauncher("fork").launch(Placement(), int, port=port)
+    _kept = hosting(port)
     assert answers(port, "127.0.0.1")
     assert not answers(port)
 
 
 @requires_linux()
-def test_by_name_it_listens_at_the_resolved_address() -> None:  # J-06
-    store = host("localhost", 0, num_nodes=2)
+def test_a_worker_of_rays_listens_at_its_address_and_a_name_is_resolved() -> None:  # J-06
+    worker, store = Worker(), host("localhost", 0, num_nodes=2)
     assert TCPStore("localhost", store.port, is_master=False).check(["x"]) is False
-    assert not answers(store.port)
+    for port in (worker.host("127.0.0.1"), store.port):
+        assert answers(port, "127.0.0.1")
+        assert not answers(port)
 
 
 def test_for_a_foreign_address_it_listens_on_all_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,33 +107,9 @@ def test_for_a_foreign_address_it_listens_on_all_interfaces(monkeypatch: pytest.
         assert answers(port, "127.0.0.1")
 
 
-def _nothing() -> None: ...
-
-
-@pytest.mark.parametrize(
-    "hosting",
-    [
-        lambda port: host("127.0.0.1", port),
-        lambda port: _Script().launch(Placement(), port=port),
-        lambda port: FunctionLauncher("spawn").launch(Placement(), _nothing, port=port),
-        lambda port: FunctionLauncher("fork").launch(Placement(), _nothing, port=port),
-        lambda port: _place(_bare(port)),
-    ],
-)
-def test_a_taken_port_is_an_error_that_names_it(hosting: Any) -> None:  # J-05
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        taken = listener.getsockname()[1]
-        with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{taken}: port {taken} is taken") as caught:
-            hosting(taken)
-    assert "MASTER_PORT" in caught.value.fix
-
-
 def test_an_unknown_address_is_an_error_that_names_it() -> None:
     with pytest.raises(ConfigurationError, match=r"cannot host the store at no\.such\.host\.invalid:0: .*[Nn]ame"):
         host("no.such.host.invalid", 0)
-
-
-# Two jobs on one port
 
 
 @pytest.mark.parametrize(
@@ -151,22 +124,27 @@ def test_an_unknown_address_is_an_error_that_names_it() -> None:
 def test_two_jobs_are_distinguished(hosts: str, comes: str, why: str) -> None:  # J-05
     store = host("127.0.0.1", 0, job=hosts)
     newcomer = TCPStore("127.0.0.1", store.port, is_master=False)
-    for let_in in (admit, admit_first):
+    of_torchrun = _bare(store.port, 1, TORCHELASTIC_RUN_ID="none" if comes == NO_NAME else comes)
+    for join in (
+        lambda: admit(newcomer, comes, 1, "127.0.0.1", store.port),
+        lambda: admit_first(newcomer, comes, 1, "127.0.0.1", store.port),
+        lambda: _place(of_torchrun),
+    ):
         with pytest.raises(ConfigurationError, match=rf"rank 1 connected to 127\.0\.0\.1:{store.port}") as caught:
-            let_in(newcomer, comes, 1, "127.0.0.1", store.port)
+            join()
         assert f"port {store.port}" in caught.value.why
         assert why in caught.value.why
         assert "MASTER_PORT" in caught.value.fix
-    member = TCPStore("127.0.0.1", store.port, is_master=False)
-    admit(member, hosts, 1, "127.0.0.1", store.port)  # the rank is still free
+    admit(newcomer, hosts, 1, "127.0.0.1", store.port)  # the rank is still free
 
 
 def test_a_rank_is_refused_a_second_time_but_for_a_store_that_outlives_it() -> None:  # J-05
     store = host("127.0.0.1", 0, job=NO_NAME)
+    client = TCPStore("127.0.0.1", store.port, is_master=False)
     for rank in (1, 2):
-        admit(TCPStore("127.0.0.1", store.port, is_master=False), NO_NAME, rank, "127.0.0.1", store.port)
+        admit(client, NO_NAME, rank, "127.0.0.1", store.port)
     with pytest.raises(ConfigurationError, match="where another process is already rank 1"):
-        admit(TCPStore("127.0.0.1", store.port, is_master=False), NO_NAME, 1, "127.0.0.1", store.port)
+        admit(client, NO_NAME, 1, "127.0.0.1", store.port)
     outliving = host("127.0.0.1", 0)
     for _ in range(2):
         admit_first(outliving, "run 3", 1, "127.0.0.1", outliving.port)
@@ -179,15 +157,6 @@ def test_a_foreign_store_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{store.port}, which is not the store of this"):
         admit(store, NO_NAME, 1, "127.0.0.1", store.port)
-
-
-def test_a_started_process_refuses_anothers_store_and_is_refused_once() -> None:  # J-05
-    store = host("127.0.0.1", 0, job="a")
-    world = World("function", Placement(1, 2, 1, 2), "127.0.0.1", store.port, job="b")
-    for _ in range(2):
-        with pytest.raises(ConfigurationError, match="another job"):
-            world.store("runs")
-    assert world.failures() == []  # queried while the error is reported
 
 
 @pytest.mark.parametrize(
@@ -224,7 +193,7 @@ def test_a_connection_is_renewed_if_another_store_listens_on_its_port() -> None:
         del store
 
 
-def test_a_refused_process_does_not_wait_again(monkeypatch: pytest.MonkeyPatch) -> None:  # G-01
+def test_a_refused_process_does_not_try_again(monkeypatch: pytest.MonkeyPatch) -> None:  # G-01, J-05
     tried = []
 
     def connect(*args: Any, **options: Any) -> TCPStore:
@@ -233,11 +202,14 @@ def test_a_refused_process_does_not_wait_again(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(launched_world, "TCPStore", connect)
     monkeypatch.setattr(launched_world, "_CONNECT_LIMIT_ONE_NODE", timedelta(seconds=0.1))
+    store = host("127.0.0.1", 0, job="a")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        world = World("function", Placement(1, 2, 1, 2), "127.0.0.1", free.getsockname()[1])
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="timed out"):
-                world.store("runs")
-        assert world.failures() == []  # queried while the error is reported
-    assert len(tried) == 1
+        ports: dict[int, Any] = {free.getsockname()[1]: RuntimeError, store.port: ConfigurationError}
+        for port, error in ports.items():
+            world = World("function", Placement(1, 2, 1, 2), "127.0.0.1", port, job="b")
+            for _ in range(2):
+                with pytest.raises(error, match=r"timed out|another job"):
+                    world.store("runs")
+            assert world.failures() == []  # queried while the error is reported
+    assert len(tried) == 2

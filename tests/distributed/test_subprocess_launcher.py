@@ -1,0 +1,200 @@
+"""Scripts that are run again for the other ranks, in the way users run them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from scripts import run_cases
+
+from drivetrain.environments import Placement
+from drivetrain.errors import ConfigurationError, DistributedError
+from drivetrain.launchers import SubprocessLauncher, current_world
+from drivetrain.launchers.world import LAUNCHER_VARIABLE, PARENT_VARIABLE
+
+_HEAD = """
+import os, pathlib, signal, sys, threading, time
+import torch
+from drivetrain.environments import PlainEnvironment
+from drivetrain.launchers import FunctionLauncher, SubprocessLauncher, current_world
+
+def place(number):
+    return PlainEnvironment({}).first_placement_on_node(1, number)
+
+def launch(number, **settings):
+    world = SubprocessLauncher(**settings).launch(place(number))
+    note_pid(world.placement.rank)
+    return world
+
+def note_pid(rank):
+    pathlib.Path(f"pid-{rank}").write_text(str(os.getpid()))
+
+def say(text):
+    with open("said", "a") as file:
+        file.write(f"{text}\\n")
+"""
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    temporary = {"TMPDIR": str(folder)}  # where a killed caller leaves its folder
+    return inherited | temporary | {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _assert_gone(folder: Path, within: float = 0.0) -> None:
+    until = time.monotonic() + within
+    pids = [int(file.read_text()) for file in folder.glob("pid-*")]
+    assert len(pids) > 1
+    while any(_is_running(pid) for pid in pids) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(_is_running(pid) for pid in pids), folder
+
+
+_ENDING = """
+if CASE == "others fail":
+    world = launch(3)
+    if world.placement.rank == 1:
+        raise ValueError("from rank one")
+    if world.placement.rank == 2:
+        world.store("pids").get("noticed")
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not world.failures():
+        time.sleep(0.01)
+    try:
+        launch(3)
+    except Exception as error:
+        say(f"{type(error).__name__}: {error.what}")
+    world.store("pids").set("noticed", "1")
+    while len(world.ended()) < 2:
+        time.sleep(0.01)
+    for failure in world.failures():
+        say(f"{failure.rank} {failure.exit_code} {failure.signal_name} {failure.error_type} {failure.message}")
+elif CASE == "another outlives the caller":
+    current_world()  # joined by the main thread, which is what the kernel's signal is bound to
+    worlds = []
+
+    def start():
+        worlds.append(launch(2, grace=1.0))
+        if worlds[0].is_caller:
+            worlds[0].store("").get("joined")
+
+    # The thread's end is not the caller's, though to the kernel the thread is the parent.
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    if not worlds[0].is_caller:
+        worlds[0].store("").set("joined", "1")
+        time.sleep(60)
+    time.sleep(0.3)
+    say(worlds[0].ended())
+else:
+    world = launch(2, grace_after_failure=0.2)
+    if world.placement.rank == 1:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        world.store("").set("joined", "1")
+        time.sleep(60)
+    world.store("").get("joined")
+    say(time.monotonic())
+    raise ValueError("from the caller")
+"""
+
+
+def test_failures_reach_the_caller_and_no_rank_is_left(tmp_path: Path) -> None:  # G-01, G-02
+    cases = ("others fail", "another outlives the caller", "the caller fails")
+    runs = run_cases(tmp_path, _ENDING, cases, head=_HEAD)
+    ended = time.monotonic()
+    assert [run.code for run in runs.values()] == [1, 1, 1]  # also if the caller itself succeeded
+    for number in range(3):
+        _assert_gone(tmp_path / str(number))
+    failed, outlived, caller = runs.values()
+    assert failed.said == [
+        "1 1 None ValueError from rank one",
+        "2 -9 SIGKILL None killed by SIGKILL",
+        "RankFailedError: Rank 1 failed with ValueError: from rank one",
+    ]
+    assert failed.errors.endswith("Rank 1 failed with ValueError: from rank one\n")
+    assert failed.errors.count("Traceback") == 1  # rank 1's own code
+    assert "torch.distributed.elastic" not in failed.errors
+    assert outlived.said == ["{}"]
+    assert "Rank 1 did not end within 1 s after rank 0, and was terminated" in outlived.errors
+    assert "ValueError: from the caller" in caller.errors
+    assert "did not end" not in caller.errors
+    assert ended - float(caller.said[0]) < 15
+
+
+_WAITING = {
+    "script": "launch(2)",
+    "script, from a thread that has ended": (
+        "thread = threading.Thread(target=launch, args=(2,)); thread.start(); thread.join()"
+    ),
+    "function": 'FunctionLauncher("forkserver").launch(place(2), work)',
+}
+
+
+def test_a_killed_caller_leaves_no_processes(tmp_path: Path) -> None:  # G-02
+    callers = {}
+    for number, launch in enumerate(_WAITING.values()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        body = f"""
+        def work():
+            note_pid(os.environ["RANK"])
+            time.sleep(60)
+
+        if __name__ == "__main__":
+            {launch}
+            time.sleep(60)
+        """
+        (folder / "script.py").write_text(_HEAD + textwrap.dedent(body))
+        command, environment = [sys.executable, "script.py"], _environment(folder)
+        callers[folder] = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True)
+    try:
+        for folder, caller in callers.items():
+            until = time.monotonic() + 60
+            while len(list(folder.glob("pid-*"))) < 2:
+                assert caller.poll() is None, folder
+                assert time.monotonic() < until, folder
+                time.sleep(0.02)
+            caller.kill()
+            caller.wait()
+        for folder in callers:
+            _assert_gone(folder, within=10.0)
+    finally:
+        for caller in callers.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(caller.pid, signal.SIGKILL)
+
+
+def test_a_process_started_by_a_rank_is_independent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LAUNCHER_VARIABLE, "subprocess")
+    monkeypatch.setenv(PARENT_VARIABLE, str(os.getpid()))  # alive, and not our parent
+    assert current_world() is None
+
+
+def test_a_rank_without_its_caller_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    monkeypatch.setenv(LAUNCHER_VARIABLE, "subprocess")
+    monkeypatch.setenv(PARENT_VARIABLE, str(dead.pid))
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(DistributedError, match="the process that started rank 3 has ended"):
+        current_world()
+
+
+def test_only_the_first_rank_of_a_node_launches() -> None:
+    with pytest.raises(ConfigurationError, match="local rank 1 cannot start the other processes"):
+        SubprocessLauncher().launch(Placement(1, 2, 1, 2))
