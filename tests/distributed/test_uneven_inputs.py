@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,8 +13,7 @@ import torch.distributed as dist
 from small_runs import FEATURES, TIGHTER, Regression, about, data, quiet, train_by_hand, trained, weights
 from torch.utils.data import DataLoader, IterableDataset
 
-from oracle.check import check
-from oracle.program import Data, Net, Program, Turn
+from drivetrain_strategies import DDPStrategy
 from worlds import on_ranks
 
 SIZE = 4
@@ -25,19 +24,6 @@ def own_batches(rank: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]
     x, y = data(64).tensors
     starts = range(rank * 32, rank * 32 + count * SIZE, SIZE)
     return [(x[start : start + SIZE], y[start : start + SIZE]) for start in starts]
-
-
-def by_hand(counts: tuple[int, int], window: int) -> torch.Tensor:
-    """Return the weights after one epoch over both ranks' data, one window at a time."""
-    parts = [own_batches(rank, count) for rank, count in enumerate(counts)]
-    batches = []
-    for start in range(0, max(counts), window):
-        pieces = [batch for part in parts for batch in part[start : start + window]]
-        batches.append(tuple(torch.cat([piece[position] for piece in pieces]) for position in range(2)))
-    return weights(train_by_hand(Regression(), batches))
-
-
-# Containers
 
 
 @dataclass
@@ -51,19 +37,12 @@ class Pair:
 class Stream(IterableDataset[Any]):
     """A rank's own stream with a given number of batches, in one kind of container."""
 
-    def __init__(self, counts: tuple[int, ...], kind: str) -> None:
-        self.counts = counts
-        self.kind = kind
+    def __init__(self, counts: tuple[int, ...], make: Any) -> None:
+        self.counts, self.make = counts, make
 
     def __iter__(self) -> Iterator[Any]:
         rank = dist.get_rank()
-        for x, y in own_batches(rank, self.counts[rank]):
-            if self.kind == "nested":
-                yield {"given": [x, {"y": y}]}
-            elif self.kind == "dataclass":
-                yield Pair(x, y)
-            else:
-                yield {"dict": dict, "encoding": UserDict}[self.kind](x=x, y=y)
+        return (self.make(x, y) for x, y in own_batches(rank, self.counts[rank]))
 
 
 class StatefulStream(Stream):
@@ -74,6 +53,18 @@ class StatefulStream(Stream):
 
     def load_state_dict(self, state: Any) -> None:
         raise AssertionError("nothing is resumed here")
+
+
+def as_dict(x: torch.Tensor, y: torch.Tensor) -> Any:
+    return {"x": x, "y": y}
+
+
+def as_encoding(x: torch.Tensor, y: torch.Tensor) -> Any:
+    return UserDict(x=x, y=y)
+
+
+def as_nested(x: torch.Tensor, y: torch.Tensor) -> Any:
+    return {"given": [x, {"y": y}]}
 
 
 class TakesBatchesApart(Regression):
@@ -90,33 +81,26 @@ class TakesBatchesApart(Regression):
 
 
 COUNTS = (2, 5)
-STREAMS = [(Stream, kind) for kind in ("dict", "encoding", "nested", "dataclass")] + [(StatefulStream, "dict")]
+STREAMS = [(Stream, as_dict), (Stream, as_encoding), (Stream, as_nested), (Stream, Pair), (StatefulStream, as_dict)]
 
 
 def _taken_apart(window: int) -> list[torch.Tensor]:
-    loaders = [DataLoader(make(COUNTS, kind), batch_size=None) for make, kind in STREAMS]
-    settings: dict[str, Any] = {"strategy": "ddp", "accumulate_grad_batches": window}
-    return [trained(TakesBatchesApart(), batches, **settings) for batches in loaders]
+    loaders = [DataLoader(kind(COUNTS, make), batch_size=None) for kind, make in STREAMS]
+    options: dict[str, Any] = {"strategy": "ddp", "accumulate_grad_batches": window}
+    return [trained(TakesBatchesApart(), batches, **options) for batches in loaders]
 
 
 @pytest.mark.parametrize("window", [1, 2])
 def test_a_joining_rank_gets_containers_of_its_own(window: int) -> None:  # I-07
+    parts = [own_batches(rank, count) for rank, count in enumerate(COUNTS)]
+    batches = []
+    for start in range(0, max(COUNTS), window):
+        pieces = [batch for part in parts for batch in part[start : start + window]]
+        batches.append(tuple(torch.cat([piece[at] for piece in pieces]) for at in range(2)))
+    expected = weights(train_by_hand(Regression(), batches))
     for found in on_ranks(_taken_apart, 2, window, process_group=None):
         for stream, actual in zip(STREAMS, found, strict=True):
-            torch.testing.assert_close(actual, by_hand(COUNTS, window), msg=about(stream), **TIGHTER)
-
-
-# Buffers
-
-REASSIGNED = Program(
-    ranks=2, net=Net(buffer="reassigned"), data=Data(kind="iterable", samples=14, fewest_on_rank_0=True)
-)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("manual", [(), (Turn(),)], ids=["automatic", "manual"])
-def test_reassigned_buffers_of_a_joining_rank_are_restored(strategy: str, manual: Any) -> None:  # I-07
-    assert not check(replace(REASSIGNED, strategy=strategy, manual=manual))
+            torch.testing.assert_close(actual, expected, msg=about(stream), **TIGHTER)
 
 
 class CountsInEvaluation(Regression):
@@ -157,35 +141,49 @@ def test_evaluation_leaves_no_trace_on_a_joining_rank(strategy: str, stage: str)
 
 
 class Growing(Regression):
-    """Creates a buffer when it first sees data, and lets another one grow."""
+    """Creates a buffer when it first sees data, lets another one grow, and writes each rank's own values to others."""
 
     first: torch.Tensor
     seen: torch.Tensor
+    mask: torch.Tensor
+    turned: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("first", None)
         self.register_buffer("seen", torch.zeros(0, FEATURES), persistent=False)
+        self.register_buffer("mask", torch.zeros(2, dtype=torch.bool))
+        self.register_buffer("turned", torch.zeros(2, 3).T)
+        self.validated: list[torch.Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, _ = batch
         if self.first is None:
             self.first = x[0].clone()
         self.seen = torch.cat([self.seen, x])
+        self.mask[self.global_rank] = True
+        self.turned += 1 + self.global_rank
         return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append(self.turned.clone())
 
 
 def _grown(strategy: str, samples: int) -> dict[str, Any]:
     module = Growing()
-    trained(module, DataLoader(data(samples), batch_size=4), strategy=strategy)
-    return dict(module.named_buffers())
+    chosen = DDPStrategy(broadcast_buffers=False) if strategy == "ddp, buffers apart" else strategy
+    trained(module, DataLoader(data(samples), batch_size=4), DataLoader(data(2), batch_size=1), strategy=chosen)
+    return {**dict(module.named_buffers()), "validated": module.validated[0]}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "ddp, buffers apart", "fsdp"])
 @pytest.mark.parametrize("samples", [1, 9])
-def test_buffers_that_differ_in_form_become_rank_0s(strategy: str, samples: int) -> None:  # I-07, B-08
+def test_buffers_are_rank_0s_in_evaluation_and_after_fit(strategy: str, samples: int) -> None:  # I-07, B-08
     x = data(samples).tensors[0]
     for buffers in on_ranks(_grown, 2, strategy, samples, process_group=None):
         # Of nine samples rank 0 gets the first four and the last.
         assert torch.equal(buffers["first"], x[0])
         assert torch.equal(buffers["seen"], torch.cat([x[:4], x[8:]]))
+        assert buffers["mask"].tolist() == [True, False]
+        assert torch.equal(buffers["turned"], torch.full((3, 2), 1.0 if samples == 1 else 2.0))
+        assert torch.equal(buffers["validated"], buffers["turned"])
