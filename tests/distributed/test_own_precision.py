@@ -67,53 +67,26 @@ def by_hand(epochs: int, ranks: int) -> torch.Tensor:
 
 
 class Recomputing(Regression):
-    """Runs its layers again in the backward."""
+    """Runs its layers again in the backward, and predicts."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         predicted = checkpoint(self.net, batch[0], use_reentrant=False)
         return functional.mse_loss(predicted, batch[1])
 
-
-def on_one_device(kind: type[Regression] = Regression, **settings: Any) -> Regression:
-    module = kind()
-    quiet(strategy="single_device", precision=toy(), **settings).fit(module, loader(64, 8))
-    return module
-
-
-def test_one_device_equals_the_hand_written_loop() -> None:
-    module = on_one_device()
-    assert torch.allclose(weights(module), by_hand(1, ranks=1), atol=1e-6)
-    plain = Regression()
-    quiet(strategy="single_device").fit(plain, loader(64, 8))
-    assert not torch.allclose(weights(module), weights(plain), atol=1e-3)  # rounding has an effect
-    outputs = quiet(strategy="single_device", precision=toy()).predict(Predicting(module), loader(64, 8))
-    assert outputs is not None
-    expected = [forward_by_hand(module.net, x).detach() for x, _ in global_batches(64, 8)]
-    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(outputs, expected, strict=True))
-
-
-class Predicting(Regression):
-    def __init__(self, trained: Regression) -> None:
-        super().__init__()
-        self.net = trained.net
-
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         return self.net(batch[0])
 
 
-def test_recomputed_layers_are_rounded_in_the_same_way() -> None:
-    assert torch.equal(weights(on_one_device(Recomputing)), weights(on_one_device()))
-
-
-def test_one_device_resumes_from_a_checkpoint(tmp_path: Path) -> None:
-    path = str(tmp_path / "saved")
-    whole = on_one_device(max_epochs=2, callbacks=Saver(path))
-    resumed = Regression()
-    fit = quiet(strategy="single_device", precision=toy(), max_epochs=2)
-    fit.fit(resumed, loader(64, 8), ckpt_path=path)
-    assert fit.global_step == 16
-    assert torch.equal(weights(resumed), weights(whole))
-    assert torch.allclose(weights(whole), by_hand(2, ranks=1), atol=1e-6)
+def test_one_device_equals_the_hand_written_loop_also_with_recomputed_layers() -> None:
+    plain, module, recomputed = Regression(), Regression(), Recomputing()
+    for one, precision in ((plain, "32-true"), (module, toy()), (recomputed, toy())):
+        quiet(strategy="single_device", precision=precision).fit(one, loader(64, 8))
+    assert torch.allclose(weights(module), by_hand(1, ranks=1), atol=1e-6)
+    assert torch.equal(weights(recomputed), weights(module))
+    assert not torch.allclose(weights(module), weights(plain), atol=1e-3)  # rounding has an effect
+    outputs = quiet(strategy="single_device", precision=toy()).predict(recomputed, loader(64, 8))
+    expected = [forward_by_hand(module.net, x).detach() for x, _ in global_batches(64, 8)]
+    assert torch.allclose(torch.cat(outputs), torch.cat(expected), atol=1e-6)
 
 
 def on_two_ranks(strategy: str, path: str) -> dict[str, torch.Tensor]:
@@ -128,9 +101,6 @@ def test_ranks_equal_the_hand_written_loop_and_resume(strategy: str, tmp_path: P
     found = same_on_two_ranks(partial(on_two_ranks, strategy, str(tmp_path / "saved")))
     assert torch.allclose(found["whole"], by_hand(2, ranks=2), atol=1e-6)
     assert torch.equal(found["resumed"], found["whole"])
-
-
-# Strategies refuse precision methods that they cannot call
 
 
 class Unnamed(Precision):
@@ -171,54 +141,47 @@ class ReducedInHalf(Precision):
 
 def test_a_reduction_dtype_of_a_precision_is_used() -> None:
     assert mixed_precision_policy(ReducedInHalf()).reduce_dtype is torch.bfloat16
-    for strategy, refused in ((DDPStrategy(), True), (DDPStrategy(comm_hook="bf16"), False)):
-        strategy.bind(Placement(world_size=2, local_world_size=2), CPU, ReducedInHalf())
-        if refused:
-            with pytest.raises(ConfigurationError, match=r"'ReducedInHalf' reduces gradients in torch.bfloat16"):
-                strategy.check(Regression())
-        else:
-            strategy.check(Regression())
-    alone = DDPStrategy()
-    alone.bind(Placement(), CPU, ReducedInHalf())
+    two = Placement(world_size=2, local_world_size=2)
+    with_hook, alone, refused = DDPStrategy(comm_hook="bf16"), DDPStrategy(), DDPStrategy()
+    for strategy, placement in ((with_hook, two), (alone, Placement()), (refused, two)):
+        strategy.bind(placement, CPU, ReducedInHalf())
+    with_hook.check(Regression())
     alone.check(Regression())
+    with pytest.raises(ConfigurationError, match=r"'ReducedInHalf' reduces gradients in torch.bfloat16"):
+        refused.check(Regression())
 
 
-# Methods that are not overridden are left out of the loop
+class Overridden(Precision):
+    def forward_context(self) -> Any:
+        return super().forward_context()
+
+    def convert_batch(self, batch: Any) -> Any:
+        return batch
+
+    def update(self) -> None:
+        pass
 
 
-def test_overridden_methods_are_called() -> None:
-    class Own(Precision):
-        def forward_context(self) -> Any:
-            return super().forward_context()
+class WithoutContext(Overridden):
+    name = "quiet"
+    has_forward_context = False
 
-        def convert_batch(self, batch: Any) -> Any:
-            return batch
 
-        def update(self) -> None:
-            pass
-
-    class Quiet(Own):
-        name = "quiet"
-        has_forward_context = False
-
-    own, quiet_one, plain = Own(), Quiet(), Precision()
-    assert (own.name, own.has_forward_context, own.converts_batch, own.scales_loss) == ("Own", True, True, True)
-    assert (quiet_one.name, quiet_one.has_forward_context, quiet_one.scales_loss) == ("quiet", False, True)
-    assert (plain.name, plain.has_forward_context, plain.converts_batch, plain.scales_loss) == (
-        "32-true",
-        False,
-        False,
-        False,
-    )
-    flags = {
-        name: (one.has_forward_context, one.converts_batch, one.scales_loss)
-        for name in ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true")
-        for one in [resolve_precision(name, CPU)]
-    }
-    assert flags == {
-        "32-true": (False, False, False),
-        "bf16-mixed": (True, False, False),
-        "16-mixed": (True, False, True),
-        "bf16-true": (True, True, False),
-        "64-true": (True, True, False),
-    }
+@pytest.mark.parametrize(
+    ("precision", "name", "has_context", "converts", "scales"),
+    [
+        (Overridden(), "Overridden", True, True, True),
+        (WithoutContext(), "quiet", False, True, True),
+        (Precision(), "32-true", False, False, False),
+        (resolve_precision("bf16-mixed", CPU), "bf16-mixed", True, False, False),
+        (resolve_precision("16-mixed", CPU), "16-mixed", True, False, True),
+        (resolve_precision("bf16-true", CPU), "bf16-true", True, True, False),
+    ],
+)
+def test_methods_that_are_not_overridden_are_left_out_of_the_loop(
+    precision: Precision, name: str, has_context: bool, converts: bool, scales: bool
+) -> None:
+    assert precision.name == name
+    assert precision.has_forward_context is has_context
+    assert precision.converts_batch is converts
+    assert precision.scales_loss is scales

@@ -15,6 +15,8 @@ TOKENS = Program(data=Data(samples=37), token_weighted=True, net=Net(family="gru
 LOGGED = (Log(what="metric", on_epoch=True), Log(on_epoch=True), Log(what="number", sync_dist=True))
 VALIDATED = (Log("validation_step", on_step=False, on_epoch=True),)
 EPOCH_SUM = (Log(what="number", on_step=False, on_epoch=True, reduce_fx="sum"),)
+LARGE = tuple(Log(what="large", on_step=False, on_epoch=True, reduce_fx=fold) for fold in ("sum", "max", "mean"))
+ONE_ELEMENT = (Log(what="parameter", on_epoch=True),)
 
 
 def wrong_length(error: int) -> Program:
@@ -39,6 +41,9 @@ def validated(buffer: str, interval: int = 1, sanity: int = 0) -> Program:
             Program(data=Data(samples=11), optimizers=(Optimizer("lbfgs"),), accumulate=3), id="B-16 LBFGS on windows"
         ),
         pytest.param(Program(data=Data(samples=15), epochs=3, logs=LOGGED), id="B-12 B-14 logged by step and epoch"),
+        pytest.param(Program(data=Data(samples=6), logs=LARGE), id="I-01 large integers"),
+        pytest.param(Program(adds_to_loss=True, logs=(Log(on_epoch=True),)), id="I-01 a loss that changes later"),
+        pytest.param(Program(net=Net(scale=True), logs=ONE_ELEMENT), id="I-01 a parameter of one element"),
         pytest.param(REASSIGNED, id="I-07 buffers that are reassigned"),
         pytest.param(replace(REASSIGNED, manual=(Turn(),)), id="I-07 buffers that are reassigned, by hand"),
         pytest.param(wrong_length(-2), id="I-04 too short a length"),

@@ -1,6 +1,6 @@
 """Resumed runs on several ranks: bit for bit on as many, sample for sample on more or fewer.
 
-Rows F-02, F-08, F-12, B-10, B-18.
+Rows F-02, F-08, B-10, B-18, S-02.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torchmetrics
-from small_runs import FEATURES, Regression, quiet, seeded, weights
+from small_runs import FEATURES, STRATEGIES, Regression, quiet, seeded, weights
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from drivetrain import Callback
 from drivetrain.callbacks import Checkpoint
 from drivetrain.data import CombinedLoader
-from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from worlds import on_ranks
 
 SAMPLES = 53
@@ -39,8 +38,6 @@ class Stream(IterableDataset[Any]):
     """Each rank's own part, with different lengths, in a random order."""
 
     def __iter__(self) -> Any:
-        import torch.distributed as dist
-
         rank = dist.get_rank()
         for index in torch.randperm(20 + 9 * rank).tolist():
             yield torch.cat([torch.tensor([float(index + 100 * rank)]), torch.rand(FEATURES)])
@@ -55,7 +52,6 @@ class Drawing(Regression):
             lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.2), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
         )
         self.mean = torchmetrics.MeanMetric()
-        self.weighs = weighs
         self.seen: list[tuple[int, int]] = []
         self.losses: list[float] = []
         if weighs:
@@ -75,38 +71,39 @@ class Drawing(Regression):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-STRATEGIES: dict[str, Any] = {
-    "ddp": DDPStrategy,
-    "fsdp": FSDPStrategy,
-    "zero 1": lambda: DeepSpeedStrategy(stage=1),
-    "zero 3": lambda: DeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=0),
-}
-
-
 def _fit(folder: Path, strategy: str, start: Path | None, kind: str, batch_size: int = 3, **options: Any) -> Any:
     module = Drawing(weighs=kind == "weighed")
-    if kind == "stream":
-        data = DataLoader(Stream(), batch_size)
-    else:
-        data = DataLoader(Augmented(), batch_size, shuffle=True, num_workers=2 if kind == "workers" else 0)
+    data: Any = Stream() if kind == "stream" else Augmented()
+    sampling: dict[str, Any] = (
+        {} if kind == "stream" else {"shuffle": True, "num_workers": 2 if kind == "workers" else 0}
+    )
     saver = Checkpoint(folder, every_n_train_steps=1, save_top_k=-1, save_async=options.pop("in_background", False))
     settings = {"max_epochs": 2, "accumulate_grad_batches": 2, "seed": 3, "default_root_dir": folder, **options}
     trainer = quiet(strategy=STRATEGIES[strategy](), callbacks=saver, **settings)
-    trainer.fit(module, data, ckpt_path=start)
+    trainer.fit(module, DataLoader(data, batch_size, **sampling), ckpt_path=start)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return weights(module), module.losses, module.seen, metrics, trainer.samples_seen
 
 
-def _twice(folder: Path, strategy: str, kind: str, stops: list[str], in_background: bool) -> Any:
+def assert_end_of(found: Any, whole: Any, where: object) -> None:
+    """Assert that a resumed run is the end of the whole run, bit for bit."""
+    assert torch.equal(found[0], whole[0]), where
+    assert found[1] == whole[1][-len(found[1]) :], where
+    assert found[2] == whole[2][-len(found[2]) :], where
+    assert found[3:] == whole[3:], where
+
+
+STOPS = ["epoch=0-step=4", "epoch=1-step=7"]
+
+
+def _whole_and_resumed(folder: Path, strategy: str, kind: str, in_background: bool) -> Any:
     whole = _fit(folder / "whole", strategy, None, kind, in_background=in_background)
-    again = [_fit(folder / f"from {stop}", strategy, folder / "whole" / stop, kind) for stop in stops]
-    return whole, again
+    return whole, [_fit(folder / f"from {stop}", strategy, folder / "whole" / stop, kind) for stop in STOPS]
 
 
 @pytest.mark.parametrize(
     ("strategy", "kind", "in_background"),
     [
-        ("ddp", "dealt", False),
         ("ddp", "weighed", True),
         ("ddp", "stream", False),
         ("ddp", "workers", False),
@@ -117,41 +114,27 @@ def _twice(folder: Path, strategy: str, kind: str, stops: list[str], in_backgrou
 )
 def test_a_run_resumes_bit_for_bit_on_as_many_ranks(
     strategy: str, kind: str, in_background: bool, tmp_path: Path
-) -> None:
-    # F-02, F-08, B-18: also with prefetched batches and asynchronous saves
-    stops = ["epoch=0-step=4", "epoch=1-step=7"]
-    for rank, (whole, again) in enumerate(on_ranks(_twice, 2, tmp_path, strategy, kind, stops, in_background)):
-        for stop, found in zip(stops, again, strict=True):
-            where = f"rank {rank} from {stop}"
-            assert torch.equal(found[0], whole[0]), where
-            assert found[1] == whole[1][-len(found[1]) :], where
-            assert found[2] == whole[2][-len(found[2]) :], where
-            assert found[3] == whole[3], where
-            assert found[4] == whole[4], where
+) -> None:  # F-02, F-08, B-10, B-18: also with prefetched batches and asynchronous saves
+    for rank, (whole, resumed) in enumerate(on_ranks(_whole_and_resumed, 2, tmp_path, strategy, kind, in_background)):
+        for stop, found in zip(STOPS, resumed, strict=True):
+            assert_end_of(found, whole, f"rank {rank} from {stop}")
 
 
-def _once(folder: Path, start: Path | None, batch_size: int, options: dict[str, Any]) -> Any:
+def _once(folder: Path, start: Path | None, batch_size: int, max_steps: int = -1) -> Any:
+    options = {} if max_steps < 0 else {"max_steps": max_steps, "max_epochs": -1}
     return _fit(folder, "ddp", start, "dealt", batch_size, **options)
-
-
-def _seen(runs: list[Any]) -> list[tuple[int, int]]:
-    return [sample for run in runs for sample in run[2]]
 
 
 def test_on_other_numbers_of_ranks_every_sample_is_used_once_per_epoch(tmp_path: Path) -> None:
     # F-02: 2 x 3, then 4 x 2, then 3 x 4, stopping in the middle of an epoch each time
-    first = on_ranks(_once, 2, tmp_path / "a", None, 3, {"max_steps": 2, "max_epochs": -1})
-    second = on_ranks(
-        _once, 4, tmp_path / "b", tmp_path / "a" / "epoch=0-step=2", 2, {"max_steps": 3, "max_epochs": -1}
-    )
-    third = on_ranks(_once, 3, tmp_path / "c", tmp_path / "b" / "epoch=0-step=3", 4, {})
-    assert sorted(_seen(first) + _seen(second) + _seen(third)) == [
-        (epoch, sample) for epoch in range(2) for sample in range(SAMPLES)
-    ]
+    first = on_ranks(_once, 2, tmp_path / "a", None, 3, 2)
+    second = on_ranks(_once, 4, tmp_path / "b", tmp_path / "a" / "epoch=0-step=2", 2, 3)
+    third = on_ranks(_once, 3, tmp_path / "c", tmp_path / "b" / "epoch=0-step=3", 4)
+    seen = [sample for run in (*first, *second, *third) for sample in run[2]]
+    assert sorted(seen) == [(epoch, sample) for epoch in range(2) for sample in range(SAMPLES)]
     assert {run[4] for run in third} == {2 * SAMPLES}
     # The second epoch is a regular one, in its usual order.
-    whole = on_ranks(_once, 3, tmp_path / "d", None, 4, {})
-    for found, expected in zip(third, whole, strict=True):
+    for found, expected in zip(third, on_ranks(_once, 3, tmp_path / "d", None, 4), strict=True):
         assert [sample for sample in found[2] if sample[0] == 1] == [sample for sample in expected[2] if sample[0] == 1]
     # An epoch's mean is over all of its samples, regardless of their ranks.
     assert third[0][3]["loss_epoch"] == pytest.approx(third[0][3]["mean"], rel=0.2)
@@ -160,14 +143,11 @@ def test_on_other_numbers_of_ranks_every_sample_is_used_once_per_epoch(tmp_path:
 def test_a_second_resume_within_such_an_epoch_is_exact(tmp_path: Path) -> None:
     # F-02. On two ranks: with three, DDP's buckets, which differ between its first step and later ones, set the
     # order in which gloo adds, and the last bit may differ (1.5e-8 here, depending on the seed).
-    on_ranks(_once, 3, tmp_path / "a", None, 2, {"max_steps": 2, "max_epochs": -1})
-    start = tmp_path / "a" / "epoch=0-step=2"
-    whole = on_ranks(_once, 2, tmp_path / "b", start, 3, {})
-    again = on_ranks(_once, 2, tmp_path / "c", tmp_path / "b" / "epoch=0-step=4", 3, {})
-    for found, expected in zip(again, whole, strict=True):
-        assert torch.equal(found[0], expected[0])
-        assert found[1] == expected[1][-len(found[1]) :]
-        assert found[2] == expected[2][-len(found[2]) :]
+    on_ranks(_once, 3, tmp_path / "a", None, 2, 2)
+    whole = on_ranks(_once, 2, tmp_path / "b", tmp_path / "a" / "epoch=0-step=2", 3)
+    again = on_ranks(_once, 2, tmp_path / "c", tmp_path / "b" / "epoch=0-step=4", 3)
+    for rank, (found, expected) in enumerate(zip(again, whole, strict=True)):
+        assert_end_of(found, expected, rank)
 
 
 class Stateful(IterableDataset[Any]):
@@ -199,89 +179,22 @@ class Pairs(Drawing):
 
 
 def _fit_pairs(folder: Path, start: Path | None) -> Any:
-    import torch.distributed as dist
-
-    rank = dist.get_rank()
-    data = CombinedLoader([DataLoader(Stateful(rank), 2), DataLoader(Augmented(), 6, shuffle=True)], "max_size_cycle")
+    loaders = [DataLoader(Stateful(dist.get_rank()), 2), DataLoader(Augmented(), 6, shuffle=True)]
     module, saver = Pairs(), Checkpoint(folder, every_n_train_steps=1, save_top_k=-1)
-    trainer = quiet(
-        strategy=DDPStrategy(),
-        callbacks=saver,
-        max_epochs=2,
-        accumulate_grad_batches=2,
-        seed=3,
-        default_root_dir=folder,
-    )
-    trainer.fit(module, data, ckpt_path=start)
+    options: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 2, "seed": 3, "default_root_dir": folder}
+    trainer = quiet(strategy="ddp", callbacks=saver, **options)
+    trainer.fit(module, CombinedLoader(loaders, "max_size_cycle"), ckpt_path=start)
     return module.seen
 
 
-def _pairs_twice(folder: Path) -> Any:
+def _pairs_whole_and_resumed(folder: Path) -> Any:
     whole = _fit_pairs(folder / "whole", None)
     stops = ("epoch=0-step=1", "epoch=0-step=2", "epoch=1-step=5")
     return whole, [_fit_pairs(folder / f"from {stop}", folder / "whole" / stop) for stop in stops]
 
 
 def test_pairs_with_a_stateful_loader_stay_pairs_on_every_rank(tmp_path: Path) -> None:  # S-02
-    for whole, again in on_ranks(_pairs_twice, 2, tmp_path):
-        for found in again:
+    for whole, resumed in on_ranks(_pairs_whole_and_resumed, 2, tmp_path):
+        for found in resumed:
             assert found
             assert found == whole[-len(found) :]
-
-
-class Positioned:
-    """A loader of a rank's own batches, which goes on from the position that is loaded, and starts again at its end."""
-
-    def __init__(self, batches: int) -> None:
-        self.batches, self.start, self.done = batches, 0, 0
-
-    def __iter__(self) -> Any:
-        self.done, self.start = self.start, 0
-        while self.done < self.batches:
-            self.done += 1
-            yield torch.full((1, FEATURES + 1), float(self.done))
-        self.done = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"done": self.done}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.start = state["done"]
-
-
-class SavesInStep(Callback):
-    """Saves in its n-th step, within the step."""
-
-    def __init__(self, path: str, step: int) -> None:
-        self.path, self.left = path, step
-
-    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        self.left -= 1
-        if self.left == 0:
-            trainer.save_checkpoint(self.path)
-
-
-def _resume_shorter_part(path: str, lengths: tuple[int, int], step: int) -> Any:
-    import torch.distributed as dist
-
-    found = []
-    for saving in (True, False):
-        module = Drawing()
-        quiet(
-            strategy="ddp",
-            max_epochs=2,
-            accumulate_grad_batches=2,
-            callbacks=[SavesInStep(path, step)] if saving else [],
-            seed=3,
-        ).fit(module, Positioned(lengths[dist.get_rank()]), ckpt_path=None if saving else path)
-        found.append((module.seen, weights(module)))
-    return found
-
-
-@pytest.mark.parametrize("lengths", [(2, 6), (3, 8), (6, 2)])
-@pytest.mark.parametrize("step", [1, 2])
-def test_a_rank_whose_part_has_ended_joins_after_a_resume(tmp_path: Path, lengths: Any, step: int) -> None:
-    # S-02: its loader began again, or the resumed run began the next epoch, or a rank failed and the other waited
-    for (whole, trained), (again, resumed) in on_ranks(_resume_shorter_part, 2, str(tmp_path / "saved"), lengths, step):
-        assert again == whole[-len(again) :] or not again
-        torch.testing.assert_close(resumed, trained, atol=0, rtol=0)
