@@ -1,4 +1,4 @@
-"""``backward`` and ``optimizer_zero_grad`` of a module are called as Lightning calls them (Q-11)."""
+"""Overridden ``backward``, ``optimizer_zero_grad``, clipping and modes (Q-11); toggles (I-02)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import Regression, about, loader, quiet, refusal, weights
+from small_runs import Regression, about, each, loader, quiet, refusal, weights
 from torch import nn
 from torch.amp import GradScaler
 
@@ -173,3 +173,27 @@ def test_gradient_clipping_gets_its_arguments_by_name() -> None:  # Q-11
     assert torch.equal(weights(overridden), weights(plain))
     way_out = "write def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm)"
     assert way_out in refusal(ClipsWithOtherNames(), loader(8, 4), gradient_clip_val=0.1)
+
+
+class LeavesAToggleOpen(Doubled):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.toggle_optimizer(self.optimizers()[1])
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(layer.parameters(), lr=0.5) for layer in (self.net[0], self.net[2])]
+
+
+def _toggled(strategy: str, precision: str) -> tuple[str, bool]:
+    module = LeavesAToggleOpen()
+    text = refusal(module, loader(24, 4), strategy=strategy, precision=precision)
+    return text, all(parameter.requires_grad for parameter in module.parameters())
+
+
+def test_a_toggle_that_is_left_open_is_refused_on_every_rank() -> None:  # I-02, I-03
+    for found in on_ranks(each, 2, _toggled, ("ddp", "32-true"), ("fsdp", "bf16-mixed"), process_group=None):
+        for text, all_trainable in found:
+            assert text.startswith("ConfigurationError")
+            assert "LeavesAToggleOpen.training_step ended with SGD toggled" in text
+            assert all_trainable

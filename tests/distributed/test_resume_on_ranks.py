@@ -1,6 +1,6 @@
 """Resumed runs on several ranks: bit for bit on as many, sample for sample on more or fewer.
 
-Rows F-02, F-08, B-10, B-18, S-02.
+Rows F-02, F-08, B-10, B-18, Q-04, S-01, S-02.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics
-from small_runs import FEATURES, STRATEGIES, Regression, quiet, seeded, weights
+from small_runs import FEATURES, STRATEGIES, Regression, failing, loader, quiet, seeded, trained, weights
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from captured_warnings import captured_warnings
+from drivetrain import Callback
 from drivetrain.callbacks import Checkpoint
 from drivetrain.data import CombinedLoader
 from worlds import on_ranks
@@ -198,3 +200,124 @@ def test_pairs_with_a_stateful_loader_stay_pairs_on_every_rank(tmp_path: Path) -
         for found in resumed:
             assert found
             assert found == whole[-len(found) :]
+
+
+class SavesAtTheEnd(Regression):
+    def __init__(self, path: str = "") -> None:
+        super().__init__()
+        self.path = path
+
+    def on_train_end(self) -> None:
+        self.trainer.save_checkpoint(self.path)
+
+
+def _save_after(strategy: str, folder: str) -> tuple[torch.Tensor, str]:
+    module, trainer = SavesAtTheEnd(f"{folder}/within"), quiet(strategy=strategy)
+    trainer.fit(module, loader(32, 4))
+    found = weights(module)
+    with failing() as refused:
+        trainer.save_checkpoint(f"{folder}/whole")
+    trainer.save_checkpoint(f"{folder}/weights", weights_only=True)
+    resumed = SavesAtTheEnd(f"{folder}/again")
+    trained(resumed, loader(32, 4), strategy=strategy, max_epochs=2, ckpt_path=module.path)
+    return found, refused["text"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_3"])
+def test_a_save_after_a_run_of_two_ranks_names_the_way_out(strategy: str, tmp_path: Path) -> None:
+    # S-01: a checkpoint holds the state of one step, of all ranks
+    for found, refused in on_ranks(_save_after, 2, strategy, str(tmp_path)):
+        assert "needs the state of every rank" in refused
+        assert "on_train_end, or with weights_only=True" in refused
+        again = Regression.load_from_checkpoint(tmp_path / "weights", strict=False)
+        torch.testing.assert_close(weights(again), found)
+    assert not (tmp_path / "whole").exists()
+
+
+class SavesWithinAStep(Regression):
+    """Has running statistics, and saves within its third step."""
+
+    def __init__(self, path: str = "") -> None:
+        super().__init__()
+        self.net.append(torch.nn.BatchNorm1d(1))
+        self.path = path
+        self.backwards = 0
+
+    def on_after_backward(self) -> None:
+        self.backwards += 1
+        if self.path and self.backwards == 3:
+            self.trainer.save_checkpoint(self.path)
+
+
+def _save_within(strategy: str, path: str) -> list[torch.Tensor]:
+    found = []
+    for module, ckpt_path in ((SavesWithinAStep(), None), (SavesWithinAStep(path), None), (SavesWithinAStep(), path)):
+        quiet(strategy=strategy).fit(module, loader(48, 4), ckpt_path=ckpt_path)
+        found.append(torch.cat([value.flatten().double() for value in module.state_dict().values()]))
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3"])
+def test_a_save_within_a_step_resumes_exactly_on_two_ranks(strategy: str, tmp_path: Path) -> None:
+    # S-01
+    for whole, saving, resumed in on_ranks(_save_within, 2, strategy, str(tmp_path / "saved")):
+        torch.testing.assert_close(saving, whole, atol=0, rtol=0)
+        torch.testing.assert_close(resumed, whole, atol=1e-7, rtol=0)
+
+
+class Adam(Regression):
+    def __init__(self, grouped: bool, **options: Any) -> None:
+        super().__init__()
+        self.grouped, self.options = grouped, options
+
+    def configure_optimizers(self) -> Any:
+        layers = [self.net[0], self.net[2]] if self.grouped else [self.net]
+        groups = [{"params": list(layer.parameters())} for layer in layers]
+        optimizer = torch.optim.AdamW(groups, **{"lr": 0.01, **self.options})
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class RecordsRates(Callback):
+    """Saves after the first epoch, and records the learning rate of each step."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.rates: list[float] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 0 and self.path:
+            trainer.save_checkpoint(self.path)
+
+
+def fit_adam(
+    strategy: str, grouped: bool = True, resume: str = "", allow: Any = (), path: str = "", **options: Any
+) -> Any:
+    """Return the error, the learning rates of the steps, and the warnings."""
+    callback = RecordsRates(path)
+    trainer = quiet(strategy=STRATEGIES[strategy](), max_epochs=2, callbacks=[callback], seed=1)
+    with captured_warnings() as warned, failing() as caught:
+        trainer.fit(Adam(grouped, **options), loader(16, 4), ckpt_path=resume, allow=allow)
+    return caught["text"], callback.rates, [text for text in warned if "goes on" in text]
+
+
+def _save_and_resume(before: str, after: str, path: str) -> list[Any]:
+    assert fit_adam(before, path=path)[0] == ""
+    changes: list[dict[str, Any]] = [{"amsgrad": True}, {"grouped": False}, {"lr": 0.32}]
+    changes.append({"grouped": False, "allow": "optimizer", "lr": 0.32})
+    return [fit_adam(after, resume=path, **options) for options in changes]
+
+
+@pytest.mark.parametrize(("before", "after"), [("ddp", "fsdp"), ("fsdp", "ddp"), ("ddp", "zero 2"), ("zero 3", "fsdp")])
+def test_settings_are_compared_alike_under_every_strategy(before: str, after: str, tmp_path: Path) -> None:  # Q-04
+    found = on_ranks(_save_and_resume, 2, before, after, str(tmp_path / "saved"), timeout=170)
+    for rank, (amsgrad, merged, rate, allowed) in enumerate(found):
+        assert "amsgrad=False in group 0 of AdamW, and this one amsgrad=True" in amsgrad[0]
+        assert "'net.2.weight', 'net.2.bias' in group 1 of AdamW, and this one in group 0" in merged[0]
+        assert rate[:2] == ("", pytest.approx([0.01 * 0.5**step for step in (2, 3)]))
+        assert len(rate[2]) == (rank == 0)
+        assert all("initial_lr=0.01 in group 0 of AdamW, not 0.32" in line for line in rate[2])
+        assert allowed == ("", pytest.approx([0.32, 0.16]), [])

@@ -1,24 +1,28 @@
-"""A signal to one rank ends all ranks within two seconds and one micro-batch, wherever the run is. Q-06."""
+"""A signal to one rank ends all ranks within two seconds and one micro-batch, and nothing is lost. Q-06, J-09, I-05."""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from small_runs import FEATURES, STRATEGIES, data, quiet
+import torchmetrics
+from small_runs import FEATURES, STRATEGIES, Regression, loader, quiet
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from drivetrain import Callback, TrainModule
-from drivetrain.callbacks import PredictionWriter
-from drivetrain.data import read_predictions
+from drivetrain import Callback
+from drivetrain.callbacks import Checkpoint
 from drivetrain.testing import run_distributed
+from worlds import on_ranks
 
 FAST = 40  # micro-batches before the signal, which take about a millisecond each
 SLOW = 0.8  # seconds of each micro-batch from the signal on
@@ -27,12 +31,11 @@ ENV = {"DRIVETRAIN_PREEMPTION_SIGNALS": "SIGUSR1"}
 LEFT = (128 + signal.SIGUSR1, "interrupted")
 
 
-class Slowing(TrainModule):
-    """Is fast until rank 1 is signalled in ``stage``, then slow. Counts the micro-batches that begin after the signal."""
+class Slowing(Regression):
+    """Is fast until rank 1 is signalled in ``stage``, then slow. Counts the micro-batches that begin afterwards."""
 
     def __init__(self, stage: str) -> None:
         super().__init__()
-        self.net = nn.Linear(FEATURES, 1)
         self.stage = stage
         self.after = 0
 
@@ -42,7 +45,7 @@ class Slowing(TrainModule):
             if batch_idx == FAST and self.global_rank == 1:
                 os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(SLOW)
-        return self.net(batch[0]).square().mean()
+        return self.loss(batch)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.run_step("fit", batch, batch_idx)
@@ -54,18 +57,14 @@ class Slowing(TrainModule):
         self.log("loss", self.run_step("test", batch, batch_idx))
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.run_step("predict", batch, batch_idx).expand(len(batch[0]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return self.run_step("predict", batch, batch_idx)
 
 
 class EndingHooks(Callback):
-    """Records the hooks that are called as a run ends, and the number of predicted micro-batches."""
+    """Records the hooks that are called as a run ends."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.predicted = 0
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         self.calls.append(f"on_exception({exception!r})")
@@ -76,15 +75,9 @@ class EndingHooks(Callback):
     def on_test_end(self, trainer: Any, module: Any) -> None:
         self.calls.append("on_test_end")
 
-    def on_predict_batch_end(self, trainer: Any, module: Any, *arguments: Any, **options: Any) -> None:
-        self.predicted += 1
-
-
-def loader(samples: int = 140) -> DataLoader[Any]:
-    return DataLoader(data(samples), batch_size=1)
-
 
 def run_until_left(run: Any, entry: str, *given: Any, **options: Any) -> tuple[Any, str]:
+    """Return the exit code of a run that is signalled, and its state."""
     code: Any = None
     try:
         getattr(run, entry)(*given, **options)
@@ -98,7 +91,6 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("predict", "predict", {}),
     ("fit", "fit", {}),
     ("fit", "fit", {"accumulate_grad_batches": 64}),
-    ("validate", "validate", {}),
     ("test", "test", {}),
 ]
 
@@ -108,7 +100,7 @@ def _slowing(name: str, cases: list[Any]) -> list[Any]:
     for entry, stage, options in cases:
         module, hooks = Slowing(stage), EndingHooks()
         run = quiet(strategy=STRATEGIES[name](), callbacks=hooks, **options)
-        loaders = (loader(), loader()) if entry == "fit" else (loader(),)
+        loaders = (loader(140, 1),) * (2 if entry == "fit" else 1)
         found.append((run_until_left(run, entry, module, *loaders), module.after, hooks.calls))
     return found
 
@@ -131,40 +123,38 @@ class Apart(Slowing):
     Args:
         signalled: the rank that is signalled.
         far: the number of fast micro-batches of rank 0.
+        pids: the processes of the ranks.
     """
 
-    def __init__(self, signalled: int, far: int) -> None:
+    def __init__(self, signalled: int, far: int, pids: list[int]) -> None:
         super().__init__("none")
-        self.signalled, self.far = signalled, far
+        self.signalled, self.far, self.pids = signalled, far, pids
 
     def run_step(self, stage: str, batch: Any, batch_idx: int) -> torch.Tensor:
         self.after += 1
         if self.global_rank and batch_idx == 2:
             time.sleep(1)  # rank 0 gets ahead
-            os.kill(int(os.environ["RANK_PIDS"].split()[self.signalled]), signal.SIGUSR1)
+            os.kill(self.pids[self.signalled], signal.SIGUSR1)
         if batch_idx >= (2 if self.global_rank else self.far):
             time.sleep(SLOW)
-        return super().run_step(stage, batch, batch_idx)
+        return self.loss(batch)
 
 
 APART = [("validate", 1, 40), ("predict", 0, 40), ("test", 1, 1000)]
 
 
 def _apart() -> list[Any]:
-    dist.init_process_group("gloo")
     pids: list[Any] = [None, None]
     dist.all_gather_object(pids, os.getpid())
-    dist.destroy_process_group()
-    os.environ["RANK_PIDS"] = " ".join(map(str, pids))
     found = []
     for entry, signalled, far in APART:
-        module = Apart(signalled, far)
-        found.append((run_until_left(quiet(strategy="ddp"), entry, module, loader()), module.after))
+        module = Apart(signalled, far, pids)
+        found.append((run_until_left(quiet(strategy="ddp"), entry, module, loader(140, 1)), module.after))
     return found
 
 
 def test_ranks_that_are_many_micro_batches_apart_leave_together() -> None:  # Q-06
-    ahead, behind = run_distributed(_apart, 2, process_group=None, env=ENV, timeout=120)
+    ahead, behind = run_distributed(_apart, 2, env=ENV, timeout=120)
     for case, first, second in zip(APART, ahead, behind, strict=True):
         assert first[0] == second[0] == LEFT, case
         assert second[1] <= 2 + MOST, (case, second)
@@ -185,12 +175,12 @@ class Paired(Slowing):
             time.sleep(0.05)  # rank 2 is in the next collective meanwhile
         if self.global_rank == 0 and batch_idx == FAST:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return self.net(batch[0]).square().mean()
+        return self.loss(batch)
 
 
 def _paired() -> Any:
     module = Paired("validate")
-    return run_until_left(quiet(strategy="ddp"), "validate", module, loader(210)), module.after
+    return run_until_left(quiet(strategy="ddp"), "validate", module, loader(210, 1)), module.after
 
 
 def test_ranks_with_collectives_of_their_own_leave_after_the_same_micro_batch() -> None:  # Q-06
@@ -199,22 +189,175 @@ def test_ranks_with_collectives_of_their_own_leave_after_the_same_micro_batch() 
     assert first[0] == LEFT
 
 
-def _predict(folder: Path, name: str) -> list[Any]:
+SAMPLES = 61  # not divisible by two ranks, batches of two or windows of eight
+
+
+class Augmented(Dataset[Any]):
+    """Draws random numbers when it is read."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.cat([torch.tensor([index / SAMPLES]), torch.rand(3) + random.random()])
+
+
+class Stream(IterableDataset[Any]):
+    """Rank 1 has ``more`` times as much data on top of that of rank 0."""
+
+    def __init__(self, more: int) -> None:
+        self.more = more
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        rank = int(os.environ["RANK"])
+        return (torch.full((FEATURES,), index + 0.5 * rank) for index in range(20 * (1 + self.more * rank)))
+
+
+class Changing(Regression):
+    """Has state that differs between ranks; rank 1 is signalled at a moment.
+
+    Args:
+        moment: when it is signalled.
+        meets: validation steps use a collective.
+    """
+
+    batches: torch.Tensor
+
+    def __init__(self, moment: tuple[Any, ...] | None, meets: bool) -> None:
+        super().__init__()
+        self.net.insert(1, nn.Dropout(0.2))
+        self.register_buffer("batches", torch.zeros(()))
+        self.mean = torchmetrics.MeanMetric()
+        self.moment, self.meets = moment, meets
+        self.validated: list[Any] = []
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return (self.net(batch) - batch[:, :1]).square().mean()
+
+    def signal_at(self, *moment: Any) -> None:
+        if moment == self.moment and self.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.batches += 1 + self.global_rank  # differs between ranks
+        loss = self.loss(batch)
+        self.mean.update(loss.detach())
+        self.log("loss", loss, on_epoch=True)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.signal_at("train", self.current_epoch, batch_idx)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        if self.meets:
+            dist.all_reduce(loss.clone())
+        self.log("val_loss", loss)
+        self.signal_at("validate", self.current_epoch, batch_idx)
+
+    def on_validation_end(self) -> None:
+        self.validated.append((self.global_step, self.trainer.batch_idx))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
+def train(folder: Path, name: str, validation: Dataset[Any], module: Changing, **options: Any) -> Any:
+    """Return the exit code, and everything that the run arrives at."""
+    settings = {"enable_checkpointing": True, "max_epochs": 2, "seed": 3, "accumulate_grad_batches": 8, **options}
+    saver = Checkpoint(folder, every_n_train_steps=1000)
+    fit = quiet(strategy=STRATEGIES[name](), callbacks=saver, default_root_dir=folder, **settings)
+    loaders = DataLoader(Augmented(), batch_size=2, shuffle=True), DataLoader(validation, batch_size=2)
+    code, _ = run_until_left(fit, "fit", module, *loaders, ckpt_path="auto")
+    state = {name: value.tolist() for name, value in module.state_dict().items()}
+    metrics = {name: float(value) for name, value in fit.callback_metrics.items()}
+    return code, (state, metrics, fit.global_step, fit.samples_seen, fit.micro_batches)
+
+
+UNEVEN, EVEN = Stream(1), Stream(0)
+WITHIN_WINDOWS = {"val_check_interval": 5, "check_val_every_n_epoch": None}
+# Rank 0 may have reached the end of the window: without a preceding collective it need not wait for rank 1.
+MOMENTS: list[Any] = [
+    (("train", 0, 12), Augmented(), WITHIN_WINDOWS, {1, 2}),
+    (("validate", 0, 3), Augmented(), WITHIN_WINDOWS, {0, 1}),
+    (("validate", 0, 15), UNEVEN, {}, {2}),  # after rank 0 has finished
+    (("validate", 0, 4), EVEN, {}, {2}),
+    (("train", 1, 1), Augmented(), {}, {2, 3}),
+    (("validate", 0, 1), UNEVEN, {}, {2}),
+]
+
+
+def _leave_and_resume(folder: Path, name: str, cases: list[Any]) -> list[Any]:
     found: list[Any] = []
-    for stage in ("predict", "none"):  # the second run is not signalled
-        torch.manual_seed(0)
-        hooks = EndingHooks()
-        run = quiet(strategy=STRATEGIES[name](), callbacks=[PredictionWriter(folder / name), hooks])
-        ended = run_until_left(run, "predict", Slowing(stage), loader(), return_predictions=False)
-        found.append((ended, hooks.predicted))
+    undisturbed: dict[str, Any] = {}
+    for number, (moment, validation, options, _) in enumerate(cases):
+        left, more = folder / str(number), getattr(validation, "more", None)
+        kind = f"{more} {options}"
+        if kind not in undisturbed:
+            module = Changing(None, more == 0)
+            result = train(folder / f"whole {number}", name, validation, module, **options)
+            undisturbed[kind] = result, module.validated
+        leaving, resumed = Changing(moment, more == 0), Changing(None, more == 0)
+        code, _ = train(left, name, validation, leaving, **options)
+        saved = [one.name for one in left.iterdir() if "step=" in one.name]
+        result = train(left, name, validation, resumed, **options)
+        found.append((code, saved, (result, leaving.validated + resumed.validated) == undisturbed[kind]))
     return found
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_a_prediction_that_was_preempted_is_resumed(tmp_path: Path, name: str) -> None:  # Q-06
-    found = run_distributed(_predict, 2, tmp_path, name, process_group=None, env=ENV)
-    for (left, before), (ended, after) in found:
-        assert (left, ended) == (LEFT, (None, "finished"))
-        assert FAST < before <= FAST + MOST
-        assert before + after == 70  # nothing is predicted twice
-    assert len(read_predictions(tmp_path / name)) == 140
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero 3"])
+def test_a_signal_within_a_window_or_a_validation_loses_nothing(tmp_path: Path, name: str) -> None:  # J-09
+    cases = MOMENTS if name == "ddp" else MOMENTS[:4]
+    arguments = (tmp_path, name, cases)
+    for found in run_distributed(_leave_and_resume, 2, *arguments, process_group=None, env=ENV, timeout=120):
+        for (moment, _, _, steps), (code, saved, equal) in zip(cases, found, strict=True):
+            assert code == LEFT[0], moment
+            assert saved in [[f"interrupted-step={step}"] for step in steps], (moment, saved)
+            assert equal, moment
+
+
+BATCHES = 300
+
+
+class StopsWithoutSteps(Regression):
+    """Makes no step; rank 1 requests a stop after its tenth micro-batch."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * (float("nan") if self.how == "should_stop" else 1.0)
+
+    def batch_weight(self, batch: Any) -> float:
+        return 1.0 if self.how == "should_stop" else 0.0
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx, self.global_rank) == (9, 1):
+            if self.how == "should_stop":
+                self.trainer.should_stop = True
+            elif self.how == "signal":
+                os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _stopped(strategy: str) -> list[Any]:
+    found = []
+    for how, options in (
+        ("should_stop", {"precision": "16-mixed"}),
+        ("signal", {}),
+        ("max_time", {"max_time": timedelta(milliseconds=100), "max_epochs": 200}),
+    ):
+        run = quiet(strategy=strategy, **options)
+        code, _ = run_until_left(run, "fit", StopsWithoutSteps(how), loader(BATCHES * 2, 1))
+        found.append((code, run.global_step, run.micro_batches, run.current_epoch))
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_that_make_no_step_end_after_the_same_window(strategy: str) -> None:  # I-05
+    first, second = on_ranks(_stopped, 2, strategy)
+    assert first == second
+    assert [found[:2] for found in first] == [(None, 0), (128 + signal.SIGTERM, 0), (None, 0)]
+    for _, _, micro_batches, _ in first[:2]:
+        assert 10 <= micro_batches < BATCHES, first
+    assert first[2][3] < 200

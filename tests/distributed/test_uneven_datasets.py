@@ -1,16 +1,15 @@
-"""Data whose size is not divisible, on several ranks: joining, evaluation, logged values, draws.
+"""Data whose size is not divisible, on several ranks: joining, evaluation, logged values, buffers.
 
-Rows B-04, B-10 to B-12, B-14, B-16. Windows over uneven ranks are in test_programs_on_ranks.py.
+Rows B-04, B-08, B-12, B-14, B-16, I-07. Windows over uneven ranks are in test_programs_on_ranks.py.
 """
 
 from __future__ import annotations
 
-import random
+from collections import UserDict
 from collections.abc import Iterator
-from itertools import chain
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +18,9 @@ from small_runs import (
     FEATURES,
     TIGHTER,
     Regression,
+    about,
     data,
+    each,
     failing,
     global_batches,
     loader,
@@ -29,9 +30,10 @@ from small_runs import (
     trained,
     weights,
 )
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.callbacks import ReplicaCheck
+from drivetrain_strategies import DDPStrategy
 from worlds import on_ranks
 
 
@@ -69,27 +71,23 @@ class Watched(Regression):
         self.agree("end", batch_idx)
 
 
-def _joining() -> dict[str, Any]:
-    module = Watched()
-    trainer = quiet(strategy="ddp", callbacks=ReplicaCheck(1, buffers=False))
+def _joining() -> tuple[torch.Tensor, list[Any], dict[str, float]]:
+    module, trainer = Watched(), quiet(strategy="ddp", callbacks=ReplicaCheck(1, buffers=False))
     trainer.fit(module, loader(17, 4))  # 17 = 4 * 4 + 1: the last micro-batch has a sample for rank 0 alone
     found = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    found |= {"count": float(module.count), "seen": trainer.samples_seen}
-    return {"weights": weights(module.net), "calls": module.calls, "numbers": found}
+    return weights(module.net), module.calls, {**found, "count": float(module.count), "seen": trainer.samples_seen}
 
 
 def test_a_rank_without_a_sample_joins_and_leaves_no_trace() -> None:  # B-04, B-12, B-14
     x = data(17).tensors[0]
     reference = weights(train_by_hand(Regression(), global_batches(17, 16)).net)
-    numbers = {"samples": 17, "seen": 17, "largest": float(x.max()), "mean": float(x[:, 0].mean())}
-    numbers["hooks"] = 4 + 1  # four ranks, then one: joining ranks do not count
-    numbers["count"] = 5  # rank 0's buffers at the end: its four samples and the last one
-    for rank, found in enumerate(on_ranks(_joining, 4, process_group=None)):
-        torch.testing.assert_close(found["weights"], reference, **TIGHTER)
-        assert found["numbers"] == pytest.approx(numbers, abs=1e-6)
-        assert found["calls"] == [
-            (what, index, rank > 0 and index == 1) for index in (0, 1) for what in ("start", "step", "end")
-        ]
+    expected = {"samples": 17, "seen": 17, "largest": float(x.max()), "mean": float(x[:, 0].mean())}
+    expected["hooks"] = 4 + 1  # four ranks, then one: joining ranks do not count
+    expected["count"] = 5  # rank 0's buffers at the end: its four samples and the last one
+    for rank, (trained_weights, calls, numbers) in enumerate(on_ranks(_joining, 4, process_group=None)):
+        torch.testing.assert_close(trained_weights, reference, **TIGHTER)
+        assert numbers == pytest.approx(expected, abs=1e-6)
+        assert calls == [(what, at, rank > 0 and at == 1) for at in (0, 1) for what in ("start", "step", "end")]
 
 
 class NaNWhenJoining(Regression):
@@ -100,15 +98,37 @@ class NaNWhenJoining(Regression):
         return loss * float("nan") if self.trainer.joining else loss
 
 
-class Stream(IterableDataset[Any]):
-    """Batches of one sample, as many on each rank as ``counts`` says."""
+@dataclass
+class Pair:
+    """A batch of a user-defined class."""
 
-    def __init__(self, *counts: int) -> None:
-        self.counts = counts
+    x: torch.Tensor
+    y: torch.Tensor | None
+
+
+class Stream(IterableDataset[Any]):
+    """As many batches of four on each rank as ``counts`` says, from its own part of 64 samples, in a container."""
+
+    def __init__(self, *counts: int, make: Any = lambda x, y: (x, y)) -> None:
+        self.counts, self.make = counts, make
 
     def __iter__(self) -> Iterator[Any]:
-        x, y = data(1).tensors
-        yield from [(x, y)] * self.counts[dist.get_rank()]
+        rank = dist.get_rank()
+        return (self.make(x, y) for x, y in own_batches(rank, self.counts[rank]))
+
+
+class StatefulStream(Stream):
+    """Has a state_dict of its position, so nothing is read ahead of training."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError("nothing is resumed here")
+
+
+def own_batches(rank: int, count: int) -> list[Any]:
+    return global_batches(64, 4)[8 * rank : 8 * rank + count]
 
 
 def _edge_cases() -> dict[str, Any]:
@@ -128,7 +148,7 @@ def test_ranks_without_data_and_losses_that_are_not_numbers() -> None:  # B-04, 
         for name, samples in (("nan", 17), ("afterwards", 16)):
             expected = weights(train_by_hand(Regression(), global_batches(samples, 8)))
             torch.testing.assert_close(found[name], expected, **TIGHTER)
-        assert found["limited"] == (4, 7, 4)
+        assert found["limited"] == (4, 4 * 7, 4)
         assert "yielded no batch" in found["none"]
         assert "yielded no batch" in found["none at all"]
     assert ranks[1]["none"].startswith("ConfigurationError")
@@ -136,8 +156,50 @@ def test_ranks_without_data_and_losses_that_are_not_numbers() -> None:  # B-04, 
     assert "Rank 1" in ranks[0]["none"]
 
 
+class TakesBatchesApart(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if isinstance(batch, Pair):
+            x, y = batch.x, batch.y
+            batch.y = None
+            assert y is not None
+        elif "given" in batch:
+            x, y = batch["given"].pop(0), batch["given"].pop(0).pop("y")
+        else:
+            x, y = batch["x"], batch.pop("y")
+        return self.loss((x, y))
+
+
+COUNTS = (2, 5)
+STREAMS: list[Any] = [
+    (Stream, lambda x, y: {"x": x, "y": y}),
+    (StatefulStream, lambda x, y: {"x": x, "y": y}),
+    (Stream, lambda x, y: UserDict(x=x, y=y)),
+    (Stream, lambda x, y: {"given": [x, {"y": y}]}),
+    (Stream, Pair),
+]
+
+
+def _taken_apart(window: int) -> list[torch.Tensor]:
+    loaders = [DataLoader(kind(*COUNTS, make=make), batch_size=None) for kind, make in STREAMS]
+    options: dict[str, Any] = {"strategy": "ddp", "accumulate_grad_batches": window}
+    return [trained(TakesBatchesApart(), batches, **options) for batches in loaders]
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_joining_rank_gets_containers_of_its_own(window: int) -> None:  # I-07
+    parts = [own_batches(rank, count) for rank, count in enumerate(COUNTS)]
+    batches = []
+    for start in range(0, max(COUNTS), window):
+        pieces = [batch for part in parts for batch in part[start : start + window]]
+        batches.append(tuple(torch.cat([piece[at] for piece in pieces]) for at in range(2)))
+    expected = weights(train_by_hand(Regression(), batches))
+    for found in on_ranks(_taken_apart, 2, window, process_group=None):
+        for number, actual in enumerate(found):
+            torch.testing.assert_close(actual, expected, msg=about(STREAMS[number]), **TIGHTER)
+
+
 class Measured(Regression):
-    """Logs in evaluation what tests/parity does not log."""
+    """Logs in evaluation what tests/parity does not log, and keys of its own on one rank in validation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,56 +215,46 @@ class Measured(Regression):
         self.log("rank", float(self.global_rank))
         self.log("twice", 2.0, reduce_fx="sum")
 
-
-class LogsKeysOfItsOwn(Regression):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("both", 1.0)
         if self.global_rank == 1:
             self.log("only_here", 1.0)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        if self.global_rank == 0:
-            self.log("nothing_elsewhere", 1.0)
 
-
-def _evaluated(sizes: tuple[int, ...]) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
+def _evaluated(sizes: tuple[int, ...]) -> tuple[list[Any], dict[str, str]]:
+    found = []
     for samples in sizes:
         module = Measured()
-        (result,) = quiet(strategy="ddp").test(module, loader(samples, 4), verbose=False)
-        found[samples] = result, module.batches
-    for stage in ("validate", "test"):
-        with failing() as found[stage]:
-            getattr(quiet(strategy="ddp"), stage)(LogsKeysOfItsOwn(), loader(32, 4), verbose=False)
-    return found
+        found.append((*quiet(strategy="ddp").test(module, loader(samples, 4), verbose=False), module.batches))
+    with failing() as refused:
+        quiet(strategy="ddp").validate(Measured(), loader(32, 4), verbose=False)
+    return found, refused
 
 
 def test_evaluation_counts_every_sample_once() -> None:  # B-04, B-12
     sizes, world_size = (1, 3, 17), 4
     ranks = on_ranks(_evaluated, world_size, sizes)
-    for samples in sizes:
+    for number, samples in enumerate(sizes):
         # A value that a hook logs once per rank has weight one on every rank, whatever the last batch's size.
         expected = {"count": samples, "rank": (world_size - 1) / 2, "twice": 2 * world_size}
         expected["least"] = float(data(samples).tensors[0].min())
         own = 0.0
-        for rank, found in enumerate(ranks):
-            result, batches = found[samples]
+        for rank, (found, _) in enumerate(ranks):
+            result, batches = found[number]
             own += result.pop("own", 0.0)
             assert result == pytest.approx(expected), (samples, rank)
             assert (batches > 0) == (rank < min(samples, world_size))
         assert own == samples
-    for found in ranks:
-        assert found["validate"]["type"] == found["test"]["type"] == "DistributedError"
-        assert "'only_here' on rank(s) [1] and not on [0, 2, 3]" in found["validate"]["text"]
-        assert "'nothing_elsewhere' on rank(s) [0] and not on [1, 2, 3]" in found["test"]["text"]
+    for _, refused in ranks:
+        assert refused["type"] == "DistributedError"
+        assert "'only_here' on rank(s) [1] and not on [0, 2, 3]" in refused["text"]
 
 
 class Stepwise(Regression):
     """Logs a value to be reduced at a flush, only on some ranks and in some steps."""
 
-    def __init__(self, ranks: tuple[int, ...] = (0, 1), every: int = 1) -> None:
+    def __init__(self, every: int = 1, ranks: tuple[int, ...] = (0, 1)) -> None:
         super().__init__()
-        self.ranks, self.every = ranks, every
+        self.every, self.ranks = every, ranks
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.global_rank in self.ranks and batch_idx % self.every == 0:
@@ -210,78 +262,19 @@ class Stepwise(Regression):
         return self.loss(batch)
 
 
-def _stepwise() -> tuple[list[float], list[str]]:
-    sums = []
-    for module, samples in ((Stepwise(), 64), (Stepwise(every=4), 64), (Stepwise(), 1), (Stepwise(), 9)):
-        trainer = quiet(strategy="ddp", log_every_n_steps=1)
+def _stepwise(module: Stepwise, samples: int) -> float | str:
+    trainer = quiet(strategy="ddp", log_every_n_steps=1)
+    with failing() as refused:
         trainer.fit(module, loader(samples, 4))
-        sums.append(float(trainer.callback_metrics["sum"]))
-    options: dict[str, Any] = {"strategy": "ddp", "log_every_n_steps": 1}
-    return sums, [refusal(Stepwise((rank,)), loader(64, 4), **options) for rank in (0, 1)]
+    return refused["text"] or float(trainer.callback_metrics["sum"])
 
 
 def test_step_values_are_reduced_at_a_flush() -> None:  # B-12
-    for sums, refused in on_ranks(_stepwise, 2, process_group=None):
-        # The second is not counted again at each later flush; in the last two, rank 1 joins.
+    # The second is not counted again at each later flush; in the next two, rank 1 joins.
+    cases = (Stepwise(), 64), (Stepwise(every=4), 64), (Stepwise(), 1), (Stepwise(), 9), (Stepwise(ranks=(1,)), 64)
+    for *sums, refused in on_ranks(each, 2, _stepwise, *cases, process_group=None):
         assert sums == [2.0, 2.0, 1.0, 1.0]
-        for rank, text in enumerate(refused):
-            assert f"'sum' on rank(s) [{rank}] and not on [{1 - rank}]" in text
-
-
-class Drawing(Dataset[Any]):
-    """A sample is its index and a random number drawn by the worker."""
-
-    def __len__(self) -> int:
-        return 42
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
-        return torch.tensor([float(index), *drawn])
-
-
-class Collecting(Regression):
-    """Records its samples by epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.got: dict[int, list[torch.Tensor]] = {}
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if not self.trainer.joining:
-            self.got.setdefault(self.current_epoch, []).append(batch.clone())
-        return self.net(batch[:, :1].expand(-1, FEATURES)).square().mean() * 1e-6
-
-
-def _drawn(batch_size: int, workers: tuple[int, ...]) -> list[dict[int, list[torch.Tensor]]]:
-    found = []
-    for number in workers:
-        module = Collecting()
-        options: dict[str, Any] = {"num_workers": number, "persistent_workers": number > 1}
-        batches = DataLoader(Drawing(), batch_size=batch_size, shuffle=True, **options)
-        quiet(max_epochs=2, seed=11).fit(module, batches)
-        found.append(module.got)
-    return found
-
-
-def test_order_and_draws_do_not_depend_on_ranks_and_workers() -> None:  # B-10, B-11
-    ((alone,),) = on_ranks(_drawn, 1, 8, (1,), process_group=None)
-    ranks = on_ranks(_drawn, 2, 4, (1, 2), process_group=None)
-    draws: list[torch.Tensor] = []
-    for epoch in range(2):
-        whole = [batch[:, 0].tolist() for batch in alone[epoch]]
-        assert sorted(chain.from_iterable(whole)) == list(range(42))
-        parts = [found[0][epoch] for found in ranks]
-        together = [
-            [*chain.from_iterable(part[number][:, 0].tolist() for part in parts if number < len(part))]
-            for number in range(len(whole))
-        ]
-        assert together == whole  # the same global batches, in the same order
-        for one_worker, two_workers in ranks:
-            for batch, again in zip(one_worker[epoch], two_workers[epoch], strict=True):
-                assert torch.equal(batch, again)
-        draws += [batch[:, 1:] for part in parts for batch in part]
-    for column in torch.cat(draws).T:
-        assert len(column.unique()) == len(column)  # no random number repeats, on any rank or epoch
+        assert "'sum' on rank(s) [1] and not on [0]" in refused
 
 
 class Contrastive(Regression):
@@ -289,22 +282,17 @@ class Contrastive(Regression):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         out = self.net(batch[0])
-        with_grad = self.all_gather(out, sync_grads=True)
-        assert with_grad.shape == (self.trainer.world_size, *out.shape)
-        everything = with_grad.flatten(0, 1)
-        targets = self.all_gather(batch[1]).flatten(0, 1)
         nested = self.all_gather({"a": out, "b": [1, (2.5, True)]})
-        assert nested["a"].shape == with_grad.shape
+        assert nested["a"].shape == (self.trainer.world_size, *out.shape)
         assert not nested["a"].requires_grad
         assert nested["b"][0].tolist() == [1] * self.trainer.world_size
         assert nested["b"][1][0].tolist() == [2.5] * self.trainer.world_size
-        return (torch.cdist(everything, targets) ** 2).mean() - everything.std()
+        gathered = self.all_gather(out, sync_grads=True).flatten(0, 1), self.all_gather(batch[1]).flatten(0, 1)
+        return contrastive_loss(*gathered)
 
 
-def contrastive_loss(module: Regression, batch: Any) -> torch.Tensor:
-    """The same in one process."""
-    out = module.net(batch[0])
-    return (torch.cdist(out, batch[1]) ** 2).mean() - out.std()
+def contrastive_loss(out: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (torch.cdist(out, targets) ** 2).mean() - out.std()
 
 
 def _contrastive() -> torch.Tensor:
@@ -313,6 +301,89 @@ def _contrastive() -> torch.Tensor:
 
 def test_a_loss_over_the_samples_of_all_ranks() -> None:  # B-16
     module = Regression(lr=0.05)
-    train_by_hand(module, global_batches(32, 8), step=lambda batch, batch_idx: contrastive_loss(module, batch))
+    train_by_hand(module, global_batches(32, 8), step=lambda batch, _: contrastive_loss(module.net(batch[0]), batch[1]))
     for found in on_ranks(_contrastive, 2, process_group=None):
         torch.testing.assert_close(found, weights(module), atol=1e-5, rtol=1e-4)
+
+
+class CountsInEvaluation(Regression):
+    """Counts and averages its evaluation samples, in buffers that it reassigns or writes to."""
+
+    count: torch.Tensor
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(FEATURES))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        self.count = self.count + len(batch[0])
+        self.mean += batch[0].mean(0)
+        return self.net(batch[0])
+
+    validation_step = predict_step
+
+
+def _evaluated_buffers(strategy: str, stage: str) -> tuple[torch.Tensor, torch.Tensor]:
+    module = CountsInEvaluation()
+    # A sample for rank 0 only: under a strategy whose forward is collective rank 1 runs along.
+    getattr(quiet(strategy=strategy), stage)(module, loader(1, 1))
+    return module.count, module.mean
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("stage", ["validate", "predict"])
+def test_evaluation_leaves_no_trace_on_a_joining_rank(strategy: str, stage: str) -> None:  # I-07
+    # After the run rank 0's buffers are used on all ranks; they contain rank 0's samples.
+    for count, mean in on_ranks(_evaluated_buffers, 2, strategy, stage, process_group=None):
+        assert int(count) == 1
+        assert torch.equal(mean, data(1).tensors[0][0])
+
+
+class Growing(Regression):
+    """Creates a buffer when it first sees data, lets another one grow, and writes each rank's own values to others."""
+
+    first: torch.Tensor
+    seen: torch.Tensor
+    mask: torch.Tensor
+    turned: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("first", None)
+        self.register_buffer("seen", torch.zeros(0, FEATURES), persistent=False)
+        self.register_buffer("mask", torch.zeros(2, dtype=torch.bool))
+        self.register_buffer("turned", torch.zeros(2, 3).T)
+        self.validated: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.first is None:
+            self.first = batch[0][0].clone()
+        self.seen = torch.cat([self.seen, batch[0]])
+        self.mask[self.global_rank] = True
+        self.turned += 1 + self.global_rank
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append(self.turned.clone())
+
+
+def _grown(strategy: str, samples: int) -> dict[str, Any]:
+    module = Growing()
+    chosen = DDPStrategy(broadcast_buffers=False) if strategy == "ddp, buffers apart" else strategy
+    trained(module, loader(samples, 4), loader(2, 1), strategy=chosen)
+    return {**dict(module.named_buffers()), "validated": module.validated[0]}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp, buffers apart", "fsdp"])
+@pytest.mark.parametrize("samples", [1, 9])
+def test_buffers_are_rank_0s_in_evaluation_and_after_fit(strategy: str, samples: int) -> None:  # I-07, B-08
+    x = data(samples).tensors[0]
+    for buffers in on_ranks(_grown, 2, strategy, samples, process_group=None):
+        # Of nine samples rank 0 gets the first four and the last.
+        assert torch.equal(buffers["first"], x[0])
+        assert torch.equal(buffers["seen"], torch.cat([x[:4], x[8:]]))
+        assert buffers["mask"].tolist() == [True, False]
+        assert torch.equal(buffers["turned"], torch.full((3, 2), 1.0 if samples == 1 else 2.0))
+        assert torch.equal(buffers["validated"], buffers["turned"])
