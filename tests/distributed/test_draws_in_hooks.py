@@ -9,14 +9,14 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from small_runs import Regression, loader, quiet
+from small_runs import Regression, each, loader, quiet, trained
 
 from drivetrain import Callback
 from drivetrain_strategies import FSDPStrategy
 from worlds import on_ranks
 
-HOOKS = ["on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_end", "on_train_epoch_end"]
-HOOKS += ["on_validation_end", "on_train_end"]
+BEFORE = ["on_fit_start", "on_train_start", "on_train_epoch_start"]
+"""Hooks before the first batch."""
 
 
 class Draws(Callback):
@@ -36,8 +36,6 @@ class Draws(Callback):
 
 
 class Noisy(Regression):
-    """Draws in each step."""
-
     def __init__(self) -> None:
         super().__init__()
         self.noise: list[float] = []
@@ -58,7 +56,7 @@ def _run(strategy: str, hook: str, seeds: bool = False) -> dict[str, Any]:
     return {**found, "weights": module.net[0].weight.detach(), "initial": getattr(other, "initial", None)}
 
 
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("hook", [*BEFORE, "on_train_batch_end", "on_validation_end", "on_train_end"])
 def test_a_layer_that_a_hook_initializes_is_the_same_on_all_ranks(hook: str) -> None:  # S-10
     first, second = on_ranks(_run, 2, "ddp", hook)
     assert first["initial"] is not None
@@ -68,7 +66,7 @@ def test_a_layer_that_a_hook_initializes_is_the_same_on_all_ranks(hook: str) -> 
     assert len(set(first["drawn"])) == len(first["drawn"])  # of every call others
     assert not set(first["drawn"]) & set(first["other"])  # and of every callback
     assert not set(first["noise"]) & set(second["noise"])
-    if hook in ("on_fit_start", "on_train_start", "on_train_epoch_start"):  # before the first batch: of one process
+    if hook in BEFORE:  # those of one process
         (one,) = on_ranks(_run, 1, "single_device", hook)
         assert (first["drawn"][0], first["other"][0]) == (one["drawn"][0], one["other"][0])
         if hook != "on_train_epoch_start":  # later epochs draw other numbers
@@ -82,7 +80,7 @@ def test_steps_draw_as_without_hooks_unless_a_hook_seeds() -> None:  # S-10
         assert not set(one["noise"]) & set(other["noise"])
 
 
-class Saves(Callback):
+class SavesAtStep5(Callback):
     def __init__(self, path: str) -> None:
         self.path = path
 
@@ -91,22 +89,19 @@ class Saves(Callback):
             trainer.defer_save(lambda: trainer.write_checkpoint(self.path))
 
 
-def _resume(path: str) -> list[torch.Tensor]:
-    modules = Noisy(), Noisy()
-    for module, callbacks, ckpt_path in zip(modules, ([Saves(path)], []), (None, path), strict=True):
-        fit = quiet(strategy="ddp", callbacks=[Draws("on_train_batch_end"), *callbacks], max_epochs=2, seed=3)
-        fit.fit(module, loader(32, 4), ckpt_path=ckpt_path)
-    return [module.net[0].weight.detach() for module in modules]
+def _trained(path: str, ckpt_path: str | None) -> torch.Tensor:
+    callbacks = [Draws("on_train_batch_end"), SavesAtStep5(path)]
+    options: dict[str, Any] = {"strategy": "ddp", "callbacks": callbacks, "max_epochs": 2, "seed": 3}
+    return trained(Noisy(), loader(32, 4), ckpt_path=ckpt_path, **options)
 
 
 def test_draws_in_hooks_are_the_same_after_a_resume(tmp_path: Path) -> None:  # S-10
-    for whole, resumed in on_ranks(_resume, 2, str(tmp_path / "saved")):
+    path = str(tmp_path / "saved")
+    for whole, resumed in on_ranks(each, 2, _trained, (path, None), (path, path)):
         assert torch.equal(whole, resumed)
 
 
 class KeepsParts(Callback):
-    """Keeps this rank's part of the first layer, and the whole layer."""
-
     priority = -1
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
@@ -114,20 +109,16 @@ class KeepsParts(Callback):
         self.parts = weight.to_local().detach().clone(), weight.full_tensor().detach()
 
 
-def _parts(hook: str, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _parts(hook: str, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     keeps = KeepsParts()
     quiet(strategy=FSDPStrategy(**options), callbacks=[Draws(hook), keeps], seed=3).fit(Noisy(), loader(16, 1))
     return keeps.parts
 
 
-def _parts_of_replicas(hook: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return _parts(hook, sharding="hybrid", replicate_size=2)
-
-
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_end"])
-@pytest.mark.parametrize(("run", "ranks"), [(_parts, 2), (_parts_of_replicas, 4)], ids=["fsdp", "hsdp"])
-def test_shards_are_drawn_apart_and_their_replicas_alike(run: Any, ranks: int, hook: str) -> None:  # S-10
-    parts = on_ranks(run, ranks, hook)
+@pytest.mark.parametrize(("ranks", "options"), [(2, {}), (4, {"sharding": "hybrid", "replicate_size": 2})])
+def test_shards_are_drawn_apart_and_their_replicas_alike(ranks: int, options: Any, hook: str) -> None:  # S-10
+    parts = on_ranks(_parts, ranks, hook, options)
     whole = parts[0][1]
     assert all(torch.equal(other, whole) for _, other in parts)
     assert len({tuple(row) for row in whole.tolist()}) == len(whole)

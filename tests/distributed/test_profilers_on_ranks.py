@@ -37,14 +37,13 @@ def calls(profiler: SimpleProfiler) -> dict[str, int]:
     return {" > ".join(row.path): row.calls for row in profiler.rows()}
 
 
-def _profiled(root: Path, strategy: str) -> tuple[str, str, str, dict[str, int], bool, list[str]]:
+def _profiled(root: Path, strategy: str) -> Any:
     simple = SimpleProfiler()
     runner, printed = fit(root, strategy, simple)
     adds_up = sum(row.self_ns for row in simple.rows()) == simple.total_ns > 0
     traced = fit(root, strategy, "pytorch")[0]
-    names = []
-    for path in Path(str(traced.log_dir), "profile").glob(f"fit-pytorch-rank-{traced.global_rank}.trace.json"):
-        names = [event["name"] for event in json.loads(path.read_text())["traceEvents"]]
+    (path,) = Path(str(traced.log_dir), "profile").glob(f"fit-pytorch-rank-{traced.global_rank}.trace.json")
+    names = [event["name"] for event in json.loads(path.read_text())["traceEvents"]]
     return printed, str(runner.log_dir), simple.summary(), calls(simple), adds_up, names
 
 

@@ -105,6 +105,29 @@ def test_a_rank_whose_part_has_ended_joins_after_a_resume(hook: str, at: int, fe
     assert not check(Program("ddp", 2, data=data, accumulate=2, epochs=2, resume=resume))
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3"])
+def test_a_save_within_a_step_resumes_exactly(strategy: str) -> None:  # S-01
+    net = Net(norm="batch" if strategy != "deepspeed_stage_2" else "layer")
+    resume = Resume("on_after_backward", 2, 2, strategy)
+    assert not check(Program(strategy, 2, net=net, data=Data(samples=24), resume=resume))
+
+
+ADAM = Program(ranks=2, optimizers=(Optimizer("adamw", split=True),), epochs=2, data=TWELVE)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("ddp", "fsdp"), ("fsdp", "ddp"), ("ddp", "deepspeed_stage_2"), ("deepspeed_stage_3", "fsdp")],
+)
+@pytest.mark.parametrize(
+    ("changed", "allow"), [("amsgrad", False), ("groups", False), ("lr", False), ("groups", True), ("lr", True)]
+)
+def test_resumed_settings_are_compared_alike(before: str, after: str, changed: str, allow: bool) -> None:  # Q-04
+    resume = Resume(ranks=2, strategy=after, changed=changed, allow=allow)
+    refused = check(replace(ADAM, strategy=before, resume=resume))
+    assert refused == resume.refused
+
+
 BEFORE_STEP, AFTER_BACKWARD = (Write("gradients", f"on_{at}", 1) for at in ("before_optimizer_step", "after_backward"))
 WRITES = {
     "gradients, clipped": Program(writes=BEFORE_STEP, clip=0.3),
@@ -156,30 +179,28 @@ def test_a_kept_gradient_does_not_change_under_zero(stage: int, program: Program
     assert not check(replace(program, strategy=f"deepspeed_stage_{stage}", ranks=2, data=TWELVE))
 
 
-class KeepsGradients(Regression):
-    def configure_optimizers(self) -> Any:
-        return Optimistic(self.parameters(), lr=0.1)
-
-
-class OneParameter(KeepsGradients):
-    """Has a single parameter, whose gradient a strategy need not copy to flatten it."""
+class OneParameter(Regression):
+    """Keeps the gradient of a single parameter, which a strategy need not copy to flatten it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = seeded(lambda: torch.nn.Linear(FEATURES, 1, bias=False))
 
+    def configure_optimizers(self) -> Any:
+        return Optimistic(self.parameters(), lr=0.1)
 
-def _train(kind: type[Regression], strategy: Any) -> torch.Tensor:
+
+def _train_one_parameter(strategy: Any) -> torch.Tensor:
     if isinstance(strategy, dict):
         strategy = DeepSpeedStrategy(**strategy, config={"zero_allow_untested_optimizer": True})
-    return trained(kind(), loader(24, 4), strategy=strategy)
+    return trained(OneParameter(), loader(24, 4), strategy=strategy)
 
 
 def test_a_kept_gradient_of_one_parameter_and_of_offloaded_state_does_not_change() -> None:  # Q-02
-    cases: list[Any] = [(OneParameter, strategy) for strategy in ("ddp", "fsdp", *({"stage": at} for at in (1, 2, 3)))]
+    cases: list[Any] = ["ddp", "fsdp", *({"stage": stage} for stage in (1, 2, 3))]
     # DeepSpeed writes every window's gradients into the same buffers here, too.
-    cases += [(KeepsGradients, {"stage": stage, "offload_optimizer": "cpu"}) for stage in (1, 2, 3)]
-    for found in on_ranks(each, 2, _train, *cases, process_group=None, timeout=120):
-        for (kind, strategy), actual in zip(cases, found, strict=True):
-            expected = weights(train_by_hand(kind(), global_batches(24, 8)))
-            torch.testing.assert_close(actual, expected, **TIGHT, msg=str(strategy))
+    cases += [{"stage": stage, "offload_optimizer": "cpu"} for stage in (1, 2, 3)]
+    expected = weights(train_by_hand(OneParameter(), global_batches(24, 8)))
+    for found in on_ranks(each, 2, _train_one_parameter, *((case,) for case in cases), timeout=120):
+        for case, actual in zip(cases, found, strict=True):
+            torch.testing.assert_close(actual, expected, **TIGHT, msg=str(case))

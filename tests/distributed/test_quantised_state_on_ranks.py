@@ -1,8 +1,9 @@
-"""State of a tensor subclass on several ranks: resumed with the same shards, and refused by name otherwise."""
+"""Optimizer state of tensor subclasses on several ranks (Q-03), and saves that fail on one rank (J-04)."""
 
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,17 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from small_runs import Saver, failing, quiet, seeded
 from test_checkpoint_files import control
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import TrainModule
-from drivetrain._distributed.shards import Box, ParameterShard
+from drivetrain._distributed.shards import Box, ParameterShard, Span
 from drivetrain.callbacks import Checkpoint
-from drivetrain.checkpoint._format import Contents, Sizes, commit, stage
-from drivetrain.testing import requires_package
+from drivetrain.checkpoint import load, verify
+from drivetrain.checkpoint._format import Contents, Sizes, commit, save, stage
+from drivetrain.testing import requires_package, run_distributed
 from drivetrain_strategies import DeepSpeedStrategy, FSDPStrategy
+from faulty_store import FaultyStore
 from quantised_optimizer import QuantisedMomentum, WithoutFlatten
 from worlds import on_ranks
 
@@ -131,8 +135,6 @@ def test_zero_refuses_it_before_the_second_step(tmp_path: Path) -> None:
 
 
 class Unreadable(WithoutFlatten):
-    """Fails in every operation."""
-
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise RuntimeError("cannot be read")
@@ -170,3 +172,43 @@ def test_a_part_that_one_rank_cannot_read_fails_the_save_on_all_ranks(
         assert error.startswith("CheckpointError")
         assert f"rank {failing_rank}: RuntimeError: cannot be read" in error
     assert not (tmp_path / "saved").exists()
+
+
+URL = "faulty://store/run/c"
+SMALL = Sizes(small=64, large=10**9, piece=512)  # so that each rank has a file of weights
+
+
+def _save(value: float) -> None:
+    rank = dist.get_rank()
+    shard = ParameterShard(torch.full((64,), value), torch.Size((128,)), Span(64 * rank, 64 * rank + 64))
+    save(URL, Contents({"a": shard, "b": torch.full((64,), value)}, state=value), control(), sizes=SMALL)
+
+
+def _save_and_die(folder: Path, operation: str, after: int) -> None:
+    store = FaultyStore(folder).mount()
+    _save(1.0)
+    if dist.get_rank() == 0:
+        store.fail(operation, "*/manifest.json", error=None, after=after, call=lambda: os._exit(9))
+    _save(2.0)
+
+
+@pytest.mark.parametrize(
+    ("operation", "after", "values"),
+    [
+        ("get", 0, {1.0}),  # before it is put
+        ("put", 0, {1.0}),
+        ("get", 1, {2.0}),  # once it has been sent, but before a response
+    ],
+)
+def test_rank_0_dies_while_the_checkpoint_is_committed(
+    tmp_path: Path, operation: str, after: int, values: set[float]
+) -> None:
+    with pytest.raises(Exception, match=r"Rank 0 ended with exit code 9|rank 0"):
+        run_distributed(_save_and_die, 2, tmp_path, operation, after, timeout=60)
+    FaultyStore(tmp_path).mount()
+    assert verify(URL) == []
+    checkpoint: Any = load(URL)
+    assert checkpoint.state() in values
+    assert len(checkpoint.manifest.weights.tensors) == 2
+    for name in ("a", "b"):
+        assert set(checkpoint.weights()[name].tolist()) == {checkpoint.state()}

@@ -1,11 +1,12 @@
 """Resumed runs on several ranks: bit for bit on as many, sample for sample on more or fewer.
 
-Rows F-02, F-08, B-10, B-18, Q-04, S-01, S-02.
+Rows F-02, F-08, B-10, B-18, L-07, S-01. Other settings of optimizers, saves within a step: test_programs_on_ranks.py.
 """
 
 from __future__ import annotations
 
 import random
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics
-from small_runs import FEATURES, STRATEGIES, Regression, failing, loader, quiet, seeded, trained, weights
+from small_runs import FEATURES, STRATEGIES, Regression, data, failing, loader, quiet, seeded, trained, weights
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from captured_warnings import captured_warnings
-from drivetrain import Callback
+from drivetrain import Callback, DataModule
 from drivetrain.callbacks import Checkpoint
-from drivetrain.data import CombinedLoader
 from worlds import on_ranks
 
 SAMPLES = 53
@@ -37,8 +36,6 @@ class Augmented(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """Each rank's own part, with different lengths, in a random order."""
-
     def __iter__(self) -> Any:
         rank = dist.get_rank()
         for index in torch.randperm(20 + 9 * rank).tolist():
@@ -75,14 +72,14 @@ class Drawing(Regression):
 
 def _fit(folder: Path, strategy: str, start: Path | None, kind: str, batch_size: int = 3, **options: Any) -> Any:
     module = Drawing(weighs=kind == "weighed")
-    data: Any = Stream() if kind == "stream" else Augmented()
+    samples: Any = Stream() if kind == "stream" else Augmented()
     sampling: dict[str, Any] = (
         {} if kind == "stream" else {"shuffle": True, "num_workers": 2 if kind == "workers" else 0}
     )
     saver = Checkpoint(folder, every_n_train_steps=1, save_top_k=-1, save_async=options.pop("in_background", False))
     settings = {"max_epochs": 2, "accumulate_grad_batches": 2, "seed": 3, "default_root_dir": folder, **options}
     trainer = quiet(strategy=STRATEGIES[strategy](), callbacks=saver, **settings)
-    trainer.fit(module, DataLoader(data, batch_size, **sampling), ckpt_path=start)
+    trainer.fit(module, DataLoader(samples, batch_size, **sampling), ckpt_path=start)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return weights(module), module.losses, module.seen, metrics, trainer.samples_seen
 
@@ -152,56 +149,6 @@ def test_a_second_resume_within_such_an_epoch_is_exact(tmp_path: Path) -> None:
         assert_end_of(found, expected, rank)
 
 
-class Stateful(IterableDataset[Any]):
-    """Each rank's own part, which goes on from the position that is loaded."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank, self.start, self.done = rank, 0, 0
-
-    def __iter__(self) -> Any:
-        self.done, self.start = self.start, 0
-        while self.done < 9:
-            self.done += 1
-            yield torch.cat([torch.tensor([100.0 * self.rank + self.done]), torch.ones(FEATURES)])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"done": self.done}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.start = state["done"]
-
-
-class Pairs(Drawing):
-    """Trains on the first batch of a pair, and records the first samples of both."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch[1] is not None and not self.trainer.joining:
-            self.seen.append((int(batch[0][0, 0]), int(batch[1][0, 0])))
-        return super().training_step(batch[0], batch_idx)
-
-
-def _fit_pairs(folder: Path, start: Path | None) -> Any:
-    loaders = [DataLoader(Stateful(dist.get_rank()), 2), DataLoader(Augmented(), 6, shuffle=True)]
-    module, saver = Pairs(), Checkpoint(folder, every_n_train_steps=1, save_top_k=-1)
-    options: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 2, "seed": 3, "default_root_dir": folder}
-    trainer = quiet(strategy="ddp", callbacks=saver, **options)
-    trainer.fit(module, CombinedLoader(loaders, "max_size_cycle"), ckpt_path=start)
-    return module.seen
-
-
-def _pairs_whole_and_resumed(folder: Path) -> Any:
-    whole = _fit_pairs(folder / "whole", None)
-    stops = ("epoch=0-step=1", "epoch=0-step=2", "epoch=1-step=5")
-    return whole, [_fit_pairs(folder / f"from {stop}", folder / "whole" / stop) for stop in stops]
-
-
-def test_pairs_with_a_stateful_loader_stay_pairs_on_every_rank(tmp_path: Path) -> None:  # S-02
-    for whole, resumed in on_ranks(_pairs_whole_and_resumed, 2, tmp_path):
-        for found in resumed:
-            assert found
-            assert found == whole[-len(found) :]
-
-
 class SavesAtTheEnd(Regression):
     def __init__(self, path: str = "") -> None:
         super().__init__()
@@ -234,90 +181,89 @@ def test_a_save_after_a_run_of_two_ranks_names_the_way_out(strategy: str, tmp_pa
     assert not (tmp_path / "whole").exists()
 
 
-class SavesWithinAStep(Regression):
-    """Has running statistics, and saves within its third step."""
+class Growing(DataModule):
+    def train_dataloader(self) -> Any:
+        return loader(30, 2 + self.trainer.current_epoch, shuffle=True)
 
-    def __init__(self, path: str = "") -> None:
+
+class Watching(Regression):
+    """Records the first numbers of its samples by epoch, batch by batch."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.net.append(torch.nn.BatchNorm1d(1))
-        self.path = path
-        self.backwards = 0
+        self.net.append(torch.nn.Dropout(0.2))
+        self.seen: dict[int, list[list[float]]] = {0: [], 1: [], 2: []}
 
-    def on_after_backward(self) -> None:
-        self.backwards += 1
-        if self.path and self.backwards == 3:
-            self.trainer.save_checkpoint(self.path)
-
-
-def _save_within(strategy: str, path: str) -> list[torch.Tensor]:
-    found = []
-    for module, ckpt_path in ((SavesWithinAStep(), None), (SavesWithinAStep(path), None), (SavesWithinAStep(), path)):
-        quiet(strategy=strategy).fit(module, loader(48, 4), ckpt_path=ckpt_path)
-        found.append(torch.cat([value.flatten().double() for value in module.state_dict().values()]))
-    return found
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if not self.trainer.joining:
+            self.seen[self.current_epoch].append(batch[0][:, 0].tolist())
+        return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3"])
-def test_a_save_within_a_step_resumes_exactly_on_two_ranks(strategy: str, tmp_path: Path) -> None:
-    # S-01
-    for whole, saving, resumed in on_ranks(_save_within, 2, strategy, str(tmp_path / "saved")):
-        torch.testing.assert_close(saving, whole, atol=0, rtol=0)
-        torch.testing.assert_close(resumed, whole, atol=1e-7, rtol=0)
-
-
-class Adam(Regression):
-    def __init__(self, grouped: bool, **options: Any) -> None:
-        super().__init__()
-        self.grouped, self.options = grouped, options
-
-    def configure_optimizers(self) -> Any:
-        layers = [self.net[0], self.net[2]] if self.grouped else [self.net]
-        groups = [{"params": list(layer.parameters())} for layer in layers]
-        optimizer = torch.optim.AdamW(groups, **{"lr": 0.01, **self.options})
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-
-class RecordsRates(Callback):
-    """Saves after the first epoch, and records the learning rate of each step."""
-
+class SavesInMidEpoch(Callback):
     def __init__(self, path: str) -> None:
         self.path = path
-        self.rates: list[float] = []
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
-
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        if trainer.current_epoch == 0 and self.path:
-            trainer.save_checkpoint(self.path)
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) == (1, 2):
+            trainer.defer_save(lambda: trainer.save_checkpoint(self.path))
 
 
-def fit_adam(
-    strategy: str, grouped: bool = True, resume: str = "", allow: Any = (), path: str = "", **options: Any
-) -> Any:
-    """Return the error, the learning rates of the steps, and the warnings."""
-    callback = RecordsRates(path)
-    trainer = quiet(strategy=STRATEGIES[strategy](), max_epochs=2, callbacks=[callback], seed=1)
-    with captured_warnings() as warned, failing() as caught:
-        trainer.fit(Adam(grouped, **options), loader(16, 4), ckpt_path=resume, allow=allow)
-    return caught["text"], callback.rates, [text for text in warned if "goes on" in text]
+def fit_reloading(strategy: str, path: str | None = None, callbacks: Any = (), source: Any = None) -> Watching:
+    module, options = Watching(), {"max_epochs": 3, "seed": 4, "reload_dataloaders_every_n_epochs": 1}
+    run = quiet(strategy=strategy, callbacks=[*callbacks], **options)
+    run.fit(module, datamodule=source or Growing(), ckpt_path=path)
+    return module
 
 
-def _save_and_resume(before: str, after: str, path: str) -> list[Any]:
-    assert fit_adam(before, path=path)[0] == ""
-    changes: list[dict[str, Any]] = [{"amsgrad": True}, {"grouped": False}, {"lr": 0.32}]
-    changes.append({"grouped": False, "allow": "optimizer", "lr": 0.32})
-    return [fit_adam(after, resume=path, **options) for options in changes]
+def _reloading_and_resumed(path: str, strategy: str) -> Any:
+    whole, resumed = fit_reloading(strategy, callbacks=[SavesInMidEpoch(path)]), fit_reloading(strategy, path)
+    return weights(whole), weights(resumed), whole.seen, resumed.seen
 
 
-@pytest.mark.parametrize(("before", "after"), [("ddp", "fsdp"), ("fsdp", "ddp"), ("ddp", "zero 2"), ("zero 3", "fsdp")])
-def test_settings_are_compared_alike_under_every_strategy(before: str, after: str, tmp_path: Path) -> None:  # Q-04
-    found = on_ranks(_save_and_resume, 2, before, after, str(tmp_path / "saved"), timeout=170)
-    for rank, (amsgrad, merged, rate, allowed) in enumerate(found):
-        assert "amsgrad=False in group 0 of AdamW, and this one amsgrad=True" in amsgrad[0]
-        assert "'net.2.weight', 'net.2.bias' in group 1 of AdamW, and this one in group 0" in merged[0]
-        assert rate[:2] == ("", pytest.approx([0.01 * 0.5**step for step in (2, 3)]))
-        assert len(rate[2]) == (rank == 0)
-        assert all("initial_lr=0.01 in group 0 of AdamW, not 0.32" in line for line in rate[2])
-        assert allowed == ("", pytest.approx([0.32, 0.16]), [])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_reloaded_loaders_resume_with_the_remaining_samples(strategy: str, tmp_path: Path) -> None:  # L-07
+    path = str(tmp_path / "saved")
+    ranks = on_ranks(_reloading_and_resumed, 2, path, strategy, process_group=None, timeout=100)
+    for whole, resumed, seen, seen_after in ranks:
+        assert torch.equal(whole, resumed)
+        assert seen_after == {0: [], 1: seen[1][3:], 2: seen[2]}
+        assert [len(samples) for samples in seen[1]][:-1] == [3] * 4
+    alone = fit_reloading("single_device", path).seen  # on fewer ranks
+    before = chain.from_iterable(samples for rank in ranks for samples in rank[2][1][:3])
+    assert sorted([*before, *chain.from_iterable(alone[1])]) == sorted(data(30).tensors[0][:, 0].tolist())
+    assert {len(samples) for samples in alone[1]} == {3}
+    # The last epoch is the one that it would have been without the resume.
+    together = chain.from_iterable(zip(*(rank[2][2] for rank in ranks), strict=True))
+    assert [*chain.from_iterable(alone[2])] == [*chain.from_iterable(together)]
+
+
+class UnlikeOnRank1(Growing):
+    """From the second epoch on, another number of samples, or none at all."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.broken = broken
+
+    def train_dataloader(self) -> Any:
+        if self.trainer.current_epoch == 0 or self.trainer.global_rank == 0:
+            return loader(20, 2)
+        if self.broken:
+            raise OSError("no such file")
+        return loader(21, 2)
+
+
+def _unlike(broken: bool) -> dict[str, str]:
+    with failing() as caught:
+        fit_reloading("ddp", source=UnlikeOnRank1(broken))
+    return caught
+
+
+UNLIKE = "training samples: 20 on rank(s) [0]; 21 on rank(s) [1]"
+
+
+@pytest.mark.parametrize(("broken", "told"), [(False, UNLIKE), (True, "no such file")])
+def test_ranks_with_different_reloaded_loaders_are_reported(broken: bool, told: str) -> None:  # L-07
+    for error in on_ranks(_unlike, 2, broken, process_group=None, timeout=60):
+        assert told in error["text"]
+        assert broken or error["type"] == "DistributedError"

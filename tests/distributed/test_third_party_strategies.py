@@ -41,8 +41,6 @@ from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy
 from drivetrain_strategies.fsdp._precision import mixed_precision_policy
 from worlds import on_ranks
 
-# Strategies
-
 
 class Unconnected(Strategy):
     """Written as for one process: on several, each would train a model of its own."""
@@ -93,40 +91,34 @@ def test_ranks_that_would_train_apart_are_refused() -> None:
         assert "'table' is an Embedding with max_norm=1.0, on 2 ranks" in with_max_norm
 
 
-class KeepsNoModule(Averaging):
-    def setup_module(self, module: Any) -> Any:
-        return operator.call
+def keep_a_wrapper(strategy: Any, module: Any) -> Any:
+    strategy.module = torch.nn.Sequential(module)
+    return operator.call
 
 
-class KeepsAWrapper(Averaging):
-    def setup_module(self, module: Any) -> Any:
-        self.module = torch.nn.Sequential(module)
-        return operator.call
+def return_nothing(strategy: Any, module: Any) -> None:
+    Averaging.setup_module(strategy, module)
 
 
-class ReturnsNothing(Averaging):
-    def setup_module(self, module: Any) -> Any:
-        super().setup_module(module)
-
-
-class ReturnsTheModule(Averaging):
-    def setup_module(self, module: Any) -> Any:
-        super().setup_module(module)
-        return module
+def return_the_module(strategy: Any, module: Any) -> Any:
+    Averaging.setup_module(strategy, module)
+    return module
 
 
 @pytest.mark.parametrize(
-    ("strategy", "told"),
+    ("setup_module", "told"),
     [
-        (KeepsNoModule, "KeepsNoModule.setup_module left self.module as None"),
-        (KeepsAWrapper, "KeepsAWrapper.setup_module left self.module as a Sequential"),
-        (ReturnsNothing, "ReturnsNothing.setup_module returned None"),
-        (ReturnsTheModule, "ReturnsTheModule.setup_module returned the module itself"),
+        (lambda strategy, module: operator.call, "left self.module as None"),
+        (keep_a_wrapper, "left self.module as a Sequential"),
+        (return_nothing, "returned None"),
+        (return_the_module, "returned the module itself"),
     ],
 )
-def test_an_incomplete_setup_module_is_refused(strategy: Any, told: str) -> None:
+def test_an_incomplete_setup_module_is_refused(setup_module: Any, told: str) -> None:
     # K-01: previously gradients were not exchanged and the ranks diverged, or a checkpoint had other names
-    assert told in refusal(Regression(), loader(16, 4), strategy=strategy(), devices=1)
+    strategy = type("Incomplete", (Averaging,), {"setup_module": setup_module})()
+    text = refusal(Regression(), loader(16, 4), strategy=strategy, devices=1)
+    assert text.startswith(f"ConfigurationError: Incomplete.setup_module {told}")
 
 
 class WithoutSuper(Averaging):
@@ -186,8 +178,6 @@ def test_the_third_party_overrides_one_method_and_uses_public_names_only() -> No
     assert {name for name in modules if name.startswith("drivetrain")} == {"drivetrain.strategies"}
 
 
-# Precisions: the float8 example of the docs
-
 CPU = torch.device("cpu")
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
@@ -220,14 +210,15 @@ def forward_by_hand(net: Any, x: torch.Tensor) -> torch.Tensor:
     return Rounding.apply(hidden) @ Rounding.apply(last.weight).T + last.bias
 
 
-def rounded_by_hand(epochs: int, ranks: int) -> torch.Tensor:
+def rounded_by_hand(epochs: int, ranks: int) -> Regression:
     """Train in plain PyTorch: each rank's part of a batch of 8 separately, since each has its own scale."""
     module = Regression()
 
     def step(part: Any, batch_idx: int) -> torch.Tensor:
         return functional.mse_loss(forward_by_hand(module.net, part[0]), part[1])
 
-    return weights(train_by_hand(module, global_batches(64, 8 // ranks) * epochs, window=ranks, step=step))
+    train_by_hand(module, global_batches(64, 8 // ranks) * epochs, window=ranks, step=step)
+    return module
 
 
 class Recomputing(Regression):
@@ -241,28 +232,26 @@ class Recomputing(Regression):
         return self.net(batch[0])
 
 
-def test_one_device_equals_the_hand_written_loop_also_with_recomputed_layers() -> None:  # K-03
-    module, options = Recomputing(), {"strategy": "single_device", "precision": toy()}
-    found = trained(Regression(), loader(64, 8), **options)
-    assert torch.allclose(found, rounded_by_hand(1, ranks=1), atol=1e-6)
-    assert torch.equal(trained(module, loader(64, 8), **options), found)
-    assert not torch.allclose(trained(Regression(), loader(64, 8)), found, atol=1e-3)  # rounding has an effect
-    outputs = quiet(**options).predict(module, loader(64, 8))
-    expected = [forward_by_hand(module.net, x).detach() for x, _ in global_batches(64, 8)]
-    assert torch.allclose(torch.cat(outputs), torch.cat(expected), atol=1e-6)
-
-
-def _whole_and_resumed(strategy: str, path: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _train_toy(strategy: str, batch: int, path: str) -> list[torch.Tensor]:
     options: dict[str, Any] = {"strategy": strategy, "precision": toy(), "max_epochs": 2}
-    whole = trained(Regression(), loader(64, 4), callbacks=Saver(path), **options)
-    return whole, trained(Regression(), loader(64, 4), ckpt_path=path, **options)
+    module = Recomputing()
+    whole = trained(Regression(), loader(64, batch), callbacks=Saver(path), **options)
+    found = [whole, trained(Regression(), loader(64, batch), ckpt_path=path, **options)]
+    found.append(trained(module, loader(64, batch), **options))
+    return [*found, *quiet(**options).predict(module, loader(64, batch))[:1]]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_ranks_equal_the_hand_written_loop_and_resume(strategy: str, tmp_path: Path) -> None:  # K-03
-    for whole, resumed in on_ranks(_whole_and_resumed, 2, strategy, str(tmp_path / "saved"), timeout=150):
-        assert torch.allclose(whole, rounded_by_hand(2, ranks=2), atol=1e-6)
+@pytest.mark.parametrize(("strategy", "ranks"), [("single_device", 1), ("ddp", 2), ("fsdp", 2)])
+def test_the_precision_of_the_docs_equals_the_hand_written_loop(strategy: str, ranks: int, tmp_path: Path) -> None:
+    # K-03
+    expected = rounded_by_hand(2, ranks)
+    path = str(tmp_path / "saved")
+    for whole, resumed, recomputed, outputs in on_ranks(_train_toy, ranks, strategy, 8 // ranks, path, timeout=150):
+        assert torch.allclose(whole, weights(expected), atol=1e-6)
         assert torch.equal(resumed, whole)
+        assert torch.equal(recomputed, whole)
+        predicted = forward_by_hand(expected.net, global_batches(64, 8 // ranks)[0][0])
+        assert torch.allclose(outputs, predicted, atol=1e-5)
 
 
 class Unnamed(Precision):
@@ -306,34 +295,3 @@ def test_a_reduction_dtype_of_a_precision_is_used() -> None:  # K-03
     alone.check(Regression())
     with pytest.raises(ConfigurationError, match=r"'ReducedInHalf' reduces gradients in torch.bfloat16"):
         refused.check(Regression())
-
-
-class Overridden(Precision):
-    def forward_context(self) -> Any:
-        return super().forward_context()
-
-    def convert_batch(self, batch: Any) -> Any:
-        return batch
-
-    def update(self) -> None:
-        pass
-
-
-class WithoutContext(Overridden):
-    name = "quiet"
-    has_forward_context = False
-
-
-@pytest.mark.parametrize(
-    ("precision", "expected"),
-    [
-        (Overridden(), ("Overridden", True, True, True)),
-        (WithoutContext(), ("quiet", False, True, True)),
-        (Precision(), ("32-true", False, False, False)),
-        (resolve_precision("16-mixed", CPU), ("16-mixed", True, False, True)),
-        (resolve_precision("bf16-true", CPU), ("bf16-true", True, True, False)),
-    ],
-)
-def test_methods_that_are_not_overridden_are_left_out_of_the_loop(precision: Precision, expected: Any) -> None:  # K-03
-    found = precision.name, precision.has_forward_context, precision.converts_batch, precision.scales_loss
-    assert found == expected

@@ -1,12 +1,12 @@
-"""Data whose size is not divisible, on several ranks: joining, evaluation, logged values, buffers.
+"""Data whose size is not divisible, on several ranks: joining, evaluation, logged values, buffers, lengths.
 
-Rows B-04, B-08, B-12, B-14, B-16, I-07. Windows over uneven ranks are in test_programs_on_ranks.py.
+Rows B-04, B-08, B-12, B-14, B-16, I-04, I-07. Windows over uneven ranks are in test_programs_on_ranks.py.
 """
 
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +32,10 @@ from small_runs import (
 )
 from torch.utils.data import DataLoader, IterableDataset
 
+from captured_warnings import captured_warnings
 from drivetrain.callbacks import ReplicaCheck
-from drivetrain_strategies import DDPStrategy
 from worlds import on_ranks
+from wrong_lengths import Batches
 
 
 class Watched(Regression):
@@ -100,8 +101,6 @@ class NaNWhenJoining(Regression):
 
 @dataclass
 class Pair:
-    """A batch of a user-defined class."""
-
     x: torch.Tensor
     y: torch.Tensor | None
 
@@ -201,14 +200,8 @@ def test_a_joining_rank_gets_containers_of_its_own(window: int) -> None:  # I-07
 class Measured(Regression):
     """Logs in evaluation what tests/parity does not log, and keys of its own on one rank in validation."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.batches = 0
-
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.batches += 1
         self.log("count", len(batch[0]), reduce_fx="sum")
-        self.log("least", batch[0].min(), reduce_fx="min")
         self.log("own", float(len(batch[0])), sync_dist=False, reduce_fx="sum")
 
     def on_test_epoch_end(self) -> None:
@@ -220,39 +213,29 @@ class Measured(Regression):
             self.log("only_here", 1.0)
 
 
-def _evaluated(sizes: tuple[int, ...]) -> tuple[list[Any], dict[str, str]]:
-    found = []
-    for samples in sizes:
-        module = Measured()
-        found.append((*quiet(strategy="ddp").test(module, loader(samples, 4), verbose=False), module.batches))
+def _evaluated(samples: int) -> tuple[dict[str, float], dict[str, str]]:
+    (found,) = quiet(strategy="ddp").test(Measured(), loader(samples, 4), verbose=False)
     with failing() as refused:
         quiet(strategy="ddp").validate(Measured(), loader(32, 4), verbose=False)
     return found, refused
 
 
-def test_evaluation_counts_every_sample_once() -> None:  # B-04, B-12
-    sizes, world_size = (1, 3, 17), 4
-    ranks = on_ranks(_evaluated, world_size, sizes)
-    for number, samples in enumerate(sizes):
-        # A value that a hook logs once per rank has weight one on every rank, whatever the last batch's size.
-        expected = {"count": samples, "rank": (world_size - 1) / 2, "twice": 2 * world_size}
-        expected["least"] = float(data(samples).tensors[0].min())
-        own = 0.0
-        for rank, (found, _) in enumerate(ranks):
-            result, batches = found[number]
-            own += result.pop("own", 0.0)
-            assert result == pytest.approx(expected), (samples, rank)
-            assert (batches > 0) == (rank < min(samples, world_size))
-        assert own == samples
-    for _, refused in ranks:
+@pytest.mark.parametrize("samples", [1, 3, 17])
+def test_values_of_an_evaluation_are_reduced_over_the_ranks(samples: int) -> None:  # B-04, B-12
+    # A value that a hook logs once per rank has weight one on every rank, whatever the last batch's size.
+    expected, own = {"count": samples, "rank": 1.5, "twice": 2.0 * 4}, 0.0
+    for found, refused in on_ranks(_evaluated, 4, samples):
+        own += found.pop("own", 0.0)
+        assert found == pytest.approx(expected)
         assert refused["type"] == "DistributedError"
         assert "'only_here' on rank(s) [1] and not on [0, 2, 3]" in refused["text"]
+    assert own == samples
 
 
 class Stepwise(Regression):
     """Logs a value to be reduced at a flush, only on some ranks and in some steps."""
 
-    def __init__(self, every: int = 1, ranks: tuple[int, ...] = (0, 1)) -> None:
+    def __init__(self, every: int, *ranks: int) -> None:
         super().__init__()
         self.every, self.ranks = every, ranks
 
@@ -262,18 +245,17 @@ class Stepwise(Regression):
         return self.loss(batch)
 
 
-def _stepwise(module: Stepwise, samples: int) -> float | str:
+def _stepwise(samples: int, every: int, *ranks: int) -> float | str:
     trainer = quiet(strategy="ddp", log_every_n_steps=1)
     with failing() as refused:
-        trainer.fit(module, loader(samples, 4))
+        trainer.fit(Stepwise(every, *ranks), loader(samples, 4))
     return refused["text"] or float(trainer.callback_metrics["sum"])
 
 
 def test_step_values_are_reduced_at_a_flush() -> None:  # B-12
-    # The second is not counted again at each later flush; in the next two, rank 1 joins.
-    cases = (Stepwise(), 64), (Stepwise(every=4), 64), (Stepwise(), 1), (Stepwise(), 9), (Stepwise(ranks=(1,)), 64)
-    for *sums, refused in on_ranks(each, 2, _stepwise, *cases, process_group=None):
-        assert sums == [2.0, 2.0, 1.0, 1.0]
+    # The first is not counted again at each later flush; in the second, rank 1 joins.
+    for seldom, joined, refused in on_ranks(each, 2, _stepwise, (64, 4, 0, 1), (9, 1, 0, 1), (64, 1, 1)):
+        assert (seldom, joined) == (2.0, 1.0)
         assert "'sum' on rank(s) [1] and not on [0]" in refused
 
 
@@ -342,48 +324,108 @@ def test_evaluation_leaves_no_trace_on_a_joining_rank(strategy: str, stage: str)
 
 
 class Growing(Regression):
-    """Creates a buffer when it first sees data, lets another one grow, and writes each rank's own values to others."""
+    """Creates a buffer when it first sees data, and lets another one grow."""
 
     first: torch.Tensor
     seen: torch.Tensor
-    mask: torch.Tensor
-    turned: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("first", None)
         self.register_buffer("seen", torch.zeros(0, FEATURES), persistent=False)
-        self.register_buffer("mask", torch.zeros(2, dtype=torch.bool))
-        self.register_buffer("turned", torch.zeros(2, 3).T)
-        self.validated: list[torch.Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.first is None:
             self.first = batch[0][0].clone()
         self.seen = torch.cat([self.seen, batch[0]])
-        self.mask[self.global_rank] = True
-        self.turned += 1 + self.global_rank
         return self.loss(batch)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.validated.append(self.turned.clone())
 
-
-def _grown(strategy: str, samples: int) -> dict[str, Any]:
+def _grown(strategy: str, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     module = Growing()
-    chosen = DDPStrategy(broadcast_buffers=False) if strategy == "ddp, buffers apart" else strategy
-    trained(module, loader(samples, 4), loader(2, 1), strategy=chosen)
-    return {**dict(module.named_buffers()), "validated": module.validated[0]}
+    trained(module, loader(samples, 4), strategy=strategy)
+    return module.first, module.seen
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp, buffers apart", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("samples", [1, 9])
-def test_buffers_are_rank_0s_in_evaluation_and_after_fit(strategy: str, samples: int) -> None:  # I-07, B-08
+def test_buffers_that_differ_in_form_become_rank_0s(strategy: str, samples: int) -> None:  # I-07, B-08
     x = data(samples).tensors[0]
-    for buffers in on_ranks(_grown, 2, strategy, samples, process_group=None):
+    for first, seen in on_ranks(_grown, 2, strategy, samples, process_group=None):
         # Of nine samples rank 0 gets the first four and the last.
-        assert torch.equal(buffers["first"], x[0])
-        assert torch.equal(buffers["seen"], torch.cat([x[:4], x[8:]]))
-        assert buffers["mask"].tolist() == [True, False]
-        assert torch.equal(buffers["turned"], torch.full((3, 2), 1.0 if samples == 1 else 2.0))
-        assert torch.equal(buffers["validated"], buffers["turned"])
+        assert torch.equal(first, x[0])
+        assert torch.equal(seen, torch.cat([x[:4], x[8:]]))
+
+
+class OfWrongLength(IterableDataset[Any]):
+    """Has 5 batches of four on rank 0 and 3 on rank 1, and states another length on both."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(global_batches(64, 4)[: (5, 3)[dist.get_rank()]])
+
+
+class OwnIterator(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return iter(list(super().__iter__()))
+
+
+class CountsSamples(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[tuple[int, int]] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("samples", float(len(batch[0])), reduce_fx="sum", batch_size=len(batch[0]))
+
+    def on_validation_end(self) -> None:
+        self.validated.append((self.current_epoch, self.global_step))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> int:
+        return len(self.net(batch[0]))
+
+
+LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "too much": lambda: DataLoader(data(20), batch_sampler=Batches(20, 40)),
+    "uneven": lambda: DataLoader(OfWrongLength(3), batch_size=None),
+    "one rank": lambda: DataLoader(OfWrongLength(5), batch_size=None),
+    "own iterator": lambda: OwnIterator(data(19), 4),
+}
+# Steps and samples of an epoch, and the warning.
+EXPECTED = {
+    "too much": (5, 20, ["20 micro-batches per epoch, but 5 were read."]),
+    "uneven": (5, 32, ["3 micro-batches per epoch, but 5 were read on rank(s) [0]."]),
+    "one rank": (5, 32, ["5 micro-batches per epoch, but 3 were read on rank(s) [1]."]),
+    "own iterator": (3, 19, []),
+}
+
+
+def _counted(strategy: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with captured_warnings() as lines:
+        for name, build in LOADERS.items():
+            lines.clear()
+            module, run = CountsSamples(), quiet(strategy=strategy, max_epochs=2, val_check_interval=0.5)
+            run.fit(module, build(), build())
+            warned = [text for text in lines if "proved wrong" in text]
+            predicted = sum(quiet(strategy=strategy).predict(module, build()))
+            counts = run.global_step, run.samples_seen, predicted, float(run.callback_metrics["samples"])
+            found[name] = (counts, module.validated, warned)
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_all_ranks_go_through_all_the_data(strategy: str) -> None:  # I-04
+    first, second = on_ranks(_counted, 2, strategy, timeout=120)
+    for name, (steps, samples, warning) in EXPECTED.items():
+        assert first[name][0] == second[name][0] == (2 * steps, 2 * samples, samples, samples), name
+        # Once for the training loader, and once for the validation loader; on rank 0 only.
+        assert second[name][2] == []
+        assert len(first[name][2]) == 2 * len(warning), name
+        assert all(part in text for text in first[name][2] for part in warning), first[name][2]
+    assert first["too much"][1] == second["too much"][1] == [(0, 5), (1, 10)]  # the expected half is never reached
