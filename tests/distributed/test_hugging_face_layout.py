@@ -37,8 +37,6 @@ def llama() -> Any:
 
 
 class Language(TrainModule):
-    """Has a Hugging Face model as an attribute, and further state of the user's own."""
-
     rate = 0.0  # for files that do not depend on the order of sums
 
     def __init__(self) -> None:

@@ -95,26 +95,20 @@ def test_they_are_called_with_the_arguments_of_lightning() -> None:  # Q-11
 
 
 class OwnBackward(Precision):
-    """Runs backward without `run_backward`, as precisions did before there was one."""
-
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
 
 
-def _refused(**settings: Any) -> str:
-    return refusal(DoublesInBackward(), loader(SAMPLES, BATCH // 2), **settings)
-
-
-def _refused_under_zero() -> list[str]:
-    return [_refused(strategy=f"deepspeed_stage_{stage}") for stage in (1, 3)]
+def _refused(strategy: str, precision: Any = "32-true") -> str:
+    return refusal(DoublesInBackward(), loader(SAMPLES, BATCH // 2), strategy=strategy, precision=precision)
 
 
 def test_what_does_not_call_the_override_is_refused() -> None:  # Q-11
-    assert "DoublesInBackward.backward" in _refused(precision=OwnBackward())
-    for texts in on_ranks(_refused_under_zero, 2):
-        for text in texts:  # DeepSpeed runs backward itself
-            assert "DoublesInBackward.backward" in text
-            assert "DeepSpeedStrategy" in text
+    assert "DoublesInBackward.backward" in _refused("single_device", OwnBackward())
+    # DeepSpeed runs backward itself.
+    for text in on_ranks(each, 2, _refused, ("deepspeed_stage_1",), ("deepspeed_stage_3",))[0]:
+        assert "DoublesInBackward.backward" in text
+        assert "DeepSpeedStrategy" in text
 
 
 class ClipsWithOtherNames(Doubled):

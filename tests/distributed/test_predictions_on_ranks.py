@@ -16,7 +16,7 @@ from small_runs import STRATEGIES, failing, quiet, seeded
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from drivetrain import Callback, DistributedError, TrainModule
+from drivetrain import DistributedError, TrainModule
 from drivetrain._loops.outputs import _HostPickler
 from drivetrain.callbacks import BasePredictionWriter, PredictionWriter
 from drivetrain.data import read_predictions, split_by_rank
@@ -38,20 +38,24 @@ class Predicting(TrainModule):
         self.layer = seeded(lambda: nn.Linear(2, 3))
         self.layer.weight.data *= scale
         self.given: list[int] = []
-        self.kill_at: int | None = None
+        self.kill_at = self.fail_at = -1
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        (x,) = batch
+        x = self.samples_of(batch, batch_idx)
         out = self.layer(x)
         if batch_idx == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
         self.given += [int(value) for value in x[:, 0]]
         return {"number": x[:, 0].long(), "out": out, "text": [str(int(value)) for value in x[:, 0]]}
 
+    def samples_of(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == self.fail_at:
+            raise RuntimeError("the machine is gone")
+        samples: torch.Tensor = batch[0]
+        return samples
+
 
 class Stream(IterableDataset[Any]):
-    """Of 11 samples the first of two ranks gets 6."""
-
     def __init__(self, samples: int) -> None:
         self.samples = samples
 
@@ -75,23 +79,15 @@ def stream(samples: int = 13) -> DataLoader[Any]:
     return DataLoader(split_by_rank(Stream(samples)), batch_size=2)
 
 
-class Failing(Callback):
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def on_predict_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int, *others: Any) -> Any:
-        if batch_idx == self.at:
-            raise RuntimeError("the machine is gone")
-
-
-def predict(path: str, strategy: str, loaders: Any = None, fail_at: int | None = None, module: Any = None) -> Any:
+def predict(path: str, strategy: str, loaders: Any = None, fail_at: int = -1, module: Any = None) -> Any:
     """Predict on all ranks, or until a batch; return the samples that this rank predicted, or the error."""
-    module = Predicting() if module is None else module
-    callbacks = [*([] if fail_at is None else [Failing(fail_at)]), PredictionWriter(path, part_bytes=1)]
-    fit = quiet(strategy=STRATEGIES[strategy](), callbacks=callbacks)
+    module = module or Predicting()
+    module.fail_at = fail_at
+    chosen = FSDPStrategy(tensor_parallel=2) if strategy == "tensor parallel" else STRATEGIES[strategy]()
+    fit = quiet(strategy=chosen, callbacks=PredictionWriter(path, part_bytes=1))
     with failing() as caught:
         fit.predict(module, plain() if loaders is None else loaders, return_predictions=False)
-    return module.given if caught["type"] == "nothing was raised" else caught["text"]
+    return caught["text"] or module.given
 
 
 def numbers(path: Any, **options: Any) -> list[int]:
@@ -99,7 +95,6 @@ def numbers(path: Any, **options: Any) -> list[int]:
 
 
 FORMS = {"plain 1": 1, "plain 5": 5, "plain 11": 11, "plain 16": 16, "shuffled": 11, "own": 15}
-"""Fewer samples than ranks, and every possible remainder."""
 
 
 def _all_forms(folder: str, strategy: str) -> None:
@@ -148,20 +143,17 @@ def test_another_number_of_ranks_does_not_resume(tmp_path: Path) -> None:  # L-0
     assert sorted(number for part in given for number in part) == list(range(8, 23))
 
 
-def _own_and_streams(folder: str, strategy: str, fail_at: int | None) -> Any:
-    own = predict(f"{folder}/own", strategy, own_order(), fail_at)
-    return own, predict(f"{folder}/stream", strategy, stream(), fail_at)
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_own_orders_and_streams_resume_on_ranks(tmp_path: Path, strategy: str) -> None:  # L-03
-    on_ranks(_own_and_streams, 2, str(tmp_path), strategy, 2, process_group=None)
-    given = on_ranks(_own_and_streams, 2, str(tmp_path), strategy, None, process_group=None)
+    given = []
+    for path, loaders in ((tmp_path / "own", own_order()), (tmp_path / "stream", stream())):
+        on_ranks(predict, 2, str(path), strategy, loaders, 2, process_group=None)
+        given.append(on_ranks(predict, 2, str(path), strategy, loaders, process_group=None))
     assert numbers(tmp_path / "own") == list(range(15))
-    assert not {number for own, _ in given for number in own} & set(ORDER[:8])
+    assert not {number for own in given[0] for number in own} & set(ORDER[:8])
     assert sorted(numbers(tmp_path / "stream")) == list(range(13))
     # One rank has three samples left, in two batches, the other two in one; under FSDP it joins with that batch again.
-    assert [len(streamed) for _, streamed in given] == ([3, 2] if strategy == "ddp" else [3, 4])
+    assert [len(streamed) for streamed in given[1]] == ([3, 2] if strategy == "ddp" else [3, 4])
 
 
 class Split(Predicting):
@@ -177,23 +169,18 @@ class Split(Predicting):
         parallelize_module(self, self.device_mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        (x,) = batch
+        x = self.samples_of(batch, batch_idx)
         self.given += [int(value) for value in x[:, 0]]
         return {"number": x[:, 0].long(), "out": self.layer(x) + self.down(torch.tanh(self.up(x)))}
 
 
-def _split(path: str, *failing_at: int) -> Any:
-    module = Split()
-    callbacks = [*map(Failing, failing_at), PredictionWriter(path, part_bytes=1)]
-    with failing():
-        fit = quiet(strategy=FSDPStrategy(tensor_parallel=2), callbacks=callbacks)
-        fit.predict(module, DataLoader(numbered(11), batch_size=4), return_predictions=False)
-    return module.given
+def _split(path: str, fail_at: int) -> Any:
+    return predict(path, "tensor parallel", DataLoader(numbered(11), batch_size=4), fail_at, Split())
 
 
 def test_one_of_the_ranks_with_the_same_data_writes(tmp_path: Path) -> None:  # L-03
     on_ranks(_split, 2, str(tmp_path / "out"), 1, process_group=None)
-    assert on_ranks(_split, 2, str(tmp_path / "out"), process_group=None) == [[4, 5, 6, 7, 8, 9, 10]] * 2
+    assert on_ranks(_split, 2, str(tmp_path / "out"), -1, process_group=None) == [[4, 5, 6, 7, 8, 9, 10]] * 2
     assert numbers(tmp_path / "out") == list(range(11))
     assert {path.name.split("-")[2] for path in (tmp_path / "out").glob("part-*")} == {"00000"}
 
@@ -214,7 +201,7 @@ def test_every_rank_refuses_predictions_of_other_weights(tmp_path: Path) -> None
 
 def _killed(path: str, strategy: str, rank: int) -> None:
     module = Predicting()
-    module.kill_at = 3 if int(os.environ["RANK"]) == rank else None
+    module.kill_at = 3 if int(os.environ["RANK"]) == rank else -1
     predict(path, strategy, module=module)
 
 

@@ -90,9 +90,7 @@ def _whole_and_resumed(strategy: str, configure: Any, path: str) -> list[dict[st
         pytest.param("fsdp", eight_bit, marks=requires_package("torchao")),
     ],
 )
-def test_the_same_ranks_resume_exactly(strategy: str, configure: Any, tmp_path: Path) -> None:
-    # Q-03, B-17: under FSDP the first save hung, one rank in the exchange of pieces, the other in the gathering of
-    # errors. Some shards are quantised on one rank only.
+def test_the_same_ranks_resume_exactly(strategy: str, configure: Any, tmp_path: Path) -> None:  # Q-03, B-17
     for whole, resumed in on_ranks(_whole_and_resumed, 2, strategy, configure, str(tmp_path / "saved"), timeout=300):
         assert (whole["error"], resumed["error"]) == ("", "")
         for name, value in whole["state"].items():
@@ -115,21 +113,15 @@ BLOCKS = ["block-wise optimizer state", "even.weight/momentum", 'allow=("optimiz
         ("fsdp", "hybrid", ["belongs to other shards", "even.weight"]),
     ],
 )
-def test_blocks_are_not_cut_anew(before: str, after: str, told: list[str], tmp_path: Path) -> None:
-    # Q-03: with another division into shards, the blocks and their scales would not be the same
+def test_blocks_are_not_cut_anew(before: str, after: str, told: list[str], tmp_path: Path) -> None:  # Q-03
     for refused, allowed in on_ranks(_resume_elsewhere, 2, before, after, str(tmp_path / "saved"), timeout=120):
         assert all(part in refused["error"] for part in told), refused
         assert (allowed["step"], allowed["error"]) == (8, "")
 
 
-def _refused_under_zero(folder: str) -> dict[str, Any]:
-    return fit("deepspeed", callback=Checkpoint(folder))
-
-
 @requires_package("deepspeed")
-def test_zero_refuses_it_before_the_second_step(tmp_path: Path) -> None:
-    # Q-03
-    for found in on_ranks(_refused_under_zero, 2, str(tmp_path), timeout=120):
+def test_zero_refuses_it_before_the_second_step(tmp_path: Path) -> None:  # Q-03
+    for found in on_ranks(fit, 2, "deepspeed", on_some_ranks, Checkpoint(tmp_path), timeout=120):
         assert "'momentum' of QuantisedMomentum is of class Quantised" in found["error"]
         assert found["step"] == 1
 
@@ -166,8 +158,7 @@ def _save_with_unreadable_part(path: str, failing_rank: int, name: str) -> str:
 )
 def test_a_part_that_one_rank_cannot_read_fails_the_save_on_all_ranks(
     failing_rank: int, name: str, tmp_path: Path
-) -> None:
-    # Q-03: the failing rank went on to the gathering of errors, while the other waited for its pieces forever
+) -> None:  # Q-03
     for error in on_ranks(_save_with_unreadable_part, 2, str(tmp_path / "saved"), failing_rank, name, timeout=60):
         assert error.startswith("CheckpointError")
         assert f"rank {failing_rank}: RuntimeError: cannot be read" in error

@@ -7,7 +7,6 @@ import random
 import signal
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -301,8 +300,7 @@ class StopsWithoutSteps(Regression):
 
 
 def _stopped(strategy: str, how: str) -> tuple[Any, ...]:
-    options: dict[str, Any] = {"max_time": timedelta(milliseconds=100), "max_epochs": 200} if how == "max_time" else {}
-    run = quiet(strategy=strategy, **options)
+    run = quiet(strategy=strategy, max_time={"seconds": 0.1} if how == "max_time" else None, max_epochs=200)
     code, _ = run_until_left(run, "fit", StopsWithoutSteps(how), loader(600, 1))
     return code, run.global_step, run.micro_batches, run.current_epoch
 

@@ -1,8 +1,4 @@
-"""Third-party strategies and precisions: refused where they would be wrong, else correct. Rows K-01, K-02, K-03.
-
-The parity and checkpoint matrices show that such strategies give the reference's numbers, and read and write any
-checkpoint.
-"""
+"""Third-party strategies and precisions: refused where they would be wrong, else correct. Rows K-01, K-02, K-03."""
 
 from __future__ import annotations
 
@@ -78,8 +74,7 @@ def _refusal(kind: type[Strategy], build: type[Regression]) -> tuple[str, bool]:
 LOCAL_CONTROL = "is a LocalControl of rank 0 of 1, in a process that is rank"
 
 
-def test_ranks_that_would_train_apart_are_refused() -> None:
-    # K-01: previously it trained unconnected runs, gave wrong numbers and exited with code 0
+def test_ranks_that_would_train_apart_are_refused() -> None:  # K-01
     cases: list[Any] = [(kind, Regression) for kind in (Unconnected, LeavesOutTheEnvironment, CountsForItself)]
     for rank, found in enumerate(on_ranks(each, 2, _refusal, *cases, (Averaging, WithMaxNorm))):
         assert all(text.startswith("ConfigurationError") and unchanged for text, unchanged in found), found
@@ -114,8 +109,7 @@ def return_the_module(strategy: Any, module: Any) -> Any:
         (return_the_module, "returned the module itself"),
     ],
 )
-def test_an_incomplete_setup_module_is_refused(setup_module: Any, told: str) -> None:
-    # K-01: previously gradients were not exchanged and the ranks diverged, or a checkpoint had other names
+def test_an_incomplete_setup_module_is_refused(setup_module: Any, told: str) -> None:  # K-01
     strategy = type("Incomplete", (Averaging,), {"setup_module": setup_module})()
     text = refusal(Regression(), loader(16, 4), strategy=strategy, devices=1)
     assert text.startswith(f"ConfigurationError: Incomplete.setup_module {told}")
@@ -156,8 +150,7 @@ def _unfreeze() -> Any:
     return weights(module.net), module.table.weight.detach(), module.counts
 
 
-def test_ranks_stay_equal_whichever_method_is_overridden() -> None:
-    # K-01, I-03: setup_optimizers without super, a sparse gradient on one rank alone, a change of what trains
+def test_ranks_stay_equal_whichever_method_is_overridden() -> None:  # K-01, I-03
     reference = Regression()
     for trains in (False, True):
         reference.net[0].requires_grad_(trains)
@@ -169,8 +162,7 @@ def test_ranks_stay_equal_whichever_method_is_overridden() -> None:
     assert (counts, other_counts) == ([4.0, 8.0], [8.0, 16.0])  # each rank's own, even after unfreezing
 
 
-def test_the_third_party_overrides_one_method_and_uses_public_names_only() -> None:
-    # K-01
+def test_the_third_party_overrides_one_method_and_uses_public_names_only() -> None:  # K-01
     for interface in (Strategy, DistributedStrategy):
         assert interface.__abstractmethods__ == {"setup_module"}
     imports = ast.walk(ast.parse(Path(averaging.__file__).read_text()))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import Regression, loader, quiet, refusal, weights
+from small_runs import Regression, each, loader, quiet, refusal, weights
 from torch import nn
 
 from drivetrain.callbacks import LearningRateFinder
@@ -18,8 +18,6 @@ preload(*DEEPSPEED)
 
 
 class Drawing(Regression):
-    """Uses random generators in each step, and has buffers."""
-
     def __init__(self, lr: float = 0.1) -> None:
         super().__init__(lr)
         self.net.append(nn.BatchNorm1d(1))
@@ -53,16 +51,12 @@ def _trained(strategy: str, search: bool) -> dict[str, Any]:
     }
 
 
-def _with_and_without(strategy: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    return _trained(strategy, search=False), _trained(strategy, search=True)
-
-
 ZERO_3 = pytest.param("deepspeed_stage_3", marks=[requires_package("deepspeed"), pytest.mark.slow])
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", ZERO_3])
 def test_a_run_after_a_search_is_the_run_without_one(strategy: str) -> None:  # L-06
-    ranks = on_ranks(_with_and_without, 2, strategy, process_group=None, timeout=150)
+    ranks = on_ranks(each, 2, _trained, (strategy, False), (strategy, True), process_group=None, timeout=150)
     results = [(after.pop("results"), after.pop("size")) for _, after in ranks]
     assert results[0] == results[1] == (results[0][0], 4)
     for plain, after in ranks:

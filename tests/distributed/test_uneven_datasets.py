@@ -1,13 +1,11 @@
-"""Data whose size is not divisible, on several ranks: joining, evaluation, logged values, buffers, lengths.
-
-Rows B-04, B-08, B-12, B-14, B-16, I-04, I-07. Windows over uneven ranks are in test_programs_on_ranks.py.
-"""
+"""Uneven data on several ranks: joining, evaluation, logged values, buffers, lengths (see the programs, too)."""
 
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +31,9 @@ from small_runs import (
 from torch.utils.data import DataLoader, IterableDataset
 
 from captured_warnings import captured_warnings
+from drivetrain import Callback
 from drivetrain.callbacks import ReplicaCheck
+from drivetrain_strategies import DDPStrategy
 from worlds import on_ranks
 from wrong_lengths import Batches
 
@@ -116,16 +116,6 @@ class Stream(IterableDataset[Any]):
         return (self.make(x, y) for x, y in own_batches(rank, self.counts[rank]))
 
 
-class StatefulStream(Stream):
-    """Has a state_dict of its position, so nothing is read ahead of training."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Any) -> None:
-        raise AssertionError("nothing is resumed here")
-
-
 def own_batches(rank: int, count: int) -> list[Any]:
     return global_batches(64, 4)[8 * rank : 8 * rank + count]
 
@@ -168,33 +158,26 @@ class TakesBatchesApart(Regression):
         return self.loss((x, y))
 
 
-COUNTS = (2, 5)
-STREAMS: list[Any] = [
-    (Stream, lambda x, y: {"x": x, "y": y}),
-    (StatefulStream, lambda x, y: {"x": x, "y": y}),
-    (Stream, lambda x, y: UserDict(x=x, y=y)),
-    (Stream, lambda x, y: {"given": [x, {"y": y}]}),
-    (Stream, Pair),
+CONTAINERS: list[Any] = [
+    lambda x, y: {"x": x, "y": y},
+    lambda x, y: UserDict(x=x, y=y),
+    lambda x, y: {"given": [x, {"y": y}]},
+    Pair,
 ]
 
 
-def _taken_apart(window: int) -> list[torch.Tensor]:
-    loaders = [DataLoader(kind(*COUNTS, make=make), batch_size=None) for kind, make in STREAMS]
-    options: dict[str, Any] = {"strategy": "ddp", "accumulate_grad_batches": window}
-    return [trained(TakesBatchesApart(), batches, **options) for batches in loaders]
+def _taken_apart() -> list[torch.Tensor]:
+    loaders = [DataLoader(Stream(2, 5, make=make), batch_size=None) for make in CONTAINERS]
+    return [trained(TakesBatchesApart(), batches, strategy="ddp", accumulate_grad_batches=2) for batches in loaders]
 
 
-@pytest.mark.parametrize("window", [1, 2])
-def test_a_joining_rank_gets_containers_of_its_own(window: int) -> None:  # I-07
-    parts = [own_batches(rank, count) for rank, count in enumerate(COUNTS)]
-    batches = []
-    for start in range(0, max(COUNTS), window):
-        pieces = [batch for part in parts for batch in part[start : start + window]]
-        batches.append(tuple(torch.cat([piece[at] for piece in pieces]) for at in range(2)))
+def test_a_joining_rank_gets_containers_of_its_own() -> None:  # I-07
+    windows = [[*own_batches(0, 2), *own_batches(1, 2)], own_batches(1, 5)[2:4], own_batches(1, 5)[4:]]
+    batches = [tuple(torch.cat([batch[at] for batch in window]) for at in range(2)) for window in windows]
     expected = weights(train_by_hand(Regression(), batches))
-    for found in on_ranks(_taken_apart, 2, window, process_group=None):
+    for found in on_ranks(_taken_apart, 2, process_group=None):
         for number, actual in enumerate(found):
-            torch.testing.assert_close(actual, expected, msg=about(STREAMS[number]), **TIGHTER)
+            torch.testing.assert_close(actual, expected, msg=about(number), **TIGHTER)
 
 
 class Measured(Regression):
@@ -265,10 +248,8 @@ class Contrastive(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         out = self.net(batch[0])
         nested = self.all_gather({"a": out, "b": [1, (2.5, True)]})
-        assert nested["a"].shape == (self.trainer.world_size, *out.shape)
-        assert not nested["a"].requires_grad
-        assert nested["b"][0].tolist() == [1] * self.trainer.world_size
-        assert nested["b"][1][0].tolist() == [2.5] * self.trainer.world_size
+        assert (nested["a"].shape, nested["a"].requires_grad) == ((2, *out.shape), False)
+        assert (nested["b"][0].tolist(), nested["b"][1][0].tolist()) == ([1, 1], [2.5, 2.5])
         gathered = self.all_gather(out, sync_grads=True).flatten(0, 1), self.all_gather(batch[1]).flatten(0, 1)
         return contrastive_loss(*gathered)
 
@@ -289,8 +270,6 @@ def test_a_loss_over_the_samples_of_all_ranks() -> None:  # B-16
 
 
 class CountsInEvaluation(Regression):
-    """Counts and averages its evaluation samples, in buffers that it reassigns or writes to."""
-
     count: torch.Tensor
     mean: torch.Tensor
 
@@ -324,8 +303,6 @@ def test_evaluation_leaves_no_trace_on_a_joining_rank(strategy: str, stage: str)
 
 
 class Growing(Regression):
-    """Creates a buffer when it first sees data, and lets another one grow."""
-
     first: torch.Tensor
     seen: torch.Tensor
 
@@ -370,11 +347,6 @@ class OfWrongLength(IterableDataset[Any]):
         return iter(global_batches(64, 4)[: (5, 3)[dist.get_rank()]])
 
 
-class OwnIterator(DataLoader[Any]):
-    def __iter__(self) -> Any:
-        return iter(list(super().__iter__()))
-
-
 class CountsSamples(Regression):
     def __init__(self) -> None:
         super().__init__()
@@ -390,42 +362,123 @@ class CountsSamples(Regression):
         return len(self.net(batch[0]))
 
 
-LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
-    "too much": lambda: DataLoader(data(20), batch_sampler=Batches(20, 40)),
-    "uneven": lambda: DataLoader(OfWrongLength(3), batch_size=None),
-    "one rank": lambda: DataLoader(OfWrongLength(5), batch_size=None),
-    "own iterator": lambda: OwnIterator(data(19), 4),
-}
-# Steps and samples of an epoch, and the warning.
-EXPECTED = {
-    "too much": (5, 20, ["20 micro-batches per epoch, but 5 were read."]),
-    "uneven": (5, 32, ["3 micro-batches per epoch, but 5 were read on rank(s) [0]."]),
-    "one rank": (5, 32, ["5 micro-batches per epoch, but 3 were read on rank(s) [1]."]),
-    "own iterator": (3, 19, []),
+READ = "micro-batches per epoch, but"
+OF_WRONG_LENGTH: dict[str, tuple[Any, int, int, str]] = {  # with the steps and samples of an epoch, and the warning
+    "too much": (loader(20, 1, batch_sampler=Batches(20, 40)), 5, 20, f"20 {READ} 5 were read."),
+    "uneven": (DataLoader(OfWrongLength(3), None), 5, 32, f"3 {READ} 5 were read on rank(s) [0]."),
+    "one rank": (DataLoader(OfWrongLength(5), None), 5, 32, f"5 {READ} 3 were read on rank(s) [1]."),
 }
 
 
-def _counted(strategy: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _counted(strategy: str, name: str) -> Any:
+    batches, module = OF_WRONG_LENGTH[name][0], CountsSamples()
+    run = quiet(strategy=strategy, max_epochs=2, val_check_interval=0.5)
     with captured_warnings() as lines:
-        for name, build in LOADERS.items():
-            lines.clear()
-            module, run = CountsSamples(), quiet(strategy=strategy, max_epochs=2, val_check_interval=0.5)
-            run.fit(module, build(), build())
-            warned = [text for text in lines if "proved wrong" in text]
-            predicted = sum(quiet(strategy=strategy).predict(module, build()))
-            counts = run.global_step, run.samples_seen, predicted, float(run.callback_metrics["samples"])
-            found[name] = (counts, module.validated, warned)
-    return found
+        run.fit(module, batches, OF_WRONG_LENGTH[name][0])
+    warned = [text for text in lines if "proved wrong" in text]
+    predicted = sum(quiet(strategy=strategy).predict(module, batches))
+    counts = run.global_step, run.samples_seen, predicted, float(run.callback_metrics["samples"])
+    return counts, module.validated, warned
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_all_ranks_go_through_all_the_data(strategy: str) -> None:  # I-04
-    first, second = on_ranks(_counted, 2, strategy, timeout=120)
-    for name, (steps, samples, warning) in EXPECTED.items():
-        assert first[name][0] == second[name][0] == (2 * steps, 2 * samples, samples, samples), name
-        # Once for the training loader, and once for the validation loader; on rank 0 only.
-        assert second[name][2] == []
-        assert len(first[name][2]) == 2 * len(warning), name
-        assert all(part in text for text in first[name][2] for part in warning), first[name][2]
-    assert first["too much"][1] == second["too much"][1] == [(0, 5), (1, 10)]  # the expected half is never reached
+@pytest.mark.parametrize("name", OF_WRONG_LENGTH)
+def test_all_ranks_go_through_all_the_data(strategy: str, name: str) -> None:  # I-04
+    _, steps, samples, warning = OF_WRONG_LENGTH[name]
+    first, second = on_ranks(_counted, 2, strategy, name, timeout=120)
+    assert first[0] == second[0] == (2 * steps, 2 * samples, samples, samples)
+    # Once for the training loader, and once for the validation loader; on rank 0 only.
+    assert [warning in text for text in first[2]] == [True] * 2, first[2]
+    assert second[2] == []
+    if name == "too much":  # the expected half is never reached
+        assert first[1] == second[1] == [(0, 5), (1, 10)]
+
+
+class Centring(Regression):
+    """Subtracts a running mean from its inputs, which each rank computes over its own data."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(FEATURES))
+        self.register_buffer("seen", torch.tensor(float("nan")))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        self.mean.copy_(0.5 * self.mean + 0.5 * x.mean(0))
+        return self.loss((x - self.mean, y))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+
+    def on_train_end(self) -> None:
+        self.at_the_end = [buffer.detach().clone() for buffer in self.buffers()]
+
+
+class Swapping(Callback):
+    """Validates with another mean, as averaging callbacks do, or sets it for good."""
+
+    def __init__(self, for_good: bool = False) -> None:
+        self.for_good = for_good
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.before = module.mean.clone()
+        module.mean.fill_(3.0)
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        if not self.for_good:
+            module.mean.copy_(self.before)
+
+
+class SavesInValidation(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(self.path)
+
+
+def train_centring(module: Centring, strategy: Any, validation: Any, *callbacks: Callback, **options: Any) -> Any:
+    """Return the weights and this rank's buffers of the end of training, before rank 0's replace them."""
+    trained(module, loader(28, 2), validation, strategy=strategy, callbacks=[*callbacks], **options)
+    return [weights(module), *module.at_the_end]
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(one, other, strict=True))
+
+
+def buffers_apart() -> DDPStrategy:
+    return DDPStrategy(broadcast_buffers=False)
+
+
+STRATEGIES = {"ddp": DDPStrategy, "ddp, buffers apart": buffers_apart, "fsdp": lambda: "fsdp"}
+
+
+def _without_and_with_validation(strategy: str) -> list[Any]:
+    build, options = STRATEGIES[strategy], {"accumulate_grad_batches": 3}
+    without = train_centring(Centring(), build(), None, **options)
+    # Of five samples one rank has two and joins once.
+    return [without, train_centring(Centring(), build(), loader(5, 1), Swapping(), val_check_interval=2, **options)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_per_rank_buffers_do_not_depend_on_validation(strategy: str) -> None:  # I-13
+    for without, with_validation in on_ranks(_without_and_with_validation, 2, strategy):
+        assert equal(with_validation, without)
+
+
+def _changed_by_validation(path: str) -> tuple[torch.Tensor, bool]:
+    validation, options = loader(4, 1), {"val_check_interval": 3}
+    changed = train_centring(Centring(), buffers_apart(), validation, Swapping(for_good=True), val_check_interval=7)
+    whole = train_centring(Centring(), buffers_apart(), validation, SavesInValidation(path), **options)
+    resumed = train_centring(Centring(), buffers_apart(), validation, ckpt_path=path, **options)
+    return changed[1], equal(whole, resumed)
+
+
+def test_changes_made_in_validation_persist_and_are_saved(tmp_path: Path) -> None:  # I-13, F-02
+    for mean, resumes_exactly in on_ranks(_changed_by_validation, 2, str(tmp_path / "saved")):
+        assert torch.equal(mean, torch.full((FEATURES,), 3.0))
+        assert resumes_exactly
