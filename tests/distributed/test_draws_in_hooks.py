@@ -9,14 +9,14 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from small_runs import Regression, loader, quiet
+from small_runs import Regression, each, loader, quiet, trained
 
 from drivetrain import Callback
 from drivetrain_strategies import FSDPStrategy
 from worlds import on_ranks
 
-HOOKS = ["on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_end", "on_train_epoch_end"]
-HOOKS += ["on_validation_end", "on_train_end"]
+BEFORE = ["on_fit_start", "on_train_start", "on_train_epoch_start"]
+"""Hooks before the first batch."""
 
 
 class Draws(Callback):
@@ -28,20 +28,16 @@ class Draws(Callback):
         def draw(trainer: Any, module: Any, *arguments: Any) -> None:
             if seeds:
                 torch.manual_seed(100 + trainer.global_rank)
-            if module.layer is not None:
-                torch.nn.init.normal_(module.layer.weight)
-                self.initial = module.layer.weight.detach().clone()
+            torch.nn.init.normal_(module.net[0].weight)
+            self.initial = module.net[0].weight.detach().clone()
             self.drawn.append((random.random(), float(numpy.random.rand())))
 
         setattr(self, hook, draw)
 
 
 class Noisy(Regression):
-    """Draws in each step."""
-
     def __init__(self) -> None:
         super().__init__()
-        self.layer = self.net[0]
         self.noise: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -54,99 +50,75 @@ class Noisy(Regression):
 
 def _run(strategy: str, hook: str, seeds: bool = False) -> dict[str, Any]:
     module, draws, other = Noisy(), Draws(hook, seeds), Draws(hook)
-    before = module.layer.weight.detach().clone()
     trainer = quiet(strategy=strategy, callbacks=[draws, other], max_epochs=2, seed=3)
     trainer.fit(module, loader(32, 4), loader(8, 4))
-    changed = not torch.equal(before, module.layer.weight.detach())
-    return {
-        "weights": module.layer.weight.detach(),
-        "initial": getattr(other, "initial", None),
-        "drawn": draws.drawn,
-        "other": other.drawn,
-        "noise": module.noise,
-    } | {"changed": changed}
+    found = {"drawn": draws.drawn, "other": other.drawn, "noise": module.noise}
+    return {**found, "weights": module.net[0].weight.detach(), "initial": getattr(other, "initial", None)}
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-def test_a_layer_that_a_hook_initializes_is_the_same_on_all_ranks(hook: str) -> None:
+@pytest.mark.parametrize("hook", [*BEFORE, "on_train_batch_end", "on_validation_end", "on_train_end"])
+def test_a_layer_that_a_hook_initializes_is_the_same_on_all_ranks(hook: str) -> None:  # S-10
     first, second = on_ranks(_run, 2, "ddp", hook)
-    assert first["changed"]
+    assert first["initial"] is not None
+    assert torch.equal(first["initial"], second["initial"])
     assert torch.equal(first["weights"], second["weights"])
     assert first["drawn"] == second["drawn"]
     assert len(set(first["drawn"])) == len(first["drawn"])  # of every call others
     assert not set(first["drawn"]) & set(first["other"])  # and of every callback
     assert not set(first["noise"]) & set(second["noise"])
+    if hook in BEFORE:  # those of one process
+        (one,) = on_ranks(_run, 1, "single_device", hook)
+        assert (first["drawn"][0], first["other"][0]) == (one["drawn"][0], one["other"][0])
+        if hook != "on_train_epoch_start":  # later epochs draw other numbers
+            assert torch.equal(one["initial"], first["initial"])
 
 
-@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_epoch_start"])
-def test_a_layer_that_a_hook_initializes_before_the_first_batch_is_that_of_one_process(hook: str) -> None:
-    def first(run: dict[str, Any]) -> tuple[Any, Any]:
-        return run["drawn"][0], run["other"][0]
-
-    (one,) = on_ranks(_run, 1, "single_device", hook)
-    assert [first(each) for each in on_ranks(_run, 2, "ddp", hook)] == [first(one)] * 2
-    if hook != "on_train_epoch_start":  # later epochs draw other numbers
-        assert torch.equal(one["initial"], on_ranks(_run, 2, "ddp", hook)[1]["initial"])
-
-
-def test_steps_draw_as_without_hooks() -> None:
-    plain = on_ranks(_run, 2, "ddp", "on_nothing")
-    drawing = on_ranks(_run, 2, "ddp", "on_train_batch_end")
+def test_steps_draw_as_without_hooks_unless_a_hook_seeds() -> None:  # S-10
+    plain, drawing = (on_ranks(_run, 2, "ddp", hook) for hook in ("on_nothing", "on_train_batch_end"))
     assert [each["noise"] for each in plain] == [each["noise"] for each in drawing]
-
-
-def test_a_hook_that_seeds_is_obeyed() -> None:
-    seeding = on_ranks(_run, 2, "ddp", "on_train_start", True)
-    drawing = on_ranks(_run, 2, "ddp", "on_train_start")
-    for one, other in zip(seeding, drawing, strict=True):
+    for one, other in zip(on_ranks(_run, 2, "ddp", "on_train_start", True), plain, strict=True):
         assert not set(one["noise"]) & set(other["noise"])
 
 
-def _resume(path: str) -> list[torch.Tensor]:
-    class Saves(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, *arguments: Any) -> None:
-            if trainer.global_step == 5:
-                trainer.defer_save(lambda: trainer.write_checkpoint(path))
+class SavesAtStep5(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
 
-    found = []
-    for callbacks, ckpt_path in (([Saves()], None), ([], path)):
-        module = Noisy()
-        quiet(strategy="ddp", callbacks=[Draws("on_train_batch_end"), *callbacks], max_epochs=2, seed=3).fit(
-            module, loader(32, 4), ckpt_path=ckpt_path
-        )
-        found.append(module.layer.weight.detach())
-    return found
+    def on_train_batch_end(self, trainer: Any, module: Any, *arguments: Any) -> None:
+        if trainer.global_step == 5:
+            trainer.defer_save(lambda: trainer.write_checkpoint(self.path))
 
 
-def test_draws_in_hooks_are_the_same_after_a_resume(tmp_path: Path) -> None:
-    for whole, resumed in on_ranks(_resume, 2, str(tmp_path / "saved")):
+def _trained(path: str, ckpt_path: str | None) -> torch.Tensor:
+    callbacks = [Draws("on_train_batch_end"), SavesAtStep5(path)]
+    options: dict[str, Any] = {"strategy": "ddp", "callbacks": callbacks, "max_epochs": 2, "seed": 3}
+    return trained(Noisy(), loader(32, 4), ckpt_path=ckpt_path, **options)
+
+
+def test_draws_in_hooks_are_the_same_after_a_resume(tmp_path: Path) -> None:  # S-10
+    path = str(tmp_path / "saved")
+    for whole, resumed in on_ranks(each, 2, _trained, (path, None), (path, path)):
         assert torch.equal(whole, resumed)
 
 
-def _local_parts(strategy: str, hook: str) -> tuple[torch.Tensor, torch.Tensor]:
-    parts: list[torch.Tensor] = []
+class KeepsParts(Callback):
+    priority = -1
 
-    class Keeps(Callback):
-        priority = -1
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        weight: Any = module.net[0].weight
+        self.parts = weight.to_local().detach().clone(), weight.full_tensor().detach()
 
-        def on_train_end(self, trainer: Any, module: Any) -> None:
-            weight: Any = module.layer.weight
-            parts.extend((weight.to_local().detach().clone(), weight.full_tensor().detach()))
 
-    options: dict[str, Any] = {"replicate_size": 2} if strategy == "hsdp" else {}
-    quiet(
-        strategy=FSDPStrategy(sharding="hybrid" if options else "full", **options),
-        callbacks=[Draws(hook), Keeps()],
-        seed=3,
-    ).fit(Noisy(), loader(16, 1))
-    return parts[0], parts[1]
+def _parts(hook: str, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    keeps = KeepsParts()
+    quiet(strategy=FSDPStrategy(**options), callbacks=[Draws(hook), keeps], seed=3).fit(Noisy(), loader(16, 1))
+    return keeps.parts
 
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_end"])
-@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("hsdp", 4)])
-def test_shards_are_drawn_apart_and_their_replicas_alike(strategy: str, ranks: int, hook: str) -> None:
-    # S-10
-    parts = on_ranks(_local_parts, ranks, strategy, hook)
+@pytest.mark.parametrize(("ranks", "options"), [(2, {}), (4, {"sharding": "hybrid", "replicate_size": 2})])
+def test_shards_are_drawn_apart_and_their_replicas_alike(ranks: int, options: Any, hook: str) -> None:  # S-10
+    parts = on_ranks(_parts, ranks, hook, options)
     whole = parts[0][1]
     assert all(torch.equal(other, whole) for _, other in parts)
     assert len({tuple(row) for row in whole.tolist()}) == len(whole)

@@ -1,29 +1,34 @@
-"""Logged values on several ranks are exact, whatever happens to them or to a metric object later (I-01)."""
+"""Logged values and metrics on several ranks are exact, and so are histograms. Rows I-01, I-16, L-04, S-06."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torchmetrics
-from small_runs import Regression, data, failing, loader, quiet
-from torch.utils.data import DataLoader
+from fsdp_nets import Deep
+from small_runs import Regression, data, failing, loader, quiet, refusal, seeded, weights
 
-from drivetrain_strategies import DDPStrategy, FSDPStrategy
+from drivetrain import Logger
+from drivetrain.callbacks import Checkpoint
+from drivetrain.loggers import CSVLogger
+from drivetrain.testing import requires_package
+from mergeable import MergeablePearson
 from worlds import on_ranks
 
-BIG = 2**24 + 1  # the first integer that float32 cannot represent
 
+class ResetsByHand(Regression):
+    """Resets its metric object by hand in the epoch's last hook and reuses it, as code of users does."""
 
-class Measured(Regression):
-    """Resets its metric object by hand in the epoch's last hook, as code that computes it by hand does."""
-
-    def __init__(self, in_step: bool, reuse: bool) -> None:
+    def __init__(self, in_step: bool) -> None:
         super().__init__()
         self.mean = torchmetrics.MeanMetric()
-        self.in_step, self.reuse = in_step, reuse
+        self.in_step = in_step
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.validation_step(batch, batch_idx)
@@ -38,116 +43,49 @@ class Measured(Regression):
         if not self.in_step:
             self.log("mean", self.mean, on_step=False, on_epoch=True)
         self.mean.reset()
-        if self.reuse:
-            self.mean.update(100.0)
+        self.mean.update(100.0)
 
     on_validation_epoch_end = on_train_epoch_end
 
 
-def _reset(in_step: bool, reuse: bool, samples: int) -> tuple[Any, Any]:
-    trainer, module = quiet(strategy=DDPStrategy()), Measured(in_step, reuse)
+def _reset(in_step: bool, samples: int) -> list[Any]:
+    trainer, module = quiet(strategy="ddp"), ResetsByHand(in_step)
     validated = trainer.validate(module, loader(samples, 1), verbose=False)
     trainer.fit(module, loader(samples, 1))
-    return validated, {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return [*validated, {name: float(value) for name, value in trainer.callback_metrics.items()}]
 
 
 @pytest.mark.parametrize("samples", [1, 5])  # with one sample, the second rank has none
-@pytest.mark.parametrize(("in_step", "reuse"), [(True, False), (True, True), (False, False), (False, True)])
-def test_a_metric_that_a_hook_resets_keeps_what_was_logged(in_step: bool, reuse: bool, samples: int) -> None:
-    # I-01
-    expected = pytest.approx(float(data(samples).tensors[0][:, 0].mean()), rel=1e-6)
-    for validated, trained in on_ranks(_reset, 2, in_step, reuse, samples):
-        assert validated == [{"mean": expected}]
-        assert trained == {"mean": expected}
+@pytest.mark.parametrize("in_step", [False, True])
+def test_a_metric_that_a_hook_resets_keeps_what_was_logged(in_step: bool, samples: int) -> None:  # I-01
+    expected = {"mean": pytest.approx(float(data(samples).tensors[0][:, 0].mean()), rel=1e-6)}
+    assert on_ranks(_reset, 2, in_step, samples) == [[expected] * 2] * 2
 
 
-class Counting(Regression):
-    """Logs values that float32 cannot represent, with weights of every kind."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        options: dict[str, Any] = {"on_step": False, "on_epoch": True}
-        self.log("sum", torch.tensor(BIG), reduce_fx="sum", batch_size=0, **options)
-        self.log("max", BIG, reduce_fx="max", batch_size=0, **options)
-        self.log("mean", float(BIG), **options)
-        size: Any = torch.tensor(len(batch[0]))
-        self.log("first", batch[0][:, 0].mean(), batch_size=size, **options)
-        self.log("step", float(BIG), sync_dist=True)
-        self.log("ce", loss, on_step=True, on_epoch=True)
-        loss += 100.0
-        return loss
-
-
-def _counted() -> tuple[dict[str, float], list[float]]:
-    module, losses = Counting(), []
-    plain = module.loss
-    module.loss = lambda batch: losses.append(plain(batch)) or losses[-1]  # type: ignore[method-assign,func-returns-value]
-    trainer = quiet(strategy=DDPStrategy(), log_every_n_steps=1)
-    trainer.fit(module, loader(8, 2))
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}, [float(each) for each in losses]
-
-
-def test_large_integers_and_later_changes() -> None:
-    # I-01
-    first, second = on_ranks(_counted, 2)
-    found = first[0]
-    assert (found["sum"], found["max"], found["mean"], found["step"]) == (4 * BIG, BIG, BIG, BIG)
-    assert found["first"] == pytest.approx(float(data(8).tensors[0][:, 0].mean()), rel=1e-6)
-    before = [changed - 100 for changed in (*first[1], *second[1])]
-    assert found["ce_epoch"] == pytest.approx(sum(before) / 4, abs=1e-4)
-    assert found["ce_step"] == pytest.approx(first[1][-1] - 100, abs=1e-4)
-
-
-class Scaled(Regression):
-    """Logs a parameter of one element, while it is whole or while it is sharded."""
-
-    def __init__(self, hook: str) -> None:
+class LogsAShard(Regression):
+    def __init__(self) -> None:
         super().__init__()
         self.scale = torch.nn.Parameter(torch.tensor([0.5]))
-        self.seen: list[float] = []
-        self.hook = hook
-
-    def _log(self) -> None:
-        self.seen.append(float(self.scale.full_tensor() if hasattr(self.scale, "full_tensor") else self.scale))
-        self.log("scale", self.scale, on_step=True, on_epoch=True)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.hook == "step":
-            self._log()
         return self.loss(batch) * self.scale.square().sum()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.hook == "end":
-            self._log()
+        self.log("scale", self.scale)
 
 
-def _scaled(hook: str, folder: Path) -> tuple[dict[str, str], list[float], dict[str, float]]:
-    module, trainer = Scaled(hook), quiet(strategy=FSDPStrategy(), log_every_n_steps=1, default_root_dir=folder)
-    with failing() as caught:
-        trainer.fit(module, DataLoader(data(8), 2))
-    return caught, module.seen, {name: float(value) for name, value in trainer.callback_metrics.items()}
+def _log_a_shard(folder: Path) -> str:
+    return refusal(LogsAShard(), loader(8, 2), strategy="fsdp", default_root_dir=folder)
 
 
-def test_a_parameter_of_one_element_under_fsdp(tmp_path: Path) -> None:
-    # I-01: it is whole within the step, and its storage is freed afterwards
-    for _, seen, found in on_ranks(_scaled, 2, "step", tmp_path):
-        assert len(seen) == 2
-        assert seen[0] != seen[1]
-        assert found["scale_epoch"] == pytest.approx(sum(seen) / 2, rel=1e-6)
-        assert found["scale_step"] == seen[-1]
+def test_a_shard_of_one_element_is_refused(tmp_path: Path) -> None:  # I-01, H-03
+    for text in on_ranks(_log_a_shard, 2, tmp_path):
+        assert text.startswith("ConfigurationError")
+        assert "log('scale') was given a DTensor" in text
+        assert "full_tensor()" in text
 
 
-def test_a_shard_of_one_element_is_refused(tmp_path: Path) -> None:
-    # I-01, H-03: only one rank has it, and log does not communicate
-    for caught, _, _ in on_ranks(_scaled, 2, "end", tmp_path):
-        assert caught["type"] == "ConfigurationError"
-        assert "log('scale') was given a DTensor" in caught["text"]
-        assert "full_tensor()" in caught["text"]
-
-
-class Apart(torchmetrics.Metric):
-    """Keeps a list whose elements torchmetrics gathers one by one."""
-
+class ListOfStates(torchmetrics.Metric):
     values: list[torch.Tensor]
     full_state_update = False
 
@@ -162,57 +100,224 @@ class Apart(torchmetrics.Metric):
         return torch.cat([value.reshape(-1) for value in self.values]).mean()
 
 
-class MeasuredApart(Regression):
-    def __init__(self, everywhere: bool) -> None:
+class UpdatedOnRank0(Regression):
+    def __init__(self) -> None:
         super().__init__()
-        self.apart = Apart()
-        self.everywhere = everywhere
+        self.states = ListOfStates()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        if self.everywhere or self.global_rank == 0:
-            self.apart.update(batch[0][:, 0])
-        self.log("apart", self.apart)
+        if self.global_rank == 0:
+            self.states.update(batch[0][:, 0])
+        self.log("states", self.states)
 
 
-def _validate_apart(everywhere: bool) -> dict[str, str]:
+def _validate() -> dict[str, str]:
     with failing() as found:
-        quiet(strategy="ddp").validate(MeasuredApart(everywhere), loader(8, 2), verbose=False)
+        quiet(strategy="ddp").validate(UpdatedOnRank0(), loader(8, 2), verbose=False)
     return found
 
 
-def test_a_list_of_states_that_one_rank_never_updated_is_refused_by_name() -> None:
-    # S-06: a wait of step_timeout before
-    assert [found["type"] for found in on_ranks(_validate_apart, 2, True)] == ["nothing was raised"] * 2
-    for found in on_ranks(_validate_apart, 2, False):
+def test_a_list_of_states_that_one_rank_never_updated_is_refused_by_name() -> None:  # S-06
+    for found in on_ranks(_validate, 2):
         assert found["type"] == "ConfigurationError"
-        assert "state 'values' of the Apart 'apart'" in found["text"]
+        assert "state 'values' of the ListOfStates 'states'" in found["text"]
         assert "2, 0" in found["text"]
 
 
 class WithoutTargets(Regression):
     """The second rank has no targets, so its mean is NaN."""
 
-    def __init__(self, as_tensor: bool) -> None:
-        super().__init__()
-        self.as_tensor = as_tensor
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         value, count = (3.0, 2) if self.global_rank == 0 else (float("nan"), 0)
-        weight: Any = torch.tensor(count) if self.as_tensor else count
+        weight: Any = torch.tensor(count)
         self.log("value", torch.tensor(value), on_step=True, on_epoch=True, sync_dist=True, batch_size=weight)
         return super().training_step(batch, batch_idx)
 
 
-def _train_without_targets() -> list[dict[str, float]]:
-    found = []
-    for as_tensor in (False, True):
-        runner = quiet(strategy="ddp", max_epochs=1, log_every_n_steps=1)
-        runner.fit(WithoutTargets(as_tensor), loader(8, 2))
-        found.append({name: float(value) for name, value in runner.callback_metrics.items() if "value" in name})
-    return found
+def _train_without_targets() -> dict[str, float]:
+    runner = quiet(strategy="ddp", log_every_n_steps=1)
+    runner.fit(WithoutTargets(), loader(8, 2))
+    return {name: float(value) for name, value in runner.callback_metrics.items() if "value" in name}
 
 
-def test_a_rank_without_weight_does_not_enter_step_values_nor_epoch_values() -> None:
-    # S-06
-    expected = {"value_step": 3.0, "value_epoch": 3.0, "value": 3.0}
-    assert on_ranks(_train_without_targets, 2) == [[expected] * 2] * 2
+def test_a_rank_without_weight_does_not_enter_step_values_nor_epoch_values() -> None:  # S-06
+    assert on_ranks(_train_without_targets, 2) == [{"value_step": 3.0, "value_epoch": 3.0, "value": 3.0}] * 2
+
+
+SAMPLES = 24
+
+
+class Correlated(Regression):
+    """Measures the correlation of the data's first number with the target: the same for any split and order."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.pearson = kind()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.pearson.update(batch[0][:, 0], batch[1][:, 0])
+        self.log("pearson", self.pearson, on_step=False, on_epoch=True)
+        return self.loss(batch)
+
+
+def _run(kind: Any, folder: Path, start: Path | None, max_steps: int) -> Any:
+    saver = Checkpoint(folder, every_n_train_steps=1, save_top_k=-1)
+    options = {"max_steps": max_steps, "default_root_dir": folder, "seed": 3}
+    module, trainer = Correlated(kind), quiet(strategy="ddp", callbacks=saver, **options)
+    before = weights(module).clone()
+    with failing() as caught:
+        trainer.fit(module, loader(SAMPLES, 2, shuffle=True), ckpt_path=start)
+    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return caught, found, torch.equal(before, weights(module))
+
+
+SAVED = "epoch=0-step=2"
+
+
+def assert_resumed(runs: list[Any]) -> None:
+    x, y = data(SAMPLES).tensors
+    expected = float(torch.corrcoef(torch.stack([x[:, 0], y[:, 0]]))[0, 1])
+    for caught, found, _ in runs:
+        assert caught["type"] == "nothing was raised", caught
+        assert found["pearson"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_mergeable_metric_resumes(tmp_path: Path) -> None:  # I-16
+    on_ranks(_run, 3, MergeablePearson, tmp_path / "a", None, 2)
+    assert_resumed(on_ranks(_run, 2, MergeablePearson, tmp_path / "b", tmp_path / "a" / SAVED, -1))
+
+
+def test_an_unmergeable_metric_is_refused_on_every_rank_before_anything_changes(tmp_path: Path) -> None:
+    # I-16: with three ranks' states on two ranks, one rank gets two states, and the other could resume
+    plain = torchmetrics.PearsonCorrCoef
+    on_ranks(_run, 3, plain, tmp_path / "a", None, 2)
+    for caught, _, unchanged in on_ranks(_run, 2, plain, tmp_path / "b", tmp_path / "a" / SAVED, -1):
+        assert caught["type"] == "CheckpointError"
+        assert "PearsonCorrCoef 'pearson'" in caught["text"]
+        assert "merge_state" in caught["text"]
+        assert unchanged
+
+
+class Listing(Logger):
+    name, version = "listing", "0"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.config: dict[str, int] = {}
+        self.histograms: dict[str, tuple[int, list[int], list[float]]] = {}
+
+    @property
+    def experiment(self) -> Any:
+        return self
+
+    def write(self, text: str) -> None:
+        self.calls.append(text)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self.calls.append("metrics")
+
+    def log_text(self, key: str, value: str, step: int) -> None:
+        self.calls.append(value)
+
+    def log_histogram(self, key: str, value: Any, step: int) -> None:
+        assert key not in self.histograms
+        self.histograms[key] = (step, list(value.counts), list(value.edges))
+
+    def finalize(self, status: str) -> None:
+        self.calls.append(status)
+
+
+class LogsInAHook(Regression):
+    def on_train_start(self) -> None:
+        for one in (self.logger, *self.loggers, *self.trainer.loggers):
+            one.log_text("text", f"by {self.global_rank}", 0)
+        self.logger.experiment.write(f"to the library by {self.global_rank}")
+        assert isinstance(self.logger, Listing)
+        assert isinstance(self.trainer.loggers[1], CSVLogger)
+        assert self.trainer.loggers[1].log_dir == self.trainer.log_dir
+        self.logger.experiment.config["x"] = 1 if self.global_rank else self.logger.experiment.write("")
+        self.trainer.log_histogram("w", next(iter(self.parameters())))
+
+
+def _log_in_a_hook(folder: Path) -> list[str]:
+    listing = Listing()
+    quiet(strategy="fsdp", devices=2, logger=[listing, CSVLogger(folder)]).fit(LogsInAHook(), loader(8, 4))
+    return listing.calls
+
+
+def test_a_value_logged_by_a_hook_on_every_rank_is_written_once(tmp_path: Path) -> None:  # L-04
+    calls, others = on_ranks(_log_in_a_hook, 2, tmp_path)
+    assert calls == ["by 0", "by 0", "by 0", "to the library by 0", "", "success"]
+    assert others == []
+    media = tmp_path / "drivetrain_logs/version_0/media"
+    assert [path.name for path in media.rglob("*.txt")] == ["step=0.txt"]
+    assert sum(json.loads((media / "w/step=0.json").read_text())["counts"]) == 8 * 4  # of the whole tensor
+
+
+class LogsHistograms(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = seeded(Deep)
+        self.register_buffer("scale", torch.arange(5.0))
+        self.wholes: dict[str, Any] = {}
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        found = {name: one.grad for name, one in self.named_parameters() if one.grad is not None and one.grad.numel()}
+        if self.trainer.global_step == 1 and not self.trainer.strategy.name.startswith("deepspeed"):
+            self.wholes = {f"grads/{name}": whole(one) for name, one in found.items()}
+            self.trainer.log_histogram("grads", found, step=2, bins=16)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step != 2:
+            return
+        self.wholes |= {f"weights/{name}": whole(one) for name, one in self.trainer.strategy.model_state().items()}
+        self.trainer.log_histogram("weights", {**dict(self.named_parameters()), "scale": self.scale}, bins=16)
+        own = torch.arange(3.0) + 10 * self.global_rank  # differs between ranks
+        self.trainer.log_histogram("own", own, step=7, bins=4)
+        self.trainer.log_histogram("one", own if self.global_rank else None, bins=2)
+        self.trainer.log_histogram("none", torch.full((3,), float("nan")))
+        self.wholes["own"] = np.array([0.0, 1, 2, 10, 11, 12])
+        self.wholes["one"] = np.array([10.0, 11, 12])
+
+
+def whole(value: Any) -> np.ndarray[Any, Any]:
+    full = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return full.detach().clone().float().numpy()
+
+
+def _histograms(strategy: str, precision: str) -> Any:
+    listing, module = Listing(), LogsHistograms()
+    quiet(strategy=strategy, devices=2, logger=listing, precision=precision).fit(module, loader(16, 4))
+    return listing.histograms, module.wholes
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [
+        ("ddp", "32-true"),
+        ("fsdp", "bf16-true"),
+        pytest.param("deepspeed_stage_3", "32-true", marks=requires_package("deepspeed")),
+        pytest.param("deepspeed_stage_2", "32-true", marks=requires_package("deepspeed")),
+    ],
+)
+def test_histograms_are_of_the_whole_tensors(strategy: str, precision: str) -> None:  # L-04
+    (found, wholes), (others, _) = on_ranks(_histograms, 2, strategy, precision)
+    assert others == {}
+    assert found.keys() == wholes.keys()  # nothing for "none", which has no finite number
+    assert len(wholes) > (20 if strategy.startswith("deepspeed") else 40)
+    for name, values in wholes.items():
+        counts, edges = np.histogram(values, {"own": 4, "one": 2}.get(name, 16))
+        assert found[name] == (7 if name == "own" else 2, counts.tolist(), edges.tolist()), name
+
+
+class LogsAList(Regression):
+    def on_train_start(self) -> None:
+        self.trainer.log_histogram("weights", {"a": torch.ones(1), "b": [1] if self.global_rank else torch.ones(1)})
+
+
+def _log_a_list() -> str:
+    return refusal(LogsAList(), loader(8, 4), strategy="ddp", devices=2, logger=Listing())
+
+
+def test_a_value_that_is_no_tensor_is_refused_on_every_rank() -> None:
+    assert all("weights/b: a list" in text for text in on_ranks(_log_a_list, 2))

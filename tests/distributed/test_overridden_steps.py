@@ -1,36 +1,23 @@
-"""``backward`` and ``optimizer_zero_grad`` of a module are called as Lightning calls them (Q-11)."""
+"""Overridden ``backward``, ``optimizer_zero_grad``, and clipping (Q-11); toggles (I-02)."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from small_runs import FEATURES, about, failing, loader, quiet, seeded, weights
-from torch import nn
+from small_runs import Regression, about, each, loader, quiet, refusal, weights
 from torch.amp import GradScaler
 
-from drivetrain import TrainModule
 from drivetrain.precision import MixedPrecision, Precision
 from worlds import on_ranks
 
 SAMPLES, BATCH, EPOCHS = 20, 4, 2
-SCALE = 1024.0
 
 
-class Doubled(TrainModule):
-    """Trains on twice the loss of its batches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = seeded(lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 1)))
-
+class Doubled(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return 2 * self.loss(batch)
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
@@ -65,151 +52,93 @@ class DoublesInManualBackward(DoublesInBackward):
         optimizer.step()
 
 
-def _trained(kind: type[Doubled], strategy: str, precision: str, ranks: int, window: int) -> Any:
-    module = kind()
-    how: Any = precision
-    if precision == "16-mixed":
-        how = MixedPrecision(precision, "cpu", GradScaler("cpu", init_scale=SCALE))
-    fit = quiet(strategy=strategy, precision=how, max_epochs=EPOCHS, accumulate_grad_batches=window)
-    fit.fit(module, loader(SAMPLES, BATCH // ranks))
-    return weights(module), getattr(module, "calls", [])
-
-
-def _both(strategy: str, precision: str, ranks: int, window: int) -> list[Any]:
+def _train_each(strategy: str, precision: str, ranks: int, window: int) -> list[Any]:
     kinds = (Doubled, DoublesInBackward) if window > 1 else (Doubled, DoublesInBackward, DoublesInManualBackward)
-    return [_trained(kind, strategy, precision, ranks, window) for kind in kinds]
+    modules = [kind() for kind in kinds]
+    for module in modules:
+        scaled = MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=1024.0))
+        how: Any = scaled if precision == "16-mixed" else precision
+        fit = quiet(strategy=strategy, precision=how, max_epochs=EPOCHS, accumulate_grad_batches=window)
+        fit.fit(module, loader(SAMPLES, BATCH // ranks))
+    return [weights(module) for module in modules]
 
 
-CASES = [
-    ("single_device", 1, "32-true"),
-    ("single_device", 1, "bf16-mixed"),
-    ("single_device", 1, "16-mixed"),
-    ("ddp", 2, "32-true"),
-    ("ddp", 2, "16-mixed"),
-    ("ddp_find_unused_parameters_true", 2, "32-true"),
-    ("fsdp", 2, "32-true"),
-    ("fsdp", 2, "bf16-mixed"),
-]
-
-
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize(("strategy", "ranks", "precision"), CASES)
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "precision", "windows"),
+    [
+        ("single_device", 1, "32-true", (1, 2)),
+        ("single_device", 1, "16-mixed", (1,)),
+        ("ddp", 2, "32-true", (1, 2)),
+        ("ddp", 2, "16-mixed", (2,)),
+        ("ddp_static_graph", 2, "32-true", (2,)),
+        ("fsdp", 2, "32-true", (1, 2)),
+        ("fsdp", 2, "bf16-mixed", (1,)),
+    ],
+)
 def test_the_overrides_train_like_the_module_without_them(
-    strategy: str, ranks: int, precision: str, window: int
+    strategy: str, ranks: int, precision: str, windows: tuple[int, ...]
 ) -> None:  # Q-11
-    results = (
-        on_ranks(_both, ranks, strategy, precision, ranks, window)
-        if ranks > 1
-        else [_both(strategy, precision, 1, window)]
-    )
-    for (wanted, _), *others in results:
-        for found, _ in others:
-            torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5, msg=about((strategy, precision)))
-
-
-def test_static_graph_and_windows() -> None:  # Q-11
-    for (wanted, _), (found, _) in on_ranks(_both, 2, "ddp_static_graph", "32-true", 2, 2):
-        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+    for window in windows:
+        for wanted, *others in on_ranks(_train_each, ranks, strategy, precision, ranks, window):
+            for found in others:
+                torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5, msg=about((strategy, window)))
 
 
 def test_they_are_called_with_the_arguments_of_lightning() -> None:  # Q-11
-    (_, (_, calls)) = _both("single_device", "32-true", 1, 2)
-    windows = [[("zero_grad", epoch, first, "SGD")] for epoch in range(EPOCHS) for first in (0, 2, 4)]
-    batches = [[0, 1], [2, 3], [4]] * EPOCHS
-    wanted = [
-        call for opening, each_one in zip(windows, batches, strict=True) for call in [*opening, *_backwards(each_one)]
-    ]
-    assert calls == wanted
-
-
-def _backwards(batches: list[int]) -> list[Any]:
-    return [("backward", batch_idx) for batch_idx in batches]
+    module = DoublesInBackward()
+    quiet(max_epochs=EPOCHS, accumulate_grad_batches=2).fit(module, loader(SAMPLES, BATCH))
+    wanted: list[Any] = []
+    for epoch in range(EPOCHS):
+        for window in ([0, 1], [2, 3], [4]):
+            wanted += [("zero_grad", epoch, window[0], "SGD"), *(("backward", batch_idx) for batch_idx in window)]
+    assert module.calls == wanted
 
 
 class OwnBackward(Precision):
-    """Runs backward without `run_backward`, as precisions did before there was one."""
-
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
 
 
-def _refused(**settings: Any) -> str:
-    with failing() as failed:
-        quiet(**settings).fit(DoublesInBackward(), loader(SAMPLES, BATCH // 2))
-    return failed["text"]
+def _refused(strategy: str, precision: Any = "32-true") -> str:
+    return refusal(DoublesInBackward(), loader(SAMPLES, BATCH // 2), strategy=strategy, precision=precision)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_deepspeed_which_runs_backward_itself_refuses_an_override(stage: int) -> None:  # Q-11
-    refused = on_ranks(partial(_refused, strategy=f"deepspeed_stage_{stage}"), 2)
-    assert all("DoublesInBackward.backward" in text and "DeepSpeedStrategy" in text for text in refused), refused
+def test_what_does_not_call_the_override_is_refused() -> None:  # Q-11
+    assert "DoublesInBackward.backward" in _refused("single_device", OwnBackward())
+    # DeepSpeed runs backward itself.
+    for text in on_ranks(each, 2, _refused, ("deepspeed_stage_1",), ("deepspeed_stage_3",))[0]:
+        assert "DoublesInBackward.backward" in text
+        assert "DeepSpeedStrategy" in text
 
 
-def test_a_precision_that_does_not_call_the_override_is_refused() -> None:  # Q-11
-    assert "DoublesInBackward.backward" in _refused(precision=OwnBackward())
+class ClipsWithOtherNames(Doubled):
+    def configure_gradient_clipping(self, optimizer: Any, value: Any, algorithm: Any) -> None: ...  # type: ignore[override]
 
 
-class SetsModes(Doubled):
-    """Keeps dropout-like layers training in validation, and notes the modes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.noise = nn.Dropout(0.5)
-        self.modes: list[Any] = []
-
-    def on_validation_model_eval(self) -> None:
-        super().on_validation_model_eval()
-        self.noise.train()
-
-    def on_validation_model_train(self) -> None:
-        super().on_validation_model_train()
-        self.noise.eval()
-
-    def on_predict_model_eval(self) -> None:
-        self.modes.append("predict")
-        super().on_predict_model_eval()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.modes.append(("validation", self.training, self.noise.training))
-
-    test_step = validation_step
-
-    def on_train_epoch_end(self) -> None:
-        self.modes.append(("after", self.training, self.noise.training))
-
-    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.modes.append(("prediction", self.training, self.noise.training))
-        return torch.zeros(1)
+def test_gradient_clipping_with_other_names_of_arguments_is_refused() -> None:  # Q-11
+    way_out = "write def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm)"
+    assert way_out in refusal(ClipsWithOtherNames(), loader(8, 4), gradient_clip_val=0.1)
 
 
-def test_hooks_set_the_modes_of_evaluations() -> None:  # Q-11
-    module, fit = SetsModes(), quiet()
-    fit.fit(module, loader(4, 4), loader(4, 4))
-    assert module.modes == [("validation", False, True), ("after", True, False)]
-    assert all(layer.training for layer in module.modules())  # a run restores the modes from before it (A-03)
-    module.modes.clear()
-    fit.test(module, loader(4, 4))
-    fit.predict(module, loader(4, 4))
-    assert module.modes == [("validation", False, False), "predict", ("prediction", False, False)]
+class LeavesAToggleOpen(Doubled):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.toggle_optimizer(self.optimizers()[1])
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(layer.parameters(), lr=0.5) for layer in (self.net[0], self.net[2])]
 
 
-def test_gradient_clipping_gets_its_arguments_by_name() -> None:  # Q-11
-    class Clips(Doubled):
-        def configure_gradient_clipping(self, optimizer: torch.optim.Optimizer, **options: Any) -> None:  # type: ignore[override]
-            assert options == {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "norm"}
-            self.clip_gradients(optimizer, **options)
+def _toggled(strategy: str, precision: str) -> tuple[str, bool]:
+    module = LeavesAToggleOpen()
+    text = refusal(module, loader(24, 4), strategy=strategy, precision=precision)
+    return text, all(parameter.requires_grad for parameter in module.parameters())
 
-    overridden, plain = Clips(), Doubled()
-    for module in (overridden, plain):
-        quiet(gradient_clip_val=0.1).fit(module, loader(8, 4))
-    assert torch.equal(weights(overridden), weights(plain))
 
-    class Renamed(Doubled):
-        def configure_gradient_clipping(self, optimizer: Any, value: Any, algorithm: Any) -> None: ...  # type: ignore[override]
-
-    with failing() as failed:
-        quiet(gradient_clip_val=0.1).fit(Renamed(), loader(8, 4))
-    assert (
-        "write def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm)"
-        in (failed["text"])
-    )
+def test_a_toggle_that_is_left_open_is_refused_on_every_rank() -> None:  # I-02, I-03
+    for found in on_ranks(each, 2, _toggled, ("ddp", "32-true"), ("fsdp", "bf16-mixed"), process_group=None):
+        for text, all_trainable in found:
+            assert text.startswith("ConfigurationError")
+            assert "LeavesAToggleOpen.training_step ended with SGD toggled" in text
+            assert all_trainable

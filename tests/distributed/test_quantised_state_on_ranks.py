@@ -1,8 +1,9 @@
-"""State of a tensor subclass on several ranks: resumed with the same shards, and refused by name otherwise."""
+"""Optimizer state of tensor subclasses on several ranks (Q-03), and saves that fail on one rank (J-04)."""
 
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,26 +11,27 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import failing, quiet, seeded
+import torch.distributed as dist
+from small_runs import Saver, failing, quiet, seeded
 from test_checkpoint_files import control
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Callback, TrainModule
-from drivetrain._distributed.shards import Box, ParameterShard
+from drivetrain import TrainModule
+from drivetrain._distributed.shards import Box, ParameterShard, Span
 from drivetrain.callbacks import Checkpoint
-from drivetrain.checkpoint._format import Contents, Sizes, commit, stage
-from drivetrain.testing import requires_package
+from drivetrain.checkpoint import load, verify
+from drivetrain.checkpoint._format import Contents, Sizes, commit, save, stage
+from drivetrain.testing import requires_package, run_distributed
 from drivetrain_strategies import DeepSpeedStrategy, FSDPStrategy
+from faulty_store import FaultyStore
 from quantised_optimizer import QuantisedMomentum, WithoutFlatten
 from worlds import on_ranks
 
-WIDTH = 8
 
-
-def own(params: Any) -> Any:
+def on_some_ranks(params: Any) -> Any:
     # A rank that holds 5 of 9 rows (40 elements) has a quantised momentum, and one that holds 4 (32) has a plain one.
-    return QuantisedMomentum(params, smallest=33)
+    return {"optimizer": QuantisedMomentum(params, smallest=33), "elementwise": True}
 
 
 def undeclared(params: Any) -> Any:
@@ -38,7 +40,7 @@ def undeclared(params: Any) -> Any:
 
 
 def eight_bit(params: Any) -> Any:
-    return importlib.import_module("torchao.optim").AdamW8bit(params, lr=0.01)
+    return {"optimizer": importlib.import_module("torchao.optim").AdamW8bit(params, lr=0.01), "elementwise": True}
 
 
 class Module(TrainModule):
@@ -51,17 +53,7 @@ class Module(TrainModule):
         return self.even(self.uneven(batch[0]).tanh()).square().mean()
 
     def configure_optimizers(self) -> Any:
-        made = self.configure(self.parameters())
-        return made if isinstance(made, dict) else {"optimizer": made, "elementwise": True}  # it steps shards
-
-
-class Save(Callback):
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        if trainer.current_epoch == 0:
-            trainer.save_checkpoint(self.path)
+        return self.configure(self.parameters())
 
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
@@ -72,97 +64,69 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 }
 
 
-def fit(strategy: str, configure: Any = own, width: int = WIDTH, callbacks: Any = (), **options: Any) -> dict[str, Any]:
+def fit(strategy: str, configure: Any = on_some_ranks, callback: Any = None, **options: Any) -> dict[str, Any]:
+    width = 1024 if configure is eight_bit else 8
     module = Module(configure, width)
-    generator = torch.Generator().manual_seed(3)
-    loader = DataLoader(TensorDataset(torch.randn(16, width, generator=generator)), batch_size=2)
-    trainer = quiet(
-        strategy=STRATEGIES[strategy](), max_epochs=2, callbacks=list(callbacks), seed=1,
-        enable_checkpointing=any(isinstance(one, Checkpoint) for one in callbacks),
-    )  # fmt: skip
+    samples = torch.randn(16, width, generator=torch.Generator().manual_seed(3))
+    settings = {"max_epochs": 2, "seed": 1, "enable_checkpointing": isinstance(callback, Checkpoint)}
+    trainer = quiet(strategy=STRATEGIES[strategy](), callbacks=[] if callback is None else [callback], **settings)
     # torchao compiles its step, which takes minutes.
     with torch.compiler.set_stance("force_eager"), failing() as caught:
-        trainer.fit(module, loader, **options)
+        trainer.fit(module, DataLoader(TensorDataset(samples), batch_size=2), **options)
     return {"error": caught["text"], "step": trainer.global_step, "state": module.state_dict()}
 
 
-def saved_and_resumed(strategy: str, path: str, configure: Any = own, width: int = WIDTH) -> list[dict[str, Any]]:
-    """Return a run in one piece, and the run resumed from the checkpoint that it saved after its first epoch."""
-    whole = fit(strategy, configure, width, [Save(path)])
-    return [whole, fit(strategy, configure, width, ckpt_path=path)]
+def _whole_and_resumed(strategy: str, configure: Any, path: str) -> list[dict[str, Any]]:
+    return [fit(strategy, configure, Saver(path)), fit(strategy, configure, ckpt_path=path)]
 
 
-def assert_equal(runs: list[dict[str, Any]]) -> None:
-    whole, resumed = runs
-    assert (whole["error"], resumed["error"]) == ("", "")
-    for name, value in whole["state"].items():
-        assert torch.equal(resumed["state"][name], value), name
+@pytest.mark.parametrize(
+    ("strategy", "configure"),
+    [
+        ("fsdp", on_some_ranks),
+        ("ddp", on_some_ranks),
+        ("hybrid", on_some_ranks),
+        pytest.param("fsdp", undeclared, id="whole state, B-17"),
+        pytest.param("fsdp", eight_bit, marks=requires_package("torchao")),
+    ],
+)
+def test_the_same_ranks_resume_exactly(strategy: str, configure: Any, tmp_path: Path) -> None:  # Q-03, B-17
+    for whole, resumed in on_ranks(_whole_and_resumed, 2, strategy, configure, str(tmp_path / "saved"), timeout=300):
+        assert (whole["error"], resumed["error"]) == ("", "")
+        for name, value in whole["state"].items():
+            assert torch.equal(resumed["state"][name], value), name
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "ddp", "hybrid"])
-def test_the_same_ranks_resume_exactly(strategy: str, tmp_path: Path) -> None:
-    # Q-03: under FSDP the first save hung, one rank in the exchange of pieces, the other in the gathering of errors.
-    # Some shards are quantised on one rank only.
-    for runs in on_ranks(saved_and_resumed, 2, strategy, str(tmp_path / "saved"), timeout=120):
-        assert_equal(runs)
+def _resume_elsewhere(before: str, after: str, path: str) -> list[dict[str, Any]]:
+    fit(before, callback=Saver(path))
+    return [fit(after, ckpt_path=path), fit(after, ckpt_path=path, allow="optimizer")]
 
 
-def test_whole_quantised_state_resumes_under_fsdp(tmp_path: Path) -> None:
-    # Q-03, B-17
-    for runs in on_ranks(saved_and_resumed, 2, "fsdp", str(tmp_path / "saved"), undeclared, timeout=120):
-        assert_equal(runs)
+BLOCKS = ["block-wise optimizer state", "even.weight/momentum", 'allow=("optimizer",)', "2 ranks of"]
 
 
-@requires_package("torchao")
-def test_torchao_resumes_exactly_under_fsdp(tmp_path: Path) -> None:
-    # Q-03
-    for runs in on_ranks(saved_and_resumed, 2, "fsdp", str(tmp_path / "saved"), eight_bit, 1024, timeout=300):
-        assert_equal(runs)
-
-
-def _resume(strategies: tuple[str, str], path: str) -> list[dict[str, Any]]:
-    fit(strategies[0], callbacks=[Save(path)])
-    return [fit(strategies[1], ckpt_path=path), fit(strategies[1], ckpt_path=path, allow="optimizer")]
-
-
-@pytest.mark.parametrize("strategies", [("fsdp", "ddp"), ("ddp", "fsdp")], ids="-".join)
-def test_blocks_are_not_cut_anew(strategies: tuple[str, str], tmp_path: Path) -> None:
-    # Q-03: with another division into shards, the blocks and their scales would not be the same
-    for refused, allowed in on_ranks(_resume, 2, strategies, str(tmp_path / "saved"), timeout=120):
-        assert "block-wise optimizer state" in refused["error"]
-        assert "even.weight/momentum" in refused["error"]
-        assert 'allow=("optimizer",)' in refused["error"]
-        assert "2 ranks of" in refused["error"]
-        assert (allowed["step"], allowed["error"]) == (8, "")
-
-
-def _other_shards(path: str) -> str:
-    fit("fsdp", callbacks=[Save(path)])
-    return str(fit("hybrid", ckpt_path=path)["error"])
-
-
-def test_other_shards_of_as_many_ranks_are_refused_by_name(tmp_path: Path) -> None:
-    # Q-03
-    for error in on_ranks(_other_shards, 2, str(tmp_path / "saved"), timeout=120):
-        assert "belongs to other shards" in error
-        assert "even.weight" in error
-
-
-def _refused_under_zero(folder: str) -> dict[str, Any]:
-    return fit("deepspeed", callbacks=[Checkpoint(folder)])
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ("fsdp", "ddp", BLOCKS),
+        ("ddp", "fsdp", BLOCKS),
+        ("fsdp", "hybrid", ["belongs to other shards", "even.weight"]),  # whatever is allowed
+    ],
+)
+def test_blocks_are_not_cut_anew(before: str, after: str, told: list[str], tmp_path: Path) -> None:  # Q-03
+    for refused, allowed in on_ranks(_resume_elsewhere, 2, before, after, str(tmp_path / "saved"), timeout=120):
+        assert all(part in refused["error"] for part in told), refused
+        assert (allowed["step"], allowed["error"]) == ((0, refused["error"]) if after == "hybrid" else (8, ""))
 
 
 @requires_package("deepspeed")
-def test_zero_refuses_it_before_the_second_step(tmp_path: Path) -> None:
-    # Q-03
-    for found in on_ranks(_refused_under_zero, 2, str(tmp_path), timeout=120):
+def test_zero_refuses_it_before_the_second_step(tmp_path: Path) -> None:  # Q-03
+    for found in on_ranks(fit, 2, "deepspeed", on_some_ranks, Checkpoint(tmp_path), timeout=120):
         assert "'momentum' of QuantisedMomentum is of class Quantised" in found["error"]
         assert found["step"] == 1
 
 
 class Unreadable(WithoutFlatten):
-    """Fails in every operation."""
-
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise RuntimeError("cannot be read")
@@ -194,9 +158,48 @@ def _save_with_unreadable_part(path: str, failing_rank: int, name: str) -> str:
 )
 def test_a_part_that_one_rank_cannot_read_fails_the_save_on_all_ranks(
     failing_rank: int, name: str, tmp_path: Path
-) -> None:
-    # Q-03: the failing rank went on to the gathering of errors, while the other waited for its pieces forever
+) -> None:  # Q-03
     for error in on_ranks(_save_with_unreadable_part, 2, str(tmp_path / "saved"), failing_rank, name, timeout=60):
         assert error.startswith("CheckpointError")
         assert f"rank {failing_rank}: RuntimeError: cannot be read" in error
     assert not (tmp_path / "saved").exists()
+
+
+URL = "faulty://store/run/c"
+SMALL = Sizes(small=64, large=10**9, piece=512)  # so that each rank has a file of weights
+
+
+def _save(value: float) -> None:
+    rank = dist.get_rank()
+    shard = ParameterShard(torch.full((64,), value), torch.Size((128,)), Span(64 * rank, 64 * rank + 64))
+    save(URL, Contents({"a": shard, "b": torch.full((64,), value)}, state=value), control(), sizes=SMALL)
+
+
+def _save_and_die(folder: Path, operation: str, after: int) -> None:
+    store = FaultyStore(folder).mount()
+    _save(1.0)
+    if dist.get_rank() == 0:
+        store.fail(operation, "*/manifest.json", error=None, after=after, call=lambda: os._exit(9))
+    _save(2.0)
+
+
+@pytest.mark.parametrize(
+    ("operation", "after", "values"),
+    [
+        ("get", 0, {1.0}),  # before it is put
+        ("put", 0, {1.0}),
+        ("get", 1, {2.0}),  # once it has been sent, but before a response
+    ],
+)
+def test_rank_0_dies_while_the_checkpoint_is_committed(
+    tmp_path: Path, operation: str, after: int, values: set[float]
+) -> None:
+    with pytest.raises(Exception, match=r"Rank 0 ended with exit code 9|rank 0"):
+        run_distributed(_save_and_die, 2, tmp_path, operation, after, timeout=60)
+    FaultyStore(tmp_path).mount()
+    assert verify(URL) == []
+    checkpoint: Any = load(URL)
+    assert checkpoint.state() in values
+    assert len(checkpoint.manifest.weights.tensors) == 2
+    for name in ("a", "b"):
+        assert set(checkpoint.weights()[name].tolist()) == {checkpoint.state()}

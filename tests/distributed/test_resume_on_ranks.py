@@ -1,25 +1,22 @@
-"""Resumed runs on several ranks: bit for bit on as many, sample for sample on more or fewer.
-
-Rows F-02, F-08, F-12, B-10, B-18.
-"""
+"""Resumed runs on several ranks: bit for bit on as many, sample for sample on more or fewer. See the programs too."""
 
 from __future__ import annotations
 
 import random
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torchmetrics
-from small_runs import FEATURES, Regression, quiet, seeded, weights
+from small_runs import FEATURES, STRATEGIES, Regression, data, failing, loader, quiet, trained, weights
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from drivetrain import Callback
+from drivetrain import Callback, DataModule
 from drivetrain.callbacks import Checkpoint
-from drivetrain.data import CombinedLoader
-from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from worlds import on_ranks
 
 SAMPLES = 53
@@ -36,11 +33,7 @@ class Augmented(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """Each rank's own part, with different lengths, in a random order."""
-
     def __iter__(self) -> Any:
-        import torch.distributed as dist
-
         rank = dist.get_rank()
         for index in torch.randperm(20 + 9 * rank).tolist():
             yield torch.cat([torch.tensor([float(index + 100 * rank)]), torch.rand(FEATURES)])
@@ -51,11 +44,8 @@ class Drawing(Regression):
 
     def __init__(self, weighs: bool = False) -> None:
         super().__init__()
-        self.net = seeded(
-            lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.2), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-        )
+        self.net.insert(1, nn.Dropout(0.2))
         self.mean = torchmetrics.MeanMetric()
-        self.weighs = weighs
         self.seen: list[tuple[int, int]] = []
         self.losses: list[float] = []
         if weighs:
@@ -75,38 +65,39 @@ class Drawing(Regression):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-STRATEGIES: dict[str, Any] = {
-    "ddp": DDPStrategy,
-    "fsdp": FSDPStrategy,
-    "zero 1": lambda: DeepSpeedStrategy(stage=1),
-    "zero 3": lambda: DeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=0),
-}
-
-
 def _fit(folder: Path, strategy: str, start: Path | None, kind: str, batch_size: int = 3, **options: Any) -> Any:
     module = Drawing(weighs=kind == "weighed")
-    if kind == "stream":
-        data = DataLoader(Stream(), batch_size)
-    else:
-        data = DataLoader(Augmented(), batch_size, shuffle=True, num_workers=2 if kind == "workers" else 0)
+    samples: Any = Stream() if kind == "stream" else Augmented()
+    sampling: dict[str, Any] = (
+        {} if kind == "stream" else {"shuffle": True, "num_workers": 2 if kind == "workers" else 0}
+    )
     saver = Checkpoint(folder, every_n_train_steps=1, save_top_k=-1, save_async=options.pop("in_background", False))
     settings = {"max_epochs": 2, "accumulate_grad_batches": 2, "seed": 3, "default_root_dir": folder, **options}
     trainer = quiet(strategy=STRATEGIES[strategy](), callbacks=saver, **settings)
-    trainer.fit(module, data, ckpt_path=start)
+    trainer.fit(module, DataLoader(samples, batch_size, **sampling), ckpt_path=start)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return weights(module), module.losses, module.seen, metrics, trainer.samples_seen
 
 
-def _twice(folder: Path, strategy: str, kind: str, stops: list[str], in_background: bool) -> Any:
+def assert_end_of(found: Any, whole: Any, where: object) -> None:
+    """Assert that a resumed run is the end of the whole run, bit for bit."""
+    assert torch.equal(found[0], whole[0]), where
+    assert found[1] == whole[1][-len(found[1]) :], where
+    assert found[2] == whole[2][-len(found[2]) :], where
+    assert found[3:] == whole[3:], where
+
+
+STOPS = ["epoch=0-step=4", "epoch=1-step=7"]
+
+
+def _whole_and_resumed(folder: Path, strategy: str, kind: str, in_background: bool) -> Any:
     whole = _fit(folder / "whole", strategy, None, kind, in_background=in_background)
-    again = [_fit(folder / f"from {stop}", strategy, folder / "whole" / stop, kind) for stop in stops]
-    return whole, again
+    return whole, [_fit(folder / f"from {stop}", strategy, folder / "whole" / stop, kind) for stop in STOPS]
 
 
 @pytest.mark.parametrize(
     ("strategy", "kind", "in_background"),
     [
-        ("ddp", "dealt", False),
         ("ddp", "weighed", True),
         ("ddp", "stream", False),
         ("ddp", "workers", False),
@@ -117,171 +108,144 @@ def _twice(folder: Path, strategy: str, kind: str, stops: list[str], in_backgrou
 )
 def test_a_run_resumes_bit_for_bit_on_as_many_ranks(
     strategy: str, kind: str, in_background: bool, tmp_path: Path
-) -> None:
-    # F-02, F-08, B-18: also with prefetched batches and asynchronous saves
-    stops = ["epoch=0-step=4", "epoch=1-step=7"]
-    for rank, (whole, again) in enumerate(on_ranks(_twice, 2, tmp_path, strategy, kind, stops, in_background)):
-        for stop, found in zip(stops, again, strict=True):
-            where = f"rank {rank} from {stop}"
-            assert torch.equal(found[0], whole[0]), where
-            assert found[1] == whole[1][-len(found[1]) :], where
-            assert found[2] == whole[2][-len(found[2]) :], where
-            assert found[3] == whole[3], where
-            assert found[4] == whole[4], where
+) -> None:  # F-02, F-08, B-10, B-18: also with prefetched batches and asynchronous saves
+    for rank, (whole, resumed) in enumerate(on_ranks(_whole_and_resumed, 2, tmp_path, strategy, kind, in_background)):
+        for stop, found in zip(STOPS, resumed, strict=True):
+            assert_end_of(found, whole, f"rank {rank} from {stop}")
 
 
-def _once(folder: Path, start: Path | None, batch_size: int, options: dict[str, Any]) -> Any:
+def _once(folder: Path, start: Path | None, batch_size: int, max_steps: int = -1) -> Any:
+    options = {} if max_steps < 0 else {"max_steps": max_steps, "max_epochs": -1}
     return _fit(folder, "ddp", start, "dealt", batch_size, **options)
-
-
-def _seen(runs: list[Any]) -> list[tuple[int, int]]:
-    return [sample for run in runs for sample in run[2]]
 
 
 def test_on_other_numbers_of_ranks_every_sample_is_used_once_per_epoch(tmp_path: Path) -> None:
     # F-02: 2 x 3, then 4 x 2, then 3 x 4, stopping in the middle of an epoch each time
-    first = on_ranks(_once, 2, tmp_path / "a", None, 3, {"max_steps": 2, "max_epochs": -1})
-    second = on_ranks(
-        _once, 4, tmp_path / "b", tmp_path / "a" / "epoch=0-step=2", 2, {"max_steps": 3, "max_epochs": -1}
-    )
-    third = on_ranks(_once, 3, tmp_path / "c", tmp_path / "b" / "epoch=0-step=3", 4, {})
-    assert sorted(_seen(first) + _seen(second) + _seen(third)) == [
-        (epoch, sample) for epoch in range(2) for sample in range(SAMPLES)
-    ]
+    first = on_ranks(_once, 2, tmp_path / "a", None, 3, 2)
+    second = on_ranks(_once, 4, tmp_path / "b", tmp_path / "a" / "epoch=0-step=2", 2, 3)
+    third = on_ranks(_once, 3, tmp_path / "c", tmp_path / "b" / "epoch=0-step=3", 4)
+    seen = [sample for run in (*first, *second, *third) for sample in run[2]]
+    assert sorted(seen) == [(epoch, sample) for epoch in range(2) for sample in range(SAMPLES)]
     assert {run[4] for run in third} == {2 * SAMPLES}
     # The second epoch is a regular one, in its usual order.
-    whole = on_ranks(_once, 3, tmp_path / "d", None, 4, {})
-    for found, expected in zip(third, whole, strict=True):
+    for found, expected in zip(third, on_ranks(_once, 3, tmp_path / "d", None, 4), strict=True):
         assert [sample for sample in found[2] if sample[0] == 1] == [sample for sample in expected[2] if sample[0] == 1]
     # An epoch's mean is over all of its samples, regardless of their ranks.
     assert third[0][3]["loss_epoch"] == pytest.approx(third[0][3]["mean"], rel=0.2)
 
 
-def test_a_second_resume_within_such_an_epoch_is_exact(tmp_path: Path) -> None:
-    # F-02. On two ranks: with three, DDP's buckets, which differ between its first step and later ones, set the
-    # order in which gloo adds, and the last bit may differ (1.5e-8 here, depending on the seed).
-    on_ranks(_once, 3, tmp_path / "a", None, 2, {"max_steps": 2, "max_epochs": -1})
-    start = tmp_path / "a" / "epoch=0-step=2"
-    whole = on_ranks(_once, 2, tmp_path / "b", start, 3, {})
-    again = on_ranks(_once, 2, tmp_path / "c", tmp_path / "b" / "epoch=0-step=4", 3, {})
-    for found, expected in zip(again, whole, strict=True):
-        assert torch.equal(found[0], expected[0])
-        assert found[1] == expected[1][-len(found[1]) :]
-        assert found[2] == expected[2][-len(found[2]) :]
+class SavesAtTheEnd(Regression):
+    def __init__(self, path: str = "") -> None:
+        super().__init__()
+        self.path = path
+
+    def on_train_end(self) -> None:
+        self.trainer.save_checkpoint(self.path)
 
 
-class Stateful(IterableDataset[Any]):
-    """Each rank's own part, which goes on from the position that is loaded."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank, self.start, self.done = rank, 0, 0
-
-    def __iter__(self) -> Any:
-        self.done, self.start = self.start, 0
-        while self.done < 9:
-            self.done += 1
-            yield torch.cat([torch.tensor([100.0 * self.rank + self.done]), torch.ones(FEATURES)])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"done": self.done}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.start = state["done"]
+def _save_after(strategy: str, folder: str) -> tuple[torch.Tensor, str]:
+    module, trainer = SavesAtTheEnd(f"{folder}/within"), quiet(strategy=strategy)
+    trainer.fit(module, loader(32, 4))
+    found = weights(module)
+    with failing() as refused:
+        trainer.save_checkpoint(f"{folder}/whole")
+    trainer.save_checkpoint(f"{folder}/weights", weights_only=True)
+    resumed = SavesAtTheEnd(f"{folder}/again")
+    trained(resumed, loader(32, 4), strategy=strategy, max_epochs=2, ckpt_path=module.path)
+    return found, refused["text"]
 
 
-class Pairs(Drawing):
-    """Trains on the first batch of a pair, and records the first samples of both."""
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_3"])
+def test_a_save_after_a_run_of_two_ranks_names_the_way_out(strategy: str, tmp_path: Path) -> None:  # S-01
+    for found, refused in on_ranks(_save_after, 2, strategy, str(tmp_path)):
+        assert "needs the state of every rank" in refused
+        assert "on_train_end, or with weights_only=True" in refused
+        again = Regression.load_from_checkpoint(tmp_path / "weights", strict=False)
+        torch.testing.assert_close(weights(again), found)
+    assert not (tmp_path / "whole").exists()
+
+
+class Growing(DataModule):
+    def train_dataloader(self) -> Any:
+        return loader(30, 2 + self.trainer.current_epoch, shuffle=True)
+
+
+class Watching(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.append(torch.nn.Dropout(0.2))
+        self.seen: dict[int, list[list[float]]] = {0: [], 1: [], 2: []}
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch[1] is not None and not self.trainer.joining:
-            self.seen.append((int(batch[0][0, 0]), int(batch[1][0, 0])))
-        return super().training_step(batch[0], batch_idx)
+        if not self.trainer.joining:
+            self.seen[self.current_epoch].append(batch[0][:, 0].tolist())
+        return super().training_step(batch, batch_idx)
 
 
-def _fit_pairs(folder: Path, start: Path | None) -> Any:
-    import torch.distributed as dist
+class SavesInMidEpoch(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
 
-    rank = dist.get_rank()
-    data = CombinedLoader([DataLoader(Stateful(rank), 2), DataLoader(Augmented(), 6, shuffle=True)], "max_size_cycle")
-    module, saver = Pairs(), Checkpoint(folder, every_n_train_steps=1, save_top_k=-1)
-    trainer = quiet(
-        strategy=DDPStrategy(),
-        callbacks=saver,
-        max_epochs=2,
-        accumulate_grad_batches=2,
-        seed=3,
-        default_root_dir=folder,
-    )
-    trainer.fit(module, data, ckpt_path=start)
-    return module.seen
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) == (1, 2):
+            trainer.defer_save(lambda: trainer.save_checkpoint(self.path))
 
 
-def _pairs_twice(folder: Path) -> Any:
-    whole = _fit_pairs(folder / "whole", None)
-    stops = ("epoch=0-step=1", "epoch=0-step=2", "epoch=1-step=5")
-    return whole, [_fit_pairs(folder / f"from {stop}", folder / "whole" / stop) for stop in stops]
+def fit_reloading(strategy: str, path: str | None = None, callbacks: Any = (), source: Any = None) -> Watching:
+    module, options = Watching(), {"max_epochs": 3, "seed": 4, "reload_dataloaders_every_n_epochs": 1}
+    run = quiet(strategy=strategy, callbacks=[*callbacks], **options)
+    run.fit(module, datamodule=source or Growing(), ckpt_path=path)
+    return module
 
 
-def test_pairs_with_a_stateful_loader_stay_pairs_on_every_rank(tmp_path: Path) -> None:  # S-02
-    for whole, again in on_ranks(_pairs_twice, 2, tmp_path):
-        for found in again:
-            assert found
-            assert found == whole[-len(found) :]
+def _reloading_and_resumed(path: str, strategy: str) -> Any:
+    whole, resumed = fit_reloading(strategy, callbacks=[SavesInMidEpoch(path)]), fit_reloading(strategy, path)
+    return weights(whole), weights(resumed), whole.seen, resumed.seen
 
 
-class Positioned:
-    """A loader of a rank's own batches, which goes on from the position that is loaded, and starts again at its end."""
-
-    def __init__(self, batches: int) -> None:
-        self.batches, self.start, self.done = batches, 0, 0
-
-    def __iter__(self) -> Any:
-        self.done, self.start = self.start, 0
-        while self.done < self.batches:
-            self.done += 1
-            yield torch.full((1, FEATURES + 1), float(self.done))
-        self.done = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"done": self.done}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.start = state["done"]
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_reloaded_loaders_resume_with_the_remaining_samples(strategy: str, tmp_path: Path) -> None:  # L-07
+    path = str(tmp_path / "saved")
+    ranks = on_ranks(_reloading_and_resumed, 2, path, strategy, process_group=None, timeout=100)
+    for whole, resumed, seen, seen_after in ranks:
+        assert torch.equal(whole, resumed)
+        assert seen_after == {0: [], 1: seen[1][3:], 2: seen[2]}
+        assert [len(samples) for samples in seen[1]][:-1] == [3] * 4
+    alone = fit_reloading("single_device", path).seen  # on fewer ranks
+    before = chain.from_iterable(samples for rank in ranks for samples in rank[2][1][:3])
+    assert sorted([*before, *chain.from_iterable(alone[1])]) == sorted(data(30).tensors[0][:, 0].tolist())
+    assert {len(samples) for samples in alone[1]} == {3}
+    # The last epoch is the one that it would have been without the resume.
+    together = chain.from_iterable(zip(*(rank[2][2] for rank in ranks), strict=True))
+    assert [*chain.from_iterable(alone[2])] == [*chain.from_iterable(together)]
 
 
-class SavesInStep(Callback):
-    """Saves in its n-th step, within the step."""
+class UnlikeOnRank1(Growing):
+    """From the second epoch on, another number of samples, or none at all."""
 
-    def __init__(self, path: str, step: int) -> None:
-        self.path, self.left = path, step
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.broken = broken
 
-    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        self.left -= 1
-        if self.left == 0:
-            trainer.save_checkpoint(self.path)
-
-
-def _resume_shorter_part(path: str, lengths: tuple[int, int], step: int) -> Any:
-    import torch.distributed as dist
-
-    found = []
-    for saving in (True, False):
-        module = Drawing()
-        quiet(
-            strategy="ddp",
-            max_epochs=2,
-            accumulate_grad_batches=2,
-            callbacks=[SavesInStep(path, step)] if saving else [],
-            seed=3,
-        ).fit(module, Positioned(lengths[dist.get_rank()]), ckpt_path=None if saving else path)
-        found.append((module.seen, weights(module)))
-    return found
+    def train_dataloader(self) -> Any:
+        if self.trainer.current_epoch == 0 or self.trainer.global_rank == 0:
+            return loader(20, 2)
+        if self.broken:
+            raise OSError("no such file")
+        return loader(21, 2)
 
 
-@pytest.mark.parametrize("lengths", [(2, 6), (3, 8), (6, 2)])
-@pytest.mark.parametrize("step", [1, 2])
-def test_a_rank_whose_part_has_ended_joins_after_a_resume(tmp_path: Path, lengths: Any, step: int) -> None:
-    # S-02: its loader began again, or the resumed run began the next epoch, or a rank failed and the other waited
-    for (whole, trained), (again, resumed) in on_ranks(_resume_shorter_part, 2, str(tmp_path / "saved"), lengths, step):
-        assert again == whole[-len(again) :] or not again
-        torch.testing.assert_close(resumed, trained, atol=0, rtol=0)
+def _unlike(broken: bool) -> dict[str, str]:
+    with failing() as caught:
+        fit_reloading("ddp", source=UnlikeOnRank1(broken))
+    return caught
+
+
+UNLIKE = "training samples: 20 on rank(s) [0]; 21 on rank(s) [1]"
+
+
+@pytest.mark.parametrize(("broken", "told"), [(False, UNLIKE), (True, "no such file")])
+def test_ranks_with_different_reloaded_loaders_are_reported(broken: bool, told: str) -> None:  # L-07
+    for error in on_ranks(_unlike, 2, broken, process_group=None, timeout=60):
+        assert told in error["text"]
+        assert broken or error["type"] == "DistributedError"

@@ -1,97 +1,65 @@
-"""A signal to one rank ends all ranks within two seconds and one micro-batch, wherever the run is. Q-06."""
+"""A signal to one rank ends all ranks within two seconds and one micro-batch, and nothing is lost. Q-06, J-09, I-05."""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from small_runs import FEATURES, quiet
+import torchmetrics
+from small_runs import FEATURES, STRATEGIES, Regression, loader, quiet
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from drivetrain import Callback, TrainModule
-from drivetrain.callbacks import PredictionWriter
-from drivetrain.data import read_predictions
+from drivetrain.callbacks import Checkpoint
 from drivetrain.testing import run_distributed
-from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+from worlds import on_ranks
 
-STRATEGIES: dict[str, Callable[[], Any]] = {
-    "ddp": DDPStrategy,
-    "fsdp": FSDPStrategy,
-    "zero 3": lambda: DeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=0),
-}
 FAST = 40  # micro-batches before the signal, which take about a millisecond each
 SLOW = 0.8  # seconds of each micro-batch from the signal on
 MOST = 3  # the micro-batches that begin within two seconds of the signal, and one more
 ENV = {"DRIVETRAIN_PREEMPTION_SIGNALS": "SIGUSR1"}
+LEFT = (128 + signal.SIGUSR1, "interrupted")
 
 
-class Slowing(TrainModule):
-    """Is fast until rank 1 is signalled, and slow afterwards. Counts the micro-batches that begin after the signal.
-
-    Args:
-        stage: the stage in which the signal arrives.
-    """
+class Slowing(Regression):
+    """Is fast until rank 1 is signalled in ``stage``, then slow. Counts the micro-batches that begin afterwards."""
 
     def __init__(self, stage: str) -> None:
         super().__init__()
-        self.net = nn.Linear(FEATURES, 1)
         self.stage = stage
         self.after = 0
 
-    def run_step(self, stage: str, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+    def run_step(self, stage: str, batch: Any, batch_idx: int) -> torch.Tensor:
         if stage == self.stage and batch_idx >= FAST:
             self.after += 1
             if batch_idx == FAST and self.global_rank == 1:
                 os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(SLOW)
-        return self.net(batch).square().mean()
+        return self.loss(batch)
 
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.run_step("fit", batch, batch_idx)
 
-    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("loss", self.run_step("validate", batch, batch_idx))
 
-    def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+    def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("loss", self.run_step("test", batch, batch_idx))
 
-    def predict_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self.run_step("predict", batch, batch_idx).expand(len(batch))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.run_step("predict", batch, batch_idx)
 
 
-class Told(Callback):
-    """Records the hooks that are called as a run ends."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        self.calls.append(f"on_exception({exception!r})")
-
-    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
-        self.calls.append("teardown")
-
-    def on_test_end(self, trainer: Any, module: Any) -> None:
-        self.calls.append("on_test_end")
-
-
-def loader(samples: int = 140) -> DataLoader[Any]:
-    data: Any = torch.randn(samples, FEATURES, generator=torch.Generator().manual_seed(0))
-    return DataLoader(data, batch_size=1)
-
-
-def _leave(run: Any, entry: str, *given: Any, **options: Any) -> tuple[Any, str]:
+def run_until_left(run: Any, entry: str, *given: Any, **options: Any) -> tuple[Any, str]:
+    """Return the exit code of a run that is signalled, and its state."""
     code: Any = None
     try:
         getattr(run, entry)(*given, **options)
@@ -101,83 +69,69 @@ def _leave(run: Any, entry: str, *given: Any, **options: Any) -> tuple[Any, str]
 
 
 CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("fit", "validate", {"limit_train_batches": 2}),
+    ("predict", "predict", {}),
     ("fit", "fit", {}),
     ("fit", "fit", {"accumulate_grad_batches": 64}),
-    ("fit", "validate", {"limit_train_batches": 2}),
-    ("validate", "validate", {}),
     ("test", "test", {}),
-    ("predict", "predict", {}),
 ]
 
 
 def _slowing(name: str, cases: list[Any]) -> list[Any]:
     found = []
     for entry, stage, options in cases:
-        module, told = Slowing(stage), Told()
-        run = quiet(strategy=STRATEGIES[name](), callbacks=told, **options)
-        given = (loader(), loader()) if entry == "fit" else (loader(),)
-        found.append((*_leave(run, entry, module, *given), module.after, told.calls))
+        module, run = Slowing(stage), quiet(strategy=STRATEGIES[name](), **options)
+        loaders = (loader(140, 1),) * (2 if entry == "fit" else 1)
+        found.append((run_until_left(run, entry, module, *loaders), module.after))
     return found
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero 3"])
 def test_a_signal_is_heard_when_fast_micro_batches_become_slow(name: str) -> None:  # Q-06
-    cases = CASES if name == "ddp" else [CASES[2], CASES[5]]
+    cases = CASES if name == "ddp" else CASES[:2]
     by_rank = run_distributed(_slowing, 2, name, cases, process_group=None, env=ENV, timeout=150)
-    for case, *found in zip(cases, *by_rank, strict=True):
-        for code, state, after, calls in found:
-            assert (code, state) == (128 + signal.SIGUSR1, "interrupted"), case
-            assert 1 <= after <= MOST, (case, after)
-            assert calls == [f"on_exception(SystemExit({code}))", "teardown"], case
-        assert found[0][2] == found[1][2], case  # the ranks leave after the same micro-batch
+    for case, first, second in zip(cases, *by_rank, strict=True):
+        assert first == second, case  # the ranks leave after the same micro-batch
+        assert first[0] == LEFT, case
+        assert 1 <= first[1] <= MOST, (case, first)
 
 
 class Apart(Slowing):
-    """Rank 0 is many micro-batches ahead of rank 1 when one of them is signalled, or has no data left.
+    """Rank 0 is ``far`` micro-batches ahead of rank 1 when one of them is signalled, or has no data left."""
 
-    Args:
-        signalled: the rank that is signalled.
-        far: the number of fast micro-batches of rank 0.
-    """
-
-    def __init__(self, signalled: int, far: int) -> None:
+    def __init__(self, signalled: int, far: int, pids: list[int]) -> None:
         super().__init__("none")
-        self.signalled = signalled
-        self.far = far
+        self.signalled, self.far, self.pids = signalled, far, pids
 
-    def run_step(self, stage: str, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+    def run_step(self, stage: str, batch: Any, batch_idx: int) -> torch.Tensor:
         self.after += 1
         if self.global_rank and batch_idx == 2:
             time.sleep(1)  # rank 0 gets ahead
-            os.kill(int(os.environ["RANK_PIDS"].split()[self.signalled]), signal.SIGUSR1)
+            os.kill(self.pids[self.signalled], signal.SIGUSR1)
         if batch_idx >= (2 if self.global_rank else self.far):
             time.sleep(SLOW)
-        return super().run_step(stage, batch, batch_idx)
+        return self.loss(batch)
 
 
-def _apart(folder: Path) -> list[Any]:
-    rank = int(os.environ["RANK"])
-    (folder / f"{rank}.part").write_text(str(os.getpid()))
-    (folder / f"{rank}.part").rename(folder / str(rank))
-    while not all((folder / str(other)).exists() for other in (0, 1)):
-        time.sleep(0.01)
-    os.environ["RANK_PIDS"] = " ".join((folder / str(other)).read_text() for other in (0, 1))
+APART = [("validate", 1, 40), ("predict", 0, 40), ("test", 1, 1000)]
+
+
+def _apart() -> list[Any]:
+    pids: list[Any] = [None, None]
+    dist.all_gather_object(pids, os.getpid())
     found = []
     for entry, signalled, far in APART:
-        module = Apart(signalled, far)
-        found.append((*_leave(quiet(strategy="ddp"), entry, module, loader()), module.after))
+        module = Apart(signalled, far, pids)
+        found.append((run_until_left(quiet(strategy="ddp"), entry, module, loader(140, 1)), module.after))
     return found
 
 
-APART = [("validate", 1, 40), ("validate", 0, 1000), ("predict", 0, 40), ("predict", 1, 1000), ("test", 1, 1000)]
-
-
-def test_ranks_that_are_many_micro_batches_apart_leave_together(tmp_path: Path) -> None:  # Q-06
-    ahead, behind = run_distributed(_apart, 2, tmp_path, process_group=None, env=ENV, timeout=120)
+def test_ranks_that_are_many_micro_batches_apart_leave_together() -> None:  # Q-06
+    ahead, behind = run_distributed(_apart, 2, env=ENV, timeout=120)
     for case, first, second in zip(APART, ahead, behind, strict=True):
-        assert first[:2] == second[:2] == (128 + signal.SIGUSR1, "interrupted"), case
-        assert second[2] <= 2 + MOST, (case, second)
-        assert first[2] >= min(case[2], 70), (case, first)
+        assert first[0] == second[0] == LEFT, case
+        assert second[1] <= 2 + MOST, (case, second)
+        assert first[1] >= min(case[2], 70), (case, first)
 
 
 class Paired(Slowing):
@@ -186,7 +140,7 @@ class Paired(Slowing):
     def on_validation_start(self) -> None:
         self.pair = dist.new_group([1, 2], backend="gloo")
 
-    def run_step(self, stage: str, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+    def run_step(self, stage: str, batch: Any, batch_idx: int) -> torch.Tensor:
         self.after += 1
         if self.global_rank:
             dist.all_reduce(torch.ones(1), group=self.pair)
@@ -194,47 +148,169 @@ class Paired(Slowing):
             time.sleep(0.05)  # rank 2 is in the next collective meanwhile
         if self.global_rank == 0 and batch_idx == FAST:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return self.net(batch).square().mean()
+        return self.loss(batch)
 
 
 def _paired() -> Any:
     module = Paired("validate")
-    return (*_leave(quiet(strategy="ddp"), "validate", module, loader(210)), module.after)
+    return run_until_left(quiet(strategy="ddp"), "validate", module, loader(210, 1)), module.after
 
 
 def test_ranks_with_collectives_of_their_own_leave_after_the_same_micro_batch() -> None:  # Q-06
     _, first, second = run_distributed(_paired, 3, process_group=None, env=ENV, timeout=60)
     assert first == second
-    assert first[:2] == (128 + signal.SIGUSR1, "interrupted")
+    assert first[0] == LEFT
 
 
-def _predict(folder: Path, name: str) -> list[Any]:
+SAMPLES = 61  # not divisible by two ranks, batches of two or windows of eight
+
+
+class Augmented(Dataset[Any]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.cat([torch.tensor([index / SAMPLES]), torch.rand(3) + random.random()])
+
+
+class Stream(IterableDataset[Any]):
+    """Rank 1 has ``more`` times as much data on top of that of rank 0."""
+
+    def __init__(self, more: int) -> None:
+        self.more = more
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        rank = int(os.environ["RANK"])
+        return (torch.full((FEATURES,), index + 0.5 * rank) for index in range(20 * (1 + self.more * rank)))
+
+
+class Changing(Regression):
+    """Has state that differs between ranks; rank 1 is signalled at a moment; validation steps may use a collective."""
+
+    batches: torch.Tensor
+
+    def __init__(self, moment: tuple[Any, ...] | None, meets: bool) -> None:
+        super().__init__()
+        self.net.insert(1, nn.Dropout(0.2))
+        self.register_buffer("batches", torch.zeros(()))
+        self.mean = torchmetrics.MeanMetric()
+        self.moment, self.meets = moment, meets
+        self.validated: list[Any] = []
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return (self.net(batch) - batch[:, :1]).square().mean()
+
+    def signal_at(self, *moment: Any) -> None:
+        if moment == self.moment and self.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.batches += 1 + self.global_rank  # differs between ranks
+        loss = self.loss(batch)
+        self.mean.update(loss.detach())
+        self.log("loss", loss, on_epoch=True)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.signal_at("train", self.current_epoch, batch_idx)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        if self.meets:
+            dist.all_reduce(loss.clone())
+        self.log("val_loss", loss)
+        self.signal_at("validate", self.current_epoch, batch_idx)
+
+    def on_validation_end(self) -> None:
+        self.validated.append((self.global_step, self.trainer.batch_idx))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
+def train(folder: Path, name: str, validation: Dataset[Any], module: Changing, **options: Any) -> Any:
+    """Return the exit code, and everything that the run arrives at."""
+    settings = {"enable_checkpointing": True, "max_epochs": 2, "seed": 3, "accumulate_grad_batches": 8, **options}
+    saver = Checkpoint(folder, every_n_train_steps=1000)
+    fit = quiet(strategy=STRATEGIES[name](), callbacks=saver, default_root_dir=folder, **settings)
+    loaders = DataLoader(Augmented(), batch_size=2, shuffle=True), DataLoader(validation, batch_size=2)
+    code, _ = run_until_left(fit, "fit", module, *loaders, ckpt_path="auto")
+    state = {name: value.tolist() for name, value in module.state_dict().items()}
+    metrics = {name: float(value) for name, value in fit.callback_metrics.items()}
+    return code, (state, metrics, fit.global_step, fit.samples_seen, fit.micro_batches)
+
+
+UNEVEN, EVEN = Stream(1), Stream(0)
+WITHIN_WINDOWS = {"val_check_interval": 5, "check_val_every_n_epoch": None}
+# Rank 0 may have reached the end of the window: without a preceding collective it need not wait for rank 1.
+MOMENTS: list[Any] = [
+    (("train", 0, 12), Augmented(), WITHIN_WINDOWS, {1, 2}),
+    (("validate", 0, 3), Augmented(), WITHIN_WINDOWS, {0, 1}),
+    (("validate", 0, 15), UNEVEN, {}, {2}),  # after rank 0 has finished
+    (("validate", 0, 4), EVEN, {}, {2}),
+    (("train", 1, 1), Augmented(), {}, {2, 3}),
+    (("validate", 0, 1), UNEVEN, {}, {2}),
+]
+
+
+def _leave_and_resume(folder: Path, name: str, cases: list[Any]) -> list[Any]:
     found: list[Any] = []
-    for stage in ("predict", "none"):  # the second run is not signalled
-        torch.manual_seed(0)
-        module = Slowing(stage)
-        run = quiet(strategy=STRATEGIES[name](), callbacks=PredictionWriter(folder / name))
-        batches = Batches()
-        run.callbacks.append(batches)
-        found.append((*_leave(run, "predict", module, loader(), return_predictions=False), batches.count))
+    undisturbed: dict[str, Any] = {}
+    for number, (moment, validation, options, _) in enumerate(cases):
+        left, more = folder / str(number), getattr(validation, "more", None)
+        kind = f"{more} {options}"
+        if kind not in undisturbed:
+            module = Changing(None, more == 0)
+            result = train(folder / f"whole {number}", name, validation, module, **options)
+            undisturbed[kind] = result, module.validated
+        leaving, resumed = Changing(moment, more == 0), Changing(None, more == 0)
+        code, _ = train(left, name, validation, leaving, **options)
+        saved = [one.name for one in left.iterdir() if "step=" in one.name]
+        result = train(left, name, validation, resumed, **options)
+        found.append((code, saved, (result, leaving.validated + resumed.validated) == undisturbed[kind]))
     return found
 
 
-class Batches(Callback):
-    """Counts the predicted micro-batches."""
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero 3"])
+def test_a_signal_within_a_window_or_a_validation_loses_nothing(tmp_path: Path, name: str) -> None:  # J-09
+    cases = MOMENTS if name == "ddp" else MOMENTS[:3]
+    arguments = (tmp_path, name, cases)
+    for found in run_distributed(_leave_and_resume, 2, *arguments, process_group=None, env=ENV, timeout=120):
+        for (moment, _, _, steps), (code, saved, equal) in zip(cases, found, strict=True):
+            assert code == LEFT[0], moment
+            assert saved in [[f"interrupted-step={step}"] for step in steps], (moment, saved)
+            assert equal, moment
 
-    count = 0
 
-    def on_predict_batch_end(self, trainer: Any, module: Any, *arguments: Any, **options: Any) -> None:
-        self.count += 1
+class StopsWithoutSteps(Regression):
+    """Makes no step; rank 1 requests a stop after its tenth micro-batch."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def batch_weight(self, batch: Any) -> float:
+        return 0.0
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx, self.global_rank, self.how) == (9, 1, "should_stop"):
+            self.trainer.should_stop = True
+        elif (batch_idx, self.global_rank, self.how) == (9, 1, "signal"):
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_a_prediction_that_was_preempted_is_resumed(tmp_path: Path, name: str) -> None:  # Q-06
-    for (code, _, before), (none, state, after) in run_distributed(
-        _predict, 2, tmp_path, name, process_group=None, env=ENV
-    ):
-        assert (code, none, state) == (128 + signal.SIGUSR1, None, "finished")
-        assert FAST < before <= FAST + MOST
-        assert before + after == 70  # nothing is predicted twice
-    assert len(read_predictions(tmp_path / name)) == 140
+def _stopped(strategy: str, how: str) -> tuple[Any, ...]:
+    run = quiet(strategy=strategy, max_time={"seconds": 0.1} if how == "max_time" else None, max_epochs=200)
+    code, _ = run_until_left(run, "fit", StopsWithoutSteps(how), loader(600, 1))
+    return code, run.global_step, run.micro_batches, run.current_epoch
+
+
+@pytest.mark.parametrize("how", ["should_stop", "signal", "max_time"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_that_make_no_step_end_after_the_same_window(strategy: str, how: str) -> None:  # I-05
+    first, second = on_ranks(_stopped, 2, strategy, how)
+    assert first == second
+    code, steps, micro_batches, epochs = first
+    assert (code, steps) == (128 + signal.SIGTERM if how == "signal" else None, 0)
+    assert 10 <= micro_batches < 300 or how == "max_time"
+    assert epochs < 200

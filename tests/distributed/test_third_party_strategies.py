@@ -1,24 +1,40 @@
-"""Third-party strategies: refused if their ranks would train separately, correct if one method is overridden (K-01).
-
-The parity and checkpoint matrices show that they give the reference's numbers, and read and write any checkpoint.
-"""
+"""Third-party strategies and precisions: refused where they would be wrong, else correct. Rows K-01, K-02, K-03."""
 
 from __future__ import annotations
 
 import ast
 import operator
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_runs import TIGHT, Regression, loader, quiet, weights
+from small_runs import (
+    TIGHT,
+    Regression,
+    Saver,
+    each,
+    global_batches,
+    loader,
+    quiet,
+    refusal,
+    train_by_hand,
+    trained,
+    weights,
+)
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import averaging
 from averaging import Averaging
-from drivetrain import Callback, ConfigurationError, Strategy
+from drivetrain import ConfigurationError, Precision, Strategy
+from drivetrain.environments import Placement
+from drivetrain.precision import MixedPrecision, resolve_precision
 from drivetrain.strategies import DistributedStrategy
-from drivetrain_strategies import SingleDeviceStrategy
+from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy
+from drivetrain_strategies.fsdp._precision import mixed_precision_policy
 from worlds import on_ranks
 
 
@@ -43,64 +59,60 @@ class CountsForItself(Averaging):
         return 1
 
 
-def _refused(strategy: Any, module: Any = None) -> str:
-    module = Regression() if module is None else module
+class WithMaxNorm(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(4, 1, max_norm=1.0)
+
+
+def _refusal(kind: type[Strategy], build: type[Regression]) -> tuple[str, bool]:
+    module = build()
     before = weights(module)
-    with pytest.raises(ConfigurationError) as refused:
-        quiet(strategy=strategy).fit(module, loader(16, 4))
-    assert torch.equal(weights(module), before)
-    return str(refused.value)
+    return refusal(module, loader(16, 4), strategy=kind()), torch.equal(weights(module), before)
 
 
-def _all_refused() -> list[str]:
-    return [_refused(kind()) for kind in (Unconnected, LeavesOutTheEnvironment, CountsForItself)]
+LOCAL_CONTROL = "is a LocalControl of rank 0 of 1, in a process that is rank"
 
 
-def test_a_strategy_with_unconnected_ranks_is_refused() -> None:
-    # K-01: previously it trained unconnected runs, gave wrong numbers and exited with code 0
-    for rank, (unconnected, left_out, counts) in enumerate(on_ranks(_all_refused, 2)):
-        where = f"in a process that is rank {rank} of 2"
-        assert f"Unconnected.control is a LocalControl of rank 0 of 1, {where}" in unconnected
+def test_ranks_that_would_train_apart_are_refused() -> None:  # K-01
+    cases: list[Any] = [(kind, Regression) for kind in (Unconnected, LeavesOutTheEnvironment, CountsForItself)]
+    for rank, found in enumerate(on_ranks(each, 2, _refusal, *cases, (Averaging, WithMaxNorm))):
+        assert all(text.startswith("ConfigurationError") and unchanged for text, unchanged in found), found
+        unconnected, left_out, counts, with_max_norm = (text for text, _ in found)
+        assert f"Unconnected.control {LOCAL_CONTROL} {rank} of 2" in unconnected
         assert "subclass drivetrain.strategies.DistributedStrategy" in unconnected
-        assert f"LeavesOutTheEnvironment.control is a LocalControl of rank 0 of 1, {where}" in left_out
-        assert f"CountsForItself says that it is rank {rank} of 1, {where}" in counts
+        assert f"LeavesOutTheEnvironment.control {LOCAL_CONTROL} {rank} of 2" in left_out
+        assert f"CountsForItself says that it is rank {rank} of 1, in a process that is rank {rank} of 2" in counts
+        assert "'table' is an Embedding with max_norm=1.0, on 2 ranks" in with_max_norm
 
 
-class KeepsNoModule(Averaging):
-    def setup_module(self, module: Any) -> Any:
-        return operator.call
+def keep_a_wrapper(strategy: Any, module: Any) -> Any:
+    strategy.module = torch.nn.Sequential(module)
+    return operator.call
 
 
-class KeepsAWrapper(Averaging):
-    def setup_module(self, module: Any) -> Any:
-        self.module = torch.nn.Sequential(module)
-        return operator.call
+def return_nothing(strategy: Any, module: Any) -> None:
+    Averaging.setup_module(strategy, module)
 
 
-class ReturnsNothing(Averaging):
-    def setup_module(self, module: Any) -> Any:
-        super().setup_module(module)
-
-
-class ReturnsTheModule(Averaging):
-    def setup_module(self, module: Any) -> Any:
-        super().setup_module(module)
-        return module
+def return_the_module(strategy: Any, module: Any) -> Any:
+    Averaging.setup_module(strategy, module)
+    return module
 
 
 @pytest.mark.parametrize(
-    ("strategy", "said"),
+    ("setup_module", "told"),
     [
-        (KeepsNoModule, "KeepsNoModule.setup_module left self.module as None"),
-        (KeepsAWrapper, "KeepsAWrapper.setup_module left self.module as a Sequential"),
-        (ReturnsNothing, "ReturnsNothing.setup_module returned None"),
-        (ReturnsTheModule, "ReturnsTheModule.setup_module returned the module itself"),
+        (lambda strategy, module: operator.call, "left self.module as None"),
+        (keep_a_wrapper, "left self.module as a Sequential"),
+        (return_nothing, "returned None"),
+        (return_the_module, "returned the module itself"),
     ],
 )
-def test_an_incomplete_setup_module_is_refused(strategy: Any, said: str) -> None:
-    # K-01: previously gradients were not exchanged and the ranks diverged, or a checkpoint had other names
-    with pytest.raises(ConfigurationError, match=said):
-        quiet(strategy=strategy(), devices=1).fit(Regression(), loader(16, 4))
+def test_an_incomplete_setup_module_is_refused(setup_module: Any, told: str) -> None:  # K-01
+    strategy = type("Incomplete", (Averaging,), {"setup_module": setup_module})()
+    text = refusal(Regression(), loader(16, 4), strategy=strategy, devices=1)
+    assert text.startswith(f"ConfigurationError: Incomplete.setup_module {told}")
 
 
 class WithoutSuper(Averaging):
@@ -109,8 +121,8 @@ class WithoutSuper(Averaging):
         return self.optimizers
 
 
-class Looked(Regression):
-    """Has a table that only rank 0 uses, with sparse gradients, and a buffer that each rank counts in."""
+class Unfreezing(Regression):
+    """Trains its last layer in the first epoch, then both. A table has sparse gradients, on rank 0 alone."""
 
     steps: torch.Tensor
 
@@ -118,91 +130,160 @@ class Looked(Regression):
         super().__init__()
         self.table = torch.nn.Embedding(4, 1, sparse=True)
         self.register_buffer("steps", torch.zeros(()))
-        torch.nn.init.normal_(self.net[0].weight)  # differs between ranks
+        self.counts: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        rank = torch.distributed.get_rank()
-        self.steps += 1 + rank
+        self.steps += 1 + self.global_rank
         loss = self.loss(batch)
-        return loss + self.table(torch.tensor([1])).sum() if rank == 0 else loss
+        return loss + self.table(torch.tensor([1])).sum() if self.global_rank == 0 else loss
 
     def on_train_epoch_start(self) -> None:
         self.net[0].requires_grad_(self.current_epoch > 0)
 
-
-class Counts(Callback):
-    def __init__(self) -> None:
-        self.steps: list[float] = []
-
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        self.steps.append(float(module.steps))
+    def on_train_epoch_end(self) -> None:
+        self.counts.append(float(self.steps))
 
 
-def _apart() -> Any:
-    torch.manual_seed(torch.distributed.get_rank())
-    module, counts = Looked(), Counts()
-    quiet(strategy=WithoutSuper(), max_epochs=2, callbacks=counts).fit(module, loader(32, 4))
-    return module.net[0].weight.detach(), module.table.weight.detach(), counts.steps
+def _unfreeze() -> Any:
+    module = Unfreezing()
+    trained(module, loader(32, 4), strategy=WithoutSuper(), max_epochs=2)
+    return weights(module.net), module.table.weight.detach(), module.counts
 
 
-def test_ranks_stay_equal_whichever_method_is_overridden() -> None:
-    # K-01: setup_optimizers without super, a sparse gradient on one rank alone, a change of what trains
-    (net, table, steps), (other_net, other_table, other_steps) = on_ranks(_apart, 2)
+def test_ranks_stay_equal_whichever_method_is_overridden() -> None:  # K-01, I-03
+    reference = Regression()
+    for trains in (False, True):
+        reference.net[0].requires_grad_(trains)
+        train_by_hand(reference, global_batches(32, 8))
+    (net, table, counts), (other_net, other_table, other_counts) = on_ranks(_unfreeze, 2)
+    torch.testing.assert_close(net, weights(reference), **TIGHT)
     assert torch.equal(net, other_net)
     assert torch.equal(table, other_table)
-    assert (steps, other_steps) == ([4.0, 8.0], [8.0, 16.0])  # each rank's own, even after unfreezing
+    assert (counts, other_counts) == ([4.0, 8.0], [8.0, 16.0])  # each rank's own, even after unfreezing
 
 
-def _with_max_norm() -> str:
-    class Bounded(Regression):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = torch.nn.Embedding(4, 1, max_norm=1.0)
-
-    return _refused(Averaging(), Bounded())
-
-
-def test_replicas_that_would_diverge_are_refused() -> None:
-    # K-01
-    assert all("'table' is an Embedding with max_norm=1.0, on 2 ranks" in said for said in on_ranks(_with_max_norm, 2))
-
-
-def test_one_method_must_be_overridden() -> None:
-    # K-01
+def test_the_third_party_overrides_one_method_and_uses_public_names_only() -> None:  # K-01
     for interface in (Strategy, DistributedStrategy):
         assert interface.__abstractmethods__ == {"setup_module"}
+    imports = ast.walk(ast.parse(Path(averaging.__file__).read_text()))
+    modules = {str(node.module) for node in imports if isinstance(node, ast.ImportFrom)}
+    assert {name for name in modules if name.startswith("drivetrain")} == {"drivetrain.strategies"}
 
 
-def test_the_third_party_uses_public_names_only() -> None:
-    # K-01
-    imported = set()
-    for node in ast.walk(ast.parse(Path(averaging.__file__).read_text())):
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("drivetrain"):
-            imported.add(node.module)
-    assert imported == {"drivetrain.strategies"}
+CPU = torch.device("cpu")
+PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
-class Unfreezes(Callback):
-    """The first epoch trains the last layer, the second everything."""
+def toy() -> Precision:
+    """Build the example of the docs, from its own code."""
+    (block,) = (one for one in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "ToyFloat8" in one)
+    names: dict[str, Any] = {"torch": torch, "Precision": Precision}
+    exec(block.partition("\nmodule = ")[0], names)
+    made: Precision = names["ToyFloat8"]()
+    return made
 
-    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        module.net[0].requires_grad_(trainer.current_epoch > 0)
+
+class Rounding(torch.autograd.Function):
+    """Rounds by hand: to float8 by a scale and back; the gradient is unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        scale = x.abs().max().clamp(min=1e-12) / 448
+        return (x / scale).to(torch.float8_e4m3fn).to(torch.float32) * scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
 
 
-def _unfrozen(strategy: Any, batch_size: int) -> Any:
+def forward_by_hand(net: Any, x: torch.Tensor) -> torch.Tensor:
+    first, _, last = net
+    hidden = (Rounding.apply(x) @ Rounding.apply(first.weight).T + first.bias).tanh()
+    return Rounding.apply(hidden) @ Rounding.apply(last.weight).T + last.bias
+
+
+def rounded_by_hand(epochs: int, ranks: int) -> Regression:
+    """Train in plain PyTorch: each rank's part of a batch of 8 separately, since each has its own scale."""
     module = Regression()
-    torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
-    trainer = quiet(strategy=strategy, max_epochs=2, callbacks=Unfreezes())
-    trainer.fit(module, loader(32, batch_size))
-    return weights(module)
+
+    def step(part: Any, batch_idx: int) -> torch.Tensor:
+        return functional.mse_loss(forward_by_hand(module.net, part[0]), part[1])
+
+    train_by_hand(module, global_batches(64, 8 // ranks) * epochs, window=ranks, step=step)
+    return module
 
 
-def _on_a_rank() -> Any:
-    return _unfrozen(Averaging(), 4)
+class Recomputing(Regression):
+    """Runs its layers again in the backward, and predicts."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        predicted = checkpoint(self.net, batch[0], use_reentrant=False)
+        return functional.mse_loss(predicted, batch[1])
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0])
 
 
-def test_what_trains_may_change() -> None:
-    # I-03
-    expected = _unfrozen(SingleDeviceStrategy(), 8)
-    for found in on_ranks(_on_a_rank, 2):
-        torch.testing.assert_close(found, expected, **TIGHT)
+def _train_toy(strategy: str, batch: int, path: str) -> list[torch.Tensor]:
+    options: dict[str, Any] = {"strategy": strategy, "precision": toy(), "max_epochs": 2}
+    module = Recomputing()
+    whole = trained(Regression(), loader(64, batch), callbacks=Saver(path), **options)
+    found = [whole, trained(Regression(), loader(64, batch), ckpt_path=path, **options)]
+    found.append(trained(module, loader(64, batch), **options))
+    return [*found, *quiet(**options).predict(module, loader(64, batch))[:1]]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("single_device", 1), ("ddp", 2), ("fsdp", 2)])
+def test_the_precision_of_the_docs_equals_the_hand_written_loop(strategy: str, ranks: int, tmp_path: Path) -> None:
+    # K-03
+    expected = rounded_by_hand(2, ranks)
+    path = str(tmp_path / "saved")
+    for whole, resumed, recomputed, outputs in on_ranks(_train_toy, ranks, strategy, 8 // ranks, path, timeout=150):
+        assert torch.allclose(whole, weights(expected), atol=1e-6)
+        assert torch.equal(resumed, whole)
+        assert torch.equal(recomputed, whole)
+        predicted = forward_by_hand(expected.net, global_batches(64, 8 // ranks)[0][0])
+        assert torch.allclose(outputs, predicted, atol=1e-5)
+
+
+class Unnamed(Precision):
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(2 * loss)
+
+
+class Doubled(MixedPrecision):
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(2 * loss)
+
+
+@pytest.mark.parametrize(
+    ("build", "called"),
+    [
+        (toy, "'float8-toy', a ToyFloat8"),
+        (Unnamed, "'Unnamed', a Unnamed"),
+        (partial(Doubled, "bf16-mixed", CPU), "Doubled"),
+    ],
+)
+def test_deepspeed_refuses_methods_that_its_engine_would_not_call(build: Any, called: str) -> None:  # K-03
+    with pytest.raises(ConfigurationError, match=f"{called}, under DeepSpeed"):
+        DeepSpeedStrategy().bind(Placement(), CPU, build())
+    strategy = DeepSpeedStrategy()
+    for precision in (resolve_precision("bf16-mixed", CPU), Precision()):  # built-in ones as objects
+        strategy.bind(Placement(), CPU, precision)
+        assert strategy.precision.name == precision.name
+
+
+class ReducedInHalf(Precision):
+    reduce_dtype = torch.bfloat16
+
+
+def test_a_reduction_dtype_of_a_precision_is_used() -> None:  # K-03
+    assert mixed_precision_policy(ReducedInHalf()).reduce_dtype is torch.bfloat16
+    two = Placement(world_size=2, local_world_size=2)
+    with_hook, alone, refused = DDPStrategy(comm_hook="bf16"), DDPStrategy(), DDPStrategy()
+    for strategy, placement in ((with_hook, two), (alone, Placement()), (refused, two)):
+        strategy.bind(placement, CPU, ReducedInHalf())
+    with_hook.check(Regression())
+    alone.check(Regression())
+    with pytest.raises(ConfigurationError, match=r"'ReducedInHalf' reduces gradients in torch.bfloat16"):
+        refused.check(Regression())

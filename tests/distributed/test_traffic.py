@@ -39,12 +39,7 @@ def _sent(strategy: str) -> Any:
 
 
 def _by_hand_with_fresh_caches(strategy: str, steps: int) -> Any:
-    """Run without entries in DTensor's caches from an earlier run, as a run of ours starts.
-
-    torch 2.11 uses all scalar arguments of an optimizer's operations as cache keys, some of which differ at each step:
-    only a repetition of the same steps would find entries.
-    """
-    forget_meshes()
+    forget_meshes()  # as a run of ours starts: without entries in DTensor's caches from an earlier run
     return train_by_hand(strategy, steps, make=narrow)
 
 

@@ -1,4 +1,4 @@
-"""The tuner on two ranks: both get the same result, and the run afterwards is not affected."""
+"""The tuner on two ranks: both get the same result, and the run afterwards is not affected. Row L-06."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import Regression, failing, loader, quiet, weights
+from small_runs import Regression, each, loader, quiet, refusal, weights
 from torch import nn
 
 from drivetrain.callbacks import LearningRateFinder
@@ -18,17 +18,13 @@ preload(*DEEPSPEED)
 
 
 class Drawing(Regression):
-    """Uses random generators in each step, and has buffers."""
-
     def __init__(self, lr: float = 0.1) -> None:
         super().__init__(lr)
         self.net.append(nn.BatchNorm1d(1))
         self.net.insert(1, nn.Dropout(0.3))
-        self.losses: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        self.losses.append(float(loss.detach()))
         self.log("loss", loss, on_epoch=True)
         return loss
 
@@ -37,7 +33,37 @@ class Drawing(Regression):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
 
-class Hungry(Regression):
+def _trained(strategy: str, search: bool) -> dict[str, Any]:
+    torch.manual_seed(7)
+    module, fit, data = Drawing(), quiet(strategy=strategy, max_epochs=2), loader(22, 3, shuffle=True)
+    found: dict[str, Any] = {}
+    if search:
+        results = Tuner(fit).lr_find(module, data, num_training=12, update_attr=False).results
+        assert len(results["loss"]) == 12
+        found = {"results": results, "size": Tuner(fit).scale_batch_size(module, data, init_val=2, max_trials=2)}
+    fit.fit(module, data)
+    return found | {
+        "state": {name: value.clone() for name, value in module.state_dict().items()},
+        "metrics": {name: float(one) for name, one in fit.callback_metrics.items()},
+        "draws": torch.rand(3),
+        "counters": (fit.global_step, fit.current_epoch, fit.samples_seen, fit.micro_batches),
+        "rates": [one.get_last_lr() for one in fit.lr_schedulers],
+    }
+
+
+ZERO_3 = pytest.param("deepspeed_stage_3", marks=[requires_package("deepspeed"), pytest.mark.slow])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", ZERO_3])
+def test_a_run_after_a_search_is_the_run_without_one(strategy: str) -> None:  # L-06
+    ranks = on_ranks(each, 2, _trained, (strategy, False), (strategy, True), process_group=None, timeout=150)
+    results = [(after.pop("results"), after.pop("size")) for _, after in ranks]
+    assert results[0] == results[1] == (results[0][0], 4)
+    for plain, after in ranks:
+        torch.testing.assert_close(after, plain, rtol=0, atol=0)
+
+
+class OutOfMemory(Regression):
     """Runs out of memory above a batch size that differs between ranks."""
 
     def __init__(self, *most: int) -> None:
@@ -54,130 +80,64 @@ class Hungry(Regression):
         self.log("loss", self.loss(batch))
 
 
-def _trained(strategy: str, find: bool) -> dict[str, Any]:
-    torch.manual_seed(7)
-    module = Drawing()
-    fit = quiet(strategy=strategy, max_epochs=2)
-    data = loader(46, 3, shuffle=True)
-    found = None
-    if find:
-        found = Tuner(fit).lr_find(module, data, num_training=12, update_attr=False).results
-        assert Tuner(fit).scale_batch_size(module, data, init_val=2, max_trials=2) == 4
-    fit.fit(module, data)
-    return {
-        "found": found,
-        "weights": weights(module),
-        "buffers": [one.clone() for one in module.buffers()],
-        "losses": module.losses,
-        "metrics": {name: float(one) for name, one in fit.callback_metrics.items()},
-        "draws": torch.rand(3),
-        "counters": (fit.global_step, fit.current_epoch, fit.samples_seen, fit.micro_batches),
-        "rates": [one.get_last_lr() for one in fit.lr_schedulers],
-    }
-
-
-def _both(*strategies: str) -> list[Any]:
-    return [(_trained(one, find=False), _trained(one, find=True)) for one in strategies]
-
-
-def _assert_alike(strategy: str, plain: dict[str, Any], after: dict[str, Any]) -> None:
-    for name, value in plain.items():
-        if name != "found":
-            torch.testing.assert_close(after[name], value, rtol=0, atol=0, msg=f"{strategy}: {name} differs")
-
-
-@pytest.mark.parametrize(
-    "strategies",
-    [
-        ("ddp", "fsdp"),
-        pytest.param(
-            ("deepspeed_stage_2", "deepspeed_stage_3"), marks=[requires_package("deepspeed"), pytest.mark.slow]
-        ),
-    ],
-)
-def test_a_run_after_a_search_is_the_run_without_one(strategies: tuple[str, ...]) -> None:  # L-06
-    ranks = on_ranks(_both, 2, *strategies, process_group=None, timeout=150)
-    for number, strategy in enumerate(strategies):
-        for plain, after in (rank[number] for rank in ranks):
-            _assert_alike(strategy, plain, after)
-        first, second = (rank[number][1]["found"] for rank in ranks)
-        assert first == second
-        assert len(first["loss"]) == 12
-
-
-def _sizes() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _sizes() -> list[int]:
+    sizes = []
     for strategy in ("ddp", "fsdp"):
-        module, fit = Hungry(64, 11), quiet(strategy=strategy)
-        found[strategy] = Tuner(fit).scale_batch_size(module, loader(200, 4), mode="binsearch", steps_per_trial=2)
-        assert module.batch_size == found[strategy]
-    with failing() as caught:
-        Tuner(quiet(strategy="ddp")).scale_batch_size(Hungry(64, 0), loader(200, 4))
-    found["nothing fits"] = caught
-    few = Tuner(quiet(strategy="ddp")).scale_batch_size(Hungry(64, 64), dataloaders=loader(1, 4), method="validate")
-    found["one sample"] = few
-    found["all the data"] = Tuner(quiet(strategy="ddp")).scale_batch_size(Hungry(64, 64), loader(21, 4))
-    return found
+        module = OutOfMemory(64, 11)
+        options: dict[str, Any] = {"mode": "binsearch", "steps_per_trial": 2}
+        sizes.append(Tuner(quiet(strategy=strategy)).scale_batch_size(module, loader(200, 4), **options))
+        assert module.batch_size == sizes[-1]
+    with pytest.raises(Exception, match="batch size 1 ") as caught:
+        Tuner(quiet(strategy="ddp")).scale_batch_size(OutOfMemory(64, 0), loader(200, 4))
+    assert type(caught.value).__name__ == "ConfigurationError"
+    one_sample: dict[str, Any] = {"dataloaders": loader(1, 4), "method": "validate"}
+    sizes.append(Tuner(quiet(strategy="ddp")).scale_batch_size(OutOfMemory(64, 64), **one_sample))
+    sizes.append(Tuner(quiet(strategy="ddp")).scale_batch_size(OutOfMemory(64, 64), loader(21, 4)))  # all the data
+    return sizes
 
 
 def test_the_batch_size_fits_on_every_rank() -> None:  # L-06
-    first, second = on_ranks(_sizes, 2, process_group=None, timeout=150)
-    assert first["ddp"] == second["ddp"] == 11
-    assert first["fsdp"] == second["fsdp"] == 11
-    assert first["one sample"] == second["one sample"] == 1
-    assert first["all the data"] == second["all the data"] == 11
-    for rank in (first, second):
-        assert rank["nothing fits"]["type"] == "ConfigurationError"
-        assert "batch size 1 " in rank["nothing fits"]["text"]
+    assert on_ranks(_sizes, 2, process_group=None, timeout=150) == [[11, 11, 1, 11]] * 2
 
 
 def _losses(batch_size: int) -> list[float]:
     options: dict[str, Any] = {"min_lr": 1e-3, "max_lr": 0.1, "num_training": 11, "update_attr": False}
-    return Tuner(quiet(strategy="auto")).lr_find(Regression(), loader(42, batch_size), **options).results["loss"]
+    return Tuner(quiet()).lr_find(Regression(), loader(42, batch_size), **options).results["loss"]
 
 
 def test_the_losses_are_over_the_samples_of_all_ranks() -> None:  # L-06
-    first, second = on_ranks(_losses, 2, 4, process_group=None, timeout=60)
-    assert first == second
-    assert first == pytest.approx(_losses(8), rel=1e-5)
+    assert on_ranks(_losses, 2, 4, process_group=None, timeout=60) == [pytest.approx(_losses(8), rel=1e-5)] * 2
 
 
-class Failing(Regression):
-    """Raises in its seventh step on rank 1."""
-
+class FailsOnRank1(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.trainer.global_step == 6 and self.trainer.global_rank == 1:
+        if (self.trainer.global_step, self.trainer.global_rank) == (6, 1):
             raise RuntimeError("a broken sample")
         return super().training_step(batch, batch_idx)
 
 
-def _failing() -> Any:
-    module = Failing()
-    before = weights(module).clone()
-    with failing() as caught:
+def _failing() -> tuple[float, float | None]:
+    module = FailsOnRank1()
+    with pytest.raises(Exception, match="a broken sample"):
         Tuner(quiet(strategy="ddp")).lr_find(module, loader(64, 4))
-    finder = LearningRateFinder(num_training_steps=15)
-    sound = Regression()
-    quiet(strategy="ddp", callbacks=[finder]).fit(sound, loader(64, 4))
-    return caught, torch.equal(before, weights(module)), sound.lr, finder.optimal_lr
+    assert torch.equal(weights(module), weights(FailsOnRank1()))
+    finder, sound = LearningRateFinder(num_training_steps=15), Regression()
+    assert refusal(sound, loader(64, 4), strategy="ddp", callbacks=[finder]).startswith("nothing was raised")
+    assert finder.optimal_lr is not None
+    return sound.lr, finder.optimal_lr.suggestion()
 
 
 def test_an_error_on_one_rank_fails_on_all_and_leaves_nothing() -> None:  # L-06
     first, second = on_ranks(_failing, 2, process_group=None, timeout=100)
-    for caught, same, _, _ in (first, second):
-        assert "a broken sample" in caught["text"]
-        assert same
-    assert first[2] == second[2] == first[3].suggestion()
+    assert first == second
+    assert first[0] == first[1]
 
 
 @pytest.mark.slow
 def test_started_processes_return_the_result_of_a_search() -> None:  # L-06
-    fit = quiet(strategy="ddp", devices=2, launcher="forkserver")
-    module = Hungry(64, 5)
-    before = weights(module).clone()
+    fit, module = quiet(strategy="ddp", devices=2, launcher="forkserver"), OutOfMemory(64, 5)
     found = Tuner(fit).lr_find(module, loader(64, 4), num_training=15)
     assert len(found.results["loss"]) == 15
     assert module.lr == found.suggestion()
-    assert torch.equal(before, weights(module))
-    assert Tuner(fit).scale_batch_size(module, loader(64, 4), init_val=4, max_trials=2) == 4
-    assert module.batch_size == 4
+    assert torch.equal(weights(module), weights(OutOfMemory()))
+    assert Tuner(fit).scale_batch_size(module, loader(64, 4), init_val=4, max_trials=2) == module.batch_size == 4

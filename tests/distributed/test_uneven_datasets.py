@@ -1,17 +1,13 @@
-"""Data whose size is not divisible, on several ranks: joining, weights, evaluation, metrics.
-
-Rows B-04, B-10 to B-16.
-"""
+"""Uneven data on several ranks: joining, evaluation, logged values, buffers, lengths (see the programs, too)."""
 
 from __future__ import annotations
 
-import random
+from collections import UserDict
 from collections.abc import Iterator
-from dataclasses import replace
-from itertools import chain
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +16,9 @@ from small_runs import (
     FEATURES,
     TIGHTER,
     Regression,
+    about,
     data,
+    each,
     failing,
     global_batches,
     loader,
@@ -30,16 +28,14 @@ from small_runs import (
     trained,
     weights,
 )
-from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
+from captured_warnings import captured_warnings
+from drivetrain import Callback
 from drivetrain.callbacks import ReplicaCheck
 from drivetrain_strategies import DDPStrategy
-from oracle.check import check
-from oracle.program import Data, Log, Net, Optimizer, Program
 from worlds import on_ranks
-
-# Lockstep and joining
+from wrong_lengths import Batches
 
 
 class Watched(Regression):
@@ -51,7 +47,7 @@ class Watched(Regression):
         super().__init__()
         self.register_buffer("count", torch.zeros(()))
         self.mean = torchmetrics.MeanMetric()
-        self.calls: list[tuple[str, int, bool, int]] = []
+        self.calls: list[tuple[str, int, bool]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, _ = batch
@@ -66,7 +62,7 @@ class Watched(Regression):
     def agree(self, what: str, batch_idx: int) -> None:
         gathered = self.all_gather(torch.tensor(batch_idx))
         assert gathered.tolist() == [batch_idx] * self.trainer.world_size  # every rank makes the same calls
-        self.calls.append((what, batch_idx, self.trainer.joining, self.trainer.micro_batches))
+        self.calls.append((what, batch_idx, self.trainer.joining))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.agree("start", batch_idx)
@@ -76,93 +72,61 @@ class Watched(Regression):
         self.agree("end", batch_idx)
 
 
-def _joining() -> dict[str, Any]:
-    module = Watched()
-    trainer = quiet(strategy="ddp", callbacks=ReplicaCheck(1, buffers=False))
-    # 17 = 4 * 4 + 1: the last micro-batch has a sample for rank 0 alone.
-    trainer.fit(module, loader(17, 4))
-    return {
-        "weights": weights(module.net),
-        "calls": module.calls,
-        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-        "count": float(module.count),
-        "seen": trainer.samples_seen,
-    }
+def _joining() -> tuple[torch.Tensor, list[Any], dict[str, float]]:
+    module, trainer = Watched(), quiet(strategy="ddp", callbacks=ReplicaCheck(1, buffers=False))
+    trainer.fit(module, loader(17, 4))  # 17 = 4 * 4 + 1: the last micro-batch has a sample for rank 0 alone
+    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return weights(module.net), module.calls, {**found, "count": float(module.count), "seen": trainer.samples_seen}
 
 
 def test_a_rank_without_a_sample_joins_and_leaves_no_trace() -> None:  # B-04, B-12, B-14
-    ranks = on_ranks(_joining, 4, process_group=None)
     x = data(17).tensors[0]
     reference = weights(train_by_hand(Regression(), global_batches(17, 16)).net)
-    for rank, found in enumerate(ranks):
-        torch.testing.assert_close(found["weights"], reference, **TIGHTER)
-        assert found["seen"] == 17
-        assert found["metrics"]["samples"] == 17
-        assert found["metrics"]["hooks"] == 4 + 1  # four ranks, then one: joining ranks do not count
-        assert found["metrics"]["largest"] == pytest.approx(float(x.max()))
-        assert found["metrics"]["mean"] == pytest.approx(float(x[:, 0].mean()), abs=1e-6)
-        assert found["count"] == 5  # rank 0's buffers at the end: its four samples and the last one
-        for what, batch_idx, joining, _ in found["calls"]:
-            assert joining == (rank > 0 and batch_idx == 1), (what, batch_idx)
-        assert [call[:2] for call in found["calls"]] == [
-            (what, index) for index in (0, 1) for what in ("start", "step", "end")
-        ]
+    expected = {"samples": 17, "seen": 17, "largest": float(x.max()), "mean": float(x[:, 0].mean())}
+    expected["hooks"] = 4 + 1  # four ranks, then one: joining ranks do not count
+    expected["count"] = 5  # rank 0's buffers at the end: its four samples and the last one
+    for rank, (trained_weights, calls, numbers) in enumerate(on_ranks(_joining, 4, process_group=None)):
+        torch.testing.assert_close(trained_weights, reference, **TIGHTER)
+        assert numbers == pytest.approx(expected, abs=1e-6)
+        assert calls == [(what, at, rank > 0 and at == 1) for at in (0, 1) for what in ("start", "step", "end")]
 
 
-class NaNForOne(Regression):
-    """The loss over one sample is NaN, like the variance of one sample."""
+class NaNWhenJoining(Regression):
+    """The loss over the sample that a joining rank repeats is NaN, like the variance of one sample."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
         return loss * float("nan") if self.trainer.joining else loss
 
 
-PROGRAMS = {
-    "streams of unequal length": Program(data=Data("iterable", samples=14)),
-    "accumulated": Program(data=Data("iterable", samples=14), accumulate=2),
-    "rank 0 has the least": Program(data=Data("iterable", samples=14, fewest_on_rank_0=True), accumulate=3, epochs=2),
-    "token-weighted, accumulated": Program(
-        data=Data(samples=37), token_weighted=True, net=Net(family="gru"), accumulate=3
-    ),
-    # B-12, B-14
-    "logged by step and by epoch": Program(
-        data=Data(samples=15),
-        epochs=3,
-        logs=(
-            Log(what="metric", on_epoch=True),
-            Log(on_epoch=True),
-            Log(what="number", sync_dist=True),
-        ),
-    ),
-    "LBFGS, accumulated": Program(data=Data(samples=11), optimizers=(Optimizer("lbfgs"),), accumulate=3),  # B-16
-}
-
-
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_windows_are_weighted_over_uneven_ranks(program: Program) -> None:  # B-02, B-03, B-04, B-21
-    assert not check(replace(program, strategy="ddp", ranks=2))
+@dataclass
+class Pair:
+    x: torch.Tensor
+    y: torch.Tensor | None
 
 
 class Stream(IterableDataset[Any]):
-    """Batches of one sample, as many on each rank as ``counts`` says."""
+    """As many batches of four on each rank as ``counts`` says, from its own part of 64 samples, in a container."""
 
-    def __init__(self, *counts: int) -> None:
-        self.counts = counts
+    def __init__(self, *counts: int, make: Any = lambda x, y: (x, y)) -> None:
+        self.counts, self.make = counts, make
 
     def __iter__(self) -> Iterator[Any]:
-        x, y = data(1).tensors
-        yield from [(x, y)] * self.counts[dist.get_rank()]
+        rank = dist.get_rank()
+        return (self.make(x, y) for x, y in own_batches(rank, self.counts[rank]))
+
+
+def own_batches(rank: int, count: int) -> list[Any]:
+    return global_batches(64, 4)[8 * rank : 8 * rank + count]
 
 
 def _edge_cases() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    found["nan"] = trained(NaNForOne(), loader(17, 4), strategy="ddp")
+    found: dict[str, Any] = {"nan": trained(NaNWhenJoining(), loader(17, 4), strategy="ddp")}
     limited = quiet(strategy="ddp", limit_train_batches=4)
     limited.fit(Regression(), DataLoader(Stream(5, 3), batch_size=None))
     found["limited"] = limited.global_step, limited.samples_seen, limited.micro_batches
     for name, stream in (("none", Stream(3, 0)), ("none at all", Stream(0, 0))):
-        with failing() as found[name]:
-            trained(Regression(), DataLoader(stream, batch_size=None), strategy="ddp")
+        found[name] = refusal(Regression(), DataLoader(stream, batch_size=None), strategy="ddp")
     found["afterwards"] = trained(Regression(), loader(16, 4), strategy="ddp")
     return found
 
@@ -173,122 +137,90 @@ def test_ranks_without_data_and_losses_that_are_not_numbers() -> None:  # B-04, 
         for name, samples in (("nan", 17), ("afterwards", 16)):
             expected = weights(train_by_hand(Regression(), global_batches(samples, 8)))
             torch.testing.assert_close(found[name], expected, **TIGHTER)
-        assert found["limited"] == (4, 7, 4)
-        for name in ("none", "none at all"):
-            assert "yielded no batch" in found[name]["text"], found[name]
-    assert ranks[1]["none"]["type"] == "ConfigurationError"
-    assert ranks[0]["none"]["type"] == "RankFailedError"
-    assert "Rank 1" in ranks[0]["none"]["text"]
+        assert found["limited"] == (4, 4 * 7, 4)
+        assert "yielded no batch" in found["none"]
+        assert "yielded no batch" in found["none at all"]
+    assert ranks[1]["none"].startswith("ConfigurationError")
+    assert ranks[0]["none"].startswith("RankFailedError")
+    assert "Rank 1" in ranks[0]["none"]
 
 
-# Evaluation
+class TakesBatchesApart(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if isinstance(batch, Pair):
+            x, y = batch.x, batch.y
+            batch.y = None
+            assert y is not None
+        elif "given" in batch:
+            x, y = batch["given"].pop(0), batch["given"].pop(0).pop("y")
+        else:
+            x, y = batch["x"], batch.pop("y")
+        return self.loss((x, y))
+
+
+CONTAINERS: list[Any] = [
+    lambda x, y: {"x": x, "y": y},
+    lambda x, y: UserDict(x=x, y=y),
+    lambda x, y: {"given": [x, {"y": y}]},
+    Pair,
+]
+
+
+def _taken_apart() -> list[torch.Tensor]:
+    loaders = [DataLoader(Stream(2, 5, make=make), batch_size=None) for make in CONTAINERS]
+    return [trained(TakesBatchesApart(), batches, strategy="ddp", accumulate_grad_batches=2) for batches in loaders]
+
+
+def test_a_joining_rank_gets_containers_of_its_own() -> None:  # I-07
+    windows = [[*own_batches(0, 2), *own_batches(1, 2)], own_batches(1, 5)[2:4], own_batches(1, 5)[4:]]
+    batches = [tuple(torch.cat([batch[at] for batch in window]) for at in range(2)) for window in windows]
+    expected = weights(train_by_hand(Regression(), batches))
+    for found in on_ranks(_taken_apart, 2, process_group=None):
+        for number, actual in enumerate(found):
+            torch.testing.assert_close(actual, expected, msg=about(number), **TIGHTER)
 
 
 class Measured(Regression):
-    """Logs every kind of value in evaluation, and predicts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.error = torchmetrics.MeanSquaredError()
-        self.other_error = torchmetrics.MeanSquaredError()
-        self.batches = 0
-
-    def measure(self, batch: Any, dataloader_idx: int = 0) -> None:
-        x, y = batch
-        self.batches += 1
-        predicted = self.net(x)
-        error = self.other_error if dataloader_idx else self.error
-        error.update(predicted, y)
-        self.log("mse", nn.functional.mse_loss(predicted, y))
-        self.log("error", error)
-        self.log("count", len(x), reduce_fx="sum")
-        self.log("least", predicted.min(), reduce_fx="min")
-        self.log("own", float(len(x)), sync_dist=False, reduce_fx="sum")
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.measure(batch, dataloader_idx)
+    """Logs in evaluation what tests/parity does not log, and keys of its own on one rank in validation."""
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.measure(batch)
+        self.log("count", len(batch[0]), reduce_fx="sum")
+        self.log("own", float(len(batch[0])), sync_dist=False, reduce_fx="sum")
 
     def on_test_epoch_end(self) -> None:
         self.log("rank", float(self.global_rank))
         self.log("twice", 2.0, reduce_fx="sum")
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return batch[0]
-
-
-class Different(Regression):
-    """Logs a key of its own on one rank."""
-
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("both", 1.0)
         if self.global_rank == 1:
             self.log("only_here", 1.0)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        if self.global_rank == 0:
-            self.log("nothing_elsewhere", 1.0)
+
+def _evaluated(samples: int) -> tuple[dict[str, float], dict[str, str]]:
+    (found,) = quiet(strategy="ddp").test(Measured(), loader(samples, 4), verbose=False)
+    with failing() as refused:
+        quiet(strategy="ddp").validate(Measured(), loader(32, 4), verbose=False)
+    return found, refused
 
 
-def _evaluated(sizes: tuple[int, ...]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for samples in sizes:
-        module = Measured()
-        (found[f"test {samples}"],) = quiet(strategy="ddp").test(module, loader(samples, 4), verbose=False)
-        found[f"batches {samples}"] = module.batches
-        found[f"reset {samples}"] = int(module.error.total)
-        found[f"predict {samples}"] = torch.cat(quiet(strategy="ddp").predict(module, loader(samples, 4, shuffle=True)))
-    two = quiet(strategy="ddp").validate(Measured(), [loader(9, 4), loader(3, 4)], verbose=False)
-    found["two loaders"] = two
-    with failing() as found["keys"]:
-        quiet(strategy="ddp").validate(Different(), loader(32, 4), verbose=False)
-    with failing() as found["no keys"]:
-        quiet(strategy="ddp").test(Different(), loader(32, 4), verbose=False)
-    return found
-
-
-def test_evaluation_counts_every_sample_once() -> None:  # B-04, B-12, B-14
-    sizes, world_size = (1, 3, 17), 4
-    ranks = on_ranks(_evaluated, world_size, sizes)
-    for samples in sizes:
-        x, y = data(samples).tensors
-        with torch.no_grad():
-            predicted = Regression().net(x)
-        mse = float(nn.functional.mse_loss(predicted, y))
-        busy = min(samples, world_size)
-        for rank, found in enumerate(ranks):
-            result = found[f"test {samples}"]
-            assert set(result) - {"own"} == {"mse", "error", "count", "least", "rank", "twice"}, (samples, rank, result)
-            assert result["mse"] == pytest.approx(mse, rel=1e-5)
-            assert result["error"] == pytest.approx(mse, rel=1e-5)
-            assert result["count"] == samples
-            assert result["least"] == pytest.approx(float(predicted.min()), rel=1e-5)
-            # A value that a hook logs once per rank has weight one on every rank, whatever the last batch's size.
-            assert result["rank"] == pytest.approx((world_size - 1) / 2), (samples, rank)
-            assert result["twice"] == 2 * world_size
-            assert (found[f"batches {samples}"] > 0) == (rank < busy)
-            assert found[f"reset {samples}"] == 0
-            assert torch.equal(found[f"predict {samples}"], x)
-        assert sum(found[f"test {samples}"].get("own", 0.0) for found in ranks) == samples
-    for found in ranks:
-        first, second = found["two loaders"]
-        assert first["count/dataloader_idx_0"] == 9
-        assert second["count/dataloader_idx_1"] == 3
-        assert found["keys"]["type"] == found["no keys"]["type"] == "DistributedError"
-        others = [0, *range(2, world_size)]
-        assert f"'only_here' on rank(s) [1] and not on {others}" in found["keys"]["text"]
-        assert f"'nothing_elsewhere' on rank(s) [0] and not on {[*range(1, world_size)]}" in found["no keys"]["text"]
+@pytest.mark.parametrize("samples", [1, 3, 17])
+def test_values_of_an_evaluation_are_reduced_over_the_ranks(samples: int) -> None:  # B-04, B-12
+    # A value that a hook logs once per rank has weight one on every rank, whatever the last batch's size.
+    expected, own = {"count": samples, "rank": 1.5, "twice": 2.0 * 4}, 0.0
+    for found, refused in on_ranks(_evaluated, 4, samples):
+        own += found.pop("own", 0.0)
+        assert found == pytest.approx(expected)
+        assert refused["type"] == "DistributedError"
+        assert "'only_here' on rank(s) [1] and not on [0, 2, 3]" in refused["text"]
+    assert own == samples
 
 
 class Stepwise(Regression):
     """Logs a value to be reduced at a flush, only on some ranks and in some steps."""
 
-    def __init__(self, ranks: tuple[int, ...] = (0, 1), every: int = 1) -> None:
+    def __init__(self, every: int, *ranks: int) -> None:
         super().__init__()
-        self.ranks = ranks
-        self.every = every
+        self.every, self.ranks = every, ranks
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.global_rank in self.ranks and batch_idx % self.every == 0:
@@ -296,121 +228,34 @@ class Stepwise(Regression):
         return self.loss(batch)
 
 
-def _stepwise() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, module, samples in (
-        ("all", Stepwise(), 64),
-        ("seldom", Stepwise(every=4), 64),
-        ("rank 1 joins", Stepwise(), 1),
-        ("rank 1 joins at last", Stepwise(), 9),
-    ):
-        trainer = quiet(strategy="ddp", log_every_n_steps=1)
-        trainer.fit(module, loader(samples, 4))
-        found[name] = float(trainer.callback_metrics["sum"])
-    for name, ranks in (("rank 0", (0,)), ("rank 1", (1,))):
-        found[name] = refusal(Stepwise(ranks), loader(64, 4), strategy="ddp", log_every_n_steps=1)
-    return found
+def _stepwise(samples: int, every: int, *ranks: int) -> float | str:
+    trainer = quiet(strategy="ddp", log_every_n_steps=1)
+    with failing() as refused:
+        trainer.fit(Stepwise(every, *ranks), loader(samples, 4))
+    return refused["text"] or float(trainer.callback_metrics["sum"])
 
 
 def test_step_values_are_reduced_at_a_flush() -> None:  # B-12
-    for found in on_ranks(_stepwise, 2, process_group=None):
-        assert found["all"] == 2.0
-        assert found["seldom"] == 2.0  # and not counted again at each later flush
-        assert found["rank 1 joins"] == 1.0
-        assert found["rank 1 joins at last"] == 1.0
-        for name, other in (("rank 0", 1), ("rank 1", 0)):
-            assert f"'sum' on rank(s) [{1 - other}] and not on [{other}]" in found[name]
-
-
-# B-10, B-11: draws and order
-
-
-class Drawing(Dataset[Any]):
-    """A sample is its index and a random number drawn by the worker."""
-
-    def __len__(self) -> int:
-        return 42
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
-        return torch.tensor([float(index), *drawn])
-
-
-class Collecting(Regression):
-    """Records its samples by epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.got: dict[int, list[torch.Tensor]] = {}
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if not self.trainer.joining:
-            self.got.setdefault(self.current_epoch, []).append(batch.clone())
-        return self.net(batch[:, :1].expand(-1, FEATURES)).square().mean() * 1e-6
-
-
-def _drawn(batch_size: int, cases: int) -> dict[str, Any]:
-    found = {}
-    for name, workers, persistent in (("one", 1, False), ("two, persistent", 2, True))[:cases]:
-        module = Collecting()
-        options: dict[str, Any] = {"num_workers": workers, "persistent_workers": persistent}
-        batches = DataLoader(Drawing(), batch_size=batch_size, shuffle=True, **options)
-        quiet(max_epochs=2, seed=11).fit(module, batches)
-        found[name] = module.got
-    return found
-
-
-def test_order_and_draws() -> None:  # B-10, B-11
-    one, two, four = (on_ranks(_drawn, size, 8 // size, 2 if size < 4 else 1, process_group=None) for size in (1, 2, 4))
-    everything: list[torch.Tensor] = []
-    for epoch in range(2):
-        whole = [batch[:, 0].tolist() for batch in one[0]["one"][epoch]]
-        assert sorted(chain.from_iterable(whole)) == list(range(42))
-        for ranks in (two, four):
-            parts = [found["one"][epoch] for found in ranks]
-            global_batches_of_parts = [
-                [*chain.from_iterable(part[k][:, 0].tolist() for part in parts if k < len(part))]
-                for k in range(len(whole))
-            ]
-            assert global_batches_of_parts == whole  # the same global batches, in the same order
-        for ranks in (one, two):
-            for found in ranks:
-                batches = found["one"][epoch]
-                for batch, again in zip(batches, found["two, persistent"][epoch], strict=True):
-                    assert torch.equal(batch, again)  # for any number of workers
-        everything += [batch[:, 1:] for found in four for batch in found["one"][epoch]]
-    for column in torch.cat(everything).T:
-        assert len(column.unique()) == len(column)  # no random number repeats, on any rank or epoch
-
-
-# all_gather
+    # The first is not counted again at each later flush; in the second, rank 1 joins.
+    for seldom, joined, refused in on_ranks(each, 2, _stepwise, (64, 4, 0, 1), (9, 1, 0, 1), (64, 1, 1)):
+        assert (seldom, joined) == (2.0, 1.0)
+        assert "'sum' on rank(s) [1] and not on [0]" in refused
 
 
 class Contrastive(Regression):
-    """The loss is computed over the batches of all ranks."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        out = self.net(x)
-        with_grad = self.all_gather(out, sync_grads=True)
-        assert with_grad.shape == (self.trainer.world_size, *out.shape)
-        everything = with_grad.flatten(0, 1)
-        targets = self.all_gather(y).flatten(0, 1)
-        nested = self.all_gather({"a": out, "b": [1, (2.5, True)]})
-        assert nested["a"].shape == with_grad.shape
-        assert not nested["a"].requires_grad
-        assert nested["b"][0].tolist() == [1] * self.trainer.world_size
-        assert nested["b"][1][0].tolist() == [2.5] * self.trainer.world_size
-        # Not a mean over samples: every pair counts.
-        return (torch.cdist(everything, targets) ** 2).mean() - everything.std()
-
-
-class OnTheWholeBatch(Regression):
-    """The same in one process."""
+    """The loss is computed over the batches of all ranks: not a mean over samples, since every pair counts."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         out = self.net(batch[0])
-        return (torch.cdist(out, batch[1]) ** 2).mean() - out.std()
+        nested = self.all_gather({"a": out, "b": [1, (2.5, True)]})
+        assert (nested["a"].shape, nested["a"].requires_grad) == ((2, *out.shape), False)
+        assert (nested["b"][0].tolist(), nested["b"][1][0].tolist()) == ([1, 1], [2.5, 2.5])
+        gathered = self.all_gather(out, sync_grads=True).flatten(0, 1), self.all_gather(batch[1]).flatten(0, 1)
+        return contrastive_loss(*gathered)
+
+
+def contrastive_loss(out: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (torch.cdist(out, targets) ** 2).mean() - out.std()
 
 
 def _contrastive() -> torch.Tensor:
@@ -418,64 +263,222 @@ def _contrastive() -> torch.Tensor:
 
 
 def test_a_loss_over_the_samples_of_all_ranks() -> None:  # B-16
-    reference = weights(train_by_hand(OnTheWholeBatch(lr=0.05), global_batches(32, 8)))
+    module = Regression(lr=0.05)
+    train_by_hand(module, global_batches(32, 8), step=lambda batch, _: contrastive_loss(module.net(batch[0]), batch[1]))
     for found in on_ranks(_contrastive, 2, process_group=None):
-        torch.testing.assert_close(found, reference, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(found, weights(module), atol=1e-5, rtol=1e-4)
 
 
-# Buffers
-
-
-class Buffered(Regression):
-    """Has buffers of several dtypes; each rank writes its own values."""
-
-    mask: torch.Tensor
-    index: torch.Tensor
-    turned: torch.Tensor
+class CountsInEvaluation(Regression):
+    count: torch.Tensor
+    mean: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(FEATURES)
-        self.register_buffer("mask", torch.zeros(3, dtype=torch.bool))
-        self.register_buffer("index", torch.zeros(2, dtype=torch.int64), persistent=False)
-        self.register_buffer("nothing", torch.zeros(0))
-        self.register_buffer("turned", torch.zeros(2, 3).T)
-        self.seen: list[torch.Tensor] = []
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(FEATURES))
 
-    def loss(self, batch: Any) -> torch.Tensor:
-        x, y = batch
-        return nn.functional.mse_loss(self.net(self.norm(x)), y)
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        self.count = self.count + len(batch[0])
+        self.mean += batch[0].mean(0)
+        return self.net(batch[0])
+
+    validation_step = predict_step
+
+
+def _evaluated_buffers(strategy: str, stage: str) -> tuple[torch.Tensor, torch.Tensor]:
+    module = CountsInEvaluation()
+    # A sample for rank 0 only: under a strategy whose forward is collective rank 1 runs along.
+    getattr(quiet(strategy=strategy), stage)(module, loader(1, 1))
+    return module.count, module.mean
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("stage", ["validate", "predict"])
+def test_evaluation_leaves_no_trace_on_a_joining_rank(strategy: str, stage: str) -> None:  # I-07
+    # After the run rank 0's buffers are used on all ranks; they contain rank 0's samples.
+    for count, mean in on_ranks(_evaluated_buffers, 2, strategy, stage, process_group=None):
+        assert int(count) == 1
+        assert torch.equal(mean, data(1).tensors[0][0])
+
+
+class Growing(Regression):
+    first: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("first", None)
+        self.register_buffer("seen", torch.zeros(0, FEATURES), persistent=False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.mask[self.global_rank] = True
-        self.index += self.global_rank + 1
-        self.turned += self.global_rank
+        if self.first is None:
+            self.first = batch[0][0].clone()
+        self.seen = torch.cat([self.seen, batch[0]])
         return self.loss(batch)
 
+
+def _grown(strategy: str, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    module = Growing()
+    trained(module, loader(samples, 4), strategy=strategy)
+    return module.first, module.seen
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("samples", [1, 9])
+def test_buffers_that_differ_in_form_become_rank_0s(strategy: str, samples: int) -> None:  # I-07, B-08
+    x = data(samples).tensors[0]
+    for first, seen in on_ranks(_grown, 2, strategy, samples, process_group=None):
+        # Of nine samples rank 0 gets the first four and the last.
+        assert torch.equal(first, x[0])
+        assert torch.equal(seen, torch.cat([x[:4], x[8:]]))
+
+
+class OfWrongLength(IterableDataset[Any]):
+    """Has 5 batches of four on rank 0 and 3 on rank 1, and states another length on both."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(global_batches(64, 4)[: (5, 3)[dist.get_rank()]])
+
+
+class CountsSamples(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[tuple[int, int]] = []
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", self.loss(batch))
-        assert self.norm.running_mean is not None
-        self.seen.append(self.norm.running_mean.clone())
+        self.log("samples", float(len(batch[0])), reduce_fx="sum", batch_size=len(batch[0]))
+
+    def on_validation_end(self) -> None:
+        self.validated.append((self.current_epoch, self.global_step))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> int:
+        return len(self.net(batch[0]))
 
 
-def _buffers() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, strategy in (("ddp", "ddp"), ("no broadcast", DDPStrategy(broadcast_buffers=False))):
-        module = Buffered()
-        quiet(strategy=strategy, max_epochs=2).fit(module, loader(32, 4), loader(16, 4))
-        found[name] = {
-            "buffers": {key: value.clone() for key, value in module.named_buffers()},
-            "seen": module.seen[-1],
-        }
-    return found
+READ = "micro-batches per epoch, but"
+OF_WRONG_LENGTH: dict[str, tuple[Any, int, int, str]] = {  # with the steps and samples of an epoch, and the warning
+    "too much": (loader(20, 1, batch_sampler=Batches(20, 40)), 5, 20, f"20 {READ} 5 were read."),
+    "uneven": (DataLoader(OfWrongLength(3), None), 5, 32, f"3 {READ} 5 were read on rank(s) [0]."),
+    "one rank": (DataLoader(OfWrongLength(5), None), 5, 32, f"5 {READ} 3 were read on rank(s) [1]."),
+}
 
 
-def test_buffers_are_rank_0s_in_evaluation_and_after_fit() -> None:  # B-08
-    first, second = on_ranks(_buffers, 2, process_group=None)
-    for name in ("ddp", "no broadcast"):
-        assert torch.equal(first[name]["seen"], second[name]["seen"])
-        for key, value in first[name]["buffers"].items():
-            assert torch.equal(value, second[name]["buffers"][key]), key
-        assert first[name]["buffers"]["mask"].tolist() == [True, False, False]
-        assert first[name]["buffers"]["turned"].shape == (3, 2)
-    assert first["no broadcast"]["buffers"]["index"].tolist() == [8, 8]
+def _counted(strategy: str, name: str) -> Any:
+    batches, module = OF_WRONG_LENGTH[name][0], CountsSamples()
+    run = quiet(strategy=strategy, max_epochs=2, val_check_interval=0.5)
+    with captured_warnings() as lines:
+        run.fit(module, batches, OF_WRONG_LENGTH[name][0])
+    warned = [text for text in lines if "proved wrong" in text]
+    predicted = sum(quiet(strategy=strategy).predict(module, batches))
+    counts = run.global_step, run.samples_seen, predicted, float(run.callback_metrics["samples"])
+    return counts, module.validated, warned
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", OF_WRONG_LENGTH)
+def test_all_ranks_go_through_all_the_data(strategy: str, name: str) -> None:  # I-04
+    _, steps, samples, warning = OF_WRONG_LENGTH[name]
+    first, second = on_ranks(_counted, 2, strategy, name, timeout=120)
+    assert first[0] == second[0] == (2 * steps, 2 * samples, samples, samples)
+    # Once for the training loader, and once for the validation loader; on rank 0 only.
+    assert [warning in text for text in first[2]] == [True] * 2, first[2]
+    assert second[2] == []
+    if name == "too much":  # the expected half is never reached
+        assert first[1] == second[1] == [(0, 5), (1, 10)]
+
+
+class Centring(Regression):
+    """Subtracts a running mean from its inputs, which each rank computes over its own data."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(FEATURES))
+        self.register_buffer("seen", torch.tensor(float("nan")))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        self.mean.copy_(0.5 * self.mean + 0.5 * x.mean(0))
+        return self.loss((x - self.mean, y))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+
+    def on_train_end(self) -> None:
+        self.at_the_end = [buffer.detach().clone() for buffer in self.buffers()]
+
+
+class Swapping(Callback):
+    """Validates with another mean, as averaging callbacks do, or sets it for good."""
+
+    def __init__(self, for_good: bool = False) -> None:
+        self.for_good = for_good
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.before = module.mean.clone()
+        module.mean.fill_(3.0)
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        if not self.for_good:
+            module.mean.copy_(self.before)
+
+
+class SavesInValidation(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(self.path)
+
+
+def train_centring(module: Centring, strategy: Any, validation: Any, *callbacks: Callback, **options: Any) -> Any:
+    """Return the weights and this rank's buffers of the end of training, before rank 0's replace them."""
+    trained(module, loader(28, 2), validation, strategy=strategy, callbacks=[*callbacks], **options)
+    return [weights(module), *module.at_the_end]
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(one, other, strict=True))
+
+
+def buffers_apart() -> DDPStrategy:
+    return DDPStrategy(broadcast_buffers=False)
+
+
+STRATEGIES = {"ddp": DDPStrategy, "ddp, buffers apart": buffers_apart, "fsdp": lambda: "fsdp"}
+
+
+def _without_and_with_validation(strategy: str) -> list[Any]:
+    build, options = STRATEGIES[strategy], {"accumulate_grad_batches": 3}
+    without = train_centring(Centring(), build(), None, **options)
+    # Of five samples one rank has two and joins once.
+    return [without, train_centring(Centring(), build(), loader(5, 1), Swapping(), val_check_interval=2, **options)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_per_rank_buffers_do_not_depend_on_validation(strategy: str) -> None:  # I-13
+    for without, with_validation in on_ranks(_without_and_with_validation, 2, strategy):
+        assert equal(with_validation, without)
+
+
+def _changed_by_validation(path: str) -> tuple[torch.Tensor, bool]:
+    validation, options = loader(4, 1), {"val_check_interval": 3}
+    changed = train_centring(Centring(), buffers_apart(), validation, Swapping(for_good=True), val_check_interval=7)
+    whole = train_centring(Centring(), buffers_apart(), validation, SavesInValidation(path), **options)
+    resumed = train_centring(Centring(), buffers_apart(), validation, ckpt_path=path, **options)
+    return changed[1], equal(whole, resumed)
+
+
+def test_changes_made_in_validation_persist_and_are_saved(tmp_path: Path) -> None:  # I-13, F-02
+    for mean, resumes_exactly in on_ranks(_changed_by_validation, 2, str(tmp_path / "saved")):
+        assert torch.equal(mean, torch.full((FEATURES,), 3.0))
+        assert resumes_exactly
