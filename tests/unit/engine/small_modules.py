@@ -7,7 +7,7 @@ from typing import Any
 
 from engine_case import Regression, Tiny
 
-from drivetrain import Callback
+from drivetrain import Callback, Fit
 
 
 def tiny(**methods: Any) -> Tiny:
@@ -24,3 +24,8 @@ def calling(hook: str, function: Callable[..., object]) -> Callback:
     """A callback whose ``hook`` calls ``function(trainer)``."""
     kind = type("Calling", (Callback,), {hook: lambda self, trainer, *args, **options: function(trainer) and None})
     return kind()
+
+
+def metrics(trainer: Fit) -> dict[str, float]:
+    """Return the values that callbacks read."""
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
