@@ -146,8 +146,7 @@ def test_closure_optimizers_equal_the_hand_written_loop(tmp_path: Path, kind: An
     torch.testing.assert_close(dict(module.state_dict()), dict(reference.state_dict()))
 
 
-def test_a_closure_computes_the_gradient_of_the_whole_window(tmp_path: Path) -> None:
-    # I-06, B-02
+def test_a_closure_computes_the_gradient_of_the_whole_window(tmp_path: Path) -> None:  # I-06, B-02
     class Plain(Regression):
         def configure_optimizers(self) -> Any:
             return {"optimizer": AscendingSGD(self.parameters(), lr=0.1), "closure": True}
@@ -159,8 +158,7 @@ def test_a_closure_computes_the_gradient_of_the_whole_window(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", [LBFGS, ClosureRequired])
-def test_a_metric_object_sees_each_sample_once(tmp_path: Path, kind: Any) -> None:
-    # B-16
+def test_a_metric_object_sees_each_sample_once(tmp_path: Path, kind: Any) -> None:  # B-16
     class Counting(Sharp):
         def __init__(self) -> None:
             super().__init__(kind)
@@ -204,8 +202,7 @@ def test_each_evaluation_gets_a_batch_that_it_may_modify(tmp_path: Path, kind: A
 )
 def test_without_a_closure_the_error_names_both_ways(
     tmp_path: Path, module: type[Sharp], kind: Any, cause: type[Exception]
-) -> None:
-    # I-06, S-12
+) -> None:  # I-06, S-12
     with pytest.raises(ConfigurationError, match=rf"{kind.__name__}\.step was called without a closure") as caught:
         fit(tmp_path).fit(module(kind), regression())
     assert "'closure': True" in str(caught.value)
@@ -213,8 +210,7 @@ def test_without_a_closure_the_error_names_both_ways(
     assert isinstance(caught.value.__cause__, cause)
 
 
-def test_loss_scaling_forbids_a_closure(tmp_path: Path) -> None:
-    # I-06: fp16 would refuse both ways
+def test_loss_scaling_forbids_a_closure(tmp_path: Path) -> None:  # I-06: fp16 would refuse both ways
     with pytest.raises(ConfigurationError, match=r"(?s)without a closure.*precision='bf16-mixed' or '32-true', since"):
         fit(tmp_path, precision="16-mixed").fit(WithoutClosure(AscendingSGD), regression())
     with pytest.raises(ConfigurationError, match="'16-mixed' with AscendingSGD"):
@@ -235,8 +231,7 @@ def test_other_errors_of_a_step_are_unchanged(tmp_path: Path, module: type[Sharp
     assert type(caught.value) is error
 
 
-def test_an_overridden_optimizer_step_gets_the_closure(tmp_path: Path) -> None:
-    # I-06
+def test_an_overridden_optimizer_step_gets_the_closure(tmp_path: Path) -> None:  # I-06
     module, plain = OverriddenWithClosure(AscendingSGD), Sharp(AscendingSGD)
     for one in (module, plain):
         fit(tmp_path).fit(one, regression())

@@ -319,8 +319,7 @@ TABLE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", sorted(TABLE))
-def test_a_name_has_lightnings_meaning(recorded: Recorded, name: str) -> None:
-    # L-10
+def test_a_name_has_lightnings_meaning(recorded: Recorded, name: str) -> None:  # L-10
     expected: Any = None
     for phase in PHASES:
         expected = TABLE[name].get(phase, expected)
@@ -340,8 +339,7 @@ def test_a_name_has_lightnings_meaning(recorded: Recorded, name: str) -> None:
         ("strategy.global_rank", r"read strategy\.rank"),
     ],
 )
-def test_an_unsupported_name_states_the_replacement(name: str, way: str) -> None:
-    # L-10
+def test_an_unsupported_name_states_the_replacement(name: str, way: str) -> None:  # L-10
     owner: Any = Fit(accelerator="cpu")
     *path, last = name.split(".")
     for one in path:
