@@ -13,15 +13,22 @@ from drivetrain import ConfigurationError, Fit, TrainModule
 
 
 class Line(TrainModule):
-    def __init__(self) -> None:
+    def __init__(self, net: Any = None) -> None:
         super().__init__()
-        self.net: Any = nn.Linear(2, 1)
+        self.net: Any = net or nn.Linear(2, 1)
 
     def training_step(self, batch: Any) -> torch.Tensor:
-        return self.net(batch).mean()
+        return self.net(batch[0] if isinstance(batch, list) else batch).mean()
+
+    def predict_step(self, batch: Any) -> torch.Tensor:
+        return self.net(batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(affine=False), nn.Linear(4, 1))
 
 
 def quiet(folder: Path, **settings: Any) -> Fit:
@@ -44,52 +51,34 @@ def test_a_long_list_of_batches_is_not_iterated(tmp_path: Path) -> None:
             Counted.reads += 1
             return super().__iter__()
 
-    class First(Line):
-        def training_step(self, batch: Any) -> torch.Tensor:
-            return self.net(batch[0]).mean()
-
     trainer = quiet(tmp_path, max_steps=1)
-    trainer.fit(First(), [Counted([torch.ones(4, 2)]) for _ in range(100)])
+    trainer.fit(Line(), [Counted([torch.ones(4, 2)]) for _ in range(100)])
     assert trainer.global_step == 1
     assert Counted.reads < 100
 
 
-class Lazy(Line):
-    """Has lazy layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(affine=False), nn.Linear(4, 1))
-
-    def predict_step(self, batch: Any) -> torch.Tensor:
-        return self.net(batch)
-
-
-@pytest.mark.parametrize("settings", [{}, {"strategy": "ddp"}, {"strategy": "fsdp", "devices": 2, "launcher": "fork"}])
+@pytest.mark.parametrize("settings", [{}, {"strategy": "fsdp", "devices": 2, "launcher": "fork"}])
 def test_lazy_layers_without_a_shape_are_named(tmp_path: Path, settings: dict[str, Any]) -> None:  # I-12
     with pytest.raises(ConfigurationError, match=r"net\.0 \(LazyLinear\), net\.1 \(LazyBatchNorm1d\)\.") as caught:
-        quiet(tmp_path, **settings).fit(Lazy(), [torch.ones(4, 2)])
+        quiet(tmp_path, **settings).fit(Line(lazy()), [torch.ones(4, 2)])
     with pytest.raises(ConfigurationError, match=r"net\.0 \(LazyLinear\)"):
-        quiet(tmp_path).predict(Lazy(), [torch.ones(4, 2)])
+        quiet(tmp_path).predict(Line(lazy()), [torch.ones(4, 2)])
     assert "one forward" in caught.value.fix
     assert "configure_model" in caught.value.fix
 
 
-def test_lazy_layers_train_after_one_forward(tmp_path: Path) -> None:  # I-12
-    class Shaped(Lazy):
+@pytest.mark.parametrize("settings", [{}, {"strategy": "ddp", "devices": 2, "launcher": "fork"}])
+def test_lazy_layers_train_after_one_forward(tmp_path: Path, settings: dict[str, Any]) -> None:  # I-12
+    class Shaped(Line):
         def configure_model(self) -> None:
             with torch.no_grad():
                 self.net(torch.ones(2, 2))
 
-    before = Lazy()
-    with torch.no_grad():
-        before.net(torch.ones(2, 2))
-    for module in (before, Shaped()):
-        trainer = quiet(tmp_path)
+    before, within = Line(lazy()), Shaped(lazy())
+    Shaped.configure_model(before)  # type: ignore[arg-type]
+    for module in (before, within):
+        trainer = quiet(tmp_path, **settings)
         trainer.fit(module, [torch.randn(4, 2)])
         assert trainer.global_step == 1
+        assert type(module.net[0]) is nn.Linear  # also in the caller of started ranks
         assert module.net[0].weight.shape == (4, 2)
-    shaped = Shaped()
-    quiet(tmp_path, strategy="ddp", devices=2, launcher="fork").fit(shaped, [torch.randn(4, 2)])
-    assert type(shaped.net[0]) is nn.Linear  # also in the caller
-    assert shaped.net[0].weight.shape == (4, 2)
