@@ -69,9 +69,7 @@ PREEMPTED = calling("on_train_batch_end", preempt)
 
 
 @pytest.mark.parametrize("leaving", ["defer_save", "save_checkpoint", "nothing"])
-def test_a_third_party_callback_saves_before_a_preempted_run_exits(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, leaving: str
-) -> None:
+def test_a_third_party_callback_saves_before_a_preempted_run_exits(tmp_path: Path, caplog: Any, leaving: str) -> None:
     callbacks = [Saver(tmp_path / "own", leaving=leaving), PREEMPTED]
     with pytest.raises(SystemExit):
         fit(tmp_path, max_epochs=2, callbacks=callbacks).fit(Regression(), regression())
@@ -130,9 +128,7 @@ def test_folders_of_third_party_callbacks_and_loggers_are_probed_before_the_firs
         assert run.global_step == 0
 
 
-def test_lines_are_printed_through_a_callback_that_offers_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_are_printed_through_a_callback_that_offers_it(tmp_path: Path, capsys: Any) -> None:
     class Screen(Callback):
         lines: list[str]
 
@@ -162,9 +158,7 @@ def test_windows_changed_by_a_third_party_callback_count_in_the_estimate(tmp_pat
     assert doubling.estimate == 6 + 3 + 2
 
 
-def test_a_monitor_of_a_third_party_callback_is_checked_in_the_first_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_monitor_of_a_third_party_callback_is_checked_in_the_first_step(tmp_path: Path, caplog: Any) -> None:
     class Monitors(Callback):
         monitors: Any = {"valloss": "Monitors('valloss')"}  # noqa: RUF012
 

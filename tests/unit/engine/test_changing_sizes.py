@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from small_modules import calling
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from drivetrain import Callback, ConfigurationError
-from drivetrain.callbacks import Checkpoint, LambdaCallback, ProgressBar
+from drivetrain.callbacks import Checkpoint, LambdaCallback
 from drivetrain.data import CombinedLoader
 
 
@@ -189,21 +188,3 @@ def test_an_unusable_size_is_refused(sizes: Any, options: dict[str, Any], named:
         fit(tmp_path, max_epochs=2, callbacks=resizes).fit(
             Tiny(), DataLoader(data, 2, sampler=RandomSampler(data, **options))
         )
-
-
-def test_the_progress_bar_counts_up_to_the_size_of_the_epoch(tmp_path: Path) -> None:  # S-03
-    totals: set[int | None] = set()
-
-    class Records(ProgressBar):
-        def is_terminal(self) -> bool:
-            return True
-
-        def draw(self, phase: Any, metrics: Any, now: float) -> None:
-            totals.add(phase.total)
-            self._next_refresh = 0.0
-
-    data = Buffer(4)
-    bar, resizes = Records(stream=io.StringIO()), Resizes(data, "on_train_epoch_start", (4, 8))
-    resizes.priority = -200  # after the bar, as a hook of the module is
-    fit(tmp_path, max_epochs=2, callbacks=[bar, resizes], enable_progress_bar=True).fit(Tiny(), DataLoader(data, 2))
-    assert totals == {2, 4}

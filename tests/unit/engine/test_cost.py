@@ -150,23 +150,29 @@ def _recording(monkeypatch: pytest.MonkeyPatch, reads: list[str]) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"precision": "bf16-mixed"}, {"gradient_clip_val": 1.0}, {"accumulate_grad_batches": 2}]
 )
-def test_a_step_waits_for_no_value_and_makes_no_collective(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:  # H-01: between the second and the last batch no tensor value is read.
+def test_a_step_waits_for_no_value_and_makes_no_collective(tmp_path: Path, monkeypatch: Any, options: Any) -> None:
+    # H-01: between the second and the last batch no tensor value is read.
     reads: list[str] = []
     marks: list[int] = []
+    held: list[int] = []
 
-    class Marking(Logging):
+    class Marking(Bare):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             marks.append(len(reads))
-            return super().training_step(batch, batch_idx)
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+            self.log("most", loss, on_step=False, on_epoch=True, reduce_fx="max")
+            records: Any = self.trainer.metrics
+            held.append(max(len(entry.waiting) for entry in records.entries.values()))
+            return loss
 
-    runner = fit(tmp_path, max_steps=40, **options)
+    trainer = fit(tmp_path, max_steps=200, **options)
     _recording(monkeypatch, reads)
-    runner.fit(Marking(), _loader())
+    trainer.fit(Marking(), _loader())
     monkeypatch.undo()
-    assert len(marks) == 40 * options.get("accumulate_grad_batches", 1)
+    assert len(marks) == 200 * options.get("accumulate_grad_batches", 1)
     assert reads[marks[0] : marks[-1]] == []
+    assert max(held) <= 64  # H-03: the values of an epoch are folded
 
 
 @pytest.mark.slow

@@ -86,9 +86,7 @@ class Seeing(Tiny):
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_training_goes_through_all_the_data(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder, wrong: str
-) -> None:  # I-04
+def test_training_goes_through_all_the_data(tmp_path: Path, caplog: Any, recwarn: Any, wrong: str) -> None:  # I-04
     build, samples, length, batches = WRONG[wrong]
     module, trainer = Seeing(), fit(tmp_path, max_epochs=2)
     trainer.fit(module, build())
@@ -101,9 +99,7 @@ def test_training_goes_through_all_the_data(
 
 
 @pytest.mark.parametrize(("stage", "wrong"), [*zip(("validate", "test", "predict"), WRONG, strict=False)])
-def test_evaluation_goes_through_all_the_data(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, stage: str, wrong: str
-) -> None:  # I-04
+def test_evaluation_goes_through_all_the_data(tmp_path: Path, caplog: Any, stage: str, wrong: str) -> None:  # I-04
     build, samples, length, batches = WRONG[wrong]
     module = Tiny()
     outputs = getattr(fit(tmp_path), stage)(module, build())

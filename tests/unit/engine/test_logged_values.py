@@ -128,9 +128,7 @@ def test_whole_numbers_beyond_64_bits(tmp_path: Path) -> None:  # I-01
 
 @pytest.mark.parametrize(("reduce_fx", "expected"), [("sum", 3.0), ("max", 2.0), ("min", 0.0)])
 @pytest.mark.parametrize("kind", [float, torch.tensor])
-def test_a_weight_of_0_is_for_means(
-    tmp_path: Path, reduce_fx: str, expected: float, kind: Callable[[float], Any]
-) -> None:  # I-01
+def test_a_weight_of_0_is_for_means(tmp_path: Path, reduce_fx: str, expected: float, kind: Any) -> None:  # I-01
     def step(self: Any, batch: Any, batch_idx: int) -> None:
         self.log("it", kind(float(batch_idx)), **EPOCH, reduce_fx=reduce_fx, batch_size=0)
 
@@ -228,9 +226,8 @@ def measuring(*keys: str) -> Any:
         (["log_metrics", "reset", "use"], False),
     ],
 )
-def test_a_metric_reset_by_hand_after_logging_has_its_value(
-    tmp_path: Path, at_end: list[str], in_step: bool
-) -> None:  # I-01
+def test_a_metric_reset_by_hand_after_logging_has_its_value(tmp_path: Path, at_end: list[str], in_step: bool) -> None:
+    # I-01
     module = Measured(*at_end, in_step=in_step)
     expected = {"mean": 2.0, "first": 1.0} | ({"by_hand": 2.0} if "compute" in at_end else {})
     trainer = fit(tmp_path, max_epochs=2)
@@ -281,9 +278,8 @@ def test_step_values_and_the_epoch_value_may_have_keys_of_their_own(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("dicts", "named"), [(True, "a dict"), (False, r"shape \(2,\)")])
-def test_a_metric_of_several_numbers_is_refused_if_logged_by_step(
-    tmp_path: Path, dicts: bool, named: str
-) -> None:  # I-01
+def test_a_metric_of_several_numbers_is_refused_if_logged_by_step(tmp_path: Path, dicts: bool, named: str) -> None:
+    # I-01
     class Pair(torchmetrics.MeanMetric):
         def compute(self) -> Any:
             value = super().compute()

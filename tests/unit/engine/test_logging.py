@@ -17,6 +17,7 @@ from engine_case import Tiny, fit, loader
 from small_modules import calling, metrics, tiny
 
 from drivetrain import ConfigurationError, Fit, Logger
+from drivetrain._engine.log_queue import LogQueue, _Row  # private: rows wait for a device only
 from drivetrain.loggers import CSVLogger
 
 
@@ -213,9 +214,7 @@ def test_training_values_survive_a_validation_in_mid_epoch(tmp_path: Path) -> No
         (1.0, {"reduce_fx": torch.median}, "log a torchmetrics.Metric"),
     ],
 )
-def test_other_values_and_reductions_are_refused(
-    tmp_path: Path, value: Any, options: dict[str, Any], named: str
-) -> None:
+def test_other_values_and_reductions_are_refused(tmp_path: Path, value: Any, options: Any, named: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         trained(tmp_path, logs(value, **options))
     assert "'it'" in str(caught.value)
@@ -388,20 +387,25 @@ def test_a_metric_that_is_no_attribute_or_not_one_number_is_refused(tmp_path: Pa
         fit(tmp_path).validate(module, loader(4), verbose=False)
 
 
-def test_log_stores_the_value_without_reading_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """H-03: no sync (nothing is read), no communication, and a cost that does not grow with the epoch."""
-    reads: list[str] = []
-    held: list[int] = []
+class FailingLogger(Kept):
+    """Raises an error at the steps at which its disk is full."""
 
-    def train(self: Any, batch: Any, batch_idx: int) -> None:
-        value = mean(batch)
-        with monkeypatch.context() as patch:
-            for name in ("item", "tolist", "__float__", "__int__", "__bool__", "cpu", "numpy"):
-                patch.setattr(torch.Tensor, name, lambda *_, name=name: reads.append(name))
-            self.log("it", value, on_step=True, on_epoch=True, prog_bar=True)
-            self.log("it_max", value, on_step=False, on_epoch=True, reduce_fx="max")
-        held.append(max(len(entry.waiting) for entry in self.trainer.metrics.entries.values()))
+    full_at: tuple[int, ...] = (1, 2)
 
-    fit(tmp_path, log_every_n_steps=1).fit(Logging(train), loader(600))
-    assert (reads, len(held)) == ([], 300)
-    assert max(held) <= 64
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        if step in self.full_at:
+            raise OSError(f"no space left at {step}")
+        super().log_metrics(metrics, step)
+
+
+def test_other_loggers_get_rows_that_one_fails_to_write() -> None:  # O-04
+    """On a GPU several rows may be left at the end of a run."""
+    full, other = FailingLogger(), Kept()
+    queue = LogQueue()
+    with pytest.raises(OSError, match="at 1"):
+        queue.put([full, other], {"loss": 1.0}, 1)
+    for step in (2, 3):  # as if their numbers had not arrived
+        queue._rows.append(_Row([full, other], {"loss": 1.0}, step))
+    with pytest.raises(OSError, match="at 2"):
+        queue.deliver(wait=True)
+    assert [[step for step, _ in one.rows] for one in (full, other)] == [[3], [1, 2, 3]]

@@ -206,13 +206,6 @@ def test_a_closure_reaches_the_optimizer(tmp_path: Path, kind: Any, evaluations:
     assert norms[0] > 0
 
 
-def test_a_closure_under_loss_scaling_is_refused(tmp_path: Path) -> None:
-    # I-02, I-06: under fp16 each evaluation may overflow separately; torch's own optimizers evaluate once, and work
-    fit(tmp_path, precision=fp16(1024.0)).fit(ByHand(_steps_with_a_closure), regression(4))
-    with pytest.raises(ConfigurationError, match="Twice steps with a closure, which precision='16-mixed'"):
-        fit(tmp_path, precision="16-mixed").fit(ByHand(_steps_with_a_closure, Twice), regression(4))
-
-
 def test_toggle_optimizer_does_what_the_context_manager_does(tmp_path: Path) -> None:  # I-02
     def step(module: Any, batch: Any) -> None:
         first, second = module.optimizers()
@@ -247,9 +240,7 @@ def test_open_toggles_are_refused_and_undone(tmp_path: Path, step: Any, automati
     assert module.trained() == [True, True]
 
 
-@pytest.mark.parametrize("by_closure", [False, True])
-def test_backward_and_steps_are_outside_of_autocast(tmp_path: Path, by_closure: bool) -> None:
-    # I-02: as in a hand-written loop
+def test_backward_and_steps_are_outside_of_autocast(tmp_path: Path) -> None:  # I-02: as in a hand-written loop
     calls: list[tuple[str, bool]] = []
 
     def note(what: str) -> None:
@@ -272,16 +263,13 @@ def test_backward_and_steps_are_outside_of_autocast(tmp_path: Path, by_closure: 
             module.manual_backward(loss)
             return loss
 
-        if by_closure:
-            optimizer.step(evaluate)
-        else:
-            evaluate()
-            optimizer.step()
+        evaluate()
+        optimizer.step(evaluate)
         note("forward")
 
     fit(tmp_path, precision="bf16-mixed").fit(ByHand(training_step, NotesAutocast), regression(4))
-    evaluation, step = [("forward", True), ("backward", False)], [("step", False)]
-    assert calls == [*(step + evaluation if by_closure else evaluation + step), ("forward", True)]
+    evaluation = [("forward", True), ("backward", False)]
+    assert calls == [*evaluation, ("step", False), *evaluation, ("forward", True)]
 
 
 def _keeps_its_optimizer(module: Any, batch: Any) -> None:
