@@ -107,41 +107,6 @@ def test_callbacks_run_by_descending_priority_then_in_the_given_order(tmp_path: 
     assert order == ["b", "a", "d", "module", "e", "c"]
 
 
-def test_arguments_of_hooks(tmp_path: Path) -> None:
-    got: dict[str, Any] = {}
-
-    def note(hook: str, of: Any) -> Any:
-        return lambda *arguments: got.update({hook: of(*arguments)})
-
-    def gradients(module: Any) -> list[bool]:
-        return [parameter.grad is not None for parameter in module.parameters()]
-
-    hooks = {
-        "setup": lambda *arguments: arguments,
-        "on_train_batch_start": lambda trainer, module, batch, index: (tuple(batch.shape), index),
-        "on_before_zero_grad": lambda trainer, module, optimizer: (optimizer, gradients(module)),
-        "on_before_backward": lambda trainer, module, loss: loss.requires_grad,
-        "on_before_optimizer_step": lambda trainer, module, one: (one, trainer.global_step, gradients(module)),
-        "on_train_batch_end": lambda trainer, module, out, _, at: (out["loss"].requires_grad, at, trainer.global_step),
-        "on_train_epoch_end": lambda trainer, module: trainer.current_epoch,
-        "on_fit_end": lambda trainer, module: trainer.current_epoch,
-    }
-    callback = LambdaCallback(**{hook: note(hook, of) for hook, of in hooks.items()})
-    module, trainer = Tiny(), fit(tmp_path, callbacks=callback)
-    trainer.fit(module, loader(4))
-    (optimizer,) = trainer.optimizers
-    assert got == {
-        "setup": (trainer, module, "fit"),
-        "on_train_batch_start": ((2, 2), 1),
-        "on_before_zero_grad": (optimizer, [True, True]),
-        "on_before_backward": True,
-        "on_before_optimizer_step": (optimizer, 1, [True, True]),
-        "on_train_batch_end": (False, 1, 2),  # global_step already counts the step that this micro-batch closed
-        "on_train_epoch_end": 0,
-        "on_fit_end": 1,
-    }
-
-
 def test_a_data_module_is_set_up_first_and_taken_down(tmp_path: Path) -> None:
     calls: list[str] = []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -168,25 +167,22 @@ class Measured(Tiny):
 
     def __init__(self, *at_end: str, in_step: bool = False) -> None:
         super().__init__()
-        self.mean, self.first = torchmetrics.MeanMetric(), torchmetrics.CatMetric()
+        self.mean = torchmetrics.MeanMetric()
         self.at_end, self.in_step = at_end, in_step
 
     def _step(self, batch: Any) -> None:
         self.mean.update(batch[:, 0])
-        self.first.update(batch[:, 0].max() if not len(self.first.value) else batch[:0, 0])
         if self.in_step:
-            self.log_metrics()
+            self.log_metric()
 
-    def log_metrics(self) -> None:
+    def log_metric(self) -> None:
         self.log("mean", self.mean, **EPOCH)
-        self.log("first", self.first, **EPOCH)
 
     def compute(self) -> None:
         self.log("by_hand", self.mean.compute())
 
     def reset(self) -> None:
         self.mean.reset()
-        self.first.reset()
 
     def use(self) -> None:
         self.mean.update(8.0)
@@ -220,16 +216,16 @@ def measuring(*keys: str) -> Any:
     ("at_end", "in_step"),
     [
         (["compute", "reset"], True),
-        (["log_metrics", "reset"], True),
-        (["log_metrics", "reset"], False),
+        (["log_metric", "reset"], True),
+        (["log_metric", "reset"], False),
         (["reset", "use"], True),
-        (["log_metrics", "reset", "use"], False),
+        (["log_metric", "reset", "use"], False),
     ],
 )
 def test_a_metric_reset_by_hand_after_logging_has_its_value(tmp_path: Path, at_end: list[str], in_step: bool) -> None:
     # I-01
     module = Measured(*at_end, in_step=in_step)
-    expected = {"mean": 2.0, "first": 1.0} | ({"by_hand": 2.0} if "compute" in at_end else {})
+    expected = {"mean": 2.0} | ({"by_hand": 2.0} if "compute" in at_end else {})
     trainer = fit(tmp_path, max_epochs=2)
     for _ in range(2):  # the next epoch has its own value
         assert trainer.validate(module, loader(5), verbose=False) == [expected]
@@ -238,15 +234,15 @@ def test_a_metric_reset_by_hand_after_logging_has_its_value(tmp_path: Path, at_e
 
 
 def test_a_metric_logged_again_in_the_hook_has_its_current_value(tmp_path: Path) -> None:  # I-01
-    module = Measured("use", "log_metrics", in_step=True)
+    module = Measured("use", "log_metric", in_step=True)
     assert fit(tmp_path).validate(module, loader(5), verbose=False)[0]["mean"] == (0 + 1 + 2 + 3 + 4 + 8) / 6
 
 
 def test_a_metric_logged_before_the_first_batch_is_for_the_epoch(tmp_path: Path) -> None:  # I-01
     class Early(Measured):
-        on_validation_epoch_start = Measured.log_metrics
+        on_validation_epoch_start = Measured.log_metric
 
-    assert fit(tmp_path).validate(Early(), loader(5), verbose=False) == [{"mean": 2.0, "first": 1.0}]
+    assert fit(tmp_path).validate(Early(), loader(5), verbose=False) == [{"mean": 2.0}]
 
 
 def test_a_metric_object_has_one_name_in_one_stage(tmp_path: Path) -> None:  # S-06

@@ -185,12 +185,16 @@ def test_reduce_fx(tmp_path: Path, reduce_fx: Any, expected: float, number: bool
     assert trainer.validate(Logging(None, step), loader(5), verbose=False) == [{"it": expected}]
 
 
-def test_many_values_fold_without_loss(tmp_path: Path) -> None:
+def test_many_values_are_folded_without_loss(tmp_path: Path) -> None:  # H-03
+    held: list[int] = []
+
     def train(self: Any, batch: Any, batch_idx: int) -> None:
         self.log("it", mean(batch), on_step=False, on_epoch=True)
         self.log("last", mean(batch), on_step=False, on_epoch=True, reduce_fx="max")
+        held.append(max(len(entry.waiting) for entry in self.trainer.metrics.entries.values()))
 
     assert metrics(trained(tmp_path, train, 301)) == {"it": 150.0, "last": 300.0}
+    assert max(held) <= 64
 
 
 def test_training_values_survive_a_validation_in_mid_epoch(tmp_path: Path) -> None:

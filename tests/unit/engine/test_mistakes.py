@@ -187,6 +187,11 @@ def of_module(module: Any) -> Callable[[Path], Run]:
     return lambda path: Run(fit(path), module)
 
 
+def on_meta() -> Net:
+    with torch.device("meta"):
+        return Net()
+
+
 class Untrainable(TrainModule):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([torch.nn.Parameter(torch.ones(()))], lr=0.1)
@@ -295,6 +300,7 @@ ERRORS: dict[str, list[Row]] = {
     ],
     START: [
         Row("=9", "never run", "lower val_check_interval", setting(val_check_interval=9)),
+        Row("'layer.weight', 'layer.bias'", "values", "to_empty", of_module(on_meta())),
         Row("not a folder", "first save", "dirpath", root_is_a_file),
         Row("not a folder", "first row", "logger=False", logger_in_a_file),
         Row("a Linear", "hooks of a drivetrain", "subclass TrainModule", of_module(torch.nn.Linear(1, 1))),
@@ -372,7 +378,7 @@ def rows(table: dict[str, list[Row]]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("when", "mistake"), rows(ERRORS))
-def test_a_mistake_is_refused_in_time(tmp_path: Path, when: str, mistake: Row) -> None:  # I-10, I-17
+def test_a_mistake_is_refused_in_time(tmp_path: Path, when: str, mistake: Row) -> None:  # I-10, I-17, G-06
     try:
         run = mistake.make(tmp_path)
     except DrivetrainError as refusal:
