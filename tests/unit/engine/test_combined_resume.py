@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load
 from drivetrain.data import CombinedLoader
-from drivetrain.data._loaders import prepare_loader  # private: no run writes such a state any more
 
 
 class Stateful(IterableDataset[Any]):
@@ -89,14 +87,3 @@ def test_a_combination_with_a_stateful_loader_resumes_once(build: Any, window: i
             assert _train(tmp_path / str(number), build(), window, folder) == left, folder.name
             resumed += 1
     assert resumed >= 2
-
-
-def test_a_checkpoint_without_positions_reads_the_rows_again(tmp_path: Path) -> None:  # S-02
-    source = prepare_loader(CombinedLoader([Stateful(5)], "min_size"), training=True)
-    batches = source.epoch(0)
-    next(batches), next(batches)
-    state = json.loads(json.dumps(source.state_dict()))
-    del state["positions"]
-    resumed = prepare_loader(CombinedLoader([Stateful(5)], "min_size"), training=True)
-    resumed.load_state_dict(state)
-    assert [int(batch[0][0, 0]) for batch, _ in resumed.epoch(0, 2)] == [102, 103, 104]

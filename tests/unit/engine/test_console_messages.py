@@ -11,33 +11,13 @@ from typing import Any
 
 import pytest
 from engine_case import Regression, Tiny, fit, loader, regression
-from small_modules import calling, linear
+from small_modules import Logs, calling, linear, logs
 
 from captured_warnings import captured_warnings
 from drivetrain import Callback, ConfigurationError, Fit, TrainModule
 from drivetrain._runtime import console_logging  # private: a process logs a precision once, and this one has
 from drivetrain.callbacks import Checkpoint, EarlyStopping, Timer
 from drivetrain.loggers import CSVLogger
-
-
-class Logs(Tiny):
-    """Logs ``loss`` in training and ``val_loss`` in validation; with ``mute``, not in the sanity check."""
-
-    mute = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        if not (self.mute and self.trainer.sanity_checking):
-            self.log("val_loss", 1.0)
-
-
-def logs(**methods: Any) -> Logs:
-    """A `Logs` with these methods and attributes."""
-    return type("Net", (Logs,), methods)()
 
 
 def warnings_of(trainer: Fit, module: TrainModule, *loaders: Any) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import stat
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ from drivetrain.checkpoint import consolidate, convert
 from drivetrain.checkpoint._folders import claim_name
 from drivetrain.checkpoint._format.local_storage import LocalStorage
 from drivetrain.loggers import CSVLogger, TensorBoardLogger
-from worlds import on_ranks
 
 
 @contextmanager
@@ -49,9 +47,6 @@ class Named(Tiny):
         self.log("loss", 1.0)
         return super().training_step(batch, batch_idx)
 
-    def on_fit_start(self) -> None:
-        logging.getLogger("drivetrain").warning("for the log of rank %d", self.global_rank)
-
 
 @pytest.mark.parametrize(("mask", "save_async"), [(0o002, False), (0o077, True)])
 def test_files_and_folders_follow_the_umask(tmp_path: Path, mask: int, save_async: bool) -> None:  # J-11
@@ -77,19 +72,3 @@ def test_temporary_files_follow_the_umask(tmp_path: Path) -> None:  # J-11
         with place.open("model.safetensors") as file:
             file.write(b"half of it")
     assert len(list(folder.rglob("*"))) == 4  # two locks, a folder and a file
-
-
-def _on_a_rank(path: Path, mask: int) -> None:
-    before = os.umask(mask)
-    try:
-        every = Checkpoint(path / "c", every_n_train_steps=2)
-        fit(path, strategy="ddp", devices=2, accelerator="cpu", callbacks=every).fit(Named(), loader())
-    finally:
-        os.umask(before)
-
-
-def test_files_of_ranks_follow_the_umask(tmp_path: Path) -> None:  # J-11
-    with files_with(0o027, tmp_path) as folder:
-        on_ranks(_on_a_rank, 2, folder, 0o027)
-    run = folder / "drivetrain_logs/version_0"
-    assert all((run / name).exists() for name in ("run.json", "logs/rank-0.log", "logs/rank-1.log"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from engine_case import Tiny, fit, loader
+from engine_case import fit, loader
+from small_modules import logs
 from torch.optim.lr_scheduler import ReduceLROnPlateau as Plateau
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
@@ -38,13 +39,16 @@ EPOCH = "at the end of the first epoch"
 WHEN = {0: START, 1: FIRST, 4: EPOCH}  # by the number of steps
 
 
+LOADERS: Any = (loader(), loader())
+
+
 class Run(NamedTuple):
     """A fit that contains a mistake."""
 
     trainer: Fit
     module: Any
-    loaders: tuple[Any, ...] = (loader(), loader())
-    more: Mapping[str, Any] = MappingProxyType({})
+    loaders: Any = LOADERS
+    more: Any = MappingProxyType({})
 
 
 class Row(NamedTuple):
@@ -59,18 +63,6 @@ class Row(NamedTuple):
     make: Callable[[Path], Run]
 
 
-class Net(Tiny):
-    """Logs what it computes; a mistake replaces one of its methods."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.log("train_loss", loss, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("val_loss", 1.0)
-
-
 def nothing(self: Any, *args: Any) -> None:
     """Stand in for a method that is never called."""
 
@@ -79,9 +71,14 @@ def sgd(module: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.1)
 
 
+def run(module: Any = None, loaders: Any = LOADERS, more: Any = None, **options: Any) -> Callable[[Path], Run]:
+    """Return a run with these arguments of Fit, and ``more`` arguments of fit."""
+    return lambda path: Run(fit(path, **options), module or logs(), loaders, more or {})
+
+
 def net(*loaders: Any, **methods: Any) -> Callable[[Path], Run]:
     """Return a run of a module with these methods."""
-    return lambda path: Run(fit(path), type("Net", (Net,), methods)(), loaders or (loader(), loader()))
+    return lambda path: Run(fit(path), logs(**methods), loaders or LOADERS)
 
 
 def steps(does: Callable[[Any, Any], Any], **methods: Any) -> Callable[[Path], Run]:
@@ -103,13 +100,11 @@ def backward(self: Any, batch: Any) -> None:
     self.manual_backward(self.layer(batch).mean())
 
 
-def manual(path: Path) -> Run:
-    """Return a run with manual optimization that never steps."""
-    return steps(backward, automatic_optimization=False)(path)
+MANUAL = steps(backward, automatic_optimization=False)
 
 
 def clipped_manual(path: Path) -> Run:
-    return Run(fit(path, gradient_clip_val=1.0), manual(path).module)
+    return Run(fit(path, gradient_clip_val=1.0), MANUAL(path).module)
 
 
 def optimized(configure: Callable[..., Any]) -> Callable[[Path], Run]:
@@ -150,24 +145,9 @@ def by_steps(optimizer: Any) -> Any:
     return StepLR(optimizer, 1)
 
 
-def given(*loaders: Any) -> Callable[[Path], Run]:
-    """Return a run with these loaders."""
-    return lambda path: Run(fit(path), Net(), loaders)
-
-
-def setting(**options: Any) -> Callable[[Path], Run]:
-    """Return a run with these arguments of Fit."""
-    return lambda path: Run(fit(path, **options), Net())
-
-
 def calls(kind: Any, *args: Any, **options: Any) -> Callable[[Path], Run]:
     """Return a run with a callback of this kind."""
-    return lambda path: Run(fit(path, callbacks=kind(*args, **options)), Net())
-
-
-def resumed(path: str) -> Callable[[Path], Run]:
-    """Return a run that resumes from a checkpoint."""
-    return lambda folder: Run(fit(folder), Net(), more={"ckpt_path": path})
+    return lambda path: Run(fit(path, callbacks=kind(*args, **options)), logs())
 
 
 def _file(path: Path) -> Path:
@@ -176,20 +156,16 @@ def _file(path: Path) -> Path:
 
 
 def root_is_a_file(path: Path) -> Run:
-    return Run(fit(_file(path), enable_checkpointing=True), Net())
+    return Run(fit(_file(path), enable_checkpointing=True), logs())
 
 
 def logger_in_a_file(path: Path) -> Run:
-    return Run(fit(path, logger=CSVLogger(_file(path))), Net())
+    return Run(fit(path, logger=CSVLogger(_file(path))), logs())
 
 
-def of_module(module: Any) -> Callable[[Path], Run]:
-    return lambda path: Run(fit(path), module)
-
-
-def on_meta() -> Net:
+def on_meta() -> Any:
     with torch.device("meta"):
-        return Net()
+        return logs()
 
 
 class Untrainable(TrainModule):
@@ -198,15 +174,15 @@ class Untrainable(TrainModule):
 
 
 def longest(path: Path) -> Run:
-    return given(CombinedLoader([loader()], "longest"))(path)
+    return run(loaders=CombinedLoader([loader()], "longest"))(path)
 
 
 def resumed_at_its_end(path: Path, **tried: Any) -> Run:
     options: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": 1}
     first = fit(path, **options)
-    first.fit(Net(), loader(), loader())
+    first.fit(logs(), loader(), loader())
     assert first.checkpoint_callback is not None
-    return Run(fit(path, **(tried or options)), Net(), more={"ckpt_path": first.checkpoint_callback.last_model_path})
+    return Run(fit(path, **(tried or options)), logs(), more={"ckpt_path": first.checkpoint_callback.last_model_path})
 
 
 def tried_at_its_end(path: Path) -> Run:
@@ -219,15 +195,10 @@ def watch(name: str) -> Callback:
     return kind()
 
 
-def with_method(name: str) -> Callable[[Path], Run]:
-    """Return a run of a module with a method of this name."""
-    return net(loader(), **{name: nothing})
-
-
 def data_with(name: str) -> Callable[[Path], Run]:
     """Return a run with a data module that has a method of this name."""
     kind = type("Numbers", (DataModule,), {name: nothing, "train_dataloader": lambda self: loader()})
-    return lambda path: Run(fit(path), Net(), (), {"datamodule": kind()})
+    return run(loaders=(), more={"datamodule": kind()})
 
 
 def appending_in(hook: str) -> Callable[[Path], Run]:
@@ -263,24 +234,24 @@ OF_DATA_MODULES = {
 
 ERRORS: dict[str, list[Row]] = {
     BUILT: [
-        Row("'dpp'", "entry-point group", "use one of auto", setting(strategy="dpp")),
-        Row("DDPStrategy", "name or a Strategy", "'ddp'", setting(strategy=DDPStrategy)),
-        Row("'bf16-mixd'", "dtypes", "bf16-mixed", setting(precision="bf16-mixd")),
-        Row("'gpuu'", "type of device", "use one of auto", setting(accelerator="gpuu")),
-        Row("devices='two'", "a count", "devices=2", setting(devices="two")),
-        Row("max_epochs=1.5", "an int >= -1", "such as max_epochs=1", setting(max_epochs=1.5)),
-        Row("=50.0", "to 1.0", "=0.1 for a tenth", setting(limit_train_batches=50.0)),
-        Row("max_time='1h'", "limits the time of training", "'00:12:00:00'", setting(max_time="1h")),
-        Row("min_epochs=9", "minimum exceeds the maximum", "lower min_epochs", setting(min_epochs=9)),
-        Row("='no'", "bool('no')", "use True", setting(inference_mode="no")),
-        Row("=-1.0", "bounds", ">= 0", setting(gradient_clip_val=-1.0)),
-        Row("'gpus'", "gpus=1", "devices=", setting(gpus=1)),
-        Row("'fp16'", "fp16=True", "precision='16-mixed'", setting(fp16=True)),
-        Row("per_epoch", "=5", "limit_train_batches=", setting(max_steps_per_epoch=5)),
-        Row("'learning_rate'", "=0.1", "configure_optimizers", setting(learning_rate=0.1)),
-        Row("'max_epochss'", "=1", "max_epochs", setting(max_epochss=1)),
-        Row("the class ProgressBar", "hooks", "an instance", setting(callbacks=ProgressBar)),
-        Row("a str", "hooks", "an instance", setting(callbacks="EarlyStopping")),
+        Row("'dpp'", "entry-point group", "use one of auto", run(strategy="dpp")),
+        Row("DDPStrategy", "name or a Strategy", "'ddp'", run(strategy=DDPStrategy)),
+        Row("'bf16-mixd'", "dtypes", "bf16-mixed", run(precision="bf16-mixd")),
+        Row("'gpuu'", "type of device", "use one of auto", run(accelerator="gpuu")),
+        Row("devices='two'", "a count", "devices=2", run(devices="two")),
+        Row("max_epochs=1.5", "an int >= -1", "such as max_epochs=1", run(max_epochs=1.5)),
+        Row("=50.0", "to 1.0", "=0.1 for a tenth", run(limit_train_batches=50.0)),
+        Row("max_time='1h'", "limits the time of training", "'00:12:00:00'", run(max_time="1h")),
+        Row("min_epochs=9", "minimum exceeds the maximum", "lower min_epochs", run(min_epochs=9)),
+        Row("='no'", "bool('no')", "use True", run(inference_mode="no")),
+        Row("=-1.0", "bounds", ">= 0", run(gradient_clip_val=-1.0)),
+        Row("'gpus'", "gpus=1", "devices=", run(gpus=1)),
+        Row("'fp16'", "fp16=True", "precision='16-mixed'", run(fp16=True)),
+        Row("per_epoch", "=5", "limit_train_batches=", run(max_steps_per_epoch=5)),
+        Row("'learning_rate'", "=0.1", "configure_optimizers", run(learning_rate=0.1)),
+        Row("'max_epochss'", "=1", "max_epochs", run(max_epochss=1)),
+        Row("the class ProgressBar", "hooks", "an instance", run(callbacks=ProgressBar)),
+        Row("a str", "hooks", "an instance", run(callbacks="EarlyStopping")),
         Row("on_epoch", "never be called", "on_train_epoch_end", calls(LambdaCallback, on_epoch=print)),
         Row("patience='3'", "checks", "0 or more", calls(EarlyStopping, "val_loss", patience="3")),
         Row("mode='maxi'", "direction", "'max'", calls(EarlyStopping, "val_loss", mode="maxi")),
@@ -291,20 +262,20 @@ ERRORS: dict[str, list[Row]] = {
         Row("'an hour'", "DD:HH:MM:SS", "'00:12:00:00'", calls(Timer, "an hour")),
         Row("({})", "at least one", "{0: 8", calls(GradientAccumulationScheduler, {})),
         Row("mode='longest'", "modes are", "one of them", longest),
-        Row("'gradient_accumulation_steps'", "=4 has another", "accumulate_", setting(gradient_accumulation_steps=4)),
-        Row("'epochs'", "epochs=3 has another name", "max_epochs=", setting(epochs=3)),
-        Row("'distributed_backend'", "='ddp' has another name", "strategy=", setting(distributed_backend="ddp")),
-        Row("'resume_from_checkpoint'", "or is set in", "ckpt_path=", setting(resume_from_checkpoint="last")),
-        Row("'progress_bar_refresh_rate'", "=10 has", "(refresh_rate=...)", setting(progress_bar_refresh_rate=10)),
+        Row("'gradient_accumulation_steps'", "=4 has another", "accumulate_", run(gradient_accumulation_steps=4)),
+        Row("'epochs'", "epochs=3 has another name", "max_epochs=", run(epochs=3)),
+        Row("'distributed_backend'", "='ddp' has another name", "strategy=", run(distributed_backend="ddp")),
+        Row("'resume_from_checkpoint'", "or is set in", "ckpt_path=", run(resume_from_checkpoint="last")),
+        Row("'progress_bar_refresh_rate'", "=10 has", "(refresh_rate=...)", run(progress_bar_refresh_rate=10)),
         *(Row(f"Watch.{name} {UNLIKE}", NEVER_RUN, fix, calls(watch, name)) for name, fix in OF_CALLBACKS.items()),
     ],
     START: [
-        Row("=9", "never run", "lower val_check_interval", setting(val_check_interval=9)),
-        Row("'layer.weight', 'layer.bias'", "values", "to_empty", of_module(on_meta())),
+        Row("=9", "never run", "lower val_check_interval", run(val_check_interval=9)),
+        Row("'layer.weight', 'layer.bias'", "values", "to_empty", run(on_meta())),
         Row("not a folder", "first save", "dirpath", root_is_a_file),
         Row("not a folder", "first row", "logger=False", logger_in_a_file),
-        Row("a Linear", "hooks of a drivetrain", "subclass TrainModule", of_module(torch.nn.Linear(1, 1))),
-        Row("no training_step", "cannot train", "write def training_step", of_module(Untrainable())),
+        Row("a Linear", "hooks of a drivetrain", "subclass TrainModule", run(torch.nn.Linear(1, 1))),
+        Row("no training_step", "cannot train", "write def training_step", run(Untrainable())),
         Row("gradient_clip_val=1.0", "training_step itself", "self.clip_gradients", clipped_manual),
         Row("a generator", "torch optimizers", "return an optimizer", optimized(lambda self: self.parameters())),
         Row("'lr_schedular'", "keys are", "'lr_scheduler'", optimized(lambda self: {"lr_schedular": None})),
@@ -317,16 +288,21 @@ ERRORS: dict[str, list[Row]] = {
         Row("'monitor': 3", "name of a logged value", "use a name", scheduled(ByValue, monitor=3)),
         Row("frequency=True", "a number of", "an int of 1", scheduled(ByValue, frequency=True)),
         Row("'monitor': 'loss' without an", "no scheduler would", "drop 'monitor'", optimized(monitored)),
-        Row("no training loader", "nothing to train on", "fit(module, loader)", given()),
-        Row("TensorDataset", "single samples", "DataLoader(", given(TensorDataset(torch.ones(4, 2)))),
-        Row("The training loader", "at least one batch", "drop_last", given([])),
-        Row("The validation loader 1", "at least one batch", "data set", given(loader(), [loader(), loader(0)])),
-        Row("The training loader: int", "iterable", "DataLoader", given(3)),
-        Row("missing", "the path does not exist", "check the path", resumed("missing")),
-        Row("'last'", "looked in", "ckpt_path='auto'", resumed("last")),
+        Row("no training loader", "nothing to train on", "fit(module, loader)", run(loaders=())),
+        Row("TensorDataset", "single samples", "DataLoader(", run(loaders=[TensorDataset(torch.ones(4, 2))])),
+        Row("The training loader", "at least one batch", "drop_last", run(loaders=[[]])),
+        Row(
+            "The validation loader 1", "at least one batch", "data set", run(loaders=[loader(), [loader(), loader(0)]])
+        ),
+        Row("The training loader: int", "iterable", "DataLoader", run(loaders=[3])),
+        Row("missing", "the path does not exist", "check the path", run(more={"ckpt_path": "missing"})),
+        Row("'last'", "looked in", "ckpt_path='auto'", run(more={"ckpt_path": "last"})),
         Row("max_steps=1", "optimizer step(s)", "leave out fast_dev_run=True", tried_at_its_end),
         Row("max_epochs=1 is reached", "1 epoch(s)", "raise the limit", resumed_at_its_end),
-        *(Row(f"Net.{name} {UNLIKE}", NEVER_RUN, fix, with_method(name)) for name, fix in OF_MODULES.items()),
+        *(
+            Row(f"Net.{name} {UNLIKE}", NEVER_RUN, fix, net(loader(), **{name: nothing}))
+            for name, fix in OF_MODULES.items()
+        ),
         *(Row(f"Numbers.{name} {UNLIKE}", NEVER_RUN, fix, data_with(name)) for name, fix in OF_DATA_MODULES.items()),
         Row("(outputs, batch, batch_idx)", ARGUMENTS, "(self, outputs", net(on_train_batch_end=lambda self, a: None)),
         Row("with (): missing", ARGUMENTS, "on_train_start(self)", net(on_train_start=lambda self, trainer: None)),
@@ -356,7 +332,7 @@ WARNINGS: dict[str, list[Row]] = {
         Row("'layer.bias'", "never used", "add_param_group", optimized(sgd_of_weight)),
         Row("'loss' is ignored with StepLR", "no value", "reduce_on_plateau", scheduled(by_steps, monitor="loss")),
         Row("ignored in manual", "training_step steps", "lr_schedulers()", scheduled(ByValue, False, interval="step")),
-        Row("validation_step", "fit does not validate", "val_dataloaders", given(loader())),
+        Row("validation_step", "fit does not validate", "val_dataloaders", run(loaders=[loader()])),
     ],
     FIRST: [
         Row("EarlyStopping(monitor='val_los')", "'val_loss'?", "the run fails", calls(EarlyStopping, "val_los")),
@@ -367,7 +343,7 @@ WARNINGS: dict[str, list[Row]] = {
     ],
     EPOCH: [
         Row("nan", "no longer learns", "lower the learning rate", returns(lambda y: y.mean() * math.nan)),
-        Row("of self.optimizers()", "does not step", "step()", manual),
+        Row("of self.optimizers()", "does not step", "step()", MANUAL),
     ],
 }
 
