@@ -1,13 +1,10 @@
-"""The Python calls of a step over those of a hand-written loop, and what a run imports (H-01, H-02).
+"""The Python calls of a step over those of a hand-written loop (H-01).
 
 `test_on_emulated_cuda` counts how often the host waits for the device.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from io import StringIO
@@ -133,48 +130,3 @@ def test_python_calls_of_a_validation_batch(tmp_path: Path) -> None:  # H-01
 
     ours(3)
     assert calls_a_step(ours) - calls_a_step(by_hand) <= 6
-
-
-@pytest.mark.slow
-def test_a_fit_imports_nothing_that_is_not_used(tmp_path: Path) -> None:
-    """H-02, extended to a run: neither building a Fit nor running a bare one imports unused modules."""
-    # The raw loop's step runs first, so that torch's imports for it are excluded.
-    script = f"""
-import sys, torch
-from torch.utils.data import DataLoader, TensorDataset
-before = set(sys.modules)
-import drivetrain
-class M(drivetrain.TrainModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-    def training_step(self, batch, batch_idx):
-        loss = self.layer(batch[0]).mean()
-        self.log("loss", loss)
-        return loss
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-heavy = {{"torchmetrics", "transformers", "tensorboard", "deepspeed", "rich", "matplotlib", "fsspec", "tomllib"}}
-heavy |= {{"torch.distributed.elastic"}}
-found = (heavy | {{"torch._dynamo"}}) & (set(sys.modules) - before)
-assert not found, found
-drivetrain.Fit
-module, batch = M(), [torch.ones(1, 2)]
-optimizer = module.configure_optimizers()
-module.layer(batch[0]).mean().backward()
-optimizer.step()
-before_fit = set(sys.modules)
-drivetrain.Fit(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-    enable_model_summary=False, default_root_dir={str(tmp_path)!r}).fit(
-    M(), DataLoader(TensorDataset(torch.ones(4, 2))))
-later = set(sys.modules) - before_fit
-assert len(later) <= 12, sorted(later)
-assert all(name.startswith("drivetrain") for name in later), sorted(later)
-found = heavy & (set(sys.modules) - before)
-assert not found, found
-"""
-    # Without tests/interpreters, under which a step does not import what it does for users.
-    modules = os.pathsep.join(path for path in sys.path if not path.endswith("interpreters"))
-    env = {**os.environ, "PYTHONPATH": modules}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=env)
-    assert done.returncode == 0, done.stderr

@@ -10,45 +10,32 @@ import pytest
 import torch
 from engine_case import Tiny, fit, loader, numbers, stream
 from small_modules import tiny
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from drivetrain import ConfigurationError, DataModule, TrainModule
 from drivetrain.data import CombinedLoader
 
 
-def _seen(batch: Any) -> Any:
-    if batch is None:
-        return None
-    if isinstance(batch, dict):
-        return {key: _seen(value) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        return [_seen(value) for value in batch]
-    return numbers(batch)
+def seen(batch: Any) -> Any:
+    """Return the samples in a batch of any structure."""
+    return tree_map(lambda one: None if one is None else numbers(one), batch)
 
 
-class Several(TrainModule):
+class Several(Tiny):
     """Accepts batches of any structure."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-        self.seen: list[Any] = []
-        self.evaluated: list[Any] = []
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.seen.append(_seen(batch))
+        self.seen.append(seen(batch))
         return self.layer(torch.ones(1, 2)).mean()
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.evaluated.append((dataloader_idx, batch_idx, _seen(batch)))
+        self.evaluated.append(self.predict_step(batch, batch_idx, dataloader_idx))
 
     test_step = validation_step
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        return (dataloader_idx, batch_idx, _seen(batch))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return (dataloader_idx, batch_idx, seen(batch))
 
 
 SHORT, LONG = [[0, 1], [2, 3]], [[0, 1], [2, 3], [4, 5]]
@@ -155,12 +142,8 @@ def test_any_iterable_of_batches(tmp_path: Path) -> None:
 
 
 def test_the_modules_methods_give_loaders(tmp_path: Path) -> None:
-    module = tiny(
-        train_dataloader=lambda self: loader(4),
-        val_dataloader=lambda self: [loader(2), loader(2)],
-        test_dataloader=lambda self: loader(6),
-        predict_dataloader=lambda self: loader(8),
-    )
+    loaders = {"train": loader(4), "val": [loader(2), loader(2)], "test": loader(6), "predict": loader(8)}
+    module = tiny(**{f"{stage}_dataloader": lambda self, stage=stage: loaders[stage] for stage in loaders})
     trainer = fit(tmp_path, num_sanity_val_steps=0)
     trainer.fit(module)
     assert (len(module.seen), len(module.evaluated)) == (2, 2)
@@ -221,14 +204,3 @@ def test_a_random_sampler_draws_by_seed_and_epoch(tmp_path: Path) -> None:
         fit(tmp_path, max_epochs=2).fit(module, loader(20, sampler=WeightedRandomSampler([1.0] * 20, 8)))
     assert runs[0].seen == runs[1].seen
     assert runs[0].seen[:4] != runs[0].seen[4:]
-
-
-def test_samplers_are_kept_on_request(tmp_path: Path) -> None:
-    """use_distributed_sampler=False: the loader's own shuffling, from torch's generator."""
-    orders = []
-    for seed in (1, 1, 2):
-        module = Tiny()
-        torch.manual_seed(seed)
-        fit(tmp_path, seed=None, use_distributed_sampler=False).fit(module, loader(20, shuffle=True))
-        orders.append(module.seen)
-    assert orders[0] == orders[1] != orders[2]
