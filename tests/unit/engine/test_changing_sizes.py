@@ -36,30 +36,20 @@ class Resizes(Callback):
     """Gives a data set the size of the epoch in a hook, and records the samples and the length of each epoch."""
 
     def __init__(self, data: Buffer, hook: str, sizes: tuple[int, ...]) -> None:
-        self.data, self.hook, self.sizes = data, hook, sizes
+        self.data, self.sizes = data, sizes
         self.seen: dict[int, list[int]] = {}
         self.lengths: list[int | float] = []
+        self.next = int(hook == "on_train_epoch_end")  # the size is the next epoch's
+        setattr(self, hook, self.resize)
 
-    def _resize(self, hook: str, epoch: int = 0) -> None:
-        if hook == self.hook and epoch < len(self.sizes):
+    def resize(self, trainer: Any, module: Any) -> None:
+        if (epoch := trainer.current_epoch + self.next) < len(self.sizes):
             self.data.size = self.sizes[epoch]
-
-    def on_fit_start(self, trainer: Any, module: Any) -> None:
-        self._resize("on_fit_start")
-
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        self._resize("on_train_start")
-
-    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        self._resize("on_train_epoch_start", trainer.current_epoch)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
             self.lengths.append(trainer.num_training_batches)
         self.seen.setdefault(trainer.current_epoch, []).extend(numbers(batch[0] if isinstance(batch, list) else batch))
-
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        self._resize("on_train_epoch_end", trainer.current_epoch + 1)
 
 
 GROWS, SHRINKS = ("on_train_epoch_start", (4, 8, 11)), ("on_train_epoch_end", (11, 8, 4))
@@ -155,7 +145,7 @@ def test_an_evaluation_reads_what_hooks_have_added(stage: str, name: str, tmp_pa
 def test_a_resume_within_an_epoch_needs_the_size_of_that_epoch(tmp_path: Path) -> None:  # S-03, J-07
     def run(folder: str, size: int, hook: str = "on_train_epoch_start", start: Any = None) -> Any:
         data = Buffer(size)
-        resizes = Resizes(data, hook, (4, 8, 12) if hook == "on_train_epoch_start" else (8,))
+        resizes = Resizes(data, hook, (4, 8, 12) if hook == "on_train_epoch_start" else (8, 8))
         saver = Checkpoint(tmp_path / folder, every_n_train_steps=1, save_top_k=-1)
         at_ends = Checkpoint(tmp_path / folder / "ends", save_top_k=-1)
         fit(tmp_path, max_epochs=3, callbacks=[resizes, saver, at_ends]).fit(

@@ -34,9 +34,6 @@ class Kept(Logger):
         assert all(type(value) in (int, float) for value in metrics.values())
         self.rows.append((step, dict(metrics)))
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        pass
-
     def finalize(self, status: str) -> None:
         self.status = status
 

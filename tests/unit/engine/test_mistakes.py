@@ -211,14 +211,10 @@ NEVER_RUN = "its code would not run"
 ARGUMENTS = "calls the method with these arguments"
 OF_MODULES = {  # by the name of a method that is no hook
     "training_epoch_end": "on_train_epoch_end(self)",
-    "training_step_end": "on_train_batch_end",
     "on_validation_model_zero_grad": "on_validation_start(self)",
-    "configure_sharded_model": "configure_model(self)",
     "on_epoch_end": "on_train_epoch_end",
     "on_train_begin": "write on_train_start",
-    "on_fit_finished": "write on_fit_end",
     "on_sanity_check_start": "write it in a callback, which has a hook of that name",
-    "on_val_epoch_end": "write on_validation_epoch_end",
     "valid_dataloader": "write val_dataloader",
 }
 OF_CALLBACKS = {
@@ -262,9 +258,6 @@ ERRORS: dict[str, list[Row]] = {
         Row("'an hour'", "DD:HH:MM:SS", "'00:12:00:00'", calls(Timer, "an hour")),
         Row("({})", "at least one", "{0: 8", calls(GradientAccumulationScheduler, {})),
         Row("mode='longest'", "modes are", "one of them", longest),
-        Row("'gradient_accumulation_steps'", "=4 has another", "accumulate_", run(gradient_accumulation_steps=4)),
-        Row("'epochs'", "epochs=3 has another name", "max_epochs=", run(epochs=3)),
-        Row("'distributed_backend'", "='ddp' has another name", "strategy=", run(distributed_backend="ddp")),
         Row("'resume_from_checkpoint'", "or is set in", "ckpt_path=", run(resume_from_checkpoint="last")),
         Row("'progress_bar_refresh_rate'", "=10 has", "(refresh_rate=...)", run(progress_bar_refresh_rate=10)),
         *(Row(f"Watch.{name} {UNLIKE}", NEVER_RUN, fix, calls(watch, name)) for name, fix in OF_CALLBACKS.items()),
