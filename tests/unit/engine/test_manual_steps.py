@@ -201,6 +201,13 @@ def test_a_closure_reaches_the_optimizer(tmp_path: Path, kind: Any, evaluations:
     assert norms[0] > 0
 
 
+def test_a_closure_under_loss_scaling_is_refused(tmp_path: Path) -> None:  # I-02, I-06
+    # Each evaluation may overflow separately; torch's own optimizers evaluate once, and work.
+    fit(tmp_path, precision=fp16(1024.0)).fit(ByHand(_steps_with_a_closure), regression(4))
+    with pytest.raises(ConfigurationError, match="Twice steps with a closure, which precision='16-mixed'"):
+        fit(tmp_path, precision="16-mixed").fit(ByHand(_steps_with_a_closure, Twice), regression(4))
+
+
 def test_toggle_optimizer_does_what_the_context_manager_does(tmp_path: Path) -> None:  # I-02
     def step(module: Any, batch: Any) -> None:
         first, second = module.optimizers()
