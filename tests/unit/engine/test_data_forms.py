@@ -186,6 +186,17 @@ def test_a_data_module_gives_loaders(tmp_path: Path) -> None:
         _ = Data(4).trainer
 
 
+def test_prediction_is_in_eval_mode_and_inference_mode(tmp_path: Path) -> None:
+    def modes(self: Any, batch: Any, batch_idx: int) -> Any:
+        return (self.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+
+    module = tiny(predict_step=modes)
+    for inference in (True, False):
+        outputs = fit(tmp_path, inference_mode=inference).predict(module, loader(2))
+        assert outputs == [(False, False, inference)]
+    assert module.training
+
+
 # Samplers
 
 
