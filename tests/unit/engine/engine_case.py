@@ -81,8 +81,8 @@ class Tiny(TrainModule):
         super().__init__()
         self.layer = torch.nn.Linear(2, 1)
         self.lr = lr
-        self.seen: list[list[int]] = []
-        self.evaluated: list[list[int]] = []
+        self.seen: list[Any] = []
+        self.evaluated: list[Any] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x)

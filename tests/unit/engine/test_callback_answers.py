@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from engine_case import Regression, fit, regression
+from small_modules import calling
 
 from drivetrain import Callback, ConfigurationError, Logger
 from drivetrain.callbacks import Checkpoint, LossSpikeGuard, ProgressBar
@@ -59,19 +60,17 @@ class Saver(Callback):
         self.rollbacks.append(f"after at {trainer.global_step}: {os.path.basename(path)}")
 
 
-class Preempted(Callback):
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
+def preempt(trainer: Any) -> None:
+    if trainer.global_step == 3:
+        signal.raise_signal(signal.SIGTERM)
+
+
+PREEMPTED = calling("on_train_batch_end", preempt)
 
 
 @pytest.mark.parametrize("leaving", ["defer_save", "save_checkpoint", "nothing"])
-def test_a_third_party_callback_saves_before_a_preempted_run_exits(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, leaving: str
-) -> None:
-    undisturbed = Regression()
-    fit(tmp_path, max_epochs=2).fit(undisturbed, regression())
-    callbacks = [Saver(tmp_path / "own", leaving=leaving), Preempted()]
+def test_a_third_party_callback_saves_before_a_preempted_run_exits(tmp_path: Path, caplog: Any, leaving: str) -> None:
+    callbacks = [Saver(tmp_path / "own", leaving=leaving), PREEMPTED]
     with pytest.raises(SystemExit):
         fit(tmp_path, max_epochs=2, callbacks=callbacks).fit(Regression(), regression())
     assert ("nothing is saved" in caplog.text) == (leaving == "nothing")
@@ -79,36 +78,34 @@ def test_a_third_party_callback_saves_before_a_preempted_run_exits(
         return
     assert os.listdir(tmp_path / "own") == ["mine-3"]
     # "auto" searches the folder that the callback declares.
-    resumed = Regression()
-    run = fit(tmp_path, max_epochs=2, callbacks=Saver(tmp_path / "own"))
-    run.fit(resumed, regression(), ckpt_path="auto")
-    assert run.global_step == 12
+    resumed, undisturbed = Regression(), Regression()
+    trainer = fit(tmp_path, max_epochs=2, callbacks=Saver(tmp_path / "own"))
+    trainer.fit(resumed, regression(), ckpt_path="auto")
+    assert trainer.global_step == 12
+    fit(tmp_path, max_epochs=2).fit(undisturbed, regression())
     assert torch.equal(resumed.layer.weight, undisturbed.layer.weight)
 
 
-def test_a_callback_that_keeps_full_checkpoints_saves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_callback_that_keeps_full_checkpoints_saves(tmp_path: Path) -> None:
     weights, whole = tmp_path / "weights", tmp_path / "whole"
-    callbacks = [Checkpoint(weights, save_weights_only=True), Checkpoint(whole), Saver(tmp_path / "own"), Preempted()]
+    callbacks = [Checkpoint(weights, save_weights_only=True), Checkpoint(whole), Saver(tmp_path / "own"), PREEMPTED]
     with pytest.raises(SystemExit):
         fit(tmp_path, callbacks=callbacks).fit(Regression(), regression())
     assert not weights.exists()
     assert "interrupted-step=3" in os.listdir(whole)
-    assert os.listdir(tmp_path / "own") == ["mine-3"]  # every callback is asked
-    assert "nothing is saved" not in caplog.text
+    assert os.listdir(tmp_path / "own") == ["mine-3"]
 
 
 def test_a_run_goes_back_to_a_checkpoint_of_a_third_party_callback(tmp_path: Path) -> None:
     saver = Saver(tmp_path / "own", every=2)
 
-    class GoesBack(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if trainer.global_step == 5 and not saver.rollbacks:
-                path, step = trainer.checkpoint_before(3)
-                assert (os.path.basename(path), step) == ("mine-2", 2)
-                trainer.roll_back(path)
+    def go_back(trainer: Any) -> None:
+        if trainer.global_step == 5 and not saver.rollbacks:
+            path, step = trainer.checkpoint_before(3)
+            assert (os.path.basename(path), step) == ("mine-2", 2)
+            trainer.roll_back(path)
 
-    run = fit(tmp_path, callbacks=[saver, GoesBack()])
-    run.fit(Regression(), regression())
+    fit(tmp_path, callbacks=[saver, calling("on_train_batch_end", go_back)]).fit(Regression(), regression())
     assert saver.rollbacks == ["before at 5", "after at 2: mine-2"]
     # LossSpikeGuard uses the same interface and does not check for a class.
     fit(tmp_path, callbacks=[LossSpikeGuard("rollback"), Saver(tmp_path / "b")]).fit(Regression(), regression())
@@ -131,15 +128,12 @@ def test_folders_of_third_party_callbacks_and_loggers_are_probed_before_the_firs
         assert run.global_step == 0
 
 
-def test_lines_are_printed_through_a_callback_that_offers_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_are_printed_through_a_callback_that_offers_it(tmp_path: Path, capsys: Any) -> None:
     class Screen(Callback):
-        def __init__(self) -> None:
-            self.lines: list[str] = []
+        lines: list[str]
 
         def write_line(self, text: str) -> bool:
-            self.lines.append(text)
+            self.lines = [text]
             return True
 
     screen, stream = Screen(), io.StringIO()
@@ -164,9 +158,7 @@ def test_windows_changed_by_a_third_party_callback_count_in_the_estimate(tmp_pat
     assert doubling.estimate == 6 + 3 + 2
 
 
-def test_a_monitor_of_a_third_party_callback_is_checked_in_the_first_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_monitor_of_a_third_party_callback_is_checked_in_the_first_step(tmp_path: Path, caplog: Any) -> None:
     class Monitors(Callback):
         monitors: Any = {"valloss": "Monitors('valloss')"}  # noqa: RUF012
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,10 +36,12 @@ class Stateful(IterableDataset[Any]):
 
 
 class Sized(Stateful):
-    """The same, with a length."""
-
     def __len__(self) -> int:
         return self.batches
+
+
+def stateful() -> DataLoader[Any]:
+    return DataLoader(Stateful(3), batch_size=None)
 
 
 class Reads(Tiny):
@@ -56,74 +57,33 @@ class Reads(Tiny):
         return super().training_step(next(part for part in parts if part is not None), batch_idx)
 
 
-PARTNERS: dict[str, Any] = {
-    "map": lambda: loader(12, 2, shuffle=True),
-    "workers": lambda: loader(12, 2, shuffle=True, num_workers=1),
-    "stream": lambda: stream(6, 2),
-    "stateful": lambda: DataLoader(Stateful(3), batch_size=None),
-}
-
-
 def _train(folder: Path, data: Any, window: int, start: Path | None = None) -> list[Any]:
-    module, saver = Reads(), Checkpoint(folder, every_n_train_steps=1, save_top_k=-1)
-    trainer = fit(folder, max_epochs=2, accumulate_grad_batches=window, callbacks=saver)
+    module = Reads()
+    callbacks = [] if start else [Checkpoint(folder, every_n_train_steps=1, save_top_k=-1)]
+    trainer = fit(folder, max_epochs=2, accumulate_grad_batches=window, callbacks=callbacks)
     trainer.fit(module, data, ckpt_path=start)
     return module.rows
 
 
-def _assert_every_resume_reads_what_was_left(path: Path, make: Any, window: int) -> None:
-    whole = _train(path / "whole", make(), window)
-    saved = [folder for folder in (path / "whole").iterdir() if (folder / "manifest.json").exists()]
+@pytest.mark.parametrize(
+    ("build", "window"),
+    [
+        pytest.param(lambda: CombinedLoader([Stateful(5), loader(8, shuffle=True)], "sequential"), 1, id="sequential"),
+        pytest.param(lambda: CombinedLoader([Sized(5), stream(6)], "max_size"), 2, id="max_size"),
+        pytest.param(lambda: CombinedLoader([Stateful(5), stateful()], "min_size"), 1, id="min_size"),
+        # windows that do not divide an epoch
+        pytest.param(lambda: CombinedLoader([Stateful(5), stateful()], "max_size_cycle"), 3, id="max_size_cycle"),
+        pytest.param(lambda: {"a": Sized(4), "b": loader(8, shuffle=True, num_workers=1)}, 1, id="dict with workers"),
+    ],
+)
+def test_a_combination_with_a_stateful_loader_resumes_once(build: Any, window: int, tmp_path: Path) -> None:  # S-02
+    whole = _train(tmp_path / "whole", build(), window)
+    saved = [folder for folder in (tmp_path / "whole").iterdir() if (folder / "manifest.json").exists()]
     resumed = 0
-    for number, folder in enumerate(sorted(saved)[::2]):
+    for number, folder in enumerate(sorted(saved)[::3]):
         progress = load(folder).progress
         if progress["epoch"] < 2:
             left = whole[progress["micro_batches"] :]
-            assert _train(path / str(number), make(), window, folder) == left, folder.name
+            assert _train(tmp_path / str(number), build(), window, folder) == left, folder.name
             resumed += 1
     assert resumed >= 2
-
-
-@pytest.mark.parametrize(
-    ("mode", "partner", "kind", "window"),
-    [
-        ("min_size", "map", Stateful, 1),
-        ("sequential", "map", Stateful, 1),
-        ("max_size", "stream", Sized, 2),
-        ("max_size_cycle", "stream", Sized, 2),
-        ("min_size", "stateful", Stateful, 1),
-        ("max_size_cycle", "stateful", Stateful, 3),  # windows that do not divide an epoch
-        ("sequential", "stateful", Stateful, 3),
-    ],
-)
-def test_a_stateful_loader_in_a_combination_resumes_once(
-    mode: str, partner: str, kind: Any, window: int, tmp_path: Path
-) -> None:  # S-02
-    def make() -> Any:
-        return CombinedLoader([kind(5), PARTNERS[partner]()], mode)
-
-    _assert_every_resume_reads_what_was_left(tmp_path, make, window)
-
-
-@pytest.mark.parametrize("partner", ["workers", "nested"])
-def test_a_dict_or_list_with_a_stateful_loader_resumes_once(partner: str, tmp_path: Path) -> None:  # S-02
-    def make() -> Any:
-        if partner == "nested":
-            return CombinedLoader({"outer": Stateful(5)}, "min_size")
-        return {"a": Sized(4), "b": PARTNERS[partner]()}
-
-    _assert_every_resume_reads_what_was_left(tmp_path, make, 1)
-
-
-def test_a_checkpoint_without_positions_reads_the_rows_again(tmp_path: Path) -> None:  # S-02
-    """Earlier versions saved the state of each loader, but not its place in the combination."""
-    from drivetrain.data._loaders import prepare_loader
-
-    source = prepare_loader(CombinedLoader([Stateful(5)], "min_size"), training=True)
-    batches = source.epoch(0)
-    next(batches), next(batches)
-    state = json.loads(json.dumps(source.state_dict()))
-    del state["positions"]
-    resumed = prepare_loader(CombinedLoader([Stateful(5)], "min_size"), training=True)
-    resumed.load_state_dict(state)
-    assert [int(batch[0][0, 0]) for batch, _ in resumed.epoch(0, 2)] == [102, 103, 104]

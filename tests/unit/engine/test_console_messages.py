@@ -11,49 +11,27 @@ from typing import Any
 
 import pytest
 from engine_case import Regression, Tiny, fit, loader, regression
-from small_modules import calling, linear
+from small_modules import Logs, calling, linear, logs
 
 from captured_warnings import captured_warnings
 from drivetrain import Callback, ConfigurationError, Fit, TrainModule
-from drivetrain._runtime import console_logging
+from drivetrain._runtime import console_logging  # private: a process logs a precision once, and this one has
 from drivetrain.callbacks import Checkpoint, EarlyStopping, Timer
 from drivetrain.loggers import CSVLogger
 
 
-class Logs(Tiny):
-    """Logs ``loss`` in training and ``val_loss`` in validation; with ``mute``, not in the sanity check."""
-
-    mute = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        if not (self.mute and self.trainer.sanity_checking):
-            self.log("val_loss", 1.0)
-
-
-def logs(**methods: Any) -> Logs:
-    """A `Logs` with these methods and attributes."""
-    return type("Net", (Logs,), methods)()
-
-
-def logged_messages(
-    trainer: Fit, module: TrainModule, *loaders: Any, level: int = logging.WARNING, **options: Any
-) -> list[str]:
-    """Return the messages that a fit logs at ``level`` and above."""
-    with captured_warnings(level) as lines:
-        trainer.fit(module, *loaders, **options)
+def warnings_of(trainer: Fit, module: TrainModule, *loaders: Any) -> list[str]:
+    """Return the warnings of a fit."""
+    with captured_warnings() as lines:
+        trainer.fit(module, *loaders)
     return lines
 
 
 def ending(trainer: Fit, module: TrainModule, *loaders: Any, **options: Any) -> str:
-    """Return the line with which a run ends."""
-    (line,) = [
-        one for one in logged_messages(trainer, module, *loaders, level=logging.INFO, **options) if "run ended" in one
-    ]
+    """Return the line with which a fit ends."""
+    with captured_warnings(logging.INFO) as lines:
+        trainer.fit(module, *loaders, **options)
+    (line,) = [one for one in lines if "run ended" in one]
     return line
 
 
@@ -76,30 +54,22 @@ def test_the_limit_that_ended_a_run_is_logged(tmp_path: Path, options: dict[str,
     assert re.fullmatch(re.escape(f"The run ended: {reason} after ") + r"\d\.\d s\.", line)
 
 
-def test_a_limit_and_a_requested_stop_are_both_logged(tmp_path: Path) -> None:  # I-17
-    line = ending(
-        fit(tmp_path, max_epochs=3, callbacks=EarlyStopping("val_loss", patience=2)), Logs(), loader(), loader()
-    )
-    assert "max_epochs=3 is reached; EarlyStopping: val_loss did not improve on 1 by more than 0 in the last 2" in line
-
-
-def test_a_timer_and_a_hook_are_named(tmp_path: Path) -> None:  # I-17
+def test_who_requested_a_stop_is_logged(tmp_path: Path) -> None:  # I-17
     class Enough(Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             trainer.should_stop = True
 
-    timer = Timer(timedelta(microseconds=1), verbose=False)
-    assert "Timer: the time of 0:00:00.000001 is up" in ending(fit(tmp_path, callbacks=timer), Tiny(), loader())
-    assert "Enough.on_train_batch_end" in ending(fit(tmp_path, callbacks=Enough()), Tiny(), loader())
-
-
-def test_a_withdrawn_stop_is_not_a_reason(tmp_path: Path) -> None:  # I-17
-    def ask_and_withdraw(trainer: Any) -> None:
+    def request_and_withdraw(trainer: Any) -> None:
         trainer.request_stop("withdrawn")
         trainer.should_stop = False
 
-    run = fit(tmp_path, callbacks=calling("on_train_batch_end", ask_and_withdraw))
-    assert "withdrawn" not in ending(run, Tiny(), loader())
+    timer, withdraws = Timer(timedelta(microseconds=1), verbose=False), calling("on_train_start", request_and_withdraw)
+    assert "Timer: the time of 0:00:00.000001 is up" in ending(fit(tmp_path, callbacks=timer), Tiny(), loader())
+    assert "Enough.on_train_batch_end" in ending(fit(tmp_path, callbacks=Enough()), Tiny(), loader())
+    assert "withdrawn" not in ending(fit(tmp_path, callbacks=withdraws), Tiny(), loader())
+    patient = fit(tmp_path, max_epochs=3, callbacks=EarlyStopping("val_loss", patience=2))
+    both = "max_epochs=3 is reached; EarlyStopping: val_loss did not improve on 1 by more than 0 in the last 2"
+    assert both in ending(patient, Logs(), loader(), loader())
 
 
 def test_a_process_logs_each_precision_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # L-09
@@ -111,23 +81,7 @@ def test_a_process_logs_each_precision_once(tmp_path: Path, monkeypatch: pytest.
     assert precisions == ["Precision 32-true", "Precision bf16-mixed"]
 
 
-# Monitors
-
-
-class Staged(Tiny):
-    """Logs composed names, and nothing in the sanity check."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.step(batch, "train")
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.step(batch, "val")
-
-    def step(self, batch: Any, stage: str) -> Any:
-        loss = self.layer(batch).mean()
-        if not self.trainer.sanity_checking:
-            self.log(f"{stage}_loss", loss, on_epoch=True)
-        return loss
+# Monitors and folders
 
 
 class HasMonitorAttribute(Callback):
@@ -136,59 +90,40 @@ class HasMonitorAttribute(Callback):
     monitor, filename, dirpath = "gpu", "{split}.csv", "/proc/data"
 
 
+LOGS_AT_THE_END = {"on_train_epoch_end": lambda self: self.log("at_" + "the_end", 1.0)}
+
+
 @pytest.mark.parametrize(
     ("module", "callback", "options"),
     [
         pytest.param(Logs(), EarlyStopping("val_loss"), {}, id="logged in the sanity check"),
         pytest.param(Logs(), EarlyStopping("loss_epoch"), {}, id="with a suffix"),
-        pytest.param(
-            logs(on_train_epoch_end=lambda self: self.log("at_" + "the_end", 1.0)),
-            EarlyStopping("at_the_end"),
-            {},
-            id="logged at the end of the epoch",
-        ),
+        pytest.param(logs(**LOGS_AT_THE_END), EarlyStopping("at_the_end"), {}, id="logged at the end of the epoch"),
         pytest.param(logs(mute=True), EarlyStopping("val_loss"), {}, id="not in the sanity check"),
-        pytest.param(Staged(), EarlyStopping("val_loss"), {}, id="composed"),
         pytest.param(Logs(), EarlyStopping("val_loss"), {"num_sanity_val_steps": 0}, id="no sanity check"),
         pytest.param(Logs(), HasMonitorAttribute(), {}, id="an attribute of another meaning"),
     ],
 )
-def test_a_monitor_is_not_warned_about(
-    tmp_path: Path, module: Logs, callback: Callback, options: dict[str, Any]
-) -> None:  # I-17
-    assert logged_messages(fit(tmp_path, callbacks=callback, **options), module, loader(), loader()) == []
+def test_a_monitor_is_not_warned_about(tmp_path: Path, module: Logs, callback: Callback, options: Any) -> None:  # I-17
+    assert warnings_of(fit(tmp_path, callbacks=callback, **options), module, loader(), loader()) == []
 
 
-# Folders
-
-
-def _file(tmp_path: Path) -> Path:
-    path = tmp_path / "a file"
-    path.write_text("")
-    return path
-
-
-def test_predictions_need_no_loggers_folder(tmp_path: Path) -> None:  # I-17
-    assert fit(tmp_path, logger=CSVLogger(_file(tmp_path))).predict(Tiny(), loader())
-
-
-def test_probing_a_folder_leaves_no_files(tmp_path: Path) -> None:  # I-17
+def test_folders_are_probed_in_training_only_and_without_a_trace(tmp_path: Path) -> None:  # I-17
     trainer = fit(tmp_path, callbacks=Checkpoint(dirpath=tmp_path / "a" / "b", save_top_k=0), limit_train_batches=0)
     trainer.fit(Tiny(), loader())
     assert [one.name for one in tmp_path.iterdir()] == ["drivetrain_logs"]  # the run's own
+    (tmp_path / "a file").write_text("")
+    assert fit(tmp_path, logger=CSVLogger(tmp_path / "a file")).predict(Tiny(), loader())
 
 
-# Steps
+# Steps and losses
 
 
 class Manual(Regression):
     """Manual optimization, which steps every so many batches, or never; logs its loss and another value."""
 
+    automatic_optimization = False
     every, factor, value, wrapped = 0, 1.0, 0.0, True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         loss = self.loss(batch)
@@ -205,15 +140,6 @@ def manual(**methods: Any) -> Manual:
     return type("Net", (Manual,), methods)()
 
 
-@pytest.mark.parametrize(
-    "module",
-    [manual(every=6), manual(on_train_epoch_end=lambda self: self.optimizers().step()), manual(every=1, wrapped=False)],
-    ids=["rarely", "at the end of the epoch", "the optimizer itself"],
-)
-def test_a_manual_step_that_steps_rarely_is_not_warned_about(tmp_path: Path, module: Manual) -> None:  # I-17
-    assert logged_messages(fit(tmp_path), module, regression()) == []
-
-
 class Shifted(Regression):
     """Adds a number per batch to the loss, without changing the gradient."""
 
@@ -226,19 +152,6 @@ class Shifted(Regression):
         return self.loss(batch) + (shift if self.trainer.global_step >= self.from_step else 0.0)
 
 
-class ReusedLoss(Regression):
-    """Overwrites its first loss with NaN when the last one is NaN."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        if batch_idx == 0:
-            self.kept = loss.detach()
-        if batch_idx == 5:
-            self.kept.fill_(math.nan)
-            loss = loss + math.nan
-        return loss
-
-
 @pytest.mark.parametrize(
     ("module", "named"),
     [
@@ -248,13 +161,22 @@ class ReusedLoss(Regression):
     ],
 )
 def test_a_loss_that_is_not_finite_is_warned_about_once(tmp_path: Path, module: Any, named: str) -> None:  # I-17
-    (line,) = logged_messages(fit(tmp_path, max_epochs=4), module, regression())
+    (line,) = warnings_of(fit(tmp_path, max_epochs=4), module, regression())
     assert named in line
 
 
-@pytest.mark.parametrize("module", [Shifted(math.nan, 0.0), manual(every=1, value=math.inf), ReusedLoss()])
-def test_a_finite_or_a_single_bad_loss_is_not_warned_about(tmp_path: Path, module: Any) -> None:  # I-17
-    assert logged_messages(fit(tmp_path), module, regression()) == []
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param(Shifted(math.nan, 0.0), id="a single loss is not finite"),
+        pytest.param(manual(every=1, value=math.inf), id="another value is not finite"),
+        pytest.param(manual(every=6), id="steps rarely"),
+        pytest.param(manual(on_train_epoch_end=lambda self: self.optimizers().step()), id="steps as the epoch ends"),
+        pytest.param(manual(every=1, wrapped=False), id="steps the optimizer itself"),
+    ],
+)
+def test_losses_and_steps_that_are_not_warned_about(tmp_path: Path, module: Any) -> None:  # I-17
+    assert warnings_of(fit(tmp_path), module, regression()) == []
 
 
 # Resuming and loading
@@ -268,25 +190,16 @@ def _trained(tmp_path: Path, **options: Any) -> str:
     return trainer.checkpoint_callback.last_model_path
 
 
-@pytest.mark.parametrize(
-    ("options", "limit"),
-    [({"max_epochs": 2}, "max_epochs=2 is reached"), ({"max_epochs": 9, "max_steps": 8}, "max_steps=8 is reached")],
-)
-def test_resuming_a_finished_run_by_path_is_an_error(
-    tmp_path: Path, options: dict[str, Any], limit: str
-) -> None:  # I-17
-    path = _trained(tmp_path)
-    for asked in (path, "last"):
-        module = Logs()
+def test_resuming_a_finished_run_is_an_error_by_path_and_logged_by_auto(tmp_path: Path) -> None:  # I-17
+    path, module = _trained(tmp_path), Logs()
+    for asked, options, limit in (
+        (path, {"max_epochs": 2}, "max_epochs=2 is reached"),
+        ("last", {"max_epochs": 9, "max_steps": 8}, "max_steps=8 is reached"),
+    ):
         with pytest.raises(ConfigurationError, match=limit) as caught:
             fit(tmp_path, enable_checkpointing=True, **options).fit(module, loader(), loader(), ckpt_path=asked)
         assert "2 epoch(s) and 8 optimizer step(s)" in caught.value.why
-        assert module.seen == []
-
-
-def test_resuming_a_finished_run_by_auto_is_logged(tmp_path: Path) -> None:  # I-17
-    _trained(tmp_path)
-    trainer, module = fit(tmp_path, max_epochs=2, enable_checkpointing=True), Logs()
+    trainer = fit(tmp_path, max_epochs=2, enable_checkpointing=True)
     line = ending(trainer, module, loader(), loader(), ckpt_path="auto")
     assert line == "The run ended: max_epochs=2 is reached (2 epochs, 8 optimizer steps); nothing was left to train."
     assert module.seen == []
@@ -294,36 +207,18 @@ def test_resuming_a_finished_run_by_auto_is_logged(tmp_path: Path) -> None:  # I
 
 
 def test_a_run_that_stopped_early_is_finished_too(tmp_path: Path) -> None:  # I-17
-    def stopper(patience: int = 1) -> EarlyStopping:
-        return EarlyStopping("val_loss", patience=patience)
+    def again(patience: int = 1) -> Fit:
+        callbacks = EarlyStopping("val_loss", patience=patience)
+        return fit(tmp_path, callbacks=callbacks, max_epochs=5, enable_checkpointing=True)
 
-    path = _trained(tmp_path, callbacks=stopper())
-    options: dict[str, Any] = {"max_epochs": 5, "enable_checkpointing": True}
+    path, module = _trained(tmp_path, callbacks=EarlyStopping("val_loss", patience=1)), Logs()
     with pytest.raises(ConfigurationError, match="EarlyStopping has ended the run: val_loss did not improve"):
-        fit(tmp_path, callbacks=stopper(), **options).fit(Logs(), loader(), loader(), ckpt_path=path)
-    module = Logs()
-    line = ending(fit(tmp_path, callbacks=stopper(), **options), module, loader(), loader(), ckpt_path="auto")
-    assert "EarlyStopping has ended the run" in line
+        again().fit(module, loader(), loader(), ckpt_path=path)
+    assert "EarlyStopping has ended the run" in ending(again(), module, loader(), loader(), ckpt_path="auto")
     assert module.seen == []
-    patient = fit(tmp_path, callbacks=stopper(9), **options)
+    patient = again(patience=9)
     patient.fit(Logs(), loader(), loader(), ckpt_path=path)
     assert patient.current_epoch == 5
-
-
-@pytest.mark.parametrize("state", [[1, 2], {"stopping_reason": "not yet"}])
-def test_the_state_of_a_users_callback_does_not_end_a_run(tmp_path: Path, state: Any) -> None:  # I-17
-    class Stateful(Callback):
-        def state_dict(self) -> Any:
-            return state
-
-        def load_state_dict(self, state_dict: Any) -> None:
-            self.loaded = state_dict
-
-    path, callback = _trained(tmp_path, callbacks=Stateful()), Stateful()
-    trainer = fit(tmp_path, max_epochs=3, callbacks=callback)
-    trainer.fit(Logs(), loader(), loader(), ckpt_path=path)
-    assert trainer.current_epoch == 3
-    assert callback.loaded == state
 
 
 def test_a_tensor_kept_from_an_evaluation_gets_a_fix(tmp_path: Path) -> None:  # I-17
@@ -333,9 +228,9 @@ def test_a_tensor_kept_from_an_evaluation_gets_a_fix(tmp_path: Path) -> None:  #
     def use(self: Any, batch: Any, batch_idx: int) -> Any:
         return (self.layer(batch[0]) * self.kept).sum()
 
-    kept, runner = linear(training_step=use, validation_step=keep), fit(tmp_path)
-    runner.validate(kept, regression(), verbose=False)
+    kept, trainer = linear(training_step=use, validation_step=keep), fit(tmp_path)
+    trainer.validate(kept, regression(), verbose=False)
     with pytest.raises(RuntimeError, match="Inference tensors") as caught:
-        runner.fit(kept, regression())
+        trainer.fit(kept, regression())
     assert any("Fit(inference_mode=False)" in note for note in caught.value.__notes__)
-    runner.fit(linear(training_step=use, validation_step=keep), regression(), regression())  # not in inference mode
+    trainer.fit(linear(training_step=use, validation_step=keep), regression(), regression())  # not in inference mode

@@ -48,7 +48,7 @@ def test_a_run_restores_the_device(used_before: bool, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("before", [None, "0"])
 def test_devices_are_counted_through_nvml(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:  # O-03
-    # torch.cuda.is_available() may initialise the driver, which a process forked afterwards cannot use.
+    # torch.cuda.is_available() may initialise the driver, which a forked process cannot use.
     name, asked = "PYTORCH_NVML_BASED_CUDA_CHECK", []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: asked.append(os.environ.get(name)))
     monkeypatch.delenv(name, raising=False)
@@ -80,10 +80,10 @@ def _index_for_deepspeed(index: int | None, before: str | None) -> tuple[str | N
         return seen, os.environ.get("LOCAL_RANK")
 
 
-@pytest.mark.parametrize(("index", "before", "seen"), [(3, "1", "3"), (None, "1", "1"), (None, None, "0")])
-def test_deepspeed_uses_the_device_of_the_run(index: int | None, before: str | None, seen: str) -> None:  # O-03
+def test_deepspeed_uses_the_device_of_the_run() -> None:  # O-03
     # By default it uses the device of LOCAL_RANK: a wrong one with devices=[1, 3], and none if each task sees one GPU.
-    assert on_ranks(_index_for_deepspeed, 1, index, before) == [(seen, before)]
+    for index, before, seen in ((3, "1", "3"), (None, "1", "1"), (None, None, "0")):
+        assert on_ranks(_index_for_deepspeed, 1, index, before) == [(seen, before)]
 
 
 def test_an_unused_accelerator_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -96,7 +96,6 @@ def test_an_unused_accelerator_is_logged(monkeypatch: pytest.MonkeyPatch, caplog
 
 
 def test_the_mps_generator_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Tested by the order of calls, since no such device was available.
     state = [torch.tensor([7])]
     monkeypatch.setattr(torch.mps, "get_rng_state", lambda: state[0].clone())
     monkeypatch.setattr(torch.mps, "set_rng_state", lambda kept: state.__setitem__(0, kept))

@@ -7,6 +7,7 @@ from io import StringIO
 
 import pytest
 
+# Private: the report of an error, without a process that ends with it.
 from drivetrain._distributed.failure import Failure, RankFailedError
 from drivetrain._engine import error_reporting
 from drivetrain._engine.error_reporting import OneLineHook, print_in_one_line
@@ -37,8 +38,8 @@ def raise_uncaught(error: BaseException) -> None:
     sys.excepthook(type(error), error, None)
 
 
-def test_only_the_marked_error_is_printed_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """G-01: in one write, since the lines of two ranks would otherwise mix where PYTHONUNBUFFERED is set."""
+def test_only_the_marked_error_is_printed_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:  # G-01
+    """In one write, since the lines of two ranks would otherwise mix where PYTHONUNBUFFERED is set."""
     stream = record(monkeypatch)
     previous: list[BaseException] = []
     sys.excepthook = OneLineHook(lambda kind, error, traceback: previous.append(error))
@@ -54,10 +55,9 @@ def test_the_hook_stays_until_the_last_marked_error_is_gone(monkeypatch: pytest.
     stream = record(monkeypatch)
     first, second = ValueError("first"), ValueError("second")
     second.add_note("Where: rank 1")
-    print_in_one_line(first, "Rank 1 failed")
-    print_in_one_line(second, "Rank 1 failed again")
-    print_in_one_line(first, "Rank 1 failed first")
-    del first
+    for error, line in ((first, "Rank 1 failed"), (second, "Rank 1 failed again"), (first, "Rank 1 failed first")):
+        print_in_one_line(error, line)
+    del first, error
     raise_uncaught(second)
     assert stream.written == ["Rank 1 failed again; Where: rank 1\n"]
     del second

@@ -1,4 +1,4 @@
-"""Lightning's API apart from the names of `test_lightning_names`: it works, or is refused by name."""
+"""Lightning's API apart from the names of `test_lightning_names`: it works, or is refused by name (L-10)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 from engine_case import Tiny, fit, loader
+from small_modules import metrics
 
-from drivetrain import Callback, CheckpointError, ConfigurationError, DataModule, Fit, TrainModule, rank_zero_only
+from drivetrain import Callback, CheckpointError, ConfigurationError, DataModule, Fit, rank_zero_only
 from drivetrain.callbacks import Checkpoint, EarlyStopping, LearningRateMonitor, ProgressBar
 from drivetrain.loggers import CSVLogger
-from drivetrain.module._hyper_parameters import HyperParameters
 
 
 class Logs(Tiny):
-    """Logs ``values`` in every step of training, and the first number of a batch in validation."""
+    """Logs the first number of each batch."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -42,7 +42,18 @@ class Sized(Tiny):
         self.save_hyperparameters(logger=logged)
 
 
-def saved(module: TrainModule, path: Path, **options: Any) -> Path:
+class Configured(Tiny):
+    def __init__(self, config: Any, extra: int = 2) -> None:
+        super().__init__()
+        self.save_hyperparameters(config)
+        self.extra = extra
+        self.scale = config["scale"] if isinstance(config, dict) else config.scale
+
+
+CONFIG = {"scale": 3, "deep": {"a": 1}}
+
+
+def saved(module: Any, path: Path, **options: Any) -> Path:
     """Train a module, and return its checkpoint."""
     trainer = fit(path)
     trainer.fit(module, loader(4))
@@ -50,360 +61,261 @@ def saved(module: TrainModule, path: Path, **options: Any) -> Path:
     return path / "kept"
 
 
-class TestVerbs:
-    # L-10
-
-    def test_lightnings_name_of_the_module_argument(self, tmp_path: Path) -> None:
-        module, trainer = Logs(), fit(tmp_path)
-        trainer.fit(model=module, train_dataloaders=loader(4))
-        assert trainer.validate(model=module, dataloaders=loader(2), verbose=False) == [{"val": 0.0}]
-        assert len(trainer.predict(model=module, dataloaders=loader(4))) == 2
-
-    def test_without_a_module_the_best_weights_of_the_last_run_are_used(self, tmp_path: Path) -> None:
-        class Counting(Logs):
-            def configure_callbacks(self) -> Any:
-                return [Checkpoint(tmp_path / "kept", monitor="epoch", mode="min"), EarlyStopping("it", patience=9)]
-
-            def on_train_epoch_end(self) -> None:
-                self.layer.weight.data.fill_(float(self.current_epoch))
-
-            def test_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-                self.log("weight", float(self.layer.weight.detach()[0, 0]))
-
-        module, trainer = Counting(), fit(tmp_path, max_epochs=3, enable_checkpointing=True)
-        trainer.fit(module, loader(4))
-        (first,) = trainer.checkpoint_callbacks
-        assert isinstance(trainer.early_stopping_callback, EarlyStopping)
-        assert trainer.progress_bar_callback is None
-        assert trainer.test(dataloaders=loader(2), verbose=False) == [{"weight": 0.0}]
-        assert trainer.ckpt_path == first.best_model_path
-        module.layer.weight.data.fill_(7.0)
-        # an explicitly given module is used unchanged
-        assert trainer.test(module, loader(2), verbose=False) == [{"weight": 7.0}]
-        assert trainer.ckpt_path is None
+def test_lightnings_name_of_the_module_argument(tmp_path: Path) -> None:  # L-10
+    module, trainer = Logs(), fit(tmp_path)
+    trainer.fit(model=module, train_dataloaders=loader(4))
+    assert trainer.validate(model=module, dataloaders=loader(2), verbose=False) == [{"val": 0.0}]
+    assert len(trainer.predict(model=module, dataloaders=loader(4))) == 2
 
 
-class TestModules:
-    def test_a_step_set_to_none_counts_as_missing(self, tmp_path: Path) -> None:
-        # L-10
-        module: Any = Logs()
-        module.validation_step = None
-        trainer = fit(tmp_path)
-        trainer.fit(module, loader(4), loader(2))
-        assert not trainer.enable_validation
-        assert "val" not in trainer.callback_metrics
+def test_without_a_module_the_best_weights_of_the_last_run_are_used(tmp_path: Path) -> None:  # L-10
+    class Counting(Logs):
+        def configure_callbacks(self) -> Any:
+            return [Checkpoint(tmp_path / "kept", monitor="epoch", mode="min"), EarlyStopping("it", patience=9)]
 
-    def test_a_value_of_rank_zero_only(self, tmp_path: Path) -> None:
-        # L-10
-        trainer = fit(tmp_path)
-        trainer.fit(Logs(rank_zero_only=True), loader(4))
-        assert float(trainer.callback_metrics["it"]) == 1.0
+        def on_train_epoch_end(self) -> None:
+            self.layer.weight.data.fill_(float(self.current_epoch))
 
-    def test_freezing_returns_the_module(self) -> None:
-        # L-10
-        module = Tiny()
-        assert module.freeze() is module
-        assert (module.training, {one.requires_grad for one in module.parameters()}) == (False, {False})
-        assert module.unfreeze() is module
-        assert (module.training, {one.requires_grad for one in module.parameters()}) == (True, {True})
+        def test_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            self.log("weight", float(self.layer.weight.detach()[0, 0]))
+
+    module, trainer = Counting(), fit(tmp_path, max_epochs=3, enable_checkpointing=True)
+    trainer.fit(module, loader(4))
+    (first,) = trainer.checkpoint_callbacks
+    assert isinstance(trainer.early_stopping_callback, EarlyStopping)
+    assert trainer.progress_bar_callback is None
+    assert trainer.test(dataloaders=loader(2), verbose=False) == [{"weight": 0.0}]
+    assert trainer.ckpt_path == first.best_model_path
+    module.layer.weight.data.fill_(7.0)
+    # an explicitly given module is used unchanged
+    assert trainer.test(module, loader(2), verbose=False) == [{"weight": 7.0}]
+    assert trainer.ckpt_path is None
 
 
-class TestHyperParameters:
-    # L-10
+def test_a_step_set_to_none_counts_as_missing(tmp_path: Path) -> None:  # L-10
+    module: Any = Logs(rank_zero_only=True)
+    module.validation_step = None
+    trainer = fit(tmp_path)
+    trainer.fit(module, loader(4), loader(2))
+    assert not trainer.enable_validation
+    assert metrics(trainer) == {"it": 1.0}
 
-    class Configured(Tiny):
-        def __init__(self, config: Any, extra: int = 2) -> None:
+
+def test_freezing_returns_the_module() -> None:  # L-10
+    module = Tiny()
+    for change, enabled in ((module.freeze, False), (module.unfreeze, True)):
+        assert change() is module
+        assert (module.training, {one.requires_grad for one in module.parameters()}) == (enabled, {enabled})
+
+
+# Hyper-parameters
+
+
+@pytest.mark.parametrize("config", [CONFIG, argparse.Namespace(**CONFIG)], ids=["mapping", "namespace"])
+def test_a_mapping_or_a_namespace_is_saved_and_passed_again(tmp_path: Path, config: Any) -> None:  # L-10
+    module = Configured(config, extra=5)
+    assert module.hparams == CONFIG
+    path = saved(module, tmp_path)
+    again = Configured.load_from_checkpoint(path, extra=7)
+    assert (again.hparams, again.scale, again.extra) == (CONFIG, 3, 7)
+    other = Configured.load_from_checkpoint(checkpoint_path=path, scale=4)
+    assert (other.hparams["scale"], other.scale) == (4, 4)
+    other.hparams.deep["a"] = 2
+    assert other.hparams_initial == CONFIG | {"scale": 4}
+
+
+def test_nested_mappings_of_any_class_are_saved_as_they_were(tmp_path: Path) -> None:  # S-16
+    class Built(Tiny):
+        def __init__(self, config: Any, net: Any, sizes: list[int]) -> None:
             super().__init__()
-            self.save_hyperparameters(config)
-            self.extra = extra
-            self.scale = config["scale"] if isinstance(config, dict) else config.scale
+            self.save_hyperparameters()
+            self.width = net.width
+            net.width, config["depth"]["n"] = 7, 8
+            sizes.append(9)
 
-    @pytest.mark.parametrize("config", [{"scale": 3, "deep": {"a": 1}}, argparse.Namespace(scale=3, deep={"a": 1})])
-    def test_a_mapping_or_a_namespace_is_saved_and_passed_again(self, tmp_path: Path, config: Any) -> None:
-        module = self.Configured(config, extra=5)
-        assert module.hparams == {"scale": 3, "deep": {"a": 1}}
-        path = saved(module, tmp_path)
-        again = self.Configured.load_from_checkpoint(path, extra=7)
-        assert (again.hparams, again.scale, again.extra) == (module.hparams, 3, 7)
-        other = self.Configured.load_from_checkpoint(checkpoint_path=path, scale=4)
-        assert (other.hparams["scale"], other.scale) == (4, 4)
-
-    def test_nested_mappings_of_any_class_are_saved_as_they_were(self, tmp_path: Path) -> None:
-        # S-16, as with omegaconf's DictConfig
-        class Built(Tiny):
-            def __init__(self, config: Any, net: Any, sizes: list[int]) -> None:
-                super().__init__()
-                self.save_hyperparameters()
-                self.width = net.width
-                net.width, config["depth"]["n"] = 7, 8
-                sizes.append(9)
-
-        config: Any = MappingProxyType({"depth": {"n": 2}, "names": ("a", "b")})
-        module = Built(config, HyperParameters(width=3), [1])
-        expected = {"config": {"depth": {"n": 2}, "names": ("a", "b")}, "net": {"width": 3}, "sizes": [1]}
-        assert module.hparams == expected
-        again = Built.load_from_checkpoint(saved(module, tmp_path))
-        assert again.width == 3
-        assert again.hparams.config.depth.n == 2
-
-    def test_initial_hyper_parameters_are_kept(self) -> None:
-        module = self.Configured({"scale": 3, "deep": {"a": 1}})
-        module.hparams["scale"] = 9
-        module.hparams.deep["a"] = 2
-        assert module.hparams_initial == {"scale": 3, "deep": {"a": 1}}
-
-    @pytest.mark.parametrize("logged", [True, False])
-    def test_loggers_do_not_get_them_on_request(self, tmp_path: Path, logged: bool) -> None:
-        fit(tmp_path, logger=CSVLogger(tmp_path)).fit(Sized(logged=logged), loader(4))
-        assert bool(list(tmp_path.rglob("hparams.json"))) == logged
-
-    def test_a_file_of_hyper_parameters_takes_precedence(self, tmp_path: Path) -> None:
-        path = saved(Sized(), tmp_path)
-        (tmp_path / "hparams.json").write_text(json.dumps({"width": 6}))
-        again = Sized.load_from_checkpoint(path, hparams_file=tmp_path / "hparams.json")
-        assert again.hparams["width"] == 6
-        with pytest.raises(ConfigurationError, match="does not contain hyper-parameters"):
-            Sized.load_from_checkpoint(path, hparams_file=tmp_path / "tags.csv")
-        with pytest.raises(ConfigurationError, match="got two paths"):
-            Sized.load_from_checkpoint(path, checkpoint_path=path)
-
-    @pytest.mark.parametrize("strict", [True, False])
-    def test_the_modules_strict_loading_is_used(self, tmp_path: Path, strict: bool) -> None:
-        class More(Tiny):
-            strict_loading = strict
-
-            def __init__(self) -> None:
-                super().__init__()
-                self.more = torch.nn.Linear(1, 1)
-
-        module, path = More(), saved(Tiny(), tmp_path, weights_only=True)
-        module.layer.weight.data.fill_(3.0)
-        if strict:
-            with pytest.raises(CheckpointError, match="missing"):
-                More.load_from_checkpoint(path)
-            with pytest.raises(CheckpointError, match="strict_loading = False"):
-                fit(tmp_path).predict(module, loader(2), ckpt_path=path)
-            return
-        with pytest.warns(UserWarning, match="skipped, with strict=False"):
-            More.load_from_checkpoint(path)
-        with pytest.warns(UserWarning, match="skipped, with strict=False"):
-            fit(tmp_path).predict(module, loader(2), ckpt_path=path)
-        assert float(module.layer.weight.detach()[0, 0]) != 3.0  # the other values were loaded
+    config: Any = MappingProxyType({"depth": {"n": 2}, "names": ("a", "b")})
+    module = Built(config, Sized(3).hparams, [1])
+    net = {"width": 3, "logged": True}
+    assert module.hparams == {"config": {"depth": {"n": 2}, "names": ("a", "b")}, "net": net, "sizes": [1]}
+    again = Built.load_from_checkpoint(saved(module, tmp_path))
+    assert again.width == 3
+    assert again.hparams.config.depth.n == 2
 
 
-class TestDataModules:
-    # L-10
-
-    def test_from_data_sets(self, tmp_path: Path) -> None:
-        x = loader(8).dataset
-        data = DataModule.from_datasets(x, [x, x], predict_dataset=x, batch_size=2)
-        trainer, module = fit(tmp_path), Logs()
-        trainer.fit(module, datamodule=data)
-        assert trainer.global_step == 4
-        assert {"val/dataloader_idx_0", "val/dataloader_idx_1"} <= trainer.callback_metrics.keys()
-        assert len(trainer.predict(module, data)) == 4
-        assert isinstance(data.train_dataloader().sampler, torch.utils.data.RandomSampler)
-        with pytest.raises(ConfigurationError, match="test was given no loader"):
-            trainer.test(Logs(), data)
-        for one in (copy.deepcopy(data), pickle.loads(pickle.dumps(data))):  # as a launcher sends it
-            assert len(one.val_dataloader()) == 2
-
-    def test_hyper_parameters_and_state_come_back_from_a_checkpoint(self, tmp_path: Path) -> None:
-        class Folds(DataModule):
-            def __init__(self, fold: int, size: int = 4) -> None:
-                self.save_hyperparameters()
-                self.seen = 0
-
-            def train_dataloader(self) -> Any:
-                self.seen += 1
-                return loader(self.hparams.size)
-
-            def state_dict(self) -> dict[str, Any]:
-                return {"seen": self.seen}
-
-            def load_state_dict(self, state_dict: Any) -> None:
-                self.seen = state_dict["seen"]
-
-        trainer = fit(tmp_path)
-        trainer.fit(Tiny(), datamodule=Folds(3, size=6))
-        trainer.save_checkpoint(tmp_path / "kept")
-        again = Folds.load_from_checkpoint(tmp_path / "kept", size=2)
-        assert (again.hparams, again.seen) == ({"fold": 3, "size": 2}, 1)
+@pytest.mark.parametrize("logged", [True, False])
+def test_loggers_do_not_get_hyper_parameters_on_request(tmp_path: Path, logged: bool) -> None:  # L-10
+    fit(tmp_path, logger=CSVLogger(tmp_path)).fit(Sized(logged=logged), loader(4))
+    assert bool(list(tmp_path.rglob("hparams.json"))) == logged
 
 
-class TestCallbacks:
-    def test_a_callback_logs(self, tmp_path: Path) -> None:
-        # L-10
-        class Logging(Callback):
-            def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-                self.log("mine", batch_idx, on_step=False, on_epoch=True)
-                self.log_dict({"a": 1.0, "b": 2.0})
-                assert copy.deepcopy(self) is not self
-
-        callback, trainer = Logging(), fit(tmp_path)
-        trainer.callbacks.append(callback)
-        trainer.fit(Tiny(), loader(6))
-        assert {name: float(value) for name, value in trainer.callback_metrics.items()} == {"mine": 1, "a": 1, "b": 2}
-        with pytest.raises(ConfigurationError, match=r"Logging.log was called outside a run"):
-            callback.log("mine", 1.0)
-
-    def test_a_progress_bar_shows_the_values_of_get_metrics(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        # L-10
-        class WithAnotherValue(ProgressBar):
-            def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
-                return {**super().get_metrics(trainer, module), "own": 4.25}
-
-        fit(tmp_path, callbacks=WithAnotherValue(), enable_progress_bar=True).fit(Logs(prog_bar=True), loader(4))
-        shown = capsys.readouterr()
-        assert "own=4.25" in shown.out + shown.err
-        assert "it=1" in shown.out + shown.err
+def test_a_file_of_hyper_parameters_takes_precedence(tmp_path: Path) -> None:  # L-10
+    path = saved(Sized(), tmp_path)
+    (tmp_path / "hparams.json").write_text(json.dumps({"width": 6}))
+    assert Sized.load_from_checkpoint(path, hparams_file=tmp_path / "hparams.json").hparams["width"] == 6
+    with pytest.raises(ConfigurationError, match="does not contain hyper-parameters"):
+        Sized.load_from_checkpoint(path, hparams_file=tmp_path / "tags.csv")
+    with pytest.raises(ConfigurationError, match="got two paths"):
+        Sized.load_from_checkpoint(path, checkpoint_path=path)
 
 
-class TestCheckpoints:
-    # L-10
+def test_the_modules_strict_loading_is_used(tmp_path: Path) -> None:  # L-10
+    class More(Tiny):
+        strict_loading = True
 
-    @pytest.mark.parametrize(
-        ("options", "names"),
-        [
-            ({"every_n_epochs": 0}, []),
-            ({"every_n_train_steps": 0}, []),
-            ({"save_on_train_epoch_end": True}, [f"epoch={epoch}-step={2 * epoch + 2}" for epoch in range(4)]),
-            ({"save_on_train_epoch_end": False}, ["epoch=1-step=4", "epoch=3-step=8"]),
-            ({"save_on_train_epoch_end": False, "every_n_epochs": 4}, ["epoch=3-step=8"]),
-            (
-                {"monitor": "step", "mode": "max", "save_top_k": 2, "every_n_epochs": 1},
-                ["epoch=2-step=6", "epoch=3-step=8"],
-            ),
-            ({"filename": "{epoch:02d}_{step}", "auto_insert_metric_name": False, "save_top_k": 1}, ["03_8"]),
-        ],
-    )
-    def test_when_and_what_is_saved(self, tmp_path: Path, options: dict[str, Any], names: list[str]) -> None:
-        kept = Checkpoint(tmp_path / "kept", **{"save_top_k": -1, **options})
-        epochs = {"max_epochs": 4, "num_sanity_val_steps": 0, "check_val_every_n_epoch": 2}
-        fit(tmp_path, callbacks=kept, enable_checkpointing=True, **epochs).fit(Logs(), loader(4), loader(2))
-        assert sorted(one.parent.name for one in tmp_path.glob("kept/*/manifest.json")) == names
-        if "monitor" in options:
-            assert [kept.kth_best_model_path, kept.best_model_path] == [str(tmp_path / "kept" / name) for name in names]
-            assert (kept.best_model_score, kept.kth_value, kept.current_score) == (8.0, 6.0, 8.0)
-
-    def test_a_checkpoint_name_is_known_in_advance(self) -> None:
-        kept = Checkpoint(filename="{epoch:03d}-{val:.2f}")
-        assert kept.format_checkpoint_name({"epoch": 1, "val": torch.tensor(0.123)}) == "epoch=001-val=0.12"
-        assert kept.format_checkpoint_name({"epoch": 1}, filename="{epoch}", ver=3) == "epoch=1-v3"
-
-
-class TestTrainers:
-    # L-10
-
-    def test_a_module_is_built_in_the_precision(self) -> None:
-        trainer = Fit(accelerator="cpu", precision="64-true")
-        with trainer.init_module():
-            module = torch.nn.Linear(2, 2)
-        assert module.weight.dtype is torch.float64
-        assert torch.nn.Linear(2, 2).weight.dtype is torch.float32
-
-    def test_the_strategy_and_the_logger_are_those_of_the_run(self, tmp_path: Path) -> None:
-        trainer, logger = fit(tmp_path, accelerator="cpu", devices=1), CSVLogger(tmp_path)
-        before = trainer.strategy
-        for loggers in ([logger], []):
-            trainer.logger = loggers[0] if loggers else None
-            assert trainer.loggers == loggers
-        trainer.fit(Tiny(), loader(2))
-        assert trainer.strategy is before
-        several = Fit(accelerator="cpu", devices=3, num_nodes=2)
-        assert (several.strategy.name, several.num_devices, several.world_size) == ("ddp", 3, 6)
-        assert several.device_ids == [0, 1, 2]
-
-    @pytest.mark.parametrize("rank", [0, 1])
-    def test_rank_zero_only_before_a_run(self, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-        ranks = {"RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_RANK": f"{rank}", "LOCAL_WORLD_SIZE": "2"}
-        more = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "a", "GROUP_RANK": "0"}
-        for name, value in (ranks | more).items():
-            monkeypatch.setenv(name, value)
-
-        @rank_zero_only
-        def double(number: int) -> int:
-            """Return twice the number."""
-            return 2 * number
-
-        assert double(7) == (None if rank else 14)
-        assert double.__doc__ == "Return twice the number."
-
-
-def test_toggling_as_lightnings_gan_does(tmp_path: Path) -> None:
-    # L-10
-    class Gan(TrainModule):
         def __init__(self) -> None:
             super().__init__()
-            self.automatic_optimization = False
-            self.generator, self.discriminator = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+            self.more = torch.nn.Linear(1, 1)
 
-        def training_step(self, batch: Any) -> None:
-            parts = {"g_loss": self.discriminator, "d_loss": self.generator}
-            for (name, other), optimizer in zip(parts.items(), self.optimizers(), strict=True):
-                self.toggle_optimizer(optimizer)
-                assert not other.weight.requires_grad
-                loss = self.discriminator(self.generator(batch)).mean()
-                self.log(name, loss, prog_bar=True)
-                self.manual_backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-                self.untoggle_optimizer(optimizer)
-                assert other.weight.requires_grad
+    module, path = More(), saved(Tiny(), tmp_path, weights_only=True)
+    module.layer.weight.data.fill_(3.0)
+    with pytest.raises(CheckpointError, match="missing"):
+        More.load_from_checkpoint(path)
+    with pytest.raises(CheckpointError, match="strict_loading = False"):
+        fit(tmp_path).predict(module, loader(2), ckpt_path=path)
+    More.strict_loading = False
+    with pytest.warns(UserWarning, match="skipped, with strict=False"):
+        fit(tmp_path).predict(module, loader(2), ckpt_path=path)
+    assert float(module.layer.weight.detach()[0, 0]) != 3.0  # the other values were loaded
+    with pytest.warns(UserWarning, match="skipped, with strict=False"):
+        More.load_from_checkpoint(path)
 
-        def configure_optimizers(self) -> Any:
-            return [torch.optim.Adam(one.parameters(), lr=1e-3) for one in (self.generator, self.discriminator)], []
+
+# Data modules and callbacks
+
+
+def test_a_data_module_from_data_sets(tmp_path: Path) -> None:  # L-10
+    x = loader(8).dataset
+    data = DataModule.from_datasets(x, [x, x], predict_dataset=x, batch_size=2)
+    trainer, module = fit(tmp_path), Logs()
+    trainer.fit(module, datamodule=data)
+    assert trainer.global_step == 4
+    assert {"val/dataloader_idx_0", "val/dataloader_idx_1"} <= trainer.callback_metrics.keys()
+    assert len(trainer.predict(module, data)) == 4
+    assert isinstance(data.train_dataloader().sampler, torch.utils.data.RandomSampler)
+    with pytest.raises(ConfigurationError, match="test was given no loader"):
+        trainer.test(Logs(), data)
+    for one in (copy.deepcopy(data), pickle.loads(pickle.dumps(data))):  # as a launcher sends it
+        assert len(one.val_dataloader()) == 2
+
+
+def test_a_data_modules_hyper_parameters_and_state_come_back_from_a_checkpoint(tmp_path: Path) -> None:  # L-10
+    class Folds(DataModule):
+        def __init__(self, fold: int, size: int = 4) -> None:
+            self.save_hyperparameters()
+            self.seen = 0
+
+        def train_dataloader(self) -> Any:
+            self.seen += 1
+            return loader(self.hparams.size)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": self.seen}
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            self.seen = state_dict["seen"]
 
     trainer = fit(tmp_path)
-    trainer.fit(Gan(), loader(6))
-    assert trainer.progress_bar_metrics.keys() == {"g_loss", "d_loss"}
-    assert all(isinstance(value, float) for value in trainer.progress_bar_metrics.values())
+    trainer.fit(Tiny(), datamodule=Folds(3, size=6))
+    trainer.save_checkpoint(tmp_path / "kept")
+    again = Folds.load_from_checkpoint(tmp_path / "kept", size=2)
+    assert (again.hparams, again.seen) == ({"fold": 3, "size": 2}, 1)
 
 
-def refused(call: Any, named: str, of: str) -> Any:
-    return pytest.param(call, named, id=of)
+def test_a_callback_logs(tmp_path: Path) -> None:  # L-10
+    class Logging(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.log("mine", batch_idx, on_step=False, on_epoch=True)
+            self.log_dict({"a": 1.0, "b": 2.0})
+            assert copy.deepcopy(self) is not self
+
+    callback, trainer = Logging(), fit(tmp_path)
+    trainer.callbacks.append(callback)
+    trainer.fit(Tiny(), loader(6))
+    assert metrics(trainer) == {"mine": 1, "a": 1, "b": 2}
+    with pytest.raises(ConfigurationError, match=r"Logging.log was called outside a run"):
+        callback.log("mine", 1.0)
 
 
-def init_empty() -> None:
-    with Fit(accelerator="cpu").init_module(empty_init=True):
-        pass
+def test_a_progress_bar_shows_the_values_of_get_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # L-10
+    class WithAnotherValue(ProgressBar):
+        def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
+            return {**super().get_metrics(trainer, module), "own": 4.25}
+
+    fit(tmp_path, callbacks=WithAnotherValue(), enable_progress_bar=True).fit(Logs(prog_bar=True), loader(4))
+    shown = capsys.readouterr()
+    assert "own=4.25" in shown.out + shown.err
+    assert "it=1" in shown.out + shown.err
+
+
+BEST: dict[str, Any] = {"monitor": "step", "mode": "max", "save_top_k": 2, "every_n_epochs": 1}
 
 
 @pytest.mark.parametrize(
-    ("call", "named"),
+    ("options", "names"),
     [
-        refused(lambda run: run.fit(Tiny(), loader(4), model=Tiny()), "fit was given a module and a model", "two"),
-        refused(lambda run: run.fit(Logs, loader(4)), r"given the class Logs[\s\S]*fit\(Logs\(\.\.\.\)", "a class"),
-        refused(
-            lambda run: run.fit(loader(4), Logs()),
-            r"given a DataLoader in place of the module[\s\S]*data is the second argument",
-            "data first",
-        ),
-        refused(lambda run: run.validate(dataloaders=loader(2)), "validate was given no module", "no module"),
-        refused(lambda run: run.test(Tiny(), loader(2), "best"), r"a str as its datamodule[\s\S]*ckpt_path=", "order"),
-        refused(lambda run: TestHyperParameters.Configured(3), "save_hyperparameters got a int", "hyper-parameters"),
-        refused(lambda run: Checkpoint(enable_version_counter=False), "enable_version_counter=False", "versions"),
-        refused(lambda run: init_empty(), "configure_model", "empty_init"),
-        refused(lambda run: run.fit(Logs(enable_graph=True), loader(2)), "enable_graph", "enable_graph"),
-        refused(lambda run: run.fit(Logs(sync_dist_group=1), loader(2)), "sync_dist_group", "sync_dist_group"),
-        refused(
-            lambda run: Fit(enable_autolog_hparams=True),  # type: ignore[call-arg]
-            r"no argument 'enable_autolog_hparams'[\s\S]*logger=False",
-            "autolog",
-        ),
-        refused(
-            lambda run: Fit(model_registry=True),  # type: ignore[call-arg]
-            r"no argument 'model_registry'[\s\S]*best_model_path",
-            "registry",
-        ),
+        ({"every_n_epochs": 0}, []),
+        ({"every_n_train_steps": 0}, []),
+        ({"save_on_train_epoch_end": True}, [f"epoch={epoch}-step={2 * epoch + 2}" for epoch in range(4)]),
+        ({"save_on_train_epoch_end": False}, ["epoch=1-step=4", "epoch=3-step=8"]),
+        ({"save_on_train_epoch_end": False, "every_n_epochs": 4}, ["epoch=3-step=8"]),
+        (BEST, ["epoch=2-step=6", "epoch=3-step=8"]),
+        ({"filename": "{epoch:02d}_{step}", "auto_insert_metric_name": False, "save_top_k": 1}, ["03_8"]),
     ],
 )
-def test_a_misused_argument_is_refused(tmp_path: Path, call: Any, named: str) -> None:
-    # I-10
-    with pytest.raises(ConfigurationError, match=named):
-        call(fit(tmp_path))
+def test_when_and_what_a_checkpoint_callback_saves(tmp_path: Path, options: dict[str, Any], names: list[str]) -> None:
+    # L-10
+    kept = Checkpoint(tmp_path / "kept", **{"save_top_k": -1, **options})
+    epochs = {"max_epochs": 4, "num_sanity_val_steps": 0, "check_val_every_n_epoch": 2}
+    fit(tmp_path, callbacks=kept, enable_checkpointing=True, **epochs).fit(Logs(), loader(4), loader(2))
+    assert sorted(one.parent.name for one in tmp_path.glob("kept/*/manifest.json")) == names
+    if options is BEST:
+        assert [kept.kth_best_model_path, kept.best_model_path] == [str(tmp_path / "kept" / name) for name in names]
+        assert (kept.best_model_score, kept.kth_value, kept.current_score) == (8.0, 6.0, 8.0)
+
+
+def test_a_checkpoint_name_is_known_in_advance() -> None:  # L-10
+    kept = Checkpoint(filename="{epoch:03d}-{val:.2f}")
+    assert kept.format_checkpoint_name({"epoch": 1, "val": torch.tensor(0.123)}) == "epoch=001-val=0.12"
+    assert kept.format_checkpoint_name({"epoch": 1}, filename="{epoch}", ver=3) == "epoch=1-v3"
+
+
+# Trainers
+
+
+def test_a_module_is_built_in_the_precision() -> None:  # L-10
+    with Fit(accelerator="cpu", precision="64-true").init_module():
+        assert torch.nn.Linear(2, 2).weight.dtype is torch.float64
+    assert torch.nn.Linear(2, 2).weight.dtype is torch.float32
+
+
+def test_the_strategy_and_the_logger_are_those_of_the_run(tmp_path: Path) -> None:  # L-10
+    trainer, logger = fit(tmp_path, accelerator="cpu", devices=1), CSVLogger(tmp_path)
+    before = trainer.strategy
+    for loggers in ([logger], []):
+        trainer.logger = loggers[0] if loggers else None
+        assert trainer.loggers == loggers
+    trainer.fit(Tiny(), loader(2))
+    assert trainer.strategy is before
+    several = Fit(accelerator="cpu", devices=3, num_nodes=2)
+    assert (several.strategy.name, several.num_devices, several.world_size) == ("ddp", 3, 6)
+    assert several.device_ids == [0, 1, 2]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_zero_only_before_a_run(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:  # L-10
+    ranks = {"RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_RANK": f"{rank}", "LOCAL_WORLD_SIZE": "2"}
+    more = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "a", "GROUP_RANK": "0"}
+    for name, value in (ranks | more).items():
+        monkeypatch.setenv(name, value)
+
+    @rank_zero_only
+    def double(number: int) -> int:
+        """Return twice the number."""
+        return 2 * number
+
+    assert double(7) == (None if rank else 14)
+    assert double.__doc__ == "Return twice the number."
 
 
 class ReadsTheIterator(Tiny):
@@ -419,15 +331,42 @@ class RetainsTheGraph(Tiny):
         self.manual_backward(self.layer(batch).mean(), retain_graph=True)
 
 
+def init_empty() -> None:
+    with Fit(accelerator="cpu").init_module(empty_init=True):
+        pass
+
+
+def unknown(argument: str) -> Any:
+    arguments: dict[str, Any] = {argument: True}
+    return lambda run: Fit(**arguments)
+
+
 @pytest.mark.parametrize(
-    ("module", "named"),
-    [(ReadsTheIterator(), "takes the loader's iterator"), (RetainsTheGraph(), "manual_backward got retain_graph=True")],
-    ids=["iterator", "graph"],
+    ("call", "named"),
+    [
+        (lambda run: run.fit(Tiny(), loader(4), model=Tiny()), "fit was given a module and a model"),
+        (lambda run: run.fit(Logs, loader(4)), r"given the class Logs[\s\S]*fit\(Logs\(\.\.\.\)"),
+        (lambda run: run.fit(loader(4), Logs()), r"a DataLoader in place of the module[\s\S]*data is the second arg"),
+        (lambda run: run.validate(dataloaders=loader(2)), "validate was given no module"),
+        (lambda run: run.test(Tiny(), loader(2), "best"), r"a str as its datamodule[\s\S]*ckpt_path="),
+        (lambda run: Configured(3), "save_hyperparameters got a int"),
+        (lambda run: Checkpoint(enable_version_counter=False), "enable_version_counter=False"),
+        (lambda run: init_empty(), "configure_model"),
+        (lambda run: run.fit(Logs(enable_graph=True), loader(2)), "enable_graph"),
+        (lambda run: run.fit(Logs(sync_dist_group=1), loader(2)), "sync_dist_group"),
+        (unknown("enable_autolog_hparams"), r"no argument 'enable_autolog_hparams'[\s\S]*logger=False"),
+        (unknown("model_registry"), r"no argument 'model_registry'[\s\S]*best_model_path"),
+        (lambda run: run.fit(ReadsTheIterator(), loader(2)), "takes the loader's iterator"),
+        (lambda run: run.fit(RetainsTheGraph(), loader(2)), "manual_backward got retain_graph=True"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "call",
 )
-def test_an_unsupported_step_is_refused(tmp_path: Path, module: Any, named: str) -> None:
-    # I-10
+def test_what_is_not_supported_is_refused(tmp_path: Path, call: Any, named: str) -> None:  # I-10
     with pytest.raises(ConfigurationError, match=named):
-        fit(tmp_path).fit(module, loader(2))
+        call(fit(tmp_path))
+
+
+# Epochs and steps
 
 
 def column(folder: Path, name: str) -> list[tuple[float, float]]:
@@ -437,15 +376,19 @@ def column(folder: Path, name: str) -> list[tuple[float, float]]:
         return [(float(row["step"]), float(row[name])) for row in csv.DictReader(stream) if row.get(name)]
 
 
-class Scheduled(Tiny):
+class LogsSteps(Tiny):
+    """Logs the number of steps in validation."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val", float(self.trainer.global_step))
+
+
+class Scheduled(LogsSteps):
     """Has a schedule by epochs, and logs the epoch as the loggers' step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stepped_at: list[int] = []
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("val", float(self.trainer.global_step))
 
     def on_validation_epoch_end(self) -> None:
         self.log("step", float(self.current_epoch))
@@ -459,11 +402,9 @@ class Scheduled(Tiny):
         scheduler.step()
 
 
-def test_schedules_and_rows_have_lightnings_epoch_and_step(tmp_path: Path) -> None:
-    # S-16
+def test_schedules_and_rows_have_lightnings_epoch_and_step(tmp_path: Path) -> None:  # S-16
     module = Scheduled()
-    monitor = LearningRateMonitor()
-    trainer = fit(tmp_path, max_epochs=3, logger=CSVLogger(tmp_path / "log"), callbacks=[monitor])
+    trainer = fit(tmp_path, max_epochs=3, logger=CSVLogger(tmp_path / "log"), callbacks=LearningRateMonitor())
     trainer.fit(module, loader(4), loader(2))
     assert module.stepped_at == [0, 1, 2]
     assert column(tmp_path / "log", "val") == [(0.0, 2.0), (1.0, 4.0), (2.0, 6.0)]
@@ -471,19 +412,14 @@ def test_schedules_and_rows_have_lightnings_epoch_and_step(tmp_path: Path) -> No
     assert float(trainer.callback_metrics["step"]) == 2.0
 
 
-def test_a_checkpoint_is_evaluated_at_its_step(tmp_path: Path) -> None:
-    # S-16
-    class Evaluated(Scheduled):
-        def on_validation_epoch_end(self) -> None:
-            pass
-
+def test_a_checkpoint_is_evaluated_at_its_step(tmp_path: Path) -> None:  # S-16
     kept = Checkpoint(tmp_path / "kept", filename="{step}", save_top_k=-1)
     trainer = fit(tmp_path, max_epochs=3, callbacks=[kept])
-    trainer.fit(Evaluated(), loader(4))
+    trainer.fit(LogsSteps(), loader(4))
     fresh = fit(tmp_path, logger=CSVLogger(tmp_path / "log"))
     for step in (2, 6):
-        fresh.validate(Evaluated(), loader(2), ckpt_path=tmp_path / "kept" / f"step={step}", verbose=False)
+        fresh.validate(LogsSteps(), loader(2), ckpt_path=tmp_path / "kept" / f"step={step}", verbose=False)
         assert (fresh.global_step, fresh.current_epoch) == (step, step // 2)
     assert column(tmp_path / "log", "val") == [(2.0, 2.0), (6.0, 6.0)]
-    trainer.validate(Evaluated(), loader(2), verbose=False)
+    trainer.validate(LogsSteps(), loader(2), verbose=False)
     assert trainer.global_step == 6  # without a checkpoint, the counters of the fit stay

@@ -51,9 +51,7 @@ def _run(tmp_path: Path, stage: str, **options: Any) -> list[str]:
 
 
 def test_the_full_order_of_fit(tmp_path: Path) -> None:
-    """Two epochs of four micro-batches in windows of three, two validation batches, with a sanity check of one
-    batch.
-    """
+    # two epochs of four micro-batches in windows of three, two validation batches, a sanity check of one
     calls = _run(tmp_path, "fit", max_epochs=2, accumulate_grad_batches=3, num_sanity_val_steps=1)
     epoch = [
         *_everyone("on_train_epoch_start"),
@@ -84,15 +82,8 @@ def test_the_full_order_of_fit(tmp_path: Path) -> None:
     assert calls == expected
 
 
-@pytest.mark.parametrize(
-    ("verb", "stage", "step"),
-    [
-        ("validate", "validation", "validation_step"),
-        ("test", "test", "test_step"),
-        ("predict", "predict", "predict_step"),
-    ],
-)
-def test_the_full_order_of_evaluation(tmp_path: Path, verb: str, stage: str, step: str) -> None:
+@pytest.mark.parametrize(("verb", "stage"), [("validate", "validation"), ("test", "test"), ("predict", "predict")])
+def test_the_full_order_of_evaluation(tmp_path: Path, verb: str, stage: str) -> None:
     assert _run(tmp_path, verb) == [
         "module.configure_callbacks",
         "module.prepare_data",
@@ -100,7 +91,7 @@ def test_the_full_order_of_evaluation(tmp_path: Path, verb: str, stage: str, ste
         "module.configure_model",
         f"module.on_{stage}_model_eval",
         *_everyone(f"on_{stage}_start", f"on_{stage}_epoch_start"),
-        *(_batch(stage, step) * 2),
+        *(_batch(stage, f"{stage}_step") * 2),
         *_everyone(f"on_{stage}_epoch_end", f"on_{stage}_end"),
         f"module.on_{stage}_model_train",
         *_everyone("teardown"),
@@ -114,43 +105,6 @@ def test_callbacks_run_by_descending_priority_then_in_the_given_order(tmp_path: 
     fit(tmp_path, callbacks=callbacks).fit(recording_module(calls), loader(2))
     order = [call.split(".")[0] for call in calls if call.endswith(".on_train_start")]
     assert order == ["b", "a", "d", "module", "e", "c"]
-
-
-def test_arguments_of_hooks(tmp_path: Path) -> None:
-    got: dict[str, Any] = {}
-
-    def gradients(module: Any) -> list[bool]:
-        return [parameter.grad is not None for parameter in module.parameters()]
-
-    def ended(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        # global_step already counts the step that this micro-batch closed
-        got["end"] = (outputs["loss"].requires_grad, batch_idx, trainer.global_step)
-
-    watching = LambdaCallback(
-        setup=lambda trainer, module, stage: got.update(stage=(trainer, module, stage)),
-        on_train_batch_start=lambda trainer, module, batch, index: got.update(start=(tuple(batch.shape), index)),
-        on_before_zero_grad=lambda trainer, module, optimizer: got.update(zero_grad=(optimizer, gradients(module))),
-        on_before_backward=lambda trainer, module, loss: got.update(loss=loss.requires_grad),
-        on_before_optimizer_step=lambda trainer, module, optimizer: got.update(
-            step=(optimizer, trainer.global_step, gradients(module))
-        ),
-        on_train_batch_end=ended,
-        on_train_epoch_end=lambda trainer, module: got.update(epoch=trainer.current_epoch),
-        on_fit_end=lambda trainer, module: got.update(epochs=trainer.current_epoch),
-    )
-    module, runner = Tiny(), fit(tmp_path, callbacks=watching)
-    runner.fit(module, loader(4))
-    (optimizer,) = runner.optimizers
-    assert got == {
-        "stage": (runner, module, "fit"),
-        "start": ((2, 2), 1),
-        "zero_grad": (optimizer, [True, True]),
-        "loss": True,
-        "step": (optimizer, 1, [True, True]),
-        "end": (False, 1, 2),
-        "epoch": 0,
-        "epochs": 1,
-    }
 
 
 def test_a_data_module_is_set_up_first_and_taken_down(tmp_path: Path) -> None:
@@ -169,31 +123,23 @@ def test_a_data_module_is_set_up_first_and_taken_down(tmp_path: Path) -> None:
     fit(tmp_path, num_sanity_val_steps=0).fit(recording_module(calls), datamodule=data)
     noted = ("dataloader", "on_fit_start", *names)
     assert [call for call in calls if any(name in call for name in noted)] == [
-        "data.prepare_data 1",
-        "module.prepare_data",
-        "data.setup fit 1",
-        "module.setup",
-        "data.train_dataloader 1",
-        "data.val_dataloader 1",
-        "module.on_fit_start",
-        "data.teardown fit 1",
-        "module.teardown",
+        *("data.prepare_data 1", "module.prepare_data", "data.setup fit 1", "module.setup"),
+        *("data.train_dataloader 1", "data.val_dataloader 1", "module.on_fit_start"),
+        *("data.teardown fit 1", "module.teardown"),
     ]
 
 
 @pytest.mark.parametrize(
-    ("where", "error"),
+    ("where", "kind"),
     [
-        ("prepare_data", OSError("as planned")),
-        ("configure_optimizers", ValueError("as planned")),
-        ("on_train_start", ValueError("as planned")),
-        ("training_step", KeyboardInterrupt("as planned")),
-        ("validation_step", ValueError("as planned")),
+        *(("prepare_data", OSError), ("configure_optimizers", ValueError), ("on_train_start", ValueError)),
+        *(("training_step", KeyboardInterrupt), ("validation_step", ValueError)),
     ],
 )
-def test_a_failure_reaches_on_exception_and_then_teardown(tmp_path: Path, where: str, error: BaseException) -> None:
+def test_a_failure_reaches_on_exception_and_then_teardown(tmp_path: Path, where: str, kind: Any) -> None:
     calls: list[str] = []
     seen: list[BaseException] = []
+    error = kind("as planned")
 
     class Watching(Callback):
         def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
@@ -214,9 +160,9 @@ def test_a_failure_reaches_on_exception_and_then_teardown(tmp_path: Path, where:
 
     module = recording_module(calls)
     setattr(type(module), where, failing)
-    runner = fit(tmp_path, callbacks=[recording_callback("early", calls), Watching()])
-    with pytest.raises(type(error), match="as planned") as caught:
-        runner.fit(module, datamodule=Data())
+    trainer = fit(tmp_path, callbacks=[recording_callback("early", calls), Watching()])
+    with pytest.raises(kind, match="as planned") as caught:
+        trainer.fit(module, datamodule=Data())
     assert caught.value is error
     assert seen == [error, error]
     is_set_up = where != "prepare_data"
@@ -224,14 +170,11 @@ def test_a_failure_reaches_on_exception_and_then_teardown(tmp_path: Path, where:
     assert calls[-len(end) :] == end
     assert calls.count("module.teardown") == is_set_up
     assert "early.on_fit_end" not in calls
-    assert runner.state == "interrupted"
-    assert runner.interrupted
-    assert not runner.training
+    assert (trainer.state, trainer.interrupted, trainer.training) == ("interrupted", True, False)
 
 
 @pytest.mark.parametrize("hook", ["setup", "teardown"])
-def test_every_callback_is_torn_down_once_after_a_failure(tmp_path: Path, hook: str) -> None:
-    """Every callback that was set up is torn down, even if another one's setup or teardown fails."""
+def test_every_callback_that_was_set_up_is_torn_down_once(tmp_path: Path, hook: str) -> None:
     calls: list[str] = []
 
     def failing(*args: Any) -> None:
@@ -246,35 +189,23 @@ def test_every_callback_is_torn_down_once_after_a_failure(tmp_path: Path, hook: 
     assert calls.count("first.on_exception") == 1
 
 
-class TestMinusOne:
-    """-1 from on_train_batch_start ends the epoch and drops the open window."""
+def test_minus_one_from_on_train_batch_start_ends_the_epoch_and_drops_the_open_window(tmp_path: Path) -> None:
+    calls: list[str] = []
 
-    def test_skips_the_rest_of_the_epoch(self, tmp_path: Path) -> None:
-        calls: list[str] = []
+    class Skipping(Tiny):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if self.current_epoch == 1 and batch_idx == 3 else -2
 
-        class Skipping(Tiny):
-            def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-                return -1 if self.current_epoch == 1 and batch_idx == 1 else -2
+        def on_train_epoch_end(self) -> None:
+            self.log("at_end", 2.0)  # a value of the epoch
 
-            def on_train_epoch_end(self) -> None:
-                self.log("at_end", 2.0)  # a value of the epoch
-
-        module, runner = Skipping(), fit(tmp_path, max_epochs=2, callbacks=recording_callback("callback", calls))
-        runner.fit(module, loader(8))
-        assert [numbers[0] for numbers in module.seen] == [0, 2, 4, 6, 0]
-        assert (runner.current_epoch, runner.global_step) == (2, 5)
-        assert calls.count("callback.on_train_epoch_end") == 2
-        assert calls.count("callback.on_train_batch_end") == 5
-        assert float(runner.callback_metrics["at_end"]) == 2.0
-
-    def test_the_open_window_makes_no_step_and_leaves_no_gradient(self, tmp_path: Path) -> None:
-        class Skipping(Tiny):
-            def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-                return -1 if batch_idx == 3 else None
-
-        module = Skipping(lr=1.0)
-        runner = fit(tmp_path, accumulate_grad_batches=2)
-        runner.fit(module, loader(12))
-        assert runner.global_step == 1
-        assert runner.micro_batches == 3
-        assert all(parameter.grad is None for parameter in module.parameters())
+    module = Skipping(lr=1.0)
+    callbacks = recording_callback("callback", calls)
+    trainer = fit(tmp_path, max_epochs=2, accumulate_grad_batches=2, callbacks=callbacks)
+    trainer.fit(module, loader(8))
+    assert [numbers[0] for numbers in module.seen] == [0, 2, 4, 6, 0, 2, 4]
+    assert (trainer.current_epoch, trainer.global_step, trainer.micro_batches) == (2, 3, 7)
+    assert calls.count("callback.on_train_epoch_end") == 2
+    assert calls.count("callback.on_train_batch_end") == 7
+    assert float(trainer.callback_metrics["at_end"]) == 2.0
+    assert all(parameter.grad is None for parameter in module.parameters())

@@ -14,9 +14,10 @@ import pytest
 import torch
 import torchmetrics
 from engine_case import Tiny, fit, loader
-from small_modules import calling, tiny
+from small_modules import calling, metrics, tiny
 
 from drivetrain import ConfigurationError, Fit, Logger
+from drivetrain._engine.log_queue import LogQueue, _Row  # private: rows wait for a device only
 from drivetrain.loggers import CSVLogger
 
 
@@ -32,9 +33,6 @@ class Kept(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         assert all(type(value) in (int, float) for value in metrics.values())
         self.rows.append((step, dict(metrics)))
-
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        pass
 
     def finalize(self, status: str) -> None:
         self.status = status
@@ -75,350 +73,340 @@ class Metered(Logging):
         self.mean = torchmetrics.MeanMetric()
 
 
-def _first(batch: torch.Tensor) -> torch.Tensor:
+def mean(batch: torch.Tensor) -> torch.Tensor:
     """The mean of the sample numbers, which differs between a mean over samples and one over batches."""
     return batch[:, 0].mean()
 
 
-def _values(metrics: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    assert all(value.dim() == 0 for value in metrics.values())
-    return {name: round(float(value), 4) for name, value in metrics.items()}
+def logs(value: Any = mean, name: str = "it", **options: Any) -> Callable[..., None]:
+    """Return a step or hook that logs the value, or the function's value of the batch."""
+
+    def log(self: Any, batch: Any = None, *_: Any) -> None:
+        self.log(name, value(batch) if value is mean else value, **options)
+
+    return log
 
 
-class TestDefaults:
-    """training_step: on_step; elsewhere: on_epoch; with both, suffixes."""
-
-    def test_in_training(self, tmp_path: Path) -> None:
-        def train(self: Any, batch: Any, batch_idx: int) -> None:
-            self.log("plain", _first(batch))
-            self.log("both", _first(batch), on_step=True, on_epoch=True)
-            self.log("epoch", _first(batch), on_step=False, on_epoch=True)
-            self.log("neither", 1.0, on_step=False, on_epoch=False)
-
-        runner = fit(tmp_path)
-        runner.fit(Logging(train), loader(5))  # batches of 2, 2 and 1: means 0.5, 2.5, 4
-        expected = {"plain": 4.0, "both_step": 4.0, "both_epoch": 2.0, "both": 2.0, "epoch": 2.0}
-        assert _values(runner.callback_metrics) == expected
-
-    def test_in_validation_and_test(self, tmp_path: Path) -> None:
-        def evaluate(self: Any, batch: Any, batch_idx: int) -> None:
-            self.log("plain", _first(batch))
-            self.log("both", _first(batch), on_step=True, on_epoch=True)
-            self.log("step", _first(batch), on_step=True, on_epoch=False)
-
-        expected = {"plain": 2.0, "both_epoch": 2.0}
-        runner = fit(tmp_path)
-        assert runner.validate(Logging(None, evaluate), loader(5), verbose=False) == [expected]
-        assert _values(runner.callback_metrics) == {**expected, "both_step": 4.0, "both": 2.0, "step": 4.0}
-        assert runner.test(Logging(None, evaluate), loader(5), verbose=False) == [expected]
-
-    @pytest.mark.parametrize(
-        ("hook", "on_step"),
-        [
-            ("on_train_start", False),
-            ("on_train_epoch_start", False),
-            ("on_train_batch_start", True),
-            ("on_before_zero_grad", True),
-            ("on_before_backward", True),
-            ("on_after_backward", True),
-            ("on_before_optimizer_step", True),
-            ("on_train_batch_end", True),
-            ("on_train_epoch_end", False),
-            ("on_validation_start", False),
-            ("on_validation_epoch_start", False),
-            ("on_validation_batch_start", False),
-            ("on_validation_batch_end", False),
-            ("on_validation_epoch_end", False),
-        ],
-    )
-    def test_by_hook(self, tmp_path: Path, hook: str, on_step: bool) -> None:
-        logger = Kept()
-        module = Logging(**{hook: lambda self, *_: self.log("it", 3.0)})
-        runner = fit(tmp_path, logger=logger, log_every_n_steps=1, num_sanity_val_steps=0)
-        runner.fit(module, loader(4), loader(4))
-        assert _values(runner.callback_metrics) == {"it": 3.0}
-        assert logger.of("it") == ([(1, 3.0), (2, 3.0)] if on_step else [(2, 3.0)])
-
-    @pytest.mark.parametrize(
-        "hook", ["setup", "on_fit_start", "on_train_end", "on_fit_end", "on_validation_end", "teardown"]
-    )
-    def test_refused_if_the_value_would_be_dropped(self, tmp_path: Path, hook: str) -> None:
-        """As in Lightning: no value is dropped silently."""
-        module = Logging(**{hook: lambda self, *_: self.log("it", 3.0)})
-        with pytest.raises(ConfigurationError, match="log\\('it'\\) was called outside the loops"):
-            fit(tmp_path).fit(module, loader(4), loader(4))
-
-    def test_refused_in_prediction(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigurationError, match="in prediction"):
-            fit(tmp_path).predict(tiny(predict_step=lambda self, batch, index: self.log("it", 3.0)), loader(4))
-
-    def test_refused_outside_a_run(self) -> None:
-        """A-04."""
-        with pytest.raises(ConfigurationError, match="is not in a run"):
-            Tiny().log("it", 1.0)
+def trained(path: Path, train: Callable[..., Any] | Tiny, samples: int = 4, validated: int = 0, **options: Any) -> Fit:
+    """Return a Fit that has trained on, and validated with, so many samples; ``train`` is a step or a module."""
+    trainer = fit(path, log_every_n_steps=1, **options)
+    module = train if isinstance(train, Tiny) else Logging(train)
+    trainer.fit(module, loader(samples), loader(validated) if validated else None)
+    return trainer
 
 
-class TestReductions:
-    @pytest.mark.parametrize(
-        ("reduce_fx", "expected"),
-        [
-            ("mean", 2.0),
-            ("sum", 7.0),
-            ("max", 4.0),
-            ("min", 0.5),
-            (torch.mean, 2.0),
-            (max, 4.0),
-            ("avg", 2.0),
-            ("MAX", 4.0),
-        ],
-    )
-    @pytest.mark.parametrize("number", [False, True])
-    def test_reduce_fx(self, tmp_path: Path, reduce_fx: Any, expected: float, number: bool) -> None:
-        """B-12: a mean is over samples, whatever the batches."""
-
-        def step(self: Any, batch: Any, batch_idx: int) -> None:
-            value = float(_first(batch)) if number else _first(batch)
-            self.log("it", value, on_step=False, on_epoch=True, reduce_fx=reduce_fx)
-
-        runner = fit(tmp_path)
-        runner.fit(Logging(step), loader(5))
-        assert float(runner.callback_metrics["it"]) == expected
-        assert runner.validate(Logging(None, step), loader(5), verbose=False) == [{"it": expected}]
-
-    def test_many_values_fold_without_loss(self, tmp_path: Path) -> None:
-        def train(self: Any, batch: Any, batch_idx: int) -> None:
-            self.log("it", _first(batch), on_step=False, on_epoch=True)
-            self.log("last", _first(batch), on_step=False, on_epoch=True, reduce_fx="max")
-
-        runner = fit(tmp_path)
-        runner.fit(Logging(train), loader(301))
-        assert _values(runner.callback_metrics) == {"it": 150.0, "last": 300.0}
-
-    def test_training_values_survive_a_validation_in_mid_epoch(self, tmp_path: Path) -> None:
-        def train(self: Any, batch: Any, batch_idx: int) -> None:
-            self.log("it", _first(batch), on_step=False, on_epoch=True)
-
-        def evaluate(self: Any, batch: Any, batch_idx: int) -> None:
-            self.log("val", 1.0)
-
-        runner = fit(tmp_path, val_check_interval=1)
-        runner.fit(Logging(train, evaluate), loader(5), loader(4))
-        assert _values(runner.callback_metrics) == {"it": 2.0, "val": 1.0}
+# Defaults: on_step in training_step, on_epoch elsewhere; suffixes with both
 
 
-class TestRefusals:
-    @pytest.mark.parametrize(
-        ("value", "options", "named"),
-        [
-            (torch.ones(2), {}, "was given a tensor of shape (2,)."),
-            (torch.tensor(1j), {}, "was given a tensor of complex64."),
-            ("high", {}, "a number, a tensor of one element"),
-            ({"a": 1}, {}, "log_dict"),
-            (None, {}, "was given a NoneType."),
-            (1j, {}, "was given a complex."),
-            (np.zeros(2), {}, "was given an array of shape (2,)."),
-            (np.array("high"), {}, "was given a ndarray."),
-            (np.timedelta64(5, "ns"), {}, "was given a timedelta64."),
-            (1.0, {"reduce_fx": "men"}, "Did you mean 'mean'?"),
-            (1.0, {"reduce_fx": torch.median}, "log a torchmetrics.Metric"),
-        ],
-    )
-    def test_values_and_reductions(self, tmp_path: Path, value: Any, options: dict[str, Any], named: str) -> None:
-        module = Logging(lambda self, *_: self.log("it", value, **options))
-        with pytest.raises(ConfigurationError) as caught:
-            fit(tmp_path).fit(module, loader(4))
-        assert "'it'" in str(caught.value)
-        assert named in str(caught.value)
+def test_defaults_and_names_in_training(tmp_path: Path) -> None:
+    def train(self: Any, batch: Any, batch_idx: int) -> None:
+        self.log("plain", mean(batch))
+        self.log("both", mean(batch), on_step=True, on_epoch=True)
+        self.log("epoch", mean(batch), on_step=False, on_epoch=True)
+        self.log("neither", 1.0, on_step=False, on_epoch=False)
 
-    def test_changed_options_are_refused(self, tmp_path: Path) -> None:
-        module = Logging(lambda self, _, index: self.log("it", 1.0, prog_bar=index > 0))
-        with pytest.raises(ConfigurationError, match="other options than before: prog_bar from False to True"):
-            fit(tmp_path).fit(module, loader(4))
+    trainer = trained(tmp_path, train, 5)  # batches of 2, 2 and 1: means 0.5, 2.5, 4
+    assert metrics(trainer) == {"plain": 4.0, "both_step": 4.0, "both_epoch": 2.0, "both": 2.0, "epoch": 2.0}
+    assert all(value.dim() == 0 for value in trainer.callback_metrics.values())
 
 
-class TestWhereValuesGo:
-    def test_bar_and_loggers(self, tmp_path: Path) -> None:
-        def train(self: Any, batch: Any, batch_idx: int) -> None:
-            self.log("bar", 1.0, prog_bar=True, logger=False)
-            self.log("log", 2.0)
-            self.log("bar_epoch_only", 3.0, on_step=False, on_epoch=True, prog_bar=True)
-            self.log("none", 4.0, logger=False)
+def test_defaults_and_names_in_validation_and_test(tmp_path: Path) -> None:
+    def evaluate(self: Any, batch: Any, batch_idx: int) -> None:
+        self.log("plain", mean(batch))
+        self.log("both", mean(batch), on_step=True, on_epoch=True)
+        self.log("step", mean(batch), on_step=True, on_epoch=False)
 
-        logger = Kept()
-        runner = fit(tmp_path, logger=logger, log_every_n_steps=1)
-        runner.fit(Logging(train), loader(2))
-        assert runner.progress_bar_metrics == {"bar": 1.0, "bar_epoch_only": 3.0}
-        assert _values(runner.logged_metrics) == {"log": 2.0, "bar_epoch_only": 3.0}
-        assert _values(runner.callback_metrics) == {"bar": 1.0, "log": 2.0, "bar_epoch_only": 3.0, "none": 4.0}
-        assert {name for _, row in logger.rows for name in row} == {"epoch", "log", "bar_epoch_only"}
-        assert logger.status == "success"
-
-    def test_log_dict_passes_its_options_on(self, tmp_path: Path) -> None:
-        module = Logging(lambda self, *_: self.log_dict({"a": 1.0, "b": 2.0}, prog_bar=True, on_epoch=True))
-        runner = fit(tmp_path)
-        runner.fit(module, loader(4))
-        assert runner.progress_bar_metrics == {"a_step": 1.0, "a_epoch": 1.0, "b_step": 2.0, "b_epoch": 2.0}
-
-    def test_which_rows_the_csv_logger_gets(self, tmp_path: Path) -> None:
-        """Step values every ``log_every_n_steps``, and at the end of an epoch; its own values there."""
-
-        def train(self: Any, batch: Any, batch_idx: int) -> None:
-            self.log("loss", float(self.global_step), on_step=True, on_epoch=True)
-
-        def evaluate(self: Any, batch: Any, batch_idx: int) -> None:
-            self.log("val", float(self.global_step))
-
-        logger = CSVLogger(tmp_path, name="", version="run")
-        runner = fit(tmp_path, logger=logger, log_every_n_steps=2, max_epochs=2)
-        runner.fit(Logging(train, evaluate), loader(10), loader(4))
-        with open(tmp_path / "run" / "metrics.csv", newline="") as stream:
-            rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(stream)]
-        by_step: dict[float, dict[str, float]] = {}
-        for row in rows:
-            by_step.setdefault(row.pop("step"), {}).update(row)
-        assert by_step == {
-            2: {"epoch": 0, "loss_step": 1},
-            4: {"epoch": 0, "loss_step": 3},
-            5: {"epoch": 0, "loss_step": 4, "loss_epoch": 2, "val": 5},
-            6: {"epoch": 1, "loss_step": 5},
-            8: {"epoch": 1, "loss_step": 7},
-            10: {"epoch": 1, "loss_step": 9, "loss_epoch": 7, "val": 10},
-        }
-
-    def test_log_every_n_steps_0_logs_epochs_only(self, tmp_path: Path) -> None:
-        logger = Kept()
-        module = Logging(lambda self, *_: self.log("it", 1.0, on_step=True, on_epoch=True))
-        fit(tmp_path, logger=logger, log_every_n_steps=0).fit(module, loader(4))
-        assert logger.rows == [(2, {"epoch": 0, "it_epoch": 1.0})]
-
-    def test_steps_are_optimizer_steps(self, tmp_path: Path) -> None:
-        logger = Kept()
-        module = Logging(lambda self, *_: self.log("it", float(self.trainer.micro_batches)))
-        runner = fit(tmp_path, logger=logger, log_every_n_steps=1, accumulate_grad_batches=2)
-        runner.fit(module, loader(8))
-        assert logger.of("it") == [(1, 1.0), (2, 3.0)]
-
-    def test_every_logger_gets_everything(self, tmp_path: Path) -> None:
-        loggers = [Kept(), Kept()]
-        runner = fit(tmp_path, logger=loggers)
-        runner.fit(Logging(lambda self, *_: self.log("it", 1.0)), loader(4))
-        assert loggers[0].rows == loggers[1].rows != []
-        assert runner.logger is loggers[0]
-
-    def test_the_sanity_check_leaves_nothing(self, tmp_path: Path) -> None:
-        seen: list[dict[str, float]] = []
-        logger = Kept()
-        watching = calling("on_train_start", lambda trainer: seen.append(_values(trainer.callback_metrics)))
-        module = Logging(None, lambda self, *_: self.log("val", 1.0, on_step=True, on_epoch=True))
-        fit(tmp_path, logger=logger, callbacks=watching, max_steps=0).fit(module, loader(4), loader(4))
-        assert (seen, logger.rows) == ([{}], [])
+    expected = {"plain": 2.0, "both_epoch": 2.0}
+    trainer = fit(tmp_path)
+    assert trainer.validate(Logging(None, evaluate), loader(5), verbose=False) == [expected]
+    assert metrics(trainer) == {**expected, "both_step": 4.0, "both": 2.0, "step": 4.0}
+    assert trainer.test(Logging(None, evaluate), loader(5), verbose=False) == [expected]
 
 
-class TestSeveralLoaders:
-    def _evaluate(self, tmp_path: Path, step: Callable[..., Any], **hooks: Any) -> tuple[Fit, list[dict[str, float]]]:
-        runner = fit(tmp_path)
-        return runner, runner.validate(Logging(None, step, **hooks), [loader(4), loader(2)], verbose=False)
-
-    def test_suffixes_stand_before_it_as_in_lightning(self, tmp_path: Path) -> None:
-        def step(self: Any, batch: Any, batch_idx: int) -> None:
-            self.log("it", _first(batch), on_step=True, on_epoch=True)
-
-        _, results = self._evaluate(tmp_path, step)
-        assert results == [{"it_epoch/dataloader_idx_0": 1.5}, {"it_epoch/dataloader_idx_1": 0.5}]
-
-    def test_without_the_index_a_key_is_over_all_loaders(self, tmp_path: Path) -> None:
-        def step(self: Any, batch: Any, batch_idx: int) -> None:
-            self.log("it", _first(batch), add_dataloader_idx=False)
-
-        _, results = self._evaluate(tmp_path, step)
-        assert results == [{"it": pytest.approx((0 + 1 + 2 + 3 + 0 + 1) / 6)}, {}]  # L-10: it is present once
-
-    def test_values_of_no_loader_are_in_all_results(self, tmp_path: Path) -> None:
-        _, results = self._evaluate(
-            tmp_path,
-            lambda self, batch, _: self.log("it", _first(batch)),
-            on_validation_epoch_end=lambda self: self.log("all", 9.0),
-        )
-        assert results == [{"it/dataloader_idx_0": 1.5, "all": 9.0}, {"it/dataloader_idx_1": 0.5, "all": 9.0}]
+BY_STEP = [f"on_train_batch_{at}" for at in ("start", "end")]
+BY_STEP += ["on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"]
+BY_EPOCH = ["on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_validation_start"]
+BY_EPOCH += [f"on_validation_{of}_{at}" for of in ("epoch", "batch") for at in ("start", "end")]
 
 
-class TestMetricObjects:
-    """B-14: computed over the epoch, reset at its end."""
-
-    def _module(self, **options: Any) -> Any:
-        def train(self: Any, batch: Any, batch_idx: int) -> None:
-            self.mean(batch[:, 0])
-            self.log("train", self.mean, **options)
-
-        def evaluate(self: Any, batch: Any, batch_idx: int) -> None:
-            self.val_mean.update(batch[:, 0])
-            self.log("val", self.val_mean)
-
-        module = Metered(train, evaluate)
-        module.val_mean = torchmetrics.MeanMetric()
-        return module
-
-    def test_over_the_epoch_and_reset_at_its_end(self, tmp_path: Path) -> None:
-        seen: list[float] = []
-
-        module = self._module(on_step=True, on_epoch=True)
-        watching = calling("on_train_epoch_end", lambda trainer: seen.append(float(module.mean.compute())))  # before
-        logger = Kept()
-        runner = fit(tmp_path, max_epochs=2, logger=logger, log_every_n_steps=1, callbacks=watching)
-        runner.fit(module, loader(5), loader(3))
-        assert logger.of("train_step") == [(1, 0.5), (2, 2.5), (3, 4.0), (4, 0.5), (5, 2.5), (6, 4.0)]
-        assert logger.of("train_epoch") == [(3, 2.0), (6, 2.0)]
-        assert logger.of("val") == [(3, 1.0), (6, 1.0)]
-        assert seen == [2.0, 2.0]
-        assert module.mean.update_count == module.val_mean.update_count == 0
-
-    def test_reset_after_a_sanity_check_and_an_evaluation(self, tmp_path: Path) -> None:
-        module = self._module(on_epoch=True)
-        runner = fit(tmp_path, num_sanity_val_steps=1)
-        runner.fit(module, loader(5), loader(3))
-        assert float(runner.callback_metrics["val"]) == 1.0
-        assert runner.validate(module, loader(3), verbose=False) == [{"val": 1.0}]
-        assert runner.validate(module, loader(2), verbose=False) == [{"val": 0.5}]
-
-    def test_a_collection(self, tmp_path: Path) -> None:
-        def evaluate(self: Any, batch: Any, batch_idx: int) -> None:
-            self.all.update(batch[:, 0])
-            self.log_dict(self.all)
-
-        module = Logging(None, evaluate)
-        module.all = torchmetrics.MetricCollection({"mean": torchmetrics.MeanMetric(), "max": torchmetrics.MaxMetric()})
-        assert fit(tmp_path).validate(module, loader(5), verbose=False) == [{"mean": 2.0, "max": 4.0}]
-
-    def test_refused_where_it_is_no_attribute(self, tmp_path: Path) -> None:
-        module = Logging(lambda self, *_: self.log("it", torchmetrics.MeanMetric()))
-        with pytest.raises(ConfigurationError, match=r"MeanMetric that is not an attribute.*\n.*\n.*self.accuracy"):
-            fit(tmp_path).fit(module, loader(4))
-
-    def test_refused_where_it_is_not_one_number(self, tmp_path: Path) -> None:
-        def evaluate(self: Any, batch: Any, batch_idx: int) -> None:
-            self.confusion.update(batch[:, 0] / 10, batch[:, 1].long())
-            self.log("confusion", self.confusion)
-
-        module = Logging(None, evaluate)
-        module.confusion = torchmetrics.ConfusionMatrix(task="binary")
-        with pytest.raises(ConfigurationError, match=r"'confusion'.*Matrix, which computes shape \(2, 2\)"):
-            fit(tmp_path).validate(module, loader(4), verbose=False)
+@pytest.mark.parametrize("hook", [*BY_STEP, *BY_EPOCH])
+def test_a_hook_of_a_step_logs_by_step_and_others_by_epoch(tmp_path: Path, hook: str) -> None:
+    logger = Kept()
+    module = Logging(**{hook: lambda self, *_: self.log("it", 3.0)})
+    trainer = trained(tmp_path, module, 4, 4, logger=logger, num_sanity_val_steps=0)
+    assert metrics(trainer) == {"it": 3.0}
+    assert logger.of("it") == ([(1, 3.0), (2, 3.0)] if hook in BY_STEP else [(2, 3.0)])
 
 
-def test_log_stores_the_value_without_reading_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """H-03: no sync (nothing is read), no communication, and a cost that does not grow with the epoch."""
-    reads: list[str] = []
+@pytest.mark.parametrize(
+    "hook", ["setup", "on_fit_start", "on_train_end", "on_fit_end", "on_validation_end", "teardown"]
+)
+def test_a_hook_whose_value_would_be_dropped_may_not_log(tmp_path: Path, hook: str) -> None:
+    with pytest.raises(ConfigurationError, match="log\\('it'\\) was called outside the loops"):
+        trained(tmp_path, Logging(**{hook: lambda self, *_: self.log("it", 3.0)}), 4, 4)
+
+
+def test_prediction_and_modules_outside_a_run_may_not_log(tmp_path: Path) -> None:  # A-04
+    with pytest.raises(ConfigurationError, match="in prediction"):
+        fit(tmp_path).predict(tiny(predict_step=logs(3.0)), loader(4))
+    with pytest.raises(ConfigurationError, match="is not in a run"):
+        Tiny().log("it", 1.0)
+
+
+# Reductions
+
+
+@pytest.mark.parametrize(
+    ("reduce_fx", "expected"),
+    [
+        ("mean", 2.0),
+        ("sum", 7.0),
+        ("max", 4.0),
+        ("min", 0.5),
+        (torch.mean, 2.0),
+        (max, 4.0),
+        ("avg", 2.0),
+        ("MAX", 4.0),
+    ],
+)
+@pytest.mark.parametrize("number", [False, True])
+def test_reduce_fx(tmp_path: Path, reduce_fx: Any, expected: float, number: bool) -> None:
+    """B-12: a mean is over samples, whatever the batches."""
+
+    def step(self: Any, batch: Any, batch_idx: int) -> None:
+        value = float(mean(batch)) if number else mean(batch)
+        self.log("it", value, on_step=False, on_epoch=True, reduce_fx=reduce_fx)
+
+    trainer = trained(tmp_path, step, 5)
+    assert metrics(trainer) == {"it": expected}
+    assert trainer.validate(Logging(None, step), loader(5), verbose=False) == [{"it": expected}]
+
+
+def test_many_values_are_folded_without_loss(tmp_path: Path) -> None:  # H-03
     held: list[int] = []
 
     def train(self: Any, batch: Any, batch_idx: int) -> None:
-        value = _first(batch)
-        with monkeypatch.context() as patch:
-            for name in ("item", "tolist", "__float__", "__int__", "__bool__", "cpu", "numpy"):
-                patch.setattr(torch.Tensor, name, lambda *_, name=name: reads.append(name))
-            self.log("it", value, on_step=True, on_epoch=True, prog_bar=True)
-            self.log("it_max", value, on_step=False, on_epoch=True, reduce_fx="max")
+        self.log("it", mean(batch), on_step=False, on_epoch=True)
+        self.log("last", mean(batch), on_step=False, on_epoch=True, reduce_fx="max")
         held.append(max(len(entry.waiting) for entry in self.trainer.metrics.entries.values()))
 
-    fit(tmp_path, log_every_n_steps=1).fit(Logging(train), loader(600))
-    assert (reads, len(held)) == ([], 300)
+    assert metrics(trained(tmp_path, train, 301)) == {"it": 150.0, "last": 300.0}
     assert max(held) <= 64
+
+
+def test_training_values_survive_a_validation_in_mid_epoch(tmp_path: Path) -> None:
+    module = Logging(logs(on_step=False, on_epoch=True), logs(1.0, "val"))
+    assert metrics(trained(tmp_path, module, 5, 4, val_check_interval=1)) == {"it": 2.0, "val": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "named"),
+    [
+        (torch.ones(2), {}, "was given a tensor of shape (2,)."),
+        (torch.tensor(1j), {}, "was given a tensor of complex64."),
+        ("high", {}, "a number, a tensor of one element"),
+        ({"a": 1}, {}, "log_dict"),
+        (None, {}, "was given a NoneType."),
+        (1j, {}, "was given a complex."),
+        (np.zeros(2), {}, "was given an array of shape (2,)."),
+        (np.array("high"), {}, "was given a ndarray."),
+        (np.timedelta64(5, "ns"), {}, "was given a timedelta64."),
+        (1.0, {"reduce_fx": "men"}, "Did you mean 'mean'?"),
+        (1.0, {"reduce_fx": torch.median}, "log a torchmetrics.Metric"),
+    ],
+)
+def test_other_values_and_reductions_are_refused(tmp_path: Path, value: Any, options: Any, named: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        trained(tmp_path, logs(value, **options))
+    assert "'it'" in str(caught.value)
+    assert named in str(caught.value)
+
+
+def test_changed_options_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="other options than before: prog_bar from False to True"):
+        trained(tmp_path, lambda self, _, index: self.log("it", 1.0, prog_bar=index > 0))
+
+
+# Where values go
+
+
+def test_values_go_to_the_bar_and_to_all_loggers(tmp_path: Path) -> None:
+    def train(self: Any, batch: Any, batch_idx: int) -> None:
+        self.log("bar", 1.0, prog_bar=True, logger=False)
+        self.log("log", 2.0)
+        self.log("bar_epoch_only", 3.0, on_step=False, on_epoch=True, prog_bar=True)
+        self.log("none", 4.0, logger=False)
+
+    loggers = [Kept(), Kept()]
+    trainer = trained(tmp_path, train, 2, logger=loggers)
+    assert trainer.progress_bar_metrics == {"bar": 1.0, "bar_epoch_only": 3.0}
+    assert trainer.logged_metrics == {"log": 2.0, "bar_epoch_only": 3.0}
+    assert metrics(trainer) == {"bar": 1.0, "log": 2.0, "bar_epoch_only": 3.0, "none": 4.0}
+    assert {name for _, row in loggers[0].rows for name in row} == {"epoch", "log", "bar_epoch_only"}
+    assert loggers[0].rows == loggers[1].rows
+    assert trainer.logger is loggers[0]
+    assert loggers[1].status == "success"
+
+
+def test_log_dict_passes_its_options_on(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, lambda self, *_: self.log_dict({"a": 1.0, "b": 2.0}, prog_bar=True, on_epoch=True))
+    assert trainer.progress_bar_metrics == {"a_step": 1.0, "a_epoch": 1.0, "b_step": 2.0, "b_epoch": 2.0}
+
+
+def test_which_rows_the_csv_logger_gets(tmp_path: Path) -> None:
+    """Step values every ``log_every_n_steps``, and at the end of an epoch; its own values there."""
+
+    def train(self: Any, batch: Any, batch_idx: int) -> None:
+        self.log("loss", float(self.global_step), on_step=True, on_epoch=True)
+
+    def evaluate(self: Any, batch: Any, batch_idx: int) -> None:
+        self.log("val", float(self.global_step))
+
+    logger = CSVLogger(tmp_path, name="", version="run")
+    fit(tmp_path, logger=logger, log_every_n_steps=2, max_epochs=2).fit(Logging(train, evaluate), loader(10), loader(4))
+    with open(tmp_path / "run" / "metrics.csv", newline="") as stream:
+        rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(stream)]
+    by_step: dict[float, dict[str, float]] = {}
+    for row in rows:
+        by_step.setdefault(row.pop("step"), {}).update(row)
+    assert by_step == {
+        2: {"epoch": 0, "loss_step": 1},
+        4: {"epoch": 0, "loss_step": 3},
+        5: {"epoch": 0, "loss_step": 4, "loss_epoch": 2, "val": 5},
+        6: {"epoch": 1, "loss_step": 5},
+        8: {"epoch": 1, "loss_step": 7},
+        10: {"epoch": 1, "loss_step": 9, "loss_epoch": 7, "val": 10},
+    }
+
+
+def test_log_every_n_steps_0_logs_epochs_only(tmp_path: Path) -> None:
+    logger = Kept()
+    fit(tmp_path, logger=logger, log_every_n_steps=0).fit(Logging(logs(1.0, on_step=True, on_epoch=True)), loader(4))
+    assert logger.rows == [(2, {"epoch": 0, "it_epoch": 1.0})]
+
+
+def test_a_rows_step_is_the_number_of_optimizer_steps(tmp_path: Path) -> None:
+    logger = Kept()
+    step = lambda self, *_: self.log("it", float(self.trainer.micro_batches))  # noqa: E731
+    trained(tmp_path, step, 8, logger=logger, accumulate_grad_batches=2)
+    assert logger.of("it") == [(1, 1.0), (2, 3.0)]
+
+
+def test_the_sanity_check_leaves_nothing(tmp_path: Path) -> None:
+    seen: list[dict[str, float]] = []
+    logger = Kept()
+    watching = calling("on_train_start", lambda trainer: seen.append(metrics(trainer)))
+    module = Logging(None, logs(1.0, "val", on_step=True, on_epoch=True))
+    trained(tmp_path, module, 4, 4, logger=logger, callbacks=watching, max_steps=0)
+    assert (seen, logger.rows) == ([{}], [])
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        pytest.param(
+            Logging(None, logs(on_step=True, on_epoch=True)),
+            [{"it_epoch/dataloader_idx_0": 1.5}, {"it_epoch/dataloader_idx_1": 0.5}],
+            id="suffixes stand before the index as in Lightning",
+        ),
+        pytest.param(
+            Logging(None, logs(add_dataloader_idx=False)),
+            [{"it": pytest.approx((0 + 1 + 2 + 3 + 0 + 1) / 6)}, {}],
+            id="without the index a key is over all loaders, and present once",
+        ),
+        pytest.param(
+            Logging(None, logs(), on_validation_epoch_end=logs(9.0, "all")),
+            [{"it/dataloader_idx_0": 1.5, "all": 9.0}, {"it/dataloader_idx_1": 0.5, "all": 9.0}],
+            id="values of no loader are in all results",
+        ),
+    ],
+)
+def test_names_for_several_loaders(tmp_path: Path, module: Logging, expected: Any) -> None:  # L-10
+    assert fit(tmp_path).validate(module, [loader(4), loader(2)], verbose=False) == expected
+
+
+# Metric objects: computed over the epoch, reset at its end (B-14)
+
+
+def metered(**options: Any) -> Any:
+    """Return a module that logs a metric in training and another one in validation."""
+
+    def train(self: Any, batch: Any, batch_idx: int) -> None:
+        self.mean(batch[:, 0])
+        self.log("train", self.mean, **options)
+
+    def evaluate(self: Any, batch: Any, batch_idx: int) -> None:
+        self.val_mean.update(batch[:, 0])
+        self.log("val", self.val_mean)
+
+    module = Metered(train, evaluate)
+    module.val_mean = torchmetrics.MeanMetric()
+    return module
+
+
+def test_a_metric_is_over_the_epoch_and_reset_at_its_end(tmp_path: Path) -> None:  # B-14
+    before: list[float] = []
+    module, logger = metered(on_step=True, on_epoch=True), Kept()
+    watching = calling("on_train_epoch_end", lambda trainer: before.append(float(module.mean.compute())))
+    trained(tmp_path, module, 5, 3, max_epochs=2, logger=logger, callbacks=watching)
+    assert logger.of("train_step") == [(1, 0.5), (2, 2.5), (3, 4.0), (4, 0.5), (5, 2.5), (6, 4.0)]
+    assert logger.of("train_epoch") == [(3, 2.0), (6, 2.0)]
+    assert logger.of("val") == [(3, 1.0), (6, 1.0)]
+    assert before == [2.0, 2.0]
+    assert module.mean.update_count == module.val_mean.update_count == 0
+
+
+def test_a_metric_is_reset_after_a_sanity_check_and_an_evaluation(tmp_path: Path) -> None:  # B-14
+    module = metered(on_epoch=True)
+    trainer = trained(tmp_path, module, 5, 3, num_sanity_val_steps=1)
+    assert float(trainer.callback_metrics["val"]) == 1.0
+    assert trainer.validate(module, loader(3), verbose=False) == [{"val": 1.0}]
+    assert trainer.validate(module, loader(2), verbose=False) == [{"val": 0.5}]
+
+
+def test_a_metric_collection(tmp_path: Path) -> None:
+    def evaluate(self: Any, batch: Any, batch_idx: int) -> None:
+        self.all.update(batch[:, 0])
+        self.log_dict(self.all)
+
+    module = Logging(None, evaluate)
+    module.all = torchmetrics.MetricCollection({"mean": torchmetrics.MeanMetric(), "max": torchmetrics.MaxMetric()})
+    assert fit(tmp_path).validate(module, loader(5), verbose=False) == [{"mean": 2.0, "max": 4.0}]
+
+
+def test_a_metric_that_is_no_attribute_or_not_one_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"MeanMetric that is not an attribute.*\n.*\n.*self.accuracy"):
+        trained(tmp_path, logs(torchmetrics.MeanMetric()))
+
+    def evaluate(self: Any, batch: Any, batch_idx: int) -> None:
+        self.confusion.update(batch[:, 0] / 10, batch[:, 1].long())
+        self.log("confusion", self.confusion)
+
+    module = Logging(None, evaluate)
+    module.confusion = torchmetrics.ConfusionMatrix(task="binary")
+    with pytest.raises(ConfigurationError, match=r"'confusion'.*Matrix, which computes shape \(2, 2\)"):
+        fit(tmp_path).validate(module, loader(4), verbose=False)
+
+
+class FailingLogger(Kept):
+    """Raises an error at the steps at which its disk is full."""
+
+    full_at: tuple[int, ...] = (1, 2)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        if step in self.full_at:
+            raise OSError(f"no space left at {step}")
+        super().log_metrics(metrics, step)
+
+
+def test_other_loggers_get_rows_that_one_fails_to_write() -> None:  # O-04
+    """On a GPU several rows may be left at the end of a run."""
+    full, other = FailingLogger(), Kept()
+    queue = LogQueue()
+    with pytest.raises(OSError, match="at 1"):
+        queue.put([full, other], {"loss": 1.0}, 1)
+    for step in (2, 3):  # as if their numbers had not arrived
+        queue._rows.append(_Row([full, other], {"loss": 1.0}, step))
+    with pytest.raises(OSError, match="at 2"):
+        queue.deliver(wait=True)
+    assert [[step for step, _ in one.rows] for one in (full, other)] == [[3], [1, 2, 3]]
