@@ -447,7 +447,7 @@ def test_a_group_of_foreign_parameters_is_refused_and_not_added() -> None:
 
 @pytest.mark.parametrize("kind", [DDPStrategy, FSDPStrategy])
 def test_a_group_within_a_window_is_refused(kind: Any) -> None:  # I-03
-    case = (kind, {}, {("training_step", 3): "body"}, {"held": "neck head"}, {})
+    case: Any = (kind, {}, {("training_step", 3): "body"}, {"held": "neck head"}, {})
     for error, _ in on_ranks(_refused, 2, *case, process_group=None):
         assert "add_param_group within training_step or an open accumulation window" in error["text"], error
 
@@ -466,7 +466,7 @@ ZERO: list[tuple[Turns, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_refuses_a_change_by_name_before_a_wrong_step(stage: int) -> None:  # I-03
-    cases = [(f"deepspeed_stage_{stage}", {}, turns, given, {}) for turns, given, _ in ZERO]
+    cases: Any = [(f"deepspeed_stage_{stage}", {}, turns, given, {}) for turns, given, _ in ZERO]
     for found in on_ranks(each, 2, _refused, *cases, process_group=None, timeout=120):
         for (error, steps), (*_, words) in zip(found, ZERO, strict=True):
             assert error["type"] in ("ConfigurationError", "RankFailedError"), error

@@ -83,7 +83,7 @@ def _run(
 ) -> dict[str, torch.Tensor]:
     """Train and save, or resume and train to the end."""
     module = Filtered(turns, split="tp" in name, **given)
-    callbacks = [] if save is None else [SaveAt(*save)]
+    callbacks: list[Callback] = [] if save is None else [SaveAt(*save)]
     return _fit(name, module, callbacks, resume, -1 if save is None else save[0])[1]
 
 
