@@ -62,9 +62,6 @@ def _on_rank(fn: Callable[..., Any], args: tuple[Any, ...]) -> Seen:
         return seen(gpu, fn(gpu, *args))
 
 
-# Collectives
-
-
 def _with_group(gpu: EmulatedCuda, fn: Callable[..., Any], *args: Any) -> Any:
     torch.cuda.set_device(int(os.environ["RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl")
@@ -72,82 +69,6 @@ def _with_group(gpu: EmulatedCuda, fn: Callable[..., Any], *args: Any) -> Any:
         return fn(*args)
     finally:
         dist.destroy_process_group()
-
-
-def _collectives(device: str) -> dict[str, list[float]]:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    own = torch.arange(4.0, device=device) + rank
-    found: dict[str, Tensor] = {}
-    for name in ("SUM", "MAX", "MIN", "PRODUCT"):
-        found[name] = own.clone()
-        dist.all_reduce(found[name], getattr(dist.ReduceOp, name))
-    found["broadcast"] = own.clone()
-    dist.broadcast(found["broadcast"], 1)
-    parts = [torch.empty_like(own) for _ in range(size)]
-    dist.all_gather(parts, own)
-    found["gathered"] = torch.cat(parts)
-    mine = torch.empty(2, device=device)
-    dist.reduce_scatter(mine, [own[:2].clone(), own[2:].clone()])
-    found["scattered sums"] = mine
-    found["all to all"] = torch.empty_like(own)
-    dist.all_to_all_single(found["all to all"], own)
-    return {name: value.tolist() for name, value in found.items()}
-
-
-def _averages() -> tuple[list[float], list[float], str]:
-    """Return the results of what only NCCL supports."""
-    own = torch.full((2,), dist.get_rank() + 1.0, device="cuda")
-    mean, scaled = own.clone(), own.clone()
-    dist.all_reduce(mean, dist.ReduceOp.AVG)
-    dist.all_reduce(scaled, dist._make_nccl_premul_sum(0.25))  # type: ignore[attr-defined]
-    with pytest.raises(RuntimeError, match="contiguous"):
-        dist.all_reduce(torch.ones(4, 4, device="cuda")[:, ::2])
-    return mean.tolist(), scaled.tolist(), dist.get_backend(dist.new_group(backend="nccl"))
-
-
-def _all_collectives() -> Any:
-    return _collectives("cuda"), _collectives("cpu"), _averages()
-
-
-def test_collectives_give_the_results_of_gloo_and_nccl() -> None:
-    # O-01
-    for one in on_ranks(2, _with_group, _all_collectives):
-        there, here, averages = one.returned
-        assert there == here
-        assert averages == ([1.5, 1.5], [0.75, 0.75], "nccl")
-        assert not one.races
-        assert not one.frees_in_use
-
-
-def _under_way(waits: bool) -> float:
-    own = torch.ones(4, device="cuda")
-    work = dist.all_reduce(own, async_op=True)
-    if waits:
-        work.wait()
-    twice = own * 2
-    work.wait()
-    return float(twice.sum())
-
-
-def test_waiting_for_a_collective_orders_later_work() -> None:
-    # O-01
-    for one in on_ranks(2, _with_group, _under_way, True):
-        assert one.returned == 16.0
-        assert not one.races
-        assert [sync.what for sync in one.host_syncs] == ["item"], "the host does not wait for a collective"
-
-
-def test_reading_a_result_without_waiting_is_a_race() -> None:
-    # O-01
-    for one in on_ranks(2, _with_group, _under_way, False):
-        (race,) = one.races
-        assert race.earlier.name == "allreduce"
-        assert race.later is not None
-        assert race.later.name == "mul"
-        assert race.earlier.stream != race.later.stream
-
-
-# Runs of the engine
 
 
 class Net(TrainModule):

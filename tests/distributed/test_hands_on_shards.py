@@ -13,13 +13,15 @@ from small_runs import Regression, about, each, global_batches, loader, quiet, s
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from drivetrain import Callback
 from drivetrain_strategies import FSDPStrategy
 from oracle.check import check
-from oracle.program import Net, Program, Turn, Write
+from oracle.program import Log, Net, Program, Turn, Validation, Write
 from worlds import on_ranks
 
 SHARDED = ["fsdp", "fsdp_grad_op"]
+FORWARDS = [
+    Log(hook, "forward", on_step=False, on_epoch=True) for hook in ("on_train_epoch_end", "on_validation_epoch_end")
+]
 UNITS = FSDPStrategy(wrap=[nn.Linear])
 ROOT_ONLY = FSDPStrategy(wrap=[nn.Tanh])
 
@@ -34,13 +36,17 @@ ROOT_ONLY = FSDPStrategy(wrap=[nn.Tanh])
             pytest.param(Program(writes=Write(what, at=1)), id=f"S-09 {what}")
             for what in ("weights", "data", "assigned")
         ],
+        pytest.param(
+            Program(validation=Validation(), epochs=2, logs=(*FORWARDS, Log("on_train_batch_end", "forward"))),
+            id="S-18 forwards in hooks",
+        ),
         *[
             pytest.param(Program(manual=(Turn(),), writes=Write("gradients", hook)), id=f"S-09 gradients in {hook}")
             for hook in ("on_after_backward", "on_before_optimizer_step")
         ],
     ],
 )
-def test_what_is_done_to_shards_equals_the_plain_loop(strategy: str, program: Program) -> None:  # S-08, S-09
+def test_what_is_done_to_shards_equals_the_plain_loop(strategy: str, program: Program) -> None:  # S-08, S-09, S-18
     assert not check(replace(program, strategy=strategy, ranks=2)), "the engine refused the program"
 
 
@@ -69,6 +75,7 @@ class Reading(Regression):
 
     def on_train_batch_end(self, *arguments: Any) -> None:
         self.log("in hook", self.net[0].weight.detach().norm().item(), on_step=True, on_epoch=False)
+        self.found["of a layer"] = float(self.net[0](torch.ones(2, 4)).mean())  # with gradients, which are not used
         self.found["state"] = sum(
             float(value["momentum_buffer"].norm()) for value in self.trainer.optimizers[0].state.values()
         )
@@ -89,53 +96,6 @@ def test_a_part_is_never_read_as_the_whole() -> None:
     for expected, *sharded in on_ranks(each, 2, _read, ("ddp",), *[(strategy,) for strategy in SHARDED]):
         for found in sharded:
             assert found == pytest.approx(expected, rel=1e-5)
-
-
-class Sampling(Regression):
-    """Calls itself and one of its layers in hooks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(*self.net, nn.BatchNorm1d(1))
-        self.found: list[float] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        pass
-
-    @torch.no_grad()
-    def sample(self) -> None:
-        self.eval()
-        self.found.append(float(self(torch.ones(2, 4)).mean()))
-        self.found.append(float(self.net[0](torch.ones(2, 4)).mean()))
-        self.train()
-
-    def on_train_epoch_end(self) -> None:
-        self.sample()
-
-    def on_validation_epoch_end(self) -> None:
-        self.sample()
-
-
-class Samples(Callback):
-    def on_train_batch_end(self, trainer: Any, module: Any, *arguments: Any) -> None:
-        module.found.append(float(module(torch.ones(2, 4)).mean()))  # with gradients, which are not used
-
-
-def _sample(strategy: str) -> tuple[list[float], torch.Tensor]:
-    module = Sampling()
-    quiet(strategy=strategy, callbacks=[Samples()], max_epochs=2).fit(module, loader(32, 4), loader(8, 4))
-    return module.found, weights(module)
-
-
-def test_hooks_may_call_the_module() -> None:
-    # S-18: raw "mixed torch.Tensor and DTensor"
-    (expected, whole), *sharded = on_ranks(each, 2, _sample, ("ddp",), *[(strategy,) for strategy in SHARDED])[0]
-    for found, others in sharded:
-        assert found == pytest.approx(expected, abs=1e-5)
-        torch.testing.assert_close(others, whole, atol=1e-5, rtol=0)
 
 
 # Steps that use shards
@@ -202,6 +162,10 @@ class Gathering(Penalized):
         return super().loss(batch) + (batch[0] @ weight).square().mean()
 
 
+def _train(build: Callable[[], Regression], strategy: Any) -> torch.Tensor:
+    return trained(build(), loader(32, 4), strategy=strategy)
+
+
 class HookedLate(Regression):
     """Registers a gradient hook as the run starts."""
 
@@ -245,42 +209,28 @@ def test_steps_that_use_shards_equal_one_process(wraps: bool, window: int) -> No
 
 
 class Manual(Penalized):
-    """Manual optimization; with ``edits``, a second backward, after which the step edits the gradients."""
+    """Manual optimization with a second backward, after which the step edits the gradients."""
 
-    def __init__(self, edits: bool) -> None:
-        super().__init__("orthogonality")
-        self.automatic_optimization = False
-        self.edits = edits
+    automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
-        if self.edits:
-            self.manual_backward(PENALTIES["squares"](self, batch[0]))
-            for parameter in self.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(0.5)
-                    parameter.grad.add_(torch.full(parameter.shape, 0.01))
+        self.manual_backward(PENALTIES["squares"](self, batch[0]))
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+                parameter.grad.add_(torch.full(parameter.shape, 0.01))
         optimizer.step()
 
 
-def _manual(strategy: str, precision: Any, edits: bool) -> torch.Tensor:
-    return trained(Manual(edits), loader(16, 4), strategy=strategy, precision=precision)
-
-
-@pytest.mark.parametrize(
-    ("precision", "edits", "near"),
-    [
-        ("16-mixed", False, 1e-4),  # the scaler, which runs within the step, combines shards with plain tensors itself
-        ("32-true", True, 1e-6),
-    ],
-)
-def test_manual_optimization_uses_shards_and_edits_gradients(precision: str, edits: bool, near: float) -> None:
-    # S-07, S-09: 1e-2 off after a second backward
-    cases = [(strategy, precision, edits) for strategy in ("ddp_find_unused_parameters_true", "fsdp")]
-    for expected, found in on_ranks(each, 2, _manual, *cases):
-        torch.testing.assert_close(found, expected, atol=near, rtol=0)
+def test_gradients_of_two_backwards_are_edited() -> None:
+    # S-07, S-09: 1e-2 off
+    build = partial(Manual, "orthogonality")
+    cases = [(build, "ddp_find_unused_parameters_true"), (build, "fsdp")]
+    for expected, found in on_ranks(each, 2, _train, *cases):
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
 
 # What is written
@@ -298,10 +248,6 @@ class Teaching(Regression):
         for mine, its in zip(self.net[0].parameters(), self.teacher.parameters(), strict=True):
             its.data = 0.9 * its.data + 0.1 * mine.data + 0.01
         return loss
-
-
-def _train(build: Callable[[], Regression], strategy: Any) -> torch.Tensor:
-    return trained(build(), loader(32, 4), strategy=strategy)
 
 
 def test_data_assigned_in_a_step_is_kept_within_units() -> None:

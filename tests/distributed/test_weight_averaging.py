@@ -250,35 +250,6 @@ def test_the_averages_are_in_the_checkpoint_in_float32(strategy: str, tmp_path: 
     assert_near(weights, {name: trained[name] for name in weights})
 
 
-class SaveAtTheEnd(Callback):
-    """Saves a checkpoint while the averages are in the module."""
-
-    priority = -100
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        trainer.save_checkpoint(self.path)
-
-
-def _saved_at_the_end(strategy: str, path: Path) -> Any:
-    module = Net()
-    run(Net(), ema(), SaveAtTheEnd(path), strategy=strategy, max_epochs=1)
-    run(module, ema(), strategy=strategy, path=path)
-    return state(module)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero 2"])
-def test_the_last_checkpoint_holds_both(strategy: str, tmp_path: Path) -> None:  # L-01
-    for resumed in on_ranks(_saved_at_the_end, 2, strategy, tmp_path / "end", process_group=None):
-        assert_near(resumed, by_hand()[0])
-    checkpoint, (averages, trained, _) = load(tmp_path / "end"), by_hand(epochs=1)
-    for found, wanted in ((dict(checkpoint.weights()), trained), (dict(checkpoint.averages()), averages)):
-        del found["running_seen"], wanted["running_seen"]  # the trained one is the rank's own
-        assert_near(found, wanted)
-
-
 def test_a_checkpoint_with_averages_is_replaced_by_the_next_at_its_path(tmp_path: Path) -> None:  # L-01
     class Again(Saver):
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
