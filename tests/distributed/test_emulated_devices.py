@@ -136,8 +136,7 @@ def _equal(gpu: EmulatedCuda, strategy: str, precision: str) -> bool:
         pytest.param("deepspeed_stage_3", 2, "bf16-mixed", marks=ZERO),
     ],
 )
-def test_a_run_gives_the_cpus_weights_without_a_race(strategy: str, ranks: int, precision: str) -> None:
-    # O-01
+def test_a_run_gives_the_cpus_weights_without_a_race(strategy: str, ranks: int, precision: str) -> None:  # O-01
     for one in on_ranks(ranks, _equal, strategy, precision):
         assert one.returned
         assert not one.races, one.report
@@ -167,8 +166,7 @@ def _in_a_group_on_nccl(gpu: EmulatedCuda, ours: bool) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_offloaded_shards_need_a_group_for_the_host(ours: bool) -> None:
-    # O-03
+def test_offloaded_shards_need_a_group_for_the_host(ours: bool) -> None:  # O-03
     for one in on_ranks(2, _in_a_group_on_nccl, ours):
         refused = one.returned.pop("offloaded")
         assert one.returned == {"ddp": "trained", "fsdp": "trained"}
@@ -223,8 +221,7 @@ def _without_waits(gpu: EmulatedCuda) -> None:
     trained("fsdp", "cuda")
 
 
-def test_missing_waits_under_fsdp_are_detected() -> None:
-    # O-01
+def test_missing_waits_under_fsdp_are_detected() -> None:  # O-01
     for one in on_new_ranks(_without_waits):
         assert one.races
 
@@ -260,14 +257,12 @@ def _devices_used(gpu: EmulatedCuda, strategy: str, devices: Any) -> tuple[int, 
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", pytest.param("deepspeed_stage_1", marks=ZERO)])
-def test_ranks_compute_on_the_requested_devices(strategy: str) -> None:
-    # O-01
+def test_ranks_compute_on_the_requested_devices(strategy: str) -> None:  # O-01
     found = [one.returned for one in on_new_ranks(_devices_used, strategy, [1, 3], devices=4)]
     assert found == [(1, "cuda:1"), (3, "cuda:3")]
 
 
-def test_a_task_with_one_visible_device_uses_it() -> None:
-    # O-01
+def test_a_task_with_one_visible_device_uses_it() -> None:  # O-01
     found = [one.returned for one in on_new_ranks(_devices_used, "ddp", "auto", visible=False)]
     assert found == [(0, "cuda:0")] * 2
 
@@ -299,17 +294,13 @@ print("it has trained")
 """
 
 
-def test_processes_forked_by_a_notebook_can_use_their_devices(tmp_path: Path) -> None:
-    # O-01
+def test_processes_forked_by_a_notebook_can_use_their_devices(tmp_path: Path) -> None:  # O-01
     script = tmp_path / "notebook.py"
     script.write_text(NOTEBOOK)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(script)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150)
     assert "it has trained" in done.stdout, done.stderr[-3000:]
-
-
-# Layers that are split by hand
 
 
 class Split(Net):

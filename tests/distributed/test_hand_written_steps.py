@@ -76,9 +76,6 @@ def test_another_cause_keeps_the_error_of_torch() -> None:  # Q-10
     assert "backward through the graph a second time" in text
 
 
-# What looks like a mistake and is none
-
-
 class Penalized(Regression):
     """Differentiates for a penalty, and has gradients of zeros instead of none."""
 

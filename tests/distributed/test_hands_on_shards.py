@@ -50,9 +50,6 @@ def test_what_is_done_to_shards_equals_the_plain_loop(strategy: str, program: Pr
     assert not check(replace(program, strategy=strategy, ranks=2)), "the engine refused the program"
 
 
-# What is read
-
-
 class Reading(Regression):
     """Reads norms of weights and gradients in steps and hooks."""
 
@@ -91,14 +88,10 @@ def _read(strategy: str) -> dict[str, float]:
     return {**module.found, **{f"logged {name}": value for name, value in logged.items()}}
 
 
-def test_a_part_is_never_read_as_the_whole() -> None:
-    # S-07
+def test_a_part_is_never_read_as_the_whole() -> None:  # S-07
     for expected, *sharded in on_ranks(each, 2, _read, ("ddp",), *[(strategy,) for strategy in SHARDED]):
         for found in sharded:
             assert found == pytest.approx(expected, rel=1e-5)
-
-
-# Steps that use shards
 
 
 class Odd(Regression):
@@ -196,8 +189,7 @@ def _use(use: str, wraps: bool, window: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("wraps", "window"), [(False, 1), (True, 2)])
-def test_steps_that_use_shards_equal_one_process(wraps: bool, window: int) -> None:
-    # S-07, S-08, S-12: torch refused to combine shards with whole tensors; kept parameters were 2.8e-2 off
+def test_steps_that_use_shards_equal_one_process(wraps: bool, window: int) -> None:  # S-07, S-08, S-12
     ranks = on_ranks(each, 2, _use, *[(use, wraps, window) for use in USES])
     for number, (use, build) in enumerate(USES.items()):
         reference = build()
@@ -225,15 +217,11 @@ class Manual(Penalized):
         optimizer.step()
 
 
-def test_gradients_of_two_backwards_are_edited() -> None:
-    # S-07, S-09: 1e-2 off
+def test_gradients_of_two_backwards_are_edited() -> None:  # S-07, S-09: 1e-2 off
     build = partial(Manual, "orthogonality")
     cases = [(build, "ddp_find_unused_parameters_true"), (build, "fsdp")]
     for expected, found in on_ranks(each, 2, _train, *cases):
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
-
-
-# What is written
 
 
 class Teaching(Regression):
@@ -250,8 +238,7 @@ class Teaching(Regression):
         return loss
 
 
-def test_data_assigned_in_a_step_is_kept_within_units() -> None:
-    # S-09: 0.3 off. Units are sharded again after their forward
+def test_data_assigned_in_a_step_is_kept_within_units() -> None:  # S-09
     reference = train_by_hand(Teaching(), global_batches(32, 8))
     for found in on_ranks(_train, 2, Teaching, UNITS):
         torch.testing.assert_close(found, weights(reference), atol=1e-6, rtol=0)
@@ -268,13 +255,9 @@ class WritesRows(Regression):
         assert weight.max() >= 0.25
 
 
-def test_rows_of_a_shard_are_written() -> None:
-    # S-09: 0.2 to 0.6 off
+def test_rows_of_a_shard_are_written() -> None:  # S-09: 0.2 to 0.6 off
     for expected, found in on_ranks(each, 2, _train, (WritesRows, "ddp"), (WritesRows, ROOT_ONLY)):
         assert torch.equal(found, expected)
-
-
-# Refusals
 
 
 class HookAfterAccumulation(Regression):

@@ -125,9 +125,6 @@ def test_averaging_resumes_in_mid_schedule(first: str, second: str, ranks: int, 
             assert_near(found, wanted)
 
 
-# Batch normalization
-
-
 def test_statistics_of_batch_normalisation_are_the_averages(tmp_path: Path) -> None:  # L-01
     assert_near(_run("single", tmp_path, normed=True)[0], by_hand(normed=True)[0])
 
@@ -185,9 +182,6 @@ def test_manual_optimization_with_batch_normalisation_is_refused_before_it_train
     assert averaging.updates == 0
     quiet(max_epochs=5, callbacks=[averaging]).fit(Manual(), loader(SAMPLES, BATCH))
     assert averaging.updates == 2
-
-
-# Arguments
 
 
 @pytest.mark.parametrize(

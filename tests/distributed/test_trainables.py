@@ -163,9 +163,6 @@ def test_a_unit_that_was_frozen_is_reduced_in_the_dtype_of_the_others() -> None:
     assert on_ranks(_dtypes_of_gradients, 2) == [{torch.float32}] * 2
 
 
-# Refusals
-
-
 WITHIN: dict[str, tuple[Turns, dict[str, Any], dict[str, Any]]] = {
     "unfrozen in training_step": ({("training_step", 1): "+body"}, {}, {}),
     "frozen in the first training_step": ({("training_step", 0): "-neck"}, {"frozen": ""}, {}),
@@ -271,9 +268,6 @@ def test_different_changes_are_named_with_their_ranks() -> None:  # I-03
         assert "on rank(s) [1]" in error["text"], error
 
 
-# Layers created during the run
-
-
 class Headed(Phased):
     """Gets another head during the run, with different values on each rank."""
 
@@ -306,9 +300,6 @@ def test_a_layer_created_in_mid_run_is_refused_under_fsdp(options: dict[str, Any
         assert "A layer was created within a run, under FSDP: 'net.head.weight', 'net.head.bias'" in error["text"]
 
 
-# Communication hooks
-
-
 def _train_hooked(hook: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     if hook == "a state of the user's":
         hook = (powerSGD_hook.PowerSGDState(process_group=None), powerSGD_hook.powerSGD_hook)
@@ -331,9 +322,6 @@ def test_a_change_beside_a_communication_hook_with_a_state_of_the_users_is_refus
         assert "with a comm_hook that has a PowerSGDState" in error["text"], error
 
 
-# Messages
-
-
 def test_a_trainable_parameter_in_no_optimizer_is_named_once() -> None:  # I-03
     module = Phased({**UNFROZEN, ("on_train_epoch_start", 6): "-neck"}, held="neck head")
     with captured_warnings() as lines:
@@ -351,9 +339,6 @@ def test_nothing_is_left_on_the_optimizer_or_in_torch() -> None:
     fit = train(Phased({}), "single_device", 1)
     assert [len(hooks) for hooks in registered] == before
     assert "add_param_group" not in vars(fit.optimizers[0])
-
-
-# Groups
 
 
 @pytest.mark.parametrize(
@@ -404,9 +389,6 @@ def test_a_group_within_a_window_is_refused(kind: Any) -> None:  # I-03
     case: Any = (kind, {}, {("training_step", 3): "body"}, {"held": "neck head"}, {})
     for error, _ in on_ranks(_refused, 2, *case, process_group=None):
         assert "add_param_group within training_step or an open accumulation window" in error["text"], error
-
-
-# ZeRO
 
 
 ZERO: list[tuple[Turns, dict[str, Any], str]] = [

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from phased_training import EPOCHS, GLOBAL, SAMPLES, Phased, Turns, by_hand, dealt, state
+from phased_training import EPOCHS, GLOBAL, SAMPLES, Phased, Turns, by_hand, dealt, state, train
 from small_runs import loader, quiet
 from test_trainables import NEAR, assert_near
 from torch import nn
@@ -63,28 +61,17 @@ STRATEGIES: dict[str, tuple[int, Any, dict[str, Any]]] = {
 """By name, the number of ranks and the strategy; other names are those of `Fit`."""
 
 
-def _fit(
-    name: str, module: Phased, callbacks: list[Callback], resume: str | None = None, stop: int = -1
-) -> tuple[Any, dict[str, torch.Tensor]]:
-    _, kind, options = STRATEGIES.get(name, (0, None, {}))
-    strategy = name if kind is None else kind(**options)
-    fit = quiet(strategy=strategy, max_epochs=EPOCHS, max_steps=stop, callbacks=callbacks)
-    fit.fit(module, loader(SAMPLES, GLOBAL // dealt(options)), ckpt_path=resume)
-    assert fit.global_step == (stop if stop > 0 else 9)
-    return fit, state(module)
-
-
 def _run(
-    name: str,
-    turns: Turns,
-    given: dict[str, Any],
-    save: tuple[int, str] | None = None,
-    resume: str | None = None,
+    name: str, turns: Turns, given: dict[str, Any], save: tuple[int, str] | None = None, resume: str | None = None
 ) -> dict[str, torch.Tensor]:
-    """Train and save, or resume and train to the end."""
+    """Train and save at a step, or resume and train to the end."""
+    _, kind, options = STRATEGIES.get(name, (0, None, {}))
     module = Filtered(turns, split="tp" in name, **given)
-    callbacks: list[Callback] = [] if save is None else [SaveAt(*save)]
-    return _fit(name, module, callbacks, resume, -1 if save is None else save[0])[1]
+    stop, callbacks = (-1, []) if save is None else (save[0], [SaveAt(*save)])
+    fit = quiet(strategy=kind(**options) if kind else name, max_epochs=EPOCHS, max_steps=stop, callbacks=callbacks)
+    fit.fit(module, loader(SAMPLES, GLOBAL // dealt(options)), ckpt_path=resume)
+    assert fit.global_step == (9 if save is None else stop)
+    return state(module)
 
 
 def _saved(names: list[str], strategy: str, folder: str) -> None:
@@ -108,43 +95,22 @@ def _on(strategy: str, fn: Any, *args: Any) -> Any:
     return on_ranks(fn, STRATEGIES.get(strategy, (2,))[0], *args, process_group=None, timeout=240)[0]
 
 
-FEW = ["frozen", "two groups"]
-"""The programs that are run where there are four ranks, and where another strategy goes on."""
-
-ON_FOUR = ("hybrid", "fsdp x tp")
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Return a function that gives the folder of a strategy's checkpoints, which are written once."""
-
-    @cache
-    def folder(strategy: str) -> str:
-        path = str(tmp_path_factory.mktemp("saved"))
-        _on(strategy, _saved, FEW if strategy in ON_FOUR else list(PROGRAMS), strategy, path)
-        return path
-
-    return folder
-
-
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "names"),
     [
-        ("single_device", "single_device"),
-        ("single_device", "fsdp x tp"),
-        ("ddp", "ddp"),
-        ("ddp", "fsdp"),
-        ("fsdp", "fsdp"),
-        ("fsdp x tp", "static graph"),
-        ("fsdp x tp", "hybrid"),
-        ("hybrid", "single_device"),
+        ("single_device", "single_device", list(PROGRAMS)),
+        ("single_device", "fsdp x tp", ["frozen", "two groups"]),
+        ("ddp", "fsdp", ["frozen", "two groups", "what trains, as a filter"]),
+        ("fsdp", "ddp", ["frozen", "two groups", "a group, by the step"]),
+        ("fsdp x tp", "hybrid", ["frozen", "two groups"]),
+        ("hybrid", "static graph", ["frozen", "two groups"]),
     ],
 )
 def test_a_resumed_run_has_the_trainable_parameters_of_the_saved_one(
-    before: str, after: str, saved: Callable[[str], str]
+    before: str, after: str, names: list[str], tmp_path: Path
 ) -> None:  # I-03
-    names = list(PROGRAMS) if before == after else FEW
-    for (name, step), weights in _on(after, _resumed, names, after, saved(before)).items():
+    _on(before, _saved, names, before, str(tmp_path))
+    for (name, step), weights in _on(after, _resumed, names, after, str(tmp_path)).items():
         turns, given = PROGRAMS[name]
         assert_near(weights, by_hand(Filtered(turns, **given)), f"{before} to {after}, {name}, {step}")
 
@@ -221,9 +187,12 @@ class RollBack(Callback):
 
 
 def _rolled_back(strategy: str, path: str) -> dict[str, torch.Tensor]:
-    fit, weights = _fit(strategy, Phased({}, held="neck head"), [RollBack(path)])
+    _, kind, options = STRATEGIES.get(strategy, (0, None, {}))
+    module = Phased({}, held="neck head")
+    fit = train(module, kind(**options) if kind else strategy, dealt({}), callbacks=[RollBack(path)])
+    assert fit.global_step == 9
     assert len(fit.optimizers[0].param_groups) == 1
-    return weights
+    return state(module)
 
 
 @pytest.mark.parametrize("strategy", ["single_device", "ddp", "fsdp"])

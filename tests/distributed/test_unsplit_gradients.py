@@ -197,8 +197,7 @@ def _names(error: dict[str, str]) -> list[str]:
         ),
     ],
 )
-def test_norms_of_split_heads_are_refused_before_the_first_step(ranks: int, cases: list[Any]) -> None:
-    # P-07: previously each rank trained its own copy, in silence
+def test_norms_of_split_heads_are_refused_before_the_first_step(ranks: int, cases: list[Any]) -> None:  # P-07
     for refused in on_ranks(each, ranks, _refused, *cases, timeout=150):
         for error, step in refused:
             assert _names(error) == NORMS
@@ -232,8 +231,7 @@ def _trained(kind: type[Attending], plan: Any, options: dict[str, Any], settings
     return weights(module)
 
 
-def test_what_the_error_advises_equals_one_process() -> None:
-    # P-07
+def test_what_the_error_advises_equals_one_process() -> None:  # P-07
     reference = Attending()
     reference.configure_model()
     train_by_hand(reference, global_batches(48, 8))

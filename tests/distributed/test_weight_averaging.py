@@ -131,9 +131,6 @@ def test_the_module_holds_the_average_after_fit(strategy: str, ranks: int, kind:
         torch.testing.assert_close(validated, losses, atol=1e-6, rtol=1e-6)
 
 
-# Training's weights are restored
-
-
 class Recording(Callback):
     """Records the exact weights after every step."""
 
@@ -187,9 +184,6 @@ def test_a_validation_that_fails_leaves_what_was_trained() -> None:  # L-01
     with pytest.raises(RuntimeError, match="disk full"):
         run(Failing(), Last(), ema())
     assert_near(kept, by_hand()[1])
-
-
-# In a checkpoint
 
 
 class Parts(EMAWeightAveraging):
@@ -266,9 +260,6 @@ def test_unused_averages_are_warned_about(tmp_path: Path, caplog: pytest.LogCapt
     assert "has tensors of callbacks that this run does not have: 'EMAWeightAveraging'." in caplog.text
 
 
-# Which steps update, and how
-
-
 @pytest.mark.parametrize(
     ("averaging", "average", "starts", "every"),
     [
@@ -316,9 +307,6 @@ def test_the_average_changes_in_half_precision(tmp_path: Path) -> None:
         assert averages[name].dtype == torch.float32
         assert torch.equal(averages[name], wanted)
         assert not torch.equal(averages[name], first)
-
-
-# Buffers and other tensors
 
 
 class Normed(Net):
