@@ -123,22 +123,6 @@ class Clearing(Regression):
         return self.loss(batch)
 
 
-class Wrapping(torch.optim.Optimizer):
-    """An optimizer without hooks that wraps another one."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner, self.defaults = inner, inner.defaults
-        self.param_groups, self.state = inner.param_groups, inner.state
-
-    def step(self, closure: Any = None) -> Any:
-        return self.inner.step(closure)
-
-
-class Wrapped(Regression):
-    def configure_optimizers(self) -> Any:
-        return Wrapping(super().configure_optimizers())
-
-
 class Together(Regression):
     """Steps every optimizer in an overridden ``optimizer_step``."""
 
@@ -152,7 +136,7 @@ class Together(Regression):
                 one.step(optimizer_closure)
 
 
-@pytest.mark.parametrize("kind", [Penalized, Probed, Clearing, Wrapped, Together])
+@pytest.mark.parametrize("kind", [Penalized, Probed, Clearing, Together])
 def test_what_is_no_step_by_hand_is_trained(kind: type[Regression]) -> None:  # Q-10
     fit, module = quiet(), kind()
     before = [parameter.detach().clone() for parameter in module.parameters()]

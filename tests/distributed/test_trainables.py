@@ -177,9 +177,16 @@ WITHIN: dict[str, tuple[Turns, dict[str, Any], dict[str, Any]]] = {
 
 
 class Counted(Phased):
-    """Counts the steps."""
+    """Counts the steps; with ``differ``, each rank makes another change."""
 
     steps = 0
+
+    def __init__(self, turns: Turns, differ: bool = False, **given: Any) -> None:
+        super().__init__(turns, **given)
+        self.differ = differ
+
+    def turn(self, turn: str, optimizer: Any) -> None:
+        super().turn("-neck" if self.differ and self.global_rank == 1 else turn, optimizer)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.steps = self.global_step
@@ -248,21 +255,8 @@ def test_a_change_on_one_rank_is_named(kind: Any, options: dict[str, Any], place
         assert f"rank(s) {absent}" in error["text"], error
 
 
-class Differing(Phased):
-    """Each rank makes another change."""
-
-    def turn(self, turn: str, optimizer: Any) -> None:
-        super().turn("+body" if self.global_rank == 0 else "-neck", optimizer)
-
-
-def _train_differing() -> dict[str, str]:
-    with failing() as error:
-        train(Differing(UNFROZEN), DDPStrategy(), 2)
-    return error
-
-
 def test_different_changes_are_named_with_their_ranks() -> None:  # I-03
-    for error in on_ranks(_train_differing, 2, process_group=None):
+    for error, _ in on_ranks(_refused, 2, DDPStrategy, {}, UNFROZEN, {"differ": True}, {}, process_group=None):
         assert "\"a change of the trainable parameters ('net.body.weight'" in error["text"], error
         assert "on rank(s) [0]; \"a change of the trainable parameters ('net.neck.weight'" in error["text"], error
         assert "on rank(s) [1]" in error["text"], error
@@ -309,16 +303,14 @@ def _train_hooked(hook: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     return state(module), error
 
 
-@pytest.mark.parametrize("hook", ["powersgd", default_hooks.allreduce_hook])
-def test_a_communication_hook_restarts_after_a_change(hook: Any) -> None:  # I-03
-    (first, error), (second, _) = on_ranks(_train_hooked, 2, hook)
-    assert error["text"] == ""
-    assert_equal(first, second, str(hook))
-    assert_near(first, by_hand(Phased(UNFROZEN)), str(hook))
-
-
-def test_a_change_beside_a_communication_hook_with_a_state_of_the_users_is_refused() -> None:  # I-03
-    for _, error in on_ranks(_train_hooked, 2, "a state of the user's", process_group=None):
+def test_a_communication_hook_restarts_after_a_change_unless_the_user_holds_its_state() -> None:  # I-03
+    cases = [("powersgd",), (default_hooks.allreduce_hook,), ("a state of the user's",)]
+    first, second = on_ranks(each, 2, _train_hooked, *cases, process_group=None)
+    for (found, error), (other, _) in list(zip(first, second, strict=True))[:2]:
+        assert error["text"] == ""
+        assert_equal(found, other, "hooked")
+        assert_near(found, by_hand(Phased(UNFROZEN)), "hooked")
+    for *_, (_, error) in (first, second):
         assert "with a comm_hook that has a PowerSGDState" in error["text"], error
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_nets import Experts
 from small_runs import TIGHT, Regression, each, failing, global_batches, loader, quiet, train_by_hand, weights
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -35,10 +34,6 @@ SPLIT: dict[str, Any] = {
 }
 HEADS = SequenceParallel(sequence_dim=2, use_local_output=True)  # (samples, tokens, heads, head)
 SUMMED = {**SPLIT, f"{BLOCK}.query_norm": HEADS, f"{BLOCK}.key_norm": HEADS}
-GATHERED = {
-    **dict.fromkeys(list(SPLIT)[:3], ColwiseParallel(output_layouts=Replicate())),
-    f"{BLOCK}.out": RowwiseParallel(input_layouts=Replicate()),
-}
 TOKENS = {
     "blocks": [
         PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True),
@@ -235,7 +230,7 @@ def test_what_the_error_advises_equals_one_process() -> None:  # P-07
     reference = Attending()
     reference.configure_model()
     train_by_hand(reference, global_batches(48, 8))
-    cases: Any = [(Attending, plan, {}, {}) for plan in (SUMMED, GATHERED, SEQUENCE)]
+    cases: Any = [(Attending, plan, {}, {}) for plan in (SUMMED, SEQUENCE)]
     for found in on_ranks(each, 2, _trained, *cases):
         for held in found:
             torch.testing.assert_close(held, weights(reference), **TIGHT)
@@ -263,11 +258,10 @@ def _largest_difference(*run: Any) -> float:
 
 
 def test_equal_gradients_do_not_differ_by_rounding() -> None:
-    # P-07: biases of split layers, norms, embeddings and experts that some ranks do not use
+    # P-07: biases of split layers and norms
     hybrid = {"sharding": "hybrid", "replicate_size": 2}
     cases: list[Any] = [
         *[(Attending, SEQUENCE, hybrid, {"precision": precision}) for precision in ("32-true", "bf16-mixed")],
-        (Routed, ROUTED, {"wrap": []}, {}),
         (Alternating, SUMMED, {}, {}),
         (Dropping, SUMMED, {}, {}),  # ranks of a group draw the same masks, without a seed of the run too
     ]
@@ -304,22 +298,6 @@ def test_a_gradient_of_rounding_errors_shows_nothing() -> None:
     plan = {"stem": ColwiseParallel(output_layouts=Replicate())}
     for error, _ in on_ranks(_refused, 2, Rounding, {"plan": plan}, {}):
         assert error["type"] == "nothing was raised", error
-
-
-class Routed(Attending):
-    """Experts instead of blocks; ranks may use different ones."""
-
-    def configure_model(self) -> None:
-        if self.net is None:
-            self.net = Experts(unused=True)
-        for name, style in (self.plan or {}).items():
-            parallelize_module(self.net, self.device_mesh["tensor"], {name: style})
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
-
-
-ROUTED = {"experts.*.up": ColwiseParallel(), "experts.*.down": RowwiseParallel()}
 
 
 def _comparisons(kind: type[Attending]) -> int:
