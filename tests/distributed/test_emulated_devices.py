@@ -42,23 +42,18 @@ def _close_worlds() -> Iterator[None]:
 def on_ranks(nprocs: int, fn: Callable[..., Any], *args: Any) -> list[Seen]:
     """Call ``fn(gpu, *args)`` on ranks with a device each; return the results and what the emulation recorded."""
     world = _worlds.setdefault(nprocs, World(nprocs, preload=preloaded()))
-    return world.run(_on_rank, fn, args, process_group=None, timeout=160.0)
+    return world.run(_on_rank, fn, args, nprocs, process_group=None, timeout=160.0)
 
 
-def on_new_ranks(fn: Callable[..., Any], *args: Any, devices: int = 2, visible: bool = True) -> list[Any]:
+def on_new_ranks(fn: Callable[..., Any], *args: Any, devices: int = 2, visible: bool = True) -> list[Seen]:
     """Call ``fn(gpu, *args)`` on two ranks, which end with it; if not ``visible``, each sees only its own device."""
-    return run_distributed(_on_new_rank, 2, fn, args, devices, visible, process_group=None, timeout=160.0)
+    return run_distributed(_on_rank, 2, fn, args, devices, visible, process_group=None, timeout=160.0)
 
 
-def _on_new_rank(fn: Callable[..., Any], args: tuple[Any, ...], devices: int, visible: bool) -> Any:
+def _on_rank(fn: Callable[..., Any], args: tuple[Any, ...], devices: int, visible: bool = True) -> Seen:
     if not visible:
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["RANK"]
     with emulated_cuda(devices) as gpu:
-        return seen(gpu, fn(gpu, *args))
-
-
-def _on_rank(fn: Callable[..., Any], args: tuple[Any, ...]) -> Seen:
-    with emulated_cuda(int(os.environ["WORLD_SIZE"])) as gpu:
         return seen(gpu, fn(gpu, *args))
 
 
@@ -238,11 +233,7 @@ def _syncs(gpu: EmulatedCuda, strategy: str, scalar: bool, settings: dict[str, A
 
 @pytest.mark.parametrize(
     ("strategy", "scalar", "settings"),
-    [
-        ("ddp", False, {"gradient_clip_val": 0.5}),
-        ("fsdp", False, {"gradient_clip_val": 0.5}),
-        ("fsdp", True, {}),
-    ],
+    [("ddp", False, {"gradient_clip_val": 0.5}), ("fsdp", False, {"gradient_clip_val": 0.5}), ("fsdp", True, {})],
 )
 def test_the_host_waits_no_more_often_for_more_steps(strategy: str, scalar: bool, settings: dict[str, Any]) -> None:
     # O-01

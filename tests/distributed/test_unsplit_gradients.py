@@ -142,17 +142,13 @@ class Closed(Opening):
 class Unfreezing(Attending):
     """Trains the norms of queries and keys from the second epoch."""
 
-    def configure_model(self) -> None:
-        super().configure_model()
-        self._train_norms(False)
+    def on_fit_start(self) -> None:
+        self.on_train_epoch_start()
 
     def on_train_epoch_start(self) -> None:
-        self._train_norms(self.trainer.current_epoch > 0)
-
-    def _train_norms(self, train: bool) -> None:
         for name, parameter in self.named_parameters():
             if name in NORMS:
-                parameter.requires_grad_(train)
+                parameter.requires_grad_(self.trainer.current_epoch > 0)
 
 
 def _refused(kind: type[Attending], options: dict[str, Any], settings: dict[str, Any]) -> Any:
@@ -170,34 +166,25 @@ def _names(error: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "cases"),
+    ("ranks", "kind", "options", "settings"),
     [
-        (
-            2,
-            [
-                (Attending, {}, {}),
-                (Attending, {"wrap": []}, {"precision": "bf16-mixed"}),
-                (Attending, {}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
-                (Attending, {"ignored": ["*query_norm*"]}, {}),
-                (Manual, {}, {}),
-            ],
-        ),
-        (
-            4,
-            [
-                (Attending, {}, {"precision": "16-mixed"}),
-                (Attending, {"sharding": "hybrid", "replicate_size": 2}, {}),
-                (Attending, {"cpu_offload": True}, {}),
-            ],
-        ),
+        (2, Attending, {}, {}),
+        (2, Attending, {"wrap": []}, {"precision": "bf16-mixed"}),
+        (2, Attending, {}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
+        (2, Attending, {"ignored": ["*query_norm*"]}, {}),
+        (2, Manual, {}, {}),
+        (4, Attending, {}, {"precision": "16-mixed"}),
+        (4, Attending, {"sharding": "hybrid", "replicate_size": 2}, {}),
+        (4, Attending, {"cpu_offload": True}, {}),
     ],
 )
-def test_norms_of_split_heads_are_refused_before_the_first_step(ranks: int, cases: list[Any]) -> None:  # P-07
-    for refused in on_ranks(each, ranks, _refused, *cases, timeout=150):
-        for error, step in refused:
-            assert _names(error) == NORMS
-            assert step == 0
-            assert "SequenceParallel(sequence_dim=2, use_local_output=True)" in error["text"]
+def test_norms_of_split_heads_are_refused_before_the_first_step(
+    ranks: int, kind: type[Attending], options: dict[str, Any], settings: dict[str, Any]
+) -> None:  # P-07
+    for error, step in on_ranks(_refused, ranks, kind, options, settings, timeout=150):
+        assert _names(error) == NORMS
+        assert step == 0
+        assert "SequenceParallel(sequence_dim=2, use_local_output=True)" in error["text"]
 
 
 def test_a_gradient_that_shows_nothing_is_compared_in_a_later_window() -> None:
