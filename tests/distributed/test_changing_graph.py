@@ -44,23 +44,16 @@ def _left_out() -> dict[tuple[str, str], tuple[dict[str, str], int, float, torch
     found = {}
     for kind, options in KINDS.items():
         for name, (at, ranks, window) in LEFT_OUT.items():
-            module, steps, began = Branching(at, ranks), 0, time.monotonic()
-            fit = quiet(
-                strategy=DDPStrategy(timeout=timedelta(seconds=20), **options),
-                max_epochs=2,
-                accumulate_grad_batches=window,
-            )
+            module, began = Branching(at, ranks), time.monotonic()
+            strategy = DDPStrategy(timeout=timedelta(seconds=20), **options)
+            fit = quiet(strategy=strategy, max_epochs=2, accumulate_grad_batches=window)
             with failing() as error:
                 fit.fit(module, loader(32, 4))
-            steps = fit.global_step
-            found[kind, name] = error, steps, time.monotonic() - began, weights(module)
+            found[kind, name] = error, fit.global_step, time.monotonic() - began, weights(module)
     return found
 
 
 def test_a_step_that_omits_a_parameter_is_refused_before_it_is_made() -> None:  # C-01, C-04
-    """Previously both ranks waited for the timeout if it happened at an epoch's end; replicas of a static run
-    diverged silently.
-    """
     ranks = on_ranks(_left_out, 2, process_group=None, timeout=120)
     for kind, name in ranks[0]:
         at, on, window = LEFT_OUT[name]

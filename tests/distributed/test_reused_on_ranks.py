@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
-import torch.distributed as dist
-from small_runs import FEATURES, Regression, about, data, global_batches, quiet, train_by_hand, weights
+from small_runs import Regression, about, data, each, global_batches, train_by_hand, trained, weights
 from torch.utils.data import DataLoader
 
+from oracle.check import check
+from oracle.program import Data, Program
 from worlds import on_ranks
 
-SIZE = 4
 
-
-class Own:
-    """A rank's own batches, all in the same memory."""
-
-    def __init__(self, counts: tuple[int, int]) -> None:
-        self.counts = counts
-
-    def __iter__(self) -> Iterator[Any]:
-        buffers = torch.empty(SIZE, FEATURES), torch.empty(SIZE, 1)
-        for batch in parts(dist.get_rank(), self.counts):
-            for buffer, value in zip(buffers, batch, strict=True):
-                buffer.numpy()[:] = value.numpy()
-            yield buffers
-
-
-class Going(Own):
-    """Has a state_dict of its position, so batches are not read ahead beyond the window."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Any) -> None:
-        raise AssertionError("nothing is resumed here")
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("fewest_on_rank_0", [False, True])
+def test_streams_that_reuse_memory_equal_the_plain_loop(accumulate: int, fewest_on_rank_0: bool) -> None:  # I-09
+    data = Data("reused", samples=14, fewest_on_rank_0=fewest_on_rank_0)
+    assert not check(Program("ddp", 2, data=data, accumulate=accumulate, epochs=2))
 
 
 class Collating:
-    """Collates into the same tensor every time."""
+    """Collates into the same tensors every time."""
 
     def __init__(self) -> None:
-        self.buffers = torch.empty(SIZE, FEATURES), torch.empty(SIZE, 1)
+        self.buffers = torch.empty(4, 4), torch.empty(4, 1)
 
     def __call__(self, samples: list[Any]) -> Any:
         pairs = zip(self.buffers, zip(*samples, strict=True), strict=True)
@@ -55,37 +37,14 @@ class Weighed(Regression):
         return len(batch[0])
 
 
-def parts(rank: int, counts: tuple[int, int]) -> list[Any]:
-    x, y = data(64).tensors
-    starts = range(rank * 32, rank * 32 + counts[rank] * SIZE, SIZE)
-    return [(x[start : start + SIZE], y[start : start + SIZE]) for start in starts]
+def _collated(kind: type[Regression], window: int) -> torch.Tensor:
+    loader = DataLoader(data(37), batch_size=4, collate_fn=Collating())
+    return trained(kind(), loader, strategy="ddp", accumulate_grad_batches=window)
 
 
-def _reused() -> dict[str, torch.Tensor]:
-    found = {}
-    for window in (1, 3):
-        for kind in (Own, Going):
-            module = Regression()
-            quiet(strategy="ddp", accumulate_grad_batches=window).fit(module, kind((3, 5)))
-            found[f"{kind.__name__}, {window}"] = weights(module)
-        for module in (Regression(), Weighed()):
-            loader = DataLoader(data(37), batch_size=SIZE, collate_fn=Collating())
-            quiet(strategy="ddp", accumulate_grad_batches=window).fit(module, loader)
-            found[f"{type(module).__name__}, {window}"] = weights(module)
-    return found
-
-
-def test_loaders_that_reuse_memory_are_correct_on_ranks() -> None:  # I-09
-    ranks = on_ranks(_reused, 2, process_group=None)
-    for window in (1, 3):
-        own = [parts(rank, (3, 5)) for rank in range(2)]
-        batches = []
-        for start in range(0, 5, window):
-            pieces = [batch for part in own for batch in part[start : start + window]]
-            batches.append(tuple(torch.cat([piece[position] for piece in pieces]) for position in range(2)))
-        streamed = weights(train_by_hand(Regression(), batches))
-        dealt = weights(train_by_hand(Regression(), global_batches(37, 2 * SIZE), window))
-        for found in ranks:
-            for name, reference in (("Own", streamed), ("Going", streamed), ("Regression", dealt), ("Weighed", dealt)):
-                case = f"{name}, {window}"
-                torch.testing.assert_close(found[case], reference, atol=1e-6, rtol=1e-5, msg=about(case))
+def test_a_collate_function_that_reuses_memory_trains_as_batches_of_their_own() -> None:  # I-09
+    cases = [(kind, window) for kind in (Regression, Weighed) for window in (1, 3)]
+    for found in on_ranks(each, 2, _collated, *cases, process_group=None):
+        for (kind, window), held in zip(cases, found, strict=True):
+            wanted = weights(train_by_hand(Regression(), global_batches(37, 8), window))
+            torch.testing.assert_close(held, wanted, atol=1e-6, rtol=1e-5, msg=about((kind.__name__, window)))

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from phased_training import Phased, Turns, by_hand, dealt, state, train
-from small_runs import failing
+from small_runs import each, failing
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.optim import lr_scheduler
 
 from captured_warnings import captured_warnings
-from drivetrain.precision import MixedPrecision
+from drivetrain._loops import trainables  # a rank that changes alone waits half a minute, and no setting shortens it
 from drivetrain_strategies import DDPStrategy, FSDPStrategy
+from oracle.check import check
+from oracle.program import Change, Data, Net, Program
 from worlds import on_ranks
 
 NEAR: dict[str, Any] = {"atol": 1e-6, "rtol": 1e-5}
@@ -43,16 +48,16 @@ PROGRAMS: dict[str, tuple[Turns, dict[str, Any]]] = {
     ),
 }
 
-KINDS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "static graph": {"static_graph": True},
-    "find unused": {"find_unused_parameters": True},
-}
+UNFROZEN: Turns = {("on_train_epoch_start", 3): "+body"}
+FEW = ["there and back", "before a step", "at a batch's end", "nothing trains at first", "two groups, in two hooks"]
+"""Both directions, within steps and between epochs, and groups."""
+MANUAL = ["unfrozen at an epoch's start", "there and back", "at a batch's end", "a group is added"]
 
-
-def reference(name: str, **options: Any) -> dict[str, torch.Tensor]:
-    turns, given = PROGRAMS[name]
-    return by_hand(Phased(turns, **{**given, **options}))
+UNITS: dict[str, Any] = {"wrap": [nn.Linear]}
+HYBRID: dict[str, Any] = {"sharding": "hybrid", "replicate_size": 2, "shard_size": 2, "wrap": []}
+TENSOR_PARALLEL: dict[str, Any] = {"tensor_parallel": 2, "wrap": []}
+STATIC: dict[str, Any] = {"static_graph": True}
+BODY = "('net.body.weight', 'net.body.bias' unfrozen"
 
 
 def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str) -> None:
@@ -61,157 +66,101 @@ def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert torch.allclose(found[name], value, **NEAR), f"{what}: {name} is {difference:.2e} off"
 
 
-# One device
+def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor], what: str) -> None:
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), f"{what}: {name} differs between ranks"
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_one_device_equals_the_hand_written_loop(name: str) -> None:  # I-03
-    turns, given = PROGRAMS[name]
+@pytest.mark.parametrize(
+    ("turns", "given"),
+    [
+        *[pytest.param(*program, id=name) for name, program in PROGRAMS.items()],
+        pytest.param({("training_step", 2): "+body", ("on_after_backward", 5): "-neck"}, {}, id="within a step"),
+    ],
+)
+def test_one_device_equals_the_hand_written_loop(turns: Turns, given: dict[str, Any]) -> None:  # I-03
     module = Phased(turns, **given)
     train(module, "single_device", 1)
-    assert_near(state(module), reference(name), name)
+    assert_near(state(module), by_hand(Phased(turns, **given)), "one device")
 
 
-def test_on_one_device_a_step_may_freeze() -> None:  # I-03: single device only
-    turns: Turns = {("training_step", 2): "+body", ("on_after_backward", 5): "-neck"}
-    module = Phased(turns)
-    train(module, "single_device", 1)
-    assert_near(state(module), by_hand(Phased(turns)), "within a step")
-
-
-# DDP
-
-
-def _replicas(names: list[str], kind: str, options: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+def _trained(
+    kind: Any, options: dict[str, Any], names: list[str], manual: bool = False
+) -> dict[str, dict[str, torch.Tensor]]:
     found = {}
     for name in names:
         turns, given = PROGRAMS[name]
-        module = Phased(turns, **{**given, **options})
-        train(module, DDPStrategy(**KINDS[kind]), 2)
+        module = Phased(turns, split="tensor_parallel" in options, manual=manual, **given)
+        train(module, kind(**options), dealt(options))
         found[name] = state(module)
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_replicas_stay_equal_and_equal_the_hand_written_loop(kind: str) -> None:  # I-03
-    """Previously replicas differed by 0.28 at the end: DDP only knew what trained when it was built."""
-    first, second = on_ranks(_replicas, 2, list(PROGRAMS), kind, {}, timeout=200)
-    for name in PROGRAMS:
-        for key, value in first[name].items():
-            difference = float((value - second[name][key]).abs().max())
-            assert torch.equal(value, second[name][key]), (
-                f"{kind}, {name}: replicas are {difference:.2e} apart in {key}"
-            )
-        assert_near(first[name], reference(name), f"{kind}, {name}")
-
-
-def test_replicas_in_manual_optimization() -> None:  # I-03
-    names = ["unfrozen at an epoch's start", "there and back", "at a batch's end", "a group is added"]
-    first, second = on_ranks(_replicas, 2, names, "plain", {"manual": True}, timeout=120)
-    for name in names:
-        assert all(torch.equal(value, second[name][key]) for key, value in first[name].items()), name
-        assert_near(first[name], reference(name), f"manual, {name}")
-
-
-def _windows(kind: Any, options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    module = Phased({("on_train_epoch_start", 2): "+body", ("on_train_epoch_start", 4): "-neck"})
-    train(module, kind(**options), 2, accumulate_grad_batches=2)
-    return state(module)
-
-
-WINDOWED: dict[str, tuple[Any, dict[str, Any]]] = {
-    **{kind: (DDPStrategy, options) for kind, options in KINDS.items()},
-    "shards": (FSDPStrategy, {"wrap": [nn.Linear]}),
-}
-
-
-@pytest.mark.parametrize("kind", WINDOWED)
-def test_under_accumulation(kind: str) -> None:  # I-03
-    """Windows of two micro-batches; an epoch's last window has one."""
-    module = Phased({("on_train_epoch_start", 2): "+body", ("on_train_epoch_start", 4): "-neck"})
-    train(module, "single_device", 1, accumulate_grad_batches=2)
-    first, second = on_ranks(_windows, 2, *WINDOWED[kind])
-    assert all(torch.equal(value, second[key]) for key, value in first.items())
-    assert_near(first, state(module), kind)
-
-
-# FSDP
-
-
-FEW = ["there and back", "before a step", "at a batch's end", "nothing trains at first", "two groups, in two hooks"]
-"""Both directions, within steps and between epochs, and groups: the hooks are the engine's, whatever shards."""
-
-SHARDED: dict[str, tuple[list[str], dict[str, Any], int, bool]] = {
-    "one unit": (FEW, {}, 2, False),
-    "a unit a layer": (list(PROGRAMS), {"wrap": [nn.Linear]}, 2, False),
-    "grad_op": (FEW, {"sharding": "grad_op", "wrap": [nn.Linear]}, 2, False),
-    "a layer whole": (FEW, {"ignored": ["net.body.*"]}, 2, False),
-    "hybrid": (FEW, {"sharding": "hybrid", "replicate_size": 2, "shard_size": 2, "wrap": []}, 4, False),
-    "tensor parallel": (FEW, {"tensor_parallel": 2, "wrap": []}, 4, True),
-}
-
-
-def _sharded(names: list[str], options: dict[str, Any], split: bool, more: dict[str, Any]) -> dict[str, Any]:
-    found = {}
+@pytest.mark.parametrize(
+    ("ranks", "kind", "options", "names", "manual"),
+    [
+        pytest.param(2, DDPStrategy, {}, list(PROGRAMS), False, id="ddp"),
+        pytest.param(2, DDPStrategy, STATIC, FEW, False, id="ddp, static graph"),
+        pytest.param(2, DDPStrategy, {"find_unused_parameters": True}, FEW, False, id="ddp, find unused"),
+        pytest.param(2, DDPStrategy, {}, MANUAL, True, id="ddp, manual"),
+        pytest.param(2, FSDPStrategy, {}, FEW, False, id="fsdp, one unit"),
+        pytest.param(2, FSDPStrategy, UNITS, list(PROGRAMS), False, id="fsdp, a unit a layer"),
+        pytest.param(2, FSDPStrategy, {"sharding": "grad_op", **UNITS}, FEW, False, id="fsdp, grad_op"),
+        pytest.param(2, FSDPStrategy, {"ignored": ["net.body.*"]}, FEW, False, id="fsdp, a layer whole"),
+        pytest.param(2, FSDPStrategy, UNITS, MANUAL, True, id="fsdp, manual"),
+        pytest.param(4, FSDPStrategy, HYBRID, FEW, False, id="hybrid"),
+        pytest.param(4, FSDPStrategy, TENSOR_PARALLEL, FEW, False, id="tensor parallel"),
+    ],
+)
+def test_ranks_stay_equal_and_equal_the_hand_written_loop(
+    ranks: int, kind: Any, options: dict[str, Any], names: list[str], manual: bool
+) -> None:  # I-03
+    first, *others = on_ranks(_trained, ranks, kind, options, names, manual, timeout=220)
     for name in names:
         turns, given = PROGRAMS[name]
-        module = Phased(turns, split=split, **{**given, **more})
-        train(module, FSDPStrategy(**options), dealt(options))
-        found[name] = state(module)
-    return found
+        assert_near(first[name], by_hand(Phased(turns, **given)), name)
+        for found in others:
+            assert_equal(first[name], found[name], name)
 
 
-@pytest.mark.parametrize("kind", SHARDED)
-def test_shards_equal_the_hand_written_loop(kind: str) -> None:  # I-03
-    names, options, ranks, split = SHARDED[kind]
-    results = on_ranks(_sharded, ranks, names, options, split, {}, timeout=220)
-    for name in names:
-        assert_near(results[0][name], reference(name), f"{kind}, {name}")
-        for found in results[1:]:
-            assert all(torch.equal(value, found[name][key]) for key, value in results[0][name].items()), name
+UNFREEZING = Program(
+    net=Net(frozen="body"),
+    data=Data(samples=12),
+    epochs=3,
+    changes=(Change(part="body"), Change("freeze", "head", epoch=2)),
+)
 
 
-def test_shards_in_manual_optimization() -> None:  # I-03
-    names = ["unfrozen at an epoch's start", "there and back", "at a batch's end", "a group is added"]
-    for found in on_ranks(_sharded, 2, names, {"wrap": [nn.Linear]}, False, {"manual": True}, timeout=120):
-        for name in names:
-            assert_near(found[name], reference(name), f"manual, {name}")
+@pytest.mark.parametrize(
+    ("strategy", "program"),
+    [
+        *[
+            pytest.param(strategy, replace(UNFREEZING, accumulate=2), id=f"{strategy}, windows")
+            for strategy in ("ddp", "ddp_static_graph", "fsdp")
+        ],
+        *[
+            pytest.param(strategy, replace(UNFREEZING, precision=precision), id=f"{strategy}, {precision}")
+            for strategy in ("ddp", "fsdp")
+            for precision in ("bf16-mixed", "bf16-true", "16-mixed")
+        ],
+    ],
+)
+def test_windows_and_lower_precisions_equal_the_plain_loop(strategy: str, program: Program) -> None:  # I-03
+    assert not check(replace(program, strategy=strategy, ranks=2))
 
 
-def _in_half(strategy: Any, ranks: int, precision: str) -> tuple[dict[str, torch.Tensor], set[torch.dtype]]:
+def _dtypes_of_gradients() -> set[torch.dtype]:
     class Looking(Phased):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             dtypes.update(one.grad.dtype for one in self.parameters() if one.grad is not None)
 
     dtypes: set[torch.dtype] = set()
-    module = Looking({("on_train_epoch_start", 3): "+body", ("on_train_epoch_start", 6): "-neck"}, adam=False)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)  # so that no step is skipped
-    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler) if precision == "16-mixed" else precision
-    train(module, strategy, ranks, precision=plugin)
-    return state(module), dtypes
+    train(Looking(UNFROZEN), FSDPStrategy(**UNITS), 2, precision="bf16-mixed")
+    return dtypes
 
 
-def _on_two_in_half(precision: str) -> dict[str, tuple[dict[str, torch.Tensor], set[torch.dtype]]]:
-    strategies = {"shards": FSDPStrategy(wrap=[nn.Linear]), "replicas": DDPStrategy()}
-    return {name: _in_half(strategy, 2, precision) for name, strategy in strategies.items()}
-
-
-@pytest.mark.parametrize(
-    ("precision", "dtype"),
-    [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16), ("16-mixed", torch.float32)],
-)
-def test_in_lower_precisions(precision: str, dtype: torch.dtype) -> None:  # I-03
-    """A unit that was frozen is reduced in the dtype of the others, which torch derives at the first forward."""
-    expected, _ = _in_half("single_device", 1, precision)
-    first, second = on_ranks(_on_two_in_half, 2, precision)
-    for kind, (found, dtypes) in first.items():
-        assert dtypes == {dtype}, kind
-        for name, value in expected.items():
-            assert torch.equal(found[name], second[kind][0][name]), (kind, name)
-            assert torch.allclose(found[name].float(), value.float(), atol=2e-2), (kind, name)
-
-
-# Refusals
+def test_a_unit_that_was_frozen_is_reduced_in_the_dtype_of_the_others() -> None:  # I-03
+    assert on_ranks(_dtypes_of_gradients, 2) == [{torch.float32}] * 2
 
 
 WITHIN: dict[str, tuple[Turns, dict[str, Any], dict[str, Any]]] = {
@@ -228,87 +177,89 @@ WITHIN: dict[str, tuple[Turns, dict[str, Any], dict[str, Any]]] = {
 
 
 class Counted(Phased):
-    """Counts the steps."""
+    """Counts the steps; with ``differ``, each rank makes another change."""
 
     steps = 0
+
+    def __init__(self, turns: Turns, differ: bool = False, **given: Any) -> None:
+        super().__init__(turns, **given)
+        self.differ = differ
+
+    def turn(self, turn: str, optimizer: Any) -> None:
+        super().turn("-neck" if self.differ and self.global_rank == 1 else turn, optimizer)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.steps = self.global_step
         super().on_train_batch_end(outputs, batch, batch_idx)
 
 
-def _refused(strategies: dict[str, Any], names: list[str]) -> dict[tuple[str, str], tuple[dict[str, str], int]]:
-    found = {}
-    for label, (kind, options) in strategies.items():
-        for name in names:
-            turns, given, settings = WITHIN[name]
-            if options.get("static_graph") and given.get("manual"):
-                continue
-            module = Counted(turns, split="tensor_parallel" in options, **given)
-            with failing() as error:
-                train(module, kind(**options), dealt(options), **settings)
-            found[label, name] = error, module.steps
-    return found
+def _refused(strategy: Any, options: dict[str, Any], turns: Turns, given: Any, settings: Any) -> Any:
+    """Train; return the error and the number of steps made."""
+    module = Counted(turns, split="tensor_parallel" in options, **given)
+    with failing() as error:
+        train(module, strategy if isinstance(strategy, str) else strategy(**options), dealt(options), **settings)
+    return error, module.steps
 
 
-def _check_refused(strategies: dict[str, Any], ranks: int = 2, names: Iterable[str] = ()) -> None:
-    every = list(names) or list(WITHIN)
-    for found in on_ranks(_refused, ranks, strategies, every, process_group=None, timeout=200):
-        for (label, name), (error, steps) in found.items():
-            assert error["type"] in ("ConfigurationError", "RankFailedError"), (label, name, error)
-            assert "within training_step or an open accumulation window" in error["text"], (label, name, error)
-            ((place, step), turn), *_ = WITHIN[name][0].items()
+@pytest.mark.parametrize(
+    ("ranks", "kind", "options", "names"),
+    [
+        pytest.param(2, DDPStrategy, {}, list(WITHIN), id="ddp"),
+        pytest.param(2, DDPStrategy, STATIC, list(WITHIN)[:-2], id="ddp, static graph"),
+        pytest.param(2, DDPStrategy, {"find_unused_parameters": True}, list(WITHIN)[-3:], id="ddp, find unused"),
+        pytest.param(2, FSDPStrategy, {}, list(WITHIN)[:-2], id="fsdp, one unit"),
+        pytest.param(2, FSDPStrategy, UNITS, list(WITHIN), id="fsdp, a unit a layer"),
+        pytest.param(4, FSDPStrategy, HYBRID, ["unfrozen in training_step", "in an open window"], id="hybrid"),
+        pytest.param(4, FSDPStrategy, TENSOR_PARALLEL, ["unfrozen in training_step"], id="tensor parallel"),
+    ],
+)
+def test_a_change_within_a_window_is_refused(
+    ranks: int, kind: Any, options: dict[str, Any], names: list[str]
+) -> None:  # I-03
+    cases = [(kind, options, *WITHIN[name]) for name in names]
+    for found in on_ranks(each, ranks, _refused, *cases, process_group=None, timeout=200):
+        for name, (error, steps) in zip(names, found, strict=True):
+            assert error["type"] in ("ConfigurationError", "RankFailedError"), (name, error)
+            assert "within training_step or an open accumulation window" in error["text"], (name, error)
+            ((_, step), turn), *_ = WITHIN[name][0].items()
             layer = "head" if turn == "new" else turn[1:]
-            assert f"'net.{layer}.weight', 'net.{layer}.bias'" in error["text"], (label, name, error)
-            assert steps == step, (label, name, place)
+            assert f"'net.{layer}.weight', 'net.{layer}.bias'" in error["text"], (name, error)
+            assert steps == step, name
 
 
-def test_a_change_within_a_window_is_refused_under_ddp() -> None:  # I-03
-    _check_refused({kind: (DDPStrategy, options) for kind, options in KINDS.items()})
-
-
-def _on_one_rank(kind: Any, options: dict[str, Any], turns: Turns) -> dict[str, str]:
-    from datetime import timedelta
-
-    from drivetrain._loops import trainables
-
-    before, trainables._CHANGE_TIMEOUT = trainables._CHANGE_TIMEOUT, timedelta(seconds=2)
+def _on_one_rank(kind: Any, options: dict[str, Any], place: str) -> dict[str, str]:
+    before, trainables._CHANGE_TIMEOUT = trainables._CHANGE_TIMEOUT, timedelta(seconds=1)
+    module = Phased({(place, 3): "+body"}, only_on=1, split="tensor_parallel" in options)
     try:
         with failing() as error:
-            train(Phased(turns, only_on=1, split="tensor_parallel" in options), kind(**options), dealt(options))
+            train(module, kind(**options), dealt(options))
     finally:
         trainables._CHANGE_TIMEOUT = before
     return error
 
 
-@pytest.mark.parametrize("place", ["on_train_epoch_start", "on_train_batch_end"])
-def test_a_change_on_one_rank_is_named_under_ddp(place: str) -> None:  # I-03
-    for error in on_ranks(_on_one_rank, 2, DDPStrategy, {}, {(place, 3): "+body"}, process_group=None):
+@pytest.mark.parametrize(
+    ("kind", "options", "place", "absent"),
+    [
+        pytest.param(DDPStrategy, {}, "on_train_epoch_start", "[0]", id="ddp, epoch"),
+        pytest.param(DDPStrategy, {}, "on_train_batch_end", "[0]", id="ddp, batch"),
+        pytest.param(FSDPStrategy, {}, "on_train_epoch_start", "[0]", id="fsdp"),
+        pytest.param(FSDPStrategy, HYBRID, "on_train_epoch_start", "[0, 2, 3]", id="hybrid"),
+    ],
+)
+def test_a_change_on_one_rank_is_named(kind: Any, options: dict[str, Any], place: str, absent: str) -> None:  # I-03
+    ranks = 4 if options else 2
+    for error in on_ranks(_on_one_rank, ranks, kind, options, place, process_group=None):
         assert error["type"] in ("AbsentRanksError", "RankFailedError", "DistributedError"), error
-        assert "a change of the trainable parameters ('net.body.weight', 'net.body.bias' unfrozen" in error["text"], (
-            error
-        )
-        assert "rank(s) [0]" in error["text"], error
-
-
-def _differently(kind: Any, options: dict[str, Any]) -> dict[str, str]:
-    class Differing(Phased):
-        def turn(self, turn: str, optimizer: Any) -> None:
-            super().turn("+body" if self.global_rank == 0 else "-neck", optimizer)
-
-    with failing() as error:
-        train(Differing({("on_train_epoch_start", 3): "."}), kind(**options), 2)
-    return error
+        assert f"a change of the trainable parameters {BODY}" in error["text"], error
+        assert f"rank(s) {absent}" in error["text"], error
 
 
 def test_different_changes_are_named_with_their_ranks() -> None:  # I-03
-    for error in on_ranks(_differently, 2, DDPStrategy, {}, process_group=None):
+    for error, _ in on_ranks(_refused, 2, DDPStrategy, {}, UNFROZEN, {"differ": True}, {}, process_group=None):
         assert "\"a change of the trainable parameters ('net.body.weight'" in error["text"], error
         assert "on rank(s) [0]; \"a change of the trainable parameters ('net.neck.weight'" in error["text"], error
         assert "on rank(s) [1]" in error["text"], error
-
-
-# Layers created during the run
 
 
 class Headed(Phased):
@@ -316,68 +267,59 @@ class Headed(Phased):
 
     def turn(self, turn: str, optimizer: Any) -> None:
         with torch.random.fork_rng():
-            torch.manual_seed(100 + self.rank_of_values)
+            torch.manual_seed(100 + (0 if self._trainer is None else self.global_rank))
             super().turn("new", optimizer)
         optimizer = self.optimizers() if optimizer is None else optimizer
         optimizer.add_param_group({"params": list(self.net.head.parameters()), "lr": 0.01})
 
-    @property
-    def rank_of_values(self) -> int:
-        return self.global_rank if self._trainer is not None else 0
 
-
-def _created(kind: str) -> dict[str, torch.Tensor]:
-    module = Headed({("on_train_epoch_start", 3): "."})
-    train(module, DDPStrategy(**KINDS[kind]), 2)
+def _train_headed(options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    module = Headed(UNFROZEN)
+    train(module, DDPStrategy(**options), 2)
     return state(module)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_created_in_mid_run_is_rank_0s(kind: str) -> None:  # I-03
-    first, second = on_ranks(_created, 2, kind)
-    assert all(torch.equal(value, second[key]) for key, value in first.items())
-    assert_near(first, by_hand(Headed({("on_train_epoch_start", 3): "."})), kind)
+@pytest.mark.parametrize("options", [{}, STATIC, {"find_unused_parameters": True}], ids=str)
+def test_a_layer_created_in_mid_run_has_the_values_of_rank_0(options: dict[str, Any]) -> None:  # I-03
+    first, second = on_ranks(_train_headed, 2, options)
+    assert_equal(first, second, "created")
+    assert_near(first, by_hand(Headed(UNFROZEN)), "created")
 
 
-# Communication hooks
+@pytest.mark.parametrize("options", [{}, HYBRID, TENSOR_PARALLEL], ids=["fsdp", "hybrid", "tensor parallel"])
+def test_a_layer_created_in_mid_run_is_refused_under_fsdp(options: dict[str, Any]) -> None:  # I-03
+    turns: Turns = {("on_train_epoch_start", 3): "new"}
+    for error, _ in on_ranks(_refused, 4 if options else 2, FSDPStrategy, options, turns, {}, {}, process_group=None):
+        assert error["type"] in ("ConfigurationError", "RankFailedError")
+        assert "A layer was created within a run, under FSDP: 'net.head.weight', 'net.head.bias'" in error["text"]
 
 
-def _hooked(hook: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    module = Phased({("on_train_epoch_start", 3): "+body"})
+def _train_hooked(hook: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    if hook == "a state of the user's":
+        hook = (powerSGD_hook.PowerSGDState(process_group=None), powerSGD_hook.powerSGD_hook)
+    module = Phased(UNFROZEN)
     with failing() as error:
-        if hook == "a state of one's own":
-            from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-            hook = (powerSGD_hook.PowerSGDState(process_group=None), powerSGD_hook.powerSGD_hook)
         train(module, DDPStrategy(comm_hook=hook), 2)
     return state(module), error
 
 
-def test_a_named_hook_restarts_and_a_user_defined_state_is_refused() -> None:  # I-03
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    for hook in ("powersgd", default_hooks.allreduce_hook):
-        (first, error), (second, _) = on_ranks(_hooked, 2, hook)
+def test_a_communication_hook_restarts_after_a_change_unless_the_user_holds_its_state() -> None:  # I-03
+    cases = [("powersgd",), (default_hooks.allreduce_hook,), ("a state of the user's",)]
+    first, second = on_ranks(each, 2, _train_hooked, *cases, process_group=None)
+    for (found, error), (other, _) in list(zip(first, second, strict=True))[:2]:
         assert error["text"] == ""
-        assert all(torch.equal(value, second[key]) for key, value in first.items())
-        assert_near(first, by_hand(Phased({("on_train_epoch_start", 3): "+body"})), str(hook))
-    for _, error in on_ranks(_hooked, 2, "a state of one's own", process_group=None):
+        assert_equal(found, other, "hooked")
+        assert_near(found, by_hand(Phased(UNFROZEN)), "hooked")
+    for *_, (_, error) in (first, second):
         assert "with a comm_hook that has a PowerSGDState" in error["text"], error
 
 
-# Messages
-
-
 def test_a_trainable_parameter_in_no_optimizer_is_named_once() -> None:  # I-03
+    module = Phased({**UNFROZEN, ("on_train_epoch_start", 6): "-neck"}, held="neck head")
     with captured_warnings() as lines:
-        train(
-            Phased({("on_train_epoch_start", 3): "+body", ("on_train_epoch_start", 6): "-neck"}, held="neck head"),
-            "single_device",
-            1,
-        )
-    found = [line for line in lines if "in no optimizer" in line]
-    assert len(found) == 1
-    assert "'net.body.weight', 'net.body.bias'" in found[0]
+        train(module, "single_device", 1)
+    (found,) = [line for line in lines if "in no optimizer" in line]
+    assert "'net.body.weight', 'net.body.bias'" in found
 
 
 def test_nothing_is_left_on_the_optimizer_or_in_torch() -> None:
@@ -386,142 +328,40 @@ def test_nothing_is_left_on_the_optimizer_or_in_torch() -> None:
         torch.nn.modules.module._global_parameter_registration_hooks,
     )
     before = [len(hooks) for hooks in registered]
-    module = Phased({})
-    fit = train(module, "single_device", 1)
+    fit = train(Phased({}), "single_device", 1)
     assert [len(hooks) for hooks in registered] == before
     assert "add_param_group" not in vars(fit.optimizers[0])
 
 
-def test_a_change_within_a_window_is_refused_under_fsdp() -> None:  # I-03
-    _check_refused({"one unit": (FSDPStrategy, {}), "units": (FSDPStrategy, {"wrap": [nn.Linear]})})
-
-
-def test_a_change_on_one_rank_is_named_under_fsdp() -> None:  # I-03: previously a hang
-    for error in on_ranks(
-        _on_one_rank, 2, FSDPStrategy, {}, {("on_train_epoch_start", 3): "+body"}, process_group=None
-    ):
-        assert "a change of the trainable parameters ('net.body.weight', 'net.body.bias' unfrozen" in error["text"], (
-            error
-        )
-        assert "rank(s) [0]" in error["text"], error
-
-
-def _created_under(kind: Any, options: dict[str, Any]) -> dict[str, str]:
-    with failing() as error:
-        split = "tensor_parallel" in options
-        train(Phased({("on_train_epoch_start", 3): "new"}, split=split), kind(**options), dealt(options))
-    return error
-
-
-def test_a_layer_created_in_mid_run_is_refused_under_fsdp() -> None:  # I-03: previously each rank trained its own
-    for error in on_ranks(_created_under, 2, FSDPStrategy, {}, process_group=None):
-        assert error["type"] in ("ConfigurationError", "RankFailedError")
-        assert "A layer was created within a run, under FSDP: 'net.head.weight', 'net.head.bias'" in error["text"]
-
-
-def _refused_on_four(kinds: list[str]) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    options = [SHARDED[kind][1] for kind in kinds]
-    created = [_created_under(FSDPStrategy, one) for one in options]
-    return created, [_on_one_rank(FSDPStrategy, one, {("on_train_epoch_start", 3): "+body"}) for one in options]
-
-
-def test_fsdps_refusals_apply_to_hybrids_and_tensor_parallelism() -> None:  # I-03
-    kinds = ["hybrid", "tensor parallel"]
-    names = ["unfrozen in training_step", "in an open window"]
-    _check_refused({kind: (FSDPStrategy, SHARDED[kind][1]) for kind in kinds}, 4, names)
-    for every, alone in on_ranks(_refused_on_four, 4, kinds, process_group=None, timeout=120):
-        for created in every:
-            assert "A layer was created within a run, under FSDP: 'net.head.weight', 'net.head.bias'" in created["text"]
-        for differing in alone:
-            assert (
-                "a change of the trainable parameters ('net.body.weight', 'net.body.bias' unfrozen" in differing["text"]
-            )
-
-
-# Toggling
-
-
-class Toggling(Phased):
-    """Two optimizers that take turns; with ``leaves``, the second one's toggle is left open at the second step."""
-
-    def __init__(self, leaves: bool) -> None:
-        super().__init__({}, manual=True, frozen="")
-        self.leaves, self.steps = leaves, 0
-
-    def configure_optimizers(self) -> Any:
-        halves = ([*self.net.body.parameters(), *self.net.neck.parameters()], [*self.net.head.parameters()])
-        return [torch.optim.SGD(half, lr=0.05) for half in halves]
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        for optimizer in self.optimizers():
-            self.toggle = toggle = self.toggled_optimizer(optimizer)
-            toggle.__enter__()
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            optimizer.step()
-            self.steps += 1
-            if not (self.leaves and self.steps == 4):
-                toggle.__exit__(None, None, None)
-
-
-def _toggled(kind: str) -> tuple[dict[str, torch.Tensor], dict[str, str], int]:
-    strategies = {"replicas": DDPStrategy, "shards": FSDPStrategy}
-    whole, left = Toggling(False), Toggling(True)
-    train(whole, strategies[kind](), 2)
-    with failing() as error:
-        train(left, strategies[kind](), 2)
-    return state(whole), error, left.steps
-
-
-@pytest.mark.parametrize("kind", ["replicas", "shards"])
-def test_toggles_may_change_what_trains_but_must_be_closed(kind: str) -> None:  # I-03
-    expected = Toggling(False)
-    train(expected, "single_device", 1)
-    for weights, error, steps in on_ranks(_toggled, 2, kind, process_group=None):
-        assert_near(weights, state(expected), kind)
-        assert "'net.body.weight', 'net.body.bias', 'net.neck.weight', 'net.neck.bias' was changed" in error["text"]
-        assert "toggle" in error["text"].split("Fix:")[1], error
-        assert steps == 4
-
-
-# Groups
-
-
-SCHEDULERS: dict[str, Any] = {
-    "LambdaLR": lambda one: torch.optim.lr_scheduler.LambdaLR(one, lambda epoch: 0.9**epoch),
-    "MultiplicativeLR": lambda one: torch.optim.lr_scheduler.MultiplicativeLR(one, lambda epoch: 0.9),
-    "OneCycleLR": lambda one: torch.optim.lr_scheduler.OneCycleLR(one, 0.1, total_steps=20),
-    "CyclicLR": lambda one: torch.optim.lr_scheduler.CyclicLR(one, 0.01, 0.1, cycle_momentum=False),
-    "CosineAnnealingWarmRestarts": lambda one: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(one, 3),
-    "SequentialLR": lambda one: torch.optim.lr_scheduler.SequentialLR(
-        one, [torch.optim.lr_scheduler.ConstantLR(one), torch.optim.lr_scheduler.ExponentialLR(one, 0.9)], [2]
-    ),
-    "ReduceLROnPlateau": lambda one: torch.optim.lr_scheduler.ReduceLROnPlateau(one, min_lr=[1e-4]),
-    "StepLR": lambda one: torch.optim.lr_scheduler.StepLR(one, 2),
-    "ExponentialLR": lambda one: torch.optim.lr_scheduler.ExponentialLR(one, 0.9),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_scheduler_that_cannot_handle_a_new_group_is_refused(name: str) -> None:  # I-03
+@pytest.mark.parametrize(
+    ("build", "refused"),
+    [
+        (lambda one: lr_scheduler.LambdaLR(one, lambda epoch: 0.9**epoch), "LambdaLR"),
+        (lambda one: lr_scheduler.MultiplicativeLR(one, lambda epoch: 0.9), "MultiplicativeLR"),
+        (lambda one: lr_scheduler.OneCycleLR(one, 0.1, total_steps=20), "OneCycleLR"),
+        (lambda one: lr_scheduler.CyclicLR(one, 0.01, 0.1, cycle_momentum=False), "CyclicLR"),
+        (lambda one: lr_scheduler.CosineAnnealingWarmRestarts(one, 3), "CosineAnnealingWarmRestarts"),
+        (lambda one: lr_scheduler.SequentialLR(one, [lr_scheduler.StepLR(one, 2)] * 2, [2]), "SequentialLR"),
+        (lambda one: lr_scheduler.ReduceLROnPlateau(one, min_lr=[1e-4]), "ReduceLROnPlateau"),
+        (lambda one: lr_scheduler.StepLR(one, 2), ""),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_scheduler_that_cannot_handle_a_new_group_is_refused(build: Any, refused: str) -> None:  # I-03
     class Scheduled(Phased):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            self.log("loss", loss)
-            return loss
+        def on_after_backward(self) -> None:
+            self.log("loss", 1.0)
 
         def configure_optimizers(self) -> Any:
             optimizer = super().configure_optimizers()
-            return [optimizer], [{"scheduler": SCHEDULERS[name](optimizer), "interval": "step", "monitor": "loss"}]
+            return [optimizer], [{"scheduler": build(optimizer), "interval": "step", "monitor": "loss"}]
 
     module = Scheduled({("on_train_epoch_start", 3): "+body body"}, held="neck head")
-    steps: list[int] = []
+    steps = 0
     with failing() as error:
-        steps.append(train(module, "single_device", 1).global_step)
-    if name in ("StepLR", "ExponentialLR"):
-        assert (error["text"], steps) == ("", [9])
-    else:
-        assert f"add_param_group on AdamW, whose scheduler is a {name}." in error["text"]
+        steps = train(module, "single_device", 1).global_step
+    assert (f"add_param_group on AdamW, whose scheduler is a {refused}." in error["text"]) == bool(refused)
+    assert steps == (0 if refused else 9)
 
 
 def test_a_group_of_foreign_parameters_is_refused_and_not_added() -> None:
@@ -538,46 +378,25 @@ def test_a_group_of_foreign_parameters_is_refused_and_not_added() -> None:
 
 @pytest.mark.parametrize("kind", [DDPStrategy, FSDPStrategy])
 def test_a_group_within_a_window_is_refused(kind: Any) -> None:  # I-03
-    for error in on_ranks(_adding_within, 2, kind, process_group=None):
+    case: Any = (kind, {}, {("training_step", 3): "body"}, {"held": "neck head"}, {})
+    for error, _ in on_ranks(_refused, 2, *case, process_group=None):
         assert "add_param_group within training_step or an open accumulation window" in error["text"], error
 
 
-def _adding_within(kind: Any) -> dict[str, str]:
-    with failing() as error:
-        train(Phased({("training_step", 3): "body"}, held="neck head"), kind(), 2)
-    return error
-
-
-# ZeRO
-
-
-def _by_zero(stage: int, turns: Turns, given: dict[str, Any]) -> tuple[dict[str, str], int]:
-    module = Counted(turns, **given)
-    with failing() as error:
-        train(module, f"deepspeed_stage_{stage}", 2)
-    return error, module.steps
-
-
-ZERO: dict[str, tuple[Turns, dict[str, Any], str]] = {
-    "unfrozen": (
-        {("on_train_epoch_start", 3): "+body"},
-        {},
-        "2 parameter(s) were unfrozen within a run, under DeepSpeed: 'net.body.weight', 'net.body.bias'",
-    ),
-    "frozen": ({("on_train_epoch_start", 3): "-neck"}, {"frozen": ""}, "2 parameter(s) were frozen within a run"),
-    "a group": ({("on_train_epoch_start", 3): "+body body"}, {"held": "neck head"}, "add_param_group on "),
-    "a layer": ({("on_train_epoch_start", 3): "new"}, {}, "A layer was created within a run, under DeepSpeed"),
-    "within a step": ({("training_step", 3): "+body"}, {}, "was changed within training_step or an open"),
-}
+ZERO: list[tuple[Turns, dict[str, Any], str]] = [
+    (UNFROZEN, {}, "2 parameter(s) were unfrozen within a run, under DeepSpeed: 'net.body.weight', 'net.body.bias'"),
+    ({("on_train_epoch_start", 3): "-neck"}, {"frozen": ""}, "2 parameter(s) were frozen within a run"),
+    ({("on_train_epoch_start", 3): "+body body"}, {"held": "neck head"}, "add_param_group on "),
+    ({("on_train_epoch_start", 3): "new"}, {}, "A layer was created within a run, under DeepSpeed"),
+    ({("training_step", 3): "+body"}, {}, "was changed within training_step or an open"),
+]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_refuses_a_change_by_name_before_a_wrong_step(stage: int) -> None:  # I-03
-    """Previously its engine silently did not train the layer, and a group ended in an IndexError when the engine was
-    destroyed.
-    """
-    for turns, given, words in ZERO.values():
-        for error, steps in on_ranks(_by_zero, 2, stage, turns, given, process_group=None, timeout=120):
+    cases: Any = [(f"deepspeed_stage_{stage}", {}, turns, given, {}) for turns, given, _ in ZERO]
+    for found in on_ranks(each, 2, _refused, *cases, process_group=None, timeout=120):
+        for (error, steps), (*_, words) in zip(found, ZERO, strict=True):
             assert error["type"] in ("ConfigurationError", "RankFailedError"), error
             assert words in error["text"], error
             assert steps == 3

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from phased_training import EPOCHS, GLOBAL, SAMPLES, Phased, Turns, by_hand, dealt, state
+from phased_training import EPOCHS, GLOBAL, SAMPLES, Phased, Turns, by_hand, dealt, state, train
 from small_runs import loader, quiet
 from test_trainables import NEAR, assert_near
 from torch import nn
@@ -24,16 +22,14 @@ PROGRAMS: dict[str, tuple[Turns, dict[str, Any]]] = {
     "unfrozen": ({("on_train_epoch_start", 3): "+body"}, {}),
     "frozen": ({("on_train_epoch_start", 3): "-neck"}, {"frozen": ""}),
     "a group": ({("on_train_epoch_start", 3): "+body body"}, {"held": "neck head"}),
-    "two groups": (
-        {("on_train_epoch_start", 3): "+body body +neck neck"},
-        {"held": "head", "frozen": "body neck"},
-    ),
+    "two groups": ({("on_train_epoch_start", 3): "+body body +neck neck"}, {"held": "head", "frozen": "body neck"}),
     "what trains, as a filter": ({("on_train_epoch_start", 3): "+body body"}, {"held": "filter"}),
     "a group, by the step": ({("on_train_batch_end", 4): "+body body"}, {"held": "neck head"}),
 }
 """The turn is taken before the save, in the second epoch, and the resumed run knows nothing of it."""
 
-AT: dict[str, int] = {"the epoch's end": 6, "within it": 5}
+STEPS = (6, 5)
+"""Steps at which a checkpoint is saved: at the epoch's end, and within it."""
 
 
 class Filtered(Phased):
@@ -42,9 +38,8 @@ class Filtered(Phased):
     def configure_optimizers(self) -> Any:
         if self.held != "filter":
             return super().configure_optimizers()
-        return torch.optim.AdamW(
-            [one for one in self.parameters() if one.requires_grad], lr=0.02, eps=1e-5, weight_decay=0.1
-        )
+        trainable = [one for one in self.parameters() if one.requires_grad]
+        return torch.optim.AdamW(trainable, lr=0.02, eps=1e-5, weight_decay=0.1)
 
 
 class SaveAt(Callback):
@@ -56,102 +51,68 @@ class SaveAt(Callback):
             trainer.save_checkpoint(self.path)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "ddp": {},
-    "static graph": {"static_graph": True},
-    "fsdp": {"wrap": [nn.Linear]},
-    "hybrid": {"sharding": "hybrid", "replicate_size": 2, "shard_size": 2, "wrap": []},
-    "fsdp x tp": {"tensor_parallel": 2, "wrap": []},
+STRATEGIES: dict[str, tuple[int, Any, dict[str, Any]]] = {
+    "ddp": (2, DDPStrategy, {}),
+    "static graph": (2, DDPStrategy, {"static_graph": True}),
+    "fsdp": (2, FSDPStrategy, {"wrap": [nn.Linear]}),
+    "hybrid": (4, FSDPStrategy, {"sharding": "hybrid", "replicate_size": 2, "shard_size": 2, "wrap": []}),
+    "fsdp x tp": (4, FSDPStrategy, {"tensor_parallel": 2, "wrap": []}),
 }
-REPLICAS = ("ddp", "static graph")
-
-
-def strategy_of(name: str) -> tuple[Any, int]:
-    """Return a strategy, and the number of ranks among which the data is dealt."""
-    options = OPTIONS.get(name)
-    if options is None:
-        return name, dealt({})
-    return (DDPStrategy if name in REPLICAS else FSDPStrategy)(**options), dealt(options)
+"""By name, the number of ranks and the strategy; other names are those of `Fit`."""
 
 
 def _run(
-    name: str, turns: Turns, given: dict[str, Any], save: tuple[int, str] | None, resume: str | None, stop: int = -1
+    name: str, turns: Turns, given: dict[str, Any], save: tuple[int, str] | None = None, resume: str | None = None
 ) -> dict[str, torch.Tensor]:
-    strategy, parts = strategy_of(name)
+    """Train and save at a step, or resume and train to the end."""
+    _, kind, options = STRATEGIES.get(name, (0, None, {}))
     module = Filtered(turns, split="tp" in name, **given)
-    callbacks = [] if save is None else [SaveAt(*save)]
-    fit = quiet(strategy=strategy, max_epochs=EPOCHS, max_steps=stop, callbacks=callbacks)
-    fit.fit(module, loader(SAMPLES, GLOBAL // parts), ckpt_path=resume)
-    assert fit.global_step == (stop if stop > 0 else 9)
+    stop, callbacks = (-1, []) if save is None else (save[0], [SaveAt(*save)])
+    fit = quiet(strategy=kind(**options) if kind else name, max_epochs=EPOCHS, max_steps=stop, callbacks=callbacks)
+    fit.fit(module, loader(SAMPLES, GLOBAL // dealt(options)), ckpt_path=resume)
+    assert fit.global_step == (9 if save is None else stop)
     return state(module)
 
 
-def _places(names: list[str]) -> list[tuple[str, str]]:
-    return [(name, label) for name in names for label in AT]
-
-
 def _saved(names: list[str], strategy: str, folder: str) -> None:
-    for name, label in _places(names):
-        turns, given = PROGRAMS[name]
-        _run(strategy, turns, given, (AT[label], f"{folder}/{name} {label}"), None, AT[label])
+    for name in names:
+        for step in STEPS:
+            turns, given = PROGRAMS[name]
+            _run(strategy, turns, given, (step, f"{folder}/{name} {step}"))
 
 
-def _resumed(names: list[str], strategy: str, folder: str) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
+def _resumed(names: list[str], strategy: str, folder: str) -> dict[tuple[str, int], dict[str, torch.Tensor]]:
     return {
-        (name, label): _run(strategy, {}, PROGRAMS[name][1], None, f"{folder}/{name} {label}")
-        for name, label in _places(names)
+        (name, step): _run(strategy, {}, PROGRAMS[name][1], None, f"{folder}/{name} {step}")
+        for name in names
+        for step in STEPS
     }
 
 
 def _on(strategy: str, fn: Any, *args: Any) -> Any:
     if strategy == "single_device":
         return fn(*args)
-    return on_ranks(fn, 4 if strategy in ON_FOUR else 2, *args, timeout=240)[0]
+    return on_ranks(fn, STRATEGIES.get(strategy, (2,))[0], *args, process_group=None, timeout=240)[0]
 
 
-ON_FOUR = ("hybrid", "fsdp x tp")
-
-PAIRS = [
-    ("single_device", "single_device"),
-    ("single_device", "ddp"),
-    ("ddp", "ddp"),
-    ("ddp", "fsdp"),
-    ("fsdp", "fsdp"),
-    ("fsdp", "single_device"),
-    ("fsdp x tp", "fsdp x tp"),
-    ("fsdp x tp", "static graph"),
-    ("single_device", "fsdp x tp"),
-    ("fsdp x tp", "hybrid"),
-    ("hybrid", "single_device"),
-]
-
-FEW = ["frozen", "two groups"]
-"""The programs that are run where there are four ranks, and where another strategy goes on."""
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Return a function that gives the folder of a strategy's checkpoints, which are written once."""
-
-    @cache
-    def folder(strategy: str) -> str:
-        path = str(tmp_path_factory.mktemp("saved"))
-        _on(strategy, _saved, FEW if strategy in ON_FOUR else list(PROGRAMS), strategy, path)
-        return path
-
-    return folder
-
-
-@pytest.mark.parametrize(("before", "after"), PAIRS)
+@pytest.mark.parametrize(
+    ("before", "after", "names"),
+    [
+        ("single_device", "single_device", list(PROGRAMS)),
+        ("single_device", "fsdp x tp", ["frozen", "two groups"]),
+        ("ddp", "fsdp", ["frozen", "two groups", "what trains, as a filter"]),
+        ("fsdp", "ddp", ["frozen", "two groups", "a group, by the step"]),
+        ("fsdp x tp", "hybrid", ["frozen", "two groups"]),
+        ("hybrid", "static graph", ["frozen", "two groups"]),
+    ],
+)
 def test_a_resumed_run_has_the_trainable_parameters_of_the_saved_one(
-    before: str, after: str, saved: Callable[[str], str]
+    before: str, after: str, names: list[str], tmp_path: Path
 ) -> None:  # I-03
-    """Previously it was refused with "2 saved groups against 1", and unfrozen parameters were silently frozen again."""
-    names = list(PROGRAMS) if before == after and after not in ON_FOUR else FEW
-    found = _on(after, _resumed, names, after, saved(before))
-    for (name, label), weights in found.items():
+    _on(before, _saved, names, before, str(tmp_path))
+    for (name, step), weights in _on(after, _resumed, names, after, str(tmp_path)).items():
         turns, given = PROGRAMS[name]
-        assert_near(weights, by_hand(Filtered(turns, **given)), f"{before} to {after}, {name}, {label}")
+        assert_near(weights, by_hand(Filtered(turns, **given)), f"{before} to {after}, {name}, {step}")
 
 
 # As in a run that freezes at the start, and unfreezes later.
@@ -161,7 +122,7 @@ GIVEN: dict[str, Any] = {"held": "neck head", "frozen": ""}
 
 def _frozen_again(strategy: str, path: str) -> list[tuple[dict[str, torch.Tensor], list[str]]]:
     """Save; resume with a hook that freezes again, and with one that adds an existing group."""
-    _run(strategy, BEGUN, GIVEN, (6, path), None, 6)
+    _run(strategy, BEGUN, GIVEN, (6, path))
     found = []
     for turn in ("-body", "body"):
         with captured_warnings() as lines:
@@ -182,11 +143,9 @@ def test_freezing_at_the_start_of_a_resumed_run_is_undone_with_a_warning(strateg
 
 
 def test_groups_of_zero_resume_under_other_strategies(tmp_path: Path) -> None:
-    """Frozen parameters are not in ZeRO's flat tensors, and stay in the optimizer of a run resumed from its
-    checkpoint.
-    """
+    """Frozen parameters are not in ZeRO's flat tensors, and are in the optimizer of the resumed run."""
     path = str(tmp_path / "saved")
-    on_ranks(_by_zero, 2, path, process_group=None, timeout=200)
+    _on("deepspeed_stage_2", _run, "deepspeed_stage_2", {}, {}, (6, path))
     (group,) = load(path).optimizer_settings(0)
     assert group["params"] == ["net.neck.weight", "net.neck.bias", "net.head.weight", "net.head.bias"]
     found = _run("single_device", {("on_train_epoch_start", 6): "+body"}, {}, None, path)
@@ -195,46 +154,42 @@ def test_groups_of_zero_resume_under_other_strategies(tmp_path: Path) -> None:
         assert torch.allclose(found[name], value, **{**NEAR, "atol": 1e-5}), name
 
 
-def _by_zero(path: str) -> None:
-    _run("deepspeed_stage_2", {}, {}, (6, path), None, 6)
-
-
-def _to_zero(path: str, stage: int) -> dict[str, torch.Tensor]:
-    return _run(f"deepspeed_stage_{stage}", {}, {"held": "neck head"}, None, path)
-
-
 @pytest.mark.parametrize("stage", [1, 3])
 def test_zero_resumes_with_a_group_added_under_another_strategy(stage: int, tmp_path: Path) -> None:  # I-03
     turns: Turns = {("on_train_epoch_start", 3): "+body body"}
     path = str(tmp_path / "saved")
-    _run("single_device", turns, {"held": "neck head"}, (6, path), None, 6)
-    found = on_ranks(_to_zero, 2, path, stage, process_group=None, timeout=200)[0]
+    _run("single_device", turns, {"held": "neck head"}, (6, path))
+    zero = f"deepspeed_stage_{stage}"
+    found = _on(zero, _run, zero, {}, {"held": "neck head"}, None, path)
     for name, value in by_hand(Phased(turns, held="neck head")).items():
         assert torch.allclose(found[name], value, atol=1e-5, rtol=1e-5), name
 
 
-def _rolled_back(strategy: str, folder: str) -> dict[str, torch.Tensor]:
-    """Save, unfreeze and add a group, go back to the state before, and continue training without."""
+class RollBack(Callback):
+    """Saves, unfreezes and adds a group, and goes back to the state before, once."""
 
-    class Returning(Callback):
-        done = False
+    done = False
 
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if self.done:
-                return
-            if trainer.global_step == 3:
-                trainer.save_checkpoint(f"{folder}/before")
-            if trainer.global_step == 4:
-                module.turn("+body", None)
-                module.turn("body", None)
-            if trainer.global_step == 6:
-                self.done = True
-                trainer.roll_back(f"{folder}/before")
+    def __init__(self, path: str) -> None:
+        self.path = path
 
-    kind, parts = strategy_of(strategy)
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.done:
+            return
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(self.path)
+        if trainer.global_step == 4:
+            module.turn("+body", None)
+            module.turn("body", None)
+        if trainer.global_step == 6:
+            self.done = True
+            trainer.roll_back(self.path)
+
+
+def _rolled_back(strategy: str, path: str) -> dict[str, torch.Tensor]:
+    _, kind, options = STRATEGIES.get(strategy, (0, None, {}))
     module = Phased({}, held="neck head")
-    fit = quiet(strategy=kind, max_epochs=EPOCHS, callbacks=[Returning()])
-    fit.fit(module, loader(SAMPLES, GLOBAL // parts))
+    fit = train(module, kind(**options) if kind else strategy, dealt({}), callbacks=[RollBack(path)])
     assert fit.global_step == 9
     assert len(fit.optimizers[0].param_groups) == 1
     return state(module)
@@ -242,5 +197,5 @@ def _rolled_back(strategy: str, folder: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("strategy", ["single_device", "ddp", "fsdp"])
 def test_going_back_restores_the_trainable_parameters(strategy: str, tmp_path: Path) -> None:  # I-03
-    found = _on(strategy, _rolled_back, strategy, str(tmp_path))
+    found = _on(strategy, _rolled_back, strategy, str(tmp_path / "before"))
     assert_near(found, by_hand(Phased({}, held="neck head")), strategy)

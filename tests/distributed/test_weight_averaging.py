@@ -4,67 +4,55 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_runs import assert_near, quiet
+from phased_training import dealt, state
+from small_runs import STRATEGIES, Saver, assert_near, global_batches, loader, quiet, seeded
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Callback, TrainModule
+from drivetrain import Callback, Fit, TrainModule
 from drivetrain.callbacks import Checkpoint, EMAWeightAveraging, WeightAveraging
 from drivetrain.checkpoint import load
-from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+from oracle import program as plan
+from oracle.check import check
 from worlds import DEEPSPEED, on_ranks, preload
 
 preload(*DEEPSPEED)
 
 SAMPLES, BATCH = 48, 8
-STRATEGIES: dict[str, Callable[[], Any]] = {
-    "single": lambda: "auto",
-    "ddp": DDPStrategy,
-    "fsdp": FSDPStrategy,
-    "hsdp": lambda: FSDPStrategy(sharding="hybrid"),
-    "zero 1": lambda: DeepSpeedStrategy(stage=1),
-    "zero 2": lambda: DeepSpeedStrategy(stage=2),
-    "zero 3": lambda: DeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=0),
-}
+EMA: Any = get_ema_multi_avg_fn(0.8)
+RANKS = [("single", 1), ("ddp", 2), ("fsdp", 2), ("hsdp", 4), ("zero 1", 2), ("zero 2", 2), ("zero 3", 2)]
+AVERAGED = {"inner.weight", "inner.bias", "tied.bias", "head.weight", "head.bias", "running_seen"}
 
 
 class Net(TrainModule):
-    """Has a frozen layer, two tied ones, and a buffer that training changes; validation records its weights."""
+    """Has a frozen layer, two tied ones, and a buffer that training changes; validation records its loss."""
 
     running_seen: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.frozen = nn.Linear(4, 4)
-            self.inner = nn.Linear(4, 4)
-            self.tied = nn.Linear(4, 4)
-            self.head = nn.Linear(4, 1)
+        self.frozen, self.inner, self.tied = seeded(lambda: nn.ModuleList(nn.Linear(4, 4) for _ in range(3)))
+        self.head = seeded(lambda: nn.Linear(4, 1))
         self.tied.weight = self.inner.weight
         self.frozen.requires_grad_(False)
         self.register_buffer("running_seen", torch.zeros(()))
         self.validated: list[float] = []
-        self.trained: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.tied(torch.tanh(self.inner(torch.tanh(self.frozen(x))))))).squeeze(1)
+        return self.head(torch.tanh(self.tied(torch.tanh(self.inner(torch.tanh(self.frozen(x)))))))
 
     def loss(self, batch: Any) -> Tensor:
         return nn.functional.mse_loss(self(batch[0]).float(), batch[1].float())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.running_seen += 1
-        loss = self.loss(batch)
-        self.trained.append(float(loss))
-        return loss
+        return self.loss(batch)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", self.loss(batch), sync_dist=True)
@@ -76,89 +64,51 @@ class Net(TrainModule):
         return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=0.05)
 
 
-def rows() -> TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(SAMPLES, 4, generator=generator), torch.randn(SAMPLES, generator=generator))
+def by_hand(average: Any = EMA, starts: int = 0, every: int = 1) -> Any:
+    """Return the module's state after the run, the trained weights and the losses of validation.
 
-
-def by_hand(epochs: int, average: Callable[[], Any], starts: int = 0, every: int = 1) -> dict[str, Any]:
-    """Train in one process, in plain PyTorch."""
-    model = Net()
+    Written by hand: torch's AveragedModel defines which tensors are averaged, and how.
+    """
+    model, step = Net(), 0
     optimizer = model.configure_optimizers()
-    averaged: Any = AveragedModel(model, multi_avg_fn=average(), use_buffers=True)
-    validated, step = [], 0
-    for _ in range(epochs):
-        for batch in DataLoader(rows(), batch_size=BATCH):
-            loss = model.loss(batch)
-            model.running_seen += 1
+    averaged: Any = AveragedModel(model, multi_avg_fn=average, use_buffers=True)
+    validated = []
+    for _ in range(2):
+        for batch in global_batches(SAMPLES, BATCH):
             optimizer.zero_grad()
-            loss.backward()
+            model.training_step(batch, 0).backward()
             optimizer.step()
             if step >= starts and step % every == 0:
                 averaged.update_parameters(model)
             step += 1
         shown = averaged.module if averaged.n_averaged else model
-        validated.append(float(shown.loss(rows()[:]).detach()))
-    state = copy.deepcopy(averaged.module.state_dict())
-    return {"average": state, "weights": model.state_dict(), "validated": validated}
-
-
-def run(
-    strategy: str,
-    world: int,
-    folder: Path,
-    callbacks: list[Callback],
-    epochs: int = 2,
-    precision: str = "32-true",
-    **settings: Any,
-) -> dict[str, Any]:
-    path = settings.pop("ckpt_path", None)
-    fit = quiet(
-        strategy=STRATEGIES[strategy](),
-        devices=world,
-        max_epochs=epochs,
-        precision=precision,
-        seed=1,
-        default_root_dir=folder,
-        callbacks=callbacks,
-        **{"enable_checkpointing": any(isinstance(one, Checkpoint) for one in callbacks), **settings},
-    )
-    module = Net()
-    fit.fit(
-        module, DataLoader(rows(), batch_size=BATCH // world), DataLoader(rows(), batch_size=SAMPLES), ckpt_path=path
-    )
-    return {
-        "average": {name: value.detach().clone() for name, value in module.state_dict().items()},
-        "validated": module.validated,
-        "trained": module.trained,
-    }
+        validated.append(float(shown.loss(global_batches(SAMPLES, SAMPLES)[0]).detach()))
+    return copy.deepcopy(shown.state_dict()), model.state_dict(), validated
 
 
 def ema(decay: float = 0.8, **options: Any) -> EMAWeightAveraging:
     return EMAWeightAveraging(decay, **options)
 
 
-CASES = [("single", 1), ("ddp", 2), ("fsdp", 2), ("hsdp", 4), ("zero 1", 2), ("zero 2", 2), ("zero 3", 2)]
+def run(module: Any, *callbacks: Callback, strategy: str = "single", path: Any = None, **settings: Any) -> Fit:
+    saves = any(isinstance(one, Checkpoint) for one in callbacks)
+    options = {"max_epochs": 2, "seed": 1, "callbacks": list(callbacks), "enable_checkpointing": saves, **settings}
+    fit = quiet(strategy=STRATEGIES[strategy](), **options)
+    fit.fit(module, loader(SAMPLES, BATCH // dealt({})), loader(SAMPLES, SAMPLES), ckpt_path=path)
+    return fit
 
 
-def _ema(strategy: str, world: int, folder: Path) -> dict[str, Any]:
-    return run(strategy, world, folder, [ema()])
-
-
-@pytest.mark.parametrize(("strategy", "world"), CASES)
-def test_the_module_holds_the_hand_written_average_after_fit(strategy: str, world: int, tmp_path: Path) -> None:
-    # L-01
-    wanted = by_hand(2, lambda: get_ema_multi_avg_fn(0.8))
-    for found in on_ranks(_ema, world, strategy, world, tmp_path, process_group=None):
-        assert_near(found["average"], wanted["average"])
-        torch.testing.assert_close(found["validated"], wanted["validated"], atol=1e-6, rtol=1e-6)
-
-
-# Training's weights are restored
+@pytest.mark.parametrize(("strategy", "ranks"), [("single_device", 1), ("ddp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_unfrozen_parameters_are_averaged_from_then_on(strategy: str, ranks: int, evaluates: bool) -> None:  # L-01
+    program = plan.Program(strategy, ranks, net=plan.Net(frozen="body"), changes=(plan.Change(part="body"),), epochs=2)
+    logs = (plan.Log("validation_step", on_step=False, on_epoch=True),)
+    average = plan.Average(0.8, evaluates=evaluates)
+    assert not check(replace(program, average=average, validation=plan.Validation(), logs=logs))
 
 
 class Recording(Callback):
-    """Records the exact weights after every step, and after a validation that fails."""
+    """Records the exact weights after every step."""
 
     def __init__(self) -> None:
         self.weights: list[list[float]] = []
@@ -168,58 +118,48 @@ class Recording(Callback):
         self.weights.append(torch.cat([getattr(one, "local", one).double().reshape(-1) for one in held]).tolist())
 
 
-def _with_and_without(strategy: str, world: int, folder: Path, precision: str) -> list[bool]:
+def _with_and_without(strategy: str, precision: str) -> list[list[list[float]]]:
     found = []
     for others in ([], [ema()]):
         recording = Recording()
         settings: dict[str, Any] = {"accumulate_grad_batches": 2, "val_check_interval": 3, "precision": precision}
-        run(strategy, world, folder, [recording, *others], **settings)
+        run(Net(), recording, *others, strategy=strategy, **settings)
         found.append(recording.weights)
-    return [len(found[0]) == 12, found[0] == found[1]]
+    return found
 
 
 @pytest.mark.parametrize(
-    ("strategy", "world", "precision"),
+    ("strategy", "ranks", "precision"),
     [
-        *[(strategy, world, "32-true") for strategy, world in CASES],
-        ("ddp", 2, "bf16-true"),
-        ("fsdp", 2, "bf16-mixed"),
-        ("zero 3", 2, "bf16-mixed"),
+        *[(strategy, ranks, "32-true") for strategy, ranks in RANKS],
+        *[("ddp", 2, "bf16-true"), ("fsdp", 2, "bf16-mixed"), ("zero 3", 2, "bf16-mixed")],
     ],
 )
 def test_validation_on_the_averages_changes_no_bit_of_training(
-    strategy: str, world: int, precision: str, tmp_path: Path
+    strategy: str, ranks: int, precision: str
 ) -> None:  # L-01: also within accumulation windows
-    for found in on_ranks(_with_and_without, world, strategy, world, tmp_path, precision, process_group=None):
-        assert found == [True, True]
+    for plain, averaged in on_ranks(_with_and_without, ranks, strategy, precision, process_group=None):
+        assert len(plain) == 12
+        assert plain == averaged
 
 
-class Failing(Net):
-    def on_validation_epoch_start(self) -> None:
-        if self.trainer.current_epoch == 1:
-            raise RuntimeError("disk full")
-
-
-def test_a_validation_that_fails_leaves_what_was_trained(tmp_path: Path) -> None:  # L-01
+def test_a_validation_that_fails_leaves_what_was_trained() -> None:  # L-01
     kept: dict[str, Any] = {}
+
+    class Failing(Net):
+        def on_validation_epoch_start(self) -> None:
+            if self.trainer.current_epoch == 1:
+                raise RuntimeError("disk full")
 
     class Last(Callback):
         priority = -10
 
         def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-            kept.update({name: value.clone() for name, value in module.state_dict().items()})
+            kept.update(state(module))
 
-    fit = quiet(max_epochs=3, default_root_dir=tmp_path, callbacks=[Last(), ema()])
     with pytest.raises(RuntimeError, match="disk full"):
-        fit.fit(Failing(), DataLoader(rows(), batch_size=BATCH), DataLoader(rows(), batch_size=SAMPLES))
-    assert_near(kept, by_hand(2, lambda: get_ema_multi_avg_fn(0.8))["weights"])
-
-
-# In a checkpoint
-
-
-def _saved(strategy: str, world: int, folder: Path, steps: int) -> None:
-    run(strategy, world, folder, [ema(), Checkpoint(folder / "c", every_n_train_steps=4)], max_steps=steps)
+        run(Failing(), Last(), ema())
+    assert_near(kept, by_hand()[1])
 
 
 class Parts(EMAWeightAveraging):
@@ -236,181 +176,108 @@ class Parts(EMAWeightAveraging):
         return "EMAWeightAveraging"
 
 
-def _resumed(strategy: str, world: int, folder: Path) -> tuple[dict[str, Any], int, int]:
-    averaging = Parts(0.8)
-    callbacks = [averaging, Checkpoint(folder / "c", every_n_train_steps=4)]
-    return run(strategy, world, folder, callbacks, ckpt_path="last"), averaging.sharded, averaging.updates
+def _saved(strategy: str, folder: Path, steps: int = 4) -> None:
+    run(Net(), ema(), Checkpoint(folder / "c", every_n_train_steps=4), strategy=strategy, max_steps=steps)
+
+
+def _resumed(strategy: str, folder: Path) -> tuple[dict[str, Any], list[float], int, int]:
+    module, averaging = Net(), Parts(0.8)
+    run(module, averaging, Checkpoint(folder / "c", every_n_train_steps=4), strategy=strategy, path="last")
+    return state(module), module.validated, averaging.sharded, averaging.updates
 
 
 @pytest.mark.parametrize(
     ("first", "second"),
     [
         (("single", 1), ("zero 2", 2)),
-        (("ddp", 2), ("single", 1)),
-        (("fsdp", 2), ("fsdp", 2)),
-        (("fsdp", 2), ("zero 3", 2)),
+        (("zero 2", 2), ("single", 1)),
+        (("ddp", 2), ("hsdp", 4)),
         (("hsdp", 4), ("ddp", 2)),
-        (("zero 1", 2), ("fsdp", 2)),
-        (("zero 3", 2), ("fsdp", 4)),
+        (("fsdp", 2), ("zero 3", 2)),
+        (("zero 3", 2), ("zero 1", 2)),
+        (("zero 1", 2), ("fsdp", 4)),
     ],
     ids=str,
 )
-def test_averages_resume_under_another_strategy_and_world_size(
+def test_averages_resume_under_another_strategy_and_are_in_the_module_after_fit(
     first: tuple[str, int], second: tuple[str, int], tmp_path: Path
 ) -> None:  # L-01
-    on_ranks(_saved, first[1], *first, tmp_path, 4, process_group=None)
-    wanted = by_hand(2, lambda: get_ema_multi_avg_fn(0.8))
-    for found, sharded, updates in on_ranks(_resumed, second[1], *second, tmp_path, process_group=None):
-        assert_near(found["average"], wanted["average"])
+    on_ranks(_saved, first[1], first[0], tmp_path, process_group=None)
+    wanted, _, losses = by_hand()
+    for found, validated, sharded, updates in on_ranks(_resumed, second[1], second[0], tmp_path, process_group=None):
+        assert_near(found, wanted)
+        torch.testing.assert_close(validated, losses, atol=1e-6, rtol=1e-6)
         assert updates == 12
         assert (sharded > 0) == (second[0] not in ("single", "ddp"))  # each rank reads its own part
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero 3"])
 def test_the_averages_are_in_the_checkpoint_in_float32(strategy: str, tmp_path: Path) -> None:  # L-01
-    on_ranks(_saved, 2, strategy, 2, tmp_path, 12, process_group=None)
-    newest = max((tmp_path / "c").glob("epoch=*-step=12"))
-    checkpoint = load(newest)
+    on_ranks(_saved, 2, strategy, tmp_path, 12, process_group=None)
+    checkpoint = load(max((tmp_path / "c").glob("epoch=*-step=12")))
     averages = dict(checkpoint.callback_tensors("EMAWeightAveraging"))
-    wanted = by_hand(2, lambda: get_ema_multi_avg_fn(0.8))
-    assert averages.keys() == {"inner.weight", "inner.bias", "tied.bias", "head.weight", "head.bias", "running_seen"}
+    wanted, trained, _ = by_hand()
     assert {one.dtype for one in averages.values()} == {torch.float32}
-    assert_near(averages, {name: wanted["average"][name] for name in averages})
-    weights = {
-        name: value for name, value in checkpoint.weights().items() if name != "running_seen"
-    }  # this rank's part
-    assert_near(weights, {name: wanted["weights"][name] for name in weights})
+    assert_near(averages, {name: wanted[name] for name in AVERAGED})
+    weights = {name: value for name, value in checkpoint.weights().items() if name != "running_seen"}  # the rank's own
+    assert_near(weights, {name: trained[name] for name in weights})
 
 
-class AtTheEnd(Callback):
-    """Saves a checkpoint while the averages are in the module."""
+def test_a_checkpoint_with_averages_is_replaced_by_the_next_at_its_path(tmp_path: Path) -> None:  # L-01
+    class Again(Saver):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            trainer.save_checkpoint(self.path)
 
-    priority = -100
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        trainer.save_checkpoint(self.path)
+    run(Net(), ema(), Again(str(tmp_path / "c")))
+    assert load(tmp_path / "c").progress["global_step"] == 12
+    assert load(tmp_path / "c").callback_tensors("EMAWeightAveraging")
 
 
-def _saved_at_the_end(strategy: str, folder: Path) -> Any:
-    run(strategy, 2, folder, [ema(), AtTheEnd(folder / "end")], epochs=1)
-    return run(strategy, 2, folder, [ema()], ckpt_path=folder / "end")
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero 2"])
-def test_the_last_checkpoint_holds_both(strategy: str, tmp_path: Path) -> None:  # L-01
-    for found in on_ranks(_saved_at_the_end, 2, strategy, tmp_path, process_group=None):
-        assert_near(found["average"], by_hand(2, lambda: get_ema_multi_avg_fn(0.8))["average"])
-    checkpoint, ended = load(tmp_path / "end"), by_hand(1, lambda: get_ema_multi_avg_fn(0.8))
-    for found, wanted in ((checkpoint.weights(), ended["weights"]), (checkpoint.averages(), ended["average"])):
-        assert_near(
-            {name: value for name, value in found.items() if name != "running_seen"},
-            {name: value for name, value in wanted.items() if name != "running_seen"},
-        )
-
-
-# Update intervals
+def test_unused_averages_are_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # L-01
+    _saved("single", tmp_path)
+    run(Net(), Checkpoint(tmp_path / "c", every_n_train_steps=4), path="last")
+    assert "has tensors of callbacks that this run does not have: 'EMAWeightAveraging'." in caplog.text
 
 
 @pytest.mark.parametrize(
-    "options", [{"update_every_n_steps": 3}, {"update_starting_at_step": 5}, {"update_starting_at_epoch": 1}]
+    ("averaging", "average", "starts", "every"),
+    [
+        pytest.param(ema(update_every_n_steps=3), EMA, 0, 3, id="every third step"),
+        pytest.param(ema(update_starting_at_step=5), EMA, 5, 1, id="from a step on"),
+        pytest.param(ema(update_starting_at_epoch=1), EMA, 6, 1, id="from an epoch on"),
+        pytest.param(ema(update_starting_at_step=100), EMA, 100, 1, id="never: the trained weights stay"),
+        pytest.param(WeightAveraging(), None, 0, 1, id="the mean"),
+        pytest.param(
+            WeightAveraging(lambda average, weight, updates: average + (weight - average) / (updates + 1)),
+            *(None, 0, 1),
+            id="a function of the user's",
+        ),
+    ],
 )
-def test_the_start_and_interval_of_updates(options: dict[str, int], tmp_path: Path) -> None:  # L-01
-    starts = options.get("update_starting_at_step", 6 * options.get("update_starting_at_epoch", 0))
-    wanted = by_hand(2, lambda: get_ema_multi_avg_fn(0.8), starts, options.get("update_every_n_steps", 1))
-    found = run("single", 1, tmp_path, [ema(**options)])
-    assert_near(found["average"], wanted["average"])
-    assert found["validated"] == pytest.approx(wanted["validated"], abs=1e-6)
-
-
-def test_without_an_update_the_module_keeps_its_trained_weights(tmp_path: Path) -> None:  # L-01
-    found = run("single", 1, tmp_path, [ema(update_starting_at_step=100)])
-    assert_near(found["average"], by_hand(2, lambda: get_ema_multi_avg_fn(0.8))["weights"])
-    assert len(found["validated"]) == 2
-
-
-def test_the_mean_and_a_user_defined_function(tmp_path: Path) -> None:  # L-01
-    mean = by_hand(2, lambda: None)["average"]
-    assert_near(run("single", 1, tmp_path, [WeightAveraging()])["average"], mean)
-    own = WeightAveraging(lambda average, weight, updates: average + (weight - average) / (updates + 1))
-    assert_near(run("single", 1, tmp_path, [own])["average"], mean)
-
-
-def test_validation_can_use_the_trained_weights(tmp_path: Path) -> None:  # L-01
-    wanted, plain = by_hand(2, lambda: get_ema_multi_avg_fn(0.8)), run("single", 1, tmp_path, [])
-    found = run("single", 1, tmp_path, [ema(evaluate=False)])
-    assert found["validated"] == plain["validated"]
-    assert_near(found["average"], wanted["average"])
-
-
-# Changes of the trainable parameters, and the precision
-
-
-class Unfreezing(Net):
-    """Unfreezes its first layer in the second epoch."""
-
-    def on_train_epoch_start(self) -> None:
-        if self.trainer.current_epoch == 1 and not self.frozen.weight.requires_grad:
-            self.frozen.requires_grad_(True)
-            optimizer: Any = self.optimizers()
-            optimizer.add_param_group({"params": list(self.frozen.parameters()), "lr": 0.02})
-
-
-def _unfreezing_by_hand() -> dict[str, Tensor]:
-    model = Net()
-    optimizer = model.configure_optimizers()
-    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8), use_buffers=True)
-    for epoch in range(2):
-        if epoch == 1:
-            model.frozen.requires_grad_(True)
-            optimizer.add_param_group({"params": list(model.frozen.parameters()), "lr": 0.02})
-        for batch in DataLoader(rows(), batch_size=BATCH):
-            optimizer.zero_grad()
-            model.loss(batch).backward()
-            model.running_seen += 1
-            optimizer.step()
-            averaged.update_parameters(model)
-    return averaged.module.state_dict()
-
-
-def _unfreezing(strategy: str, world: int, folder: Path) -> dict[str, Tensor]:
-    fit = quiet(
-        strategy=STRATEGIES[strategy](), devices=world, max_epochs=2, default_root_dir=folder, callbacks=[ema()]
-    )
-    module = Unfreezing()
-    fit.fit(module, DataLoader(rows(), batch_size=BATCH // world))
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
-
-
-@pytest.mark.parametrize(("strategy", "world"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
-def test_unfrozen_parameters_are_averaged_from_then_on(strategy: str, world: int, tmp_path: Path) -> None:  # L-01
-    for found in on_ranks(_unfreezing, world, strategy, world, tmp_path, process_group=None):
-        assert_near(found, _unfreezing_by_hand())
-
-
-class Weights(Callback):
-    def __init__(self) -> None:
-        self.after: list[dict[str, Tensor]] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.after.append({name: value.detach().clone() for name, value in module.named_parameters()})
+def test_the_average_is_of_the_chosen_steps(averaging: Any, average: Any, starts: int, every: int) -> None:  # L-01
+    module = Net()
+    run(module, averaging)
+    wanted, _, losses = by_hand(average, starts, every)
+    assert_near(state(module), wanted)
+    assert module.validated == pytest.approx(losses, abs=1e-6)
 
 
 def test_the_average_changes_in_half_precision(tmp_path: Path) -> None:
     # L-01: in bfloat16 an average with decay 0.999 never changes
-    weights = Weights()
-    saver = Checkpoint(tmp_path / "c", every_n_train_steps=12)
-    run("single", 1, tmp_path, [weights, ema(0.999), saver], precision="bf16-true")
+    class Weights(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            after.append(state(module))
+
+    after: list[dict[str, Tensor]] = []
+    run(Net(), Weights(), ema(0.999), Checkpoint(tmp_path / "c", every_n_train_steps=12), precision="bf16-true")
     averages = load(max((tmp_path / "c").glob("epoch=*-step=12"))).callback_tensors("EMAWeightAveraging")
     for name in ("inner.weight", "head.bias"):
-        wanted = weights.after[0][name].float()
-        for one in weights.after[1:]:
+        wanted = first = after[0][name].float()
+        for one in after[1:]:
             wanted = wanted.lerp(one[name].float(), 1 - 0.999)
         assert averages[name].dtype == torch.float32
         assert torch.equal(averages[name], wanted)
-        assert not torch.equal(averages[name], weights.after[0][name].float())
+        assert not torch.equal(averages[name], first)
 
 
 class Normed(Net):
@@ -425,6 +292,8 @@ class Normed(Net):
 
 
 class Statistics(Callback):
+    """Records the running mean after each step of training, and in each batch of validation."""
+
     priority = -10
 
     def __init__(self) -> None:
@@ -438,22 +307,26 @@ class Statistics(Callback):
         self.validated.append(module.norm.running_mean.clone())
 
 
-def _normed(folder: Path) -> tuple[list[Tensor], list[Tensor]]:
+def _normed(strategy: str) -> tuple[list[Tensor], list[Tensor], list[str]]:
     statistics = Statistics()
-    fit = quiet(strategy="ddp", devices=2, max_epochs=2, default_root_dir=folder, callbacks=[statistics, ema()])
-    fit.fit(Normed(), DataLoader(rows(), batch_size=4), DataLoader(rows(), batch_size=24))
-    return statistics.after, statistics.validated
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(Normed(), statistics, ema(), strategy=strategy)
+    return statistics.after, statistics.validated, [str(one.message) for one in caught]
 
 
-def test_per_rank_buffers_are_averaged_on_their_rank(tmp_path: Path) -> None:  # L-01
-    ranks = on_ranks(_normed, 2, tmp_path, process_group=None)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero 1", "zero 3"])
+def test_buffers_of_each_rank_are_averaged_on_their_rank(strategy: str) -> None:  # L-01
+    ranks = on_ranks(_normed, 2, strategy, process_group=None)
     wanted = ranks[0][0][0]
     for number, one in enumerate(ranks[0][0][1:], 2):
         wanted = wanted.lerp(one, 0.2)
         if number % 6 == 0:
-            for _, validated in ranks:  # with rank 0's buffers, as in any validation
+            for _, validated, _ in ranks:  # with rank 0's buffers, as in any validation
                 torch.testing.assert_close(validated[number // 6 - 1], wanted)
     assert not torch.equal(ranks[0][0][-1], ranks[1][0][-1])
+    for *_, warned in ranks:  # tensors that are not averaged are not missing
+        assert not [text for text in warned if "do not fit" in text]
 
 
 class Assigning(Net):
@@ -461,9 +334,7 @@ class Assigning(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.wave = nn.Parameter(torch.randn((), dtype=torch.complex64))
+        self.wave = nn.Parameter(seeded(lambda: torch.randn((), dtype=torch.complex64)))
         self.after: list[dict[str, Tensor]] = []
 
     def loss(self, batch: Any) -> Tensor:
@@ -480,47 +351,15 @@ class Assigning(Net):
         self.after.append({name: self.state_dict()[name].clone() for name in ("running_seen", "head.bias", "wave")})
 
 
-@pytest.mark.parametrize("validated", [False, True])
-def test_reassigned_and_complex_tensors_are_averaged(validated: bool) -> None:  # L-01
+@pytest.mark.parametrize("settings", [{"limit_val_batches": 0}, {}], ids=["", "validated"])
+def test_reassigned_and_complex_tensors_are_averaged(settings: dict[str, Any]) -> None:  # L-01
     module = Assigning()
-    loader = DataLoader(rows(), batch_size=BATCH)
-    quiet(max_epochs=2, callbacks=[ema()]).fit(module, loader, loader if validated else None)
+    run(module, ema(), **settings)
     wanted = module.after[0]
     for later in module.after[1:]:
         wanted = {name: one + (later[name] - one) * 0.2 for name, one in wanted.items()}
     for name, value in wanted.items():
         torch.testing.assert_close(module.state_dict()[name], value, msg=name)
-
-
-class Again(Callback):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        trainer.save_checkpoint(self.path)
-
-
-def test_a_checkpoint_with_averages_is_replaced_by_the_next_at_its_path(tmp_path: Path) -> None:  # L-01
-    loader = DataLoader(rows(), batch_size=BATCH)
-    quiet(max_epochs=2, callbacks=[ema(), Again(tmp_path / "c")]).fit(Net(), loader)
-    assert load(tmp_path / "c").progress["global_step"] == 12
-    assert load(tmp_path / "c").callback_tensors("EMAWeightAveraging")
-
-
-def _warned(strategy: str, folder: Path) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit = quiet(
-            strategy=STRATEGIES[strategy](), devices=2, max_epochs=1, default_root_dir=folder, callbacks=[ema()]
-        )
-        fit.fit(Normed(), DataLoader(rows(), batch_size=4), DataLoader(rows(), batch_size=24))
-    return [str(one.message) for one in caught]
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero 1", "zero 3"])
-def test_tensors_that_are_not_averaged_are_not_reported_as_missing(strategy: str, tmp_path: Path) -> None:  # L-01
-    for said in on_ranks(_warned, 2, strategy, tmp_path, process_group=None):
-        assert not [one for one in said if "do not fit" in one]
 
 
 class Growing(Net):
@@ -534,13 +373,6 @@ class Growing(Net):
 
 def test_a_buffer_that_grows_is_averaged_from_then_on() -> None:  # L-01
     module = Growing()
-    loader = DataLoader(rows(), batch_size=BATCH)
-    quiet(max_epochs=1, callbacks=[ema()]).fit(module, loader, loader)
+    run(module, ema(), max_epochs=1)
     # It is 2 after the step that creates it, where its average starts, and increases by one in each step.
     torch.testing.assert_close(module.running_seen, torch.full((2,), 2 + 0.2 + 0.2 * (2 - 0.2)))
-
-
-def test_unused_averages_are_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # L-01
-    _saved("single", 1, tmp_path, 4)
-    run("single", 1, tmp_path, [Checkpoint(tmp_path / "c", every_n_train_steps=4)], ckpt_path="last")
-    assert "has tensors of callbacks that this run does not have: 'EMAWeightAveraging'." in caplog.text
