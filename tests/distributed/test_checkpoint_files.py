@@ -166,9 +166,6 @@ def test_each_rank_reads_its_part(tmp_path: Path, layout: str, ranks: int) -> No
     on_ranks(_read, ranks, str(tmp_path / "c"), layout)
 
 
-# Errors on one rank
-
-
 def _refused(path: str, harm: str) -> str:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     talk = control()
@@ -286,9 +283,6 @@ def test_all_ranks_refuse_a_checkpoint_that_one_finds_damaged(tmp_path: Path) ->
         assert f"{index['buffer']} was altered" in error
 
 
-# In the background
-
-
 def _in_the_background(folder: str) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     talk = control()
@@ -311,9 +305,6 @@ def test_saving_in_a_thread_with_a_group_of_its_own(tmp_path: Path) -> None:
     assert verify(tmp_path / "c") == []
     weights = load(tmp_path / "c").weights()
     assert all(torch.equal(weights[name], value) for name, value in truth().items())
-
-
-# Memory
 
 
 def _peak(path: str) -> int:

@@ -60,9 +60,6 @@ class UserAdamW(torch.optim.AdamW):
     """A user-defined optimizer. Torch knows its class only as a base class."""
 
 
-# Refused before anything is wrapped
-
-
 def _two(module: Any) -> Any:
     return [
         torch.optim.AdamW(module.net.stem.parameters()),
@@ -248,9 +245,6 @@ def _by_hand(module: Any) -> torch.Tensor:
     return weights(train_by_hand(module, global_batches(40, 8)))
 
 
-# Optimizer and scheduler from the config
-
-
 def _from_config(stage: int) -> Any:
     module = _with(lambda one: None)
     rates: list[float] = []
@@ -284,9 +278,6 @@ def test_optimizer_and_scheduler_from_the_config() -> None:
         assert seen == pytest.approx(rates)
         assert config["optimizer"] == ADAMW
         assert config["gradient_accumulation_steps"] == 1
-
-
-# Without a compiler
 
 
 class Compiled(DeepRegression):
@@ -326,9 +317,6 @@ def test_torch_optimizers_need_no_compiler(tmp_path: Path) -> None:
         for text in texts:
             assert text.startswith("ConfigurationError: DeepSpeed could not build one of its operations"), text
             assert "install g++ and ninja" in text
-
-
-# Cleanup (A-02, A-03, E-12)
 
 
 def _state_left_behind() -> Any:
@@ -447,9 +435,6 @@ def test_above_the_limit_the_weights_are_in_the_checkpoint() -> None:  # I-15
         torch.testing.assert_close(found, weights(module), **TIGHT)
 
 
-# Console output
-
-
 def _log_messages() -> Any:
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -473,9 +458,6 @@ def test_deepspeeds_banner_appears_on_request(capfd: pytest.CaptureFixture[str])
     said = capfd.readouterr()
     assert said.out == ""
     assert "DeepSpeed info" not in said.err
-
-
-# Precision
 
 
 class Infinite(DeepRegression):
@@ -512,9 +494,6 @@ def test_a_step_that_deepspeed_skips_is_logged() -> None:
             assert torch.equal(seen[0], seen[1]), case
             assert all(torch.isfinite(one).all() for one in seen), case
             assert len([text for text in logged if "DeepSpeed skipped the step" in text]) == 1, case
-
-
-# Norms in half precision
 
 
 class Normed(DeepRegression):
@@ -574,9 +553,6 @@ def test_a_loss_scale_at_its_floor_is_logged_and_the_run_continues() -> None:
             assert len(said) == (rank == 0), (options, heard)
 
 
-# Models built for stage 3
-
-
 class BuiltLate(DeepRegression):
     """Its layers are built in configure_model, and initialised again by a loop over all parameters."""
 
@@ -628,9 +604,6 @@ def test_layers_built_in_configure_model() -> None:
             assert part <= numel / 2 + len(list(module.parameters()))
 
 
-# Against the oracle
-
-
 HEAD = (Optimizer("adamw", of="head"),)
 STAGES = [f"deepspeed_stage_{stage}" for stage in (1, 2, 3)]
 PROGRAMS = {
@@ -678,9 +651,6 @@ def test_several_manual_steps_in_bf16_are_near_to_those_of_ddp() -> None:
         moved = (by_ddp - weights(StepsTwice())).norm()
         for actual in found:
             assert (actual - by_ddp).norm() < 0.05 * moved
-
-
-# Outputs
 
 
 class MixedOutputs(DeepRegression):
