@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import assert_near, quiet
+from small_runs import STRATEGIES, assert_near, quiet
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
@@ -21,19 +20,11 @@ from drivetrain.callbacks import Checkpoint, EMAWeightAveraging, StochasticWeigh
 from drivetrain.checkpoint import consolidate, load, show
 from drivetrain.checkpoint.__main__ import main
 from drivetrain.checkpoint._format.sealed_json import dump_with_checksum
-from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from worlds import DEEPSPEED, on_ranks, preload
 
 preload(*DEEPSPEED)
 
 SAMPLES, BATCH, EPOCHS, STEPS = 48, 8, 2, 12
-STRATEGIES: dict[str, Callable[[], Any]] = {
-    "single": lambda: "auto",
-    "ddp": DDPStrategy,
-    "fsdp": FSDPStrategy,
-    "zero 1": lambda: DeepSpeedStrategy(stage=1),
-    "zero 3": lambda: DeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=0),
-}
 CASES = [("single", 1), ("ddp", 2), ("fsdp", 2), ("zero 1", 2), ("zero 3", 2)]
 
 
