@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_runs import assert_near, quiet
+from small_runs import STRATEGIES, assert_near, quiet
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -16,21 +15,12 @@ from drivetrain import TrainModule
 from drivetrain.callbacks import Checkpoint, EMAWeightAveraging
 from drivetrain.checkpoint import load
 from drivetrain.errors import CheckpointError
-from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from worlds import DEEPSPEED, on_ranks, preload
 
 pytest.importorskip("peft")
 preload(*DEEPSPEED, "transformers.models.llama.modeling_llama", "peft")
 
 VOCABULARY, LENGTH, SAMPLES = 32, 8, 32
-STRATEGIES: dict[str, Callable[[], Any]] = {
-    "single": lambda: "auto",
-    "ddp": DDPStrategy,
-    "fsdp": FSDPStrategy,
-    "zero 1": lambda: DeepSpeedStrategy(stage=1),
-    "zero 2": lambda: DeepSpeedStrategy(stage=2),
-    "zero 3": lambda: DeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=0),
-}
 
 
 def llama(seed: int) -> Any:
@@ -38,17 +28,9 @@ def llama(seed: int) -> Any:
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=16,
-                intermediate_size=32,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                num_key_value_heads=2,
-                max_position_embeddings=LENGTH,
-            )
-        )
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+        return LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=LENGTH))
 
 
 class Adapter(TrainModule):
@@ -58,9 +40,8 @@ class Adapter(TrainModule):
 
         with torch.random.fork_rng():
             torch.manual_seed(7)
-            self.model = get_peft_model(
-                llama(seed), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
-            )
+            lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+            self.model = get_peft_model(llama(seed), lora)
 
     def loss(self, batch: Tensor) -> Tensor:
         return self.model(input_ids=batch, labels=batch).loss

@@ -116,7 +116,7 @@ def _save(path: str, layout: str) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "ranks"),
-    [("rows", 2), ("rows", 4), ("columns", 3), ("flat", 3), ("mixed", 2), ("replicated twice", 4), ("whole", 2)],
+    [("rows", 2), ("columns", 4), ("flat", 4), ("mixed", 2), ("replicated twice", 4), ("whole", 2)],
 )
 def test_the_parts_of_all_ranks_are_a_complete_checkpoint(tmp_path: Path, layout: str, ranks: int) -> None:
     # F-01: the files are the same for all layouts; F-13: in pieces
@@ -159,14 +159,11 @@ def _read(path: str, layout: str) -> None:
                 assert torch.equal(found, expected), name
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [("flat", 2), ("columns", 4), ("mixed", 3)])
+@pytest.mark.parametrize(("layout", "ranks"), [("flat", 2), ("columns", 4), ("mixed", 2)])
 def test_each_rank_reads_its_part(tmp_path: Path, layout: str, ranks: int) -> None:
-    # F-01: written on three ranks by rows
-    on_ranks(_save, 3, str(tmp_path / "c"), "rows")
+    # F-01: written on four ranks by rows
+    on_ranks(_save, 4, str(tmp_path / "c"), "rows")
     on_ranks(_read, ranks, str(tmp_path / "c"), layout)
-
-
-# Errors on one rank
 
 
 def _refused(path: str, harm: str) -> str:
@@ -286,9 +283,6 @@ def test_all_ranks_refuse_a_checkpoint_that_one_finds_damaged(tmp_path: Path) ->
         assert f"{index['buffer']} was altered" in error
 
 
-# In the background
-
-
 def _in_the_background(folder: str) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     talk = control()
@@ -307,13 +301,10 @@ def _in_the_background(folder: str) -> None:
 
 def test_saving_in_a_thread_with_a_group_of_its_own(tmp_path: Path) -> None:
     # F-08: the saved state is that at the time of the call
-    on_ranks(_in_the_background, 3, str(tmp_path))
+    on_ranks(_in_the_background, 2, str(tmp_path))
     assert verify(tmp_path / "c") == []
     weights = load(tmp_path / "c").weights()
     assert all(torch.equal(weights[name], value) for name, value in truth().items())
-
-
-# Memory
 
 
 def _peak(path: str) -> int:

@@ -97,6 +97,7 @@ def _names(ranks: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
+    # Written by hand: programs of the oracle have no parameters that are tied, unused, frozen and scalar at once.
     module = Model()
     (optimizer,), (scheduler,) = module.configure_optimizers()
     for batch in global_batches(SAMPLES, GLOBAL):

@@ -7,47 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import DataLoader, TensorDataset
+from small_runs import Regression, loader, quiet
 
-from drivetrain import Fit, TrainModule
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import verify
 from worlds import on_ranks
 
 
-class Net(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.layer(batch[0]).square().mean()
-
+class Logs(Regression):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.layer(batch[0]).square().mean())
-        if self.trainer.global_rank == 0:
+        self.log("val_loss", self.loss(batch))
+        if self.global_rank == 0:
             self.log("of_rank_0", 1.0, sync_dist=False)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def _saved(folder: str, strategy: str, save_async: bool) -> dict[str, float | None]:
-    data = DataLoader(TensorDataset(torch.ones(16, 2)), batch_size=2)
-    checkpoint = Checkpoint(
-        folder, "{step}-{of_rank_0:.0f}", "val_loss", every_n_train_steps=3, save_top_k=-1, save_async=save_async
-    )
-    quiet: dict[str, Any] = {
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "logger": False,
-        "num_sanity_val_steps": 0,
-    }
-    trainer = Fit(
-        accelerator="cpu", strategy=strategy, callbacks=checkpoint, max_epochs=2, default_root_dir=folder, **quiet
-    )
-    trainer.fit(Net(), data, data)
+    options: dict[str, Any] = {"every_n_train_steps": 3, "save_top_k": -1, "save_async": save_async}
+    checkpoint = Checkpoint(folder, "{step}-{of_rank_0:.0f}", "val_loss", **options)
+    settings: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": folder, "max_epochs": 2}
+    batches = loader(16, 2)
+    quiet(strategy=strategy, callbacks=checkpoint, **settings).fit(Logs(), batches, batches)
     return {os.path.basename(path): score for path, score in checkpoint.best_k_models.items()}
 
 

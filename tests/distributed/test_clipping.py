@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from drivetrain.precision import FullPrecision, MixedPrecision, Precision
+from drivetrain.precision import FullPrecision, MixedPrecision
 from worlds import on_ranks
 
 # No size is divisible by the number of ranks, and one parameter has fewer rows than there are ranks.
@@ -165,64 +165,3 @@ def test_the_reducer_shares_an_overflow() -> None:
     # B-06: gradients that no wrapper averages
     assert on_ranks(overflow_on_one_rank, 2, True) == [(False, 512.0), (False, 512.0)]
     assert on_ranks(overflow_on_one_rank, 2, False) == [(True, 1024.0), (False, 512.0)]
-
-
-def fsdp_run(precision: Precision) -> tuple[list[Tensor], list[Tensor]]:
-    module, x, y = model_and_data()
-    if dist.is_initialized():
-        from torch.distributed.fsdp import fully_shard
-
-        ignored: Any = {module.embedding.weight}  # a plain gradient in addition to the shards, averaged by hand
-        fully_shard(module.body)
-        fully_shard(module, ignored_params=ignored)
-        shards: Any = (module.body, module)
-        for unit in shards:
-            unit.set_force_sum_reduction_for_comms(True)  # gloo does not support PREMUL_SUM (D-06)
-        x, y = (t.chunk(dist.get_world_size())[dist.get_rank()] for t in (x, y))
-    # One optimizer for the shards and one for the rest: foreach and fused updates do not support both kinds together.
-    embedding = [module.embedding.weight]
-    rest = [p for p in module.parameters() if p is not module.embedding.weight]
-    optimizers = [torch.optim.SGD(rest, lr=0.1, momentum=0.9), torch.optim.SGD(embedding, lr=0.1, momentum=0.9)]
-    norms = []
-    for _ in range(5):
-        module.zero_grad()
-        with precision.forward_context():
-            loss = nn.functional.mse_loss(module(x).float(), y)
-        precision.backward(loss)
-        if dist.is_initialized():
-            dist.all_reduce(whole(embedding[0].grad))
-            whole(embedding[0].grad).div_(dist.get_world_size())
-        for optimizer in optimizers:
-            precision.unscale(optimizer)
-        norms.append(precision.clip_gradients(optimizers, 0.5))
-        for optimizer in optimizers:
-            assert precision.step(optimizer)
-        precision.update()
-    return norms, [whole(p.detach()) for p in module.parameters()]
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-        self.body = nn.Sequential(nn.Linear(6, 9), nn.Tanh())
-        self.head = nn.Linear(9, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.body(self.embedding(x)))
-        return out
-
-
-def model_and_data() -> tuple[Net, Tensor, Tensor]:
-    torch.manual_seed(0)
-    return Net(), torch.randint(11, (8,)), 5 * torch.randn(8, 3)
-
-
-@pytest.mark.parametrize(("make", "tolerance"), [(FullPrecision, 1e-5), (fp16, 5e-3)])
-def test_a_sharded_run_with_clipping_equals_the_run_of_one_process(make: Any, tolerance: float) -> None:
-    # B-01, B-05, B-06: fully_shard with a parameter that stays plain, two optimizers, clipping active in every step
-    norms, weights = fsdp_run(make())
-    assert all(norm > 0.5 for norm in norms)
-    for rank_norms, rank_weights in on_ranks(fsdp_run, 2, make()):
-        torch.testing.assert_close(rank_norms, norms, rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close(rank_weights, weights, rtol=tolerance, atol=tolerance)

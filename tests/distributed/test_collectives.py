@@ -121,9 +121,6 @@ def test_a_bare_fit_issues_only_ddps_collectives() -> None:  # H-01, B-02, B-12
         assert found["whole run, logged by epoch"]["allgather"] == found["whole run"]["allgather"] + 2
 
 
-# B-19, H-01: stopping
-
-
 def _stop_at(step: int, ranks: tuple[int, ...]) -> Callback:
     def request(trainer: Any, *arguments: Any) -> None:
         if trainer.global_step == step and trainer.global_rank in ranks:
@@ -275,9 +272,6 @@ def test_minus_one_on_one_rank_is_named_without_a_hang(tmp_path: Path) -> None: 
     assert not (tmp_path / "both").exists()  # nothing is dumped if there is no problem
 
 
-# A-08: collective calls by one rank only
-
-
 class Alone(Regression):
     """Makes a collective call inside ``if is_global_zero``."""
 
@@ -323,9 +317,6 @@ def test_collective_calls_under_is_global_zero_are_refused(tmp_path: Path) -> No
             assert call.split()[0] in error, (rank, call, error)
             assert call == "validate" or "is_global_zero" in error
     assert not (tmp_path / "alone").exists()
-
-
-# A-10: the handshake
 
 
 class Shaped(Regression):

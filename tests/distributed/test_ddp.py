@@ -103,9 +103,6 @@ def test_unused_parameters_are_named_on_step_1() -> None:  # C-01; tests/parity 
     assert not torch.allclose(first, weights(train_by_hand(WithSpare(), global_batches(32, 8))))
 
 
-# C-02, C-04: static graphs
-
-
 def _changed_graph(uses: str) -> str:
     strategy = DDPStrategy(static_graph=True)
     return refusal(WithSpare(uses), loader(64, 4), strategy=strategy, callbacks=ReplicaCheck(1))
@@ -115,9 +112,6 @@ def test_static_graph_notices_a_changed_graph() -> None:  # C-02, C-04; tests/pa
     for text in chain(*on_ranks(each, 2, _changed_graph, ("at first",), ("later",), process_group=None)):
         assert "static_graph=True" in text
         assert "changed" in text
-
-
-# C-03, C-07: what reaches DistributedDataParallel
 
 
 class _RecordingDDP(DistributedDataParallel):
@@ -205,9 +199,6 @@ def test_contradicting_arguments_are_refused_at_once() -> None:  # C-03
         DDPStrategy(static_graph=True, find_unused_parameters=True)
 
 
-# C-03: re-entrant checkpointing
-
-
 class Checkpointed(Regression):
     """Recomputes its inner layer in the backward."""
 
@@ -254,9 +245,6 @@ def test_reentrant_checkpointing() -> None:  # C-03, C-04
             else:
                 assert error.startswith("nothing was raised"), (strategy, error)
                 torch.testing.assert_close(after, references[times], **TIGHTER)
-
-
-# C-05: ways to call the module
 
 
 @dataclass
@@ -310,9 +298,6 @@ def test_every_way_to_call_the_module_synchronises() -> None:  # C-05
     for found in on_ranks(_forms, 2, process_group=None):
         for name, actual in found.items():
             torch.testing.assert_close(actual, reference, msg=about(name), **TIGHTER)
-
-
-# C-06, B-20: refused before it is wrapped
 
 
 class Embedded(Regression):

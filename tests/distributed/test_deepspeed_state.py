@@ -42,9 +42,6 @@ def _tied() -> DeepRegression:
     return DeepRegression(seeded(Tied))
 
 
-# State that a rank provides and loads
-
-
 def _shapes(stage: int) -> Any:
     module = _tied()
     report: dict[str, Any] = {}
@@ -113,9 +110,6 @@ def test_state_by_plain_names() -> None:
             assert "missing ['net.head.bias']" in report["texts"][1]
         assert sum(report["moments"] for report in reports) == numel  # no region twice
         assert max(report["moments"] for report in reports) <= 0.6 * numel
-
-
-# Whole parameters within a run (E-11)
 
 
 class Average(Callback):
@@ -217,9 +211,6 @@ def test_one_parameter_gathered() -> None:
     for seen, head in on_ranks(_one_gathered, 2):
         assert seen == [8, (1, 8), 1.0, 8]
         assert torch.equal(head, torch.ones(1, 8))
-
-
-# An optimizer that the module keeps
 
 
 class Keeping(DeepRegression):

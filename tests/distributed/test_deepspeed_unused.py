@@ -220,9 +220,6 @@ def test_recomputed_blocks_are_not_taken_for_unused_ones() -> None:
             torch.testing.assert_close(found, expected, **TIGHTER)
 
 
-# The same parameters, in another order
-
-
 class Reordering(nn.Module):
     """From some call on, rank 1 adds before it multiplies, so its gradients arrive in reverse order."""
 
@@ -265,9 +262,6 @@ def test_gradients_in_another_order_are_allowed_if_enabled() -> None:
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
         assert (one - first[0]).abs().max() < 1e-6
-
-
-# A parameter that all ranks use occasionally
 
 
 class OccasionallyUsed(DeepRegression):
