@@ -55,7 +55,7 @@ def judge(program: Program, plant: str = "") -> Verdict:
         root = folder if program.saving is not None else ""
         try:
             plain = expected if program.resume is None else interpret(replace(program, resume=None))
-            outcomes = on(program.ranks, run, program, root, False, plant)
+            outcomes = on(program.ranks * program.tensor_parallel, run, program, root, False, plant)
             verdict = Verdict(
                 differences(program, plain, outcomes), any(one.error in DRIVETRAIN_ERRORS for one in outcomes)
             )

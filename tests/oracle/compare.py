@@ -20,8 +20,22 @@ TOLERANCES = {"32-true": 2e-5, "64-true": 1e-11, "bf16-mixed": 2e-3, "16-mixed":
 """Largest absolute difference of weights from the loop's, by precision: what another order of sums explains."""
 
 
-def differences(program: Program, expected: Outcome, ranks: list[Outcome], resumed: bool = False) -> list[str]:
-    """Return one phrase for every difference; none if everything is as expected."""
+def differences(
+    program: Program,
+    expected: Outcome,
+    ranks: list[Outcome],
+    resumed: bool = False,
+    tolerance: float | None = None,
+) -> list[str]:
+    """Return one phrase for every difference; none if everything is as expected.
+
+    Args:
+        program: the program.
+        expected: the results of the interpreter.
+        ranks: the results of each process of the engine.
+        resumed: ``ranks`` are of the run that resumed.
+        tolerance: absolute tolerance of weights; None for that of the precision.
+    """
     errors = {one.error for one in ranks}
     if expected.refused:
         return judge_refusal_by_name(program, ranks)
@@ -30,19 +44,21 @@ def differences(program: Program, expected: Outcome, ranks: list[Outcome], resum
     if expected.error:
         return [f"{expected.error} was swallowed"]
     found: list[str] = []
-    tolerance = TOLERANCES[program.precision]
+    tolerance = TOLERANCES[program.precision] if tolerance is None else tolerance
     for rank, outcome in enumerate(ranks):
         found += [f"rank {rank}: {what}" for what in weight_differences(expected.weights, outcome.weights, tolerance)]
     first = ranks[0]
     if program.launcher:  # a launched run returns nothing else to the caller
         found += [] if first.counts == expected.counts else [f"counts: {first.counts} for {expected.counts}"]
         return found + metric_differences(expected, first, tolerance)
+    found += [f"rank {rank} has other weights than rank 0" for rank in ranks_apart(ranks)]
     strategy = program.resume.strategy if resumed and program.resume is not None else program.strategy
     if not strategy.startswith("deepspeed"):  # whose optimizer holds flat partitions, under names of its own
         found += state_differences(expected, first, tolerance)
     if not program.stop or program.stop.how == "max_steps":
         found += [] if first.counts == expected.counts else [f"counts: {first.counts} for {expected.counts}"]
     found += rate_differences(expected, first, resumed)
+    found += norm_differences(expected, first, tolerance)
     found += order_differences(program, expected, ranks, resumed)
     found += logged(program, expected, first, tolerance, resumed)
     return found
@@ -143,6 +159,33 @@ def state_differences(expected: Outcome, outcome: Outcome, tolerance: float) -> 
     return found
 
 
+def ranks_apart(ranks: list[Outcome]) -> list[int]:
+    """Return the ranks whose weights are not, bit for bit, those of rank 0."""
+    apart = []
+    for rank, outcome in enumerate(ranks):
+        pairs = [(value, outcome.weights[name]) for name, value in ranks[0].weights.items()]
+        if any(not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True) for one, other in pairs):
+            apart.append(rank)
+    return apart
+
+
+def norm_differences(expected: Outcome, outcome: Outcome, tolerance: float) -> list[str]:
+    """Compare gradient norms and loss scales, of which a resumed run has the last ones."""
+    found = []
+    for what, wanted, held in (
+        ("gradient norm", expected.norms, outcome.norms),
+        ("loss scale", expected.scales, outcome.scales),
+    ):
+        for at, (one, other) in enumerate(zip(reversed(wanted), reversed(held), strict=False)):
+            if math.isnan(other) and at >= len(held) - 1:  # no step yet
+                continue
+            if math.isfinite(one) != math.isfinite(other) or (
+                math.isfinite(one) and not same_number(what, one, other, tolerance)
+            ):
+                found.append(f"{what} {at} micro-batches before the end: {other!r} for {one!r}")
+    return found
+
+
 def rate_differences(expected: Outcome, outcome: Outcome, resumed: bool) -> list[str]:
     wanted = expected.rates[expected.saved_rates :] if resumed else expected.rates
     if len(wanted) == len(outcome.rates) and all(map(close, wanted, outcome.rates)):
@@ -154,9 +197,11 @@ def order_differences(program: Program, expected: Outcome, ranks: list[Outcome],
     """Compare samples and hooks, in their order."""
     found = []
     after = expected.saved_after if resumed else 0
-    wanted = expected.samples[after:]
-    if ranks[0].samples != wanted:
-        found.append(f"samples of rank 0: {ranks[0].samples} for {wanted}")
+    for rank, outcome in enumerate(ranks):
+        data_rank = rank // program.tensor_parallel
+        wanted = [(epoch, batches[data_rank]) for epoch, batches in expected.samples_of_ranks[after:]]
+        if outcome.samples != wanted:
+            found.append(f"samples of rank {rank}: {outcome.samples} for {wanted}")
     hooks = expected.hooks
     if resumed:
         hooks = ["on_train_start", *expected.hooks[expected.saved_hooks :]]
@@ -170,9 +215,6 @@ def order_differences(program: Program, expected: Outcome, ranks: list[Outcome],
             min(len(hooks), len(held)),
         )
         found.append(f"hooks from {at} on: {held[at : at + 4]} for {hooks[at : at + 4]}")
-    for rank, one in enumerate(ranks):
-        if len(one.samples) != len(ranks[0].samples):
-            found.append(f"rank {rank} trained on {len(one.samples)} micro-batches")
     return found
 
 

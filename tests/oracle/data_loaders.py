@@ -34,11 +34,22 @@ def numbers(samples: int, on_tokens: bool, first: int = 0) -> Parts:
     return x[first:], y[first:], index[first:]
 
 
+def samples_of(data: Data, on_tokens: bool) -> Parts:
+    """Return the samples of a data set."""
+    x, y, index = numbers(data.samples, on_tokens)
+    for first, last in data.without_tokens:
+        y[first:last] = PADDING
+    if data.overflows is not None:
+        x[data.overflows] = 1e30
+        y *= 0.3  # small enough that no other sample overflows at the initial scale
+    return x, y, index
+
+
 class Samples(Dataset[dict[str, Tensor]]):
     """A map-style data set whose samples are dicts."""
 
-    def __init__(self, samples: int, on_tokens: bool) -> None:
-        self.parts = numbers(samples, on_tokens)
+    def __init__(self, data: Data, on_tokens: bool) -> None:
+        self.parts = samples_of(data, on_tokens)
 
     def __len__(self) -> int:
         return len(self.parts[0])
@@ -115,7 +126,7 @@ class Stream(IterableDataset[dict[str, Tensor]]):
     """An iterable data set of whole batches; with several workers each reads every n-th one."""
 
     def __init__(self, data: Data, on_tokens: bool, ranks: int, rank: int) -> None:
-        self.parts = numbers(data.samples, on_tokens)
+        self.parts = samples_of(data, on_tokens)
         self.batches = batches_of_rank(data, ranks, rank)
         self.reuses = data.kind == "reused"
 
@@ -148,7 +159,7 @@ class Sharded(IterableDataset[dict[str, Tensor]]):
     """An iterable data set of samples that its workers share."""
 
     def __init__(self, data: Data, on_tokens: bool, ranks: int, rank: int) -> None:
-        self.parts = numbers(data.samples, on_tokens)
+        self.parts = samples_of(data, on_tokens)
         self.indices = part_of_rank(data, ranks, rank)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
@@ -214,11 +225,11 @@ def part_loader(data: Data, on_tokens: bool, ranks: int, rank: int) -> Any:
 
 def training_loader(program: Program, ranks: int, rank: int) -> Any:
     """Return the loader that the user passes to ``fit``."""
-    data, on_tokens = program.data, program.net.family != "mlp"
+    data, on_tokens = program.data, program.net.on_tokens
     options: dict[str, Any] = {"num_workers": data.workers}
     if data.kind in OWN_PARTS:
         return part_loader(data, on_tokens, ranks, rank)
-    dataset = Samples(data.samples, on_tokens)
+    dataset = Samples(data, on_tokens)
     if data.kind == "sampler":
         return DataLoader(dataset, data.batch, sampler=Backwards(data.samples), **options)
     if data.kind == "batch_sampler":
@@ -231,10 +242,10 @@ def training_loader(program: Program, ranks: int, rank: int) -> Any:
 def validation_loader(program: Program, ranks: int, rank: int) -> Any:
     """Return the validation loader."""
     assert program.validation is not None
-    on_tokens = program.net.family != "mlp"
+    on_tokens = program.net.on_tokens
     if program.validation.kind != "map":
         return part_loader(program.validation.data, on_tokens, ranks, rank)
-    dataset = Samples(program.validation.samples, on_tokens)
+    dataset = Samples(program.validation.data, on_tokens)
     return DataLoader(dataset, program.validation.batch)
 
 

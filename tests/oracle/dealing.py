@@ -6,7 +6,7 @@ import torch
 
 from drivetrain.data import order
 from oracle.data_loaders import Ragged, batches_of_rank, stated_batches
-from oracle.program import OWN_PARTS, Data
+from oracle.program import OWN_PARTS, Data, Program
 
 GlobalBatch = list[list[int]]
 """A global micro-batch: each rank's samples; none for a rank that joins."""
@@ -79,3 +79,11 @@ def stated_length(data: Data, ranks: int) -> int | None:
     if data.kind == "batch_sampler":
         return -(-len(Ragged(data)) // ranks)
     return len(deal(data, list(range(data.samples)), ranks))
+
+
+def estimated_steps(program: Program, ranks: int) -> int:
+    """Return the run's number of steps, as estimated from the lengths of loaders."""
+    length = stated_length(program.data, ranks)
+    steps = -(-length // program.accumulate) * program.epochs if length is not None else 0
+    stop = program.stop
+    return min(steps, stop.at) if stop is not None and stop.how == "max_steps" else steps

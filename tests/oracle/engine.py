@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -16,13 +17,15 @@ from torch import Tensor
 from drivetrain import Callback, DrivetrainError, Fit, TrainModule
 from drivetrain.callbacks import Checkpoint, EMAWeightAveraging
 from drivetrain.loggers import Logger
-from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy
 from oracle.data_loaders import first_of, parts_of, training_loader, validation_loader
+from oracle.device import DEVICE
 from oracle.nets import Model, add_group, part_of, seeded_model, write
 from oracle.optimizers import make_optimizer, make_scheduler
 from oracle.outcome import Outcome, key_of, scheduler_state, value_of
 from oracle.planted_defects import planted
 from oracle.program import WITHIN_STEPS, Average, Change, Program
+from oracle.split_layers import split
+from oracle.strategies import strategy_of
 
 
 class Planned(Exception):
@@ -38,7 +41,7 @@ class Trained(TrainModule):
         self.outcome = outcome
         self.net: Any = None
         if not program.configure_model:
-            self.configure_model()
+            self.net = seeded_model(program)
         for number, log in enumerate(program.logs):
             kinds = {"metric": torchmetrics.MeanMetric, "pearson": torchmetrics.PearsonCorrCoef}
             if log.what in kinds:
@@ -49,6 +52,8 @@ class Trained(TrainModule):
     def configure_model(self) -> None:
         if self.net is None:
             self.net = seeded_model(self.program)
+        if self.program.tensor_parallel > 1:
+            split(self.net, self.device_mesh["tensor"])
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.net(x)
@@ -74,12 +79,12 @@ class Trained(TrainModule):
         optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
         loss = None
         for turn in self.program.manual:
-            optimizer = optimizers[turn.optimizer]
+            optimizer, part = optimizers[turn.optimizer], self.program.optimizers[turn.optimizer].of
             with self.toggled_optimizer(optimizer) if turn.toggles else contextlib.nullcontext():
                 for _ in range(turn.repeats):
 
                     def closure() -> Tensor:
-                        loss = self.net.loss(parts)
+                        loss = self.net.loss_of_part(part, parts)  # noqa: B023
                         optimizer.zero_grad()  # noqa: B023
                         self.manual_backward(loss)
                         return loss
@@ -203,7 +208,7 @@ class Recorder(Callback):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         if not self.resumed or self.reseeds:
-            torch.manual_seed(1000 + 100 * self.resumed + trainer.global_rank)
+            torch.manual_seed(1000 + 100 * self.resumed + trainer.global_rank // self.program.tensor_parallel)
         self.in_hook("on_train_start", trainer, module)
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
@@ -239,6 +244,12 @@ class Recorder(Callback):
         else:
             held = [one.detach().flatten().double() for one in module.net.parameters()]
             self.outcome.steps.append((trainer.global_step, torch.cat(held)))
+        precision = trainer.strategy.precision
+        if precision.name == "16-mixed":
+            self.outcome.scales.append(precision.state_dict()["scale"])
+        if self.program.records_norms:
+            norm = trainer.gradient_norm
+            self.outcome.norms.append(math.nan if norm is None else float(norm))
         self.in_hook("on_train_batch_end", trainer, module, batch_idx)
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
@@ -307,25 +318,7 @@ def changed(net: Model, change: Change, optimizers: Any, program: Program) -> No
 def whole(value: Any) -> Tensor:
     """Return a number, or a tensor that may be sharded over ranks, as a local tensor."""
     value = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
-    return value.detach().clone()
-
-
-def strategy_of(name: str, program: Program) -> Any:
-    """Return the strategy that ``Fit`` gets."""
-    if name.startswith("ddp") and program.broadcast is not None:
-        return DDPStrategy(
-            broadcast_buffers=program.broadcast,
-            static_graph=name == "ddp_static_graph",
-            find_unused_parameters=name == "ddp_find_unused_parameters_true",
-        )
-    if name.startswith("deepspeed"):
-        # A single sample is not normalised: gradients then arrive in another order, which would be refused.
-        unordered = name == "deepspeed_stage_2" and program.net.norm == "batch"
-        options: dict[str, Any] = {"find_unused_parameters": True} if unordered else {}
-        if not program.optimizers[0].is_torch:
-            options["config"] = {"zero_allow_untested_optimizer": True}
-        return DeepSpeedStrategy(stage=int(name[-1]), **options) if options else name
-    return name
+    return value.detach().cpu().clone()
 
 
 @contextlib.contextmanager
@@ -350,6 +343,7 @@ def run(program: Program, root: str, resumed: bool, plant: str = "") -> Outcome:
     path = saved_in(root) if root else ""
     outcome = Outcome()
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    rank //= program.tensor_parallel
     ranks, strategy = program.ranks, program.strategy
     reseeds = False
     allow: tuple[str, ...] = ()
@@ -426,7 +420,7 @@ def settings(program: Program, outcome: Outcome) -> dict[str, Any]:
     """Return the arguments of ``Fit``."""
     validation, stop = program.validation, program.stop
     options: dict[str, Any] = {
-        "accelerator": "cpu",
+        "accelerator": DEVICE,
         "precision": program.precision,
         "logger": RecordingLogger(outcome),
         "log_every_n_steps": program.log_every,
@@ -439,6 +433,8 @@ def settings(program: Program, outcome: Outcome) -> dict[str, Any]:
         "num_sanity_val_steps": 0 if validation is None else validation.sanity,
         "seed": program.seed,
     }
+    if DEVICE != "cpu":
+        options["devices"] = torch.distributed.get_world_size()
     if program.clip is not None:
         options |= {"gradient_clip_val": program.clip, "gradient_clip_algorithm": program.clip_by}
     if validation is not None:

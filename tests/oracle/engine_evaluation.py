@@ -11,10 +11,11 @@ from torch.utils.data import DataLoader
 
 from drivetrain import CheckpointError, ConfigurationError, Fit
 from oracle.data_loaders import Samples, parts_of
-from oracle.engine import Trained, averaging, quiet_loggers, saved_in, strategy_of, whole
+from oracle.engine import Trained, averaging, quiet_loggers, saved_in, whole
 from oracle.outcome import Evaluated, Outcome
 from oracle.planted_defects import planted
 from oracle.program import EVALUATED, Evaluation, Program
+from oracle.strategies import strategy_of
 
 
 class Scored(Trained):
@@ -57,7 +58,7 @@ def evaluate_under_fit(program: Program, plan: Evaluation, root: str, averaged: 
         enable_checkpointing=False,
         seed=program.seed,
     )
-    loader = DataLoader(Samples(EVALUATED.samples, program.net.family != "mlp"), EVALUATED.batch)
+    loader = DataLoader(Samples(EVALUATED.data, program.net.on_tokens), EVALUATED.batch)
     run = trainer.test if plan.by == "test" else trainer.validate
     scores = run(module, loader, ckpt_path=saved_in(root), verbose=False, **averaged)
     loss = scores[0]["score"] if scores else math.nan

@@ -1,154 +1,33 @@
-"""The program as a hand-written loop: one process that plays all ranks in turn, and shares no code with the engine.
+"""The program as a hand-written training loop, in one process and without any code of the engine.
 
-Buffers, random generators and gradients are kept per rank. Weights and optimizers are common.
+Every rank computes its micro-batches in turn; see `oracle.rank_states`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from oracle.data_loaders import numbers
-from oracle.dealing import GlobalBatch, deal, deal_evaluation, deal_streams, epoch_order, stated_length
-from oracle.logged_values import LoggedValues
-from oracle.nets import Model, Parts, add_group, part_of, seeded_model, write
-from oracle.optimizers import make_optimizer, make_scheduler
-from oracle.outcome import Evaluated, Outcome, scheduler_state, tensors_of
-from oracle.program import EVALUATED, OWN_PARTS, Evaluation, Program, Resume, Turn, Write
-
-DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}
-AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+from oracle.dealing import GlobalBatch, deal, deal_streams, epoch_order, estimated_steps, stated_length
+from oracle.evaluations import Evaluations
+from oracle.nets import Parts, add_group, part_of, write
+from oracle.optimizers import make_optimizer
+from oracle.outcome import Outcome, scheduler_state, tensors_of
+from oracle.program import OWN_PARTS, Evaluation, Program, Resume, Turn, Write
+from oracle.rank_states import put_buffers
 
 
 class Stopped(Exception):
     """Raised when the run ends."""
 
 
-@dataclass
-class Rank:
-    """The state of one rank."""
-
-    buffers: dict[str, Tensor]
-    generator: Tensor
-    gradients: list[Tensor | None] = field(default_factory=list)
-    last: Any = None  # the previous micro-batch, used for joining if the data is the rank's own part
-
-
-class Loop:
+class Loop(Evaluations):
     """Trains a program."""
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.world = program.ranks
-        self.strategy = program.strategy
-        self.net = seeded_model(program)
-        if program.precision in DTYPES:
-            self.net.to(DTYPES[program.precision])
-        self.parameters = list(self.net.parameters())
-        self.optimizers = [make_optimizer(self.net, program, plan) for plan in program.optimizers]
-        self.schedulers = [
-            (make_scheduler(self.optimizers[0], plan, self.estimate()), plan) for plan in program.schedulers
-        ]
-        self.ranks = [self.new_rank(rank, 1000) for rank in range(self.world)]
-        self.scales_loss = program.precision == "16-mixed"
-        self.scale = 65536.0 if self.scales_loss else 1.0
-        self.share = 1.0
-        self.synchronised = True
-        self.outcome = Outcome()
-        self.logged = LoggedValues(program, self.outcome)
-        self.calls: dict[str, int] = {}
-        self.steps = self.epoch = self.micro_batches = self.samples = 0
-        self.batch_idx = 0
-        self.should_stop = self.save_requested = self.changes_ranks = self.limited = False
-        self.validated_at = -1
-        self.before = {name: one.detach().clone() for name, one in self.net.named_parameters()}
-        self.averages: dict[str, Tensor] = {}
-        self.updates = 0
-        self.trained: dict[str, Tensor] = {}  # while the network holds the averages
-
-    # Ranks, one at a time
-
-    def new_rank(self, rank: int, seed: int) -> Rank:
-        buffers = {name: one.clone() for name, one in self.net.named_buffers()}
-        return Rank(buffers, torch.Generator().manual_seed(seed + rank).get_state(), [None] * len(self.parameters))
-
-    @contextlib.contextmanager
-    def as_rank(self, rank: int) -> Iterator[Rank]:
-        """Give the network and the process the state of ``rank`` within the context."""
-        this = self.ranks[rank]
-        outside = torch.get_rng_state()
-        torch.set_rng_state(this.generator)
-        put_buffers(self.net, this.buffers)
-        for parameter, gradient in zip(self.parameters, this.gradients, strict=True):
-            parameter.grad = gradient
-        try:
-            with self.in_half():
-                yield this
-        finally:
-            this.buffers = dict(self.net.named_buffers())
-            this.gradients = [parameter.grad for parameter in self.parameters]
-            this.generator = torch.get_rng_state()
-            torch.set_rng_state(outside)
-
-    @contextlib.contextmanager
-    def in_half(self) -> Iterator[None]:
-        """Compute with half-precision parameters as ZeRO does; the optimizer's parameters stay exact."""
-        dtype = AUTOCAST.get(self.program.precision)
-        if dtype is None or not self.strategy.startswith("deepspeed"):
-            yield
-            return
-        norms = [layer for layer in self.net.modules() if isinstance(layer, torch.nn.BatchNorm1d)]
-        cast_again = {id(one) for layer in norms for one in layer.parameters()}  # rounded, but used in float32
-        exact = [(parameter, parameter.data, parameter.grad) for parameter in self.parameters]
-        for parameter, data, _ in exact:
-            parameter.grad = None
-            rounded = data.to(dtype)
-            parameter.data = rounded.to(data.dtype) if id(parameter) in cast_again else rounded
-        try:
-            yield
-        finally:
-            for parameter, data, before in exact:
-                fresh, parameter.grad, parameter.data = parameter.grad, None, data
-                fresh = None if fresh is None else fresh.to(dtype).to(data.dtype)
-                parameter.grad = before if fresh is None else fresh if before is None else before + fresh
-
-    def average_gradients(self) -> None:
-        """Replace `Rank.gradients` by their mean over ranks, on all ranks."""
-        for position, parameter in enumerate(self.parameters):
-            held = [rank.gradients[position] for rank in self.ranks]
-            if any(gradient is not None for gradient in held):
-                shares = [torch.zeros_like(parameter) if one is None else one / len(held) for one in held]
-                mean = sum(shares[1:], shares[0])
-                for rank in self.ranks:
-                    rank.gradients[position] = mean.clone()
-            parameter.grad = self.ranks[0].gradients[position]
-
-    @contextlib.contextmanager
-    def around_forwards(self, batches: list[tuple[Parts, bool]], at: int, last: int) -> Iterator[None]:
-        """Run all ranks' forwards of micro-batch ``at`` of a window, which ends with ``last``, within the context.
-
-        Buffers are broadcast as DDP does, after a backward that synchronised, and so not after a dropped window. A rank
-        that only joins has its buffers of before again afterwards.
-        """
-        joiners = [self.ranks[rank] for rank, (_, joins) in enumerate(batches) if joins]
-        before = [{name: one.clone() for name, one in rank.buffers.items()} for rank in joiners]
-        if self.broadcasts_buffers() and at == 0 and self.synchronised:
-            self.broadcast_buffers()
-        yield
-        self.synchronised = at == last
-        for rank, buffers in zip(joiners, before, strict=True):
-            rank.buffers = buffers
-
-    def broadcast_buffers(self) -> None:
-        """Copy rank 0's buffers to all ranks."""
-        for rank in self.ranks[1:]:
-            rank.buffers = {name: one.clone() for name, one in self.ranks[0].buffers.items()}
 
     # The run
 
@@ -177,7 +56,7 @@ class Loop:
 
     def end(self) -> Outcome:
         put_buffers(self.net, self.ranks[0].buffers)
-        self.outcome.weights = {name: one.detach().clone() for name, one in self.net.state_dict().items()}
+        self.outcome.weights = {name: one.detach().cpu().clone() for name, one in self.net.state_dict().items()}
         self.outcome.counts = {
             "steps": self.steps,
             "epochs": self.epoch,
@@ -295,6 +174,10 @@ class Loop:
                     for scheduler, plan in self.schedulers:
                         if plan.interval == "step" and self.steps % plan.frequency == 0:
                             self.step_scheduler(scheduler, plan.kind)
+            if self.scales_loss:
+                self.outcome.scales.append(self.scale)
+            if program.records_norms:
+                self.outcome.norms.append(self.gradient_norm)
             held = torch.cat([one.detach().flatten().double() for one in self.parameters])
             self.outcome.steps.append((self.steps, held))
             trained = {name for name, one in self.net.named_parameters() if one.requires_grad}
@@ -319,34 +202,8 @@ class Loop:
         if stop is not None and stop.how == "skip" and stop.at == self.batch_idx:
             self.clear(self.parameters)
             return True
-        self.outcome.samples.append((self.epoch, micro[0]))
-        self.logged.samples.append((self.epoch, [list(one) for one in micro]))
+        self.outcome.samples_of_ranks.append((self.epoch, micro))
         return False
-
-    def parts(self, micro: GlobalBatch, rank: int) -> tuple[Parts, bool]:
-        """Return a rank's batch, and whether the rank only joins with it."""
-        data, mine = self.program.data, micro[rank]
-        joins = not mine
-        if joins and data.kind in OWN_PARTS:
-            mine = self.ranks[rank].last
-        elif joins:
-            mine = micro[0][:1]
-        self.ranks[rank].last = mine
-        return self.cast(data.samples, mine), joins
-
-    def cast(self, samples: int, mine: list[int]) -> Parts:
-        """Return some samples of a data set, in the dtype of the precision."""
-        x, y, index = (part[mine] for part in numbers(samples, self.net.on_tokens))
-        dtype = DTYPES.get(self.program.precision)
-        if dtype is not None and not self.net.on_tokens:
-            x, y = x.to(dtype), y.to(dtype)
-        return x, y, index
-
-    def weight(self, mine: list[int], given: tuple[Parts, bool]) -> float:
-        parts, joins = given
-        if joins:
-            return 0.0
-        return self.net.weight(parts) if self.program.token_weighted else float(len(mine))
 
     def has_no_loss(self, batch_idx: int) -> bool:
         return self.program.missing_loss == "always" or (self.program.missing_loss == "odd" and batch_idx % 2 == 1)
@@ -441,21 +298,9 @@ class Loop:
 
     def clip_by(self, parameters: list[Any], value: float | None, algorithm: str) -> None:
         if value is not None and algorithm == "norm":
-            torch.nn.utils.clip_grad_norm_(parameters, value)
+            self.gradient_norm = clip_norm(parameters, value)
         elif value is not None:
             torch.nn.utils.clip_grad_value_(parameters, value)
-
-    def copy_gradients_to_ranks(self) -> None:
-        for rank in self.ranks:
-            rank.gradients = [None if one.grad is None else one.grad.clone() for one in self.parameters]
-
-    def clear(self, parameters: list[Any]) -> None:
-        known = {id(one) for one in parameters}
-        for position, parameter in enumerate(self.parameters):
-            if id(parameter) in known:
-                parameter.grad = None
-                for rank in self.ranks:
-                    rank.gradients[position] = None
 
     # Manual optimization
 
@@ -491,7 +336,7 @@ class Loop:
             for rank, (parts, joins) in enumerate(batches):
                 with self.as_rank(rank):
                     with self.autocast():
-                        loss = self.net.loss(parts)
+                        loss = self.net.loss_of_part(self.program.optimizers[turn.optimizer].of, parts)
                     for position, parameter in enumerate(self.parameters):
                         if any(parameter is mine for mine in held):
                             parameter.grad = None
@@ -533,20 +378,9 @@ class Loop:
         self.copy_gradients_to_ranks()
         return finite, losses
 
-    # Other parts of a step
-
-    def broadcasts_buffers(self) -> bool:
-        program = self.program
-        if self.world == 1 or not self.strategy.startswith("ddp"):
-            return False
-        return program.broadcast is not False
-
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        dtype = AUTOCAST.get(self.program.precision)
-        return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype)
-
     def step_scheduler(self, scheduler: Any, kind: str) -> None:
-        if kind == "linear" and self.steps > self.estimate():
+        program = self.program
+        if kind == "linear" and self.steps > estimated_steps(program, self.world):
             self.outcome.error = "ConfigurationError"  # the schedule has ended, but there is more data
             raise Stopped
         if kind == "plateau":
@@ -628,167 +462,17 @@ class Loop:
         self.ranks = [self.new_rank(rank, 1100) for rank in range(self.world)]
         self.changes_ranks = True
 
-    def evaluate_checkpoint(self, plan: Evaluation) -> Evaluated:
-        """Return what an evaluation of a checkpoint that is saved now gives."""
-        average = self.program.average
-        averages = plan.averaged
-        if averages is None:  # as the run evaluates, or as it leaves the module
-            averages = average is not None and self.updates > 0 and (average.evaluates or bool(self.trained))
-        if averages and not self.updates:
-            return Evaluated(refused=True)
-        before = {name: one.detach().clone() for name, one in self.net.named_parameters()}
-        trained = dict(self.trained)
-        strategy, self.strategy = self.strategy, plan.strategy
-        self.take_averages()
-        if averages:
-            self.put_averages()
-        buffers = dict(self.net.named_buffers())
-        put_buffers(self.net, self.ranks[0].buffers)
-        weights = {name: one.detach().clone() for name, one in self.net.state_dict().items()}
-        self.net.eval()
-        sums = samples = 0.0
-        for micro in deal_evaluation(EVALUATED.samples, EVALUATED.batch, plan.ranks):
-            for mine in micro:
-                if mine:
-                    with torch.no_grad(), self.in_half(), self.autocast():
-                        sums += len(mine) * float(self.net.loss(self.cast(EVALUATED.samples, mine)))
-                    samples += len(mine)
-        self.net.train()
-        put_buffers(self.net, buffers)
-        self.strategy = strategy
-        for name, one in self.net.named_parameters():
-            one.data.copy_(before[name])
-        self.trained = trained
-        return Evaluated(loss=sums / samples, weights=weights)
 
-    # Averages
-
-    def update_average(self, trained: set[str]) -> None:
-        """Update the averages from the weights. A parameter that has not been trained yet is its own average.
-
-        The average is a callback that follows the one with the program's hooks, so it sees what these wrote.
-        """
-        plan = self.program.average
-        if plan is None or self.steps <= plan.start:
-            return
-        for name, one in self.net.named_parameters():
-            if name not in trained and name not in self.averages:
-                continue
-            wide = torch.promote_types(one.dtype, torch.float32)
-            if self.updates == 0:
-                self.averages[name] = one.detach().to(wide, copy=True)
-            else:
-                average = self.averages.setdefault(name, self.before[name].to(wide, copy=True))
-                average.lerp_(one.detach().to(wide), 1 - plan.decay)
-        self.updates += 1
-
-    def put_averages(self) -> None:
-        """Load the averages into the network, and keep the trained weights."""
-        for name, one in self.net.named_parameters():
-            if name in self.averages:
-                self.trained[name] = one.detach().clone()
-                one.data.copy_(self.averages[name])
-
-    def take_averages(self) -> None:
-        """Load the trained weights into the network again."""
-        for name, one in self.net.named_parameters():
-            if name in self.trained:
-                one.data.copy_(self.trained[name])
-        self.trained = {}
-
-    # Validation
-
-    def validate_within(self, over: bool) -> None:
-        validation = self.program.validation
-        if validation is None or validation.interval is None or not self.due():
-            return
-        if self.batch_idx % self.interval() == 0:
-            self.validate()
-
-    def validate_at_the_end(self, cut: bool) -> None:
-        validation = self.program.validation
-        assert validation is not None
-        if not self.due():
-            return
-        if validation.interval is None or cut or self.missed():
-            if self.outcome.hooks and self.validated_at == self.micro_batches:
-                return
-            self.validate()
-
-    def due(self) -> bool:
-        validation = self.program.validation
-        assert validation is not None
-        return (self.epoch + 1) % validation.every_n_epochs == 0
-
-    def interval(self) -> int:
-        validation, data = self.program.validation, self.program.data
-        assert validation is not None
-        if isinstance(validation.interval, int):
-            return validation.interval
-        assert validation.interval is not None
-        length = stated_length(data, self.world)
-        return max(1, int((2**31 if length is None else length) * validation.interval))  # None would be refused
-
-    def missed(self) -> bool:
-        """Return whether the data ended before a validation that the stated length had promised."""
-        validation, length = self.program.validation, stated_length(self.program.data, self.world)
-        assert validation is not None
-        if length is None or validation.interval is None:
-            return False
-        interval = self.interval()
-        if isinstance(validation.interval, int):  # if there was none at all, their number depends on the data
-            return self.batch_idx < interval <= length
-        return (self.batch_idx // interval + 1) * interval <= length
-
-    def estimate(self) -> int:
-        """Return the run's number of steps, as estimated from the lengths of loaders."""
-        program = self.program
-        length = stated_length(program.data, self.world)
-        steps = -(-length // program.accumulate) * program.epochs if length is not None else 0
-        stop = program.stop
-        return min(steps, stop.at) if stop is not None and stop.how == "max_steps" else steps
-
-    def validate(self) -> None:
-        """Validate on all ranks with rank 0's buffers; training's own buffers, generators and modes are restored."""
-        validation = self.program.validation
-        assert validation is not None
-        self.validated_at = self.micro_batches
-        own = [(rank.buffers, rank.generator) for rank in self.ranks]
-        self.broadcast_buffers()
-        self.net.eval()
-        self.logged.begin("validate")
-        self.hook("on_validation_start")
-        if self.program.average is not None and self.program.average.evaluates:
-            self.put_averages()
-        self.hook("on_validation_epoch_start")
-        global_batches = deal_evaluation(validation.samples, validation.batch, self.world)
-        if validation.kind != "map":
-            global_batches = deal_streams(validation.data, self.world)
-        for at, micro in enumerate(global_batches):
-            if micro[0]:
-                self.hook("on_validation_batch_start", micro)
-            for rank, mine in enumerate(micro):
-                if mine:
-                    parts = self.cast(validation.samples, mine)
-                    with self.as_rank(rank), torch.no_grad(), self.autocast():
-                        loss = self.net.loss(parts)
-                        self.logged.log("validation_step", rank, self.net, loss, at, parts)
-            if micro[0]:
-                self.hook("on_validation_batch_end", micro)
-        self.logged.end_validation(self.steps, lambda: self.hook("on_validation_epoch_end"))
-        self.hook("on_validation_end")
-        self.take_averages()
-        self.net.train()
-        for each, (buffers, generator) in zip(self.ranks, own, strict=True):
-            each.buffers, each.generator = buffers, generator
-        self.logged.enter("train")
-
-
-def put_buffers(net: Model, buffers: dict[str, Tensor]) -> None:
-    """Make these tensors the network's buffers, without copying."""
-    for name, value in buffers.items():
-        path, _, last = name.rpartition(".")
-        net.get_submodule(path)._buffers[last] = value
+def clip_norm(parameters: list[Any], bound: float) -> float:
+    """Clip gradients by their norm; return the norm before."""
+    gradients = [one.grad for one in parameters if one.grad is not None]
+    if not any(gradient.is_sparse for gradient in gradients):
+        return float(torch.nn.utils.clip_grad_norm_(parameters, bound))
+    # Torch's function does not support sparse gradients.
+    norm = float(torch.nn.utils.get_total_norm([gradient.to_dense() for gradient in gradients]))
+    for gradient in gradients:
+        gradient.mul_(min(1.0, bound / (norm + 1e-6)))
+    return norm
 
 
 def interpret(program: Program, nudged: int | None = None) -> Outcome:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +36,6 @@ class LoggedValues:
         self.fresh: dict[str, set[int]] = {}
         self.results: dict[str, float] = {}
         self.seen: dict[str, list[tuple[int, Parts]]] = {}
-        self.samples: list[Any] = []
         self.began = False
         self.validated = False
 

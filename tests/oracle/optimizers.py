@@ -92,7 +92,8 @@ def make_optimizer(net: Model, program: Program, plan: Optimizer) -> torch.optim
     """
     later = any(change.what == "unfreeze" for change in program.changes)
     exact = program.precision in ("32-true", "64-true")
-    return optimizer_over([one for one in part_of(net, plan.of) if later or one.requires_grad], plan, exact)
+    holds_frozen = later or plan.holds_frozen
+    return optimizer_over([one for one in part_of(net, plan.of) if holds_frozen or one.requires_grad], plan, exact)
 
 
 def optimizer_over(parameters: list[nn.Parameter], plan: Optimizer, exact: bool) -> torch.optim.Optimizer:
@@ -100,11 +101,19 @@ def optimizer_over(parameters: list[nn.Parameter], plan: Optimizer, exact: bool)
     own: dict[str, Any] = {} if plan.weight_decay is None else {"weight_decay": plan.weight_decay}
     if plan.kind == "lbfgs":
         return torch.optim.LBFGS(parameters, lr=plan.lr, max_iter=2, history_size=3)
+    if plan.kind == "line_search":
+        return torch.optim.LBFGS(parameters, lr=0.5, max_iter=4, history_size=5, line_search_fn="strong_wolfe")
+    if plan.kind == "muon":
+        return torch.optim.Muon(parameters, lr=plan.lr)
     if plan.kind == "adamw":
         # The default eps amplifies rounding in gradients that are nearly zero. The gradient of the key's bias in
         # attention consists of rounding errors only, because softmax cancels it.
         own = {"weight_decay": 0.1, **own}
         groups = in_groups(parameters, plan, 0.1 * plan.lr)
+        if plan.split and plan.weight_decay is None and len(groups) == 2 and isinstance(groups[1], dict):
+            groups[1]["weight_decay"] = 0.0
+        if plan.fused:
+            own["fused"] = True
         return AdamW(groups, lr=0.1 * plan.lr, eps=1e-4 if exact else 1e-2, amsgrad=plan.amsgrad, **own)
     groups = in_groups(parameters, plan, plan.lr)
     if plan.kind in ("sam", "sam_sum"):

@@ -47,7 +47,10 @@ class Outcome:
         flushes: what loggers got: the step, and values by key.
         metrics: ``callback_metrics`` as training ended.
         counts: of steps, epochs, micro-batches and samples.
-        samples: of every micro-batch, in order: its epoch and the indices of the samples; none for a joiner.
+        samples: of every micro-batch of a rank, in order: its epoch and the indices of the samples; none for a joiner.
+        samples_of_ranks: the same for all ranks, from the interpreter.
+        norms: after each micro-batch, the norm of all gradients before the last clipping; nan if there was none.
+        scales: in fp16, the loss scale after each micro-batch.
         hooks: the hooks in the order in which they were called.
         steps: after each micro-batch: optimizer steps made, and all weights in one vector.
         saved_after: micro-batches trained on when the checkpoint was written; -1 for no checkpoint.
@@ -69,6 +72,9 @@ class Outcome:
     metrics: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     samples: list[tuple[int, list[int]]] = field(default_factory=list)
+    samples_of_ranks: list[tuple[int, list[list[int]]]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
     hooks: list[str] = field(default_factory=list)
     steps: list[tuple[int, Tensor]] = field(default_factory=list)
     saved_after: int = -1
@@ -119,7 +125,7 @@ def tensors_of(states: dict[Any, dict[str, Any]], names: dict[Any, str]) -> dict
     """Return an optimizer's state by parameter name, without entries that are not numbers."""
     return {
         names[parameter]: {
-            key: torch.as_tensor(value).detach().clone()
+            key: torch.as_tensor(value).detach().cpu().clone()
             for key, value in state.items()
             if isinstance(value, (Tensor, int, float))
         }

@@ -11,12 +11,14 @@ class Net:
     """A network of some family.
 
     Attributes:
-        family: "mlp" on numbers; "gru" or "transformer" on tokens, of which a sample has between one and five.
-        norm: "none", "batch" or "layer"; for the mlp.
+        family: "mlp", "deep_mlp" (two layers in the body) or "gan" (the body generates, the head discriminates) on
+            numbers; "gru", "transformer", "mixer" or "bag" (a sparse embedding) on tokens, of which a sample has
+            between one and five.
+        norm: "none", "batch" or "layer"; for "mlp" and "deep_mlp".
         dropout: probability.
         buffer: a running mean that the forward reads and training moves: "none", "in_place" or "reassigned".
         scale: a parameter of one element that multiplies the output.
-        frozen: the part that is frozen as the run begins: "", "body" or "head".
+        frozen: the part that is frozen as the run begins: "", "body", "head" or "first" (the body's first layer).
         unused: there is a parameter that no loss depends on.
         tied: the head shares the embedding's weight; for families on tokens.
         hooked: a gradient hook on the head's weight halves its gradient, and an attribute of the weight lets the
@@ -32,6 +34,11 @@ class Net:
     unused: bool = False
     tied: bool = False
     hooked: bool = False
+
+    @property
+    def on_tokens(self) -> bool:
+        """Whether it reads tokens."""
+        return self.family in ("gru", "transformer", "mixer", "bag")
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,8 @@ class Data:
         length_error: how far ``len(loader)`` exceeds the true length, for loaders with a length of their own; None for
             no length.
         workers: worker processes of the loader.
+        without_tokens: ranges of samples whose tokens are all padding.
+        overflows: the sample that overflows in fp16, if there is one.
         fewest_on_rank_0: for iterable kinds, rank 0 has the fewest samples; otherwise it has the most.
     """
 
@@ -63,6 +72,8 @@ class Data:
     length_error: int | None = 0
     workers: int = 0
     fewest_on_rank_0: bool = False
+    without_tokens: tuple[tuple[int, int], ...] = ()
+    overflows: int | None = None
 
 
 OWN_PARTS = ("iterable", "sharded", "reused", "stateful", "combined")
@@ -74,12 +85,16 @@ class Optimizer:
     """An optimizer.
 
     Attributes:
-        kind: "sgd", "momentum", "adamw", "lbfgs" or "sam"; or one that keeps a reference to ``parameter.grad``:
+        kind: "sgd", "momentum", "adamw", "muon", "lbfgs", "line_search" (LBFGS with one) or "sam"; or one
+            that keeps a reference to ``parameter.grad``:
             "optimistic" and "heun" from one step to the next, "sam_sum" from one evaluation to the next.
-        of: the parameters that it trains: "all", "body" or "head".
+        of: the parameters that it trains: "all", "body", "head", "matrices" or "vectors".
         lr: learning rate; AdamW's is a tenth of it.
         weight_decay: None for the default of the kind.
-        split: biases and the like are in a second group, which has half the learning rate.
+        split: biases and the like are in a second group, which has half the learning rate and, for "adamw", no weight
+            decay.
+        fused: for "adamw".
+        holds_frozen: it gets frozen parameters too.
         amsgrad: for "adamw".
         closure: automatic optimization passes it a closure, although it does not need one.
     """
@@ -89,18 +104,20 @@ class Optimizer:
     lr: float = 0.1
     weight_decay: float | None = None
     split: bool = False
+    fused: bool = False
+    holds_frozen: bool = False
     amsgrad: bool = False
     closure: bool = False
 
     @property
     def evaluates_again(self) -> bool:
         """Whether its step calls the closure more than once."""
-        return self.kind in ("lbfgs", "sam", "sam_sum")
+        return self.kind in ("lbfgs", "line_search", "sam", "sam_sum")
 
     @property
     def is_torch(self) -> bool:
         """Whether the class is torch's own."""
-        return self.kind in ("sgd", "momentum", "adamw", "lbfgs")
+        return self.kind in ("sgd", "momentum", "adamw", "muon", "lbfgs", "line_search")
 
 
 @dataclass(frozen=True)
@@ -338,6 +355,8 @@ class Program:
 
     strategy: str = "single_device"
     ranks: int = 1
+    tensor_parallel: int = 1
+    """Processes of each rank, over which the strategy splits layers; they read the same data."""
     precision: str = "32-true"
     net: Net = field(default_factory=Net)
     data: Data = field(default_factory=Data)
@@ -379,6 +398,11 @@ class Program:
         """Whether automatic optimization gives the optimizer a closure."""
         first = self.optimizers[0]
         return not self.manual and (first.evaluates_again or first.closure)
+
+    @property
+    def records_norms(self) -> bool:
+        """Whether gradient norms before clipping are compared."""
+        return self.clip is not None and self.clip_by == "norm" and not self.manual and not self.takes_closure
 
     @property
     def saving(self) -> Resume | Evaluation | None:
