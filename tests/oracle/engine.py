@@ -318,7 +318,8 @@ def changed(net: Model, change: Change, optimizers: Any, program: Program) -> No
 def whole(value: Any) -> Tensor:
     """Return a number, or a tensor that may be sharded over ranks, as a local tensor."""
     value = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
-    return value.detach().cpu().clone()
+    value = value.detach()
+    return value.clone() if value.is_meta else value.cpu().clone()  # ZeRO 3 leaves meta tensors after an error
 
 
 @contextlib.contextmanager
