@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from drivetrain.data import order
@@ -81,9 +83,9 @@ def stated_length(data: Data, ranks: int) -> int | None:
     return len(deal(data, list(range(data.samples)), ranks))
 
 
-def estimated_steps(program: Program, ranks: int) -> int:
+def estimated_steps(program: Program, ranks: int) -> float:
     """Return the run's number of steps, as estimated from the lengths of loaders."""
     length = stated_length(program.data, ranks)
-    steps = -(-length // program.accumulate) * program.epochs if length is not None else 0
+    steps = -(-length // program.accumulate) * program.epochs if length is not None else math.inf
     stop = program.stop
     return min(steps, stop.at) if stop is not None and stop.how == "max_steps" else steps

@@ -74,7 +74,7 @@ class Trained(TrainModule):
             loss += self.net.penalty()
         return loss
 
-    def turns(self, parts: Any, batch_idx: int) -> None:
+    def turns(self, parts: Any, batch_idx: int) -> dict[str, Any]:
         optimizers: Any = self.optimizers()
         optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
         loss = None
@@ -97,6 +97,7 @@ class Trained(TrainModule):
                         self.clip_gradients(optimizer, 0.1, "norm")
                     optimizer.step()
         self.log_values("training_step", loss, batch_idx, parts)
+        return {"loss": loss}
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         assert self.program.validation is not None
@@ -209,6 +210,7 @@ class Recorder(Callback):
     def on_train_start(self, trainer: Any, module: Any) -> None:
         if not self.resumed or self.reseeds:
             torch.manual_seed(1000 + 100 * self.resumed + trainer.global_rank // self.program.tensor_parallel)
+        self.outcome.planned = trainer.estimated_stepping_batches
         self.in_hook("on_train_start", trainer, module)
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
@@ -235,6 +237,10 @@ class Recorder(Callback):
         self.in_hook("on_after_backward", trainer, module)
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        if self.program.measures_norms and (self.program.manual or optimizer is trainer.optimizers[0]):
+            measured = [optimizer] if self.program.manual else trainer.optimizers
+            norm = float(trainer.strategy.clip_gradients(measured, 1e30))  # a bound that is never reached
+            self.outcome.step_norms.append(norm if math.isfinite(norm) else math.inf)
         self.outcome.rates.append([float(group["lr"]) for group in optimizer.param_groups])
         self.in_hook("on_before_optimizer_step", trainer, module)
 
@@ -244,6 +250,8 @@ class Recorder(Callback):
         else:
             held = [one.detach().flatten().double() for one in module.net.parameters()]
             self.outcome.steps.append((trainer.global_step, torch.cat(held)))
+        loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+        self.outcome.losses.append(math.nan if trainer.joining or loss is None else float(loss))
         precision = trainer.strategy.precision
         if precision.name == "16-mixed":
             self.outcome.scales.append(precision.state_dict()["scale"])
@@ -285,7 +293,9 @@ class Recorder(Callback):
             outcome.states.append(
                 {
                     name.removeprefix("net."): {
-                        key: whole(value) for key, value in state.items() if isinstance(value, (Tensor, int, float))
+                        key: whole(value)
+                        for key, value in state.items()
+                        if isinstance(value, (Tensor, int, float)) or hasattr(value, "full_tensor")
                     }
                     for name, state in states.items()
                 }
@@ -354,8 +364,8 @@ def run(program: Program, root: str, resumed: bool, plant: str = "") -> Outcome:
         reseeds = ranks != program.ranks
         allow = ("optimizer",) if program.resume.allow else ()
         program = replace(program, optimizers=program.resume.optimizers(program.optimizers))
-    with quiet_loggers(), warnings.catch_warnings(), planted(plant):
-        warnings.simplefilter("ignore")
+    with quiet_loggers(), warnings.catch_warnings(record=True) as caught, planted(plant):
+        warnings.simplefilter("always")
         module = user_module(program, outcome)
         recorder = Recorder(program, outcome, "" if resumed else path, resumed, reseeds)
         trainer = None
@@ -376,6 +386,7 @@ def run(program: Program, root: str, resumed: bool, plant: str = "") -> Outcome:
             if not outcome.counts and trainer is not None:
                 with contextlib.suppress(Exception):
                     outcome.counts = counts(trainer)
+    outcome.warnings = [str(warning.message) for warning in caught]
     if module.net is not None:
         state = module.net.state_dict()
         outcome.weights = {name: whole(value) for name, value in state.items()}

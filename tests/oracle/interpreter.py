@@ -152,6 +152,7 @@ class Loop(Evaluations):
         for at, (micro, parts) in enumerate(zip(window, batches, strict=True)):
             if self.begins_with_skip(micro):
                 return False
+            self.losses = [math.nan] * self.world
             if program.manual:
                 with self.around_forwards(parts, 0, 0):
                     self.turns(micro, parts)
@@ -168,6 +169,7 @@ class Loop(Evaluations):
             self.batch_idx += 1
             self.micro_batches += 1
             self.samples += sum(map(len, micro))
+            self.outcome.losses_of_ranks.append(self.losses)
             if stepped:
                 self.steps += 1
                 if not program.manual:
@@ -228,6 +230,8 @@ class Loop(Evaluations):
                         self.logged.log("training_step", rank, self.net, loss, self.batch_idx, parts)
                     if program.adds_to_loss:
                         loss = loss + self.net.penalty()
+                if first and not joins:
+                    self.losses[rank] = float(loss.detach())
                 if weight:
                     (loss * (self.world * weight / total) * (self.scale * self.share)).backward()
                     part += float(loss.detach()) * weight / total
@@ -248,6 +252,7 @@ class Loop(Evaluations):
                     parameter.grad = torch.zeros_like(parameter)
         # As torch's scaler does: gradients of parameters that no optimizer holds may overflow.
         finite = self.unscale([one for opt in self.optimizers for group in opt.param_groups for one in group["params"]])
+        self.measure_norm(self.optimizers)
         for optimizer in self.optimizers:
             self.outcome.rates.append([float(group["lr"]) for group in optimizer.param_groups])
             self.hook("on_before_optimizer_step")
@@ -292,6 +297,13 @@ class Loop(Evaluations):
             gradient.div_(self.scale * self.share)
         return not self.scales_loss or all(bool(gradient.isfinite().all()) for gradient in gradients)
 
+    def measure_norm(self, optimizers: list[Any]) -> None:
+        """Record the norm of the gradients of some optimizers."""
+        if self.program.measures_norms:
+            held = [one.grad for opt in optimizers for group in opt.param_groups for one in group["params"]]
+            norm = float(torch.nn.utils.get_total_norm([one.to_dense() for one in held if one is not None]))
+            self.outcome.step_norms.append(norm if math.isfinite(norm) else math.inf)
+
     def clip(self) -> None:
         held = [one for opt in self.optimizers for group in opt.param_groups for one in group["params"]]
         self.clip_by(held, self.program.clip, self.program.clip_by)
@@ -323,6 +335,7 @@ class Loop(Evaluations):
             self.scale *= 0.5
         for rank, (parts, joins) in enumerate(batches):
             if not joins:
+                self.losses[rank] = float(losses[rank])
                 self.logged.log("training_step", rank, self.net, losses[rank], self.batch_idx, parts)
 
     def manual_step(
@@ -351,6 +364,7 @@ class Loop(Evaluations):
             return torch.tensor(sum(kept) / len(kept))
 
         def before_step() -> None:
+            self.measure_norm([optimizer])
             self.outcome.rates.append([float(group["lr"]) for group in optimizer.param_groups])
             self.hook("on_before_optimizer_step", micro)
 

@@ -114,7 +114,8 @@ def optimizer_over(parameters: list[nn.Parameter], plan: Optimizer, exact: bool)
             groups[1]["weight_decay"] = 0.0
         if plan.fused:
             own["fused"] = True
-        return AdamW(groups, lr=0.1 * plan.lr, eps=1e-4 if exact else 1e-2, amsgrad=plan.amsgrad, **own)
+        eps = plan.eps or (1e-4 if exact else 1e-2)
+        return AdamW(groups, lr=0.1 * plan.lr, eps=eps, amsgrad=plan.amsgrad, **own)
     groups = in_groups(parameters, plan, plan.lr)
     if plan.kind in ("sam", "sam_sum"):
         return (Sam if plan.kind == "sam" else SamSum)(groups, plan.lr)
@@ -136,7 +137,7 @@ def in_groups(parameters: list[nn.Parameter], plan: Optimizer, lr: float) -> lis
     return [{"params": matrices}, {"params": vectors, "lr": lr / 2}]
 
 
-def make_scheduler(optimizer: torch.optim.Optimizer, plan: Scheduler, steps: int) -> Any:
+def make_scheduler(optimizer: torch.optim.Optimizer, plan: Scheduler, steps: float) -> Any:
     """Build a scheduler; "linear" decays over ``steps`` steps."""
     if plan.kind == "linear":
         return LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))

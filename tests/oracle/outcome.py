@@ -51,6 +51,12 @@ class Outcome:
         samples_of_ranks: the same for all ranks, from the interpreter.
         norms: after each micro-batch, the norm of all gradients before the last clipping; nan if there was none.
         scales: in fp16, the loss scale after each micro-batch.
+        losses: of every micro-batch of a rank; nan for a joiner, or where there is none.
+        losses_of_ranks: the same for all ranks, from the interpreter.
+        step_norms: the norm of all gradients before every optimizer step, if the program asks for it; infinite if they
+            overflowed.
+        planned: the number of optimizer steps, as estimated before the run.
+        warnings: the messages of warnings.
         hooks: the hooks in the order in which they were called.
         steps: after each micro-batch: optimizer steps made, and all weights in one vector.
         saved_after: micro-batches trained on when the checkpoint was written; -1 for no checkpoint.
@@ -75,6 +81,11 @@ class Outcome:
     samples_of_ranks: list[tuple[int, list[list[int]]]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    losses_of_ranks: list[list[float]] = field(default_factory=list)
+    step_norms: list[float] = field(default_factory=list)
+    planned: float = math.nan
+    warnings: list[str] = field(default_factory=list)
     hooks: list[str] = field(default_factory=list)
     steps: list[tuple[int, Tensor]] = field(default_factory=list)
     saved_after: int = -1

@@ -94,6 +94,7 @@ class Optimizer:
         split: biases and the like are in a second group, which has half the learning rate and, for "adamw", no weight
             decay.
         fused: for "adamw".
+        eps: for "adamw"; None for a large one, so that rounding errors in gradients near zero matter less.
         holds_frozen: it gets frozen parameters too.
         amsgrad: for "adamw".
         closure: automatic optimization passes it a closure, although it does not need one.
@@ -105,6 +106,7 @@ class Optimizer:
     weight_decay: float | None = None
     split: bool = False
     fused: bool = False
+    eps: float | None = None
     holds_frozen: bool = False
     amsgrad: bool = False
     closure: bool = False
@@ -388,6 +390,8 @@ class Program:
     """The layers are built in ``configure_model``."""
     launcher: str = ""
     """A launcher of `Fit` that starts the ranks, "fork"; by default the run uses the ranks of the test."""
+    measures_norms: bool = False
+    """Gradient norms are recorded before every optimizer step."""
     seed: int = 0
 
     def __repr__(self) -> str:

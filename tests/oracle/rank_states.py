@@ -61,7 +61,7 @@ class RankStates:
         self.share = 1.0
         self.gradient_norm = math.nan  # of the last step that clipped
         self.synchronised = True
-        self.outcome = Outcome()
+        self.outcome = Outcome(planned=steps)
         self.logged = LoggedValues(program, self.outcome)
         self.calls: dict[str, int] = {}
         self.steps = self.epoch = self.micro_batches = self.samples = 0

@@ -29,7 +29,7 @@ SPLITS: dict[str, dict[str, ParallelStyle]] = {
 
 def split(net: Any, mesh: Any) -> None:
     """Split the layers over ``mesh``, as a user does in ``configure_model``."""
-    parallelize_module(net, mesh, SPLITS[net.plan.family])
+    parallelize_module(net, mesh, SPLITS.get(net.plan.family, {}))
     if net.plan.tied:
         net.head.weight = net.body.embedding.weight  # splitting gave each layer a parameter of its own
 
