@@ -136,7 +136,7 @@ def _evaluate(findings: Findings, fit: Callable[..., Fit], splits: bool) -> None
 
 
 def _draw(findings: Findings, fit: Callable[..., Fit], rank: int, splits: bool) -> None:
-    loader = DataLoader(TensorDataset(*samples(32)), batch_size=4)
+    loader = DataLoader(TensorDataset(*samples(16)), batch_size=4)
     for _ in range(2):
         # Draws of the process before a seeded run must not matter.
         torch.manual_seed(100 + 10 * rank + len(findings.masks))
@@ -154,10 +154,10 @@ def _count_exchanges(findings: Findings, fit: Callable[..., Fit], candidate: Can
     """Record, after each micro-batch, how often the gradients of all parameters have been exchanged so far."""
     strategy = strategy_of(candidate.strategy, Program())
     strategy = strategy_by_name(strategy) if isinstance(strategy, str) else strategy
-    loader = DataLoader(TensorDataset(*samples(80)), batch_size=8 // (ranks // candidate.tensor))
+    loader = DataLoader(TensorDataset(*samples(40)), batch_size=8 // (ranks // candidate.tensor))
     with _counted(strategy, candidate) as count:
         note = LambdaCallback(on_train_batch_end=lambda *_: findings.reductions.append(count[0]))
-        fit(strategy, max_epochs=1, accumulate_grad_batches=4, callbacks=note).fit(
+        fit(strategy, max_epochs=1, accumulate_grad_batches=2, callbacks=note).fit(
             Observed(candidate.tensor > 1, seeded_mlp()), loader
         )
     once = next(reduced for reduced in findings.reductions if reduced)

@@ -75,7 +75,7 @@ class Candidate:
         if ranks != self.ranks:
             jobs = [job for job in jobs if BY_NAME[job[0]].four_ranks and job[1] == "32-true"]
             jobs = [job for job in jobs if self.refusal(job) is None]
-        jobs = [job for job in jobs if job[0] == "plain" or job[1] not in self.refuses_precisions]
+        jobs = [job for job in jobs if job[0] == "token-weighted" or job[1] not in self.refuses_precisions]
         if parity_device.DEVICE != "cpu":
             chosen = parity_device.CASES
             # NCCL cannot reduce sparse gradients.
