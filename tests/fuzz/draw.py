@@ -28,14 +28,7 @@ from oracle.program import (
     Write,
 )
 
-STRATEGIES = (
-    "single_device",
-    "ddp",
-    "fsdp",
-    "ddp_static_graph",
-    "ddp_find_unused_parameters_true",
-    "fsdp_grad_op",
-)
+STRATEGIES = ("single_device", "ddp", "fsdp", "ddp_static_graph", "ddp_find_unused_parameters_true", "fsdp_grad_op")
 ZERO = ("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
 
 ONE_WORKER = ("reused", "stateful", "combined")

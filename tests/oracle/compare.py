@@ -21,11 +21,7 @@ TOLERANCES = {"32-true": 2e-5, "64-true": 1e-11, "bf16-mixed": 2e-3, "16-mixed":
 
 
 def differences(
-    program: Program,
-    expected: Outcome,
-    ranks: list[Outcome],
-    resumed: bool = False,
-    tolerance: float | None = None,
+    program: Program, expected: Outcome, ranks: list[Outcome], resumed: bool = False, tolerance: float | None = None
 ) -> list[str]:
     """Return one phrase for every difference; none if everything is as expected.
 

@@ -89,12 +89,6 @@ class Ragged(Sampler[list[int]]):
         return max(1, len(list(iter(self))) + self.data.length_error)
 
 
-class RaggedWithoutLength(Ragged):
-    """A variant without a length."""
-
-    __len__ = None  # type: ignore[assignment]
-
-
 def part_of_rank(data: Data, ranks: int, rank: int) -> list[int]:
     """Return the samples of an iterable data set that belong to a rank; each rank has a different number."""
     shares = [one + 1 if data.fewest_on_rank_0 else ranks - one for one in range(ranks)]
@@ -144,17 +138,6 @@ class Stream(IterableDataset[dict[str, Tensor]]):
             yield dict(zip(NAMES, parts, strict=True))
 
 
-class StreamWithLength(Stream):
-    """A stream with a length, right or wrong."""
-
-    def __init__(self, data: Data, on_tokens: bool, ranks: int, rank: int) -> None:
-        super().__init__(data, on_tokens, ranks, rank)
-        self.length = stated_batches(data, ranks, rank)
-
-    def __len__(self) -> int:
-        return self.length
-
-
 class Sharded(IterableDataset[dict[str, Tensor]]):
     """An iterable data set of samples that its workers share."""
 
@@ -167,17 +150,6 @@ class Sharded(IterableDataset[dict[str, Tensor]]):
         assert worker is not None
         for index in self.indices[worker.id :: worker.num_workers]:
             yield dict(zip(NAMES, (part[index] for part in self.parts), strict=True))
-
-
-class ShardedWithLength(Sharded):
-    """A variant with a length in samples, from which torch estimates the loader's length regardless of workers."""
-
-    def __init__(self, data: Data, on_tokens: bool, ranks: int, rank: int) -> None:
-        super().__init__(data, on_tokens, ranks, rank)
-        self.length = stated_batches(data, ranks, rank) * data.batch
-
-    def __len__(self) -> int:
-        return self.length
 
 
 class Stateful:
@@ -202,20 +174,24 @@ class Stateful:
         self.position = self.first = state["position"]
 
 
-class StatefulWithLength(Stateful):
-    """A variant with a length, right or wrong."""
-
-    def __len__(self) -> int:
-        return len(self.stream)  # type: ignore[arg-type]
+def with_length(loader: Any, length: int | None) -> Any:
+    """Give a data set, a sampler or a loader a length, right or wrong; for None it has no ``len``."""
+    kind = type(loader)
+    if length is None and not hasattr(kind, "__len__"):
+        return loader
+    loader.__class__ = type(kind.__name__, (kind,), {"__len__": None if length is None else lambda self: length})
+    return loader
 
 
 def part_loader(data: Data, on_tokens: bool, ranks: int, rank: int) -> Any:
     """Return a loader of a rank's own part."""
-    if data.kind == "sharded":
-        shards = (Sharded if data.length_error is None else ShardedWithLength)(data, on_tokens, ranks, rank)
+    length = None if data.length_error is None else stated_batches(data, ranks, rank)
+    if data.kind == "sharded":  # torch estimates the loader's length from this one, regardless of workers
+        samples = None if length is None else length * data.batch
+        shards = with_length(Sharded(data, on_tokens, ranks, rank), samples)
         return DataLoader(shards, data.batch, num_workers=data.workers)
-    stream = (Stream if data.length_error is None else StreamWithLength)(data, on_tokens, ranks, rank)
-    stateful = (Stateful if data.length_error is None else StatefulWithLength)(stream)
+    stream = with_length(Stream(data, on_tokens, ranks, rank), length)
+    stateful = with_length(Stateful(stream), length)
     if data.kind == "stateful":
         return stateful
     if data.kind == "combined":
@@ -233,8 +209,9 @@ def training_loader(program: Program, ranks: int, rank: int) -> Any:
     if data.kind == "sampler":
         return DataLoader(dataset, data.batch, sampler=Backwards(data.samples), **options)
     if data.kind == "batch_sampler":
+        ragged = Ragged(data)
         return DataLoader(
-            dataset, batch_sampler=(Ragged if data.length_error is not None else RaggedWithoutLength)(data), **options
+            dataset, batch_sampler=ragged if data.length_error is not None else with_length(ragged, None), **options
         )
     return DataLoader(dataset, data.batch, shuffle=data.shuffle, drop_last=data.drop_last, **options)
 

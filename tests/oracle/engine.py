@@ -213,9 +213,6 @@ class Recorder(Callback):
         self.outcome.planned = trainer.estimated_stepping_batches
         self.in_hook("on_train_start", trainer, module)
 
-    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        self.in_hook("on_train_epoch_start", trainer, module)
-
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
         index = [] if trainer.joining else first_of(batch)["index"].tolist()
         stop = self.program.stop
@@ -226,15 +223,6 @@ class Recorder(Callback):
             raise Planned("as planned")
         self.outcome.samples.append((trainer.current_epoch, index))
         return None
-
-    def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        self.in_hook("on_before_zero_grad", trainer, module)
-
-    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
-        self.in_hook("on_before_backward", trainer, module)
-
-    def on_after_backward(self, trainer: Any, module: Any) -> None:
-        self.in_hook("on_after_backward", trainer, module)
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         if self.program.measures_norms and (self.program.manual or optimizer is trainer.optimizers[0]):
@@ -250,7 +238,7 @@ class Recorder(Callback):
         else:
             held = [one.detach().flatten().double() for one in module.net.parameters()]
             self.outcome.steps.append((trainer.global_step, torch.cat(held)))
-        loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         self.outcome.losses.append(math.nan if trainer.joining or loss is None else float(loss))
         precision = trainer.strategy.precision
         if precision.name == "16-mixed":
@@ -260,30 +248,13 @@ class Recorder(Callback):
             self.outcome.norms.append(math.nan if norm is None else float(norm))
         self.in_hook("on_train_batch_end", trainer, module, batch_idx)
 
-    def on_validation_start(self, trainer: Any, module: Any) -> None:
-        self.in_hook("on_validation_start", trainer, module)
-
-    def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:
-        self.in_hook("on_validation_epoch_start", trainer, module)
-
-    def on_validation_batch_start(
-        self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
+    def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
         self.in_hook("on_validation_batch_start", trainer, module, batch_idx)
 
     def on_validation_batch_end(
-        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, *_: Any
     ) -> None:
         self.in_hook("on_validation_batch_end", trainer, module, batch_idx)
-
-    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
-        self.in_hook("on_validation_epoch_end", trainer, module)
-
-    def on_validation_end(self, trainer: Any, module: Any) -> None:
-        self.in_hook("on_validation_end", trainer, module)
-
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        self.in_hook("on_train_epoch_end", trainer, module)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         self.in_hook("on_train_end", trainer, module)
@@ -304,8 +275,18 @@ class Recorder(Callback):
         outcome.metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
         outcome.counts = counts(trainer)
 
-    def on_fit_end(self, trainer: Any, module: Any) -> None:
-        self.in_hook("on_fit_end", trainer, module)
+
+def add_hook(name: str) -> None:
+    """Let `Recorder` do in the hook ``name`` only what is common to every hook."""
+    setattr(Recorder, name, lambda self, trainer, module, *_: self.in_hook(name, trainer, module))
+
+
+for _name in ("on_train_epoch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"):
+    add_hook(_name)
+for _name in ("on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end"):
+    add_hook(_name)
+for _name in ("on_train_epoch_end", "on_fit_end"):
+    add_hook(_name)
 
 
 def counts(trainer: Any) -> dict[str, int]:

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -29,14 +30,13 @@ Plant = contextlib.AbstractContextManager[None]
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Replace ``owner.name`` by ``by(original)`` within the context. Missing attributes are not created."""
+def replaced(owner: Any, name: str, by: Any) -> Iterator[None]:
+    """Replace ``owner.name`` by ``by``, which gets the original first, within the context. Nothing is created."""
     if not hasattr(owner, name):
         yield
         return
-    own = name in vars(owner)
-    before = getattr(owner, name)
-    setattr(owner, name, by(before))
+    own, before = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, lambda *arguments, **named: by(before, *arguments, **named))
     try:
         yield
     finally:
@@ -46,34 +46,35 @@ def replaced(owner: Any, name: str, by: Callable[[Callable[..., Any]], Callable[
             delattr(owner, name)
 
 
+def nothing(before: Any, *arguments: Any) -> None:
+    """Do nothing."""
+
+
 def logged_values_change() -> Plant:
     """1: the logged value is the tensor itself, and changes with it."""
 
-    def by(record: Any) -> Any:
-        def planted_record(self: MetricStore, name: str, value: Any, *options: Any, **named: Any) -> None:
-            record(self, name, value, *options, **named)
-            entry = self.entries.get(name)
-            if entry is None or self.muted or not isinstance(value, Tensor) or not value.requires_grad:
-                return
-            kept = value.detach().reshape(())
-            if entry.on_step:
-                entry.last = kept
-            if entry.on_epoch and entry.waiting:
-                entry.waiting[-1] = kept
+    def record(before: Any, self: MetricStore, name: str, value: Any, *options: Any, **named: Any) -> None:
+        before(self, name, value, *options, **named)
+        entry = self.entries.get(name)
+        if entry is None or self.muted or not isinstance(value, Tensor) or not value.requires_grad:
+            return
+        kept = value.detach().reshape(())
+        if entry.on_step:
+            entry.last = kept
+        if entry.on_epoch and entry.waiting:
+            entry.waiting[-1] = kept
 
-        return planted_record
-
-    return replaced(MetricStore, "record", by)
+    return replaced(MetricStore, "record", record)
 
 
 def unscaled_once() -> Plant:
     """2: fp16 gradients are unscaled once per `training_step`, however often the optimizer steps."""
-    return replaced(LossScaler, "scale_again", _nothing)
+    return replaced(LossScaler, "scale_again", nothing)
 
 
 def stale_casts() -> Plant:
     """3: autocast's cache of casts survives an optimizer step."""
-    return replaced(torch, "clear_autocast_cache", _nothing)
+    return replaced(torch, "clear_autocast_cache", nothing)
 
 
 @contextlib.contextmanager
@@ -82,7 +83,7 @@ def unfrozen_unnoticed() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for strategy in (DDPStrategy, FSDPStrategy):
             if "trainable_changed" in vars(strategy):
-                stack.enter_context(replaced(strategy, "trainable_changed", _nothing))
+                stack.enter_context(replaced(strategy, "trainable_changed", nothing))
         yield
 
 
@@ -90,14 +91,11 @@ def unfrozen_unnoticed() -> Iterator[None]:
 def length_cuts() -> Iterator[None]:
     """5: `len(loader)` ends the epoch even if there is more data."""
 
-    def by(epoch: Any) -> Any:
-        def planted_epoch(self: Any, number: int, start: int = 0, *rest: Any, **named: Any) -> Any:
-            pairs = epoch(self, number, start, *rest, **named)
-            return pairs if self.length is None else islice(pairs, max(0, self.length - start))
+    def epoch(before: Any, self: Any, number: int, start: int = 0, *rest: Any, **named: Any) -> Any:
+        pairs = before(self, number, start, *rest, **named)
+        return pairs if self.length is None else islice(pairs, max(0, self.length - start))
 
-        return planted_epoch
-
-    with replaced(IterableSource, "epoch", by), replaced(MapSource, "epoch", by):
+    with replaced(IterableSource, "epoch", epoch), replaced(MapSource, "epoch", epoch):
         yield
 
 
@@ -106,100 +104,76 @@ def joiners_leave_buffers() -> Iterator[None]:
     """8: a buffer that a joining rank reassigns keeps the joining rank's value."""
 
     @contextlib.contextmanager
-    def leaving_a_trace(module: Any, metrics: Any) -> Iterator[None]:
+    def leaving_a_trace(before: Any, module: Any, metrics: Any) -> Iterator[None]:
         company = None if metrics.joining else uneven_inputs.Joining(metrics)
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         try:
             yield
         finally:
             with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+                for buffer, value in buffers:
+                    buffer.copy_(value)
             if company is not None:
                 company.end()
 
-    with contextlib.ExitStack() as stack:
-        for owner in (step, manual_step):
-            stack.enter_context(replaced(owner, "without_side_effects", lambda before: leaving_a_trace))
+    name = "without_side_effects"
+    with replaced(step, name, leaving_a_trace), replaced(manual_step, name, leaving_a_trace):
         yield
 
 
 def joiners_share_containers() -> Plant:
     """8: a joining rank gets the batch that a step has already modified."""
-    return replaced(windows, "copy_containers", _as_it_is)
+    return replaced(windows, "copy_containers", lambda before, batch: batch)
 
 
 def validation_draws() -> Plant:
     """10: validation draws from training's generators."""
 
-    def by(run: Any) -> Any:
-        def planted_run(self: ValidationPlan) -> None:
-            run(self)
-            torch.empty((), dtype=torch.int64).random_()
+    def run(before: Any, self: ValidationPlan) -> None:
+        before(self)
+        torch.empty((), dtype=torch.int64).random_()
 
-        return planted_run
-
-    return replaced(ValidationPlan, "run", by)
+    return replaced(ValidationPlan, "run", run)
 
 
 def layers_stay_behind() -> Plant:
     """11: layers built in `configure_model` do not come back from started processes."""
 
-    def by(fill: Any) -> Any:
-        def planted_fill(self: Outcome, module: Any) -> None:
-            if any(True for _ in module.parameters()):
-                fill(self, module)
+    def fill(before: Any, self: Outcome, module: Any) -> None:
+        if any(True for _ in module.parameters()):
+            before(self, module)
 
-        return planted_fill
-
-    return replaced(Outcome, "fill", by)
+    return replaced(Outcome, "fill", fill)
 
 
 def weights_come_back_rounded() -> Plant:
     """11: weights come back in the dtype that the caller's module had before."""
 
-    def by(fill: Any) -> Any:
-        def planted_fill(self: Outcome, module: Any) -> None:
-            before = {name: one.dtype for name, one in module.named_parameters()}
-            fill(self, module)
-            for name, one in module.named_parameters():
-                one.data = one.data.to(before.get(name, one.dtype))
+    def fill(before: Any, self: Outcome, module: Any) -> None:
+        dtypes = {name: one.dtype for name, one in module.named_parameters()}
+        before(self, module)
+        for name, one in module.named_parameters():
+            one.data = one.data.to(dtypes.get(name, one.dtype))
 
-        return planted_fill
-
-    return replaced(Outcome, "fill", by)
+    return replaced(Outcome, "fill", fill)
 
 
 def gradients_are_views() -> Plant:
     """12: DDP overwrites the gradients that an optimizer kept, because they are views of its buckets."""
 
-    def by(init: Any) -> Any:
-        def planted_init(self: DDPStrategy, *options: Any, **named: Any) -> None:
-            init(self, *options, **{"gradient_as_bucket_view": True, **named})
+    def init(before: Any, self: DDPStrategy, *options: Any, **named: Any) -> None:
+        before(self, *options, **{"gradient_as_bucket_view": True, **named})
 
-        return planted_init
-
-    return replaced(DDPStrategy, "__init__", by)
+    return replaced(DDPStrategy, "__init__", init)
 
 
-def evaluated_as_trained() -> Plant:
+@contextlib.contextmanager
+def evaluated_as_trained() -> Iterator[None]:
     """13: a checkpoint is evaluated with its trained weights, although it holds averages."""
-
-    def by(evaluates: Any) -> Any:
-        def planted_evaluates(self: WeightAveraging) -> bool | None:
-            return None if evaluates.fget(self) is None else False
-
-        return property(planted_evaluates)
-
-    return replaced(WeightAveraging, "evaluates_averages", by)
-
-
-def _as_it_is(before: Any) -> Any:
-    return lambda batch: batch
-
-
-def _nothing(before: Any) -> Any:
-    return lambda *arguments: None
+    before: Any = WeightAveraging.evaluates_averages
+    planted: Any = property(lambda self: None if before.fget(self) is None else False)
+    with patch.object(WeightAveraging, "evaluates_averages", planted):
+        yield
 
 
 PLANTS: dict[str, Callable[[], Plant]] = {
@@ -218,11 +192,6 @@ PLANTS: dict[str, Callable[[], Plant]] = {
 }
 
 
-@contextlib.contextmanager
-def planted(name: str) -> Iterator[None]:
+def planted(name: str) -> Plant:
     """Plant the defect ``name`` within the context; none for ""."""
-    if not name:
-        yield
-        return
-    with PLANTS[name]():
-        yield
+    return PLANTS[name]() if name else contextlib.nullcontext()

@@ -7,18 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from oracle.program import (
-    Average,
-    Data,
-    Log,
-    Net,
-    Optimizer,
-    Program,
-    Resume,
-    Scheduler,
-    Turn,
-    Validation,
-)
+from oracle.program import Average, Data, Log, Net, Optimizer, Program, Resume, Scheduler, Turn, Validation
 
 
 @dataclass(frozen=True)
