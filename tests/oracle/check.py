@@ -23,15 +23,10 @@ class Difference(AssertionError):
 
 @dataclass
 class Verdict:
-    """How a program came out.
+    """How a program came out."""
 
-    Attributes:
-        found: the differences, as one phrase each.
-        refused: the engine refused to run, to resume or to evaluate the program, whether rightly or not.
-    """
-
-    found: list[str]
-    refused: bool = False
+    found: list[str]  # the differences, as one phrase each
+    refused: bool = False  # the engine refused to run, to resume or to evaluate the program, whether rightly or not
 
 
 def check(program: Program, plant: str = "") -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,11 +14,11 @@ from torch import Tensor
 
 from oracle.dealing import GlobalBatch, deal, deal_streams, epoch_order, estimated_steps, stated_length
 from oracle.evaluations import Evaluations
-from oracle.nets import Parts, add_group, part_of, write
+from oracle.nets import add_group, part_of, write
 from oracle.optimizers import make_optimizer
 from oracle.outcome import Outcome, scheduler_state, tensors_of
 from oracle.program import OWN_PARTS, Evaluation, Program, Resume, Turn, Write
-from oracle.rank_states import put_buffers
+from oracle.rank_states import MicroBatch, put_buffers
 
 
 class Stopped(Exception):
@@ -135,62 +134,38 @@ class Loop(Evaluations):
     def window(self, window: list[GlobalBatch], over: bool) -> bool:
         """Train on one window; return False if a hook ended the epoch."""
         program = self.program
-        batches = [[self.parts(micro, rank) for rank in range(self.world)] for micro in window]
-        weights = [
-            [self.weight(micro[rank], parts[rank]) for rank in range(self.world)]
-            for micro, parts in zip(window, batches, strict=True)
-        ]
-        announced = sum(map(sum, weights))
-        for at in range(len(window)):
+        micros = [self.micro_batch(samples) for samples in window]
+        announced = sum(sum(micro.weights) for micro in micros)
+        for at, micro in enumerate(micros):
             if self.has_no_loss(self.batch_idx + at):
-                weights[at] = [0.0] * self.world
-        total = sum(map(sum, weights))
+                micro.weights = [0.0] * self.world
+        total = sum(sum(micro.weights) for micro in micros)
         # While losses are multiplied, it is not known yet which micro-batches have none.
         self.share = total / announced if self.scales_loss and total else 1.0
-        self.evaluations: list[Callable[[], float]] = []
-        evaluated_loss = 0.0
-        for at, (micro, parts) in enumerate(zip(window, batches, strict=True)):
-            if self.begins_with_skip(micro):
+        loss = 0.0
+        for micro in micros:
+            first, last = micro is micros[0], micro is micros[-1]
+            if self.begins_with_skip(micro.samples):
                 return False
             self.losses = [math.nan] * self.world
             if program.manual:
-                with self.around_forwards(parts, 0, 0):
-                    self.turns(micro, parts)
+                with self.around_forwards(micro, first=True, last=True):
+                    self.turns(micro)
                 stepped = True
             else:
-                if at == 0:
+                if first:
                     for _ in self.optimizers:
                         self.hook("on_before_zero_grad")
                     self.clear(self.parameters)
-                with self.around_forwards(parts, at, len(window) - 1):
-                    evaluated_loss += self.forward_backward(micro, parts, weights[at], total, first=True)
-                closes = at == len(window) - 1
-                stepped = closes and total > 0 and self.close(window, batches, weights, total, evaluated_loss)
-            self.batch_idx += 1
-            self.micro_batches += 1
-            self.samples += sum(map(len, micro))
-            self.outcome.losses_of_ranks.append(self.losses)
-            if stepped:
-                self.steps += 1
-                if not program.manual:
-                    for scheduler, plan in self.schedulers:
-                        if plan.interval == "step" and self.steps % plan.frequency == 0:
-                            self.step_scheduler(scheduler, plan.kind)
-            if self.scales_loss:
-                self.outcome.scales.append(self.scale)
-            if program.records_norms:
-                self.outcome.norms.append(self.gradient_norm)
-            held = torch.cat([one.detach().flatten().double() for one in self.parameters])
-            self.outcome.steps.append((self.steps, held))
-            trained = {name for name, one in self.net.named_parameters() if one.requires_grad}
-            self.hook("on_train_batch_end", micro)
-            if stepped:
-                self.update_average(trained)
-                self.logged.after_step(self.steps)
-            if at == len(window) - 1:
+                with self.around_forwards(micro, first, last):
+                    loss += self.forward_backward(micro, total)
+                    self.hook_after_losses(micro)
+                stepped = last and total > 0 and self.close(micros, total, loss)
+            self.end_micro_batch(micro, stepped)
+            if last:
                 self.save_where_asked()
-            self.validate_within(over and at == len(window) - 1)
-            if at == len(window) - 1:
+            self.validate_within(over and last)
+            if last:
                 self.save_where_asked()
         return True
 
@@ -207,42 +182,60 @@ class Loop(Evaluations):
         self.outcome.samples_of_ranks.append((self.epoch, micro))
         return False
 
+    def end_micro_batch(self, micro: MicroBatch, stepped: bool) -> None:
+        """Count, step schedulers, and record what is compared."""
+        outcome = self.outcome
+        self.batch_idx += 1
+        self.micro_batches += 1
+        self.samples += sum(map(len, micro.samples))
+        if stepped:
+            self.steps += 1
+            for scheduler, plan in self.schedulers if not self.program.manual else ():
+                if plan.interval == "step" and self.steps % plan.frequency == 0:
+                    self.step_scheduler(scheduler, plan.kind)
+        outcome.losses_of_ranks.append(self.losses)
+        if self.scales_loss:
+            outcome.scales.append(self.scale)
+        if self.program.records_norms:
+            outcome.norms.append(self.gradient_norm)
+        outcome.steps.append((self.steps, torch.cat([one.detach().flatten().double() for one in self.parameters])))
+        trained = {name for name, one in self.net.named_parameters() if one.requires_grad}
+        self.hook("on_train_batch_end", micro.samples)
+        if stepped:
+            self.update_average(trained)
+            self.logged.after_step(self.steps)
+
     def has_no_loss(self, batch_idx: int) -> bool:
         return self.program.missing_loss == "always" or (self.program.missing_loss == "odd" and batch_idx % 2 == 1)
 
-    def forward_backward(
-        self, micro: GlobalBatch, batches: list[tuple[Parts, bool]], weights: list[float], total: float, first: bool
-    ) -> float:
-        """Run one micro-batch on all ranks; return its part of the window's loss. With ``first``, it is logged and
-        hooks run.
-        """
-        program = self.program
-        part = 0.0
+    def forward_backward(self, micro: MicroBatch, total: float, again: bool = False) -> float:
+        """Run one micro-batch on all ranks; return its part of the window's loss. ``again``: nothing is logged."""
+        program, part = self.program, 0.0
         if self.has_no_loss(self.batch_idx):
             return part
-        for rank, ((parts, joins), weight) in enumerate(zip(batches, weights, strict=True)):
+        for rank, (parts, joins, weight) in enumerate(zip(micro.parts, micro.joins, micro.weights, strict=True)):
             with self.as_rank(rank):
                 with self.autocast():
                     loss = self.net.loss(parts)
                     if program.missing_loss == "nan":
                         loss = loss * float("nan")
-                    if first and not joins:
+                    if not again and not joins:
                         self.logged.log("training_step", rank, self.net, loss, self.batch_idx, parts)
                     if program.adds_to_loss:
                         loss = loss + self.net.penalty()
-                if first and not joins:
+                if not again and not joins:
                     self.losses[rank] = float(loss.detach())
                 if weight:
                     (loss * (self.world * weight / total) * (self.scale * self.share)).backward()
                     part += float(loss.detach()) * weight / total
-        if first:
-            self.hook("on_before_backward", micro)
-            self.hook("on_after_backward", micro)
         return part
 
-    def close(
-        self, window: list[GlobalBatch], batches: list[Any], weights: list[list[float]], total: float, loss: float
-    ) -> bool:
+    def hook_after_losses(self, micro: MicroBatch) -> None:
+        if not self.has_no_loss(self.batch_idx):
+            self.hook("on_before_backward", micro.samples)
+            self.hook("on_after_backward", micro.samples)
+
+    def close(self, micros: list[MicroBatch], total: float, loss: float) -> bool:
         """Step with the gradients of the window; return False if they overflowed."""
         program = self.program
         self.average_gradients()
@@ -251,24 +244,23 @@ class Loop(Evaluations):
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         # As torch's scaler does: gradients of parameters that no optimizer holds may overflow.
-        finite = self.unscale([one for opt in self.optimizers for group in opt.param_groups for one in group["params"]])
+        finite = self.unscale(held_by(self.optimizers))
         self.measure_norm(self.optimizers)
         for optimizer in self.optimizers:
             self.outcome.rates.append([float(group["lr"]) for group in optimizer.param_groups])
             self.hook("on_before_optimizer_step")
         if program.takes_closure:
-            first_idx = self.batch_idx - len(window) + 1
             computed = [loss]
 
             def closure() -> Any:
-                value = computed.pop() if computed else self.evaluate(window, batches, weights, total, first_idx)
-                self.clip()
+                value = computed.pop() if computed else self.evaluate(micros, total)
+                self.clip(held_by(self.optimizers), program.clip, program.clip_by)
                 return torch.tensor(value)
 
             self.optimizers[0].step(closure)
             self.copy_gradients_to_ranks()
             return True
-        self.clip()
+        self.clip(held_by(self.optimizers), program.clip, program.clip_by)
         if finite:
             for optimizer in self.optimizers:
                 optimizer.step()
@@ -277,16 +269,13 @@ class Loop(Evaluations):
         self.copy_gradients_to_ranks()
         return finite
 
-    def evaluate(
-        self, window: list[GlobalBatch], batches: list[Any], weights: list[list[float]], total: float, first_idx: int
-    ) -> float:
+    def evaluate(self, micros: list[MicroBatch], total: float) -> float:
         """Evaluate the window again at the optimizer's current point, without logging."""
         self.clear(self.parameters)
-        with torch.enable_grad():
-            value = 0.0
-            for at, micro in enumerate(window):
-                with self.around_forwards(batches[at], at, len(window) - 1):
-                    value += self.forward_backward(micro, batches[at], weights[at], total, first=False)
+        value = 0.0
+        for micro in micros:
+            with torch.enable_grad(), self.around_forwards(micro, micro is micros[0], micro is micros[-1]):
+                value += self.forward_backward(micro, total, again=True)
         self.average_gradients()
         return value
 
@@ -300,15 +289,11 @@ class Loop(Evaluations):
     def measure_norm(self, optimizers: list[Any]) -> None:
         """Record the norm of the gradients of some optimizers."""
         if self.program.measures_norms:
-            held = [one.grad for opt in optimizers for group in opt.param_groups for one in group["params"]]
-            norm = float(torch.nn.utils.get_total_norm([one.to_dense() for one in held if one is not None]))
+            gradients = [one.grad.to_dense() for one in held_by(optimizers) if one.grad is not None]
+            norm = float(torch.nn.utils.get_total_norm(gradients))
             self.outcome.step_norms.append(norm if math.isfinite(norm) else math.inf)
 
-    def clip(self) -> None:
-        held = [one for opt in self.optimizers for group in opt.param_groups for one in group["params"]]
-        self.clip_by(held, self.program.clip, self.program.clip_by)
-
-    def clip_by(self, parameters: list[Any], value: float | None, algorithm: str) -> None:
+    def clip(self, parameters: list[Any], value: float | None, algorithm: str = "norm") -> None:
         if value is not None and algorithm == "norm":
             self.gradient_norm = clip_norm(parameters, value)
         elif value is not None:
@@ -316,59 +301,56 @@ class Loop(Evaluations):
 
     # Manual optimization
 
-    def turns(self, micro: GlobalBatch, batches: list[tuple[Parts, bool]]) -> None:
+    def turns(self, micro: MicroBatch) -> None:
         """Run the module's own loop on all ranks in lockstep."""
         finite = True
-        losses: list[Tensor] = []
         for turn in self.program.manual:
-            optimizer = self.optimizers[turn.optimizer]
-            held = [one for group in optimizer.param_groups for one in group["params"]]
+            held = held_by([self.optimizers[turn.optimizer]])
             others = [one for one in self.parameters if all(one is not mine for mine in held) and one.requires_grad]
             for one in others if turn.toggles else ():
                 one.requires_grad_(False)
             for _ in range(turn.repeats):
-                ok, losses = self.manual_step(turn, optimizer, held, micro, batches)
-                finite = finite and ok
+                finite = self.manual_step(turn, held, micro) and finite
             for one in others if turn.toggles else ():
                 one.requires_grad_(True)
         if not finite:
             self.scale *= 0.5
-        for rank, (parts, joins) in enumerate(batches):
+        for rank, (parts, joins) in enumerate(zip(micro.parts, micro.joins, strict=True)):
             if not joins:
-                self.losses[rank] = float(losses[rank])
-                self.logged.log("training_step", rank, self.net, losses[rank], self.batch_idx, parts)
+                loss = torch.tensor(self.losses[rank], dtype=torch.float64)
+                self.logged.log("training_step", rank, self.net, loss, self.batch_idx, parts)
 
-    def manual_step(
-        self, turn: Turn, optimizer: Any, held: list[Any], micro: GlobalBatch, batches: list[tuple[Parts, bool]]
-    ) -> tuple[bool, list[Tensor]]:
-        with_data = sum(1 for _, joins in batches if not joins)
-        losses: list[Tensor] = []
+    def manual_step(self, turn: Turn, held: list[Any], micro: MicroBatch) -> bool:
+        """Do one forward, backward and step of an optimizer on all ranks; return False if gradients overflowed."""
+        optimizer: Any = self.optimizers[turn.optimizer]
+        plan = self.program.optimizers[turn.optimizer]
+        with_data = micro.joins.count(False)
 
         def closure() -> Tensor:
-            losses.clear()
-            for rank, (parts, joins) in enumerate(batches):
+            for rank, (parts, joins) in enumerate(zip(micro.parts, micro.joins, strict=True)):
                 with self.as_rank(rank):
                     with self.autocast():
-                        loss = self.net.loss_of_part(self.program.optimizers[turn.optimizer].of, parts)
+                        loss = self.net.loss_of_part(plan.of, parts)
                     for position, parameter in enumerate(self.parameters):
                         if any(parameter is mine for mine in held):
                             parameter.grad = None
                             self.ranks[rank].gradients[position] = None
                     if not joins:
                         (loss * (self.world / with_data) * self.scale).backward()
-                    losses.append(loss.detach())
-            self.hook("on_before_backward", micro)
-            self.hook("on_after_backward", micro)
+                        self.losses[rank] = float(loss.detach())
+            self.hook("on_before_backward", micro.samples)
+            self.hook("on_after_backward", micro.samples)
             self.average_gradients()
-            kept = [float(loss) for loss, (_, joins) in zip(losses, batches, strict=True) if not joins]
+            kept = [loss for loss, joins in zip(self.losses, micro.joins, strict=True) if not joins]
             return torch.tensor(sum(kept) / len(kept))
 
         def before_step() -> None:
             self.measure_norm([optimizer])
             self.outcome.rates.append([float(group["lr"]) for group in optimizer.param_groups])
-            self.hook("on_before_optimizer_step", micro)
+            self.hook("on_before_optimizer_step", micro.samples)
 
-        if turn.closure and self.program.optimizers[turn.optimizer].evaluates_again:
+        finite = True
+        if turn.closure and plan.evaluates_again:
             hooks_called: list[bool] = []
 
             def closure_with_hooks() -> Tensor:
@@ -380,17 +362,16 @@ class Loop(Evaluations):
                 return loss
 
             optimizer.step(closure_with_hooks)
-            self.copy_gradients_to_ranks()
-            return True, losses
-        closure()
-        finite = self.unscale(held)
-        for _ in range(turn.clips):
-            self.clip_by(held, 0.1, "norm")
-        before_step()
-        if finite:
-            optimizer.step()
+        else:
+            closure()
+            finite = self.unscale(held)
+            for _ in range(turn.clips):
+                self.clip(held, 0.1)
+            before_step()
+            if finite:
+                optimizer.step()
         self.copy_gradients_to_ranks()
-        return finite, losses
+        return finite
 
     def step_scheduler(self, scheduler: Any, kind: str) -> None:
         program = self.program
@@ -475,6 +456,11 @@ class Loop(Evaluations):
         self.world = resume.ranks
         self.ranks = [self.new_rank(rank, 1100) for rank in range(self.world)]
         self.changes_ranks = True
+
+
+def held_by(optimizers: list[Any]) -> list[Any]:
+    """Return the parameters of some optimizers."""
+    return [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
 
 
 def clip_norm(parameters: list[Any], bound: float) -> float:

@@ -39,6 +39,16 @@ class Rank:
     last: Any = None  # the previous micro-batch, used for joining if the data is the rank's own part
 
 
+@dataclass
+class MicroBatch:
+    """A global micro-batch: of each rank its samples, its tensors, whether it only joins with them, and its weight."""
+
+    samples: GlobalBatch
+    parts: list[Parts]
+    joins: list[bool]
+    weights: list[float]
+
+
 class RankStates:
     """The network and optimizers of a run, and the state of every rank."""
 
@@ -150,18 +160,18 @@ class RankStates:
                     rank.gradients[position] = None
 
     @contextlib.contextmanager
-    def around_forwards(self, batches: list[tuple[Parts, bool]], at: int, last: int) -> Iterator[None]:
-        """Run all ranks' forwards of micro-batch ``at`` of a window, which ends with ``last``, within the context.
+    def around_forwards(self, micro: MicroBatch, first: bool, last: bool) -> Iterator[None]:
+        """Run all ranks' forwards of a micro-batch, the ``first`` or ``last`` of its window, within the context.
 
         Buffers are broadcast as DDP does, after a backward that synchronised, and so not after a dropped window. A rank
         that only joins has its buffers of before again afterwards.
         """
-        joiners = [self.ranks[rank] for rank, (_, joins) in enumerate(batches) if joins]
+        joiners = [state for state, joins in zip(self.ranks, micro.joins, strict=True) if joins]
         before = [{name: one.clone() for name, one in rank.buffers.items()} for rank in joiners]
-        if self.broadcasts_buffers() and at == 0 and self.synchronised:
+        if self.broadcasts_buffers() and first and self.synchronised:
             self.broadcast_buffers()
         yield
-        self.synchronised = at == last
+        self.synchronised = last
         for rank, buffers in zip(joiners, before, strict=True):
             rank.buffers = buffers
 
@@ -180,16 +190,16 @@ class RankStates:
         dtype = AUTOCAST.get(self.program.precision)
         return contextlib.nullcontext() if dtype is None else torch.autocast(DEVICE, dtype)
 
-    def parts(self, micro: GlobalBatch, rank: int) -> tuple[Parts, bool]:
-        """Return a rank's batch, and whether the rank only joins with it."""
-        data, mine = self.program.data, micro[rank]
-        joins = not mine
-        if joins and data.kind in OWN_PARTS:
-            mine = self.ranks[rank].last
-        elif joins:
-            mine = micro[0][:1]
-        self.ranks[rank].last = mine
-        return self.cast(data, mine), joins
+    def micro_batch(self, samples: GlobalBatch) -> MicroBatch:
+        """Return a global micro-batch; a rank without samples joins with its last ones, or with one of rank 0's."""
+        program = self.program
+        for mine, state in zip(samples, self.ranks, strict=True):
+            if mine or program.data.kind not in OWN_PARTS:
+                state.last = mine or samples[0][:1]
+        parts = [self.cast(program.data, state.last) for state in self.ranks]
+        weigh = self.net.weight if program.token_weighted else lambda given: float(len(given[2]))
+        weights = [weigh(given) if mine else 0.0 for given, mine in zip(parts, samples, strict=True)]
+        return MicroBatch(samples, parts, [not mine for mine in samples], weights)
 
     def cast(self, data: Data, mine: list[int]) -> Parts:
         """Return some samples of a data set, in the dtype of the precision."""
@@ -198,12 +208,6 @@ class RankStates:
         if dtype is not None and not self.net.on_tokens:
             x, y = x.to(dtype), y.to(dtype)
         return x, y, index
-
-    def weight(self, mine: list[int], given: tuple[Parts, bool]) -> float:
-        parts, joins = given
-        if joins:
-            return 0.0
-        return self.net.weight(parts) if self.program.token_weighted else float(len(mine))
 
 
 def add_bias_to_rounded_product(layer: nn.Linear, x: Tensor) -> Tensor:

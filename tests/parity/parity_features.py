@@ -12,24 +12,15 @@ from oracle.program import Average, Data, Log, Net, Optimizer, Program, Resume, 
 
 @dataclass(frozen=True)
 class Feature:
-    """A row of the matrix.
+    """A row of the matrix."""
 
-    Attributes:
-        name: the name of the row.
-        shows: the ids of behaviours, and a short description.
-        program: what is trained; its data has the batch size of a global micro-batch, which the ranks share.
-        four_ranks: also run on four ranks.
-        by_rank: why the ranks together do not equal one process that trains on each window as one big batch; empty if
-            they do.
-        compares_state: also compare the optimizer state.
-    """
-
-    name: str
-    shows: str
-    program: Program
-    four_ranks: bool = False
+    name: str  # the name of the row
+    shows: str  # the ids of behaviours, and a short description
+    program: Program  # what is trained; its data has the batch size of a global micro-batch, which the ranks share
+    four_ranks: bool = False  # also run on four ranks
+    # why the ranks together do not equal one process that trains on each window as one big batch; empty if they do
     by_rank: str = ""
-    compares_state: bool = True
+    compares_state: bool = True  # also compare the optimizer state
 
     def on(self, strategy: str, ranks: int, tensor_parallel: int, precision: str) -> Program:
         """Return the program under a strategy, on ``ranks`` ranks of ``tensor_parallel`` processes each."""

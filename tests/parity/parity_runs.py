@@ -21,17 +21,11 @@ from worlds import on_ranks
 
 @dataclass
 class Results:
-    """The outcomes and observations of all processes.
+    """The outcomes and observations of all processes."""
 
-    Attributes:
-        outcomes: of each job's run.
-        resumed: of the runs that resumed, for jobs that resume.
-        findings: what was evaluated.
-    """
-
-    outcomes: dict[Job, list[Outcome]]
-    resumed: dict[Job, list[Outcome]]
-    findings: list[Findings]
+    outcomes: dict[Job, list[Outcome]]  # of each job's run
+    resumed: dict[Job, list[Outcome]]  # of the runs that resumed, for jobs that resume
+    findings: list[Findings]  # what was evaluated
 
 
 def run(candidate: Candidate, ranks: int) -> Results:

@@ -16,29 +16,18 @@ Job = tuple[str, str]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy as the suite runs it.
+    """A strategy as the suite runs it."""
 
-    Attributes:
-        name: the column of the matrix.
-        ranks: the number of processes on which it runs every feature.
-        also_on: a larger number of processes, for the features that depend on it.
-        refuses: features that it cannot train, with a part of the error message, raised before or in the first step.
-        refuses_precisions: the same for precisions.
-        only: the only features that it runs; empty for all.
-        why_only: why the other features show nothing new.
-        tensor: the number of processes over which layers are split by user code; they read the same data.
-        variant: the strategy in `oracle.strategies`; empty for ``name``.
-    """
-
-    name: str
-    ranks: int
-    also_on: tuple[int, ...] = ()
+    name: str  # the column of the matrix
+    ranks: int  # the number of processes on which it runs every feature
+    also_on: tuple[int, ...] = ()  # a larger number of processes, for the features that depend on it
+    # features that it cannot train, with a part of the error message, raised before or in the first step
     refuses: dict[str, str] = field(default_factory=dict)
-    refuses_precisions: dict[str, str] = field(default_factory=dict)
-    only: tuple[str, ...] = ()
-    why_only: str = ""
-    tensor: int = 1
-    variant: str = ""
+    refuses_precisions: dict[str, str] = field(default_factory=dict)  # the same for precisions
+    only: tuple[str, ...] = ()  # the only features that it runs; empty for all
+    why_only: str = ""  # why the other features show nothing new
+    tensor: int = 1  # the number of processes over which layers are split by user code; they read the same data
+    variant: str = ""  # the strategy in `oracle.strategies`; empty for ``name``
 
     @property
     def strategy(self) -> str:
