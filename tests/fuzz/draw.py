@@ -42,8 +42,6 @@ Optimizers = tuple[Optimizer, ...]
 
 
 class Drawn:
-    """Draws the parts of a program."""
-
     def __init__(self, draw: Any, strategies: Sequence[str]) -> None:
         self.draw = draw
         self.strategies = strategies
@@ -343,7 +341,6 @@ class Drawn:
         return Resume(hook, at, 1 if other == "single_device" else self.one_of(2, 1, 3), other)
 
     def changed(self, optimizers: Optimizers, resume: Resume) -> tuple[Optimizers, Resume]:
-        """Let the resumed run have another first optimizer; return the optimizers, and how it goes on."""
         first, *rest = optimizers
         kinds = ["", "lr"]
         if not first.evaluates_again:
@@ -388,5 +385,4 @@ class Drawn:
 
 @st.composite
 def programs(draw: Any, strategies: Sequence[str] = STRATEGIES) -> Program:
-    """Draw a program."""
     return Drawn(draw, strategies).program()

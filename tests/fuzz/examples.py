@@ -27,7 +27,6 @@ EPOCH_LOSS = Log(on_step=False, on_epoch=True)
 
 
 def of_epoch(where: str, what: str, reduce_fx: str = "mean") -> Log:
-    """Log the value of an epoch."""
     return Log(where, what, on_step=False, on_epoch=True, reduce_fx=reduce_fx)
 
 

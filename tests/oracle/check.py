@@ -18,13 +18,11 @@ from worlds import on_ranks
 
 
 class Difference(AssertionError):
-    """Raised when results differ from the expected ones."""
+    pass
 
 
 @dataclass
 class Verdict:
-    """How a program came out."""
-
     found: list[str]  # the differences, as one phrase each
     refused: bool = False  # the engine refused to run, to resume or to evaluate the program, whether rightly or not
 
@@ -42,7 +40,6 @@ def check(program: Program, plant: str = "") -> bool:
 
 
 def judge(program: Program, plant: str = "") -> Verdict:
-    """Run ``program`` under the engine and by hand, and compare."""
     expected = interpret(program)
     if program.launcher:
         return Verdict(differences(program, expected, [launched(program, plant)]))
@@ -70,7 +67,6 @@ def judge(program: Program, plant: str = "") -> Verdict:
 
 
 def of_resumed(program: Program, expected: Outcome, outcomes: list[Outcome]) -> Verdict:
-    """Judge the run that resumed."""
     if expected.saved_at_end and all("nothing is left to train" in one.text for one in outcomes):
         return Verdict([], refused=True)
     found = differences(program, expected, outcomes, resumed=True)
@@ -78,12 +74,10 @@ def of_resumed(program: Program, expected: Outcome, outcomes: list[Outcome]) -> 
 
 
 def any_refused(outcomes: list[Outcome]) -> bool:
-    """Return whether a rank raised one of drivetrain's errors."""
     return any(one.error in DRIVETRAIN_ERRORS for one in outcomes)
 
 
 def of_evaluation(program: Program, expected: Outcome, root: str, plant: str) -> Verdict:
-    """Evaluate the checkpoint, and judge what was evaluated."""
     plan = program.evaluation
     assert plan is not None
     assert expected.evaluated is not None
@@ -106,5 +100,4 @@ def is_stable(program: Program, expected: Outcome) -> bool:
 
 
 def on(ranks: int, fn: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Run on the given number of shared ranks."""
     return on_ranks(fn, ranks, *arguments, timeout=120)

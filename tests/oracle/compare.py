@@ -95,7 +95,6 @@ def judge_refusal_by_name(program: Program, ranks: list[Outcome]) -> list[str]:
 
 
 def evaluation_differences(program: Program, expected: Evaluated, ranks: list[Evaluated]) -> list[str]:
-    """Compare an evaluation of a checkpoint."""
     tolerance = TOLERANCES[program.precision]
     found = []
     for rank, held in enumerate(ranks):
@@ -190,7 +189,6 @@ def rate_differences(expected: Outcome, outcome: Outcome, resumed: bool) -> list
 
 
 def order_differences(program: Program, expected: Outcome, ranks: list[Outcome], resumed: bool) -> list[str]:
-    """Compare samples and hooks, in their order."""
     found = []
     after = expected.saved_after if resumed else 0
     for rank, outcome in enumerate(ranks):

@@ -35,7 +35,6 @@ def numbers(samples: int, on_tokens: bool, first: int = 0) -> Parts:
 
 
 def samples_of(data: Data, on_tokens: bool) -> Parts:
-    """Return the samples of a data set."""
     x, y, index = numbers(data.samples, on_tokens)
     for first, last in data.without_tokens:
         y[first:last] = PADDING
@@ -46,8 +45,6 @@ def samples_of(data: Data, on_tokens: bool) -> Parts:
 
 
 class Samples(Dataset[dict[str, Tensor]]):
-    """A map-style data set whose samples are dicts."""
-
     def __init__(self, data: Data, on_tokens: bool) -> None:
         self.parts = samples_of(data, on_tokens)
 
@@ -59,8 +56,6 @@ class Samples(Dataset[dict[str, Tensor]]):
 
 
 class Backwards(Sampler[int]):
-    """A user-defined sampler."""
-
     def __init__(self, length: int) -> None:
         self.length = length
 
@@ -184,7 +179,6 @@ def with_length(loader: Any, length: int | None) -> Any:
 
 
 def part_loader(data: Data, on_tokens: bool, ranks: int, rank: int) -> Any:
-    """Return a loader of a rank's own part."""
     length = None if data.length_error is None else stated_batches(data, ranks, rank)
     if data.kind == "sharded":  # torch estimates the loader's length from this one, regardless of workers
         samples = None if length is None else length * data.batch
@@ -200,7 +194,6 @@ def part_loader(data: Data, on_tokens: bool, ranks: int, rank: int) -> Any:
 
 
 def training_loader(program: Program, ranks: int, rank: int) -> Any:
-    """Return the loader that the user passes to ``fit``."""
     data, on_tokens = program.data, program.net.on_tokens
     options: dict[str, Any] = {"num_workers": data.workers}
     if data.kind in OWN_PARTS:
@@ -217,7 +210,6 @@ def training_loader(program: Program, ranks: int, rank: int) -> Any:
 
 
 def validation_loader(program: Program, ranks: int, rank: int) -> Any:
-    """Return the validation loader."""
     assert program.validation is not None
     on_tokens = program.net.on_tokens
     if program.validation.kind != "map":

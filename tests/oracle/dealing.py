@@ -15,7 +15,6 @@ GlobalBatch = list[list[int]]
 
 
 def epoch_order(data: Data, seed: int, epoch: int) -> list[int]:
-    """Return the order of an epoch's samples."""
     if data.kind == "sampler":
         return list(range(data.samples - 1, -1, -1))
     if data.kind == "map" and data.shuffle:

@@ -29,12 +29,10 @@ from oracle.strategies import strategy_of
 
 
 class Planned(Exception):
-    """An error that a program raises on purpose."""
+    pass
 
 
 class Trained(TrainModule):
-    """The user's module."""
-
     def __init__(self, program: Program, outcome: Outcome) -> None:
         super().__init__()
         self.program = program
@@ -160,8 +158,6 @@ def monitored(program: Program) -> str:
 
 
 class RecordingLogger(Logger):
-    """A logger that records its values."""
-
     name = "kept"
     version = "0"
 
@@ -184,7 +180,6 @@ class Recorder(Callback):
         self.calls: dict[str, int] = {}
 
     def in_hook(self, hook: str, trainer: Any, module: Any, batch_idx: int = 0) -> None:
-        """Perform the actions that are common to every hook."""
         program, outcome = self.program, self.outcome
         if trainer.sanity_checking and hook != "on_sanity_check_start":
             return
@@ -299,7 +294,6 @@ def counts(trainer: Any) -> dict[str, int]:
 
 
 def changed(net: Model, change: Change, optimizers: Any, program: Program) -> None:
-    """Change the trainable parameters, as user code does."""
     for one in part_of(net, change.part):
         one.requires_grad_(change.what != "freeze")
     if change.what == "group":
@@ -375,12 +369,10 @@ def run(program: Program, root: str, resumed: bool, plant: str = "") -> Outcome:
 
 
 def saved_in(root: str) -> str:
-    """Return the path of the checkpoint that a run below ``root`` saves."""
     return f"{root}/drivetrain_logs/version_0/checkpoints/saved"
 
 
 def averaging(plan: Average) -> Callback:
-    """Return the callback that averages weights."""
     return EMAWeightAveraging(
         plan.decay, update_starting_at_step=plan.start or None, use_buffers=False, evaluate=plan.evaluates
     )
@@ -410,7 +402,6 @@ def launched(program: Program, plant: str = "") -> Outcome:
 
 
 def settings(program: Program, outcome: Outcome) -> dict[str, Any]:
-    """Return the arguments of ``Fit``."""
     validation, stop = program.validation, program.stop
     options: dict[str, Any] = {
         "accelerator": DEVICE,

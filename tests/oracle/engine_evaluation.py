@@ -29,7 +29,6 @@ class Scored(Trained):
 
 
 def evaluate(program: Program, root: str, plant: str = "") -> Evaluated:
-    """Evaluate the checkpoint that ``program`` saved in a run below ``root``."""
     plan = program.evaluation
     assert plan is not None
     averaged: dict[str, Any] = {} if plan.averaged is None else {"averaged": plan.averaged}

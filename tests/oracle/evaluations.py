@@ -110,14 +110,12 @@ class Evaluations(RankStates):
         self.updates += 1
 
     def put_averages(self) -> None:
-        """Load the averages into the network, and keep the trained weights."""
         for name, one in self.net.named_parameters():
             if name in self.averages:
                 self.trained[name] = one.detach().clone()
                 one.data.copy_(self.averages[name])
 
     def take_averages(self) -> None:
-        """Load the trained weights into the network again."""
         for name, one in self.net.named_parameters():
             if name in self.trained:
                 one.data.copy_(self.trained[name])

@@ -22,7 +22,7 @@ from oracle.rank_states import MicroBatch, put_buffers
 
 
 class Stopped(Exception):
-    """Raised when the run ends."""
+    pass
 
 
 class Loop(Evaluations):
@@ -287,7 +287,6 @@ class Loop(Evaluations):
         return not self.scales_loss or all(bool(gradient.isfinite().all()) for gradient in gradients)
 
     def measure_norm(self, optimizers: list[Any]) -> None:
-        """Record the norm of the gradients of some optimizers."""
         if self.program.measures_norms:
             gradients = [one.grad.to_dense() for one in held_by(optimizers) if one.grad is not None]
             norm = float(torch.nn.utils.get_total_norm(gradients))
@@ -412,7 +411,6 @@ class Loop(Evaluations):
             self.save_requested = True
 
     def write(self, plan: Write) -> None:
-        """Write weights, which ranks share; or the gradients of all ranks."""
         if not plan.of_gradients or plan.hook == "on_before_optimizer_step":
             write(self.net, plan.what)
             return
@@ -442,7 +440,6 @@ class Loop(Evaluations):
             self.resume(saving)
 
     def resume(self, resume: Resume) -> None:
-        """Go on as the new process does: with the optimizers that it has, and on its ranks."""
         if resume.refused:
             self.outcome.refused = True
             raise Stopped
@@ -459,7 +456,6 @@ class Loop(Evaluations):
 
 
 def held_by(optimizers: list[Any]) -> list[Any]:
-    """Return the parameters of some optimizers."""
     return [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
 
 

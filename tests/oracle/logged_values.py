@@ -24,8 +24,6 @@ class Call:
 
 
 class LoggedValues:
-    """Records every logged value, and reduces them."""
-
     def __init__(self, program: Program, outcome: Outcome) -> None:
         self.logs = list(enumerate(program.logs))
         self.every = program.log_every
@@ -86,7 +84,6 @@ class LoggedValues:
         return [(key_of(log, number), log) for number, log in self.logs if stage_of(log) == self.stage]
 
     def after_step(self, steps: int) -> None:
-        """Flush to the loggers, at the logging interval."""
         if self.every and steps % self.every == 0:
             values = self.steps()
             self.outcome.flushes.append((steps, values))
@@ -108,7 +105,6 @@ class LoggedValues:
         return values
 
     def reduced(self) -> dict[str, float]:
-        """Return the epoch's values over all ranks."""
         values = {}
         for key, log in self.of_stage():
             if not log.on_epoch or key not in self.calls:
@@ -168,7 +164,6 @@ def combined(log: Log, values: list[float], weights: list[float]) -> float:
 
 
 def metric(log: Log, seen: list[tuple[int, Parts]]) -> float:
-    """Return the metric over all samples of the epoch."""
     if log.what == "metric":
         return float(torch.cat([parts[2] for _, parts in seen]).double().mean())
     if all(len(parts[0]) == 1 for _, parts in seen) and len({rank for rank, _ in seen}) == len(seen):

@@ -60,7 +60,6 @@ class Model(nn.Module):
         return self.loss_of(self(x), y)
 
     def loss_of(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return the loss of an output."""
         if self.plan.family == "bag":
             return nn.functional.cross_entropy(output, y[:, 0])
         if self.on_tokens:
@@ -98,37 +97,30 @@ class BatchNorm(nn.BatchNorm1d):
 
 
 def mlp(plan: Net) -> nn.Module:
-    """Build a linear layer, a norm and an activation."""
     dropout = [nn.Dropout(plan.dropout)] if plan.dropout else []
     return nn.Sequential(nn.Linear(FEATURES, WIDTH), *norms(plan), nn.Tanh(), *dropout)
 
 
 def deep_mlp(plan: Net) -> nn.Module:
-    """Build two linear layers and a norm."""
     layers = [nn.Linear(FEATURES, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()]
     return nn.Sequential(*layers, *norms(plan))
 
 
 def norms(plan: Net) -> list[nn.Module]:
-    """Build the norm of the plan, if it has one."""
     if plan.norm == "batch":
         return [BatchNorm(WIDTH)]
     return [nn.LayerNorm(WIDTH)] if plan.norm == "layer" else []
 
 
 def generator(plan: Net) -> nn.Module:
-    """Build the generator of a GAN, from noise to features."""
     return nn.Sequential(nn.Linear(1, WIDTH), nn.Tanh(), nn.Linear(WIDTH, FEATURES))
 
 
 def discriminator() -> nn.Module:
-    """Build the discriminator of a GAN."""
     return nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
 
 
 class Recurrent(nn.Module):
-    """An embedding and a GRU."""
-
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
@@ -141,8 +133,6 @@ class Recurrent(nn.Module):
 
 
 class Transformer(nn.Module):
-    """An embedding and one layer of a transformer."""
-
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
@@ -154,8 +144,6 @@ class Transformer(nn.Module):
 
 
 class Mixer(nn.Module):
-    """An embedding, and a linear layer with a residual connection and a norm."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)

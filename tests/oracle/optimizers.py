@@ -37,7 +37,6 @@ class Sam(torch.optim.Optimizer):
         return loss
 
     def direction(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        """Return what to descend along, given the gradients at both points."""
         return second
 
 
@@ -64,7 +63,6 @@ class Optimistic(torch.optim.Optimizer):
         return loss
 
     def move(self, one: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any]) -> None:
-        """Move one parameter."""
         before = self.state[one].get("before", gradient)
         one.mul_(1 - group["lr"] * group["weight_decay"])
         one.sub_(2 * gradient - before, alpha=group["lr"])

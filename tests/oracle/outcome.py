@@ -20,8 +20,6 @@ LARGE = 2**24 + 1
 
 @dataclass
 class Evaluated:
-    """What an evaluation of a checkpoint gives."""
-
     loss: float = math.nan  # the mean over samples; nan if the checkpoint was only loaded
     weights: dict[str, Tensor] = field(default_factory=dict)  # parameters and buffers that were evaluated
     refused: bool = False  # the checkpoint does not have what was asked for
@@ -30,8 +28,6 @@ class Evaluated:
 
 @dataclass
 class Outcome:
-    """The values that are compared."""
-
     weights: dict[str, Tensor] = field(default_factory=dict)  # parameters and buffers after the run, by name
     # each optimizer's state after the last step, by parameter name and key
     states: list[dict[str, dict[str, Tensor]]] = field(default_factory=list)
@@ -71,7 +67,6 @@ class Outcome:
 
 
 def key_of(log: Log, number: int) -> str:
-    """Return the name under which a program's ``number``-th value is logged."""
     return f"{log.what}_{number}"
 
 
@@ -116,5 +111,4 @@ def tensors_of(states: dict[Any, dict[str, Any]], names: dict[Any, str]) -> dict
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:
-    """Return a scheduler's count of steps, and its current learning rates."""
     return {"steps": scheduler.last_epoch, "rates": [float(rate) for rate in scheduler.get_last_lr()]}

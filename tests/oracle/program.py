@@ -27,7 +27,6 @@ class Net:
 
     @property
     def on_tokens(self) -> bool:
-        """Whether it reads tokens."""
         return self.family in ("gru", "transformer", "mixer", "bag")
 
 
@@ -79,12 +78,10 @@ class Optimizer:
 
     @property
     def evaluates_again(self) -> bool:
-        """Whether its step calls the closure more than once."""
         return self.kind in ("lbfgs", "line_search", "sam", "sam_sum")
 
     @property
     def is_torch(self) -> bool:
-        """Whether the class is torch's own."""
         return self.kind in ("sgd", "momentum", "adamw", "muon", "lbfgs", "line_search")
 
 
@@ -134,7 +131,6 @@ class Validation:
 
     @property
     def data(self) -> Data:
-        """The data that is validated on."""
         return Data(self.kind, self.samples, self.batch, length_error=self.length_error, workers=self.workers)
 
 
@@ -175,7 +171,6 @@ class Write:
 
     @property
     def of_gradients(self) -> bool:
-        """Whether it writes gradients."""
         return self.what in ("gradients", "rebound")
 
 
@@ -304,7 +299,6 @@ class Program:
 
     @property
     def takes_closure(self) -> bool:
-        """Whether automatic optimization gives the optimizer a closure."""
         first = self.optimizers[0]
         return not self.manual and (first.evaluates_again or first.closure)
 

@@ -31,8 +31,6 @@ AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 @dataclass
 class Rank:
-    """The state of one rank."""
-
     buffers: dict[str, Tensor]
     generator: Tensor
     gradients: list[Tensor | None] = field(default_factory=list)
@@ -176,7 +174,6 @@ class RankStates:
             rank.buffers = buffers
 
     def broadcast_buffers(self) -> None:
-        """Copy rank 0's buffers to all ranks."""
         for rank in self.ranks[1:]:
             rank.buffers = {name: one.clone() for name, one in self.ranks[0].buffers.items()}
 
@@ -202,7 +199,6 @@ class RankStates:
         return MicroBatch(samples, parts, [not mine for mine in samples], weights)
 
     def cast(self, data: Data, mine: list[int]) -> Parts:
-        """Return some samples of a data set, in the dtype of the precision."""
         x, y, index = (part[mine].to(DEVICE) for part in samples_of(data, self.net.on_tokens))
         dtype = DTYPES.get(self.program.precision)
         if dtype is not None and not self.net.on_tokens:

@@ -21,7 +21,6 @@ VARIANTS: dict[str, Callable[[], Strategy]] = {
 
 
 def strategy_of(name: str, program: Program) -> Any:
-    """Return the strategy that ``Fit`` gets."""
     if name in VARIANTS:
         return VARIANTS[name]()
     if name.startswith("ddp") and program.broadcast is not None:

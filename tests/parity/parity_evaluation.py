@@ -55,8 +55,6 @@ def seeded_mlp() -> nn.Module:
 
 @dataclass
 class Findings:
-    """The observations of one rank, by subject."""
-
     scores: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
     predictions: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
     masks: list[list[Tensor]] = field(default_factory=list)
@@ -107,7 +105,6 @@ class Observed(TrainModule):
 
 
 def observe(candidate: Candidate, ranks: int, rank: int) -> Findings:
-    """Evaluate, predict, draw, and count how often gradients are exchanged."""
     findings = Findings()
     common: dict[str, Any] = {"strategy": None, "devices": ranks, "accelerator": "cpu", "logger": False}
     common |= dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)

@@ -12,8 +12,6 @@ from oracle.program import Average, Data, Log, Net, Optimizer, Program, Resume, 
 
 @dataclass(frozen=True)
 class Feature:
-    """A row of the matrix."""
-
     name: str  # the name of the row
     shows: str  # the ids of behaviours, and a short description
     program: Program  # what is trained; its data has the batch size of a global micro-batch, which the ranks share
@@ -57,7 +55,6 @@ def mlp(data: Data = numbers(24), net: Net = Net("deep_mlp"), **settings: object
 
 
 def tied(data: Data, **settings: object) -> Program:
-    """Return a program that trains on tokens, with tied weights."""
     return mlp(data, Net("mixer", tied=True), **settings)
 
 

@@ -21,15 +21,12 @@ from worlds import on_ranks
 
 @dataclass
 class Results:
-    """The outcomes and observations of all processes."""
-
     outcomes: dict[Job, list[Outcome]]  # of each job's run
     resumed: dict[Job, list[Outcome]]  # of the runs that resumed, for jobs that resume
     findings: list[Findings]  # what was evaluated
 
 
 def run(candidate: Candidate, ranks: int) -> Results:
-    """Run every job of ``candidate``, in this process if it needs only one."""
     jobs = candidate.jobs(ranks)
     programs = [candidate.program(job, ranks) for job in jobs]
     with tempfile.TemporaryDirectory(prefix="drivetrain-parity-") as folder:

@@ -31,7 +31,6 @@ class Candidate:
 
     @property
     def strategy(self) -> str:
-        """The strategy in `oracle.strategies`."""
         return self.variant or self.name
 
     @property
@@ -41,7 +40,6 @@ class Candidate:
 
     @property
     def is_zero(self) -> bool:
-        """Whether it is one of DeepSpeed's."""
         return self.name.startswith("deepspeed")
 
     def refusal(self, job: Job) -> str | None:
@@ -50,7 +48,6 @@ class Candidate:
         return self.refuses_precisions.get(precision) or self.refuses.get(feature)
 
     def program(self, job: Job, ranks: int) -> Program:
-        """Return the program of a job on ``ranks`` processes."""
         feature, precision = job
         return BY_NAME[feature].on(self.strategy, ranks // self.tensor, self.tensor, precision)
 
@@ -92,7 +89,6 @@ if not FP16 and parity_device.DEVICE == "cpu":
 
 
 def zero(name: str, **options: object) -> Candidate:
-    """Return a stage of ZeRO, with what it refuses."""
     return Candidate(name, 2, refuses=BY_ZERO, refuses_precisions=PRECISIONS_BY_ZERO, **options)  # type: ignore[arg-type]
 
 

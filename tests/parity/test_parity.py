@@ -31,8 +31,6 @@ BF16 = 2.0**-8
 
 
 class Cell(NamedTuple):
-    """A feature under a strategy."""
-
     candidate: Candidate
     ranks: int
     job: Job

@@ -17,8 +17,6 @@ Run = Callable[[Candidate, int], Results]
 
 
 class Place(NamedTuple):
-    """A strategy on a number of ranks."""
-
     candidate: Candidate
     ranks: int
 
