@@ -120,32 +120,6 @@ EXAMPLES: dict[str, Program] = {
         manual=(Turn(repeats=2),),
         epochs=2,
     ),
-    "an overflow at a loss scale of one": ddp(
-        precision="16-mixed",
-        net=Net(buffer="in_place"),
-        data=Data("reused", samples=15, batch=1),
-        optimizers=(Optimizer(of="body"), Optimizer(of="head")),
-        manual=(Turn(repeats=2, clips=1), Turn(optimizer=1, repeats=2)),
-        epochs=2,
-    ),
-    "a group added by a hook that is called again": Program(
-        net=Net(frozen="body"),
-        data=FOUR,
-        epochs=2,
-        validation=Validation(samples=1, batch=1, interval=1),
-        changes=(Change("group", part="body", hook="on_validation_end", epoch=0),),
-    ),
-    "weights that run away in bfloat16": Program(
-        strategy="ddp",
-        ranks=3,
-        precision="bf16-true",
-        net=Net(buffer="in_place"),
-        data=Data("sampler", batch=1),
-        optimizers=(Optimizer(of="body"), Optimizer(of="head")),
-        manual=(Turn(), Turn(optimizer=1), Turn(repeats=2), Turn(optimizer=1)),
-        epochs=2,
-        broadcast=True,
-    ),
     "SAM beside a buffer that changes": ddp(net=Net(buffer="in_place"), data=FOUR, optimizers=(Optimizer("sam"),)),
     "an epoch's end is logged, and the run goes on on more ranks": Program(
         data=FOUR, epochs=2, logs=(of_epoch("on_train_epoch_end", "number"),), resume=Resume(ranks=2, strategy="ddp")
@@ -187,40 +161,28 @@ EXAMPLES: dict[str, Program] = {
         optimizers=(Optimizer("sam_sum"),), manual=(Turn(closure=True),)
     ),
     "Q-04: a resume with another learning rate": Program(epochs=2, resume=Resume(changed="lr")),
-    "Q-04: a resume with other groups of the optimizer": Program(
-        optimizers=(Optimizer("adamw"),), epochs=2, resume=Resume(changed="groups")
-    ),
-    "Q-04: a resume with other members of the optimizer": Program(
-        optimizers=(Optimizer("adamw"),), epochs=2, resume=Resume(changed="members")
-    ),
-    "Q-04: a resume with other amsgrad of the optimizer": Program(
-        optimizers=(Optimizer("adamw"),), epochs=2, resume=Resume(changed="amsgrad")
-    ),
-    "Q-04: a resume that may have other lr of the optimizer": Program(
-        optimizers=(Optimizer("adamw"),), epochs=2, resume=Resume(changed="lr", allow=True)
-    ),
-    "Q-04: a resume that may have other groups of the optimizer": Program(
-        optimizers=(Optimizer("adamw"),), epochs=2, resume=Resume(changed="groups", allow=True)
-    ),
-    "Q-04: a resume that may have other members of the optimizer": Program(
-        optimizers=(Optimizer("adamw"),), epochs=2, resume=Resume(changed="members", allow=True)
-    ),
-    "Q-04: a resume that may have other amsgrad of the optimizer": Program(
-        optimizers=(Optimizer("adamw"),), epochs=2, resume=Resume(changed="amsgrad", allow=True)
-    ),
+    **{
+        f"Q-04: a resume with other {changed} of the optimizer": Program(
+            optimizers=(Optimizer("adamw"),), epochs=2, resume=Resume(changed=changed)
+        )
+        for changed in ("groups", "members", "amsgrad")
+    },
+    **{
+        f"Q-04: a resume that may have other {changed} of the optimizer": Program(
+            optimizers=(Optimizer("adamw"),), epochs=2, resume=Resume(changed=changed, allow=True)
+        )
+        for changed in ("lr", "groups", "members", "amsgrad")
+    },
+    **{
+        f"Q-01: a checkpoint of a run with averages, by {by}": Program(
+            epochs=2, average=Average(), evaluation=Evaluation(by, "on_train_epoch_end")
+        )
+        for by in ("validate", "test", "load")
+    },
     "Q-04: one of two optimizers starts anew, on two ranks with shards": Program(
         optimizers=(Optimizer("adamw", of="body"), Optimizer("adamw", of="head")),
         epochs=2,
         resume=Resume(ranks=2, strategy="fsdp", changed="class", allow=True),
-    ),
-    "Q-01: a checkpoint of a run with averages, by validate": Program(
-        epochs=2, average=Average(), evaluation=Evaluation(hook="on_train_epoch_end")
-    ),
-    "Q-01: a checkpoint of a run with averages, by test": Program(
-        epochs=2, average=Average(), evaluation=Evaluation("test", hook="on_train_epoch_end")
-    ),
-    "Q-01: a checkpoint of a run with averages, by load": Program(
-        epochs=2, average=Average(), evaluation=Evaluation("load", hook="on_train_epoch_end")
     ),
     "Q-01: the trained weights of a run that has ended with averages": Program(
         average=Average(), evaluation=Evaluation(averaged=False, ranks=2, strategy="fsdp")

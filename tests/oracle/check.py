@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from drivetrain.errors import DrivetrainError
-from oracle.compare import DRIVETRAIN_ERRORS, TOLERANCES, differences, evaluation_differences, weight_differences
+from oracle.compare import DRIVETRAIN_ERRORS, TOLERANCES, differences, evaluation_differences, tensor_differences
 from oracle.engine import launched, run
 from oracle.engine_evaluation import evaluate
 from oracle.interpreter import interpret
@@ -18,7 +18,7 @@ from worlds import on_ranks
 
 
 class Difference(AssertionError):
-    pass
+    """The results differ; the message states in what."""
 
 
 @dataclass
@@ -95,7 +95,7 @@ def is_stable(program: Program, expected: Outcome) -> bool:
         return True
     tolerance = TOLERANCES[program.precision] / 4
     return not any(
-        weight_differences(expected.weights, interpret(program, nudged=seed).weights, tolerance) for seed in range(3)
+        tensor_differences(expected.weights, interpret(program, nudged=seed).weights, tolerance) for seed in range(3)
     )
 
 

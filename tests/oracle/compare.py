@@ -42,7 +42,7 @@ def differences(
     found: list[str] = []
     tolerance = TOLERANCES[program.precision] if tolerance is None else tolerance
     for rank, outcome in enumerate(ranks):
-        found += [f"rank {rank}: {what}" for what in weight_differences(expected.weights, outcome.weights, tolerance)]
+        found += [f"rank {rank}: {what}" for what in tensor_differences(expected.weights, outcome.weights, tolerance)]
     first = ranks[0]
     if program.launcher:  # a launched run returns nothing else to the caller
         found += [] if first.counts == expected.counts else [f"counts: {first.counts} for {expected.counts}"]
@@ -102,9 +102,8 @@ def evaluation_differences(program: Program, expected: Evaluated, ranks: list[Ev
             found.append(f"rank {rank}: {held.text[:300] or 'it was not refused'}")
         elif held.weights:  # which may have another dtype where they are only loaded
             cast = {name: value.to(expected.weights[name].dtype) for name, value in held.weights.items()}
-            found += [
-                f"rank {rank}: {what}" for what in weight_differences(expected.weights, cast, max(tolerance, 1e-6))
-            ]
+            apart = tensor_differences(expected.weights, cast, max(tolerance, 1e-6))
+            found += [f"rank {rank}: {what}" for what in apart]
         if not math.isnan(held.loss) and not same_number("score", expected.loss, held.loss, tolerance):
             found.append(f"rank {rank}: the loss is {held.loss!r} for {expected.loss!r}")
     return found
@@ -121,10 +120,10 @@ def same_until_refused(program: Program, expected: Outcome, ranks: list[Outcome]
     return found
 
 
-def weight_differences(expected: dict[str, Tensor], held: dict[str, Tensor], tolerance: float) -> list[str]:
+def tensor_differences(expected: dict[str, Tensor], held: dict[str, Tensor], tolerance: float) -> list[str]:
     found = []
     if set(expected) != set(held):
-        return [f"weights: {sorted(set(expected) ^ set(held))} on one side only"]
+        return [f"{sorted(set(expected) ^ set(held))} on one side only"]
     for name, wanted in expected.items():
         if held[name].dtype != wanted.dtype:
             found.append(f"{name} is {held[name].dtype} and not {wanted.dtype}")
@@ -133,19 +132,15 @@ def weight_differences(expected: dict[str, Tensor], held: dict[str, Tensor], tol
     return found
 
 
+def by_key(states: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"{key} of {name}": value for name, state in states.items() for key, value in state.items()}
+
+
 def state_differences(expected: Outcome, outcome: Outcome, tolerance: float) -> list[str]:
     found = []
     for number, (wanted, held) in enumerate(zip(expected.states, outcome.states, strict=False)):
-        for name in sorted(set(wanted) | set(held)):
-            if name not in held or name not in wanted:
-                if wanted.get(name) or held.get(name):
-                    found.append(f"optimizer {number}: the state of {name} is on one side only")
-                continue
-            for key, value in wanted[name].items():
-                if key not in held[name]:
-                    found.append(f"optimizer {number}: {name} has no {key}")
-                elif differs(value, held[name][key], 10 * tolerance):
-                    found.append(f"optimizer {number}: {key} of {name} is {distance(value, held[name][key]):.3g} off")
+        apart = tensor_differences(by_key(wanted), by_key(held), 10 * tolerance)
+        found += [f"optimizer {number}: {what}" for what in apart]
     for number, (plan, state) in enumerate(zip(expected.schedulers, outcome.schedulers, strict=False)):
         if plan["steps"] != state["steps"] or not close(plan["rates"], state["rates"]):
             found.append(f"scheduler {number}: {state} for {plan}")
@@ -204,10 +199,8 @@ def order_differences(program: Program, expected: Outcome, ranks: list[Outcome],
         # How often a loss is re-evaluated is up to the optimizer.
         held, hooks = ([one for one in each if "backward" not in one] for each in (held, hooks))
     if held != hooks:
-        at = next(
-            (at for at, (one, other) in enumerate(zip(held, hooks, strict=False)) if one != other),
-            min(len(hooks), len(held)),
-        )
+        differ = (at for at, (one, other) in enumerate(zip(held, hooks, strict=False)) if one != other)
+        at = next(differ, min(len(hooks), len(held)))
         found.append(f"hooks from {at} on: {held[at : at + 4]} for {hooks[at : at + 4]}")
     return found
 
@@ -216,10 +209,9 @@ def logged(program: Program, expected: Outcome, outcome: Outcome, tolerance: flo
     found = []
     wanted = merged(expected.flushes[expected.saved_flushes :] if resumed else expected.flushes)
     held = merged(outcome.flushes)
-    if Counter((step, key) for step, key, _ in wanted) != Counter((step, key) for step, key, _ in held):
-        lost = Counter((step, key) for step, key, _ in wanted) - Counter((step, key) for step, key, _ in held)
-        more = Counter((step, key) for step, key, _ in held) - Counter((step, key) for step, key, _ in wanted)
-        found.append(f"loggers: {dict(lost)} is missing and {dict(more)} is too much")
+    rows, rows_held = (Counter((step, key) for step, key, _ in each) for each in (wanted, held))
+    if rows != rows_held:
+        found.append(f"loggers: {dict(rows - rows_held)} is missing and {dict(rows_held - rows)} is too much")
     else:
         for (step, key, value), (_, _, other) in zip(wanted, held, strict=True):
             if not same_number(key, value, other, tolerance):

@@ -29,7 +29,7 @@ from oracle.strategies import strategy_of
 
 
 class Planned(Exception):
-    pass
+    """An error that a program raises on purpose."""
 
 
 class Trained(TrainModule):

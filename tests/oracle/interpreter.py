@@ -22,7 +22,7 @@ from oracle.rank_states import MicroBatch, put_buffers
 
 
 class Stopped(Exception):
-    pass
+    """The run has ended."""
 
 
 class Loop(Evaluations):
