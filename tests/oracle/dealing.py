@@ -42,9 +42,8 @@ def deal_ragged(data: Data, indices: list[int], ranks: int) -> list[GlobalBatch]
     global_batches = []
     for start in range(0, len(batches), ranks):
         group = batches[start : start + ranks]
-        global_batches.append(
-            group if len(group) == ranks else split_evenly([one for batch in group for one in batch], ranks)
-        )
+        rest = [one for batch in group for one in batch]
+        global_batches.append(group if len(group) == ranks else split_evenly(rest, ranks))
     return global_batches
 
 

@@ -19,13 +19,15 @@ from drivetrain.callbacks import Checkpoint, EMAWeightAveraging
 from drivetrain.loggers import Logger
 from oracle.data_loaders import first_of, parts_of, training_loader, validation_loader
 from oracle.device import DEVICE
-from oracle.nets import Model, add_group, part_of, seeded_model, write
+from oracle.nets import apply_change, seeded_model, write
 from oracle.optimizers import make_optimizer, make_scheduler
-from oracle.outcome import Outcome, key_of, scheduler_state, value_of
+from oracle.outcome import Outcome, key_of, numbers_in, scheduler_state, value_of, whole
 from oracle.planted_defects import planted
-from oracle.program import WITHIN_STEPS, Average, Change, Program
+from oracle.program import WITHIN_STEPS, Average, Program, Validation
 from oracle.split_layers import split
 from oracle.strategies import strategy_of
+
+QUIET: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
 
 
 class Planned(Exception):
@@ -189,7 +191,7 @@ class Recorder(Callback):
         module.log_values(hook, None, batch_idx)
         for change in program.changes:
             if change.hook == hook and change.epoch == trainer.current_epoch and change.batch == batch_idx:
-                changed(module.net, change, trainer.optimizers, program)
+                apply_change(module.net, change, trainer.optimizers[0])
         writes = program.writes
         if writes is not None and writes.hook == hook and writes.at == count:
             write(module.net, writes.what)
@@ -243,45 +245,44 @@ class Recorder(Callback):
             self.outcome.norms.append(math.nan if norm is None else float(norm))
         self.in_hook("on_train_batch_end", trainer, module, batch_idx)
 
-    def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
-        self.in_hook("on_validation_batch_start", trainer, module, batch_idx)
-
-    def on_validation_batch_end(
-        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, *_: Any
-    ) -> None:
-        self.in_hook("on_validation_batch_end", trainer, module, batch_idx)
-
     def on_train_end(self, trainer: Any, module: Any) -> None:
         self.in_hook("on_train_end", trainer, module)
         outcome, strategy = self.outcome, trainer.strategy
         for number in range(len(trainer.optimizers)):
             states = strategy.optimizer_state(number)["state"]
-            outcome.states.append(
-                {
-                    name.removeprefix("net."): {
-                        key: whole(value)
-                        for key, value in state.items()
-                        if isinstance(value, (Tensor, int, float)) or hasattr(value, "full_tensor")
-                    }
-                    for name, state in states.items()
-                }
-            )
+            outcome.states.append({name.removeprefix("net."): numbers_in(state) for name, state in states.items()})
         outcome.schedulers = [scheduler_state(one) for one in trainer.lr_schedulers]
         outcome.metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
         outcome.counts = counts(trainer)
 
 
-def add_hook(name: str) -> None:
-    """Let `Recorder` do in the hook ``name`` only what is common to every hook."""
-    setattr(Recorder, name, lambda self, trainer, module, *_: self.in_hook(name, trainer, module))
+def add_hook(name: str, batch_idx: int | None) -> None:
+    """Let `Recorder` do in the hook ``name`` only what is common to every hook.
+
+    Args:
+        name: the hook.
+        batch_idx: the place of this argument after the trainer and the module, if the hook has it.
+    """
+
+    def hook(self: Recorder, trainer: Any, module: Any, *arguments: Any) -> None:
+        self.in_hook(name, trainer, module, 0 if batch_idx is None else arguments[batch_idx])
+
+    setattr(Recorder, name, hook)
 
 
-for _name in ("on_train_epoch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"):
-    add_hook(_name)
-for _name in ("on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end"):
-    add_hook(_name)
-for _name in ("on_train_epoch_end", "on_fit_end"):
-    add_hook(_name)
+for _name in (
+    "train_epoch_start",
+    "before_zero_grad",
+    "before_backward",
+    "after_backward",
+    "train_epoch_end",
+    "fit_end",
+):
+    add_hook(f"on_{_name}", None)
+for _name in ("start", "epoch_start", "epoch_end", "end"):
+    add_hook(f"on_validation_{_name}", None)
+add_hook("on_validation_batch_start", 1)
+add_hook("on_validation_batch_end", 2)
 
 
 def counts(trainer: Any) -> dict[str, int]:
@@ -293,32 +294,15 @@ def counts(trainer: Any) -> dict[str, int]:
     }
 
 
-def changed(net: Model, change: Change, optimizers: Any, program: Program) -> None:
-    for one in part_of(net, change.part):
-        one.requires_grad_(change.what != "freeze")
-    if change.what == "group":
-        add_group(optimizers[0], part_of(net, change.part))
-
-
-def whole(value: Any) -> Tensor:
-    """Return a number, or a tensor that may be sharded over ranks, as a local tensor."""
-    value = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
-    value = value.detach()
-    return value.clone() if value.is_meta else value.cpu().clone()  # ZeRO 3 leaves meta tensors after an error
-
-
 @contextlib.contextmanager
 def quiet_loggers() -> Iterator[None]:
     """Log only errors within the context: other tests use these ranks too."""
-    loggers = [logging.getLogger(name) for name in ("drivetrain", "torch", "deepspeed", "DeepSpeed")]
-    levels = [one.level for one in loggers]
-    for one in loggers:
-        one.setLevel(logging.ERROR)
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         yield
     finally:
-        for one, level in zip(loggers, levels, strict=True):
-            one.setLevel(level)
+        logging.disable(before)
 
 
 def run(program: Program, root: str, resumed: bool, plant: str = "") -> Outcome:
@@ -362,10 +346,12 @@ def run(program: Program, root: str, resumed: bool, plant: str = "") -> Outcome:
                 with contextlib.suppress(Exception):
                     outcome.counts = counts(trainer)
     outcome.warnings = [str(warning.message) for warning in caught]
-    if module.net is not None:
-        state = module.net.state_dict()
-        outcome.weights = {name: whole(value) for name, value in state.items()}
+    outcome.weights = weights_of(module)
     return outcome
+
+
+def weights_of(module: Trained) -> dict[str, Tensor]:
+    return {} if module.net is None else {name: whole(value) for name, value in module.net.state_dict().items()}
 
 
 def saved_in(root: str) -> str:
@@ -388,43 +374,35 @@ def launched(program: Program, plant: str = "") -> Outcome:
             options = {**settings(program, outcome), "logger": False, "launcher": program.launcher}
             recorder = Recorder(program, outcome, "", False, False)
             trainer = Fit(strategy=program.strategy, devices=program.ranks, callbacks=recorder, **options)
-            loaders = [training_loader(program, 1, 0)]
-            if program.validation is not None:
-                loaders.append(validation_loader(program, 1, 0))
-            trainer.fit(module, *loaders)
+            validation = None if program.validation is None else validation_loader(program, 1, 0)
+            trainer.fit(module, training_loader(program, 1, 0), validation)
             outcome.counts = counts(trainer)
             outcome.metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
         except Exception as error:
             outcome.error, outcome.text = type(error).__name__, str(error)
-    if module.net is not None:
-        outcome.weights = {name: whole(value) for name, value in module.net.state_dict().items()}
+    outcome.weights = weights_of(module)
     return outcome
 
 
 def settings(program: Program, outcome: Outcome) -> dict[str, Any]:
-    validation, stop = program.validation, program.stop
+    validation, stop = program.validation or Validation(), program.stop
     options: dict[str, Any] = {
         "accelerator": DEVICE,
         "precision": program.precision,
         "logger": RecordingLogger(outcome),
         "log_every_n_steps": program.log_every,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
+        **QUIET,
         "max_epochs": program.epochs,
         "max_steps": stop.at if stop is not None and stop.how == "max_steps" else -1,
         "accumulate_grad_batches": program.accumulate,
-        "num_sanity_val_steps": 0 if validation is None else validation.sanity,
+        "num_sanity_val_steps": validation.sanity,
         "seed": program.seed,
+        "val_check_interval": validation.interval,
+        "check_val_every_n_epoch": validation.every_n_epochs,
+        "inference_mode": validation.inference_mode,
     }
     if DEVICE != "cpu":
         options["devices"] = torch.distributed.get_world_size()
     if program.clip is not None:
         options |= {"gradient_clip_val": program.clip, "gradient_clip_algorithm": program.clip_by}
-    if validation is not None:
-        options |= {
-            "val_check_interval": validation.interval,
-            "check_val_every_n_epoch": validation.every_n_epochs,
-            "inference_mode": validation.inference_mode,
-        }
     return options

@@ -79,16 +79,17 @@ class Evaluations(RankStates):
                     parts = self.cast(validation.data, mine)
                     with self.as_rank(rank), torch.no_grad(), self.autocast():
                         loss = self.net.loss(parts)
-                        self.logged.log("validation_step", rank, self.net, loss, at, parts)
+                        self.logged.log("validation_step", rank, loss, at, parts)
             if micro[0]:
                 self.hook("on_validation_batch_end", micro)
-        self.logged.end_validation(self.steps, lambda: self.hook("on_validation_epoch_end"))
+        self.hook("on_validation_epoch_end")
+        self.logged.end(self.steps)
         self.hook("on_validation_end")
         self.take_averages()
         self.net.train()
         for each, (buffers, generator) in zip(self.ranks, own, strict=True):
             each.buffers, each.generator = buffers, generator
-        self.logged.enter("train")
+        self.logged.stage = "train"
 
     def update_average(self, trained: set[str]) -> None:
         """Update the averages from the weights. A parameter that has not been trained yet is its own average.

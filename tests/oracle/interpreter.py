@@ -14,9 +14,9 @@ from torch import Tensor
 
 from oracle.dealing import GlobalBatch, deal, deal_streams, epoch_order, estimated_steps, stated_length
 from oracle.evaluations import Evaluations
-from oracle.nets import add_group, part_of, write
+from oracle.nets import apply_change, write
 from oracle.optimizers import make_optimizer
-from oracle.outcome import Outcome, scheduler_state, tensors_of
+from oracle.outcome import Outcome, numbers_in, scheduler_state
 from oracle.program import OWN_PARTS, Evaluation, Program, Resume, Turn, Write
 from oracle.rank_states import MicroBatch, put_buffers
 
@@ -46,8 +46,8 @@ class Loop(Evaluations):
         if self.updates:
             self.put_averages()
         outcome.metrics = self.logged.metrics()
-        names = {one: name for name, one in self.net.named_parameters()}
-        outcome.states = [tensors_of(one.state, names) for one in self.optimizers]
+        names: dict[Any, str] = {one: name for name, one in self.net.named_parameters()}
+        outcome.states = [{names[of]: numbers_in(state) for of, state in one.state.items()} for one in self.optimizers]
         outcome.schedulers = [scheduler_state(one) for one, _ in self.schedulers]
         self.hook("on_fit_end")
         self.save_where_asked()
@@ -118,7 +118,8 @@ class Loop(Evaluations):
         if validation is not None and not (cut and self.limited and not self.should_stop):
             self.validate_at_the_end(cut)
         self.save_where_asked()
-        self.logged.end_train_epoch(self.steps, lambda: self.hook("on_train_epoch_end"))
+        self.hook("on_train_epoch_end")
+        self.logged.end(self.steps)
         if not cut:
             self.epoch += 1
             self.batch_idx = 0
@@ -220,7 +221,7 @@ class Loop(Evaluations):
                     if program.missing_loss == "nan":
                         loss = loss * float("nan")
                     if not again and not joins:
-                        self.logged.log("training_step", rank, self.net, loss, self.batch_idx, parts)
+                        self.logged.log("training_step", rank, loss, self.batch_idx, parts)
                     if program.adds_to_loss:
                         loss = loss + self.net.penalty()
                 if not again and not joins:
@@ -317,7 +318,7 @@ class Loop(Evaluations):
         for rank, (parts, joins) in enumerate(zip(micro.parts, micro.joins, strict=True)):
             if not joins:
                 loss = torch.tensor(self.losses[rank], dtype=torch.float64)
-                self.logged.log("training_step", rank, self.net, loss, self.batch_idx, parts)
+                self.logged.log("training_step", rank, loss, self.batch_idx, parts)
 
     def manual_step(self, turn: Turn, held: list[Any], micro: MicroBatch) -> bool:
         """Do one forward, backward and step of an optimizer on all ranks; return False if gradients overflowed."""
@@ -395,13 +396,10 @@ class Loop(Evaluations):
             if micro is None or micro[rank]:
                 samples = None if micro is None else len(micro[rank])
                 put_buffers(self.net, self.ranks[rank].buffers)
-                self.logged.log(name, rank, self.net, None, self.hook_index(name, at), None, samples)
+                self.logged.log(name, rank, None, self.hook_index(name, at), None, samples)
         for change in program.changes:
             if change.hook == name and change.epoch == self.epoch and change.batch == self.hook_index(name, at):
-                for one in part_of(self.net, change.part):
-                    one.requires_grad_(change.what != "freeze")
-                if change.what == "group":
-                    add_group(self.optimizers[0], part_of(self.net, change.part))
+                apply_change(self.net, change, self.optimizers[0])
         if program.writes is not None and program.writes.hook == name and program.writes.at == count:
             self.write(program.writes)
         stop, saving = program.stop, program.saving

@@ -24,7 +24,8 @@ class Call:
 
 
 class LoggedValues:
-    def __init__(self, program: Program, outcome: Outcome) -> None:
+    def __init__(self, program: Program, outcome: Outcome, net: Model) -> None:
+        self.net = net
         self.logs = list(enumerate(program.logs))
         self.every = program.log_every
         self.outcome = outcome
@@ -39,7 +40,7 @@ class LoggedValues:
 
     def begin(self, stage: str) -> None:
         """Begin an epoch: discard the values that the stage has collected."""
-        self.enter(stage)
+        self.stage = stage
         first, self.began = not self.began, True
         if stage == "train" and first:
             return  # values logged in on_train_start belong to the first epoch
@@ -48,18 +49,8 @@ class LoggedValues:
                 self.calls.pop(key_of(log, number), None)
                 self.seen.pop(key_of(log, number), None)
 
-    def enter(self, stage: str) -> None:
-        self.stage = stage
-
     def log(
-        self,
-        where: str,
-        rank: int,
-        net: Model,
-        loss: Tensor | None,
-        at: int,
-        parts: Parts | None,
-        samples: int | None = None,
+        self, where: str, rank: int, loss: Tensor | None, at: int, parts: Parts | None, samples: int | None = None
     ) -> None:
         """Log, on one rank, all values that the program logs at this place."""
         for number, log in self.logs:
@@ -71,7 +62,7 @@ class LoggedValues:
                 if parts is not None:
                     self.seen.setdefault(key, []).append((rank, parts))
                 continue
-            value = value_of(log, net, loss, at)
+            value = value_of(log, self.net, loss, at)
             value = value.detach().double().item() if isinstance(value, Tensor) else float(value)
             weight = float(len(parts[2])) if parts is not None else 1.0 if samples is None else float(samples)
             weight = weight if log.batch_size is None else float(log.batch_size)
@@ -85,8 +76,7 @@ class LoggedValues:
 
     def after_step(self, steps: int) -> None:
         if self.every and steps % self.every == 0:
-            values = self.steps()
-            self.outcome.flushes.append((steps, values))
+            self.outcome.flushes.append((steps, self.steps()))
 
     def steps(self) -> dict[str, float]:
         """Return the step values since the last call: rank 0's, or reduced over all ranks."""
@@ -119,16 +109,10 @@ class LoggedValues:
         self.results.update(values)
         return values
 
-    def end_train_epoch(self, steps: int, hooks: Callable[[], None]) -> None:
-        hooks()
-        values = {**self.steps(), **self.reduced()}
-        self.outcome.flushes.append((steps, values))
-
-    def end_validation(self, steps: int, hooks: Callable[[], None]) -> None:
-        hooks()
-        values = {**self.steps(), **self.reduced()}
-        self.outcome.flushes.append((steps, values))
-        self.validated = True
+    def end(self, steps: int) -> None:
+        """End an epoch of the stage."""
+        self.outcome.flushes.append((steps, {**self.steps(), **self.reduced()}))
+        self.validated = self.validated or self.stage == "validate"
 
     def monitored(self) -> float | None:
         """Return the value that a plateau scheduler monitors; None if it was read before."""

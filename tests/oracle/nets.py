@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oracle.program import Net, Program
+from oracle.program import Change, Net, Program
 
 FEATURES, WIDTH, VOCABULARY, LENGTH, PADDING = 4, 6, 7, 5, -100
 
@@ -201,10 +201,13 @@ def write(net: Model, what: str) -> None:
             one.grad = one.grad * 0.5
 
 
-def add_group(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-    """Let ``optimizer`` train these parameters too, unless an earlier call of the hook has added them."""
+def apply_change(net: Model, change: Change, optimizer: torch.optim.Optimizer) -> None:
+    """Change the trainable parameters, as user code does."""
+    parameters = part_of(net, change.part)
+    for one in parameters:
+        one.requires_grad_(change.what != "freeze")
     known = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    if not any(id(one) in known for one in parameters):
+    if change.what == "group" and not any(id(one) in known for one in parameters):  # or the hook is called again
         optimizer.add_param_group({"params": parameters})
 
 

@@ -98,16 +98,17 @@ def forward_loss(net: Model, call: Any) -> Tensor:
     return loss
 
 
-def tensors_of(states: dict[Any, dict[str, Any]], names: dict[Any, str]) -> dict[str, dict[str, Tensor]]:
-    """Return an optimizer's state by parameter name, without entries that are not numbers."""
-    return {
-        names[parameter]: {
-            key: torch.as_tensor(value).detach().cpu().clone()
-            for key, value in state.items()
-            if isinstance(value, (Tensor, int, float))
-        }
-        for parameter, state in states.items()
-    }
+def whole(value: Any) -> Tensor:
+    """Return a number, or a tensor that may be sharded over ranks, as a local tensor."""
+    value = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
+    value = value.detach()
+    return value.clone() if value.is_meta else value.cpu().clone()  # ZeRO 3 leaves meta tensors after an error
+
+
+def numbers_in(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Return a parameter's state without entries that are not numbers."""
+    numbers = {key: one for key, one in state.items() if isinstance(one, int | float) or hasattr(one, "detach")}
+    return {key: whole(one) for key, one in numbers.items()}
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:

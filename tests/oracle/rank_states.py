@@ -70,7 +70,7 @@ class RankStates:
         self.gradient_norm = math.nan  # of the last step that clipped
         self.synchronised = True
         self.outcome = Outcome(planned=steps)
-        self.logged = LoggedValues(program, self.outcome)
+        self.logged = LoggedValues(program, self.outcome, self.net)
         self.calls: dict[str, int] = {}
         self.steps = self.epoch = self.micro_batches = self.samples = 0
         self.batch_idx = 0

@@ -25,7 +25,8 @@ from drivetrain import Fit, TrainModule
 from drivetrain.callbacks import LambdaCallback
 from drivetrain.strategies import DistributedStrategy, strategy_by_name
 from drivetrain_strategies import DDPStrategy
-from oracle.engine import whole
+from oracle.engine import QUIET
+from oracle.outcome import whole
 from oracle.program import Program
 from oracle.strategies import strategy_of
 
@@ -106,8 +107,7 @@ class Observed(TrainModule):
 
 def observe(candidate: Candidate, ranks: int, rank: int) -> Findings:
     findings = Findings()
-    common: dict[str, Any] = {"strategy": None, "devices": ranks, "accelerator": "cpu", "logger": False}
-    common |= dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    common: dict[str, Any] = {"strategy": None, "devices": ranks, "accelerator": "cpu", "logger": False, **QUIET}
 
     def fit(strategy: Any = None, **settings: Any) -> Fit:
         return Fit(**{**common, "strategy": strategy or strategy_of(candidate.strategy, Program()), **settings})
