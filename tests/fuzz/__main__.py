@@ -51,17 +51,12 @@ def main() -> int:
 
 @dataclass
 class Tally:
-    """Draws programs until enough different ones ran.
+    """Draws programs until enough different ones ran."""
 
-    Attributes:
-        check: runs one and raises `Difference`; returns whether the engine refused it, as it may.
-        ran: different programs that ran, without those that the search shrank a finding to.
-        refused: those that were refused.
-    """
-
+    # runs one and raises `Difference`; returns whether the engine refused it, as it may
     check: Callable[[Program], bool]
-    ran: int = 0
-    refused: int = 0
+    ran: int = 0  # different programs that ran, without those that the search shrank a finding to
+    refused: int = 0  # those that were refused
     _searches: int = 0
     _passed: set[str] = field(default_factory=set)
     _shrinks: bool = False

@@ -28,14 +28,7 @@ from oracle.program import (
     Write,
 )
 
-STRATEGIES = (
-    "single_device",
-    "ddp",
-    "fsdp",
-    "ddp_static_graph",
-    "ddp_find_unused_parameters_true",
-    "fsdp_grad_op",
-)
+STRATEGIES = ("single_device", "ddp", "fsdp", "ddp_static_graph", "ddp_find_unused_parameters_true", "fsdp_grad_op")
 ZERO = ("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
 
 ONE_WORKER = ("reused", "stateful", "combined")
@@ -45,9 +38,10 @@ PRECISIONS = ("32-true", "32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-t
 ZERO_PRECISIONS = ("32-true", "bf16-mixed", "16-mixed") if FP16 else ("32-true", "bf16-mixed")
 
 
-class Drawn:
-    """Draws the parts of a program."""
+Optimizers = tuple[Optimizer, ...]
 
+
+class Drawn:
     def __init__(self, draw: Any, strategies: Sequence[str]) -> None:
         self.draw = draw
         self.strategies = strategies
@@ -66,20 +60,21 @@ class Drawn:
     def program(self) -> Program:
         if "ddp" in self.strategies and self.chance(7):
             return self.launched()
-        strategy = self.one_of(*self.strategies)
+        self.strategy = strategy = self.one_of(*self.strategies)
         ranks = {"single_device": 1, "hsdp": 4}.get(strategy) or self.one_of(2, 2, 2, 1, 3)
         precision = self.one_of(*PRECISIONS)
         if strategy.startswith("deepspeed"):
             precision = self.one_of(*ZERO_PRECISIONS)
+        self.precision, self.zero = precision, strategy.startswith("deepspeed")
         manual = not strategy.startswith(("ddp_static", "deepspeed")) and self.chance(30)
         epochs = self.one_of(1, 2, 2, 3)
         single = ranks == 1 and strategy == "single_device"
         validation = self.validation(ranks) if self.chance(45) else None
-        net = self.net(precision, strategy)
-        optimizers = self.optimizers(strategy, precision, net, manual)
+        net = self.net()
+        optimizers = self.optimizers(net, manual)
         changes: tuple[Change, ...] = ()
-        if epochs > 1 and not net.tied and not strategy.startswith("deepspeed") and self.chance(25):
-            net, optimizers, changes = self.changes(net, epochs, strategy, optimizers)
+        if epochs > 1 and not net.tied and not self.zero and self.chance(25):
+            net, optimizers, changes = self.changes(net, epochs, optimizers)
         data = self.data(ranks)
         closure = optimizers[0].evaluates_again or optimizers[0].closure
         missing_loss = "never"
@@ -87,7 +82,7 @@ class Drawn:
             missing_loss = (
                 self.one_of("odd", "always", "nan") if precision == "16-mixed" else self.one_of("odd", "always")
             )
-        logs = self.logs(net, strategy, precision, manual, validation, missing_loss)
+        logs = tuple(self.log(net, manual, validation, missing_loss) for _ in range(self.between(0, 3)))
         writes = None
         if missing_loss == "never" and not closure and not changes and self.chance(15):
             writes = self.writes(manual)
@@ -96,12 +91,12 @@ class Drawn:
         )
         resume = None
         if stop is None and missing_loss == "never" and not changes and writes is None and self.chance(18):
-            resume = self.resume(strategy, ranks, data, net, validation, manual, optimizers)
+            resume = self.resume(ranks, data, validation, optimizers)
             if resume is not None and resume.ranks != ranks and (net.dropout or data.drop_last):
                 # Ranks draw other masks, and another number of ranks drops other samples.
                 resume = Resume(resume.hook, resume.at, ranks, strategy)
             if resume is not None and self.chance(60):
-                optimizers, resume = self.changed(optimizers, resume, precision)
+                optimizers, resume = self.changed(optimizers, resume)
             if resume is not None:  # a resumed run calls on_train_start again
                 logs = tuple(log for log in logs if log.where != "on_train_start")
                 if resume.ranks != ranks:  # for which the meaning of a rank's own values is undefined
@@ -109,14 +104,14 @@ class Drawn:
         estimated = data.length_error is not None and (resume is None or resume.ranks == ranks)
         in_window = any(change.hook == "on_validation_end" for change in changes)  # because it may be refused
         accumulate = 1 if manual or in_window else self.one_of(1, 1, 2, 3)
-        zero = strategy.startswith("deepspeed")  # it clips by norm only
         clip = None if manual or not self.chance(30) else self.one_of(0.1, 0.02)
+        by_value = clip is not None and not closure and not self.zero  # ZeRO clips by norm only
         restarted = resume is not None and resume.restarted  # what schedulers do then is undefined
         schedulers = () if manual or closure or restarted else self.schedulers(validation, logs, changes, estimated)
         average = self.average() if self.chance(15) else None
         evaluation = None
         if resume is None and self.chance(5 if average is None else 60):
-            evaluation = self.evaluation(strategy, average, validation, net)
+            evaluation = self.evaluation(average, validation)
         return Program(
             strategy=strategy,
             ranks=ranks,
@@ -125,11 +120,11 @@ class Drawn:
             data=data,
             optimizers=optimizers,
             schedulers=schedulers,
-            manual=self.turns(optimizers, precision) if manual else (),
+            manual=self.turns(optimizers) if manual else (),
             epochs=epochs,
             accumulate=accumulate,
             clip=clip,
-            clip_by=self.one_of("norm", "norm", "value") if clip is not None and not closure and not zero else "norm",
+            clip_by=self.one_of("norm", "norm", "value") if by_value else "norm",
             token_weighted=not manual and not data.consumes_batch and self.chance(25),
             adds_to_loss=not manual and self.chance(30),
             missing_loss=missing_loss,
@@ -140,7 +135,7 @@ class Drawn:
             writes=writes,
             stop=stop,
             resume=resume,
-            broadcast=self.broadcast(strategy, manual, net),
+            broadcast=self.broadcast(manual, net),
             configure_model=self.chance(10),
             average=average,
             evaluation=evaluation,
@@ -161,8 +156,10 @@ class Drawn:
             launcher="fork",
         )
 
-    def net(self, precision: str, strategy: str) -> Net:
-        family = "mlp" if precision in ("16-mixed", "bf16-true") else self.one_of("mlp", "mlp", "gru", "transformer")
+    def net(self) -> Net:
+        family = (
+            "mlp" if self.precision in ("16-mixed", "bf16-true") else self.one_of("mlp", "mlp", "gru", "transformer")
+        )
         tied = family != "mlp" and self.chance(25)
         return Net(
             family=family,
@@ -199,29 +196,33 @@ class Drawn:
             length_error=self.one_of(0, 0, None, -2, -1, 2) if own else 0,
         )
 
-    def optimizers(self, strategy: str, precision: str, net: Net, manual: bool) -> tuple[Optimizer, ...]:
+    def optimizers(self, net: Net, manual: bool) -> Optimizers:
         lr = self.one_of(0.1, 0.05)
         kind = self.one_of("sgd", "momentum", "adamw", "adamw")
-        zero = strategy.startswith("deepspeed")
-        if precision in ("32-true", "64-true", "bf16-mixed") and not net.dropout and not zero and self.chance(12):
+        if (
+            self.precision in ("32-true", "64-true", "bf16-mixed")
+            and not net.dropout
+            and not self.zero
+            and self.chance(12)
+        ):
             # A line search amplifies rounding.
-            kinds = ("sam", "sam_sum") if precision == "bf16-mixed" else ("lbfgs", "sam", "sam_sum")
+            kinds = ("sam", "sam_sum") if self.precision == "bf16-mixed" else ("lbfgs", "sam", "sam_sum")
             return (Optimizer(self.one_of(*kinds), "all", lr),)
         if self.chance(8):
             kind = self.one_of("optimistic", "heun")
-            exact = precision in ("32-true", "64-true", "bf16-mixed")
-            closure = kind == "optimistic" and exact and not manual and not zero and self.chance(30)
+            exact = self.precision in ("32-true", "64-true", "bf16-mixed")
+            closure = kind == "optimistic" and exact and not manual and not self.zero and self.chance(30)
             return (Optimizer(kind, "all", lr, split=self.chance(10), closure=closure),)
-        if net.tied or strategy.startswith("deepspeed") or not self.chance(50 if manual else 20):
+        if net.tied or self.zero or not self.chance(50 if manual else 20):
             return (Optimizer(kind, "all", lr, split=self.chance(10)),)
         return (Optimizer(kind, "body", lr), Optimizer(self.one_of("sgd", "adamw"), "head", lr))
 
-    def turns(self, optimizers: tuple[Optimizer, ...], precision: str) -> tuple[Turn, ...]:
+    def turns(self, optimizers: Optimizers) -> tuple[Turn, ...]:
         if optimizers[0].evaluates_again:
             return (Turn(closure=True),)
         toggles = len(optimizers) > 1 and self.chance(30)
         turns = []
-        scales = precision == "16-mixed"  # combinations in which the number of steps or clips matters
+        scales = self.precision == "16-mixed"  # combinations in which the number of steps or clips matters
         for _ in range(self.between(1, 2)):
             for number in range(len(optimizers)):
                 clips = self.one_of(0, 1, 2) if scales else self.one_of(0, 0, 1, 2)
@@ -230,9 +231,7 @@ class Drawn:
                 turns.append(Turn(number, steps, clips, toggles, closure))
         return tuple(turns)
 
-    def changes(
-        self, net: Net, epochs: int, strategy: str, optimizers: tuple[Optimizer, ...]
-    ) -> tuple[Net, tuple[Optimizer, ...], tuple[Change, ...]]:
+    def changes(self, net: Net, epochs: int, optimizers: Optimizers) -> tuple[Net, Optimizers, tuple[Change, ...]]:
         part = self.one_of("body", "head")
         what = self.one_of("unfreeze", "unfreeze", "group", "freeze")
         hook = self.one_of(
@@ -270,16 +269,7 @@ class Drawn:
             draws=self.chance(30),
         )
 
-    def logs(
-        self, net: Net, strategy: str, precision: str, manual: bool, validation: Validation | None, missing_loss: str
-    ) -> tuple[Log, ...]:
-        return tuple(
-            self.log(net, strategy, precision, manual, validation, missing_loss) for _ in range(self.between(0, 3))
-        )
-
-    def log(
-        self, net: Net, strategy: str, precision: str, manual: bool, validation: Validation | None, missing_loss: str
-    ) -> Log:
+    def log(self, net: Net, manual: bool, validation: Validation | None, missing_loss: str) -> Log:
         places = ["training_step", "training_step", "training_step", "on_train_batch_end", "on_train_epoch_end"]
         places += ["on_train_batch_start", "on_train_epoch_start", "on_train_start"]
         if validation is not None:
@@ -287,13 +277,13 @@ class Drawn:
         where = self.one_of(*places)
         in_step = where.endswith("_step") and not (where == "training_step" and (manual or missing_loss != "never"))
         kinds = ["number", "numpy", "large"]
-        if where in ("on_train_epoch_end", "on_validation_epoch_end") and precision.endswith("-true"):
+        if where in ("on_train_epoch_end", "on_validation_epoch_end") and self.precision.endswith("-true"):
             kinds += ["forward", "forward"]
         if in_step:
             kinds = ["loss", "loss", "loss", *kinds, "metric"]
             if net.family == "mlp":
                 kinds.append("pearson")
-        if net.scale and not strategy.startswith(("fsdp", "hsdp", "deepspeed")):
+        if net.scale and not self.strategy.startswith(("fsdp", "hsdp", "deepspeed")):
             kinds += ["parameter", "parameter"]
         if net.buffer != "none" and where.startswith("on_train_batch"):
             kinds.append("buffer")
@@ -336,16 +326,7 @@ class Drawn:
             return Stop(how, self.one_of(*hooks), self.between(0, 1))
         return Stop(how, at=self.between(1, 5))
 
-    def resume(
-        self,
-        strategy: str,
-        ranks: int,
-        data: Data,
-        net: Net,
-        validation: Validation | None,
-        manual: bool,
-        optimizers: tuple[Optimizer, ...],
-    ) -> Resume | None:
+    def resume(self, ranks: int, data: Data, validation: Validation | None, optimizers: Optimizers) -> Resume | None:
         hooks = ["on_train_epoch_end", "on_train_batch_end", "on_train_batch_end", "on_train_batch_start"]
         hooks += ["on_validation_end"] if validation is not None else []
         hooks += [] if optimizers[0].evaluates_again else list(WITHIN_STEPS)
@@ -353,16 +334,13 @@ class Drawn:
         at = self.between(0, 3) if "batch" in hook or hook in WITHIN_STEPS else 0
         within = validation is not None and validation.interval is not None
         if within or self.chance(50) or data.kind == "batch_sampler" or data.kind in OWN_PARTS:
-            return Resume(hook, at, ranks, strategy)
+            return Resume(hook, at, ranks, self.strategy)
         other = self.one_of("single_device", "ddp", "fsdp")
         if optimizers[0].kind == "lbfgs":
             other = self.one_of("single_device", "ddp")
         return Resume(hook, at, 1 if other == "single_device" else self.one_of(2, 1, 3), other)
 
-    def changed(
-        self, optimizers: tuple[Optimizer, ...], resume: Resume, precision: str
-    ) -> tuple[tuple[Optimizer, ...], Resume]:
-        """Let the resumed run have another first optimizer; return the optimizers, and how it goes on."""
+    def changed(self, optimizers: Optimizers, resume: Resume) -> tuple[Optimizers, Resume]:
         first, *rest = optimizers
         kinds = ["", "lr"]
         if not first.evaluates_again:
@@ -382,7 +360,7 @@ class Drawn:
     def average(self) -> Average:
         return Average(self.one_of(0.5, 0.9), self.one_of(0, 0, 2, 5), self.one_of(True, True, False))
 
-    def evaluation(self, strategy: str, average: Average | None, validation: Validation | None, net: Net) -> Evaluation:
+    def evaluation(self, average: Average | None, validation: Validation | None) -> Evaluation:
         """Return an evaluation; of the averages only where there may be some."""
         hooks = ["on_fit_end", "on_train_batch_end", "on_train_epoch_end"]
         hooks += ["on_validation_end"] if validation is not None else []
@@ -391,21 +369,20 @@ class Drawn:
         by = self.one_of("validate", "test", "load")
         ranks, other = 1, "single_device"
         if by != "load":
-            other = self.one_of("single_device", "ddp", "fsdp", strategy)
+            other = self.one_of("single_device", "ddp", "fsdp", self.strategy)
             ranks = {"single_device": 1, "hsdp": 4}.get(other) or self.one_of(2, 1, 3)
         averaged = self.one_of(None, None, True, False) if average is not None else self.one_of(None, False)
         callbacks = average is not None and by != "load" and self.chance(30)
         return Evaluation(by, hook, at, averaged, callbacks, ranks, other)
 
-    def broadcast(self, strategy: str, manual: bool, net: Net) -> bool | None:
-        if not strategy.startswith("ddp"):
+    def broadcast(self, manual: bool, net: Net) -> bool | None:
+        if not self.strategy.startswith("ddp"):
             return None
         if manual and net.buffer != "none":
             return bool(self.one_of(True, False))
-        return self.one_of(None, None, None, False, True) if strategy == "ddp" else None
+        return self.one_of(None, None, None, False, True) if self.strategy == "ddp" else None
 
 
 @st.composite
 def programs(draw: Any, strategies: Sequence[str] = STRATEGIES) -> Program:
-    """Draw a program."""
     return Drawn(draw, strategies).program()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fuzz.examples import EXAMPLES, Example
+from fuzz.examples import EXAMPLES
 from fuzz.script import script
 from fuzz.search import search
 from oracle.check import check, judge
@@ -21,9 +21,9 @@ def test_a_fixed_set_of_programs_equals_the_loop() -> None:
     assert one is None, script(*one)
 
 
-@pytest.mark.parametrize("example", [pytest.param(one, id=one.name) for one in EXAMPLES])
-def test_past_findings_are_fixed(example: Example) -> None:
-    check(example.program)
+@pytest.mark.parametrize("program", [pytest.param(one, id=name) for name, one in EXAMPLES.items()])
+def test_past_findings_are_fixed(program: Program) -> None:
+    check(program)
 
 
 def test_a_printed_script_rebuilds_its_program() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from drivetrain.errors import DrivetrainError
-from oracle.compare import DRIVETRAIN_ERRORS, TOLERANCES, differences, evaluation_differences, weight_differences
+from oracle.compare import DRIVETRAIN_ERRORS, TOLERANCES, differences, evaluation_differences, tensor_differences
 from oracle.engine import launched, run
 from oracle.engine_evaluation import evaluate
 from oracle.interpreter import interpret
@@ -18,20 +18,13 @@ from worlds import on_ranks
 
 
 class Difference(AssertionError):
-    """Raised when results differ from the expected ones."""
+    """The results differ; the message states in what."""
 
 
 @dataclass
 class Verdict:
-    """How a program came out.
-
-    Attributes:
-        found: the differences, as one phrase each.
-        refused: the engine refused to run, to resume or to evaluate the program, whether rightly or not.
-    """
-
-    found: list[str]
-    refused: bool = False
+    found: list[str]  # the differences, as one phrase each
+    refused: bool = False  # the engine refused to run, to resume or to evaluate the program, whether rightly or not
 
 
 def check(program: Program, plant: str = "") -> bool:
@@ -47,7 +40,6 @@ def check(program: Program, plant: str = "") -> bool:
 
 
 def judge(program: Program, plant: str = "") -> Verdict:
-    """Run ``program`` under the engine and by hand, and compare."""
     expected = interpret(program)
     if program.launcher:
         return Verdict(differences(program, expected, [launched(program, plant)]))
@@ -55,7 +47,7 @@ def judge(program: Program, plant: str = "") -> Verdict:
         root = folder if program.saving is not None else ""
         try:
             plain = expected if program.resume is None else interpret(replace(program, resume=None))
-            outcomes = on(program.ranks, run, program, root, False, plant)
+            outcomes = on(program.ranks * program.tensor_parallel, run, program, root, False, plant)
             verdict = Verdict(
                 differences(program, plain, outcomes), any(one.error in DRIVETRAIN_ERRORS for one in outcomes)
             )
@@ -75,7 +67,6 @@ def judge(program: Program, plant: str = "") -> Verdict:
 
 
 def of_resumed(program: Program, expected: Outcome, outcomes: list[Outcome]) -> Verdict:
-    """Judge the run that resumed."""
     if expected.saved_at_end and all("nothing is left to train" in one.text for one in outcomes):
         return Verdict([], refused=True)
     found = differences(program, expected, outcomes, resumed=True)
@@ -83,12 +74,10 @@ def of_resumed(program: Program, expected: Outcome, outcomes: list[Outcome]) -> 
 
 
 def any_refused(outcomes: list[Outcome]) -> bool:
-    """Return whether a rank raised one of drivetrain's errors."""
     return any(one.error in DRIVETRAIN_ERRORS for one in outcomes)
 
 
 def of_evaluation(program: Program, expected: Outcome, root: str, plant: str) -> Verdict:
-    """Evaluate the checkpoint, and judge what was evaluated."""
     plan = program.evaluation
     assert plan is not None
     assert expected.evaluated is not None
@@ -106,10 +95,9 @@ def is_stable(program: Program, expected: Outcome) -> bool:
         return True
     tolerance = TOLERANCES[program.precision] / 4
     return not any(
-        weight_differences(expected.weights, interpret(program, nudged=seed).weights, tolerance) for seed in range(3)
+        tensor_differences(expected.weights, interpret(program, nudged=seed).weights, tolerance) for seed in range(3)
     )
 
 
 def on(ranks: int, fn: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Run on the given number of shared ranks."""
     return on_ranks(fn, ranks, *arguments, timeout=120)

@@ -20,8 +20,18 @@ TOLERANCES = {"32-true": 2e-5, "64-true": 1e-11, "bf16-mixed": 2e-3, "16-mixed":
 """Largest absolute difference of weights from the loop's, by precision: what another order of sums explains."""
 
 
-def differences(program: Program, expected: Outcome, ranks: list[Outcome], resumed: bool = False) -> list[str]:
-    """Return one phrase for every difference; none if everything is as expected."""
+def differences(
+    program: Program, expected: Outcome, ranks: list[Outcome], resumed: bool = False, tolerance: float | None = None
+) -> list[str]:
+    """Return one phrase for every difference; none if everything is as expected.
+
+    Args:
+        program: the program.
+        expected: the results of the interpreter.
+        ranks: the results of each process of the engine.
+        resumed: ``ranks`` are of the run that resumed.
+        tolerance: absolute tolerance of weights; None for that of the precision.
+    """
     errors = {one.error for one in ranks}
     if expected.refused:
         return judge_refusal_by_name(program, ranks)
@@ -30,19 +40,21 @@ def differences(program: Program, expected: Outcome, ranks: list[Outcome], resum
     if expected.error:
         return [f"{expected.error} was swallowed"]
     found: list[str] = []
-    tolerance = TOLERANCES[program.precision]
+    tolerance = TOLERANCES[program.precision] if tolerance is None else tolerance
     for rank, outcome in enumerate(ranks):
-        found += [f"rank {rank}: {what}" for what in weight_differences(expected.weights, outcome.weights, tolerance)]
+        found += [f"rank {rank}: {what}" for what in tensor_differences(expected.weights, outcome.weights, tolerance)]
     first = ranks[0]
     if program.launcher:  # a launched run returns nothing else to the caller
         found += [] if first.counts == expected.counts else [f"counts: {first.counts} for {expected.counts}"]
         return found + metric_differences(expected, first, tolerance)
+    found += [f"rank {rank} has other weights than rank 0" for rank in ranks_apart(ranks)]
     strategy = program.resume.strategy if resumed and program.resume is not None else program.strategy
     if not strategy.startswith("deepspeed"):  # whose optimizer holds flat partitions, under names of its own
         found += state_differences(expected, first, tolerance)
     if not program.stop or program.stop.how == "max_steps":
         found += [] if first.counts == expected.counts else [f"counts: {first.counts} for {expected.counts}"]
     found += rate_differences(expected, first, resumed)
+    found += norm_differences(expected, first, tolerance)
     found += order_differences(program, expected, ranks, resumed)
     found += logged(program, expected, first, tolerance, resumed)
     return found
@@ -83,7 +95,6 @@ def judge_refusal_by_name(program: Program, ranks: list[Outcome]) -> list[str]:
 
 
 def evaluation_differences(program: Program, expected: Evaluated, ranks: list[Evaluated]) -> list[str]:
-    """Compare an evaluation of a checkpoint."""
     tolerance = TOLERANCES[program.precision]
     found = []
     for rank, held in enumerate(ranks):
@@ -91,9 +102,8 @@ def evaluation_differences(program: Program, expected: Evaluated, ranks: list[Ev
             found.append(f"rank {rank}: {held.text[:300] or 'it was not refused'}")
         elif held.weights:  # which may have another dtype where they are only loaded
             cast = {name: value.to(expected.weights[name].dtype) for name, value in held.weights.items()}
-            found += [
-                f"rank {rank}: {what}" for what in weight_differences(expected.weights, cast, max(tolerance, 1e-6))
-            ]
+            apart = tensor_differences(expected.weights, cast, max(tolerance, 1e-6))
+            found += [f"rank {rank}: {what}" for what in apart]
         if not math.isnan(held.loss) and not same_number("score", expected.loss, held.loss, tolerance):
             found.append(f"rank {rank}: the loss is {held.loss!r} for {expected.loss!r}")
     return found
@@ -110,10 +120,10 @@ def same_until_refused(program: Program, expected: Outcome, ranks: list[Outcome]
     return found
 
 
-def weight_differences(expected: dict[str, Tensor], held: dict[str, Tensor], tolerance: float) -> list[str]:
+def tensor_differences(expected: dict[str, Tensor], held: dict[str, Tensor], tolerance: float) -> list[str]:
     found = []
     if set(expected) != set(held):
-        return [f"weights: {sorted(set(expected) ^ set(held))} on one side only"]
+        return [f"{sorted(set(expected) ^ set(held))} on one side only"]
     for name, wanted in expected.items():
         if held[name].dtype != wanted.dtype:
             found.append(f"{name} is {held[name].dtype} and not {wanted.dtype}")
@@ -122,24 +132,47 @@ def weight_differences(expected: dict[str, Tensor], held: dict[str, Tensor], tol
     return found
 
 
+def by_key(states: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"{key} of {name}": value for name, state in states.items() for key, value in state.items()}
+
+
 def state_differences(expected: Outcome, outcome: Outcome, tolerance: float) -> list[str]:
     found = []
     for number, (wanted, held) in enumerate(zip(expected.states, outcome.states, strict=False)):
-        for name in sorted(set(wanted) | set(held)):
-            if name not in held or name not in wanted:
-                if wanted.get(name) or held.get(name):
-                    found.append(f"optimizer {number}: the state of {name} is on one side only")
-                continue
-            for key, value in wanted[name].items():
-                if key not in held[name]:
-                    found.append(f"optimizer {number}: {name} has no {key}")
-                elif differs(value, held[name][key], 10 * tolerance):
-                    found.append(f"optimizer {number}: {key} of {name} is {distance(value, held[name][key]):.3g} off")
+        apart = tensor_differences(by_key(wanted), by_key(held), 10 * tolerance)
+        found += [f"optimizer {number}: {what}" for what in apart]
     for number, (plan, state) in enumerate(zip(expected.schedulers, outcome.schedulers, strict=False)):
         if plan["steps"] != state["steps"] or not close(plan["rates"], state["rates"]):
             found.append(f"scheduler {number}: {state} for {plan}")
     if len(expected.schedulers) != len(outcome.schedulers) or len(expected.states) != len(outcome.states):
         found.append("another number of optimizers or schedulers")
+    return found
+
+
+def ranks_apart(ranks: list[Outcome]) -> list[int]:
+    """Return the ranks whose weights are not, bit for bit, those of rank 0."""
+    apart = []
+    for rank, outcome in enumerate(ranks):
+        pairs = [(value, outcome.weights[name]) for name, value in ranks[0].weights.items()]
+        if any(not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True) for one, other in pairs):
+            apart.append(rank)
+    return apart
+
+
+def norm_differences(expected: Outcome, outcome: Outcome, tolerance: float) -> list[str]:
+    """Compare gradient norms and loss scales, of which a resumed run has the last ones."""
+    found = []
+    for what, wanted, held in (
+        ("gradient norm", expected.norms, outcome.norms),
+        ("loss scale", expected.scales, outcome.scales),
+    ):
+        for at, (one, other) in enumerate(zip(reversed(wanted), reversed(held), strict=False)):
+            if math.isnan(other) and at >= len(held) - 1:  # no step yet
+                continue
+            if math.isfinite(one) != math.isfinite(other) or (
+                math.isfinite(one) and not same_number(what, one, other, tolerance)
+            ):
+                found.append(f"{what} {at} micro-batches before the end: {other!r} for {one!r}")
     return found
 
 
@@ -151,12 +184,13 @@ def rate_differences(expected: Outcome, outcome: Outcome, resumed: bool) -> list
 
 
 def order_differences(program: Program, expected: Outcome, ranks: list[Outcome], resumed: bool) -> list[str]:
-    """Compare samples and hooks, in their order."""
     found = []
     after = expected.saved_after if resumed else 0
-    wanted = expected.samples[after:]
-    if ranks[0].samples != wanted:
-        found.append(f"samples of rank 0: {ranks[0].samples} for {wanted}")
+    for rank, outcome in enumerate(ranks):
+        data_rank = rank // program.tensor_parallel
+        wanted = [(epoch, batches[data_rank]) for epoch, batches in expected.samples_of_ranks[after:]]
+        if outcome.samples != wanted:
+            found.append(f"samples of rank {rank}: {outcome.samples} for {wanted}")
     hooks = expected.hooks
     if resumed:
         hooks = ["on_train_start", *expected.hooks[expected.saved_hooks :]]
@@ -165,14 +199,9 @@ def order_differences(program: Program, expected: Outcome, ranks: list[Outcome],
         # How often a loss is re-evaluated is up to the optimizer.
         held, hooks = ([one for one in each if "backward" not in one] for each in (held, hooks))
     if held != hooks:
-        at = next(
-            (at for at, (one, other) in enumerate(zip(held, hooks, strict=False)) if one != other),
-            min(len(hooks), len(held)),
-        )
+        differ = (at for at, (one, other) in enumerate(zip(held, hooks, strict=False)) if one != other)
+        at = next(differ, min(len(hooks), len(held)))
         found.append(f"hooks from {at} on: {held[at : at + 4]} for {hooks[at : at + 4]}")
-    for rank, one in enumerate(ranks):
-        if len(one.samples) != len(ranks[0].samples):
-            found.append(f"rank {rank} trained on {len(one.samples)} micro-batches")
     return found
 
 
@@ -180,10 +209,9 @@ def logged(program: Program, expected: Outcome, outcome: Outcome, tolerance: flo
     found = []
     wanted = merged(expected.flushes[expected.saved_flushes :] if resumed else expected.flushes)
     held = merged(outcome.flushes)
-    if Counter((step, key) for step, key, _ in wanted) != Counter((step, key) for step, key, _ in held):
-        lost = Counter((step, key) for step, key, _ in wanted) - Counter((step, key) for step, key, _ in held)
-        more = Counter((step, key) for step, key, _ in held) - Counter((step, key) for step, key, _ in wanted)
-        found.append(f"loggers: {dict(lost)} is missing and {dict(more)} is too much")
+    rows, rows_held = (Counter((step, key) for step, key, _ in each) for each in (wanted, held))
+    if rows != rows_held:
+        found.append(f"loggers: {dict(rows - rows_held)} is missing and {dict(rows_held - rows)} is too much")
     else:
         for (step, key, value), (_, _, other) in zip(wanted, held, strict=True):
             if not same_number(key, value, other, tolerance):

@@ -34,11 +34,19 @@ def numbers(samples: int, on_tokens: bool, first: int = 0) -> Parts:
     return x[first:], y[first:], index[first:]
 
 
-class Samples(Dataset[dict[str, Tensor]]):
-    """A map-style data set whose samples are dicts."""
+def samples_of(data: Data, on_tokens: bool) -> Parts:
+    x, y, index = numbers(data.samples, on_tokens)
+    for first, last in data.without_tokens:
+        y[first:last] = PADDING
+    if data.overflows is not None:
+        x[data.overflows] = 1e30
+        y *= 0.3  # small enough that no other sample overflows at the initial scale
+    return x, y, index
 
-    def __init__(self, samples: int, on_tokens: bool) -> None:
-        self.parts = numbers(samples, on_tokens)
+
+class Samples(Dataset[dict[str, Tensor]]):
+    def __init__(self, data: Data, on_tokens: bool) -> None:
+        self.parts = samples_of(data, on_tokens)
 
     def __len__(self) -> int:
         return len(self.parts[0])
@@ -48,8 +56,6 @@ class Samples(Dataset[dict[str, Tensor]]):
 
 
 class Backwards(Sampler[int]):
-    """A user-defined sampler."""
-
     def __init__(self, length: int) -> None:
         self.length = length
 
@@ -76,12 +82,6 @@ class Ragged(Sampler[list[int]]):
     def __len__(self) -> int:
         assert self.data.length_error is not None
         return max(1, len(list(iter(self))) + self.data.length_error)
-
-
-class RaggedWithoutLength(Ragged):
-    """A variant without a length."""
-
-    __len__ = None  # type: ignore[assignment]
 
 
 def part_of_rank(data: Data, ranks: int, rank: int) -> list[int]:
@@ -115,7 +115,7 @@ class Stream(IterableDataset[dict[str, Tensor]]):
     """An iterable data set of whole batches; with several workers each reads every n-th one."""
 
     def __init__(self, data: Data, on_tokens: bool, ranks: int, rank: int) -> None:
-        self.parts = numbers(data.samples, on_tokens)
+        self.parts = samples_of(data, on_tokens)
         self.batches = batches_of_rank(data, ranks, rank)
         self.reuses = data.kind == "reused"
 
@@ -133,22 +133,11 @@ class Stream(IterableDataset[dict[str, Tensor]]):
             yield dict(zip(NAMES, parts, strict=True))
 
 
-class StreamWithLength(Stream):
-    """A stream with a length, right or wrong."""
-
-    def __init__(self, data: Data, on_tokens: bool, ranks: int, rank: int) -> None:
-        super().__init__(data, on_tokens, ranks, rank)
-        self.length = stated_batches(data, ranks, rank)
-
-    def __len__(self) -> int:
-        return self.length
-
-
 class Sharded(IterableDataset[dict[str, Tensor]]):
     """An iterable data set of samples that its workers share."""
 
     def __init__(self, data: Data, on_tokens: bool, ranks: int, rank: int) -> None:
-        self.parts = numbers(data.samples, on_tokens)
+        self.parts = samples_of(data, on_tokens)
         self.indices = part_of_rank(data, ranks, rank)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
@@ -156,17 +145,6 @@ class Sharded(IterableDataset[dict[str, Tensor]]):
         assert worker is not None
         for index in self.indices[worker.id :: worker.num_workers]:
             yield dict(zip(NAMES, (part[index] for part in self.parts), strict=True))
-
-
-class ShardedWithLength(Sharded):
-    """A variant with a length in samples, from which torch estimates the loader's length regardless of workers."""
-
-    def __init__(self, data: Data, on_tokens: bool, ranks: int, rank: int) -> None:
-        super().__init__(data, on_tokens, ranks, rank)
-        self.length = stated_batches(data, ranks, rank) * data.batch
-
-    def __len__(self) -> int:
-        return self.length
 
 
 class Stateful:
@@ -191,20 +169,23 @@ class Stateful:
         self.position = self.first = state["position"]
 
 
-class StatefulWithLength(Stateful):
-    """A variant with a length, right or wrong."""
-
-    def __len__(self) -> int:
-        return len(self.stream)  # type: ignore[arg-type]
+def with_length(loader: Any, length: int | None) -> Any:
+    """Give a data set, a sampler or a loader a length, right or wrong; for None it has no ``len``."""
+    kind = type(loader)
+    if length is None and not hasattr(kind, "__len__"):
+        return loader
+    loader.__class__ = type(kind.__name__, (kind,), {"__len__": None if length is None else lambda self: length})
+    return loader
 
 
 def part_loader(data: Data, on_tokens: bool, ranks: int, rank: int) -> Any:
-    """Return a loader of a rank's own part."""
-    if data.kind == "sharded":
-        shards = (Sharded if data.length_error is None else ShardedWithLength)(data, on_tokens, ranks, rank)
+    length = None if data.length_error is None else stated_batches(data, ranks, rank)
+    if data.kind == "sharded":  # torch estimates the loader's length from this one, regardless of workers
+        samples = None if length is None else length * data.batch
+        shards = with_length(Sharded(data, on_tokens, ranks, rank), samples)
         return DataLoader(shards, data.batch, num_workers=data.workers)
-    stream = (Stream if data.length_error is None else StreamWithLength)(data, on_tokens, ranks, rank)
-    stateful = (Stateful if data.length_error is None else StatefulWithLength)(stream)
+    stream = with_length(Stream(data, on_tokens, ranks, rank), length)
+    stateful = with_length(Stateful(stream), length)
     if data.kind == "stateful":
         return stateful
     if data.kind == "combined":
@@ -213,28 +194,27 @@ def part_loader(data: Data, on_tokens: bool, ranks: int, rank: int) -> Any:
 
 
 def training_loader(program: Program, ranks: int, rank: int) -> Any:
-    """Return the loader that the user passes to ``fit``."""
-    data, on_tokens = program.data, program.net.family != "mlp"
+    data, on_tokens = program.data, program.net.on_tokens
     options: dict[str, Any] = {"num_workers": data.workers}
     if data.kind in OWN_PARTS:
         return part_loader(data, on_tokens, ranks, rank)
-    dataset = Samples(data.samples, on_tokens)
+    dataset = Samples(data, on_tokens)
     if data.kind == "sampler":
         return DataLoader(dataset, data.batch, sampler=Backwards(data.samples), **options)
     if data.kind == "batch_sampler":
+        ragged = Ragged(data)
         return DataLoader(
-            dataset, batch_sampler=(Ragged if data.length_error is not None else RaggedWithoutLength)(data), **options
+            dataset, batch_sampler=ragged if data.length_error is not None else with_length(ragged, None), **options
         )
     return DataLoader(dataset, data.batch, shuffle=data.shuffle, drop_last=data.drop_last, **options)
 
 
 def validation_loader(program: Program, ranks: int, rank: int) -> Any:
-    """Return the validation loader."""
     assert program.validation is not None
-    on_tokens = program.net.family != "mlp"
+    on_tokens = program.net.on_tokens
     if program.validation.kind != "map":
         return part_loader(program.validation.data, on_tokens, ranks, rank)
-    dataset = Samples(program.validation.samples, on_tokens)
+    dataset = Samples(program.validation.data, on_tokens)
     return DataLoader(dataset, program.validation.batch)
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from drivetrain.data import order
 from oracle.data_loaders import Ragged, batches_of_rank, stated_batches
-from oracle.program import OWN_PARTS, Data
+from oracle.program import OWN_PARTS, Data, Program
 
 GlobalBatch = list[list[int]]
 """A global micro-batch: each rank's samples; none for a rank that joins."""
 
 
 def epoch_order(data: Data, seed: int, epoch: int) -> list[int]:
-    """Return the order of an epoch's samples."""
     if data.kind == "sampler":
         return list(range(data.samples - 1, -1, -1))
     if data.kind == "map" and data.shuffle:
@@ -41,9 +42,8 @@ def deal_ragged(data: Data, indices: list[int], ranks: int) -> list[GlobalBatch]
     global_batches = []
     for start in range(0, len(batches), ranks):
         group = batches[start : start + ranks]
-        global_batches.append(
-            group if len(group) == ranks else split_evenly([one for batch in group for one in batch], ranks)
-        )
+        rest = [one for batch in group for one in batch]
+        global_batches.append(group if len(group) == ranks else split_evenly(rest, ranks))
     return global_batches
 
 
@@ -79,3 +79,11 @@ def stated_length(data: Data, ranks: int) -> int | None:
     if data.kind == "batch_sampler":
         return -(-len(Ragged(data)) // ranks)
     return len(deal(data, list(range(data.samples)), ranks))
+
+
+def estimated_steps(program: Program, ranks: int) -> float:
+    """Return the run's number of steps, as estimated from the lengths of loaders."""
+    length = stated_length(program.data, ranks)
+    steps = -(-length // program.accumulate) * program.epochs if length is not None else math.inf
+    stop = program.stop
+    return min(steps, stop.at) if stop is not None and stop.how == "max_steps" else steps

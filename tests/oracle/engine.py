@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -16,13 +17,17 @@ from torch import Tensor
 from drivetrain import Callback, DrivetrainError, Fit, TrainModule
 from drivetrain.callbacks import Checkpoint, EMAWeightAveraging
 from drivetrain.loggers import Logger
-from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy
 from oracle.data_loaders import first_of, parts_of, training_loader, validation_loader
-from oracle.nets import Model, add_group, part_of, seeded_model, write
+from oracle.device import DEVICE
+from oracle.nets import apply_change, seeded_model, write
 from oracle.optimizers import make_optimizer, make_scheduler
-from oracle.outcome import Outcome, key_of, scheduler_state, value_of
+from oracle.outcome import Outcome, key_of, numbers_in, scheduler_state, value_of, whole
 from oracle.planted_defects import planted
-from oracle.program import WITHIN_STEPS, Average, Change, Program
+from oracle.program import WITHIN_STEPS, Average, Program, Validation
+from oracle.split_layers import split
+from oracle.strategies import strategy_of
+
+QUIET: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
 
 
 class Planned(Exception):
@@ -30,15 +35,13 @@ class Planned(Exception):
 
 
 class Trained(TrainModule):
-    """The user's module."""
-
     def __init__(self, program: Program, outcome: Outcome) -> None:
         super().__init__()
         self.program = program
         self.outcome = outcome
         self.net: Any = None
         if not program.configure_model:
-            self.configure_model()
+            self.net = seeded_model(program)
         for number, log in enumerate(program.logs):
             kinds = {"metric": torchmetrics.MeanMetric, "pearson": torchmetrics.PearsonCorrCoef}
             if log.what in kinds:
@@ -49,6 +52,8 @@ class Trained(TrainModule):
     def configure_model(self) -> None:
         if self.net is None:
             self.net = seeded_model(self.program)
+        if self.program.tensor_parallel > 1:
+            split(self.net, self.device_mesh["tensor"])
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.net(x)
@@ -69,17 +74,17 @@ class Trained(TrainModule):
             loss += self.net.penalty()
         return loss
 
-    def turns(self, parts: Any, batch_idx: int) -> None:
+    def turns(self, parts: Any, batch_idx: int) -> dict[str, Any]:
         optimizers: Any = self.optimizers()
         optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
         loss = None
         for turn in self.program.manual:
-            optimizer = optimizers[turn.optimizer]
+            optimizer, part = optimizers[turn.optimizer], self.program.optimizers[turn.optimizer].of
             with self.toggled_optimizer(optimizer) if turn.toggles else contextlib.nullcontext():
                 for _ in range(turn.repeats):
 
                     def closure() -> Tensor:
-                        loss = self.net.loss(parts)
+                        loss = self.net.loss_of_part(part, parts)  # noqa: B023
                         optimizer.zero_grad()  # noqa: B023
                         self.manual_backward(loss)
                         return loss
@@ -92,6 +97,7 @@ class Trained(TrainModule):
                         self.clip_gradients(optimizer, 0.1, "norm")
                     optimizer.step()
         self.log_values("training_step", loss, batch_idx, parts)
+        return {"loss": loss}
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         assert self.program.validation is not None
@@ -154,8 +160,6 @@ def monitored(program: Program) -> str:
 
 
 class RecordingLogger(Logger):
-    """A logger that records its values."""
-
     name = "kept"
     version = "0"
 
@@ -178,7 +182,6 @@ class Recorder(Callback):
         self.calls: dict[str, int] = {}
 
     def in_hook(self, hook: str, trainer: Any, module: Any, batch_idx: int = 0) -> None:
-        """Perform the actions that are common to every hook."""
         program, outcome = self.program, self.outcome
         if trainer.sanity_checking and hook != "on_sanity_check_start":
             return
@@ -188,7 +191,7 @@ class Recorder(Callback):
         module.log_values(hook, None, batch_idx)
         for change in program.changes:
             if change.hook == hook and change.epoch == trainer.current_epoch and change.batch == batch_idx:
-                changed(module.net, change, trainer.optimizers, program)
+                apply_change(module.net, change, trainer.optimizers[0])
         writes = program.writes
         if writes is not None and writes.hook == hook and writes.at == count:
             write(module.net, writes.what)
@@ -203,11 +206,9 @@ class Recorder(Callback):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         if not self.resumed or self.reseeds:
-            torch.manual_seed(1000 + 100 * self.resumed + trainer.global_rank)
+            torch.manual_seed(1000 + 100 * self.resumed + trainer.global_rank // self.program.tensor_parallel)
+        self.outcome.planned = trainer.estimated_stepping_batches
         self.in_hook("on_train_start", trainer, module)
-
-    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        self.in_hook("on_train_epoch_start", trainer, module)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
         index = [] if trainer.joining else first_of(batch)["index"].tolist()
@@ -220,16 +221,11 @@ class Recorder(Callback):
         self.outcome.samples.append((trainer.current_epoch, index))
         return None
 
-    def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        self.in_hook("on_before_zero_grad", trainer, module)
-
-    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
-        self.in_hook("on_before_backward", trainer, module)
-
-    def on_after_backward(self, trainer: Any, module: Any) -> None:
-        self.in_hook("on_after_backward", trainer, module)
-
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        if self.program.measures_norms and (self.program.manual or optimizer is trainer.optimizers[0]):
+            measured = [optimizer] if self.program.manual else trainer.optimizers
+            norm = float(trainer.strategy.clip_gradients(measured, 1e30))  # a bound that is never reached
+            self.outcome.step_norms.append(norm if math.isfinite(norm) else math.inf)
         self.outcome.rates.append([float(group["lr"]) for group in optimizer.param_groups])
         self.in_hook("on_before_optimizer_step", trainer, module)
 
@@ -239,52 +235,54 @@ class Recorder(Callback):
         else:
             held = [one.detach().flatten().double() for one in module.net.parameters()]
             self.outcome.steps.append((trainer.global_step, torch.cat(held)))
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        self.outcome.losses.append(math.nan if trainer.joining or loss is None else float(loss))
+        precision = trainer.strategy.precision
+        if precision.name == "16-mixed":
+            self.outcome.scales.append(precision.state_dict()["scale"])
+        if self.program.records_norms:
+            norm = trainer.gradient_norm
+            self.outcome.norms.append(math.nan if norm is None else float(norm))
         self.in_hook("on_train_batch_end", trainer, module, batch_idx)
-
-    def on_validation_start(self, trainer: Any, module: Any) -> None:
-        self.in_hook("on_validation_start", trainer, module)
-
-    def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:
-        self.in_hook("on_validation_epoch_start", trainer, module)
-
-    def on_validation_batch_start(
-        self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self.in_hook("on_validation_batch_start", trainer, module, batch_idx)
-
-    def on_validation_batch_end(
-        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self.in_hook("on_validation_batch_end", trainer, module, batch_idx)
-
-    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
-        self.in_hook("on_validation_epoch_end", trainer, module)
-
-    def on_validation_end(self, trainer: Any, module: Any) -> None:
-        self.in_hook("on_validation_end", trainer, module)
-
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        self.in_hook("on_train_epoch_end", trainer, module)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         self.in_hook("on_train_end", trainer, module)
         outcome, strategy = self.outcome, trainer.strategy
         for number in range(len(trainer.optimizers)):
             states = strategy.optimizer_state(number)["state"]
-            outcome.states.append(
-                {
-                    name.removeprefix("net."): {
-                        key: whole(value) for key, value in state.items() if isinstance(value, (Tensor, int, float))
-                    }
-                    for name, state in states.items()
-                }
-            )
+            outcome.states.append({name.removeprefix("net."): numbers_in(state) for name, state in states.items()})
         outcome.schedulers = [scheduler_state(one) for one in trainer.lr_schedulers]
         outcome.metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
         outcome.counts = counts(trainer)
 
-    def on_fit_end(self, trainer: Any, module: Any) -> None:
-        self.in_hook("on_fit_end", trainer, module)
+
+def add_hook(name: str, batch_idx: int | None) -> None:
+    """Let `Recorder` do in the hook ``name`` only what is common to every hook.
+
+    Args:
+        name: the hook.
+        batch_idx: the place of this argument after the trainer and the module, if the hook has it.
+    """
+
+    def hook(self: Recorder, trainer: Any, module: Any, *arguments: Any) -> None:
+        self.in_hook(name, trainer, module, 0 if batch_idx is None else arguments[batch_idx])
+
+    setattr(Recorder, name, hook)
+
+
+for _name in (
+    "train_epoch_start",
+    "before_zero_grad",
+    "before_backward",
+    "after_backward",
+    "train_epoch_end",
+    "fit_end",
+):
+    add_hook(f"on_{_name}", None)
+for _name in ("start", "epoch_start", "epoch_end", "end"):
+    add_hook(f"on_validation_{_name}", None)
+add_hook("on_validation_batch_start", 1)
+add_hook("on_validation_batch_end", 2)
 
 
 def counts(trainer: Any) -> dict[str, int]:
@@ -296,50 +294,15 @@ def counts(trainer: Any) -> dict[str, int]:
     }
 
 
-def changed(net: Model, change: Change, optimizers: Any, program: Program) -> None:
-    """Change the trainable parameters, as user code does."""
-    for one in part_of(net, change.part):
-        one.requires_grad_(change.what != "freeze")
-    if change.what == "group":
-        add_group(optimizers[0], part_of(net, change.part))
-
-
-def whole(value: Any) -> Tensor:
-    """Return a number, or a tensor that may be sharded over ranks, as a local tensor."""
-    value = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
-    return value.detach().clone()
-
-
-def strategy_of(name: str, program: Program) -> Any:
-    """Return the strategy that ``Fit`` gets."""
-    if name.startswith("ddp") and program.broadcast is not None:
-        return DDPStrategy(
-            broadcast_buffers=program.broadcast,
-            static_graph=name == "ddp_static_graph",
-            find_unused_parameters=name == "ddp_find_unused_parameters_true",
-        )
-    if name.startswith("deepspeed"):
-        # A single sample is not normalised: gradients then arrive in another order, which would be refused.
-        unordered = name == "deepspeed_stage_2" and program.net.norm == "batch"
-        options: dict[str, Any] = {"find_unused_parameters": True} if unordered else {}
-        if not program.optimizers[0].is_torch:
-            options["config"] = {"zero_allow_untested_optimizer": True}
-        return DeepSpeedStrategy(stage=int(name[-1]), **options) if options else name
-    return name
-
-
 @contextlib.contextmanager
 def quiet_loggers() -> Iterator[None]:
     """Log only errors within the context: other tests use these ranks too."""
-    loggers = [logging.getLogger(name) for name in ("drivetrain", "torch", "deepspeed", "DeepSpeed")]
-    levels = [one.level for one in loggers]
-    for one in loggers:
-        one.setLevel(logging.ERROR)
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         yield
     finally:
-        for one, level in zip(loggers, levels, strict=True):
-            one.setLevel(level)
+        logging.disable(before)
 
 
 def run(program: Program, root: str, resumed: bool, plant: str = "") -> Outcome:
@@ -350,6 +313,7 @@ def run(program: Program, root: str, resumed: bool, plant: str = "") -> Outcome:
     path = saved_in(root) if root else ""
     outcome = Outcome()
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    rank //= program.tensor_parallel
     ranks, strategy = program.ranks, program.strategy
     reseeds = False
     allow: tuple[str, ...] = ()
@@ -359,8 +323,8 @@ def run(program: Program, root: str, resumed: bool, plant: str = "") -> Outcome:
         reseeds = ranks != program.ranks
         allow = ("optimizer",) if program.resume.allow else ()
         program = replace(program, optimizers=program.resume.optimizers(program.optimizers))
-    with quiet_loggers(), warnings.catch_warnings(), planted(plant):
-        warnings.simplefilter("ignore")
+    with quiet_loggers(), warnings.catch_warnings(record=True) as caught, planted(plant):
+        warnings.simplefilter("always")
         module = user_module(program, outcome)
         recorder = Recorder(program, outcome, "" if resumed else path, resumed, reseeds)
         trainer = None
@@ -381,19 +345,20 @@ def run(program: Program, root: str, resumed: bool, plant: str = "") -> Outcome:
             if not outcome.counts and trainer is not None:
                 with contextlib.suppress(Exception):
                     outcome.counts = counts(trainer)
-    if module.net is not None:
-        state = module.net.state_dict()
-        outcome.weights = {name: whole(value) for name, value in state.items()}
+    outcome.warnings = [str(warning.message) for warning in caught]
+    outcome.weights = weights_of(module)
     return outcome
 
 
+def weights_of(module: Trained) -> dict[str, Tensor]:
+    return {} if module.net is None else {name: whole(value) for name, value in module.net.state_dict().items()}
+
+
 def saved_in(root: str) -> str:
-    """Return the path of the checkpoint that a run below ``root`` saves."""
     return f"{root}/drivetrain_logs/version_0/checkpoints/saved"
 
 
 def averaging(plan: Average) -> Callback:
-    """Return the callback that averages weights."""
     return EMAWeightAveraging(
         plan.decay, update_starting_at_step=plan.start or None, use_buffers=False, evaluate=plan.evaluates
     )
@@ -409,42 +374,35 @@ def launched(program: Program, plant: str = "") -> Outcome:
             options = {**settings(program, outcome), "logger": False, "launcher": program.launcher}
             recorder = Recorder(program, outcome, "", False, False)
             trainer = Fit(strategy=program.strategy, devices=program.ranks, callbacks=recorder, **options)
-            loaders = [training_loader(program, 1, 0)]
-            if program.validation is not None:
-                loaders.append(validation_loader(program, 1, 0))
-            trainer.fit(module, *loaders)
+            validation = None if program.validation is None else validation_loader(program, 1, 0)
+            trainer.fit(module, training_loader(program, 1, 0), validation)
             outcome.counts = counts(trainer)
             outcome.metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
         except Exception as error:
             outcome.error, outcome.text = type(error).__name__, str(error)
-    if module.net is not None:
-        outcome.weights = {name: whole(value) for name, value in module.net.state_dict().items()}
+    outcome.weights = weights_of(module)
     return outcome
 
 
 def settings(program: Program, outcome: Outcome) -> dict[str, Any]:
-    """Return the arguments of ``Fit``."""
-    validation, stop = program.validation, program.stop
+    validation, stop = program.validation or Validation(), program.stop
     options: dict[str, Any] = {
-        "accelerator": "cpu",
+        "accelerator": DEVICE,
         "precision": program.precision,
         "logger": RecordingLogger(outcome),
         "log_every_n_steps": program.log_every,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
+        **QUIET,
         "max_epochs": program.epochs,
         "max_steps": stop.at if stop is not None and stop.how == "max_steps" else -1,
         "accumulate_grad_batches": program.accumulate,
-        "num_sanity_val_steps": 0 if validation is None else validation.sanity,
+        "num_sanity_val_steps": validation.sanity,
         "seed": program.seed,
+        "val_check_interval": validation.interval,
+        "check_val_every_n_epoch": validation.every_n_epochs,
+        "inference_mode": validation.inference_mode,
     }
+    if DEVICE != "cpu":
+        options["devices"] = torch.distributed.get_world_size()
     if program.clip is not None:
         options |= {"gradient_clip_val": program.clip, "gradient_clip_algorithm": program.clip_by}
-    if validation is not None:
-        options |= {
-            "val_check_interval": validation.interval,
-            "check_val_every_n_epoch": validation.every_n_epochs,
-            "inference_mode": validation.inference_mode,
-        }
     return options

@@ -6,15 +6,15 @@ import math
 import warnings
 from typing import Any
 
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from drivetrain import CheckpointError, ConfigurationError, Fit
 from oracle.data_loaders import Samples, parts_of
-from oracle.engine import Trained, averaging, quiet_loggers, saved_in, strategy_of, whole
+from oracle.engine import QUIET, Trained, averaging, quiet_loggers, saved_in, weights_of
 from oracle.outcome import Evaluated, Outcome
 from oracle.planted_defects import planted
 from oracle.program import EVALUATED, Evaluation, Program
+from oracle.strategies import strategy_of
 
 
 class Scored(Trained):
@@ -28,7 +28,6 @@ class Scored(Trained):
 
 
 def evaluate(program: Program, root: str, plant: str = "") -> Evaluated:
-    """Evaluate the checkpoint that ``program`` saved in a run below ``root``."""
     plan = program.evaluation
     assert plan is not None
     averaged: dict[str, Any] = {} if plan.averaged is None else {"averaged": plan.averaged}
@@ -52,18 +51,12 @@ def evaluate_under_fit(program: Program, plan: Evaluation, root: str, averaged: 
         precision=program.precision,
         callbacks=[averaging(program.average)] if program.average is not None and plan.callbacks else [],
         logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
+        **QUIET,
         seed=program.seed,
     )
-    loader = DataLoader(Samples(EVALUATED.samples, program.net.family != "mlp"), EVALUATED.batch)
+    loader = DataLoader(Samples(EVALUATED.data, program.net.on_tokens), EVALUATED.batch)
     run = trainer.test if plan.by == "test" else trainer.validate
     scores = run(module, loader, ckpt_path=saved_in(root), verbose=False, **averaged)
     loss = scores[0]["score"] if scores else math.nan
     # DeepSpeed's engine leaves the parameters rounded to half precision.
     return Evaluated(loss, {} if plan.strategy.startswith("deepspeed") else weights_of(module))
-
-
-def weights_of(module: Trained) -> dict[str, Tensor]:
-    return {name: whole(value) for name, value in module.net.state_dict().items()}

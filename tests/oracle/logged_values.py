@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +24,8 @@ class Call:
 
 
 class LoggedValues:
-    """Records every logged value, and reduces them."""
-
-    def __init__(self, program: Program, outcome: Outcome) -> None:
+    def __init__(self, program: Program, outcome: Outcome, net: Model) -> None:
+        self.net = net
         self.logs = list(enumerate(program.logs))
         self.every = program.log_every
         self.outcome = outcome
@@ -37,13 +35,12 @@ class LoggedValues:
         self.fresh: dict[str, set[int]] = {}
         self.results: dict[str, float] = {}
         self.seen: dict[str, list[tuple[int, Parts]]] = {}
-        self.samples: list[Any] = []
         self.began = False
         self.validated = False
 
     def begin(self, stage: str) -> None:
         """Begin an epoch: discard the values that the stage has collected."""
-        self.enter(stage)
+        self.stage = stage
         first, self.began = not self.began, True
         if stage == "train" and first:
             return  # values logged in on_train_start belong to the first epoch
@@ -52,18 +49,8 @@ class LoggedValues:
                 self.calls.pop(key_of(log, number), None)
                 self.seen.pop(key_of(log, number), None)
 
-    def enter(self, stage: str) -> None:
-        self.stage = stage
-
     def log(
-        self,
-        where: str,
-        rank: int,
-        net: Model,
-        loss: Tensor | None,
-        at: int,
-        parts: Parts | None,
-        samples: int | None = None,
+        self, where: str, rank: int, loss: Tensor | None, at: int, parts: Parts | None, samples: int | None = None
     ) -> None:
         """Log, on one rank, all values that the program logs at this place."""
         for number, log in self.logs:
@@ -75,7 +62,7 @@ class LoggedValues:
                 if parts is not None:
                     self.seen.setdefault(key, []).append((rank, parts))
                 continue
-            value = value_of(log, net, loss, at)
+            value = value_of(log, self.net, loss, at)
             value = value.detach().double().item() if isinstance(value, Tensor) else float(value)
             weight = float(len(parts[2])) if parts is not None else 1.0 if samples is None else float(samples)
             weight = weight if log.batch_size is None else float(log.batch_size)
@@ -88,10 +75,8 @@ class LoggedValues:
         return [(key_of(log, number), log) for number, log in self.logs if stage_of(log) == self.stage]
 
     def after_step(self, steps: int) -> None:
-        """Flush to the loggers, at the logging interval."""
         if self.every and steps % self.every == 0:
-            values = self.steps()
-            self.outcome.flushes.append((steps, values))
+            self.outcome.flushes.append((steps, self.steps()))
 
     def steps(self) -> dict[str, float]:
         """Return the step values since the last call: rank 0's, or reduced over all ranks."""
@@ -110,7 +95,6 @@ class LoggedValues:
         return values
 
     def reduced(self) -> dict[str, float]:
-        """Return the epoch's values over all ranks."""
         values = {}
         for key, log in self.of_stage():
             if not log.on_epoch or key not in self.calls:
@@ -125,16 +109,10 @@ class LoggedValues:
         self.results.update(values)
         return values
 
-    def end_train_epoch(self, steps: int, hooks: Callable[[], None]) -> None:
-        hooks()
-        values = {**self.steps(), **self.reduced()}
-        self.outcome.flushes.append((steps, values))
-
-    def end_validation(self, steps: int, hooks: Callable[[], None]) -> None:
-        hooks()
-        values = {**self.steps(), **self.reduced()}
-        self.outcome.flushes.append((steps, values))
-        self.validated = True
+    def end(self, steps: int) -> None:
+        """End an epoch of the stage."""
+        self.outcome.flushes.append((steps, {**self.steps(), **self.reduced()}))
+        self.validated = self.validated or self.stage == "validate"
 
     def monitored(self) -> float | None:
         """Return the value that a plateau scheduler monitors; None if it was read before."""
@@ -170,7 +148,6 @@ def combined(log: Log, values: list[float], weights: list[float]) -> float:
 
 
 def metric(log: Log, seen: list[tuple[int, Parts]]) -> float:
-    """Return the metric over all samples of the epoch."""
     if log.what == "metric":
         return float(torch.cat([parts[2] for _, parts in seen]).double().mean())
     if all(len(parts[0]) == 1 for _, parts in seen) and len({rank for rank, _ in seen}) == len(seen):

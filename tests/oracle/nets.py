@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from oracle.program import Net, Program
+from oracle.program import Change, Net, Program
 
 FEATURES, WIDTH, VOCABULARY, LENGTH, PADDING = 4, 6, 7, 5, -100
 
@@ -21,29 +24,20 @@ class Model(nn.Module):
     def __init__(self, plan: Net) -> None:
         super().__init__()
         self.plan = plan
-        self.on_tokens = plan.family != "mlp"
-        if plan.family == "mlp":
-            norms: dict[str, list[nn.Module]] = {
-                "none": [],
-                "batch": [BatchNorm(WIDTH)],
-                "layer": [nn.LayerNorm(WIDTH)],
-            }
-            dropout = [nn.Dropout(plan.dropout)] if plan.dropout else []
-            self.body: nn.Module = nn.Sequential(nn.Linear(FEATURES, WIDTH), *norms[plan.norm], nn.Tanh(), *dropout)
-        elif plan.family == "gru":
-            self.body = Recurrent(plan.dropout)
-        else:
-            self.body = Transformer(plan.dropout)
-        self.head = nn.Linear(WIDTH, VOCABULARY if self.on_tokens else 1, bias=not plan.tied)
+        self.on_tokens = plan.on_tokens
+        self.body = BODIES[plan.family](plan)
+        linear = nn.Linear(WIDTH, VOCABULARY if self.on_tokens else 1, bias=not plan.tied)
+        self.head: Any = discriminator() if plan.family == "gan" else linear
         if plan.tied:
-            self.head.weight = self.body.embedding.weight  # type: ignore[union-attr, assignment]
+            self.head.weight = self.body.embedding.weight
         self.scale = nn.Parameter(torch.ones(1)) if plan.scale else None
         self.orphan = nn.Parameter(torch.ones(2)) if plan.unused else None
         if plan.buffer != "none":
             self.register_buffer("drift", torch.full((), 0.5))
         if plan.hooked:
-            self.head.weight.register_hook(lambda gradient: gradient / 2)
-            self.head.weight.slow = True  # type: ignore[attr-defined]
+            weight: Any = self.head.weight
+            weight.register_hook(lambda gradient: gradient / 2)
+            weight.slow = True
         for part in part_of(self, plan.frozen):
             part.requires_grad_(False)
 
@@ -66,10 +60,25 @@ class Model(nn.Module):
         return self.loss_of(self(x), y)
 
     def loss_of(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return the loss of an output."""
+        if self.plan.family == "bag":
+            return nn.functional.cross_entropy(output, y[:, 0])
         if self.on_tokens:
-            return nn.functional.cross_entropy(output.flatten(0, 1), y.flatten(), ignore_index=PADDING)
+            counted = y.flatten() != PADDING
+            labels = y.flatten().clamp(min=0)
+            losses = nn.functional.cross_entropy(output.flatten(0, 1), labels, reduction="none")
+            # The mean over no tokens is NaN, and so are its gradients (those of ``ignore_index`` would be zero).
+            return (losses * counted).sum() / counted.sum()
         return nn.functional.mse_loss(output, y)
+
+    def loss_of_part(self, part: str, parts: Parts) -> Tensor:
+        """Return the loss that an optimizer of ``part`` minimises: a GAN's players have different ones."""
+        x, y, _ = parts
+        if self.plan.family != "gan":
+            return self.loss(parts)
+        if part == "head":
+            real, fake = self.head(x), self.head(self.body(y).detach())
+            return nn.functional.softplus(-real).mean() + nn.functional.softplus(fake).mean()
+        return nn.functional.softplus(-self.head(self.body(y))).mean()
 
     def weight(self, parts: Parts) -> float:
         """Return the number of items over which `loss` is a mean."""
@@ -87,9 +96,31 @@ class BatchNorm(nn.BatchNorm1d):
         return super().forward(x) if len(x) > 1 else x * self.weight + self.bias
 
 
-class Recurrent(nn.Module):
-    """An embedding and a GRU."""
+def mlp(plan: Net) -> nn.Module:
+    dropout = [nn.Dropout(plan.dropout)] if plan.dropout else []
+    return nn.Sequential(nn.Linear(FEATURES, WIDTH), *norms(plan), nn.Tanh(), *dropout)
 
+
+def deep_mlp(plan: Net) -> nn.Module:
+    layers = [nn.Linear(FEATURES, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()]
+    return nn.Sequential(*layers, *norms(plan))
+
+
+def norms(plan: Net) -> list[nn.Module]:
+    if plan.norm == "batch":
+        return [BatchNorm(WIDTH)]
+    return [nn.LayerNorm(WIDTH)] if plan.norm == "layer" else []
+
+
+def generator(plan: Net) -> nn.Module:
+    return nn.Sequential(nn.Linear(1, WIDTH), nn.Tanh(), nn.Linear(WIDTH, FEATURES))
+
+
+def discriminator() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+
+class Recurrent(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
@@ -102,8 +133,6 @@ class Recurrent(nn.Module):
 
 
 class Transformer(nn.Module):
-    """An embedding and one layer of a transformer."""
-
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
@@ -114,12 +143,41 @@ class Transformer(nn.Module):
         return output
 
 
+class Mixer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embedding(x)
+        output: Tensor = self.norm(hidden + torch.tanh(self.mix(hidden)))
+        return output
+
+
+BODIES: dict[str, Callable[[Net], Any]] = {
+    "mlp": mlp,
+    "deep_mlp": deep_mlp,
+    "gan": generator,
+    "gru": lambda plan: Recurrent(plan.dropout),
+    "transformer": lambda plan: Transformer(plan.dropout),
+    "mixer": lambda plan: Mixer(),
+    "bag": lambda plan: nn.EmbeddingBag(VOCABULARY, WIDTH, mode="sum", sparse=True),
+}
+"""Builds the body of each family."""
+
+
 def part_of(net: Model, name: str) -> list[nn.Parameter]:
-    """Return the parameters of "all", "body" or "head"; none for ""."""
+    """Return the parameters of "all", "body", "head", "first", "matrices" or "vectors"; none for ""."""
     if not name:
         return []
     if name == "all":
         return list(net.parameters())
+    if name == "first":
+        return list(net.body[0].parameters())
+    if name in ("matrices", "vectors"):
+        return [one for one in net.parameters() if (one.ndim == 2) == (name == "matrices")]
     if name == "body":  # and parameters of neither
         head = {id(one) for one in net.head.parameters()}
         return [one for one in net.parameters() if id(one) not in head]
@@ -143,10 +201,13 @@ def write(net: Model, what: str) -> None:
             one.grad = one.grad * 0.5
 
 
-def add_group(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-    """Let ``optimizer`` train these parameters too, unless an earlier call of the hook has added them."""
+def apply_change(net: Model, change: Change, optimizer: torch.optim.Optimizer) -> None:
+    """Change the trainable parameters, as user code does."""
+    parameters = part_of(net, change.part)
+    for one in parameters:
+        one.requires_grad_(change.what != "freeze")
     known = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    if not any(id(one) in known for one in parameters):
+    if change.what == "group" and not any(id(one) in known for one in parameters):  # or the hook is called again
         optimizer.add_param_group({"params": parameters})
 
 

@@ -37,7 +37,6 @@ class Sam(torch.optim.Optimizer):
         return loss
 
     def direction(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        """Return what to descend along, given the gradients at both points."""
         return second
 
 
@@ -64,7 +63,6 @@ class Optimistic(torch.optim.Optimizer):
         return loss
 
     def move(self, one: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any]) -> None:
-        """Move one parameter."""
         before = self.state[one].get("before", gradient)
         one.mul_(1 - group["lr"] * group["weight_decay"])
         one.sub_(2 * gradient - before, alpha=group["lr"])
@@ -92,7 +90,8 @@ def make_optimizer(net: Model, program: Program, plan: Optimizer) -> torch.optim
     """
     later = any(change.what == "unfreeze" for change in program.changes)
     exact = program.precision in ("32-true", "64-true")
-    return optimizer_over([one for one in part_of(net, plan.of) if later or one.requires_grad], plan, exact)
+    holds_frozen = later or plan.holds_frozen
+    return optimizer_over([one for one in part_of(net, plan.of) if holds_frozen or one.requires_grad], plan, exact)
 
 
 def optimizer_over(parameters: list[nn.Parameter], plan: Optimizer, exact: bool) -> torch.optim.Optimizer:
@@ -100,12 +99,21 @@ def optimizer_over(parameters: list[nn.Parameter], plan: Optimizer, exact: bool)
     own: dict[str, Any] = {} if plan.weight_decay is None else {"weight_decay": plan.weight_decay}
     if plan.kind == "lbfgs":
         return torch.optim.LBFGS(parameters, lr=plan.lr, max_iter=2, history_size=3)
+    if plan.kind == "line_search":
+        return torch.optim.LBFGS(parameters, lr=0.5, max_iter=4, history_size=5, line_search_fn="strong_wolfe")
+    if plan.kind == "muon":
+        return torch.optim.Muon(parameters, lr=plan.lr)
     if plan.kind == "adamw":
         # The default eps amplifies rounding in gradients that are nearly zero. The gradient of the key's bias in
         # attention consists of rounding errors only, because softmax cancels it.
         own = {"weight_decay": 0.1, **own}
         groups = in_groups(parameters, plan, 0.1 * plan.lr)
-        return AdamW(groups, lr=0.1 * plan.lr, eps=1e-4 if exact else 1e-2, amsgrad=plan.amsgrad, **own)
+        if plan.split and plan.weight_decay is None and len(groups) == 2 and isinstance(groups[1], dict):
+            groups[1]["weight_decay"] = 0.0
+        if plan.fused:
+            own["fused"] = True
+        eps = plan.eps or (1e-4 if exact else 1e-2)
+        return AdamW(groups, lr=0.1 * plan.lr, eps=eps, amsgrad=plan.amsgrad, **own)
     groups = in_groups(parameters, plan, plan.lr)
     if plan.kind in ("sam", "sam_sum"):
         return (Sam if plan.kind == "sam" else SamSum)(groups, plan.lr)
@@ -127,7 +135,7 @@ def in_groups(parameters: list[nn.Parameter], plan: Optimizer, lr: float) -> lis
     return [{"params": matrices}, {"params": vectors, "lr": lr / 2}]
 
 
-def make_scheduler(optimizer: torch.optim.Optimizer, plan: Scheduler, steps: int) -> Any:
+def make_scheduler(optimizer: torch.optim.Optimizer, plan: Scheduler, steps: float) -> Any:
     """Build a scheduler; "linear" decays over ``steps`` steps."""
     if plan.kind == "linear":
         return LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))

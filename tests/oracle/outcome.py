@@ -20,70 +20,53 @@ LARGE = 2**24 + 1
 
 @dataclass
 class Evaluated:
-    """What an evaluation of a checkpoint gives.
-
-    Attributes:
-        loss: the mean over samples; nan if the checkpoint was only loaded.
-        weights: parameters and buffers that were evaluated.
-        refused: the checkpoint does not have what was asked for.
-        text: the error's message.
-    """
-
-    loss: float = math.nan
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    refused: bool = False
-    text: str = ""
+    loss: float = math.nan  # the mean over samples; nan if the checkpoint was only loaded
+    weights: dict[str, Tensor] = field(default_factory=dict)  # parameters and buffers that were evaluated
+    refused: bool = False  # the checkpoint does not have what was asked for
+    text: str = ""  # the error's message
 
 
 @dataclass
 class Outcome:
-    """The values that are compared.
-
-    Attributes:
-        weights: parameters and buffers after the run, by name.
-        states: each optimizer's state after the last step, by parameter name and key.
-        rates: all groups' learning rates, at every optimizer step.
-        schedulers: of each its count of steps and its learning rates.
-        flushes: what loggers got: the step, and values by key.
-        metrics: ``callback_metrics`` as training ended.
-        counts: of steps, epochs, micro-batches and samples.
-        samples: of every micro-batch, in order: its epoch and the indices of the samples; none for a joiner.
-        hooks: the hooks in the order in which they were called.
-        steps: after each micro-batch: optimizer steps made, and all weights in one vector.
-        saved_after: micro-batches trained on when the checkpoint was written; -1 for no checkpoint.
-        saved_at_end: the run was over by then.
-        saved_hooks: hooks called until then.
-        saved_rates: entries of ``rates`` until then.
-        saved_flushes: entries of ``flushes`` until then.
-        error: the type of what was raised, or "".
-        text: the error's message.
-        refused: the resumed run must be refused, because of its optimizer; all else is that of the saved run, then.
-        evaluated: what an evaluation of the checkpoint gives; None without one.
-    """
-
-    weights: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)  # parameters and buffers after the run, by name
+    # each optimizer's state after the last step, by parameter name and key
     states: list[dict[str, dict[str, Tensor]]] = field(default_factory=list)
-    rates: list[list[float]] = field(default_factory=list)
-    schedulers: list[dict[str, Any]] = field(default_factory=list)
+    rates: list[list[float]] = field(default_factory=list)  # all groups' learning rates, at every optimizer step
+    schedulers: list[dict[str, Any]] = field(default_factory=list)  # of each its count of steps and its learning rates
+    # what loggers got: the step, and values by key
     flushes: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)  # ``callback_metrics`` as training ended
+    counts: dict[str, int] = field(default_factory=dict)  # of steps, epochs, micro-batches and samples
+    # of every micro-batch of a rank, in order: its epoch and the indices of the samples; none for a joiner
     samples: list[tuple[int, list[int]]] = field(default_factory=list)
-    hooks: list[str] = field(default_factory=list)
+    # the same for all ranks, from the interpreter
+    samples_of_ranks: list[tuple[int, list[list[int]]]] = field(default_factory=list)
+    # after each micro-batch, the norm of all gradients before the last clipping; nan if there was none
+    norms: list[float] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)  # in fp16, the loss scale after each micro-batch
+    # of every micro-batch of a rank; nan for a joiner, or where there is none
+    losses: list[float] = field(default_factory=list)
+    losses_of_ranks: list[list[float]] = field(default_factory=list)  # the same for all ranks, from the interpreter
+    # the norm of all gradients before every optimizer step, if the program asks for it; infinite if they overflowed
+    step_norms: list[float] = field(default_factory=list)
+    planned: float = math.nan  # the number of optimizer steps, as estimated before the run
+    warnings: list[str] = field(default_factory=list)  # the messages of warnings
+    hooks: list[str] = field(default_factory=list)  # the hooks in the order in which they were called
+    # after each micro-batch: optimizer steps made, and all weights in one vector
     steps: list[tuple[int, Tensor]] = field(default_factory=list)
-    saved_after: int = -1
-    saved_at_end: bool = False
-    saved_hooks: int = 0
-    saved_rates: int = 0
-    saved_flushes: int = 0
-    error: str = ""
-    text: str = ""
+    saved_after: int = -1  # micro-batches trained on when the checkpoint was written; -1 for no checkpoint
+    saved_at_end: bool = False  # the run was over by then
+    saved_hooks: int = 0  # hooks called until then
+    saved_rates: int = 0  # entries of ``rates`` until then
+    saved_flushes: int = 0  # entries of ``flushes`` until then
+    error: str = ""  # the type of what was raised, or ""
+    text: str = ""  # the error's message
+    # the resumed run must be refused, because of its optimizer; all else is that of the saved run, then
     refused: bool = False
-    evaluated: Evaluated | None = None
+    evaluated: Evaluated | None = None  # what an evaluation of the checkpoint gives; None without one
 
 
 def key_of(log: Log, number: int) -> str:
-    """Return the name under which a program's ``number``-th value is logged."""
     return f"{log.what}_{number}"
 
 
@@ -115,18 +98,18 @@ def forward_loss(net: Model, call: Any) -> Tensor:
     return loss
 
 
-def tensors_of(states: dict[Any, dict[str, Any]], names: dict[Any, str]) -> dict[str, dict[str, Tensor]]:
-    """Return an optimizer's state by parameter name, without entries that are not numbers."""
-    return {
-        names[parameter]: {
-            key: torch.as_tensor(value).detach().clone()
-            for key, value in state.items()
-            if isinstance(value, (Tensor, int, float))
-        }
-        for parameter, state in states.items()
-    }
+def whole(value: Any) -> Tensor:
+    """Return a number, or a tensor that may be sharded over ranks, as a local tensor."""
+    value = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
+    value = value.detach()
+    return value.clone() if value.is_meta else value.cpu().clone()  # ZeRO 3 leaves meta tensors after an error
+
+
+def numbers_in(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Return a parameter's state without entries that are not numbers."""
+    numbers = {key: one for key, one in state.items() if isinstance(one, int | float) or hasattr(one, "detach")}
+    return {key: whole(one) for key, one in numbers.items()}
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:
-    """Return a scheduler's count of steps, and its current learning rates."""
     return {"steps": scheduler.last_epoch, "rates": [float(rate) for rate in scheduler.get_last_lr()]}

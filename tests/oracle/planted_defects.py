@@ -25,18 +25,20 @@ from drivetrain.precision._loss_scaler import LossScaler
 from drivetrain_strategies.ddp.strategy import DDPStrategy
 from drivetrain_strategies.fsdp.strategy import FSDPStrategy
 
-Plant = contextlib.AbstractContextManager[None]
-
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Replace ``owner.name`` by ``by(original)`` within the context. Missing attributes are not created."""
+def replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
+    """Replace ``owner.name`` by ``by``, which gets the original first, within the context. Nothing is created."""
     if not hasattr(owner, name):
         yield
         return
-    own = name in vars(owner)
-    before = getattr(owner, name)
-    setattr(owner, name, by(before))
+    own, before = name in vars(owner), getattr(owner, name)
+    original = before.fget if isinstance(before, property) else before
+
+    def planted_function(*arguments: Any, **named: Any) -> Any:
+        return by(original, *arguments, **named)
+
+    setattr(owner, name, property(planted_function) if isinstance(before, property) else planted_function)
     try:
         yield
     finally:
@@ -46,183 +48,96 @@ def replaced(owner: Any, name: str, by: Callable[[Callable[..., Any]], Callable[
             delattr(owner, name)
 
 
-def logged_values_change() -> Plant:
-    """1: the logged value is the tensor itself, and changes with it."""
-
-    def by(record: Any) -> Any:
-        def planted_record(self: MetricStore, name: str, value: Any, *options: Any, **named: Any) -> None:
-            record(self, name, value, *options, **named)
-            entry = self.entries.get(name)
-            if entry is None or self.muted or not isinstance(value, Tensor) or not value.requires_grad:
-                return
-            kept = value.detach().reshape(())
-            if entry.on_step:
-                entry.last = kept
-            if entry.on_epoch and entry.waiting:
-                entry.waiting[-1] = kept
-
-        return planted_record
-
-    return replaced(MetricStore, "record", by)
+def nothing(before: Any, *arguments: Any) -> None:
+    """Do nothing."""
 
 
-def unscaled_once() -> Plant:
-    """2: fp16 gradients are unscaled once per `training_step`, however often the optimizer steps."""
-    return replaced(LossScaler, "scale_again", _nothing)
+def record(before: Any, self: MetricStore, name: str, value: Any, *options: Any, **named: Any) -> None:
+    """The logged value is the tensor itself, and changes with it."""
+    before(self, name, value, *options, **named)
+    entry = self.entries.get(name)
+    if entry is None or self.muted or not isinstance(value, Tensor) or not value.requires_grad:
+        return
+    kept = value.detach().reshape(())
+    if entry.on_step:
+        entry.last = kept
+    if entry.on_epoch and entry.waiting:
+        entry.waiting[-1] = kept
 
 
-def stale_casts() -> Plant:
-    """3: autocast's cache of casts survives an optimizer step."""
-    return replaced(torch, "clear_autocast_cache", _nothing)
+def cut_epoch(before: Any, self: Any, number: int, start: int = 0, *rest: Any, **named: Any) -> Any:
+    """`len(loader)` ends the epoch even if there is more data."""
+    pairs = before(self, number, start, *rest, **named)
+    return pairs if self.length is None else islice(pairs, max(0, self.length - start))
 
 
 @contextlib.contextmanager
-def unfrozen_unnoticed() -> Iterator[None]:
-    """4: parameters unfrozen within a run are not synchronised."""
-    with contextlib.ExitStack() as stack:
-        for strategy in (DDPStrategy, FSDPStrategy):
-            if "trainable_changed" in vars(strategy):
-                stack.enter_context(replaced(strategy, "trainable_changed", _nothing))
+def leaving_a_trace(before: Any, module: Any, metrics: Any) -> Iterator[None]:
+    """A buffer that a joining rank reassigns keeps the joining rank's value."""
+    company = None if metrics.joining else uneven_inputs.Joining(metrics)
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
         yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        if company is not None:
+            company.end()
 
 
-@contextlib.contextmanager
-def length_cuts() -> Iterator[None]:
-    """5: `len(loader)` ends the epoch even if there is more data."""
-
-    def by(epoch: Any) -> Any:
-        def planted_epoch(self: Any, number: int, start: int = 0, *rest: Any, **named: Any) -> Any:
-            pairs = epoch(self, number, start, *rest, **named)
-            return pairs if self.length is None else islice(pairs, max(0, self.length - start))
-
-        return planted_epoch
-
-    with replaced(IterableSource, "epoch", by), replaced(MapSource, "epoch", by):
-        yield
+def draw_in_validation(before: Any, self: ValidationPlan) -> None:
+    before(self)
+    torch.empty((), dtype=torch.int64).random_()
 
 
-@contextlib.contextmanager
-def joiners_leave_buffers() -> Iterator[None]:
-    """8: a buffer that a joining rank reassigns keeps the joining rank's value."""
-
-    @contextlib.contextmanager
-    def leaving_a_trace(module: Any, metrics: Any) -> Iterator[None]:
-        company = None if metrics.joining else uneven_inputs.Joining(metrics)
-        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
-            if company is not None:
-                company.end()
-
-    with contextlib.ExitStack() as stack:
-        for owner in (step, manual_step):
-            stack.enter_context(replaced(owner, "without_side_effects", lambda before: leaving_a_trace))
-        yield
+def fill_layers_that_are_there(before: Any, self: Outcome, module: Any) -> None:
+    """Layers built in `configure_model` do not come back from started processes."""
+    if any(True for _ in module.parameters()):
+        before(self, module)
 
 
-def joiners_share_containers() -> Plant:
-    """8: a joining rank gets the batch that a step has already modified."""
-    return replaced(windows, "copy_containers", _as_it_is)
+def fill_rounded(before: Any, self: Outcome, module: Any) -> None:
+    """Weights come back in the dtype that the caller's module had before."""
+    dtypes = {name: one.dtype for name, one in module.named_parameters()}
+    before(self, module)
+    for name, one in module.named_parameters():
+        one.data = one.data.to(dtypes.get(name, one.dtype))
 
 
-def validation_draws() -> Plant:
-    """10: validation draws from training's generators."""
-
-    def by(run: Any) -> Any:
-        def planted_run(self: ValidationPlan) -> None:
-            run(self)
-            torch.empty((), dtype=torch.int64).random_()
-
-        return planted_run
-
-    return replaced(ValidationPlan, "run", by)
+def init_with_views(before: Any, self: DDPStrategy, *options: Any, **named: Any) -> None:
+    """DDP overwrites the gradients that an optimizer kept, because they are views of its buckets."""
+    before(self, *options, **{"gradient_as_bucket_view": True, **named})
 
 
-def layers_stay_behind() -> Plant:
-    """11: layers built in `configure_model` do not come back from started processes."""
-
-    def by(fill: Any) -> Any:
-        def planted_fill(self: Outcome, module: Any) -> None:
-            if any(True for _ in module.parameters()):
-                fill(self, module)
-
-        return planted_fill
-
-    return replaced(Outcome, "fill", by)
-
-
-def weights_come_back_rounded() -> Plant:
-    """11: weights come back in the dtype that the caller's module had before."""
-
-    def by(fill: Any) -> Any:
-        def planted_fill(self: Outcome, module: Any) -> None:
-            before = {name: one.dtype for name, one in module.named_parameters()}
-            fill(self, module)
-            for name, one in module.named_parameters():
-                one.data = one.data.to(before.get(name, one.dtype))
-
-        return planted_fill
-
-    return replaced(Outcome, "fill", by)
-
-
-def gradients_are_views() -> Plant:
-    """12: DDP overwrites the gradients that an optimizer kept, because they are views of its buckets."""
-
-    def by(init: Any) -> Any:
-        def planted_init(self: DDPStrategy, *options: Any, **named: Any) -> None:
-            init(self, *options, **{"gradient_as_bucket_view": True, **named})
-
-        return planted_init
-
-    return replaced(DDPStrategy, "__init__", by)
-
-
-def evaluated_as_trained() -> Plant:
-    """13: a checkpoint is evaluated with its trained weights, although it holds averages."""
-
-    def by(evaluates: Any) -> Any:
-        def planted_evaluates(self: WeightAveraging) -> bool | None:
-            return None if evaluates.fget(self) is None else False
-
-        return property(planted_evaluates)
-
-    return replaced(WeightAveraging, "evaluates_averages", by)
-
-
-def _as_it_is(before: Any) -> Any:
-    return lambda batch: batch
-
-
-def _nothing(before: Any) -> Any:
-    return lambda *arguments: None
-
-
-PLANTS: dict[str, Callable[[], Plant]] = {
-    "1-logged-values-change": logged_values_change,
-    "2-unscaled-once": unscaled_once,
-    "3-stale-casts": stale_casts,
-    "4-unfrozen-unnoticed": unfrozen_unnoticed,
-    "5-length-cuts": length_cuts,
-    "8-joiners-leave-buffers": joiners_leave_buffers,
-    "8-joiners-share-containers": joiners_share_containers,
-    "10-validation-draws": validation_draws,
-    "11-layers-stay-behind": layers_stay_behind,
-    "11-weights-come-back-rounded": weights_come_back_rounded,
-    "12-gradients-are-views": gradients_are_views,
-    "13-evaluated-as-trained": evaluated_as_trained,
+PLANTS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
+    "1-logged-values-change": [(MetricStore, "record", record)],
+    # fp16 gradients are unscaled once per `training_step`, however often the optimizer steps.
+    "2-unscaled-once": [(LossScaler, "scale_again", nothing)],
+    # Autocast's cache of casts survives an optimizer step.
+    "3-stale-casts": [(torch, "clear_autocast_cache", nothing)],
+    # Parameters unfrozen within a run are not synchronised.
+    "4-unfrozen-unnoticed": [(strategy, "trainable_changed", nothing) for strategy in (DDPStrategy, FSDPStrategy)],
+    "5-length-cuts": [(source, "epoch", cut_epoch) for source in (IterableSource, MapSource)],
+    "8-joiners-leave-buffers": [(owner, "without_side_effects", leaving_a_trace) for owner in (step, manual_step)],
+    # A joining rank gets the batch that a step has already modified.
+    "8-joiners-share-containers": [(windows, "copy_containers", lambda before, batch: batch)],
+    # Validation draws from training's generators.
+    "10-validation-draws": [(ValidationPlan, "run", draw_in_validation)],
+    "11-layers-stay-behind": [(Outcome, "fill", fill_layers_that_are_there)],
+    "11-weights-come-back-rounded": [(Outcome, "fill", fill_rounded)],
+    "12-gradients-are-views": [(DDPStrategy, "__init__", init_with_views)],
+    # A checkpoint is evaluated with its trained weights, although it holds averages.
+    "13-evaluated-as-trained": [
+        (WeightAveraging, "evaluates_averages", lambda before, self: None if before(self) is None else False)
+    ],
 }
 
 
 @contextlib.contextmanager
 def planted(name: str) -> Iterator[None]:
     """Plant the defect ``name`` within the context; none for ""."""
-    if not name:
-        yield
-        return
-    with PLANTS[name]():
+    with contextlib.ExitStack() as stack:
+        for replacement in PLANTS[name] if name else ():
+            stack.enter_context(replaced(*replacement))
         yield

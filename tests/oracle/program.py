@@ -8,61 +8,48 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Net:
-    """A network of some family.
+    """A network of some family."""
 
-    Attributes:
-        family: "mlp" on numbers; "gru" or "transformer" on tokens, of which a sample has between one and five.
-        norm: "none", "batch" or "layer"; for the mlp.
-        dropout: probability.
-        buffer: a running mean that the forward reads and training moves: "none", "in_place" or "reassigned".
-        scale: a parameter of one element that multiplies the output.
-        frozen: the part that is frozen as the run begins: "", "body" or "head".
-        unused: there is a parameter that no loss depends on.
-        tied: the head shares the embedding's weight; for families on tokens.
-        hooked: a gradient hook on the head's weight halves its gradient, and an attribute of the weight lets the
-            optimizer train it at half the learning rate.
-    """
-
+    # "mlp", "deep_mlp" (two layers in the body) or "gan" (the body generates, the head discriminates) on numbers;
+    # "gru", "transformer", "mixer" or "bag" (a sparse embedding) on tokens, of which a sample has between one and five
     family: str = "mlp"
-    norm: str = "none"
-    dropout: float = 0.0
-    buffer: str = "none"
-    scale: bool = False
+    norm: str = "none"  # "none", "batch" or "layer"; for "mlp" and "deep_mlp"
+    dropout: float = 0.0  # probability
+    buffer: str = "none"  # a running mean that the forward reads and training moves: "none", "in_place" or "reassigned"
+    scale: bool = False  # a parameter of one element that multiplies the output
+    # the part that is frozen as the run begins: "", "body", "head" or "first" (the body's first layer)
     frozen: str = ""
-    unused: bool = False
-    tied: bool = False
+    unused: bool = False  # there is a parameter that no loss depends on
+    tied: bool = False  # the head shares the embedding's weight; for families on tokens
+    # a gradient hook on the head's weight halves its gradient, and an attribute of the weight lets the optimizer train
+    # it at half the learning rate
     hooked: bool = False
+
+    @property
+    def on_tokens(self) -> bool:
+        return self.family in ("gru", "transformer", "mixer", "bag")
 
 
 @dataclass(frozen=True)
 class Data:
-    """The training data.
+    """The training data."""
 
-    Attributes:
-        kind: "map", "sampler" (backwards), "batch_sampler" (batches of different sizes), "iterable" (a part of each
-            rank's own), "sharded" (an iterable of samples, which workers share), "reused" (an iterable that fills
-            one buffer again and again), "stateful" (a loader of the user's own with ``state_dict``) or "combined" (an
-            iterable and a stateful loader, in pairs).
-        samples: in the data set; for iterable kinds those of all ranks together.
-        batch: samples of a rank's micro-batch.
-        shuffle: for "map".
-        drop_last: for "map".
-        consumes_batch: training and validation steps remove the entries of the batch, a dict.
-        length_error: how far ``len(loader)`` exceeds the true length, for loaders with a length of their own; None for
-            no length.
-        workers: worker processes of the loader.
-        fewest_on_rank_0: for iterable kinds, rank 0 has the fewest samples; otherwise it has the most.
-    """
-
+    # "map", "sampler" (backwards), "batch_sampler" (batches of different sizes), "iterable" (a part of each rank's
+    # own), "sharded" (an iterable of samples, which workers share), "reused" (an iterable that fills one buffer again
+    # and again), "stateful" (a loader of the user's own with ``state_dict``) or "combined" (an iterable and a stateful
+    # loader, in pairs)
     kind: str = "map"
-    samples: int = 8
-    batch: int = 2
-    shuffle: bool = False
-    drop_last: bool = False
-    consumes_batch: bool = False
+    samples: int = 8  # in the data set; for iterable kinds those of all ranks together
+    batch: int = 2  # samples of a rank's micro-batch
+    shuffle: bool = False  # for "map"
+    drop_last: bool = False  # for "map"
+    consumes_batch: bool = False  # training and validation steps remove the entries of the batch, a dict
+    # how far ``len(loader)`` exceeds the true length, for loaders with a length of their own; None for no length
     length_error: int | None = 0
-    workers: int = 0
-    fewest_on_rank_0: bool = False
+    workers: int = 0  # worker processes of the loader
+    fewest_on_rank_0: bool = False  # for iterable kinds, rank 0 has the fewest samples; otherwise it has the most
+    without_tokens: tuple[tuple[int, int], ...] = ()  # ranges of samples whose tokens are all padding
+    overflows: int | None = None  # the sample that overflows in fp16, if there is one
 
 
 OWN_PARTS = ("iterable", "sharded", "reused", "stateful", "combined")
@@ -71,36 +58,31 @@ OWN_PARTS = ("iterable", "sharded", "reused", "stateful", "combined")
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer.
+    """An optimizer."""
 
-    Attributes:
-        kind: "sgd", "momentum", "adamw", "lbfgs" or "sam"; or one that keeps a reference to ``parameter.grad``:
-            "optimistic" and "heun" from one step to the next, "sam_sum" from one evaluation to the next.
-        of: the parameters that it trains: "all", "body" or "head".
-        lr: learning rate; AdamW's is a tenth of it.
-        weight_decay: None for the default of the kind.
-        split: biases and the like are in a second group, which has half the learning rate.
-        amsgrad: for "adamw".
-        closure: automatic optimization passes it a closure, although it does not need one.
-    """
-
+    # "sgd", "momentum", "adamw", "muon", "lbfgs", "line_search" (LBFGS with one) or "sam"; or one that keeps a
+    # reference to ``parameter.grad``: "optimistic" and "heun" from one step to the next, "sam_sum" from one evaluation
+    # to the next
     kind: str = "sgd"
-    of: str = "all"
-    lr: float = 0.1
-    weight_decay: float | None = None
+    of: str = "all"  # the parameters that it trains: "all", "body", "head", "matrices" or "vectors"
+    lr: float = 0.1  # learning rate; AdamW's is a tenth of it
+    weight_decay: float | None = None  # None for the default of the kind
+    # biases and the like are in a second group, which has half the learning rate and, for "adamw", no weight decay
     split: bool = False
-    amsgrad: bool = False
-    closure: bool = False
+    fused: bool = False  # for "adamw"
+    # for "adamw"; None for a large one, so that rounding errors in gradients near zero matter less
+    eps: float | None = None
+    holds_frozen: bool = False  # it gets frozen parameters too
+    amsgrad: bool = False  # for "adamw"
+    closure: bool = False  # automatic optimization passes it a closure, although it does not need one
 
     @property
     def evaluates_again(self) -> bool:
-        """Whether its step calls the closure more than once."""
-        return self.kind in ("lbfgs", "sam", "sam_sum")
+        return self.kind in ("lbfgs", "line_search", "sam", "sam_sum")
 
     @property
     def is_torch(self) -> bool:
-        """Whether the class is torch's own."""
-        return self.kind in ("sgd", "momentum", "adamw", "lbfgs")
+        return self.kind in ("sgd", "momentum", "adamw", "muon", "lbfgs", "line_search")
 
 
 @dataclass(frozen=True)
@@ -117,28 +99,19 @@ class Scheduler:
 
 @dataclass(frozen=True)
 class Log:
-    """One call of ``self.log``.
+    """One call of ``self.log``."""
 
-    Attributes:
-        where: the step or hook that logs.
-        what: the value: "loss"; "number" (a Python float); "numpy" (a scalar of NumPy's); "large" (an int that
-            float32 cannot hold); "forward" (the loss of fixed samples, by a forward of the module in eval mode within
-            the hook); "parameter" (the one element that is trained); "buffer"; "metric" (a mean); "pearson" (a
-            metric whose ranks' states cannot be added up).
-        on_step: see ``log``.
-        on_epoch: see ``log``.
-        reduce_fx: see ``log``.
-        batch_size: see ``log``.
-        sync_dist: see ``log``.
-    """
-
-    where: str = "training_step"
+    where: str = "training_step"  # the step or hook that logs
+    # the value: "loss"; "number" (a Python float); "numpy" (a scalar of NumPy's); "large" (an int that float32 cannot
+    # hold); "forward" (the loss of fixed samples, by a forward of the module in eval mode within the hook); "parameter"
+    # (the one element that is trained); "buffer"; "metric" (a mean); "pearson" (a metric whose ranks' states cannot be
+    # added up)
     what: str = "loss"
-    on_step: bool = True
-    on_epoch: bool = False
-    reduce_fx: str = "mean"
-    batch_size: int | None = None
-    sync_dist: bool | None = None
+    on_step: bool = True  # see ``log``
+    on_epoch: bool = False  # see ``log``
+    reduce_fx: str = "mean"  # see ``log``
+    batch_size: int | None = None  # see ``log``
+    sync_dist: bool | None = None  # see ``log``
 
 
 @dataclass(frozen=True)
@@ -158,106 +131,73 @@ class Validation:
 
     @property
     def data(self) -> Data:
-        """The data that is validated on."""
         return Data(self.kind, self.samples, self.batch, length_error=self.length_error, workers=self.workers)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """In manual optimization: forwards, backwards and steps of one optimizer.
+    """In manual optimization: forwards, backwards and steps of one optimizer."""
 
-    Attributes:
-        optimizer: the optimizer's index.
-        repeats: number of steps.
-        clips: number of times that gradients are clipped before a step.
-        toggles: it runs within ``toggled_optimizer``.
-        closure: it steps by ``optimizer.step(closure)``.
-    """
-
-    optimizer: int = 0
-    repeats: int = 1
-    clips: int = 0
-    toggles: bool = False
-    closure: bool = False
+    optimizer: int = 0  # the optimizer's index
+    repeats: int = 1  # number of steps
+    clips: int = 0  # number of times that gradients are clipped before a step
+    toggles: bool = False  # it runs within ``toggled_optimizer``
+    closure: bool = False  # it steps by ``optimizer.step(closure)``
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the trainable parameters in a hook.
+    """A change of the trainable parameters in a hook."""
 
-    Attributes:
-        what: "unfreeze", "freeze" or "group" (unfreeze, and ``add_param_group``).
-        part: "body" or "head".
-        hook: "on_train_epoch_start", "on_train_batch_start", "on_train_batch_end" or "on_train_epoch_end".
-        epoch: the epoch of the change.
-        batch: for hooks of a batch, its index.
-    """
-
-    what: str = "unfreeze"
-    part: str = "head"
+    what: str = "unfreeze"  # "unfreeze", "freeze" or "group" (unfreeze, and ``add_param_group``)
+    part: str = "head"  # "body" or "head"
+    # "on_train_epoch_start", "on_train_batch_start", "on_train_batch_end" or "on_train_epoch_end"
     hook: str = "on_train_epoch_start"
-    epoch: int = 1
-    batch: int = 0
+    epoch: int = 1  # the epoch of the change
+    batch: int = 0  # for hooks of a batch, its index
 
 
 @dataclass(frozen=True)
 class Write:
-    """A hook that writes weights or gradients of the head.
+    """A hook that writes weights or gradients of the head."""
 
-    Attributes:
-        what: "weights" (in place, without gradients), "data" (in place, through ``.data``), "assigned" (another tensor
-            to ``.data``), "gradients" (in place) or "rebound" (another tensor to ``.grad``).
-        hook: for weights "on_train_batch_end" or "on_train_epoch_start"; for gradients "on_after_backward" or
-            "on_before_optimizer_step".
-        at: the index of the call of the hook, counted over the run.
-    """
-
+    # "weights" (in place, without gradients), "data" (in place, through ``.data``), "assigned" (another tensor to
+    # ``.data``), "gradients" (in place) or "rebound" (another tensor to ``.grad``)
     what: str = "weights"
+    # for weights "on_train_batch_end" or "on_train_epoch_start"; for gradients "on_after_backward" or
+    # "on_before_optimizer_step"
     hook: str = "on_train_batch_end"
-    at: int = 0
+    at: int = 0  # the index of the call of the hook, counted over the run
 
     @property
     def of_gradients(self) -> bool:
-        """Whether it writes gradients."""
         return self.what in ("gradients", "rebound")
 
 
 @dataclass(frozen=True)
 class Stop:
-    """How the run ends early.
+    """How the run ends early."""
 
-    Attributes:
-        how: "should_stop" (set in ``hook``), "max_steps", "skip" (-1 from ``on_train_batch_start`` at ``at`` in every
-            epoch) or "raise" (in ``on_train_batch_start``).
-        hook: "on_train_batch_end", "on_train_epoch_end" or "on_validation_end".
-        at: the index of the call of the hook, counted over the run; for "max_steps" the number of steps.
-    """
-
+    # "should_stop" (set in ``hook``), "max_steps", "skip" (-1 from ``on_train_batch_start`` at ``at`` in every epoch)
+    # or "raise" (in ``on_train_batch_start``)
     how: str = "max_steps"
-    hook: str = "on_train_epoch_end"
-    at: int = 1
+    hook: str = "on_train_epoch_end"  # "on_train_batch_end", "on_train_epoch_end" or "on_validation_end"
+    at: int = 1  # the index of the call of the hook, counted over the run; for "max_steps" the number of steps
 
 
 @dataclass(frozen=True)
 class Resume:
-    """A checkpoint is saved in a hook, and a new module, optimizer and trainer resume from it.
+    """A checkpoint is saved in a hook, and a new module, optimizer and trainer resume from it."""
 
-    Attributes:
-        hook: "on_train_batch_end" or "on_train_epoch_end", or "on_validation_end"; or one of `WITHIN_STEPS`.
-        at: the index of the call of the hook, counted over the run.
-        ranks: number of ranks of the resumed run.
-        strategy: strategy of the resumed run.
-        changed: what is different in the first optimizer of the resumed run: "" (nothing), "lr" or "weight_decay" (a
-            number), "groups" (one more or less), "members" (trains the head too, or no longer), "amsgrad" or "class".
-        allow: with ``fit(allow=("optimizer",))``.
-    """
-
+    # "on_train_batch_end" or "on_train_epoch_end", or "on_validation_end"; or one of `WITHIN_STEPS`
     hook: str = "on_train_epoch_end"
-    at: int = 0
-    ranks: int = 1
-    strategy: str = "single_device"
+    at: int = 0  # the index of the call of the hook, counted over the run
+    ranks: int = 1  # number of ranks of the resumed run
+    strategy: str = "single_device"  # strategy of the resumed run
+    # what is different in the first optimizer of the resumed run: "" (nothing), "lr" or "weight_decay" (a number),
+    # "groups" (one more or less), "members" (trains the head too, or no longer), "amsgrad" or "class"
     changed: str = ""
-    allow: bool = False
+    allow: bool = False  # with ``fit(allow=("optimizer",))``
 
     def optimizers(self, saved: tuple[Optimizer, ...]) -> tuple[Optimizer, ...]:
         """Return the resumed run's optimizers; ``saved`` are those of the run that saved."""
@@ -292,40 +232,24 @@ NUMBERS = ("lr", "weight_decay")
 
 @dataclass(frozen=True)
 class Average:
-    """An exponential moving average, which is left in the module.
+    """An exponential moving average, which is left in the module."""
 
-    Attributes:
-        decay: see ``EMAWeightAveraging``.
-        start: the first step that updates it.
-        evaluates: validation within the run uses it.
-    """
-
-    decay: float = 0.5
-    start: int = 0
-    evaluates: bool = True
+    decay: float = 0.5  # see ``EMAWeightAveraging``
+    start: int = 0  # the first step that updates it
+    evaluates: bool = True  # validation within the run uses it
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The run saves a checkpoint, which a new module and trainer evaluate.
+    """The run saves a checkpoint, which a new module and trainer evaluate."""
 
-    Attributes:
-        by: "validate", "test" (both with ``ckpt_path``) or "load" (``load_from_checkpoint``).
-        hook: saved in "on_train_batch_end", "on_train_epoch_end", "on_validation_end" or "on_fit_end".
-        at: the index of the call of the hook, counted over the run.
-        averaged: see ``validate``; False: the trained weights, True: the averages.
-        callbacks: the evaluation has the averaging callback too.
-        ranks: number of ranks of the evaluation.
-        strategy: strategy of the evaluation.
-    """
-
-    by: str = "validate"
-    hook: str = "on_fit_end"
-    at: int = 0
-    averaged: bool | None = None
-    callbacks: bool = False
-    ranks: int = 1
-    strategy: str = "single_device"
+    by: str = "validate"  # "validate", "test" (both with ``ckpt_path``) or "load" (``load_from_checkpoint``)
+    hook: str = "on_fit_end"  # saved in "on_train_batch_end", "on_train_epoch_end", "on_validation_end" or "on_fit_end"
+    at: int = 0  # the index of the call of the hook, counted over the run
+    averaged: bool | None = None  # see ``validate``; False: the trained weights, True: the averages
+    callbacks: bool = False  # the evaluation has the averaging callback too
+    ranks: int = 1  # number of ranks of the evaluation
+    strategy: str = "single_device"  # strategy of the evaluation
 
 
 EVALUATED = Validation(samples=5)
@@ -338,6 +262,7 @@ class Program:
 
     strategy: str = "single_device"
     ranks: int = 1
+    tensor_parallel: int = 1  # Processes of each rank, over which the strategy splits layers; they read the same data
     precision: str = "32-true"
     net: Net = field(default_factory=Net)
     data: Data = field(default_factory=Data)
@@ -348,12 +273,11 @@ class Program:
     accumulate: int = 1
     clip: float | None = None
     clip_by: str = "norm"
+    # The module overrides ``batch_weight``: a mean over tokens is weighted by their number
     token_weighted: bool = False
-    """The module overrides ``batch_weight``: a mean over tokens is weighted by their number."""
-    adds_to_loss: bool = False
-    """The step adds a term to the loss (``loss += ...``) after logging it."""
+    adds_to_loss: bool = False  # The step adds a term to the loss (``loss += ...``) after logging it
+    # When ``training_step`` returns no loss: "never", "odd" batches (None), "always" (None), or "nan" always
     missing_loss: str = "never"
-    """When ``training_step`` returns no loss: "never", "odd" batches (None), "always" (None), or "nan" always."""
     logs: tuple[Log, ...] = ()
     log_every: int = 1
     validation: Validation | None = None
@@ -361,14 +285,13 @@ class Program:
     writes: Write | None = None
     stop: Stop | None = None
     resume: Resume | None = None
-    broadcast: bool | None = None
-    """DDP's ``broadcast_buffers``."""
+    broadcast: bool | None = None  # DDP's ``broadcast_buffers``
     average: Average | None = None
     evaluation: Evaluation | None = None
-    configure_model: bool = False
-    """The layers are built in ``configure_model``."""
+    configure_model: bool = False  # The layers are built in ``configure_model``
+    # A launcher of `Fit` that starts the ranks, "fork"; by default the run uses the ranks of the test
     launcher: str = ""
-    """A launcher of `Fit` that starts the ranks, "fork"; by default the run uses the ranks of the test."""
+    measures_norms: bool = False  # Gradient norms are recorded before every optimizer step
     seed: int = 0
 
     def __repr__(self) -> str:
@@ -376,9 +299,13 @@ class Program:
 
     @property
     def takes_closure(self) -> bool:
-        """Whether automatic optimization gives the optimizer a closure."""
         first = self.optimizers[0]
         return not self.manual and (first.evaluates_again or first.closure)
+
+    @property
+    def records_norms(self) -> bool:
+        """Whether gradient norms before clipping are compared."""
+        return self.clip is not None and self.clip_by == "norm" and not self.manual and not self.takes_closure
 
     @property
     def saving(self) -> Resume | Evaluation | None:

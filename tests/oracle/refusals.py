@@ -42,7 +42,6 @@ def _runs_plain_ddp(program: Program) -> bool:
 
 
 def permitted(program: Program, text: str) -> bool:
-    """Return whether ``program`` may be refused with an error that contains ``text``."""
     return any(words in text and may(program) for words, may in PERMITTED)
 
 

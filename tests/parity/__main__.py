@@ -17,8 +17,6 @@ BEGIN, END = "<!-- matrix -->\n", "<!-- end of matrix -->\n"
 
 
 class Matrix:
-    """A pytest plugin that collects the results of each row and column."""
-
     def __init__(self) -> None:
         self.cells: dict[tuple[str, str], str] = {}
         self.shows: dict[str, str] = {}
@@ -61,7 +59,6 @@ class Matrix:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the suite, with further arguments for pytest; return its exit code."""
     write = "--write" in arguments
     matrix = Matrix()
     options = [argument for argument in arguments if argument != "--write"]

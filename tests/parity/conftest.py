@@ -7,8 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from parity_pools import Results, run
-from parity_reference import Trace, reference
+from parity_runs import Results, run
 from parity_strategies import STRATEGIES, Candidate
 
 BY_NAME = {candidate.name: candidate for candidate in STRATEGIES}
@@ -29,15 +28,3 @@ def results() -> Callable[[Candidate, int], Results]:
     """Return the results of a strategy on a number of ranks; the first test that requests them starts the processes."""
     by_name = cache(lambda name, ranks: run(BY_NAME[name], ranks))
     return lambda candidate, ranks: by_name(candidate.name, ranks)
-
-
-@pytest.fixture(scope="session")
-def references() -> Callable[..., Trace]:
-    """Return the reference's trace of a case, by its name; see `reference`."""
-    from parity_cases import BY_NAME as CASES
-
-    return cache(
-        lambda name, world, precision, by_rank, in_two=False, zero=0: reference(
-            CASES[name], world, precision, by_rank, in_two, zero
-        )
-    )

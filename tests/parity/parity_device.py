@@ -15,10 +15,7 @@ RANKS = int(os.environ.get("PARITY_RANKS", "1"))
 """On a device: how many ranks each strategy runs on, of a device each."""
 CASES = set(filter(None, os.environ.get("PARITY_CASES", "").split(",")))
 """On a device: the cases that are run; empty for all."""
-STRATEGIES = {
-    *("single_device", "ddp", "fsdp"),
-    *("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"),
-}
+STRATEGIES = {*("single_device", "ddp", "fsdp"), *("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")}
 """Those that are compared on a device."""
 
 BF16 = 2.0**-8

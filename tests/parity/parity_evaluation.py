@@ -1,47 +1,63 @@
-"""What a strategy measures, predicts and draws, in addition to training."""
+"""What a strategy measures, predicts, draws and exchanges, in addition to training.
+
+Written by hand: programs of `oracle` evaluate one loader within a run, seed the ranks themselves and predict nothing.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from parity_cases import SEED
-from parity_engine import settings, whole
-from parity_nets import Batch, Mlp, numbers
 from parity_strategies import Candidate
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
 
-from drivetrain import Callback, Fit, RunContext, TrainModule
+from drivetrain import Fit, TrainModule
 from drivetrain.callbacks import LambdaCallback
 from drivetrain.strategies import DistributedStrategy, strategy_by_name
 from drivetrain_strategies import DDPStrategy
+from oracle.engine import QUIET
+from oracle.outcome import whole
+from oracle.program import Program
+from oracle.strategies import strategy_of
 
-SIZES = ((102, 8), (97, 8), (65, 8), (35, 8), (3, 8), (5, 1))
-"""Samples and batch size of a rank: dividing by nothing, tails shorter than the ranks, fewer samples than ranks."""
+SEED = 5
+SIZES = ((97, 8), (35, 8), (3, 8), (5, 1))
+"""Samples and batch size of a rank: tails shorter than the ranks, fewer samples than ranks."""
 
 CLASSES = 3
+Batch = tuple[Tensor, ...]
 
 
-def classes(samples: int) -> Batch:
+def samples(count: int) -> Batch:
     """Inputs (n, 6), classes (n,), indices (n,)."""
-    x, y, indices = numbers(samples)
-    return x, y.argmax(-1), indices
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(count, 6, generator=generator)
+    return x, x[:, :CLASSES].argmax(-1), torch.arange(count)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
+def seeded_mlp() -> nn.Module:
+    torch.manual_seed(SEED)
+    return mlp()
 
 
 @dataclass
 class Findings:
-    """The observations of one rank, by subject."""
-
     scores: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
     predictions: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
-    train_accuracy: list[float] = field(default_factory=list)
     masks: list[list[Tensor]] = field(default_factory=list)
     initial: list[Tensor] = field(default_factory=list)
     unseeded: Tensor | None = None
@@ -49,30 +65,30 @@ class Findings:
     error: str = ""
 
 
-class Scored(TrainModule):
-    """Scored by a mean of its batches' means, and by a metric object, which counts."""
+class Observed(TrainModule):
+    """Draws a dropout mask in every training step; scored by means, a maximum and a metric object, which counts."""
 
-    def __init__(self, splits: bool) -> None:
+    def __init__(self, splits: bool, net: nn.Module | None = None) -> None:
         super().__init__()
-        import torchmetrics
-
-        self.net = Mlp()
-        self._splits = splits
-        self.accuracy = torchmetrics.classification.MulticlassAccuracy(CLASSES, average="micro")
+        self.net: Any = net
+        self.splits = splits
+        self.masks: list[Tensor] = []
+        self.initial: list[Tensor] = []
         # One for each loader; a metric object belongs to one data set.
-        self.accuracies: Any = nn.ModuleList(self.accuracy.clone() for _ in SIZES)
+        self.accuracies: Any = nn.ModuleList(MulticlassAccuracy(CLASSES, average="micro") for _ in SIZES)
 
     def configure_model(self) -> None:
-        if self._splits:
-            self.net.split(self.device_mesh["tensor"])
+        if self.net is None:
+            self.net = mlp()
+        if self.splits:
+            styles: Any = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(self.net, self.device_mesh["tensor"], styles)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        x, y, _ = batch
-        output = self.net(x)
-        # The correct answers differ in each epoch, so that values kept from a previous epoch would show.
-        self.accuracy(output, (y + self.current_epoch) % CLASSES)
-        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
-        return nn.functional.cross_entropy(output, y)
+        if not self.initial:
+            self.initial = [whole(self.net[0].weight)]
+        self.masks.append(nn.functional.dropout(torch.ones(64), 0.5))
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         x, y, _ = batch
@@ -86,203 +102,91 @@ class Scored(TrainModule):
         return batch[2], self.net(batch[0])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-class EpochAccuracy(Callback):
-    """Keeps every epoch's value."""
-
-    priority = -1
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
-        self.values.append(float(trainer.callback_metrics["accuracy"]))
-
-
-class Dropping(TrainModule):
-    """Records the dropout masks, and the initial weights."""
-
-    def __init__(self, splits: bool, net: nn.Module | None = None) -> None:
-        super().__init__()
-        self.net: Any = net
-        self.masks: list[Tensor] = []
-        self.initial: Tensor | None = None
-        self._splits = splits
-
-    def configure_model(self) -> None:
-        if self.net is None:
-            self.net = nn.Linear(6, 3)
-        if self._splits:
-            parallelize_module(self.net, self.device_mesh["tensor"], ColwiseParallel(output_layouts=Replicate()))
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        if self.initial is None:
-            self.initial = whole(self.net.weight.detach().clone())
-        mask = nn.functional.dropout(torch.ones(64), 0.5)
-        self.masks.append(mask)
-        return self.net(batch[0]).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def scored(splits: bool = False) -> Scored:
-    torch.manual_seed(SEED)
-    return Scored(splits)
-
-
 def observe(candidate: Candidate, ranks: int, rank: int) -> Findings:
-    """Evaluate, predict, and draw."""
     findings = Findings()
-    splits = candidate.tensor > 1
+    common: dict[str, Any] = {"strategy": None, "devices": ranks, "accelerator": "cpu", "logger": False, **QUIET}
+
+    def fit(strategy: Any = None, **settings: Any) -> Fit:
+        return Fit(**{**common, "strategy": strategy or strategy_of(candidate.strategy, Program()), **settings})
+
     try:
-        common: dict[str, Any] = settings(candidate, ranks)
-        # One data set alone, and all the others in one run.
-        _evaluate(findings, common, splits, *SIZES[:1])
-        _evaluate(findings, common, splits, *SIZES[1:])
-        accuracy = EpochAccuracy()
-        loader = DataLoader(TensorDataset(*classes(97)), batch_size=16, shuffle=True)
-        Fit(**common, max_epochs=2, callbacks=accuracy, seed=SEED).fit(scored(splits), loader)
-        findings.train_accuracy = accuracy.values
-        _draw(findings, common, rank, splits)
-        strategy = candidate.strategy()
-        strategy = strategy_by_name(strategy) if isinstance(strategy, str) else strategy
-        if candidate.zero:
-            _count_exchanges(findings, common)
-        elif strategy.shards_parameters:
-            _count_reduce_scatters(findings, common, candidate)
-        elif isinstance(strategy, DDPStrategy):
-            _count_reductions(findings, common)
-        elif isinstance(strategy, DistributedStrategy):
-            _count_own_exchanges(findings, common, strategy)
+        _evaluate(findings, fit, candidate.tensor > 1)
+        _draw(findings, fit, rank, candidate.tensor > 1)
+        if ranks > 1:
+            _count_exchanges(findings, fit, candidate, ranks)
     except Exception:
         findings.error = traceback.format_exc()
     return findings
 
 
-def _evaluate(findings: Findings, common: dict[str, Any], splits: bool, *sizes: tuple[int, int]) -> None:
-    loaders = [DataLoader(TensorDataset(*classes(samples)), batch_size=batch_size) for samples, batch_size in sizes]
-    module = scored(splits)
-    scores = Fit(**common).validate(module, loaders, verbose=False)
-    predictions = Fit(**common).predict(module, loaders)
-    for number, size in enumerate(sizes):
-        findings.scores[size] = {
-            name.removesuffix(f"/dataloader_idx_{number}"): value for name, value in scores[number].items()
-        }
-        findings.predictions[size] = predictions[number] if len(sizes) > 1 else predictions
+def _evaluate(findings: Findings, fit: Callable[..., Fit], splits: bool) -> None:
+    loaders = [DataLoader(TensorDataset(*samples(count)), batch_size=size) for count, size in SIZES]
+    module = Observed(splits, seeded_mlp())
+    scores = fit().validate(module, loaders, verbose=False)
+    predictions = fit().predict(module, loaders)
+    for number, size in enumerate(SIZES):
+        named = {name.removesuffix(f"/dataloader_idx_{number}"): value for name, value in scores[number].items()}
+        findings.scores[size], findings.predictions[size] = named, predictions[number]
 
 
-def _count_reductions(findings: Findings, common: dict[str, Any]) -> None:
-    """Record, after each micro-batch, how many gradient buckets have been reduced so far."""
-    count = [0]
-
-    def hook(state, bucket):  # torch inspects annotations, which must not be strings
-        count[0] += 1
-        return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None is the whole world
-
-    def note(*_: Any) -> None:
-        findings.reductions.append(count[0])
-
-    strategy = strategy_by_name(common["strategy"])
-    strategy.comm_hook = hook  # type: ignore[attr-defined]
-    loader = DataLoader(TensorDataset(*classes(80)), batch_size=8 // common["devices"])
-    Fit(
-        **{**common, "strategy": strategy},
-        max_epochs=1,
-        accumulate_grad_batches=4,
-        callbacks=LambdaCallback(on_train_batch_end=note),
-    ).fit(scored(), loader)
+def _draw(findings: Findings, fit: Callable[..., Fit], rank: int, splits: bool) -> None:
+    loader = DataLoader(TensorDataset(*samples(16)), batch_size=4)
+    for _ in range(2):
+        # Draws of the process before a seeded run must not matter.
+        torch.manual_seed(100 + 10 * rank + len(findings.masks))
+        module = Observed(splits)
+        fit(seed=SEED, max_epochs=1).fit(module, loader)
+        findings.masks.append(module.masks)
+        findings.initial += module.initial
+    torch.manual_seed(rank)
+    module = Observed(splits, mlp())
+    fit(max_steps=1).fit(module, loader)
+    findings.unseeded = module.initial[0]
 
 
-def _count_own_exchanges(findings: Findings, common: dict[str, Any], strategy: DistributedStrategy) -> None:
-    """Record, after each micro-batch, how often the strategy has exchanged gradients so far."""
-    count = [0]
-    exchange = strategy.exchange_gradients
-
-    def counted() -> None:
-        count[0] += 1
-        exchange()
-
-    def note(*_: Any) -> None:
-        findings.reductions.append(count[0])
-
-    strategy.exchange_gradients = counted  # type: ignore[method-assign]
-    loader = DataLoader(TensorDataset(*classes(80)), batch_size=8 // common["devices"])
-    watch = LambdaCallback(on_train_batch_end=note)
-    Fit(**{**common, "strategy": strategy}, max_epochs=1, accumulate_grad_batches=4, callbacks=watch).fit(
-        scored(), loader
-    )
-
-
-# What FSDP and newer versions of DeepSpeed call; torch 2.11 has it under its older name.
-REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-
-
-def _count_reduce_scatters(findings: Findings, common: dict[str, Any], candidate: Candidate) -> None:
-    """Record, after each micro-batch, how often the gradients of all units have been reduced so far."""
-    count = [0]
-    reduce_scatter = getattr(dist, REDUCE_SCATTER)
-
-    def counted(*arguments: Any, **options: Any) -> Any:
-        count[0] += 1
-        return reduce_scatter(*arguments, **options)
-
-    def note(*_: Any) -> None:
-        findings.reductions.append(count[0])
-
-    setattr(dist, REDUCE_SCATTER, counted)
-    try:
-        size = 8 // (common["devices"] // candidate.tensor)
-        loader = DataLoader(TensorDataset(*classes(80)), batch_size=size)
-        Fit(**common, max_epochs=1, accumulate_grad_batches=4, callbacks=LambdaCallback(on_train_batch_end=note)).fit(
-            scored(candidate.tensor > 1), loader
+def _count_exchanges(findings: Findings, fit: Callable[..., Fit], candidate: Candidate, ranks: int) -> None:
+    """Record, after each micro-batch, how often the gradients of all parameters have been exchanged so far."""
+    strategy = strategy_of(candidate.strategy, Program())
+    strategy = strategy_by_name(strategy) if isinstance(strategy, str) else strategy
+    loader = DataLoader(TensorDataset(*samples(40)), batch_size=8 // (ranks // candidate.tensor))
+    with _counted(strategy, candidate) as count:
+        note = LambdaCallback(on_train_batch_end=lambda *_: findings.reductions.append(count[0]))
+        fit(strategy, max_epochs=1, accumulate_grad_batches=2, callbacks=note).fit(
+            Observed(candidate.tensor > 1, seeded_mlp()), loader
         )
-    finally:
-        setattr(dist, REDUCE_SCATTER, reduce_scatter)
-    units = findings.reductions[3]  # of the first window
-    findings.reductions = [reduced // units if reduced % units == 0 else -1 for reduced in findings.reductions]
+    once = next(reduced for reduced in findings.reductions if reduced)
+    findings.reductions = [reduced // once if reduced % once == 0 else -1 for reduced in findings.reductions]
 
 
-def _count_exchanges(findings: Findings, common: dict[str, Any]) -> None:
-    """Record, after each micro-batch, how often ZeRO has exchanged gradients so far."""
+@contextlib.contextmanager
+def _counted(strategy: Any, candidate: Candidate) -> Iterator[list[int]]:
+    """Count the exchanges of a strategy's gradients within the context."""
     count = [0]
 
     def counted(function: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
             tensors = [one for one in (*arguments, *options.values()) if isinstance(one, Tensor)]
-            count[0] += any(one.numel() > 8 for one in tensors)  # norms and flags are single numbers
+            # Norms, weights and flags are a few numbers.
+            count[0] += not tensors or any(one.numel() > 8 for one in tensors)
             return function(*arguments, **options)
 
         return call
 
-    names = ("all_reduce", "reduce", REDUCE_SCATTER)
-    functions = {name: getattr(dist, name) for name in names}
-    for name, function in functions.items():
-        setattr(dist, name, counted(function))
-    try:
-        loader = DataLoader(TensorDataset(*classes(80)), batch_size=8 // common["devices"])
-        note = LambdaCallback(on_train_batch_end=lambda *_: findings.reductions.append(count[0]))
-        Fit(**common, max_epochs=1, accumulate_grad_batches=4, callbacks=note).fit(scored(), loader)
-    finally:
-        for name, function in functions.items():
-            setattr(dist, name, function)
-    once = next(reduced for reduced in findings.reductions if reduced)
-    findings.reductions = [reduced // once if reduced % once == 0 else -1 for reduced in findings.reductions]
+    def hook(state, bucket):  # torch inspects annotations, which must not be strings
+        count[0] += 1
+        return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None is the whole world
 
-
-def _draw(findings: Findings, common: dict[str, Any], rank: int, splits: bool) -> None:
-    loader = DataLoader(TensorDataset(*numbers(32)), batch_size=4)
-    for _ in range(2):
-        # Draws of the process before a seeded run must not matter.
-        torch.manual_seed(100 + 10 * rank + len(findings.masks))
-        module = Dropping(splits)
-        Fit(**common, seed=SEED, max_epochs=1).fit(module, loader)
-        findings.masks.append(module.masks)
-        assert module.initial is not None
-        findings.initial.append(module.initial)
-    torch.manual_seed(rank)
-    module = Dropping(splits, nn.Linear(6, 3))
-    Fit(**common, max_epochs=1).fit(module, loader)
-    findings.unseeded = module.initial
+    with contextlib.ExitStack() as patches:
+        if isinstance(strategy, DDPStrategy):
+            strategy.comm_hook = hook
+        elif candidate.shards or candidate.is_zero:
+            # Newer versions of torch and DeepSpeed call reduce_scatter_single, which is no name of older ones.
+            for name in ("all_reduce", "reduce", "reduce_scatter_tensor", "reduce_scatter_single"):
+                if hasattr(dist, name):
+                    patches.enter_context(patch.object(dist, name, counted(getattr(dist, name))))
+        elif isinstance(strategy, DistributedStrategy):
+            strategy.exchange_gradients = counted(strategy.exchange_gradients)  # type: ignore[method-assign]
+        yield count

@@ -1,60 +1,73 @@
-"""The strategies that must give the reference's numbers. A new one is added by a line here."""
+"""The strategies that must give the reference's numbers. A new one is added by a row here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import parity_device
+from parity_features import BY_NAME, PRECISIONS
 
-from averaging import Averaging, AveragingInContext
 from cpu_kernels import FP16
-from drivetrain import Strategy
-from drivetrain_strategies import DeepSpeedStrategy, FSDPStrategy
+from oracle.program import Program
 
 Job = tuple[str, str]
-"""A case's name, and a precision."""
+"""A feature's name, and a precision."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy as the suite runs it.
+    """A strategy as the suite runs it."""
 
-    Attributes:
-        name: as `Fit(strategy=...)` takes it, except if layers are split.
-        ranks: the number of ranks on which it runs every case.
-        also_on: a larger number of ranks, for the cases that depend on it.
-        refuses: cases that it cannot train, with a part of the error message, raised before or in the first step.
-        refuses_precisions: the same for precisions.
-        only: the only cases that it runs; empty for all.
-        shards: a rank holds parts of gradients, so norms are summed part by part.
-        tensor: the number of ranks over which layers are split by user code; these ranks read the same data.
-        make: builds it with settings that its name does not include.
-        zero: a parameter without a gradient counts as one whose gradient is zero; mixed precision keeps parameters in
-            half precision; at stages 2 and 3 gradients are exchanged after every micro-batch.
-    """
-
-    name: str
-    ranks: int
-    also_on: tuple[int, ...] = ()
+    name: str  # the column of the matrix
+    ranks: int  # the number of processes on which it runs every feature
+    also_on: tuple[int, ...] = ()  # a larger number of processes, for the features that depend on it
+    # features that it cannot train, with a part of the error message, raised before or in the first step
     refuses: dict[str, str] = field(default_factory=dict)
-    refuses_precisions: dict[str, str] = field(default_factory=dict)
-    only: tuple[str, ...] = ()
-    shards: bool = False
-    tensor: int = 1
-    make: Callable[[], Strategy] | None = None
-    zero: int = 0
+    refuses_precisions: dict[str, str] = field(default_factory=dict)  # the same for precisions
+    only: tuple[str, ...] = ()  # the only features that it runs; empty for all
+    why_only: str = ""  # why the other features show nothing new
+    tensor: int = 1  # the number of processes over which layers are split by user code; they read the same data
+    variant: str = ""  # the strategy in `oracle.strategies`; empty for ``name``
 
-    def strategy(self) -> str | Strategy:
-        """Return the argument of `Fit`."""
-        if self.make is not None:
-            return self.make()
-        return self.name
+    @property
+    def strategy(self) -> str:
+        return self.variant or self.name
+
+    @property
+    def shards(self) -> bool:
+        """Whether a rank holds parts of gradients, so that norms are summed part by part."""
+        return self.name.startswith(("fsdp", "hsdp"))
+
+    @property
+    def is_zero(self) -> bool:
+        return self.name.startswith("deepspeed")
 
     def refusal(self, job: Job) -> str | None:
         """Return a part of the message with which it refuses a job, or None."""
-        case, precision = job
-        return self.refuses_precisions.get(precision) or self.refuses.get(case)
+        feature, precision = job
+        return self.refuses_precisions.get(precision) or self.refuses.get(feature)
+
+    def program(self, job: Job, ranks: int) -> Program:
+        feature, precision = job
+        return BY_NAME[feature].on(self.strategy, ranks // self.tensor, self.tensor, precision)
+
+    def jobs(self, ranks: int) -> list[Job]:
+        """Return all jobs on ``ranks`` processes, refusals first: they must not affect later runs (G-07)."""
+        jobs = [(name, precision) for precision, plan in PRECISIONS.items() for name in plan.features]
+        if self.is_zero:  # whose parameters are in half precision, with statistics in float32
+            jobs.append(("BatchNorm", "bf16-mixed"))
+        if self.only:
+            jobs = [job for job in jobs if job[0] in self.only and job[1] == "32-true"]
+        if ranks != self.ranks:
+            jobs = [job for job in jobs if BY_NAME[job[0]].four_ranks and job[1] == "32-true"]
+            jobs = [job for job in jobs if self.refusal(job) is None]
+        jobs = [job for job in jobs if job[0] == "token-weighted" or job[1] not in self.refuses_precisions]
+        if parity_device.DEVICE != "cpu":
+            chosen = parity_device.CASES
+            # NCCL cannot reduce sparse gradients.
+            sparse = self.name == "ddp"
+            jobs = [job for job in jobs if (not chosen or job[0] in chosen) and not (sparse and "sparse" in job[0])]
+        return sorted(jobs, key=lambda job: self.refusal(job) is None)
 
 
 NO_SPARSE = {"sparse embedding": "an EmbeddingBag with sparse=True"}
@@ -75,74 +88,47 @@ if not FP16 and parity_device.DEVICE == "cpu":
     PRECISIONS_BY_ZERO["16-mixed"] = "which this device does not support"
 
 
-def everything_spread() -> Strategy:
-    """Return ZeRO 3 with all parameters sharded; it leaves small ones whole by default (E-13)."""
-    return DeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=0)
-
-
-def copied_shards() -> Strategy:
-    """Return a hybrid with one unit; several units on two by two ranks are tested in test_fsdp_meshes.py."""
-    return FSDPStrategy(sharding="hybrid", wrap=[])
-
-
-def split_layers() -> Strategy:
-    """Return the same, with layers additionally split over two ranks."""
-    return FSDPStrategy(tensor_parallel=2, wrap=[])
+def zero(name: str, **options: object) -> Candidate:
+    return Candidate(name, 2, refuses=BY_ZERO, refuses_precisions=PRECISIONS_BY_ZERO, **options)  # type: ignore[arg-type]
 
 
 STRATEGIES = [
     Candidate("single_device", ranks=1),
-    Candidate(
-        "ddp",
-        ranks=2,
-        also_on=(4,),
-        # C-01: refused by name, in the first step.
-        refuses={"unused parameter": "got no gradient: 'net.spare.weight', 'net.spare.bias'"},
-    ),
-    Candidate(
-        "ddp_static_graph",
-        ranks=2,
-        also_on=(4,),
-        refuses={"GAN": "static_graph=True together with manual optimization"},
-    ),
+    # C-01: refused by name, in the first step.
+    Candidate("ddp", ranks=2, also_on=(4,), refuses={"unused parameter": "got no gradient: 'net.orphan'"}),
+    Candidate("ddp_static_graph", ranks=2, refuses={"GAN": "static_graph=True together with manual optimization"}),
     # K-01: with public names only, as in a third-party package.
-    Candidate("averaging", ranks=2, make=Averaging),
+    Candidate("averaging", ranks=2),
     Candidate(
         "averaging_in_context",
         ranks=2,
         only=("plain", "accumulated", "uneven data, joining ranks", "several optimizers", "LBFGS", "GAN"),
-        make=AveragingInContext,
+        why_only="it differs from 'averaging' in when gradients are averaged",
     ),
-    # It differs from "ddp" in the parameters that it waits for.
     Candidate(
         "ddp_find_unused_parameters_true",
         ranks=2,
         only=("plain", "accumulated", "unused parameter", "uneven data, joining ranks"),
+        why_only="it differs from 'ddp' in the parameters that it waits for",
     ),
-    Candidate("fsdp", ranks=2, also_on=(4,), refuses=NO_SPARSE, shards=True),
-    Candidate("fsdp_grad_op", ranks=2, refuses=NO_SPARSE, shards=True),
-    Candidate("hsdp", ranks=4, refuses=NO_SPARSE, shards=True, make=copied_shards),
-    Candidate("fsdp x tp", ranks=4, refuses=NO_SPARSE, shards=True, tensor=2, make=split_layers),
-    Candidate("deepspeed_stage_1", ranks=2, refuses=BY_ZERO, refuses_precisions=PRECISIONS_BY_ZERO, zero=1),
-    Candidate(
-        "deepspeed_stage_2", ranks=2, also_on=(4,), refuses=BY_ZERO, refuses_precisions=PRECISIONS_BY_ZERO, zero=2
-    ),
-    Candidate(
-        "deepspeed_stage_3",
-        ranks=2,
-        also_on=(4,),
-        refuses=BY_ZERO,
-        refuses_precisions=PRECISIONS_BY_ZERO,
-        make=everything_spread,
-        zero=3,
-    ),
-    Candidate(
+    Candidate("fsdp", ranks=2, also_on=(4,), refuses=NO_SPARSE),
+    Candidate("fsdp_grad_op", ranks=2, refuses=NO_SPARSE),
+    Candidate("hsdp", ranks=4, refuses=NO_SPARSE, variant="hsdp_one_unit"),
+    Candidate("fsdp x tp", ranks=4, refuses=NO_SPARSE, tensor=2, variant="fsdp_tensor_parallel"),
+    zero("deepspeed_stage_1"),
+    zero("deepspeed_stage_2"),
+    # It leaves small parameters whole by default (E-13).
+    zero("deepspeed_stage_3", also_on=(4,), variant="deepspeed_stage_3_all_sharded"),
+    zero(
         "deepspeed_stage_2_offload",
-        ranks=2,
         only=("plain", "clipped by norm", "accumulated", "token-weighted", "zero-weight window", "unused parameter"),
-        zero=2,
+        why_only="it differs from 'deepspeed_stage_2' in where the optimizer steps",
     ),
-    Candidate("deepspeed_stage_3_offload", ranks=2, only=("plain", "clipped by norm", "accumulated"), zero=3),
+    zero(
+        "deepspeed_stage_3_offload",
+        only=("plain", "clipped by norm", "accumulated"),
+        why_only="it differs from 'deepspeed_stage_3' in where the optimizer steps",
+    ),
 ]
 if parity_device.DEVICE != "cpu":
     STRATEGIES = [

@@ -1,0 +1,156 @@
+"""What a program evaluates: validation within the run, averaged weights, and a saved checkpoint."""
+
+from __future__ import annotations
+
+import torch
+
+from oracle.dealing import deal_evaluation, deal_streams, stated_length
+from oracle.outcome import Evaluated
+from oracle.program import EVALUATED, Evaluation
+from oracle.rank_states import RankStates, put_buffers
+
+
+class Evaluations(RankStates):
+    """Validates, averages weights, and evaluates checkpoints."""
+
+    def validate_within(self, over: bool) -> None:
+        validation = self.program.validation
+        if validation is None or validation.interval is None or not self.due():
+            return
+        if self.batch_idx % self.interval() == 0:
+            self.validate()
+
+    def validate_at_the_end(self, cut: bool) -> None:
+        validation = self.program.validation
+        assert validation is not None
+        if not self.due():
+            return
+        if validation.interval is None or cut or self.missed():
+            if self.outcome.hooks and self.validated_at == self.micro_batches:
+                return
+            self.validate()
+
+    def due(self) -> bool:
+        validation = self.program.validation
+        assert validation is not None
+        return (self.epoch + 1) % validation.every_n_epochs == 0
+
+    def interval(self) -> int:
+        validation, data = self.program.validation, self.program.data
+        assert validation is not None
+        if isinstance(validation.interval, int):
+            return validation.interval
+        assert validation.interval is not None
+        length = stated_length(data, self.world)
+        return max(1, int((2**31 if length is None else length) * validation.interval))  # None would be refused
+
+    def missed(self) -> bool:
+        """Return whether the data ended before a validation that the stated length had promised."""
+        validation, length = self.program.validation, stated_length(self.program.data, self.world)
+        assert validation is not None
+        if length is None or validation.interval is None:
+            return False
+        interval = self.interval()
+        if isinstance(validation.interval, int):  # if there was none at all, their number depends on the data
+            return self.batch_idx < interval <= length
+        return (self.batch_idx // interval + 1) * interval <= length
+
+    def validate(self) -> None:
+        """Validate on all ranks with rank 0's buffers; training's own buffers, generators and modes are restored."""
+        validation = self.program.validation
+        assert validation is not None
+        self.validated_at = self.micro_batches
+        own = [(rank.buffers, rank.generator) for rank in self.ranks]
+        self.broadcast_buffers()
+        self.net.eval()
+        self.logged.begin("validate")
+        self.hook("on_validation_start")
+        if self.program.average is not None and self.program.average.evaluates:
+            self.put_averages()
+        self.hook("on_validation_epoch_start")
+        global_batches = deal_evaluation(validation.samples, validation.batch, self.world)
+        if validation.kind != "map":
+            global_batches = deal_streams(validation.data, self.world)
+        for at, micro in enumerate(global_batches):
+            if micro[0]:
+                self.hook("on_validation_batch_start", micro)
+            for rank, mine in enumerate(micro):
+                if mine:
+                    parts = self.cast(validation.data, mine)
+                    with self.as_rank(rank), torch.no_grad(), self.autocast():
+                        loss = self.net.loss(parts)
+                        self.logged.log("validation_step", rank, loss, at, parts)
+            if micro[0]:
+                self.hook("on_validation_batch_end", micro)
+        self.hook("on_validation_epoch_end")
+        self.logged.end(self.steps)
+        self.hook("on_validation_end")
+        self.take_averages()
+        self.net.train()
+        for each, (buffers, generator) in zip(self.ranks, own, strict=True):
+            each.buffers, each.generator = buffers, generator
+        self.logged.stage = "train"
+
+    def update_average(self, trained: set[str]) -> None:
+        """Update the averages from the weights. A parameter that has not been trained yet is its own average.
+
+        The average is a callback that follows the one with the program's hooks, so it sees what these wrote.
+        """
+        plan = self.program.average
+        if plan is None or self.steps <= plan.start:
+            return
+        for name, one in self.net.named_parameters():
+            if name not in trained and name not in self.averages:
+                continue
+            wide = torch.promote_types(one.dtype, torch.float32)
+            if self.updates == 0:
+                self.averages[name] = one.detach().to(wide, copy=True)
+            else:
+                average = self.averages.setdefault(name, self.before[name].to(wide, copy=True))
+                average.lerp_(one.detach().to(wide), 1 - plan.decay)
+        self.updates += 1
+
+    def put_averages(self) -> None:
+        for name, one in self.net.named_parameters():
+            if name in self.averages:
+                self.trained[name] = one.detach().clone()
+                one.data.copy_(self.averages[name])
+
+    def take_averages(self) -> None:
+        for name, one in self.net.named_parameters():
+            if name in self.trained:
+                one.data.copy_(self.trained[name])
+        self.trained = {}
+
+    def evaluate_checkpoint(self, plan: Evaluation) -> Evaluated:
+        """Return what an evaluation of a checkpoint that is saved now gives."""
+        average = self.program.average
+        averages = plan.averaged
+        if averages is None:  # as the run evaluates, or as it leaves the module
+            averages = average is not None and self.updates > 0 and (average.evaluates or bool(self.trained))
+        if averages and not self.updates:
+            return Evaluated(refused=True)
+        before = {name: one.detach().clone() for name, one in self.net.named_parameters()}
+        trained = dict(self.trained)
+        strategy, self.strategy = self.strategy, plan.strategy
+        self.take_averages()
+        if averages:
+            self.put_averages()
+        buffers = dict(self.net.named_buffers())
+        put_buffers(self.net, self.ranks[0].buffers)
+        weights = {name: one.detach().clone() for name, one in self.net.state_dict().items()}
+        self.net.eval()
+        sums = samples = 0.0
+        for micro in deal_evaluation(EVALUATED.samples, EVALUATED.batch, plan.ranks):
+            for mine in micro:
+                if mine:
+                    with torch.no_grad(), self.in_half(), self.autocast():
+                        sums += len(mine) * float(self.net.loss(self.cast(EVALUATED.data, mine)))
+                    samples += len(mine)
+        self.net.train()
+        put_buffers(self.net, buffers)
+        self.strategy = strategy
+        for name, one in self.net.named_parameters():
+            one.data.copy_(before[name])
+        self.trained = trained
+        return Evaluated(loss=sums / samples, weights=weights)
