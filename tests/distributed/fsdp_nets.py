@@ -1,12 +1,14 @@
-"""Networks for tests of sharded runs: repeated blocks, ties across blocks, experts, scalar parameters."""
+"""Networks for tests of sharded runs: repeated blocks, ties, experts, scalar parameters; and how they are trained."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from small_runs import FEATURES, Regression, seeded
+from small_runs import FEATURES, Regression, global_batches, loader, seeded, train_by_hand, trained, weights
 from torch import Tensor, nn
+
+from drivetrain_strategies import FSDPStrategy
 
 WIDTH = 8
 
@@ -51,6 +53,16 @@ class DeepRegression(Regression):
         return torch.optim.AdamW(trained, lr=self.lr, eps=1e-5, weight_decay=0.1)
 
 
+class TwiceDeep(Deep):
+    """Every block runs twice in a forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return self.head(x)
+
+
 class Tied(Deep):
     """Two blocks share a matrix, and the root has a parameter list and a scalar parameter."""
 
@@ -86,3 +98,13 @@ class Experts(nn.Module):
             if bool(chosen.any()):
                 out[chosen] = expert(hidden[chosen])
         return self.head(out)
+
+
+def trained_on_shards(module: Any, options: dict[str, Any], samples: int = 32, **settings: Any) -> Tensor:
+    """Train on this rank's batches of 4 under `FSDPStrategy`, and return the weights."""
+    return trained(module, loader(samples, 4), strategy=FSDPStrategy(**options), **settings)
+
+
+def trained_in_plain_torch(module: Any, samples: int = 32, ranks: int = 2, window: int = 1, epochs: int = 1) -> Tensor:
+    """Train on the batches of all ranks, in one process without drivetrain, and return the weights."""
+    return weights(train_by_hand(module, global_batches(samples, 4 * ranks), window, epochs=epochs))

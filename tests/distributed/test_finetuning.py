@@ -8,122 +8,116 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import assert_near, quiet
+from small_runs import assert_near, global_batches, loader, quiet, refusal, seeded
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import TrainModule
-from drivetrain.callbacks import BackboneFinetuning, BaseFinetuning, Checkpoint
+from drivetrain.callbacks import BackboneFinetuning, BaseFinetuning, Checkpoint, LambdaCallback
 from drivetrain.errors import ConfigurationError
-from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+from drivetrain.testing import assert_close_states
+from drivetrain_strategies import DDPStrategy, FSDPStrategy
 from worlds import on_ranks
 
-SAMPLES, BATCH, EPOCHS, AT = 48, 8, 5, 2
-STRATEGIES: dict[str, Callable[[], Any]] = {
-    "single": lambda: "auto",
-    "ddp": DDPStrategy,
-    "ddp, static graph": lambda: DDPStrategy(static_graph=True),
-    "ddp, unused": lambda: DDPStrategy(find_unused_parameters=True),
-    "fsdp": FSDPStrategy,
-    "hsdp": lambda: FSDPStrategy(sharding="hybrid"),
-    "fsdp x tp": lambda: FSDPStrategy(tensor_parallel=2),
+SAMPLES, BATCH, EPOCHS, AT = 24, 8, 4, 1
+STRATEGIES: dict[str, tuple[int, Callable[[], Any]]] = {
+    "single": (1, lambda: "auto"),
+    "ddp": (2, DDPStrategy),
+    "ddp, static graph": (2, lambda: DDPStrategy(static_graph=True)),
+    "fsdp": (2, FSDPStrategy),
+    "hsdp": (4, lambda: FSDPStrategy(sharding="hybrid")),
+    "fsdp x tp": (4, lambda: FSDPStrategy(tensor_parallel=2)),
 }
 
 
 class Net(TrainModule):
     def __init__(self) -> None:
         super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.backbone = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
-            self.head = nn.Linear(4, 1)
+        self.backbone = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()))
+        self.head = seeded(lambda: nn.Linear(4, 1))
 
     def configure_model(self) -> None:
         mesh = self.trainer.strategy.device_mesh
         if mesh is not None and "tensor" in mesh.mesh_dim_names:
             parallelize_module(self.backbone, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
-    def loss(self, batch: Any) -> Tensor:
-        return nn.functional.mse_loss(self.head(self.backbone(batch[0])).squeeze(1), batch[1])
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch)
+        return nn.functional.mse_loss(self.head(self.backbone(batch[0])), batch[1])
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=0.1)
+        trained = [(name, one) for name, one in self.named_parameters() if one.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=0.1)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)]
 
 
-def rows() -> TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(SAMPLES, 4, generator=generator), torch.randn(SAMPLES, generator=generator))
+class WithNorm(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone[1] = nn.BatchNorm1d(4)
 
 
-def by_hand(epochs: int = EPOCHS) -> tuple[dict[str, Tensor], list[list[float]]]:
+@pytest.fixture(scope="module")
+def by_hand() -> tuple[dict[str, Tensor], list[list[float]]]:
+    """The weights and the learning rates of each epoch.
+
+    Written by hand: programs of the oracle do not change the rate of a group that was added.
+    """
     model = Net()
     model.backbone.requires_grad_(False)
     (optimizer,), (scheduler,) = model.configure_optimizers()
     rates: list[list[float]] = []
     rate = 0.0
-    for epoch in range(epochs):
+    for epoch in range(EPOCHS):
         head = optimizer.param_groups[0]["lr"]
         if epoch == AT:
             model.backbone.requires_grad_(True)
             rate = 0.1 * head
-            optimizer.add_param_group({"params": list(model.backbone.parameters()), "lr": rate})
+            optimizer.add_param_group({"params": list(model.backbone.named_parameters()), "lr": rate})
         elif epoch > AT:
             rate = min(4 * rate, head)
             optimizer.param_groups[1]["lr"] = rate
         rates.append([group["lr"] for group in optimizer.param_groups])
-        for batch in DataLoader(rows(), batch_size=BATCH):
+        for batch in global_batches(SAMPLES, BATCH):
             optimizer.zero_grad()
-            model.loss(batch).backward()
+            model.training_step(batch, 0).backward()
             optimizer.step()
         scheduler.step()
     return model.state_dict(), rates
 
 
-class Watched(BackboneFinetuning):
-    def __init__(self) -> None:
-        super().__init__(AT, lambda epoch: 4.0)
-        self.rates: list[list[float]] = []
+def fitted(
+    module: Any, callbacks: list[Any], folder: Path, resumed_at: str = "", ranks: int = 1, **settings: Any
+) -> Any:
+    """Train with a finetuning and a checkpoint at every multiple of a step, or resume from one; return the `Fit`."""
+    saver = Checkpoint(folder / "c", every_n_train_steps=settings.pop("save_at", 3), save_top_k=-1)
+    path = next((folder / "c").glob(resumed_at)) if resumed_at else None
+    settings = {"max_epochs": EPOCHS, **settings}
+    fit = quiet(callbacks=[*callbacks, saver], enable_checkpointing=True, default_root_dir=folder, seed=1, **settings)
+    fit.fit(module, loader(SAMPLES, BATCH // ranks, shuffle=False), ckpt_path=path)
+    return fit
 
-    @property
-    def state_key(self) -> str:
-        return "BackboneFinetuning"
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+def _run(strategy: str, folder: Path, save_at: int, resumed_at: int = 0) -> tuple[dict[str, Tensor], list[list[float]]]:
+    ranks, make = STRATEGIES[strategy]
+    path = f"epoch=*-step={resumed_at}" if resumed_at else ""
+    settings: dict[str, Any] = {"strategy": make(), "devices": ranks, "save_at": save_at}
+    module, rates = Net(), []
+
+    def record_rates(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
-            self.rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])
+            rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])
+
+    callbacks = [BackboneFinetuning(AT, lambda epoch: 4.0), LambdaCallback(on_train_batch_start=record_rates)]
+    fitted(module, callbacks, folder, path, 2 if "tp" in strategy else ranks, **settings)
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}, rates
 
 
-def _run(strategy: str, world: int, folder: Path, epochs: int, path: Any = None) -> Any:
-    watched = Watched()
-    fit = quiet(
-        strategy=STRATEGIES[strategy](),
-        devices=world,
-        max_epochs=epochs,
-        default_root_dir=folder,
-        callbacks=[watched, Checkpoint(folder / "c", every_n_train_steps=1, save_top_k=-1)],
-        enable_checkpointing=True,
-    )
-    module = Net()
-    if path is not None:
-        path = next((folder / "c").glob(f"epoch=*-step={path}"))
-    fit.fit(module, DataLoader(rows(), batch_size=BATCH // (2 if "tp" in strategy else world)), ckpt_path=path)
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}, watched.rates
-
-
-CASES = [(name, {"single": 1, "hsdp": 4, "fsdp x tp": 4}.get(name, 2)) for name in STRATEGIES]
-
-
-@pytest.mark.parametrize(("strategy", "world"), CASES)
-def test_finetuning_equals_the_hand_written_loop(strategy: str, world: int, tmp_path: Path) -> None:  # L-02
-    wanted, rates = by_hand()
-    for found, seen in on_ranks(_run, world, strategy, world, tmp_path, EPOCHS, process_group=None):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_finetuning_equals_the_hand_written_loop(strategy: str, tmp_path: Path, by_hand: Any) -> None:
+    wanted, rates = by_hand
+    for found, seen in on_ranks(_run, STRATEGIES[strategy][0], strategy, tmp_path, 100, process_group=None):
         assert_near(found, wanted)
-        assert [len(one) for one in seen] == [1, 1, 2, 2, 2]
+        assert [len(one) for one in seen] == [1, 2, 2, 2]
         for one, other in zip(seen, rates, strict=True):
             assert one == pytest.approx(other)
 
@@ -131,168 +125,98 @@ def test_finetuning_equals_the_hand_written_loop(strategy: str, world: int, tmp_
 @pytest.mark.parametrize(
     ("first", "second", "step"),
     [
-        # within the second epoch, with the backbone frozen; between two epochs, where it is unfrozen
-        (("single", 1), ("fsdp", 2), 7),
-        (("ddp", 2), ("single", 1), 12),  # between two epochs, where it is unfrozen
-        (("fsdp", 2), ("ddp", 2), 15),
-        (("ddp", 2), ("hsdp", 4), 18),
-        (("fsdp", 2), ("fsdp", 2), 21),
-        (("fsdp x tp", 4), ("ddp", 2), 15),
-        (("ddp", 2), ("fsdp x tp", 4), 21),
+        pytest.param("single", "fsdp", 2, id="frozen"),
+        pytest.param("ddp", "single", 3, id="between two epochs, where it is unfrozen"),
+        pytest.param("fsdp", "fsdp x tp", 5, id="in the first epoch of the backbone"),
+        pytest.param("fsdp x tp", "ddp", 8, id="in the second epoch of the backbone"),
     ],
-    ids=str,
 )
-def test_finetuning_resumes_in_mid_schedule(
-    first: tuple[str, int], second: tuple[str, int], step: int, tmp_path: Path
-) -> None:  # L-02
-    on_ranks(_run, first[1], *first, tmp_path, 4, process_group=None)
-    wanted, _ = by_hand()
-    for found, _ in on_ranks(_run, second[1], *second, tmp_path, EPOCHS, step, process_group=None):
-        assert_near(found, wanted)
-
-
-def _under_zero(folder: Path) -> str:
-    fit = quiet(strategy=DeepSpeedStrategy(stage=1), devices=2, max_epochs=2, callbacks=[BackboneFinetuning(1)])
-    try:
-        fit.fit(Net(), DataLoader(rows(), batch_size=4))
-    except ConfigurationError as error:
-        return str(error)
-    return "trained"
-
-
-def test_zero_refuses_finetuning(tmp_path: Path) -> None:  # L-02
-    for said in on_ranks(_under_zero, 2, tmp_path, process_group=None):
-        assert "add_param_group" in said
-
-
-# One process
-
-
-class Normed(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        self.head = nn.Linear(4, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.head(self.backbone(batch[0])).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.1)
-
-
-def fitted(module: TrainModule, *callbacks: Any, epochs: int = 2, **settings: Any) -> Any:
-    fit = quiet(callbacks=list(callbacks), max_epochs=epochs, **settings)
-    fit.fit(module, DataLoader(rows(), batch_size=BATCH))
-    return fit
+def test_finetuning_resumes_in_mid_schedule(first: str, second: str, step: int, tmp_path: Path, by_hand: Any) -> None:
+    on_ranks(_run, STRATEGIES[first][0], first, tmp_path, step, process_group=None)
+    for found, _ in on_ranks(_run, STRATEGIES[second][0], second, tmp_path, 100, step, process_group=None):
+        assert_near(found, by_hand[0])
 
 
 @pytest.mark.parametrize("train_bn", [True, False])
-def test_batch_normalisation_trains_from_the_start_or_never(train_bn: bool) -> None:  # L-02
-    module = Normed()
+def test_batch_normalisation_trains_from_the_start_or_never(train_bn: bool, tmp_path: Path) -> None:
+    module = WithNorm()
     norm: Any = module.backbone[1]
     before = [one.clone() for one in (norm.weight, norm.running_mean)]
-    weights: list[bool] = []
+    trains: list[bool] = []
 
-    class Watching(BackboneFinetuning):
+    class RecordsTraining(BackboneFinetuning):
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            weights.append(module.backbone[0].weight.requires_grad)
-            assert norm.weight.requires_grad is train_bn
+            trains.extend((module.backbone[0].weight.requires_grad, norm.weight.requires_grad))
 
-    fit = fitted(module, Watching(1, train_bn=train_bn))
-    assert weights == [False, True]
+    fit = fitted(module, [RecordsTraining(1, train_bn=train_bn)], tmp_path, max_epochs=2)
+    assert trains == [False, train_bn, True, train_bn]
     moved = [not torch.equal(one, other) for one, other in zip((norm.weight, norm.running_mean), before, strict=True)]
     assert moved == [train_bn, train_bn]
-    assert [len(group["params"]) for group in fit.optimizers[0].param_groups] == [4 if train_bn else 2, 2]
+    assert [len(group["params"]) for group in fit.optimizers[0].param_groups] == [4 if train_bn else 2, 4]
 
 
-def test_a_module_without_a_backbone_is_refused() -> None:  # L-02
-    class Headless(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            del self.backbone
-
-    with pytest.raises(ConfigurationError, match=r"(?s)Headless has no submodule 'backbone'.*submodules are 'head'"):
-        fitted(Headless(), BackboneFinetuning())
+def test_a_module_without_a_backbone_is_refused() -> None:
+    module = Net()
+    del module.backbone
+    text = refusal(module, loader(8, 8), callbacks=BackboneFinetuning())
+    assert text.startswith("ConfigurationError")
+    assert "Net has no submodule 'backbone'" in text
+    assert "submodules are 'head'" in text
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"unfreeze_backbone_at_epoch": -1}, {"unfreeze_backbone_at_epoch": 1.0}, {"backbone_initial_lr": -0.1}],
-    ids=str,
+    ("name", "value"), [*(("unfreeze_backbone_at_epoch", one) for one in (-1, 1.0)), ("backbone_initial_lr", -0.1)]
 )
-def test_a_wrong_argument_is_refused_by_name(options: dict[str, Any]) -> None:  # L-02
-    with pytest.raises(ConfigurationError, match=rf"BackboneFinetuning\({next(iter(options))}="):
-        BackboneFinetuning(**options)
+def test_a_wrong_argument_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=rf"BackboneFinetuning\({name}="):
+        BackboneFinetuning(**{name: value})
 
 
 class Gradual(BaseFinetuning):
     """Unfreezes one more layer in each epoch."""
 
     def freeze_before_training(self, module: Any) -> None:
-        self.freeze([module.backbone[0], (module.backbone[1],)], train_bn=False)
+        self.freeze([module.backbone[0], (module.backbone[1:3],)], train_bn=False)
 
     def finetune_function(self, module: Any, epoch: int, optimizer: torch.optim.Optimizer) -> None:
         if epoch > 0:
-            self.unfreeze_and_add_param_group(module.backbone[2 - epoch], optimizer)
+            self.unfreeze_and_add_param_group(module.backbone[3 - epoch], optimizer)
 
 
-def test_a_user_defined_schedule(tmp_path: Path) -> None:  # L-02
-    def run(epochs: int, path: Any = None) -> tuple[Any, Normed]:
-        module = Normed()
-        torch.nn.init.ones_(module.head.weight)
-        saver = Checkpoint(tmp_path / "c", save_top_k=-1)
-        fit = quiet(callbacks=[Gradual(), saver], max_epochs=epochs, seed=1, enable_checkpointing=True)
-        fit.fit(module, DataLoader(rows(), batch_size=BATCH), ckpt_path=path)
-        return fit, module
+@pytest.mark.parametrize(
+    ("make", "rates"),
+    [
+        pytest.param(Gradual, [0.05, 0.005, 0.005, 0.005], id="user-defined"),
+        pytest.param(lambda: BackboneFinetuning(1, train_bn=False), [0.05, 0.04], id="backbone"),
+    ],
+)
+def test_a_schedule_resumes_in_one_process_with_the_names_of_its_groups(
+    make: Callable[[], Any], rates: list[float], tmp_path: Path
+) -> None:
+    module, resumed = WithNorm(), WithNorm()
+    fit = fitted(module, [make()], tmp_path)
+    again = fitted(resumed, [make()], tmp_path, "epoch=1-step=6")
+    groups = fit.optimizers[0].param_groups
+    assert groups[0]["param_names"] == ["head.weight", "head.bias"]
+    assert groups[-1]["param_names"][:2] == ["backbone.0.weight", "backbone.0.bias"]
+    assert [group["lr"] for group in groups] == pytest.approx(rates)
+    assert [one["param_names"] for one in again.optimizers[0].param_groups] == [one["param_names"] for one in groups]
+    assert_close_states(resumed.state_dict(), module.state_dict(), atol=0, rtol=0)
 
-    fit, module = run(3)
-    assert [group["lr"] for group in fit.optimizers[0].param_groups] == pytest.approx([0.1, 0.01, 0.01])
-    again, resumed = run(3, next((tmp_path / "c").glob("epoch=1-*")))
-    assert [len(group["params"]) for group in again.optimizers[0].param_groups] == [2, 2, 2]
-    for (name, one), other in zip(module.state_dict().items(), resumed.state_dict().values(), strict=True):
-        assert torch.equal(one, other), name
 
-
-def test_parameters_already_in_the_optimizer_are_not_added(caplog: pytest.LogCaptureFixture) -> None:  # L-02
+def test_parameters_already_in_the_optimizer_are_not_added(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     class All(Net):
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    fit = fitted(All(), BackboneFinetuning(1), epochs=3)
+    fit = fitted(All(), [BackboneFinetuning(1)], tmp_path, max_epochs=3)
     assert [group["lr"] for group in fit.optimizers[0].param_groups] == [0.1]
     assert "4 of the 4 parameters to unfreeze are in the optimizer already" in caplog.text
 
 
-def test_an_optimizer_of_named_parameters_accepts_the_backbone(tmp_path: Path) -> None:  # L-02
-    class Named(Net):
-        def configure_optimizers(self) -> Any:
-            trained = [(name, one) for name, one in self.named_parameters() if one.requires_grad]
-            return torch.optim.AdamW(trained, lr=0.1)
-
-    def run(epochs: int, path: Any = None) -> tuple[Any, Net]:
-        module = Named()
-        saver = Checkpoint(tmp_path / "c", every_n_train_steps=1, save_top_k=-1)
-        fit = quiet(callbacks=[BackboneFinetuning(1), saver], max_epochs=epochs, seed=1, enable_checkpointing=True)
-        fit.fit(module, DataLoader(rows(), batch_size=BATCH), ckpt_path=path)
-        return fit, module
-
-    fit, module = run(3)
-    head, backbone = fit.optimizers[0].param_groups
-    assert head["param_names"] == [name for name, _ in module.named_parameters() if name.startswith("head")]
-    assert backbone["param_names"] == [name for name, _ in module.named_parameters() if name.startswith("backbone")]
-    for path in sorted((tmp_path / "c").glob("epoch=1-*"))[:2]:
-        again, resumed = run(3, path)
-        assert again.optimizers[0].param_groups[1]["param_names"] == backbone["param_names"]
-        for (name, one), other in zip(module.state_dict().items(), resumed.state_dict().values(), strict=True):
-            assert torch.equal(one, other), name
-
-
-def test_a_backbone_that_is_overdue_on_resume_trains_at_once(tmp_path: Path) -> None:  # L-02
-    saver = Checkpoint(tmp_path / "c", save_top_k=-1)
-    fitted(Net(), BackboneFinetuning(10), saver, epochs=3, enable_checkpointing=True, default_root_dir=tmp_path)
-    fit = quiet(callbacks=[BackboneFinetuning(1), Checkpoint(tmp_path / "c")], max_epochs=5, enable_checkpointing=True)
+def test_a_backbone_that_is_overdue_on_resume_trains_at_once(tmp_path: Path) -> None:
+    fitted(Net(), [BackboneFinetuning(10)], tmp_path)
     module = Net()
-    fit.fit(module, DataLoader(rows(), batch_size=BATCH), ckpt_path=next((tmp_path / "c").glob("epoch=2-*")))
+    fit = fitted(module, [BackboneFinetuning(1)], tmp_path, "epoch=2-*", max_epochs=5)
     assert module.backbone[0].weight.requires_grad
     assert [len(group["params"]) for group in fit.optimizers[0].param_groups] == [2, 4]

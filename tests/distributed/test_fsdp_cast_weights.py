@@ -1,4 +1,4 @@
-"""Autocast's casts of sharded weights: how many bytes a rank holds, and that results are bit for bit equal."""
+"""Half-precision casts of sharded weights, by autocast or by a policy: the bits of results, and traffic."""
 
 from __future__ import annotations
 
@@ -10,162 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from live_bytes import LiveBytes
-from small_runs import Regression, each, global_batches, loader, quiet, seeded
-from test_fsdp_memory import Watch
+from fsdp_nets import trained_on_shards
+from small_runs import Regression, global_batches, loader, quiet, seeded
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from drivetrain import Callback
+from benchmarks.traffic import a_step
 from drivetrain_strategies import FSDPStrategy
 from worlds import on_ranks
 
 HALF = torch.bfloat16
-WIDTH = 128
-UNIT = 2 * WIDTH * WIDTH * 4
-SHARD = UNIT // 2
-"""What a rank holds of a block, of two."""
-REST = UNIT // 4
-"""Of one block, at most: a norm, and the activations of a small batch."""
-
-
-class Block(nn.Module):
-    """Two matrices around a residual, and a norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Deep(Regression):
-    """A number of blocks; their matrices may be frozen, in a given dtype, and each may have a trainable vector."""
-
-    def __init__(self, depth: int, frozen: torch.dtype | None = None) -> None:
-        super().__init__()
-        self.net = seeded(lambda: nn.Sequential(*(Block() for _ in range(depth))))
-        for name, parameter in self.net.named_parameters():
-            if frozen is not None and "norm" not in name:
-                parameter.requires_grad_(False).data = parameter.data.to(frozen)
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        return self.net(batch[0].repeat(1, WIDTH // 4)).square().mean()
-
-
-class PeakOfEvaluation(Watch):
-    """Also records the peak of live bytes within a validation."""
-
-    def on_validation_start(self, trainer: Any, module: Any) -> None:
-        self.live.restart()
-
-    def on_validation_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-        self.found["peak evaluation"] = self.live.peak
-
-
-def _held(depth: int, precision: str, options: dict[str, Any], frozen: torch.dtype | None) -> dict[str, int]:
-    with LiveBytes() as live:
-        watch = PeakOfEvaluation(live)
-        strategy = FSDPStrategy(wrap=[Block], **options)
-        fit = quiet(strategy=strategy, callbacks=watch, max_steps=1, precision=precision)
-        module = Deep(depth, frozen)
-        module.validation_step = lambda batch, batch_idx: module.loss(batch)  # type: ignore[method-assign, misc]
-        fit.fit(module, loader(8, 4), loader(8, 4))
-    return watch.found
-
-
-def _by_depth(precision: str, options: dict[str, Any], frozen: torch.dtype | None = None) -> dict[str, float]:
-    """Return what each further block adds to the live bytes at each point."""
-    shallow, deep = (_held(depth, precision, options, frozen) for depth in (2, 6))
-    return {point: (deep[point] - shallow[point]) / 4 for point in shallow}
-
-
-CHECKPOINTED = {"activation_checkpointing": [Block]}
-
-
-@pytest.mark.parametrize(
-    ("precision", "options"),
-    [
-        ("bf16-mixed", {}),
-        ("bf16-mixed", CHECKPOINTED),
-        ("bf16-mixed", {"mixed_precision": MixedPrecisionPolicy(HALF, torch.float32, cast_forward_inputs=False)}),
-        ("16-mixed", {}),
-    ],
-    ids=str,
-)
-def test_a_further_block_costs_its_shards_and_its_activations(precision: str, options: dict[str, Any]) -> None:
-    # D-01, D-07: without casts of its weights, UNIT / 2, which autocast's cache would keep until the end of the
-    # forward, and products until their backward
-    for more in on_ranks(_by_depth, 2, precision, options):
-        assert SHARD <= more["forward"] <= SHARD + REST
-        assert more["peak forward"] <= SHARD + REST
-        assert more["peak backward"] <= 2 * SHARD + REST
-        assert more["peak evaluation"] <= 2 * SHARD + REST  # gradients stay until the next step
-
-
-def test_gathered_weights_keep_their_casts() -> None:
-    # Shows that the test above measures a real effect; and nothing is cast twice if nothing is dropped.
-    for more in on_ranks(_by_depth, 2, "bf16-mixed", {"sharding": "grad_op"}):
-        assert more["forward"] >= SHARD + UNIT + UNIT // 2
-
-
-@pytest.mark.parametrize(
-    ("dtype", "options", "kept"),
-    [
-        (torch.float32, {}, SHARD),
-        (torch.float32, CHECKPOINTED, SHARD),
-        (torch.float32, {"sharding": "grad_op"}, SHARD + UNIT + UNIT // 2),
-        (HALF, {}, SHARD // 2),
-    ],
-    ids=str,
-)
-def test_memory_of_frozen_weights(dtype: torch.dtype, options: dict[str, Any], kept: int) -> None:
-    # D-07: autocast caches no casts of weights frozen in float32, so each product saves its own, which is freed like
-    # those of trainable weights; weights frozen in bf16 need no cast.
-    for more in on_ranks(_by_depth, 2, "bf16-mixed", options, dtype):
-        assert kept <= more["forward"] <= kept + REST
-
-
-class Freezing(Deep):
-    """Freezes its matrices after the first step."""
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        for block in self.net:
-            for layer in (block.up, block.down):
-                layer.weight.requires_grad_(False)
-
-
-class AfterForward(Callback):
-    """Records the live bytes after each forward."""
-
-    def __init__(self, live: LiveBytes) -> None:
-        self.live = live
-        self.found: list[int] = []
-
-    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
-        self.found.append(self.live.now())
-
-
-def _freezing(depth: int) -> list[int]:
-    with LiveBytes() as live:
-        after = AfterForward(live)
-        module = Freezing(depth)
-        quiet(strategy=FSDPStrategy(wrap=[Block]), callbacks=after, precision="bf16-mixed").fit(module, loader(16, 4))
-    assert not any("forward" in child.__dict__ for child in module.modules())
-    return after.found
-
-
-def test_memory_of_weights_that_are_frozen_later() -> None:
-    # D-07, I-03
-    for shallow, deep in on_ranks(each, 2, _freezing, (2,), (6,)):
-        _, frozen = [(more - fewer) / 4 for fewer, more in zip(shallow, deep, strict=True)]
-        assert SHARD <= frozen <= SHARD + REST
-
-
-# Equal bits
 
 
 class Reusing(nn.Module):
@@ -191,36 +46,6 @@ class OtherDtype(Reusing):
             return super().forward(x)
 
 
-class Twice(nn.Module):
-    """Runs its blocks twice, the second time in reverse order."""
-
-    def __init__(self, block: type[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(block() for _ in range(3))
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in (*self.blocks, *reversed(self.blocks)):
-            x = block(x)
-        return self.head(x)
-
-
-def _saves_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    saves = operation is torch.ops.aten.mm.default
-    return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-class PairwiseCheckpointed(Twice):
-    """Recomputes its blocks two at a time, with a checkpointing of its own that keeps products."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        contexts = partial(create_selective_checkpoint_contexts, _saves_products)
-        options: dict[str, Any] = {"use_reentrant": False, "context_fn": contexts}
-        for pair in (self.blocks[:2], self.blocks[2:]):
-            x = checkpoint(lambda x, *pair: reduce(lambda x, block: block(x), pair, x), x, *pair, **options)
-        return self.head(x)
-
-
 class Adapted(Reusing):
     """Trains the norm and a bias; the matrices are frozen, and one of them multiplies three-dimensional inputs."""
 
@@ -244,10 +69,49 @@ class Differentiating(Adapted):
         return super().forward(x + product(torch.ones_like(x, dtype=torch.bfloat16))[0] + other(x))
 
 
+class Twice(nn.Module):
+    """Runs its blocks twice, the second time in reverse order."""
+
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in (*self.blocks, *reversed(self.blocks)):
+            x = block(x)
+        return self.head(x)
+
+
+class Stemmed(Twice):
+    """The blocks' inputs come from a product, so they are in half precision."""
+
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__(block)
+        self.stem = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.stem(x))
+
+
+def _saves_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saves = operation is torch.ops.aten.mm.default
+    return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class PairwiseCheckpointed(Twice):
+    """Recomputes its blocks two at a time, with a checkpointing of its own that keeps products."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, _saves_products)
+        options: dict[str, Any] = {"use_reentrant": False, "context_fn": contexts}
+        for pair in (self.blocks[:2], self.blocks[2:]):
+            x = checkpoint(lambda x, *pair: reduce(lambda x, block: block(x), pair, x), x, *pair, **options)
+        return self.head(x)
+
+
 class Reused(Regression):
-    def __init__(
-        self, manual: bool = False, block: type[nn.Module] = Reusing, kind: Callable[[Any], nn.Module] = Twice
-    ) -> None:
+    def __init__(self, block: type[nn.Module], kind: Callable[[Any], nn.Module], manual: bool = False) -> None:
         super().__init__()
         self.net = seeded(lambda: kind(block))
         self.automatic_optimization = not manual
@@ -269,100 +133,134 @@ class Reused(Regression):
         return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=1e-2)
 
 
-def shard_by_hand(net: nn.Module, units: Any, policy: MixedPrecisionPolicy) -> None:
-    """Shard as a user of plain PyTorch would."""
-    for unit in units:
+PLAIN = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+GATHERS_HALF = MixedPrecisionPolicy(HALF, torch.float32, cast_forward_inputs=False)
+SAMPLES = 32
+
+
+def _sharded_by_hand(module: Reused, options: dict[str, Any], window: int) -> list[torch.Tensor]:
+    """Train under autocast on this rank's batches of 4, as a user of plain PyTorch would; return the whole weights.
+
+    Written by hand: the reference is a loop over torch's own fully_shard.
+    """
+    net: Any = module.net
+    policy = options.get("mixed_precision", PLAIN)
+    for unit in net.blocks:
+        if "activation_checkpointing" in options:
+            unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
         fully_shard(unit, mp_policy=policy)
     fully_shard(net, mp_policy=policy)
-    for module in net.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo does not support PREMUL_SUM
-
-
-def train_sharded_by_hand(module: Any, samples: int, window: int = 1) -> list[torch.Tensor]:
-    """Train a module sharded by `shard_by_hand` on this rank's batches of 4, under autocast; return the whole
-    weights.
-    """
+    for child in net.modules():
+        if isinstance(child, FSDPModule):
+            child.set_force_sum_reduction_for_comms(True)  # gloo does not support PREMUL_SUM
     optimizer = module.configure_optimizers()
-    mine = global_batches(samples, 4)[dist.get_rank() :: dist.get_world_size()]
-    for index, batch in enumerate(mine):
+    for index, batch in enumerate(global_batches(SAMPLES, 4)[dist.get_rank() :: dist.get_world_size()]):
         last = (index + 1) % window == 0
-        module.net.set_requires_gradient_sync(last)
+        net.set_requires_gradient_sync(last)
         with torch.autocast("cpu", HALF):
             loss = module.loss(batch)
         (loss / window).backward()
         if last:
             optimizer.step()
             optimizer.zero_grad()
-    return [parameter.full_tensor() for parameter in module.parameters()]
+    return [parameter.full_tensor() for parameter in net.parameters()]
 
 
-PLAIN = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-
-
-def _both(options: dict[str, Any], window: int, manual: bool, *kinds: Any) -> list[bool]:
-    by_hand = Reused(False, *kinds)
-    if options and "wrap" not in options:
-        for unit in by_hand.net.blocks:
-            forward = unit.forward
-            unit.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
-    shard_by_hand(by_hand.net, by_hand.net.blocks, PLAIN)
-    expected = train_sharded_by_hand(by_hand, 32, window)
-    module = Reused(manual, *kinds)
-    strategy = FSDPStrategy(**options)
-    accumulated = {} if manual else {"accumulate_grad_batches": window}
-    quiet(strategy=strategy, precision="bf16-mixed", **accumulated).fit(module, loader(32, 4))
+def _by_hand_and_by_fit(block: Any, kind: Any, options: dict[str, Any], window: int, manual: bool) -> list[bool]:
+    expected = _sharded_by_hand(Reused(block, kind), options, window)
+    module = Reused(block, kind, manual)
+    quiet(strategy=FSDPStrategy(**options), precision="bf16-mixed", accumulate_grad_batches=window).fit(
+        module, loader(SAMPLES, 4)
+    )
     return [torch.equal(one, other) for one, other in zip(module.parameters(), expected, strict=True)]
 
 
 @pytest.mark.parametrize(
-    ("options", "window", "manual"),
+    ("block", "kind", "options", "window", "manual"),
     [
-        ({}, 1, False),
-        ({}, 2, False),
-        ({}, 1, True),
-        ({"activation_checkpointing": [Reusing]}, 1, False),
-        ({"activation_checkpointing": [Reusing]}, 1, True),
+        # Weights that are used twice in a block, or in two calls of it, share a cast, as in plain torch.
+        pytest.param(Reusing, Twice, {}, 2, False, id="trainable"),
+        pytest.param(Reusing, Twice, {"activation_checkpointing": [Reusing]}, 1, True, id="checkpointed, manual"),
+        # A checkpointing of the module's own counts saved tensors, and sees the operations.
+        pytest.param(Reusing, PairwiseCheckpointed, {"wrap": [Reusing]}, 1, False, id="own checkpointing"),
+        # Autocast keeps one cast of a weight, in the dtype of its first use.
+        pytest.param(OtherDtype, Twice, {"wrap": [OtherDtype]}, 1, False, id="own autocast"),
+        # The cast of a frozen weight that a product needs in backward is made again.
+        pytest.param(Adapted, Twice, {}, 2, False, id="frozen"),
+        pytest.param(Adapted, Twice, {"activation_checkpointing": [Adapted]}, 1, False, id="frozen, checkpointed"),
+        pytest.param(Adapted, PairwiseCheckpointed, {"wrap": [Adapted]}, 1, False, id="frozen, own checkpointing"),
+        # torch.func refuses hooks on saved tensors, and a copy uses its own weights.
+        pytest.param(Differentiating, Twice, {"wrap": [Differentiating]}, 1, False, id="torch.func and a copy"),
+        pytest.param(Reusing, Stemmed, {"mixed_precision": GATHERS_HALF}, 2, False, id="gathered in half precision"),
+        pytest.param(
+            *(Reusing, Stemmed, {"mixed_precision": GATHERS_HALF, "activation_checkpointing": [Reusing]}, 1, False),
+            id="gathered in half precision, checkpointed",
+        ),
     ],
-    ids=str,
 )
-def test_the_bits_are_those_of_autocast_alone(options: dict[str, Any], window: int, manual: bool) -> None:
-    # D-01, D-07: weights that are used twice in a block, or in two calls of it, share a cast, as in plain torch
-    for same in on_ranks(_both, 2, options, window, manual):
+def test_bits_equal_fully_shard_under_autocast(
+    block: Any, kind: Any, options: dict[str, Any], window: int, manual: bool
+) -> None:
+    # B-08, D-01, D-07, D-08, D-09
+    for same in on_ranks(_by_hand_and_by_fit, 2, block, kind, options, window, manual):
         assert all(same), same
+
+
+def _norms() -> nn.Sequential:
+    """Build norms of every kind, with inputs in float32 and in half precision."""
+    first: list[nn.Module] = [nn.LayerNorm(4), nn.BatchNorm1d(4), nn.Unflatten(1, (4, 1)), nn.GroupNorm(2, 4)]
+    then: list[nn.Module] = [nn.Flatten(), nn.RMSNorm(4), nn.Linear(4, 8), nn.BatchNorm1d(8), nn.LayerNorm(8)]
+    return nn.Sequential(*first, *then, nn.Linear(8, 1))
+
+
+def _products() -> nn.Sequential:
+    """Build products only, in layers that are units."""
+    return nn.Sequential(nn.Linear(4, 8), *(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 1))
+
+
+class Layers(Regression):
+    def __init__(self, build: Callable[[], nn.Sequential]) -> None:
+        super().__init__()
+        self.net = seeded(build)
+
+
+def _with_and_without_policy(build: Any, precision: str, dtype: torch.dtype, samples: int) -> list[torch.Tensor]:
+    policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    ways: list[dict[str, Any]] = [{"mixed_precision": policy}, {}]
+    return [trained_on_shards(Layers(build), options, samples, precision=precision) for options in ways]
 
 
 @pytest.mark.parametrize(
-    ("options", "window", "manual", "kind"),
+    ("build", "precision", "dtype", "samples", "atol"),
     [
-        ({}, 2, False, Twice),
-        ({}, 1, True, Twice),
-        ({"activation_checkpointing": [Adapted]}, 1, False, Twice),
-        ({"wrap": [Adapted]}, 1, False, PairwiseCheckpointed),
+        # Autocast rounds the weights of a product after gathering, param_dtype before.
+        pytest.param(_products, "bf16-mixed", HALF, 32, 0, id="products in bf16"),
+        pytest.param(_products, "16-mixed", torch.float16, 32, 0, id="products in fp16"),
+        # Also with inputs in float32: "mixed dtype (CPU): expect parameter to have scalar type of Float".
+        pytest.param(_norms, "bf16-mixed", HALF, 8, 1e-2, id="norms"),
     ],
-    ids=str,
 )
-def test_the_bits_with_frozen_matrices_are_those_of_autocast_alone(
-    options: dict[str, Any], window: int, manual: bool, kind: Any
+def test_gathering_in_half_precision_equals_casting_by_autocast(
+    build: Any, precision: str, dtype: torch.dtype, samples: int, atol: float
 ) -> None:
-    # D-07: the cast that a product needs in backward is made again
-    for same in on_ranks(_both, 2, options, window, manual, Adapted, kind):
-        assert all(same), same
+    for with_it, without in on_ranks(_with_and_without_policy, 2, build, precision, dtype, samples):
+        torch.testing.assert_close(with_it, without, atol=atol, rtol=0)
 
 
-def test_frozen_layers_may_be_differentiated_with_torch_func_and_copied() -> None:
-    # D-07: torch.func refuses hooks on saved tensors, and a copy uses its own weights
-    for same in on_ranks(_both, 2, {"wrap": [Differentiating]}, 1, False, Differentiating):
-        assert all(same), same
+def _sent(options: dict[str, Any]) -> Any:
+    def run(steps: int) -> None:
+        settings: dict[str, Any] = {"precision": "bf16-mixed", "max_steps": steps, "accumulate_grad_batches": 2}
+        trained_on_shards(Layers(_products), {"wrap": [nn.Linear], **options}, 96, **settings)
+
+    return a_step(run)
 
 
-def test_a_block_may_be_under_an_autocast_of_its_own() -> None:
-    # D-01: autocast keeps one cast of a weight, in the dtype of its first use
-    for same in on_ranks(_both, 2, {"wrap": [OtherDtype]}, 1, False, OtherDtype):
-        assert all(same), same
-
-
-def test_units_may_be_in_a_checkpointing_of_the_modules_own() -> None:
-    # D-01, D-09: it counts saved tensors, and sees the operations
-    for same in on_ranks(_both, 2, {"wrap": [Reusing]}, 1, False, Reusing, PairwiseCheckpointed):
-        assert all(same), same
+@pytest.mark.parametrize(("options", "itemsize"), [({}, 4), ({"mixed_precision": GATHERS_HALF}, 2)], ids=str)
+def test_gathering_takes_half_the_bytes(options: dict[str, Any], itemsize: int) -> None:
+    # H-01: in as many collectives; gradients travel in float32 either way. B-02: gradients travel once a window of two.
+    layers = [one for one in _products() if isinstance(one, nn.Linear)]
+    numbers = sum(parameter.numel() for one in layers for parameter in one.parameters())
+    numbers += 9  # the last layer's single row, and its bias, are padded for two ranks
+    for collectives, sent in on_ranks(_sent, 2, options):
+        assert collectives == {"all-gather": 4 * len(layers), "reduce-scatter": len(layers)}
+        assert sent == numbers * (4 * itemsize + 4) / 2

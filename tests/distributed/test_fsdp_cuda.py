@@ -1,4 +1,4 @@
-"""FSDPStrategy over NCCL on one GPU: B-01, B-05, B-06, D-01, D-03, D-07 to D-09."""
+"""FSDPStrategy over NCCL on one GPU."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from fsdp_nets import Block, Deep, DeepRegression, Tied
-from small_runs import about, failing, loader, quiet, seeded, weights
-from torch import nn
+from small_runs import about, loader, quiet, refusal, seeded, trained
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from drivetrain.callbacks import LambdaCallback
@@ -20,14 +20,7 @@ from worlds import on_ranks
 pytestmark = [pytest.mark.cuda, requires_cuda()]
 
 ACCELERATOR = "cuda"
-SETTINGS: dict[str, Any] = {
-    "accelerator": ACCELERATOR,
-    "devices": 1,
-    "accumulate_grad_batches": 2,
-    "gradient_clip_val": 0.5,
-    "max_epochs": 2,
-}
-PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true")
+ON_GPU: dict[str, Any] = {"accelerator": ACCELERATOR, "devices": 1}
 CASES: dict[str, dict[str, Any]] = {
     "full": {},
     "grad_op": {"sharding": "grad_op"},
@@ -36,6 +29,14 @@ CASES: dict[str, dict[str, Any]] = {
     "prefetch": {"forward_prefetch": 2, "backward_prefetch": 2},
     "ignored": {"ignored": ["net.head.*"]},
 }
+
+
+class Overflowing(DeepRegression):
+    """One batch overflows in 16-mixed."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx) * 1e-2
+        return loss * 1e30 if batch_idx == 1 else loss
 
 
 class Late(DeepRegression):
@@ -49,36 +50,43 @@ class Late(DeepRegression):
             self.net = Deep()
 
 
-def _trained(strategy: Any, precision: str, module: Any = None, **settings: Any) -> torch.Tensor:
+def _trained(strategy: Any, precision: str = "32-true", module: Any = None, **settings: Any) -> Tensor:
     if module is None:
-        module = DeepRegression(seeded(Tied if precision == "32-true" else Deep))
-    fit = quiet(strategy=strategy, precision=precision, **{**SETTINGS, **settings})
-    fit.fit(module, loader(40, 8))
-    return weights(module).cpu()
+        kind = Overflowing if precision == "16-mixed" else DeepRegression
+        module = kind(seeded(Tied if precision == "32-true" else Deep))
+    settings = {**ON_GPU, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 2, **settings}
+    return trained(module, loader(40, 8), strategy=strategy, precision=precision, **settings).cpu()
 
 
-def _cases(precision: str) -> dict[str, torch.Tensor]:
+def _cases(precision: str) -> dict[str, Tensor]:
     return {name: _trained(FSDPStrategy(**options), precision) for name, options in CASES.items()}
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
 def test_one_gpu_equals_the_plain_module_on_it(precision: str) -> None:
-    # B-01, B-05, D-07, D-08: the run creates its process group
+    # B-01, B-05, B-06, D-07, D-08: the run creates its process group; in 16-mixed a step is skipped
     expected = _trained("single_device", precision)
     for name, found in on_ranks(_cases, 1, precision, process_group=None, timeout=180)[0].items():
         atol = 2.0**-8 if precision == "bf16-true" else 1e-5
         torch.testing.assert_close(found, expected, atol=atol, rtol=1e-4, msg=about(name))
 
 
-def _late() -> torch.Tensor:
-    return _trained(FSDPStrategy(), "32-true", Late(), seed=3)
+AGAINST_CPU: dict[str, tuple[Any, dict[str, Any]]] = {
+    "built late": (Late, {}),  # D-03: drawn on the CPU
+    "compiled": (DeepRegression, {"compile": True, "activation_checkpointing": [Block]}),  # D-09
+}
 
 
-def test_modules_built_without_storage_are_the_same_on_the_gpu() -> None:
-    # D-03: drawn on the CPU, bit for bit equal
-    (built,) = on_ranks(_late, 1, process_group=None, timeout=120)
-    by_cpu = _trained("single_device", "32-true", Late(), seed=3, accelerator="cpu")
-    torch.testing.assert_close(built, by_cpu, atol=1e-4, rtol=1e-4)
+def _against_cpu(name: str) -> Tensor:
+    build, options = AGAINST_CPU[name]
+    return _trained(FSDPStrategy(**options), module=build(), seed=3)
+
+
+@pytest.mark.parametrize("name", AGAINST_CPU)
+def test_one_gpu_equals_the_cpu(name: str) -> None:
+    (found,) = on_ranks(_against_cpu, 1, name, process_group=None, timeout=300)
+    by_cpu = _trained("single_device", module=AGAINST_CPU[name][0](), seed=3, accelerator="cpu")
+    torch.testing.assert_close(found, by_cpu, atol=1e-4, rtol=1e-4)
 
 
 def _places(offload: bool) -> set[tuple[str, str]]:
@@ -91,9 +99,7 @@ def _places(offload: bool) -> set[tuple[str, str]]:
             found.add((parameter.to_local().device.type, parameter.grad.to_local().device.type))
 
     callback = LambdaCallback(on_before_optimizer_step=look)
-    quiet(strategy=FSDPStrategy(cpu_offload=offload), callbacks=callback, **SETTINGS).fit(
-        DeepRegression(), loader(16, 8)
-    )
+    _trained(FSDPStrategy(cpu_offload=offload), module=DeepRegression(), callbacks=callback)
     return found
 
 
@@ -103,55 +109,16 @@ def test_devices_of_shards(offload: bool, place: str) -> None:
     assert on_ranks(_places, 1, offload, process_group=None, timeout=120) == [{(place, place)}]
 
 
-class Overflowing(DeepRegression):
-    """One batch overflows."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx) * 1e-2
-        return loss * 1e30 if batch_idx == 1 else loss
-
-
-def _overflowing(offload: bool) -> tuple[int, float]:
-    fit = quiet(strategy=FSDPStrategy(cpu_offload=offload), precision="16-mixed", accelerator=ACCELERATOR, devices=1)
-    module = Overflowing()
-    scale: list[float] = []
-    fit.callbacks.append(
-        LambdaCallback(on_train_end=lambda trainer, module: scale.append(trainer.precision.scaler.get_scale()))
-    )
-    fit.fit(module, loader(32, 8))
-    return fit.global_step, scale[0]
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_an_overflow_skips_the_step(offload: bool) -> None:
-    # B-06: also if the gradients are in host memory
-    assert on_ranks(_overflowing, 1, offload, process_group=None, timeout=120) == [(3, 32768.0)]
-
-
-def _compiled() -> torch.Tensor:
-    return _trained(FSDPStrategy(compile=True, activation_checkpointing=[Block]), "32-true", DeepRegression())
-
-
-def test_blocks_that_are_compiled() -> None:
-    # D-09
-    expected = _trained("single_device", "32-true", DeepRegression())
-    found = on_ranks(_compiled, 1, process_group=None, timeout=300)[0]
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-
-
-def _two_devices() -> dict[str, str]:
+def _on_two_devices() -> str:
     module = DeepRegression()
     module.net.head.to(ACCELERATOR)
-    with failing() as caught:
-        quiet(strategy="fsdp", accelerator=ACCELERATOR, devices=1).fit(module, loader(16, 8))
-    return caught
+    return refusal(module, loader(16, 8), strategy="fsdp", **ON_GPU)
 
 
-def test_a_module_on_two_devices_is_refused() -> None:
-    # C-06
-    (caught,) = on_ranks(_two_devices, 1, process_group=None, timeout=120)
-    assert caught["type"] == "ConfigurationError"
-    assert "'net.head.weight' on cuda:0" in caught["text"]
+def test_a_module_on_two_devices_is_refused() -> None:  # C-06
+    (text,) = on_ranks(_on_two_devices, 1, process_group=None, timeout=120)
+    assert text.startswith("ConfigurationError")
+    assert "'net.head.weight' on cuda:0" in text
 
 
 def _peak(offload: bool) -> int:
@@ -163,8 +130,7 @@ def _peak(offload: bool) -> int:
     torch.cuda.reset_peak_memory_stats()
     module = DeepRegression(seeded(lambda: Deep(8, 512)))
     held = sum(parameter.nbytes for parameter in module.parameters())
-    strategy = FSDPStrategy(cpu_offload=offload, wrap=[Block])
-    quiet(strategy=strategy, accelerator=ACCELERATOR, devices=1).fit(module, loader(16, 8))
+    quiet(strategy=FSDPStrategy(cpu_offload=offload, wrap=[Block]), **ON_GPU).fit(module, loader(16, 8))
     return (torch.cuda.max_memory_allocated() - before) * 100 // held
 
 

@@ -15,11 +15,9 @@ from worlds import DEEPSPEED, on_ranks, preload
 
 preload(*DEEPSPEED)
 
-STRATEGIES = ("auto", "ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
-
 
 class Failing(Regression):
-    """Fails in its third step, or in validation."""
+    """Fails in its third step, if that is in training."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -31,18 +29,14 @@ class Failing(Regression):
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        if self.where == "validation":
-            raise ValueError("on purpose")
+        self.loss(batch)
 
 
 def _fit(strategy: str, where: str) -> weakref.ref[Any]:
     module = Failing(where)
-    run = quiet(strategy=strategy, gradient_clip_val=1.0, num_sanity_val_steps=0)
-    if where == "nowhere":
-        run.fit(module, loader(32, 4), loader(8, 4))
-    else:
-        with failing():
-            run.fit(module, loader(32, 4), loader(8, 4))
+    with failing() as error:
+        quiet(strategy=strategy, gradient_clip_val=1.0).fit(module, loader(24, 4), loader(8, 4))
+    assert error["text"] == ("" if where == "nowhere" else "on purpose")
     return weakref.ref(module)
 
 
@@ -57,8 +51,8 @@ def _leftovers(strategy: str, where: str) -> tuple[list[bool], list[int]]:
 
 
 @requires_linux()
-@pytest.mark.parametrize("where", ["nowhere", "training", "validation"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("where", ["nowhere", "training"])
+@pytest.mark.parametrize("strategy", ["auto", "ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3"])
 def test_an_ended_run_is_freed(strategy: str, where: str) -> None:
     for alive, descriptors in on_ranks(_leftovers, 2, strategy, where, process_group=None):
         assert alive == [False] * 3
