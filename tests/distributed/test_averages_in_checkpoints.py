@@ -31,6 +31,8 @@ CASES = [("single", 1), ("ddp", 2), ("fsdp", 2), ("zero 1", 2), ("zero 3", 2)]
 class Noisy(TrainModule):
     """Trained with a large learning rate on random targets, so that its weights differ much from their average."""
 
+    running_seen: Tensor
+
     def __init__(self, normed: bool = False) -> None:
         super().__init__()
         self.save_hyperparameters()

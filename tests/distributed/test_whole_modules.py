@@ -187,8 +187,8 @@ def test_frozen_layers_and_resized_buffers_come_back() -> None:  # I-15
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
 def test_the_module_comes_back_in_the_dtype_of_the_run(precision: str, strategy: str) -> None:  # I-15
     net = Net(norm="batch", buffer="in_place")
-    program = Program(strategy, 2, precision, net, launcher="fork", configure_model=precision == "64-true")
-    assert not check(program)
+    late = precision == "64-true"
+    assert not check(Program(strategy, 2, precision=precision, net=net, launcher="fork", configure_model=late))
 
 
 def test_parameters_stay_the_same_objects_when_their_dtype_changes() -> None:  # I-15
