@@ -107,8 +107,8 @@ def whole(value: Any) -> Tensor:
 
 def numbers_in(state: dict[str, Any]) -> dict[str, Tensor]:
     """Return a parameter's state without entries that are not numbers."""
-    numbers = {key: one for key, one in state.items() if isinstance(one, int | float) or hasattr(one, "detach")}
-    return {key: whole(one) for key, one in numbers.items()}
+    kinds = (int, float, Tensor)
+    return {key: whole(one) for key, one in state.items() if isinstance(one, kinds) or hasattr(one, "full_tensor")}
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:
