@@ -115,8 +115,7 @@ def _save(path: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks"),
-    [("rows", 2), ("columns", 4), ("flat", 4), ("mixed", 2), ("replicated twice", 4), ("whole", 2)],
+    ("layout", "ranks"), [("rows", 2), ("columns", 4), ("flat", 4), ("mixed", 2), ("replicated twice", 4), ("whole", 2)]
 )
 def test_the_parts_of_all_ranks_are_a_complete_checkpoint(tmp_path: Path, layout: str, ranks: int) -> None:
     # F-01: the files are the same for all layouts; F-13: in pieces

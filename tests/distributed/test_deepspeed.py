@@ -33,11 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "stage 3, nothing whole": SHARD_EVERYTHING,
     "stage 3, offload": {**SHARD_EVERYTHING, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
     "stage 3, small groups": {**SHARD_EVERYTHING, "sub_group_size": 100, "reduce_bucket_size": 100},
-    "stage 3, no prefetch": {
-        **SHARD_EVERYTHING,
-        "stage3_prefetch_bucket_size": 0,
-        "stage3_max_live_parameters": 0,
-    },
+    "stage 3, no prefetch": {**SHARD_EVERYTHING, "stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 0},
     "stage 3, checkpointed": {**SHARD_EVERYTHING, "activation_checkpointing": [Block]},
     "stage 3, leaf modules": {**SHARD_EVERYTHING, "leaf_modules": [Block]},
 }
