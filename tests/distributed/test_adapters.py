@@ -15,9 +15,10 @@ from drivetrain import TrainModule
 from drivetrain.callbacks import Checkpoint, EMAWeightAveraging
 from drivetrain.checkpoint import load
 from drivetrain.errors import CheckpointError
+from drivetrain.testing import requires_package
 from worlds import DEEPSPEED, on_ranks, preload
 
-pytest.importorskip("peft")
+pytestmark = requires_package("peft")
 preload(*DEEPSPEED, "transformers.models.llama.modeling_llama", "peft")
 
 VOCABULARY, LENGTH, SAMPLES = 32, 8, 32

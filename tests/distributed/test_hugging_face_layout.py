@@ -19,9 +19,10 @@ from drivetrain.callbacks import Checkpoint, EMAWeightAveraging
 from drivetrain.checkpoint import convert, load, show
 from drivetrain.checkpoint.__main__ import main
 from drivetrain.errors import CheckpointError
+from drivetrain.testing import requires_package
 from worlds import DEEPSPEED, on_ranks, preload
 
-pytest.importorskip("peft")
+pytestmark = requires_package("peft")
 preload(*DEEPSPEED, "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto", "peft")
 
 VOCABULARY, LENGTH = 32, 8

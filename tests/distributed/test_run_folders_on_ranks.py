@@ -103,7 +103,6 @@ def _killed(root: Path) -> None:
     _fit(root).fit(Dying(), _data())
 
 
-@pytest.mark.slow
 def test_runs_that_start_at_once_resume_a_killed_one_and_share_no_folder(tmp_path: Path) -> None:  # J-13
     with World(2, preload=PRELOAD) as world, pytest.raises(DistributedError):
         world.run(_killed, tmp_path, process_group=None)

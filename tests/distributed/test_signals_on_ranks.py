@@ -270,7 +270,6 @@ def _leave_and_resume(folder: Path, name: str, cases: list[Any]) -> list[Any]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "zero 3"])
 def test_a_signal_within_a_window_or_a_validation_loses_nothing(tmp_path: Path, name: str) -> None:  # J-09
     cases = MOMENTS if name == "ddp" else MOMENTS[:3]

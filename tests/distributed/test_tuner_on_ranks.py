@@ -51,7 +51,7 @@ def _trained(strategy: str, search: bool) -> dict[str, Any]:
     }
 
 
-ZERO_3 = pytest.param("deepspeed_stage_3", marks=[requires_package("deepspeed"), pytest.mark.slow])
+ZERO_3 = pytest.param("deepspeed_stage_3", marks=requires_package("deepspeed"))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", ZERO_3])
@@ -133,7 +133,6 @@ def test_an_error_on_one_rank_fails_on_all_and_leaves_nothing() -> None:  # L-06
     assert first[0] == first[1]
 
 
-@pytest.mark.slow
 def test_started_processes_return_the_result_of_a_search() -> None:  # L-06
     fit, module = quiet(strategy="ddp", devices=2, launcher="forkserver"), OutOfMemory(64, 5)
     found = Tuner(fit).lr_find(module, loader(64, 4), num_training=15)

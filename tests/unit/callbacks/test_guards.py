@@ -384,7 +384,6 @@ def _roll_back_on_a_rank(folder: str) -> list[tuple[int, torch.Tensor, float]]:
     return ends
 
 
-@pytest.mark.slow
 def test_random_states_schedules_and_logged_values_go_back_too(tmp_path: Path) -> None:
     for detected, known in on_ranks(_roll_back_on_a_rank, 2, str(tmp_path), process_group=None):
         assert detected[0] > 1

@@ -19,7 +19,7 @@ from drivetrain.checkpoint._format import Contents, Sizes, save
 from drivetrain.testing import requires_package
 from worlds import on_ranks
 
-pytestmark = [pytest.mark.slow, requires_package("s3fs"), requires_package("moto"), requires_package("flask")]
+pytestmark = [requires_package("s3fs"), requires_package("moto"), requires_package("flask")]
 
 PATH = "s3://bucket/runs/c"
 

@@ -108,7 +108,6 @@ def _loaded(strategies: list[str]) -> list[dict[str, str]]:
     return every
 
 
-@pytest.mark.slow
 @requires_package("deepspeed")
 def test_strategies_that_shard_parameters_list_the_same_names() -> None:
     other = "unexpected ['heads.other.weight', 'heads.other.bias']"

@@ -116,7 +116,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("order", ["sequential", "shuffled", pytest.param("custom", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("order", ["sequential", "shuffled", "custom"])
 @pytest.mark.parametrize("training", [False, True])
 def test_every_sample_exactly_once(order: str, drop_last: bool, training: bool) -> None:
     # B-04, B-11

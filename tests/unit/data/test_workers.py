@@ -129,7 +129,7 @@ def set_offset(worker_id: int) -> None:
     info.dataset.offset = 100
 
 
-@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_worker_init_fn_gets_the_users_data_set(context: str) -> None:
     loader = DataLoader(Offset(), 3, num_workers=1, worker_init_fn=set_offset, multiprocessing_context=context)
     source = prepare_loader(loader, training=True)

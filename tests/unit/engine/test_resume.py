@@ -193,7 +193,6 @@ def run(path: Path, kind: str, callbacks: list[Callback], ckpt_path: Path | None
     return module, plain, rates, [average.value for average in averages], dict(trainer.callback_metrics)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_resumed_from_any_place_equals_the_uninterrupted_one(kind: str, tmp_path: Path) -> None:
     # F-02, F-12, F-16, B-10

@@ -285,7 +285,6 @@ Fit(accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False,
 
 
 @requires_linux()
-@pytest.mark.slow
 @pytest.mark.parametrize("where", ["sanity check", "end", "blocked"])
 def test_a_run_with_nothing_left_to_save_also_exits_with_143(tmp_path: Path, where: str) -> None:  # J-09
     (tmp_path / "script.py").write_text(_SCRIPT)

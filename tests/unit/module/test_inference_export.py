@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from drivetrain import Callback, CheckpointError, ConfigurationError, Fit, TrainModule
+from drivetrain.testing import requires_package
 from drivetrain_strategies import DeepSpeedStrategy, FSDPStrategy
 from worlds import DEEPSPEED, on_ranks, preload
 
-pytest.importorskip("onnxscript")
-ort = pytest.importorskip("onnxruntime")
+pytestmark = [requires_package("onnxscript"), requires_package("onnxruntime")]
 preload(*DEEPSPEED)
 
 
@@ -50,7 +50,9 @@ def trained(**settings: Any) -> tuple[Net, Fit]:
 
 
 def in_onnxruntime(model: Any, *arrays: torch.Tensor) -> torch.Tensor:
-    session = ort.InferenceSession(model)
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(model)
     names = [one.name for one in session.get_inputs()]
     (answer,) = session.run(None, {name: array.numpy() for name, array in zip(names, arrays, strict=True)})
     return torch.from_numpy(answer)

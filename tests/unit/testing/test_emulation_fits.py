@@ -17,7 +17,6 @@ HEADERS = Path(sysconfig.get_path("include")) / "Python.h"
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="the emulation runs in this build of torch")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(building._compiler() is None or not HEADERS.is_file(), reason="needs a C++ compiler and Python.h")
 def test_its_source_compiles() -> None:  # O-06
