@@ -69,7 +69,6 @@ if __name__ == "__main__":
 def test_a_run_leaves_no_process_thread_socket_or_file(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    shared = set(os.listdir("/dev/shm"))
     # Workers share memory through sockets in TMPDIR, whose paths are limited to 108 characters; pytest's are long.
     with tempfile.TemporaryDirectory(prefix="left-") as temporary:
         environment = {**os.environ, "TMPDIR": temporary, "OMP_NUM_THREADS": "1"}
@@ -81,5 +80,6 @@ def test_a_run_leaves_no_process_thread_socket_or_file(tmp_path: Path) -> None:
     for strategy, fails, after in found:
         assert after == before, (strategy, fails)
     assert files == []
-    left = {name for name in set(os.listdir("/dev/shm")) - shared if name.startswith(("torch_", "psm_", "sem.mp"))}
-    assert not left
+    # The processes of other tests have semaphores and shared memory too, so that a list of /dev/shm would show theirs.
+    # The resource tracker of this run reports what its own processes did not remove.
+    assert "leaked" not in ended.stderr, ended.stderr

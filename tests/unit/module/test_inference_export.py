@@ -50,7 +50,7 @@ def trained(**settings: Any) -> tuple[Net, Fit]:
 
 
 def in_onnxruntime(model: Any, *arrays: torch.Tensor) -> torch.Tensor:
-    import onnxruntime
+    import onnxruntime  # type: ignore[import-untyped, unused-ignore]
 
     session = onnxruntime.InferenceSession(model)
     names = [one.name for one in session.get_inputs()]
