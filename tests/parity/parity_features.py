@@ -7,7 +7,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from oracle.program import Average, Data, Log, Net, Optimizer, Program, Resume, Scheduler, Turn, Validation
+from oracle.program import (
+    Average,
+    Change,
+    Data,
+    Log,
+    Net,
+    Optimizer,
+    Program,
+    Resume,
+    Scheduler,
+    Turn,
+    Validation,
+)
 
 
 @dataclass(frozen=True)
@@ -157,9 +169,37 @@ FEATURES = [
         ),
     ),
     Feature(
+        "unfrozen",
+        "I-03: a part that is frozen at first trains from the second epoch on, in a group of its own",
+        mlp(
+            numbers(16),
+            Net("deep_mlp", frozen="body"),
+            optimizers=(replace(ADAMW, of="head"),),
+            epochs=2,
+            changes=(Change("group", "body"),),
+        ),
+    ),
+    Feature(
+        "combined loaders, resumed",
+        "B-04, F-02: within an epoch, of an iterable and a stateful loader in pairs, which differ by rank",
+        mlp(Data("combined", 24, 8, length_error=None), epochs=2, resume=Resume("on_train_batch_end", 0)),
+        by_rank="each rank reads a part of its own",
+    ),
+    Feature(
         "resumed",
         "F-02: within an epoch, with a scheduler",
         mlp(numbers(16), epochs=2, schedulers=STEPWISE, resume=Resume("on_train_batch_end", 0)),
+    ),
+    Feature(
+        "resumed between epochs",
+        "F-02, L-01: with validation and averaged weights",
+        mlp(
+            numbers(16),
+            epochs=2,
+            validation=Validation(samples=5, batch=1),
+            average=Average(),
+            resume=Resume(),
+        ),
     ),
 ]
 

@@ -79,6 +79,7 @@ BY_ZERO = {
     "two optimizers, clipped": "2 optimizers (AdamW, SGD) under DeepSpeed",
     "GAN": "2 optimizers (AdamW, AdamW) that take turns (manual optimization) under DeepSpeed",
     "LBFGS": "LBFGS under DeepSpeed may not be element-wise",
+    "unfrozen": "add_param_group on AdamW within a run, under DeepSpeed",
 }
 PRECISIONS_BY_ZERO = {
     "64-true": "DeepSpeed's optimizers keep float32 master weights",
