@@ -79,7 +79,7 @@ def measured(strategy: str, measure: Callable[[Trained], Any], net: Callable[[],
 def peak_of_a_save(module: Trained) -> int:
     """Runs on one of several ranks: return by how many bytes this process grows during a save."""
     trainer, grown = module.trainer, 0
-    folder = Path(trainer.strategy.control.from_rank_0(tempfile.mkdtemp()))
+    folder = Path(trainer.strategy.control.broadcast_object(tempfile.mkdtemp()))
     for name in ("first", "second"):  # imports on the way must not be counted
         grown = growth(partial(trainer.save_checkpoint, folder / name))
     shutil.rmtree(folder, ignore_errors=True)

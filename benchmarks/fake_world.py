@@ -71,10 +71,10 @@ class _Control(GroupControl):
 
     store: Any
 
-    def from_rank_0(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         key = f"shared/{self._shared}"
         self.store.set(key, encode(value))  # what rank 0 would have stored
-        return super().from_rank_0(value)
+        return super().broadcast_object(value)
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value] * self.world_size

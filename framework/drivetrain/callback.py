@@ -57,7 +57,7 @@ class Callback:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
 
-    def take_over(self, state_dict: Mapping[str, Any]) -> None:
+    def load_rank_zero_state(self, state_dict: Mapping[str, Any]) -> None:
         """Copy rank 0's state into this object, after a run whose ranks were processes that have since exited.
 
         Args:

@@ -22,7 +22,7 @@ def match_buffers_to_rank_0(module: nn.Module, control: ControlPlane) -> None:
     specs = {name: [[*buffer.shape], str(buffer.dtype).removeprefix("torch.")] for name, buffer in buffers.items()}
     if not do_ranks_differ(control, "the form of buffers", specs):
         return
-    rank_0_specs: dict[str, Any] = control.from_rank_0(specs)
+    rank_0_specs: dict[str, Any] = control.broadcast_object(specs)
     for name in [*specs, *rank_0_specs]:
         if specs.get(name) == rank_0_specs.get(name):
             continue

@@ -119,7 +119,7 @@ class GroupControl:
             request.wait()
 
     def clone(self) -> GroupControl:
-        self.agree("a second control plane")  # `new_group` waits for all ranks and does not notice failures
+        self.count_flags("a second control plane")  # `new_group` waits for all ranks and does not notice failures
         store = PrefixStore(f"twin{len(self._clones)}", self.store)
         group = dist.new_group(backend="gloo", timeout=self.timeout)
         clone = GroupControl(group, store, self.rank, self.world_size, self.timeout)
@@ -129,7 +129,7 @@ class GroupControl:
         self._clones.append(clone)
         return clone
 
-    def from_rank_0(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         key = f"shared/{self._shared}"
         self._shared += 1
         if self.rank == 0:
@@ -138,7 +138,7 @@ class GroupControl:
         self._wait(key, "a value from rank 0", None)
         return decode(self.store.get(key))
 
-    def agree(self, purpose: str, *flags: bool, timeout: timedelta | None = None) -> tuple[int, ...]:
+    def count_flags(self, purpose: str, *flags: bool, timeout: timedelta | None = None) -> tuple[int, ...]:
         # One counter contains, in separate bit fields, the number of ranks that arrived and the number of ranks that
         # raised each flag. The last rank to arrive publishes the counter, so that all ranks read the same numbers.
         number = self._agreements
@@ -243,7 +243,7 @@ class GroupControl:
             self.store.delete_key(f"agree/{number}/done")
 
     def leave(self) -> None:
-        self.agree("the end of the run")
+        self.count_flags("the end of the run")
         if self.store.add("left", 1) == self.world_size:
             self.store.set("all left", "")
         elif self.rank == 0:

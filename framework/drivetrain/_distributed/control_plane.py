@@ -70,13 +70,13 @@ class ControlPlane(Protocol):
     def clone(self) -> ControlPlane:
         """Return a second control plane over the same ranks, for another thread. It ends together with this one."""
 
-    def from_rank_0(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """Return rank 0's value on every rank. `plain_values.encode` must accept the value.
 
         The value is passed through the store, without a collective of the process group.
         """
 
-    def agree(self, purpose: str, *flags: bool, timeout: timedelta | None = None) -> tuple[int, ...]:
+    def count_flags(self, purpose: str, *flags: bool, timeout: timedelta | None = None) -> tuple[int, ...]:
         """Return, for each flag, the number of ranks that raise the flag.
 
         The flags are passed through the store, without a collective of the process group.
@@ -191,10 +191,10 @@ class LocalControl:
     def clone(self) -> ControlPlane:
         return LocalControl()
 
-    def from_rank_0(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         return value
 
-    def agree(self, purpose: str, *flags: bool, timeout: timedelta | None = None) -> tuple[int, ...]:
+    def count_flags(self, purpose: str, *flags: bool, timeout: timedelta | None = None) -> tuple[int, ...]:
         return tuple(int(flag) for flag in flags)
 
     def watch(self, poll: Callable[[Store], None]) -> None:
@@ -304,7 +304,7 @@ def do_ranks_differ(control: ControlPlane, purpose: str, value: Any) -> bool:
     The ranks exchange a digest through the store.
     """
     digest = digest_of(value)
-    (differing,) = control.agree(purpose, control.from_rank_0(digest) != digest)
+    (differing,) = control.count_flags(purpose, control.broadcast_object(digest) != digest)
     return differing > 0
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._loops.save_requests import SaveRequests
-from drivetrain.checkpoint._format import StagedCheckpoint, commit
+from drivetrain.checkpoint._format import CheckpointCopy, commit
 
 
 class BackgroundSaver:
@@ -29,7 +29,7 @@ class BackgroundSaver:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
-    def save(self, path: str, staged: StagedCheckpoint, then: Callable[[], None]) -> None:
+    def save(self, path: str, staged: CheckpointCopy, then: Callable[[], None]) -> None:
         """Write the staged checkpoint in a thread, then call ``then`` there. Collective, also in the thread."""
         self.finish()
         if self._clone is None:

@@ -10,7 +10,7 @@ from drivetrain.checkpoint._weights_fit import WeightMismatch
 from drivetrain.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from drivetrain.checkpoint._format import Checkpoint, Weights
+    from drivetrain.checkpoint._format import CheckpointReader, Weights
 
 
 def check_weights_fit(path: str, weights: Weights, own: Mapping[str, Any], module: str, strict: bool = True) -> None:
@@ -34,7 +34,7 @@ def check_weights_fit(path: str, weights: Weights, own: Mapping[str, Any], modul
     )
 
 
-def check_optimizers_fit(checkpoint: Checkpoint, optimizers: int | None, schedulers: int | None) -> None:
+def check_optimizers_fit(checkpoint: CheckpointReader, optimizers: int | None, schedulers: int | None) -> None:
     """Check that the number of saved optimizers and schedulers equals the given numbers; None accepts any number.
 
     Raises:
@@ -54,7 +54,7 @@ def check_optimizers_fit(checkpoint: Checkpoint, optimizers: int | None, schedul
             )
 
 
-def check_saved_state(checkpoint: Checkpoint) -> None:
+def check_saved_state(checkpoint: CheckpointReader) -> None:
     """Check that the progress and the run's state in a checkpoint are well-formed.
 
     Raises:
@@ -64,7 +64,7 @@ def check_saved_state(checkpoint: Checkpoint) -> None:
     check_state(checkpoint)
 
 
-def check_resumable(checkpoint: Checkpoint, seed: int | None) -> None:
+def check_resumable(checkpoint: CheckpointReader, seed: int | None) -> None:
     """Check that training can resume from a checkpoint, with this ``Fit(seed=)``.
 
     Raises:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from drivetrain._distributed.control_plane import LocalControl
-from drivetrain._engine.handshake import check_folder_agreement
-from drivetrain._engine.run_folder import CKPT_PATH_KEYWORDS, Beginning
+from drivetrain._engine.rank_facts import check_folder_agreement
+from drivetrain._engine.run_folder import CKPT_PATH_KEYWORDS, StartDecision
 from drivetrain._engine.saved_state_schema import reporting_malformed
 from drivetrain._engine.seeding import order_seed
 from drivetrain._loops.save_requests import SaveRequests
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from drivetrain._engine.background import BackgroundSaver
     from drivetrain._engine.resume_compatibility import Difference
     from drivetrain._engine.run_checkpoint import RunCheckpoint
-    from drivetrain._engine.run_parts import CheckpointMemory, CheckpointParts, RunCore, RunData
+    from drivetrain._engine.run_parts import CheckpointParts, RunCore, RunData, SaveHistory
     from drivetrain._loops.trainables import Trainables
-    from drivetrain.checkpoint._format import Checkpoint, CheckpointMetadata
+    from drivetrain.checkpoint._format import CheckpointMetadata, CheckpointReader
 
 logger = logging.getLogger("drivetrain")
 
@@ -45,7 +45,7 @@ class RunCheckpoints:
     """
 
     def __init__(
-        self, core: RunCore, data: RunData, memory: CheckpointMemory, collect_parts: Callable[[], CheckpointParts]
+        self, core: RunCore, data: RunData, memory: SaveHistory, collect_parts: Callable[[], CheckpointParts]
     ) -> None:
         self._core = core
         self._data = data
@@ -62,9 +62,9 @@ class RunCheckpoints:
         self._ancestors: tuple[tuple[str, int], ...] = ()
         self._parent_checkpoint_id = ""  # the parent of the next checkpoint; "" for none
         self._checkpoints_written = 0
-        self._beginning = Beginning()
+        self._beginning = StartDecision()
         self._searched_folders: list[str] = []
-        self.opened: Checkpoint | None = None
+        self.opened: CheckpointReader | None = None
         """The checkpoint that the run starts from, if any."""
         self.already_ended: str | None = None
         """Why the run that "auto" found has nothing left to train; None if the run can train further."""
@@ -144,7 +144,7 @@ class RunCheckpoints:
         from drivetrain._engine.checkpoint_compatibility import check_resumable
         from drivetrain.checkpoint._format import load, run_collectively
 
-        def open_and_check() -> Checkpoint:
+        def open_and_check() -> CheckpointReader:
             checkpoint = load(path)
             if fitting:
                 check_resumable(checkpoint, seed)
@@ -249,12 +249,12 @@ class RunCheckpoints:
         self._accepted = accepted
         self._report_saved_numbers([difference for difference in found if difference.kind not in self._allow])
 
-    def _differences(self, checkpoint: Checkpoint, current: dict[str, Any]) -> list[Difference]:
+    def _differences(self, checkpoint: CheckpointReader, current: dict[str, Any]) -> list[Difference]:
         from drivetrain._engine.resume_compatibility import find_differences, immovable_optimizers
 
         state, strategy = checkpoint.state(), self._core.strategy
-        saved = state.get("made_of")
-        with reporting_malformed(checkpoint, "the run's state", "made_of"):
+        saved = state.get("components")
+        with reporting_malformed(checkpoint, "the run's state", "components"):
             found = find_differences(saved, current, state["data"].get("samples"))
             if "optimizers" in current:
                 manifest, own = checkpoint.manifest, (type(strategy).__name__, strategy.world_size)
@@ -349,7 +349,7 @@ class RunCheckpoints:
                     is_newer = saved_step <= step and (found is None or saved_step > found[1])
                     if is_newer and not checkpoint.weights_only:
                         found = path, saved_step
-        found = control.from_rank_0(found)
+        found = control.broadcast_object(found)
         return None if found is None else (found[0], found[1])
 
     def roll_back(self, path: str) -> None:
@@ -384,7 +384,7 @@ class RunCheckpoints:
                 callback.before_rollback(core.trainer, core.module)
             self._run_state().load(checkpoint, StartsAnew(), rolling_back=True)
             if core.strategy.rank == 0:
-                core.folder.note("went back", f"to {path}", core.progress.global_step)
+                core.folder.note("rolled back", f"to {path}", core.progress.global_step)
             for callback in core.callbacks:
                 callback.after_rollback(core.trainer, core.module, path)
 
@@ -476,7 +476,7 @@ class RunCheckpoints:
             arguments = (path, weights_only, background, on_complete, identifier, digest, trainable_only)
             self.requests.ask(partial(self.write, *arguments))
             return
-        from drivetrain.checkpoint._format import save, stage
+        from drivetrain.checkpoint._format import copy_to_host, save
 
         core, strategy = self._core, self._core.strategy
         checkpoint = self._run_state()
@@ -509,7 +509,7 @@ class RunCheckpoints:
             from drivetrain._engine.background import BackgroundSaver
 
             self._background = BackgroundSaver(control, self.requests)
-        staged = stage(contents, control.rank, control.world_size, checkpoint.shard_of, snapshot=True)
+        staged = copy_to_host(contents, control.rank, control.world_size, checkpoint.shard_of, snapshot=True)
         self._background.save(path, staged, record_completion)
 
     def _with_lineage(self, metadata: CheckpointMetadata, identifier: str) -> CheckpointMetadata:

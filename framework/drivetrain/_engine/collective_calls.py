@@ -45,7 +45,7 @@ class CollectiveCalls:
         control = self._core.strategy.control
         if control.world_size > 1:
             timeout = None if self._core.position.loop in _APART else _ARRIVAL_TIMEOUT
-            control.agree(f"{kind} ({self._describe_position()})", timeout=timeout)
+            control.count_flags(f"{kind} ({self._describe_position()})", timeout=timeout)
 
     def all_gather(self, data: Any, sync_grads: bool) -> Any:
         """Gather every tensor and number of a nested collection. Shape (*S) becomes (W, *S) for world size W."""

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from drivetrain._engine.batches import Move, safe_move
-from drivetrain._engine.run_parts import RunCore, RunData, Stopping
+from drivetrain._engine.run_parts import RunCore, RunData, StopConditions
 from drivetrain._loops.evaluate import EvaluateLoop, EvaluationData, EvaluationMode
 from drivetrain._loops.evaluation_interrupt import EarlyExit, ValidationExit
 from drivetrain._loops.hooks import is_overridden
@@ -78,7 +78,7 @@ def build_evaluation(
 
 
 def build_validation(
-    core: RunCore, data: RunData, stopping: Stopping, runner: StepRunner, move: Move | None
+    core: RunCore, data: RunData, stopping: StopConditions, runner: StepRunner, move: Move | None
 ) -> Callable[[], list[dict[str, float]]]:
     """Return a function that validates within fit, and afterwards restores the generators and buffers of training."""
     early = None

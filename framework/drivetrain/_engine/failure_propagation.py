@@ -12,7 +12,7 @@ from typing import TypeVar
 from drivetrain._distributed.control_plane import ControlPlane, absent_error
 from drivetrain._distributed.failure import AbsentRanksError, Failure, RankFailedError, first_cause
 from drivetrain.errors import DistributedError
-from drivetrain.launchers import World
+from drivetrain.launchers import LaunchedProcesses
 
 Answer = TypeVar("Answer")
 
@@ -70,7 +70,7 @@ def error_to_report(control: ControlPlane, error: BaseException) -> BaseExceptio
 
 
 def resolve_cause(
-    control: ControlPlane, world: World | None, failure: Failure, error: BaseException
+    control: ControlPlane, world: LaunchedProcesses | None, failure: Failure, error: BaseException
 ) -> tuple[BaseException, int | None]:
     """Return the error to raise, and the rank that prints the traceback; None if this rank prints it.
 
@@ -108,7 +108,7 @@ def _lowest_rank_with_same_error(control: ControlPlane, failure: Failure, linger
 
 
 def _find_cause_elsewhere(
-    control: ControlPlane, world: World | None, failure: Failure, error: BaseException
+    control: ControlPlane, world: LaunchedProcesses | None, failure: Failure, error: BaseException
 ) -> BaseException:
     cause = _wait_for_cause(control, world)
     silent = control.silent_ranks()
@@ -130,7 +130,7 @@ def _lost_connection_error(failure: Failure, peer: str) -> DistributedError:
     )
 
 
-def _wait_for_cause(control: ControlPlane, world: World | None) -> Failure | None:
+def _wait_for_cause(control: ControlPlane, world: LaunchedProcesses | None) -> Failure | None:
     """Wait until the rank that failed first, or the launcher that watches its process, reports the cause."""
     end = time.monotonic() + _CAUSE_TIMEOUT.total_seconds()
     while True:

@@ -22,7 +22,7 @@ from drivetrain._engine.stage_loaders import DataArguments
 from drivetrain._engine.topology import Topology, find_topology, first_rank_topology, is_standalone, resolve_environment
 from drivetrain._runtime.accelerators import resolve_devices
 from drivetrain.errors import ConfigurationError
-from drivetrain.launchers import Launcher, Work, World, choose_launcher, named_launcher, suggested_threads
+from drivetrain.launchers import LaunchedProcesses, Launcher, Work, choose_launcher, named_launcher, suggested_threads
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import resolve_precision
 from drivetrain.strategies.strategy import Strategy
@@ -185,7 +185,7 @@ class _WorkOfRun(Work):
         self.result: Any = None
         self.signals = handled_signals(request.trainer.preemption_signals, os.environ, request.stage)
 
-    def run_in_this_process(self, world: World) -> Any:
+    def run_in_this_process(self, world: LaunchedProcesses) -> Any:
         store = world.store("runs")
         topology = replace(self._topology, placement=world.placement, store=store, world=world, missing=False)
         self.result = _run_as_rank(self._request, topology)
@@ -232,7 +232,7 @@ def _apply_outcome(outcome: Outcome, topology: Topology, request: RunRequest[Ses
     trainer.session = session
     trainer.state = outcome.state
     for callback, state in zip(trainer.callbacks, outcome.callbacks, strict=True):
-        callback.take_over(state)
+        callback.load_rank_zero_state(state)
     if not request.trial:
         for owner in (request.module, request.given.datamodule):
             if owner is not None:

@@ -19,7 +19,7 @@ _LATE_HOOKS = ("on_train_epoch_end",)
 _EVALUATION_HOOKS = ("on_validation_epoch_end", "on_validation_end")
 
 
-class MonitorCheck:
+class MonitoredKeysCheck:
     """Compares the monitored names with the names that the sanity check and the first step have logged.
 
     Args:

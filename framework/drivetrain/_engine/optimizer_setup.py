@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from drivetrain._distributed.control_plane import check_ranks_agree
-from drivetrain._engine.handshake import optimizer_facts
+from drivetrain._engine.rank_facts import optimizer_facts
 from drivetrain._engine.resume_compatibility import class_names
 from drivetrain._engine.run_parts import Optimization, RunCore
 from drivetrain._loops.configured_optimizers import (

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
 from drivetrain._engine.batches import BatchMover
-from drivetrain._engine.monitors import MonitorCheck
+from drivetrain._engine.monitors import MonitoredKeysCheck
 from drivetrain._engine.run_parts import RunRequest, Training
 from drivetrain._engine.session import PreparedRun, Session
 from drivetrain._engine.stage_data import StageData
@@ -142,7 +142,7 @@ class ProfiledSession(Session):
         if move.prefetcher is not None:
             self._time(move.prefetcher, "transfer", "send", "receive")
 
-    def _prepare_training(self, prepared: PreparedRun) -> tuple[Training, MonitorCheck]:
+    def _prepare_training(self, prepared: PreparedRun) -> tuple[Training, MonitoredKeysCheck]:
         training, monitors = super()._prepare_training(prepared)
         loop, step = training.loop, training.step
         self._time(loop, "training", "run")

@@ -10,7 +10,7 @@ from drivetrain._distributed.control_plane import check_ranks_agree
 from drivetrain._engine.batches import BatchMover
 from drivetrain._engine.evaluation_setup import build_validation
 from drivetrain._engine.resume_compatibility import data_facts
-from drivetrain._engine.run_parts import RunCore, RunData, Stopping
+from drivetrain._engine.run_parts import RunCore, RunData, StopConditions
 from drivetrain._engine.seeding import seed_rank
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.training_setup import epoch_data
@@ -20,7 +20,7 @@ from drivetrain._runtime.seed import derive_seed
 from drivetrain.strategies.strategy import StepRunner
 
 if TYPE_CHECKING:
-    from drivetrain.checkpoint._format import Checkpoint
+    from drivetrain.checkpoint._format import CheckpointReader
 
 logger = logging.getLogger("drivetrain")
 
@@ -52,14 +52,14 @@ class Reloading:
         self._loaded_at = 0  # the epoch of the current loaders
         self._use: Callable[[StageData], None] | None = None
 
-    def begin(self, opened: Checkpoint | None) -> None:
+    def begin(self, opened: CheckpointReader | None) -> None:
         """Build the first loaders of the run: the loaders of epoch 0, or of the epoch that ``opened`` was saved in."""
         core, data = self._core, self._data
         data.reload = self.reload
         if opened is not None:
             self._loaded_at = self._first_epoch(int(opened.progress["epoch"]))
         data.stage_data = self._build()
-        saved = {} if opened is None else opened.state().get("made_of") or {}
+        saved = {} if opened is None else opened.state().get("components") or {}
         length, same_split = saved.get("length"), opened is not None
         if opened is not None:
             same_split = opened.state()["data"]["world_size"] == core.strategy.data_world_size
@@ -72,7 +72,7 @@ class Reloading:
                 self._every,
             )
 
-    def connect(self, loop: TrainLoop, stopping: Stopping, runner: StepRunner, move: BatchMover | None) -> None:
+    def connect(self, loop: TrainLoop, stopping: StopConditions, runner: StepRunner, move: BatchMover | None) -> None:
         """Pass later loaders to the training loop.
 
         Args:

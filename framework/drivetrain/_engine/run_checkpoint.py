@@ -19,7 +19,7 @@ from drivetrain._engine.optimizer_settings import add_later_groups, keep_impleme
 from drivetrain._engine.rank_local_buffers import collect_rank_local_buffers, load_rank_local_buffers
 from drivetrain._engine.rank_local_optimizer_state import add_own_shards, set_apart
 from drivetrain._engine.resume_compatibility import StartsAnew
-from drivetrain._engine.run_parts import CheckpointMemory, CheckpointParts, RunCore, RunData
+from drivetrain._engine.run_parts import CheckpointParts, RunCore, RunData, SaveHistory
 from drivetrain._engine.saved_state_schema import reporting_malformed
 from drivetrain._engine.seeding import seed_rank
 from drivetrain._loops.validation import renumber_validation
@@ -28,9 +28,9 @@ from drivetrain.callback import Callback
 from drivetrain.checkpoint._base_weights import base_checksums, check_base
 from drivetrain.checkpoint._format import (
     AveragesRecord,
-    Checkpoint,
     CheckpointMetadata,
-    Contents,
+    CheckpointReader,
+    StateToSave,
     Weights,
     run_collectively,
 )
@@ -61,7 +61,7 @@ class RunCheckpoint:
         memory: state that the run's checkpoints share.
     """
 
-    def __init__(self, core: RunCore, data: RunData, parts: CheckpointParts, memory: CheckpointMemory) -> None:
+    def __init__(self, core: RunCore, data: RunData, parts: CheckpointParts, memory: SaveHistory) -> None:
         self._core = core
         self._data = data
         self._memory = memory
@@ -74,7 +74,7 @@ class RunCheckpoint:
 
     # Saving
 
-    def contents(self, weights_only: bool, trainable_only: bool = False, dry_run: bool = False) -> Contents:
+    def contents(self, weights_only: bool, trainable_only: bool = False, dry_run: bool = False) -> StateToSave:
         """Call the hooks that add state to a checkpoint, and return this rank's part of the checkpoint.
 
         Args:
@@ -90,7 +90,7 @@ class RunCheckpoint:
         if datamodule is not None:
             data_hyper_parameters, _ = core.secrets.take_out(datamodule.hparams, warn=strategy.rank == 0)
         replaced = self._replaced_weights(dry_run)
-        contents = Contents(
+        contents = StateToSave(
             weights=self._weights(replaced),
             aliases=tied_names(module),
             metadata=CheckpointMetadata(
@@ -123,7 +123,7 @@ class RunCheckpoint:
             self._leave_out_base(contents)
         return contents
 
-    def _leave_out_base(self, contents: Contents) -> None:
+    def _leave_out_base(self, contents: StateToSave) -> None:
         """Replace parameters that have never trained by their checksums."""
         memory, weights = self._memory, contents.weights
         self._update_trained()
@@ -202,7 +202,7 @@ class RunCheckpoint:
             "precision": self._strategy.precision.state_dict(),
             "frozen": self._frozen(),
             "trained": self._frozen_again(),
-            "made_of": self._memory.components,
+            "components": self._memory.components,
             "loop": {} if self._loop is None else self._loop.state_dict(),
             "data": self._data.state_dict(),
         }
@@ -256,7 +256,7 @@ class RunCheckpoint:
             return {**snapshot.rank_state(), "buffers": buffers}
         source = None if data.stage_data is None else data.stage_data.train
         return {
-            "draws": data.rng_replay.state(core.progress.batch_idx),
+            "rng_states": data.rng_replay.state(core.progress.batch_idx),
             "metrics": core.metrics.state_dict(),
             "source": None if source is None else source.state_dict(),
             "buffers": buffers,
@@ -273,7 +273,7 @@ class RunCheckpoint:
 
     # Loading
 
-    def regroup(self, checkpoint: Checkpoint, optimizers: Sequence[Optimizer], anew: StartsAnew) -> None:
+    def regroup(self, checkpoint: CheckpointReader, optimizers: Sequence[Optimizer], anew: StartsAnew) -> None:
         """Restore the saved parameter groups, some of which may have been added during the saved run. Collective.
 
         The groups' settings, such as the learning rates, are loaded later by `load`. An optimizer that starts anew
@@ -285,7 +285,7 @@ class RunCheckpoint:
             checkpoint, lambda: [checkpoint.optimizer_settings(index) for index in range(len(optimizers))]
         )
         named = self._strategy.named_parameters()
-        configured = (checkpoint.state().get("made_of") or {}).get("optimizer_groups")
+        configured = (checkpoint.state().get("components") or {}).get("optimizer_groups")
         for number, (optimizer, groups) in enumerate(zip(optimizers, saved, strict=True)):
             if anew.optimizer(number):
                 if configured is not None and len(configured) == len(optimizers):
@@ -302,7 +302,7 @@ class RunCheckpoint:
                     listed(dropped),
                 )
 
-    def load_weights(self, checkpoint: Checkpoint, averaged: bool | None) -> None:
+    def load_weights(self, checkpoint: CheckpointReader, averaged: bool | None) -> None:
         """Load a checkpoint's weights and nothing else, for an evaluation. Collective.
 
         Args:
@@ -319,7 +319,7 @@ class RunCheckpoint:
         self._check_base(checkpoint)
         self._load_weights(checkpoint, self._read_collectively(checkpoint, read))
 
-    def load(self, checkpoint: Checkpoint, anew: StartsAnew, rolling_back: bool = False) -> None:
+    def load(self, checkpoint: CheckpointReader, anew: StartsAnew, rolling_back: bool = False) -> None:
         """Load everything that a resumed run needs.
 
         Args:
@@ -393,7 +393,7 @@ class RunCheckpoint:
                 self._restore_position(state, ranks)
         self._load_into_hooks(checkpoint, state, tensors)
 
-    def _load_weights(self, checkpoint: Checkpoint, weights: dict[str, Any]) -> None:
+    def _load_weights(self, checkpoint: CheckpointReader, weights: dict[str, Any]) -> None:
         base = checkpoint.manifest.metadata.base
         if base:  # `_check_base` has found that the module has the same values
             own: Mapping[str, Any] = self._strategy.model_state()
@@ -410,7 +410,9 @@ class RunCheckpoint:
             data.reload(progress.epoch)
         source = data.train
         before = progress.batch_idx
-        same_split = data.cursor.load_state_dict(saved, source, progress, data.reload is not None and before == 0)
+        same_split = data.epoch_position.load_state_dict(
+            saved, source, progress, data.reload is not None and before == 0
+        )
         if state["loop"] and self._loop is not None:
             validation = state["loop"]["validation"]
             if validation is not None:
@@ -420,7 +422,7 @@ class RunCheckpoint:
             self._loop.load_state_dict({**state["loop"], "validation": validation})
         if same_split:
             (own,) = ranks
-            data.rng_replay.resume(own["draws"])
+            data.rng_replay.resume(own["rng_states"])
             load_rank_local_buffers(self._module, own.get("buffers", {}))
             # At the end of the data, the next epoch starts at its beginning, whatever state a loader has there.
             if progress.batch_idx and not (state["loop"] or {}).get("data_is_over"):
@@ -437,7 +439,7 @@ class RunCheckpoint:
         seed_rank(derive_seed(_RESUME_SEED, self._data.seed, progress.epoch, 0), self._strategy.data_rank)
 
     def _load_into_hooks(
-        self, checkpoint: Checkpoint, state: dict[str, Any], tensors: Mapping[str, Mapping[str, Any]]
+        self, checkpoint: CheckpointReader, state: dict[str, Any], tensors: Mapping[str, Mapping[str, Any]]
     ) -> None:
         trainer, datamodule = self._core.trainer, self._core.datamodule
         self._module.on_load_checkpoint(state["module"])
@@ -453,7 +455,7 @@ class RunCheckpoint:
                     callback.load_tensors(trainer, self._module, tensors[key])
                 callback.on_load_checkpoint(trainer, self._module, extra)
 
-    def _check_base(self, checkpoint: Checkpoint) -> None:
+    def _check_base(self, checkpoint: CheckpointReader) -> None:
         """Refuse a ``trainable_only`` checkpoint whose base weights differ from the module's. Collective."""
         base = checkpoint.manifest.metadata.base
         if not base:
@@ -464,7 +466,7 @@ class RunCheckpoint:
         check_base(checkpoint.path, base, base_checksums(shards, self._strategy.control, precision))
         self._memory.trained |= set(checkpoint.weights())
 
-    def _read_weights(self, checkpoint: Checkpoint, saved: Weights) -> dict[str, Any]:
+    def _read_weights(self, checkpoint: CheckpointReader, saved: Weights) -> dict[str, Any]:
         strategy, base = self._strategy, checkpoint.manifest.metadata.base
         own = {name: value for name, value in strategy.model_state().items() if name not in base}
         strict = self._module.strict_loading
@@ -478,7 +480,7 @@ class RunCheckpoint:
         # Parameters that the checkpoint lacks keep their values.
         return {name: weights[name] if name in weights else strategy.shard_of(value) for name, value in own.items()}
 
-    def _read_callback_tensors(self, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+    def _read_callback_tensors(self, checkpoint: CheckpointReader) -> dict[str, dict[str, Any]]:
         saved = checkpoint.manifest.callbacks
         unclaimed = sorted(saved.keys() - {key for key, _ in self._callbacks_by_key()})
         if unclaimed and self._strategy.rank == 0:
@@ -492,7 +494,7 @@ class RunCheckpoint:
             key: checkpoint.callback_tensors(key).staged(regions) for key, _ in self._callbacks_by_key() if key in saved
         }
 
-    def _read_rank_states(self, checkpoint: Checkpoint, data: dict[str, Any]) -> list[dict[str, Any]]:
+    def _read_rank_states(self, checkpoint: CheckpointReader, data: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the saved states of the ranks whose work this rank takes over: one if the number of ranks is equal."""
         strategy, saved, parts = self._strategy, checkpoint.manifest.world_size, data["world_size"]
         if (saved, parts) == (strategy.world_size, strategy.data_world_size):
@@ -502,7 +504,7 @@ class RunCheckpoint:
             ranks = [part * ranks_per_part for part in range(strategy.data_rank, parts, strategy.data_world_size)]
         return [checkpoint.rank_state(rank) for rank in ranks]
 
-    def _read_collectively(self, checkpoint: Checkpoint, read: Any) -> Any:
+    def _read_collectively(self, checkpoint: CheckpointReader, read: Any) -> Any:
         return run_collectively(self._strategy.control, f"The checkpoint {checkpoint.path!r} cannot be loaded", read)
 
     def _callbacks_by_key(self) -> Iterator[tuple[str, Callback]]:

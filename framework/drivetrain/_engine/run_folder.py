@@ -15,7 +15,7 @@ CKPT_PATH_KEYWORDS = ("last", "best", "auto")
 """The values of ``ckpt_path`` that are not paths."""
 
 
-class Beginning(NamedTuple):
+class StartDecision(NamedTuple):
     """How a run begins, as rank 0 decides it for all ranks.
 
     Attributes:

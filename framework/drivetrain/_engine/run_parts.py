@@ -1,7 +1,8 @@
 """The parts of a run, which a `Session` holds and passes between the functions that build them.
 
 `RunRequest` and `RunCore` are complete before set-up begins. `RunData` changes while a run reads its data.
-`Optimization`, `Stopping` and `Training` are each built once, and passed to the function that builds the next of them.
+`Optimization`, `StopConditions` and `Training` are each built once, and passed to the function that builds the next
+of them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from drivetrain._config.secret_values import SecretFilter
-from drivetrain._engine.data_cursor import Cursor
+from drivetrain._engine.epoch_position import EpochPosition
 from drivetrain._engine.evaluation_buffers import EvaluationBuffers
 from drivetrain._engine.run_callbacks import RunCallbacks
 from drivetrain._engine.run_folder import RunFolder
@@ -203,7 +204,7 @@ class RunData:
         given: the loaders or the data module that were passed, and the training loaders once they are built.
         lengths: the lengths, in micro-batches, of loaders without ``__len__``, as far as the lengths are known.
         rng_replay: the random generators' states by micro-batch, for loaders that read ahead.
-        cursor: how the epoch is split over ranks.
+        epoch_position: how the epoch is split over ranks.
         stage_data: the prepared loaders; None until they are built.
         seed: the seed of the order of samples, the same on every rank.
         reload: rebuilds the loaders of an epoch; None unless ``reload_dataloaders_every_n_epochs`` is set.
@@ -216,7 +217,7 @@ class RunData:
     given: DataArguments
     lengths: Lengths
     rng_replay: RngReplay
-    cursor: Cursor = field(default_factory=Cursor)
+    epoch_position: EpochPosition = field(default_factory=EpochPosition)
     stage_data: StageData | None = None
     seed: int = 0
     reload: Callable[[int], None] | None = None
@@ -250,7 +251,7 @@ class RunData:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint stores of how the data is split and ordered."""
         source = None if self.stage_data is None else self.stage_data.train
-        return {**self.cursor.state_dict(source), "seed": self.seed}
+        return {**self.epoch_position.state_dict(source), "seed": self.seed}
 
 
 @dataclass(slots=True)
@@ -280,7 +281,7 @@ class Optimization:
 
 
 @dataclass(frozen=True, slots=True)
-class Stopping:
+class StopConditions:
     """The objects through which training may end early.
 
     Attributes:
@@ -329,7 +330,7 @@ class TrainingInputs:
     core: RunCore
     data: RunData
     optimization: Optimization
-    stopping: Stopping
+    stopping: StopConditions
     trainables: Trainables
     saves: SaveRequests
     validate: Callable[[], list[dict[str, float]]] | None
@@ -347,13 +348,13 @@ class CheckpointParts:
     """
 
     optimization: Optimization
-    stopping: Stopping
+    stopping: StopConditions
     trainables: Trainables | None
     loop: TrainLoop | None
 
 
 @dataclass(slots=True)
-class CheckpointMemory:
+class SaveHistory:
     """State that the checkpoints of one run share.
 
     Attributes:

@@ -132,7 +132,7 @@ class RunRecorder:
         def change(document: dict[str, Any]) -> None:
             if parent and not continues_run:
                 document["parent"] = parent
-            _add_event(document, "went on" if continues_run else "began", text, step)
+            _add_event(document, "resumed" if continues_run else "began", text, step)
 
         self._update(change, from_step=step, from_checkpoint=identifier or None)
 

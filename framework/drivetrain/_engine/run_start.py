@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain._config.secret_values import arguments_without_secrets, without_secrets, without_url_passwords
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._engine.checkpoint_compatibility import check_saved_state
-from drivetrain._engine.run_folder import CKPT_PATH_KEYWORDS, Beginning, RunFolder
+from drivetrain._engine.run_folder import CKPT_PATH_KEYWORDS, RunFolder, StartDecision
 from drivetrain._engine.run_location import (
     RunLocation,
     claim_at_first_write,
@@ -32,8 +32,8 @@ from drivetrain._engine.saved_state_schema import reporting_malformed
 from drivetrain._engine.write_checks import write_problem
 from drivetrain.checkpoint._discovery import StorageRetry, resumable_in, select_newest
 from drivetrain.checkpoint._folders import child, is_checkpoint_at, is_plain_name
-from drivetrain.checkpoint._format import Checkpoint, load
-from drivetrain.checkpoint._retention import SavedCheckpoint
+from drivetrain.checkpoint._format import CheckpointReader, load
+from drivetrain.checkpoint._retention import KeptCheckpoint
 from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.runs import _liveness
 from drivetrain.runs._directory import (
@@ -45,7 +45,7 @@ from drivetrain.runs._identity import Identity, class_path, encode_hyper_paramet
 from drivetrain.runs._liveness import HeartbeatWatch
 from drivetrain.runs._process import Job
 from drivetrain.runs._record import plain, read
-from drivetrain.runs._resume_choice import ResumeChoice, RunSearch
+from drivetrain.runs._resume_point import ResumeCandidates, ResumePoint
 
 if TYPE_CHECKING:
     from drivetrain._engine.run_parts import RunCore
@@ -56,7 +56,7 @@ _POLL_INTERVAL = 5.0
 """Seconds between two reads of another run's heartbeat, and between two messages to the other ranks."""
 
 
-def begin(run: RunCore) -> Beginning:
+def begin(run: RunCore) -> StartDecision:
     """Choose the checkpoint that a run starts from, and claim the run's folder. Collective.
 
     Args:
@@ -77,9 +77,9 @@ def begin(run: RunCore) -> Beginning:
     if is_fit and (ckpt_path is not None or fixed is not None):
         _wait_for_liveness(control, search)
     decided = _decide(run, place, search) if control.rank == 0 else None
-    beginning = Beginning(*control.from_rank_0(decided))
+    beginning = StartDecision(*control.broadcast_object(decided))
     if beginning.problem is not None:
-        control.agree("the error about the run's folder")  # no rank may leave before all have read the result
+        control.count_flags("the error about the run's folder")  # no rank may leave before all have read the result
         raise ConfigurationError(*beginning.problem)
     if control.rank > 0:
         folder.path, folder.id = beginning.folder, beginning.id
@@ -96,18 +96,18 @@ def find_in_folders(run: RunCore, folders: Sequence[str]) -> str | None:
     search = _search(run, None, folders) if control.rank == 0 else None
     if run.stage == "fit":
         _wait_for_liveness(control, search)  # an evaluation may read the checkpoints of a live run
-    found: str | None = control.from_rank_0(None if search is None else _choose(run, search).path)
+    found: str | None = control.broadcast_object(None if search is None else _choose(run, search).path)
     return found
 
 
 # The checkpoint
 
 
-def _search(run: RunCore, place: RunLocation | None, folders: Sequence[str] | None = None) -> RunSearch:
+def _search(run: RunCore, place: RunLocation | None, folders: Sequence[str] | None = None) -> ResumeCandidates:
     location, ckpt_path = place or locate_logs(run), run.request.ckpt_path
     hyper_parameters = encode_hyper_parameters(without_secrets(run.module.hparams)[0])
     identity = Identity(class_path(type(run.module)), run_name(run), hyper_parameters, frozenset(run.trainer.searched))
-    search = RunSearch(
+    search = ResumeCandidates(
         location.path, location.fixed if run.stage == "fit" else None, identity, Job.of(os.environ), StorageRetry()
     )
     if place is not None and place.fixed is not None:
@@ -122,7 +122,7 @@ def _search(run: RunCore, place: RunLocation | None, folders: Sequence[str] | No
     return search
 
 
-def _wait_for_liveness(control: ControlPlane, search: RunSearch | None) -> None:
+def _wait_for_liveness(control: ControlPlane, search: ResumeCandidates | None) -> None:
     """Watch the heartbeat of a run that may be live on another machine. Collective: the other ranks wait for rank 0."""
     watch: HeartbeatWatch | None = None
 
@@ -144,22 +144,22 @@ def _wait_for_liveness(control: ControlPlane, search: RunSearch | None) -> None:
             )
         return False
 
-    while not control.from_rank_0(is_over() if control.rank == 0 else None):
+    while not control.broadcast_object(is_over() if control.rank == 0 else None):
         if watch is not None:
             watch.poll(_POLL_INTERVAL)
 
 
-def _choose(run: RunCore, search: RunSearch | None) -> ResumeChoice:
+def _choose(run: RunCore, search: ResumeCandidates | None) -> ResumePoint:
     """Return the checkpoint that a run starts from, and for a fit the record of the run that it continues."""
     ckpt_path = run.request.ckpt_path
     if search is None or ckpt_path is None:
-        return ResumeChoice(ckpt_path)
+        return ResumePoint(ckpt_path)
     if run.stage != "fit":
         return _checkpoint_to_evaluate(run, search, ckpt_path)
     if ckpt_path not in CKPT_PATH_KEYWORDS:
         with suppress(CheckpointError):
             return search.resume_from(load(ckpt_path))
-        return ResumeChoice(ckpt_path)  # every rank gets the error when it opens the checkpoint
+        return ResumePoint(ckpt_path)  # every rank gets the error when it opens the checkpoint
     choice = search.newest(check_saved_state)
     if ckpt_path != "best" or choice.path is None:
         return choice
@@ -167,11 +167,11 @@ def _choose(run: RunCore, search: RunSearch | None) -> ResumeChoice:
     return choice._replace(path=best or choice.path, record=None)
 
 
-def _checkpoint_to_evaluate(run: RunCore, search: RunSearch, ckpt_path: str) -> ResumeChoice:
+def _checkpoint_to_evaluate(run: RunCore, search: ResumeCandidates, ckpt_path: str) -> ResumePoint:
     """Return the checkpoint whose weights an evaluation loads; its run may be live."""
     best = [callback.best_model_path for callback in run.callbacks if callback.best_model_path]
     if ckpt_path == "best" and best:
-        return ResumeChoice(best[0])
+        return ResumePoint(best[0])
     choice = search.newest(check_saved_state, include_running=True)
     if ckpt_path != "best" or choice.path is None:
         return choice
@@ -179,11 +179,11 @@ def _checkpoint_to_evaluate(run: RunCore, search: RunSearch, ckpt_path: str) -> 
     path, problem = _best_checkpoint(newest, [folder for callback in run.callbacks for folder in callback.writes_to])
     if path is None:
         name = repr(choice.path) if choice.record is None else choice.record.name
-        return ResumeChoice(None, skipped=(*choice.skipped, f"{name} ({problem})"))
+        return ResumePoint(None, skipped=(*choice.skipped, f"{name} ({problem})"))
     return choice._replace(path=path)
 
 
-def _best_checkpoint(newest: Checkpoint, folders: Sequence[str]) -> tuple[str | None, str]:
+def _best_checkpoint(newest: CheckpointReader, folders: Sequence[str]) -> tuple[str | None, str]:
     """Return the path of the best checkpoint by a monitored value, or None and the reason why there is none.
 
     Args:
@@ -203,43 +203,43 @@ def _best_checkpoint(newest: Checkpoint, folders: Sequence[str]) -> tuple[str | 
     return None, problem
 
 
-def _scored_best(state: Any) -> SavedCheckpoint | None:
+def _scored_best(state: Any) -> KeptCheckpoint | None:
     """Return the best checkpoint of a callback's state; None if it has no score or the state is another callback's."""
     name, kept = (state.get("best"), state.get("kept")) if isinstance(state, dict) else (None, None)
     if not isinstance(name, str) or not isinstance(kept, list):
         return None
-    saved = [SavedCheckpoint.from_state(each) for each in kept if isinstance(each, dict) and "score" in each]
+    saved = [KeptCheckpoint.from_state(each) for each in kept if isinstance(each, dict) and "score" in each]
     return next((each for each in saved if each.name == name.rpartition("/")[2] and each.score is not None), None)
 
 
 # The folder, on rank 0
 
 
-def _decide(run: RunCore, place: RunLocation | None, search: RunSearch | None) -> Beginning:
+def _decide(run: RunCore, place: RunLocation | None, search: ResumeCandidates | None) -> StartDecision:
     folder = run.folder
     if place is None:
         choice = _choose(run, search)
     else:
         problem = write_problem(place.path)
         if problem is not None:
-            return Beginning(problem=write_error(place, problem))
+            return StartDecision(problem=write_error(place, problem))
         try:
             choice = _claim_folder(run, place, search)
         except ConfigurationError as error:
-            return Beginning(problem=(error.what, error.why, error.fix))
+            return StartDecision(problem=(error.what, error.why, error.fix))
         except OSError as error:
-            return Beginning(problem=write_error(place, error.strerror or str(error)))
+            return StartDecision(problem=write_error(place, error.strerror or str(error)))
     if run.request.ckpt_path in CKPT_PATH_KEYWORDS:
         _log_choice(run, run.request.ckpt_path, choice)
     skipped = choice.describe_skipped()
     if run.stage != "fit":
         _share_with_evaluation(run)
-        return Beginning(choice.path, folder.path, folder.id, versions=_versions(run), skipped=skipped)
+        return StartDecision(choice.path, folder.path, folder.id, versions=_versions(run), skipped=skipped)
     continues = choice.record is not None
-    return Beginning(choice.path, folder.path, folder.id, continues, choice.parent, _versions(run), skipped=skipped)
+    return StartDecision(choice.path, folder.path, folder.id, continues, choice.parent, _versions(run), skipped=skipped)
 
 
-def _claim_folder(run: RunCore, place: RunLocation, search: RunSearch | None) -> ResumeChoice:
+def _claim_folder(run: RunCore, place: RunLocation, search: ResumeCandidates | None) -> ResumePoint:
     """Choose a checkpoint, and claim the folder of its run or a new one, under a lock on the parent folder."""
     folder = run.folder
     loggers, described = run.trainer.loggers, _description(run)
@@ -356,7 +356,7 @@ def _versions(run: RunCore) -> tuple[str, ...]:
     return tuple(each.version_name for each in run.trainer.loggers) if run.strategy.world_size > 1 else ()
 
 
-def _log_choice(run: RunCore, ckpt_path: str, choice: ResumeChoice) -> None:
+def _log_choice(run: RunCore, ckpt_path: str, choice: ResumePoint) -> None:
     found = choice.path is not None
     use, none = ("continuing from", "a fresh start") if run.stage == "fit" else ("the weights of", "no checkpoint")
     text = f"{use} {choice.path}" if found else none

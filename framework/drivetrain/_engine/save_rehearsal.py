@@ -12,7 +12,7 @@ from drivetrain._engine.run_checkpoint import RunCheckpoint
 from drivetrain._engine.run_parts import RunCore
 from drivetrain._loops.save_requests import SaveRequests
 from drivetrain._runtime.generators import preserved_generators
-from drivetrain.checkpoint._format import check_metadata, run_collectively, stage
+from drivetrain.checkpoint._format import check_metadata, copy_to_host, run_collectively
 from drivetrain.errors import CheckpointError
 
 logger = logging.getLogger("drivetrain")
@@ -95,7 +95,7 @@ class SaveRehearsal:
     def _check(self, weights_only: bool) -> None:
         control, checkpoint = self._core.strategy.control, self._run_state()
         contents = checkpoint.contents(weights_only, dry_run=True)
-        staged = stage(contents, control.rank, control.world_size, checkpoint.shard_of)
+        staged = copy_to_host(contents, control.rank, control.world_size, checkpoint.shard_of)
 
         def check() -> None:
             if staged.problem is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from drivetrain.checkpoint._format import Checkpoint
+    from drivetrain.checkpoint._format import CheckpointReader
 
 _INVALID_VALUE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
@@ -18,7 +18,7 @@ _MAX_COUNT = 2**63
 
 _TYPES: dict[str, Any] = {
     **dict.fromkeys(("module", "datamodule", "callbacks", "precision", "loop", "data"), dict),
-    **dict.fromkeys(("made_of", "flattened_optimizer_state", "loop/plateaus", "loop/validation"), dict | None),
+    **dict.fromkeys(("components", "flattened_optimizer_state", "loop/plateaus", "loop/validation"), dict | None),
     **dict.fromkeys(("data/seed", "data/world_size", "data/epoch"), int),
     **dict.fromkeys(("data/stride", "loop/flushed_at"), int | None),
     "schedulers": list,
@@ -30,7 +30,7 @@ _TYPES: dict[str, Any] = {
 """The types of values in a run's state, by path. A missing value is None."""
 
 
-def check_progress(checkpoint: Checkpoint) -> None:
+def check_progress(checkpoint: CheckpointReader) -> None:
     """Check that the saved counters are non-negative integers.
 
     Raises:
@@ -43,7 +43,7 @@ def check_progress(checkpoint: Checkpoint) -> None:
             raise _malformed(checkpoint, "manifest.json", f"progress/{name}", value)
 
 
-def check_state(checkpoint: Checkpoint) -> None:
+def check_state(checkpoint: CheckpointReader) -> None:
     """Check the types of values in the run's state.
 
     Raises:
@@ -63,7 +63,7 @@ def check_state(checkpoint: Checkpoint) -> None:
 
 
 @contextmanager
-def reporting_malformed(checkpoint: Checkpoint, file: str, key: str) -> Iterator[None]:
+def reporting_malformed(checkpoint: CheckpointReader, file: str, key: str) -> Iterator[None]:
     """Replace a built-in error that restoring a value raises by an error that names the file and the key.
 
     Raises:
@@ -80,7 +80,7 @@ def reporting_malformed(checkpoint: Checkpoint, file: str, key: str) -> Iterator
         ) from error
 
 
-def _malformed(checkpoint: Checkpoint, file: str, key: str, value: Any) -> CheckpointError:
+def _malformed(checkpoint: CheckpointReader, file: str, key: str, value: Any) -> CheckpointError:
     return CheckpointError(
         f"The checkpoint {checkpoint.path!r} is malformed: {key!r} in {file} is {reprlib.repr(value)}.",
         "a run cannot resume from it.",

@@ -29,7 +29,7 @@ def order_seed(seed: int | None, control: ControlPlane) -> int:
         seed = last_seed()
     if seed is None and control.rank == 0:
         seed = int(torch.empty((), dtype=torch.int64).random_().item())
-    return int(control.from_rank_0(seed))
+    return int(control.broadcast_object(seed))
 
 
 def seed_rank(seed: int, data_rank: int) -> None:

@@ -28,23 +28,23 @@ from drivetrain._engine.evaluation_setup import (
     run_sanity_check,
 )
 from drivetrain._engine.failure_propagation import error_to_report, publish_failure, resolve_cause
-from drivetrain._engine.handshake import module_facts, setting_facts
 from drivetrain._engine.optimizer_setup import set_up_optimizers
 from drivetrain._engine.out_of_memory import explain_out_of_memory
 from drivetrain._engine.process_switches import apply_switches
+from drivetrain._engine.rank_facts import module_facts, setting_facts
 from drivetrain._engine.rank_log import RankLog
 from drivetrain._engine.run_callbacks import RunCallbacks
 from drivetrain._engine.run_ending import RunEnding
 from drivetrain._engine.run_folder import RunFolder
 from drivetrain._engine.run_parts import (
-    CheckpointMemory,
     CheckpointParts,
     EvaluationWithinFit,
     Optimization,
     RunCore,
     RunData,
     RunRequest,
-    Stopping,
+    SaveHistory,
+    StopConditions,
     Training,
     TrainingInputs,
 )
@@ -78,7 +78,7 @@ from drivetrain.strategies.strategy import StepRunner, Strategy
 
 if TYPE_CHECKING:
     from drivetrain._engine.compiled_steps import CompiledSteps
-    from drivetrain._engine.monitors import MonitorCheck
+    from drivetrain._engine.monitors import MonitoredKeysCheck
     from drivetrain._engine.reloading import Reloading
     from drivetrain._loops.train import TrainLoop
 
@@ -124,9 +124,9 @@ class Session:
         )
         self.data = RunData(request.given, Lengths(control), RngReplay(strategy.device))
         self.optimization = Optimization()
-        self.stopping = Stopping(StopRequest(control, None, None, None))
+        self.stopping = StopConditions(StopRequest(control, None, None, None))
         self.training: Training | None = None
-        self._memory = CheckpointMemory()
+        self._memory = SaveHistory()
         self.checkpoints = RunCheckpoints(self.core, self.data, self._memory, self._checkpoint_parts)
         self.last_line: str | None = None
         """The line to print instead of this rank's error if a lower rank failed the same way and prints its own."""
@@ -179,7 +179,7 @@ class Session:
                     child.training = training
                 self._detach()
         if self._ending.exit_error is not None:
-            self._requeue(self.stopping.stop.leaving)
+            self._requeue(self.stopping.stop.preempted)
             raise self._ending.exit_error
         return result
 
@@ -266,8 +266,8 @@ class Session:
             training, monitors = self._prepare_training(prepared)
         self._train(prepared, training.loop, monitors)
 
-    def _prepare_training(self, prepared: PreparedRun) -> tuple[Training, MonitorCheck]:
-        from drivetrain._engine.monitors import MonitorCheck  # only training needs it
+    def _prepare_training(self, prepared: PreparedRun) -> tuple[Training, MonitoredKeysCheck]:
+        from drivetrain._engine.monitors import MonitoredKeysCheck  # only training needs it
 
         core, data, checkpoints = self.core, self.data, self.checkpoints
         runner, move, reloading = prepared.runner, prepared.move, prepared.reloading
@@ -278,12 +278,12 @@ class Session:
             )
         self.stopping = stopping = build_stopping(core, data)
         validate = build_validation(core, data, stopping, runner, move) if data.validates else None
-        monitors = MonitorCheck(core, data, optimization.schedulers)
+        monitors = MonitoredKeysCheck(core, data, optimization.schedulers)
         self.training = training = build_training(
             TrainingInputs(core, data, optimization, stopping, self._trainables, checkpoints.requests, validate),
             runner,
             move,
-            settle=self._check_changes,
+            apply_trainable_changes=self._apply_trainable_changes,
             save=checkpoints.save_before_leaving,
             after_first_batch=monitors.after_first_batch,
         )
@@ -294,7 +294,7 @@ class Session:
             log_once(core.strategy.precision.describe())
         return training, monitors
 
-    def _train(self, prepared: PreparedRun, loop: TrainLoop, monitors: MonitorCheck) -> None:
+    def _train(self, prepared: PreparedRun, loop: TrainLoop, monitors: MonitoredKeysCheck) -> None:
         core, checkpoints, ending = self.core, self.checkpoints, self._ending
         hooks, strategy, progress = core.hooks, core.strategy, core.progress
         already_ended = checkpoints.already_ended
@@ -318,7 +318,7 @@ class Session:
             ending.has_trained = True
             loop.run()
         core.metrics.enter(None)
-        leaving = self.stopping.stop.leaving
+        leaving = self.stopping.stop.preempted
         progress.cut_short = progress.batch_idx > 0 and not leaving
         if leaving:
             self._leave(leaving)
@@ -343,13 +343,13 @@ class Session:
         if core.strategy.world_size > 1:
             core.strategy.broadcast_module(core.module)
         self.checkpoints.load_weights()
-        self.stopping = Stopping(StopRequest(core.strategy.control, None, None, None))
+        self.stopping = StopConditions(StopRequest(core.strategy.control, None, None, None))
         evaluate = build_stage(core, self.data, self.stopping.stop, prepared.runner, prepared.move)
         self._signals.defer_to_run()
         with core.span(HOOK_STAGE_NAMES[core.stage]):
             result = evaluate()
-        if self.stopping.stop.leaving:
-            self._leave(self.stopping.stop.leaving)
+        if self.stopping.stop.preempted:
+            self._leave(self.stopping.stop.preempted)
         return result
 
     # Signals
@@ -401,7 +401,7 @@ class Session:
             if core.datamodule is not None:
                 core.datamodule.prepare_data()
             core.module.prepare_data()
-        core.strategy.control.agree("the end of prepare_data")
+        core.strategy.control.count_flags("the end of prepare_data")
 
     def _call_setup_hooks(self) -> None:
         core, datamodule = self.core, self.core.datamodule
@@ -431,7 +431,7 @@ class Session:
     def _load_data(self) -> Reloading | None:
         """Build the loaders. Return the object that rebuilds them, or None if they are not to be rebuilt."""
         core, data = self.core, self.data
-        data.cursor.world_size = core.strategy.data_world_size
+        data.epoch_position.world_size = core.strategy.data_world_size
         with core.span("loaders"):
             if core.stage != "fit" or not core.trainer.reload_dataloaders_every_n_epochs:
                 data.stage_data = self._build_stage_data()
@@ -491,7 +491,7 @@ class Session:
             if isinstance(child, TrainModule):
                 attach(child, self.core.trainer)
 
-    def _check_changes(self) -> None:
+    def _apply_trainable_changes(self) -> None:
         """Check the changes that hooks have made since the last epoch. Called at the beginning of each epoch."""
         self.core.callbacks.refuse_appended()
         assert self._trainables is not None

@@ -222,7 +222,7 @@ class SessionContext(RunContext):
     def received_sigterm(self) -> bool:
         return self.session is not None and signal.SIGTERM in (
             self.session.stopping.stop.signal,
-            self.session.stopping.stop.leaving,
+            self.session.stopping.stop.preempted,
         )
 
     @property

@@ -158,7 +158,7 @@ class StageData:
     def _changed_on_any_rank(self, changed: bool) -> bool:
         if self._control.world_size == 1:
             return changed
-        (ranks,) = self._control.agree("the size of the data", changed)
+        (ranks,) = self._control.count_flags("the size of the data", changed)
         if ranks:
             check_ranks_agree(self._control, self.facts())
         return ranks > 0

@@ -18,7 +18,7 @@ from drivetrain._distributed.rendezvous import NO_NAME, admit, admit_first, host
 from drivetrain._runtime.accelerators import Devices
 from drivetrain.environments import Environment, Placement, environment_by_name
 from drivetrain.errors import ConfigurationError, DistributedError
-from drivetrain.launchers import World, current_world
+from drivetrain.launchers import LaunchedProcesses, current_world
 from drivetrain.strategies.strategy import Strategy
 
 _CONNECT_TIMEOUT = timedelta(minutes=5)
@@ -47,7 +47,7 @@ class Topology:
 
     placement: Placement
     store: Store | None = None
-    world: World | None = None
+    world: LaunchedProcesses | None = None
     missing: bool = False
     address: str = "127.0.0.1"
     port: int = 0
@@ -157,7 +157,7 @@ def _placement_in_users_group(environment: Environment, requested: int, chosen: 
     return placement
 
 
-def _topology_in_world(world: World, requested: int, chosen: bool, runs_alone: bool) -> Topology:
+def _topology_in_world(world: LaunchedProcesses, requested: int, chosen: bool, runs_alone: bool) -> Topology:
     if runs_alone:
         return Topology(Placement(), HashStore(), world)
     failures = world.failures()

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from drivetrain._config.arguments import parse_duration
 from drivetrain._engine.batches import BatchMover, move_micro_batches
 from drivetrain._engine.run_callbacks import RunCallbacks
-from drivetrain._engine.run_parts import GradientNorm, RunCore, RunData, Stopping, Training, TrainingInputs
+from drivetrain._engine.run_parts import GradientNorm, RunCore, RunData, StopConditions, Training, TrainingInputs
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import DataSplit, find_loaders
 from drivetrain._engine.window_snapshot import WindowSnapshot
@@ -33,8 +33,8 @@ from drivetrain._loops.validation import ValidationPlan
 from drivetrain._loops.windows import (
     Batches,
     MicroBatch,
-    exchanged_windows,
-    sharded_windows,
+    allreduced_windows,
+    precomputed_windows,
     single_windows,
     weighted_windows,
 )
@@ -54,7 +54,7 @@ def build_training(
     runner: StepRunner,
     move: BatchMover | None,
     *,
-    settle: Callable[[], None],
+    apply_trainable_changes: Callable[[], None],
     save: Callable[[], None],
     after_first_batch: Callable[[], None],
 ) -> Training:
@@ -64,7 +64,7 @@ def build_training(
         parts: the parts of the run.
         runner: calls a step of the module. `Strategy.setup_module` returned this function.
         move: moves a batch to the device; None if batches stay where they are.
-        settle: called after the hooks at the beginning of an epoch.
+        apply_trainable_changes: called after the hooks at the beginning of an epoch.
         save: writes a checkpoint to resume from if the run ends early. Collective.
         after_first_batch: called once on rank 0, after the first micro-batch.
     """
@@ -101,7 +101,7 @@ def build_training(
                 reloads=data.reload is not None,
             ),
             reload=data.reload,
-            after_epoch_hooks=settle,
+            apply_trainable_changes=apply_trainable_changes,
             resize=partial(_resize, core, data, move),
             checks=EpochChecks(step, metrics, type(module).__name__, strategy.rank == 0, after_first_batch),
         ),
@@ -129,7 +129,7 @@ def _resize(core: RunCore, data: RunData, move: BatchMover | None, epoch_begins:
     """
     changed = data.loaded.resize_training()
     if not epoch_begins:
-        data.cursor.check_samples(data.train)
+        data.epoch_position.check_samples(data.train)
     if not changed:
         return None
     data.resized_at = (core.progress.epoch, core.progress.global_step) if epoch_begins else (0, 0)
@@ -164,7 +164,7 @@ def build_training_pass(
     return run_pass
 
 
-def build_stopping(core: RunCore, data: RunData) -> Stopping:
+def build_stopping(core: RunCore, data: RunData) -> StopConditions:
     """Build the request that ends training early, and the snapshot with which a run can end within a window."""
     trainer = core.trainer
     max_time = None if trainer.max_time is None else parse_duration("max_time", trainer.max_time)
@@ -182,7 +182,7 @@ def build_stopping(core: RunCore, data: RunData) -> Stopping:
             lambda: trainer.accumulate_grad_batches,
             every_step,
         )
-    return Stopping(stop, snapshot)
+    return StopConditions(stop, snapshot)
 
 
 def estimated_steps(trainer: RunContext, callbacks: RunCallbacks, data: RunData) -> int | float:
@@ -418,7 +418,7 @@ def _micro_batches(
 
     def begin(epoch: int, first: int) -> Iterator[MicroBatch]:
         limit, size = train_limit, trainer.accumulate_grad_batches
-        origin = data.cursor.origin(epoch)
+        origin = data.epoch_position.origin(epoch)
         # An epoch that began with another world size has no limit, and ends with its data.
         remaining = None if limit is None or (origin.samples and limit == source.length) else max(0, limit - first)
         # With overfit_batches, every epoch has the sample order of the first one.
@@ -445,7 +445,7 @@ def _micro_batches(
             batches = islice(batches, remaining)
             shards = shards and islice(shards, remaining)
         if exchanged:
-            micro_batches = exchanged_windows(
+            micro_batches = allreduced_windows(
                 batches,
                 size,
                 strategy.control,
@@ -462,7 +462,7 @@ def _micro_batches(
         elif weigh is not None:
             micro_batches = weighted_windows(batches, size, weigh)
         else:
-            micro_batches = sharded_windows(batches, size, ranks, shards)
+            micro_batches = precomputed_windows(batches, size, ranks, shards)
         return move_micro_batches(micro_batches, move, ahead=not source.stateful, fresh_memory=fresh_memory)
 
     return begin

@@ -164,7 +164,11 @@ class WindowSnapshot:
     def rank_state(self) -> dict[str, Any]:
         """Return this rank's own state for a checkpoint, without buffers."""
         assert self._snapshot is not None
-        return {"draws": self._snapshot.draws(), "metrics": self._snapshot.metrics(), "source": self._snapshot.source}
+        return {
+            "rng_states": self._snapshot.draws(),
+            "metrics": self._snapshot.metrics(),
+            "source": self._snapshot.source,
+        }
 
     def _current_buffers(self) -> dict[str, Tensor]:
         current = {key: buffers.get(name) for key, buffers, name in self._buffer_owners}

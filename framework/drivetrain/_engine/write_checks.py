@@ -43,7 +43,7 @@ def check_writable_folders(strategy: Strategy, callbacks: Sequence[Callback], lo
     problem = None
     if strategy.local_rank == 0:
         problem = next(_problems(callbacks, loggers if strategy.rank == 0 else []), None)
-    (failing,) = control.agree("folders that can be written to", problem is not None)
+    (failing,) = control.count_flags("folders that can be written to", problem is not None)
     if not failing:
         return
     problems = {rank: found for rank, found in enumerate(control.gather_objects(problem)) if found is not None}

@@ -266,7 +266,7 @@ class EvaluateLoop:
             self._runner(self._step, *self._arguments(batch, batch_idx, index))
 
     def _reduce(self) -> dict[str, torch.Tensor]:
-        reducing_ranks, ranks_with_mismatch = self._control.agree(
+        reducing_ranks, ranks_with_mismatch = self._control.count_flags(
             "the reduction of an evaluation's values", self._metrics.wants_reduction(), self._lengths.has_mismatch
         )
         self._lengths.warn_together(ranks_with_mismatch)

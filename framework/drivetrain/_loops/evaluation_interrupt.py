@@ -34,7 +34,7 @@ class EarlyExit:
     def exits_immediately(self, name: str) -> bool:
         """Return whether the ranks exit before the evaluation, called ``name``, begins. Collective."""
         self.stop.agree(f"the beginning of a {name} run")
-        return self.stop.agreed_to_exit()
+        return self.stop.is_preempted()
 
     def begin(self) -> None:
         """Record the state that `undo` restores, before any hook of the evaluation is called."""
@@ -59,11 +59,11 @@ class EarlyExit:
             equal_counts: whether all ranks have the same number of micro-batches.
         """
         if not self._ranks_are_apart:
-            return self.stop.leaving > 0
+            return self.stop.preempted > 0
         self.stop.agree_when_all_arrive(
             "the end of an evaluation's loader", equal_counts=equal_counts, wait_for_device=self._wait_for_device
         )
-        return self.stop.agreed_to_exit()
+        return self.stop.is_preempted()
 
     def undo(self) -> None:
         """Restore the state that `begin` has recorded."""
@@ -140,7 +140,7 @@ class ValidationExit(EarlyExit):
 
     def _weights_changed(self, purpose: str) -> bool:
         """Return whether the weights of any rank have changed since the validation began. Collective."""
-        (changed,) = self._strategy.control.agree(purpose, self._weights_differ())
+        (changed,) = self._strategy.control.count_flags(purpose, self._weights_differ())
         return changed > 0
 
     def _weights_differ(self) -> bool:

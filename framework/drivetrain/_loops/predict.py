@@ -95,7 +95,7 @@ class PredictLoop:
             for hook in (*hooks.on_predict_epoch_end, *hooks.on_predict_end):
                 hook()
         self._metrics.enter(None)
-        (ranks_with_mismatch,) = self._strategy.control.agree("the end of prediction", self._lengths.has_mismatch)
+        (ranks_with_mismatch,) = self._strategy.control.count_flags("the end of prediction", self._lengths.has_mismatch)
         self._lengths.warn_together(ranks_with_mismatch)
         if not self._keeps_outputs:
             return None

@@ -16,7 +16,7 @@ _TIME_IS_UP = 2
 """The reason code of a stop by ``max_time``, after which the run is saved to be resumed. Other stops have code 1."""
 
 
-class PointAgreement:
+class AgreedStep:
     """Agrees on a point at which all ranks act.
 
     All ranks count the same points, such as the ends of micro-batches. Two threads of a rank take part: the *main
@@ -135,8 +135,8 @@ class StopRequest:
         self._deadline = None if max_time is None else time.monotonic() + max_time.total_seconds()
         self._min_steps = min_steps or 0
         self._min_epochs = min_epochs or 0
-        self._stop = PointAgreement(control, "stop", self._hold)
-        self._leave = PointAgreement(control, "leave", self._hold)
+        self._stop = AgreedStep(control, "stop", self._hold)
+        self._leave = AgreedStep(control, "leave", self._hold)
         self._agreed = False
         self._time_is_up = False  # whether max_time was this rank's first reason to stop
         self._point = 0  # the number of points passed, the same on every rank
@@ -153,7 +153,7 @@ class StopRequest:
         """The number of a preemption signal that this process has received; 0 for none."""
         self.counts_points = self._store is not None
         """Whether `exits_at_point` has to be called at each point: on several ranks, or after a signal."""
-        self.leaving = 0
+        self.preempted = 0
         """The number of the signal because of which all ranks leave now; 0 for none."""
         if self._store is not None:
             control.watch(self._poll)
@@ -161,7 +161,7 @@ class StopRequest:
     @property
     def saves_to_resume(self) -> bool:
         """Whether the run ends in order to be resumed later, so that it must be saved."""
-        return self.leaving > 0 or (self._time_is_up if self._store is None else self._stop.reason == _TIME_IS_UP)
+        return self.preempted > 0 or (self._time_is_up if self._store is None else self._stop.reason == _TIME_IS_UP)
 
     def leave_after(self, signal: int) -> None:
         """Request leaving because of a preemption signal. May be called in any thread."""
@@ -207,10 +207,10 @@ class StopRequest:
         if self._deadline is not None:
             self._check_deadline()
         if self._store is None:
-            self.leaving = self.signal
+            self.preempted = self.signal
             if self.requested or self._withdrawable:
-                return self.leaving > 0 or self._obeys_request(step, epoch)
-            return self.leaving > 0
+                return self.preempted > 0 or self._obeys_request(step, epoch)
+            return self.preempted > 0
         if self._in_first_window:
             self._in_first_window = False
             self._control.after_first_step()
@@ -236,8 +236,8 @@ class StopRequest:
                 with only some of the ranks: another rank behind may already wait in a collective of this group.
         """
         if self._store is None:
-            self.leaving = self.signal
-            return self.leaving > 0
+            self.preempted = self.signal
+            return self.preempted > 0
         if self.signal and not self._leave.requested:
             self._leave.request(self.signal, self._store)
         self._point = point = self._point + 1
@@ -245,7 +245,7 @@ class StopRequest:
             self._conclude()
         if point < self._leave.point and not (apart and self._may_leave_behind()):
             return False
-        self.leaving = self._leave.reason
+        self.preempted = self._leave.reason
         return True
 
     def agree(self, purpose: str) -> None:
@@ -258,7 +258,7 @@ class StopRequest:
         if code:
             self._publish_reason()
         stops, leaves = self._stop.publish_reason(code), self._leave.publish_reason(self.signal)
-        stopping, leaving = self._control.agree(purpose, self.requested or stops, leaves)
+        stopping, leaving = self._control.count_flags(purpose, self.requested or stops, leaves)
         if stopping and not self._agreed:
             self._stop.act_on_requests(stopping)
         self._leave.act_on_requests(leaving)
@@ -312,18 +312,18 @@ class StopRequest:
         keys = [f"points/{number}/{other}" for other in range(self._control.world_size)]
         return max(map(int, store.multi_get(keys)))
 
-    def agreed_to_exit(self) -> bool:
+    def is_preempted(self) -> bool:
         """Return whether all ranks leave, by the requests that `agree` has exchanged."""
-        self.leaving = self._leave.reason
-        return self.leaving > 0
+        self.preempted = self._leave.reason
+        return self.preempted > 0
 
     def defer_leaving(self) -> None:
         """Defer leaving to the next point. Called on all ranks."""
-        self.leaving = 0
+        self.preempted = 0
 
     def after_epoch(self, step: int, epochs: int) -> bool:
         """Return whether the run ends between two epochs, by the requests that `agree` has exchanged."""
-        return self.agreed_to_exit() or self._obeys_request(step, epochs)
+        return self.is_preempted() or self._obeys_request(step, epochs)
 
     def _obeys_request(self, step: int, epochs: int, apart: bool = False) -> bool:
         """Return whether the run ends because of a request, now that ``step`` and ``epochs`` are reached.

@@ -130,7 +130,7 @@ class Schedule:
         schedulers: steps the learning rates.
         validation: runs validation.
         reload: ``reload(epoch)`` loads an epoch's data and passes it to `TrainLoop.use`; None if epochs share loaders.
-        after_epoch_hooks: called after the hooks that begin an epoch; applies the changes that the hooks have made.
+        apply_trainable_changes: called after the hooks that begin an epoch, to apply the changes that they have made.
         resize: ``resize(epoch_begins)`` reads the size of the training data again, after these hooks; returns the data
             of the epoch if the size has changed, and otherwise None. Collective.
         checks: warns about problems that are visible only over a whole epoch.
@@ -139,7 +139,7 @@ class Schedule:
     schedulers: Schedulers
     validation: ValidationPlan
     reload: Callable[[int], None] | None
-    after_epoch_hooks: Callable[[], None]
+    apply_trainable_changes: Callable[[], None]
     resize: Callable[[bool], EpochData | None]
     checks: EpochChecks
 
@@ -270,7 +270,7 @@ class TrainLoop:
             self._position.micro_batch = None
             run_ends = ended is not EpochEnd.ROLLBACK and self._end_epoch(ended)
             self._requests.in_epoch = False
-            if self._requests.rollback is not None and not self._stop.leaving:
+            if self._requests.rollback is not None and not self._stop.preempted:
                 resumed = self._roll_back(self._requests.rollback)
             elif run_ends:
                 return
@@ -287,7 +287,7 @@ class TrainLoop:
         self._validation.begin_epoch(self._progress)
         epoch_begins = self._progress.batch_idx == 0
         if epoch_begins:
-            self._checkpointing.rng_replay.settle()
+            self._checkpointing.rng_replay.start_epoch()
         # Older checkpoints have no "has_begun".
         epoch_begins = epoch_begins and not (resumed is not None and resumed.get("has_begun"))
         self._steps_before = self._progress.global_step if epoch_begins else None
@@ -295,7 +295,7 @@ class TrainLoop:
             self._metrics.enter("train", reset=reset_metrics)
             for hook in self._hooks.on_train_epoch_start:
                 hook()
-            self._schedule.after_epoch_hooks()
+            self._schedule.apply_trainable_changes()
         else:
             self._metrics.enter("train", reset=False)
         resized = self._schedule.resize(epoch_begins)
@@ -383,12 +383,12 @@ class TrainLoop:
         if self._steps_before == progress.global_step:
             self._warn_of_no_step()
         self._count.compare_length(progress.batch_idx)
-        self._checkpointing.rng_replay.settle()
+        self._checkpointing.rng_replay.start_epoch()
         self._data_is_over = ended is EpochEnd.DATA
         if ended is not EpochEnd.LIMIT:
             schedule.checks.before_validation()
             self._validation.run_at_epoch_end(ended is EpochEnd.STOPPED, self._data_is_over)
-            if self._stop.leaving:
+            if self._stop.preempted:
                 self._leave()
                 return True
             self._requests.run()
@@ -415,7 +415,7 @@ class TrainLoop:
         stop.agree("the end of a training epoch")
         stopping = stop.after_epoch(progress.global_step, progress.epoch)
         finished = ended is not EpochEnd.DATA or self._is_finished()
-        if stop.leaving or (stopping and not finished and stop.saves_to_resume):
+        if stop.preempted or (stopping and not finished and stop.saves_to_resume):
             self._checkpointing.save()
         return stopping or finished
 
@@ -450,7 +450,7 @@ class TrainLoop:
         # A rank on which no hook returned -1 waits in a collective of its step. After the timeout, the agreement raises
         # an error that names this rank.
         purpose = f"the end of epoch {self._progress.epoch}: on_train_batch_start returned -1 for batch {batch_idx}"
-        self._control.agree(purpose, timeout=_SKIP_TIMEOUT)
+        self._control.count_flags(purpose, timeout=_SKIP_TIMEOUT)
         return True
 
     def _drop_window(self, joining: Joining | None) -> EpochEnd:
@@ -471,7 +471,7 @@ class TrainLoop:
         """Validate within the epoch; return why the epoch ends after the validation, or None if the epoch continues."""
         self._schedule.checks.before_validation()
         self._validation.run()
-        if self._stop.leaving:
+        if self._stop.preempted:
             return self._leave()
         if window_closed and self._requests.waiting and self._save_or_roll_back():
             return EpochEnd.ROLLBACK
@@ -485,12 +485,12 @@ class TrainLoop:
         """
         progress, stop = self._progress, self._stop
         self._checkpointing.rng_replay.call_before_replay(self._validation.run)
-        if not stop.leaving:
+        if not stop.preempted:
             if self._save_or_roll_back():
                 return EpochEnd.ROLLBACK
             if self._is_at_max_steps() or not stop.after_window(progress.global_step, progress.epoch):
                 return None
-        if stop.leaving:
+        if stop.preempted:
             return self._leave()
         if stop.saves_to_resume:
             self._checkpointing.save()
@@ -500,7 +500,7 @@ class TrainLoop:
 
     def _stop_within_epoch(self, micro_batches: Iterator[MicroBatch]) -> EpochEnd:
         """End the epoch after a window because a stop or a preemption was requested."""
-        if self._stop.leaving:
+        if self._stop.preempted:
             return self._leave()
         if self._stop.saves_to_resume:
             self._checkpointing.save()
@@ -552,7 +552,7 @@ class TrainLoop:
 
     def _reduce_epoch(self) -> dict[str, torch.Tensor]:
         lengths = self._reporting.lengths
-        reducing_ranks, ranks_with_mismatch = self._control.agree(
+        reducing_ranks, ranks_with_mismatch = self._control.count_flags(
             "the reduction of an epoch's values", self._metrics.wants_reduction(), lengths.has_mismatch
         )
         lengths.warn_together(ranks_with_mismatch)

@@ -7,7 +7,7 @@ import torch
 from drivetrain._loops.windows import Batches
 from drivetrain.data._batch_copies import copy_containers
 from drivetrain.data._batch_source import NO_BATCH
-from drivetrain.data._sharding import BatchShard
+from drivetrain.data._sharding import BatchShare
 from drivetrain.errors import ConfigurationError
 from drivetrain.strategies.strategy import Strategy
 
@@ -27,7 +27,7 @@ def until_all_ranks_finish(batches: Batches, strategy: Strategy) -> Batches:
             last = copy_containers(batch_and_shard[0])  # a step may modify the original
             yield batch_and_shard
         elif last is not NO_BATCH:
-            yield copy_containers(last), BatchShard(0, None, True, start=-1)  # -1 marks a repeated batch
+            yield copy_containers(last), BatchShare(0, None, True, start=-1)  # -1 marks a repeated batch
         else:
             raise ConfigurationError(
                 f"Rank {control.rank} got no batch from a loader that yields batches on other ranks.",

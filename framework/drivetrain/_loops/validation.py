@@ -117,7 +117,7 @@ class ValidationPlan:
             self._last_run_at = last_run  # the validation did not finish, and is still due
             raise
         self._metrics.enter("train", reset=False)
-        if self._stop.leaving:
+        if self._stop.preempted:
             self._last_run_at = last_run
             return
         self._stop.agree("the end of a validation run")

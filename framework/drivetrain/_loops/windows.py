@@ -16,13 +16,13 @@ import torch
 from drivetrain._distributed.control_plane import ControlPlane, Pending
 from drivetrain.data._batch_copies import copy_containers
 from drivetrain.data._batch_source import NO_BATCH
-from drivetrain.data._sharding import BatchShard
+from drivetrain.data._sharding import BatchShare
 from drivetrain.errors import ConfigurationError
 
 BatchWeight = Callable[[Any], int | float | torch.Tensor]
 """The module's ``batch_weight``: returns the number of items that the loss of a batch is a mean of."""
 
-Batches = Iterator[tuple[Any, BatchShard]]
+Batches = Iterator[tuple[Any, BatchShare]]
 """This rank's batches, each with its share of the global micro-batch."""
 
 
@@ -84,8 +84,8 @@ def single_windows(batches: Batches) -> Iterator[MicroBatch]:
         yield micro_batch
 
 
-def sharded_windows(
-    batches: Batches, size: int, world_size: int, shards: Iterator[BatchShard] | None = None
+def precomputed_windows(
+    batches: Batches, size: int, world_size: int, shards: Iterator[BatchShare] | None = None
 ) -> Iterator[MicroBatch]:
     """Yield windows weighted by samples, whose split over ranks is known to every rank without communication.
 
@@ -131,7 +131,7 @@ def weighted_windows(batches: Batches, size: int, weigh: BatchWeight) -> Iterato
             )
 
 
-def exchanged_windows(
+def allreduced_windows(
     batches: Batches,
     size: int,
     control: ControlPlane,
@@ -165,10 +165,10 @@ def exchanged_windows(
     world_size = data_world_size or control.world_size
     number, last = 0, NO_BATCH
 
-    def read() -> tuple[list[tuple[Any, BatchShard, float]], Pending]:
+    def read() -> tuple[list[tuple[Any, BatchShare, float]], Pending]:
         nonlocal last, number
         capacity = size if limit is None else max(0, min(size, limit - number))
-        window: list[tuple[Any, BatchShard, float]] = []
+        window: list[tuple[Any, BatchShare, float]] = []
         for batch, shard in islice(batches, capacity):
             last = batch
             weight = 0.0 if shard.joins else float(shard.samples)
@@ -243,6 +243,6 @@ def validate_weight(weight: Any, rank: int, batch_idx: int) -> float:
     return number
 
 
-def _total_samples(shard: BatchShard) -> int:
-    assert shard.total is not None  # the sources of `sharded_windows` know the total in advance
+def _total_samples(shard: BatchShare) -> int:
+    assert shard.total is not None  # the sources of `precomputed_windows` know the total in advance
     return shard.total

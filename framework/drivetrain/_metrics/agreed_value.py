@@ -21,7 +21,7 @@ def agreed_value(control: ControlPlane, name: str, value: torch.Tensor | float |
     Raises:
         DistributedError: other ranks made a different call, for example because a callback exists on some ranks only.
     """
-    control.agree(f"the value of {name!r}, on which a decision depends")
+    control.count_flags(f"the value of {name!r}, on which a decision depends")
     local = torch.zeros(2, dtype=torch.float64)
     if value is not None:
         local[0], local[1] = 1.0, value

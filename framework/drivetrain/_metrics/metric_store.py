@@ -288,7 +288,7 @@ class MetricStore:
         )
         # All ranks must agree whether to reduce. A rank that logged none of the keys would otherwise continue with the
         # next step and block there.
-        if self.control.world_size == 1 or self.control.agree("a flush of step values", bool(synced)) == (0,):
+        if self.control.world_size == 1 or self.control.count_flags("a flush of step values", bool(synced)) == (0,):
             return
         is_new = [entry.last is not entry.reduced for entry in synced]
         values = [entry.last if new else 0.0 for entry, new in zip(synced, is_new, strict=True)]
@@ -371,7 +371,7 @@ class MetricStore:
     def _age(self, name: str) -> tuple[int | None, int | None]:
         """Return the global steps at which the value that `callback_metrics` returns was reduced and logged."""
         found = [values[name][1:] for entry in self._all_entries() if name in (values := entry.named_values())]
-        return tuple(self.control.from_rank_0(list(found[-1] if found else (None, None))))
+        return tuple(self.control.broadcast_object(list(found[-1] if found else (None, None))))
 
     def agreed(self, name: str) -> float | None:
         """Return a logged value, the same on all ranks (see `agreed_value`); None if no rank logged it. Collective."""

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain.checkpoint._folders import claim_name, is_checkpoint_at
-from drivetrain.checkpoint._retention import SavedCheckpoint
+from drivetrain.checkpoint._retention import KeptCheckpoint
 
 
 class ClaimedNames:
@@ -18,7 +18,7 @@ class ClaimedNames:
         self._releases: dict[str, Callable[[], None]] = {}
 
     def claim(
-        self, control: ControlPlane, folder: str, name: str, to_remove: Sequence[SavedCheckpoint]
+        self, control: ControlPlane, folder: str, name: str, to_remove: Sequence[KeptCheckpoint]
     ) -> tuple[str, str]:
         """Return a name and an identifier for a new checkpoint, chosen by rank 0. Collective.
 
@@ -28,12 +28,12 @@ class ClaimedNames:
             name: the preferred name, to which a version is appended if the name is taken.
             to_remove: the only checkpoints that may be overwritten.
         """
-        chosen: tuple[str, str] = control.from_rank_0(
+        chosen: tuple[str, str] = control.broadcast_object(
             self._claim(folder, name, to_remove) if control.rank == 0 else None
         )
         return chosen[0], chosen[1]
 
-    def _claim(self, folder: str, name: str, to_remove: Sequence[SavedCheckpoint]) -> tuple[str, str]:
+    def _claim(self, folder: str, name: str, to_remove: Sequence[KeptCheckpoint]) -> tuple[str, str]:
         def may_overwrite(existing: str) -> bool:
             with suppress(OSError):  # If the storage fails, another name is chosen.
                 return any(

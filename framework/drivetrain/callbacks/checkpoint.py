@@ -32,7 +32,7 @@ from drivetrain.checkpoint._folders import (
     write_latest,
 )
 from drivetrain.checkpoint._format.checksums import check_digest
-from drivetrain.checkpoint._retention import Retention, SavedCheckpoint
+from drivetrain.checkpoint._retention import KeptCheckpoint, Retention
 from drivetrain.errors import ConfigurationError
 from drivetrain.runs._directory import CHECKPOINTS
 
@@ -164,12 +164,12 @@ class Checkpoint(Callback):
         self._last_considered_step = 0  # global_step at which a save by steps or time was last considered
         self._last_resumable_step = -1  # global_step of the last checkpoint that a run can resume from
         self._current_score: float | None = None
-        self._interrupt_checkpoint: SavedCheckpoint | None = None  # written as the run was interrupted
+        self._interrupt_checkpoint: KeptCheckpoint | None = None  # written as the run was interrupted
         self._last_timed_save = time.monotonic()  # when training started or ``train_time_interval`` was last reached
         self._fitting = False
         self._retention_before_rollback: dict[str, Any] = {}
         self._claims = ClaimedNames()
-        self._to_remove: list[SavedCheckpoint] = []  # checkpoints to remove once a later one is complete
+        self._to_remove: list[KeptCheckpoint] = []  # checkpoints to remove once a later one is complete
 
     # Which checkpoints are kept, and under which names
 
@@ -243,18 +243,18 @@ class Checkpoint(Callback):
             "dirpath": None if self.dirpath is None else resolve_folder(self.dirpath),
             "run": self._run_id,
             "best": "" if best is None else best.name,
-            "saved_at": self._last_saved_step,
-            "asked_at": self._last_considered_step,
+            "last_saved_step": self._last_saved_step,
+            "last_considered_step": self._last_considered_step,
             "waiting_in": self._waiting_in,
-            "interim": None if self._interrupt_checkpoint is None else asdict(self._interrupt_checkpoint),
-            "going": [asdict(saved) for saved in self._to_remove],
+            "interrupt_checkpoint": None if self._interrupt_checkpoint is None else asdict(self._interrupt_checkpoint),
+            "to_remove": [asdict(saved) for saved in self._to_remove],
             **self._retention.state_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the list of checkpoints if this run has written them to this folder. Others are never removed."""
         self._last_saved_step, self._last_considered_step = (
-            _step_or_unset(state_dict.get(name)) for name in ("saved_at", "asked_at")
+            _step_or_unset(state_dict.get(name)) for name in ("last_saved_step", "last_considered_step")
         )
         waiting_in = state_dict.get("waiting_in")
         self._waiting_in = waiting_in if type(waiting_in) is int else None
@@ -264,10 +264,10 @@ class Checkpoint(Callback):
             return
         try:
             self._retention.load_state_dict(state_dict)
-            removable, interim = state_dict.get("going", []), state_dict.get("interim")
+            removable, interim = state_dict.get("to_remove", []), state_dict.get("interrupt_checkpoint")
             # Older versions stored paths without identifiers; such checkpoints are not removed.
-            self._to_remove = [SavedCheckpoint.from_state(saved) for saved in removable if not isinstance(saved, str)]
-            self._interrupt_checkpoint = SavedCheckpoint.from_state(interim) if isinstance(interim, Mapping) else None
+            self._to_remove = [KeptCheckpoint.from_state(saved) for saved in removable if not isinstance(saved, str)]
+            self._interrupt_checkpoint = KeptCheckpoint.from_state(interim) if isinstance(interim, Mapping) else None
             resumable = [] if self.save_weights_only else self._retention.kept
             interrupted = [] if self._interrupt_checkpoint is None else [self._interrupt_checkpoint]
             self._last_resumable_step = max([-1, *(saved.step for saved in (*resumable, *interrupted))])
@@ -279,7 +279,7 @@ class Checkpoint(Callback):
                 error,
             )
 
-    def take_over(self, state_dict: Mapping[str, Any]) -> None:
+    def load_rank_zero_state(self, state_dict: Mapping[str, Any]) -> None:
         """Copy rank 0's list of checkpoints, and rank 0's folder if the run chose the folder."""
         if self.dirpath is None or self.dirpath == self._default_dirpath:
             self.dirpath = self._default_dirpath = state_dict["dirpath"]
@@ -386,7 +386,7 @@ class Checkpoint(Callback):
             self._request_save(trainer)
         elif interval is not None and step % _TIME_CHECK_INTERVAL == 0:
             is_due = time.monotonic() - self._last_timed_save >= interval.total_seconds()
-            if trainer.strategy.control.from_rank_0(is_due):
+            if trainer.strategy.control.broadcast_object(is_due):
                 self._last_timed_save = time.monotonic()
                 self._request_save(trainer)
 
@@ -440,7 +440,7 @@ class Checkpoint(Callback):
             self._write(trainer, name, identifier, weights_only=False, background=False)
         return True
 
-    def _name_interrupted(self, trainer: RunContext, prefix: str) -> tuple[str, str, list[SavedCheckpoint]]:
+    def _name_interrupted(self, trainer: RunContext, prefix: str) -> tuple[str, str, list[KeptCheckpoint]]:
         """Return the name and identifier of a checkpoint that goes once a later one is complete, and what it replaces.
 
         Collective.
@@ -450,7 +450,7 @@ class Checkpoint(Callback):
         name, identifier = self._choose_name(trainer, f"{prefix}-step={step}", earlier)
         replaced = [saved for saved in earlier if saved.name != name]
         self._to_remove += replaced
-        self._interrupt_checkpoint, self._last_resumable_step = SavedCheckpoint(name, identifier, step=step), step
+        self._interrupt_checkpoint, self._last_resumable_step = KeptCheckpoint(name, identifier, step=step), step
         return name, identifier, replaced
 
     def _is_saved(self, trainer: RunContext) -> bool:
@@ -542,7 +542,7 @@ class Checkpoint(Callback):
             logger.info("Epoch %d, step %d: saving %r%s.", values["epoch"], values["step"], name, monitored)
         self._write(trainer, name, identifier, self.save_weights_only, self.save_async)
 
-    def _choose_name(self, trainer: RunContext, name: str, to_remove: Sequence[SavedCheckpoint]) -> tuple[str, str]:
+    def _choose_name(self, trainer: RunContext, name: str, to_remove: Sequence[KeptCheckpoint]) -> tuple[str, str]:
         return self._claims.claim(trainer.strategy.control, self._folder(), name, to_remove)
 
     def _write(self, trainer: RunContext, name: str, identifier: str, weights_only: bool, background: bool) -> None:
@@ -550,7 +550,7 @@ class Checkpoint(Callback):
         path = child(self._folder(), name)
         trainer.write_checkpoint(path, weights_only, background, then, identifier, self.digest, self.trainable_only)
 
-    def _on_complete(self, trainer: RunContext, name: str, removable: Sequence[SavedCheckpoint]) -> Callable[[], None]:
+    def _on_complete(self, trainer: RunContext, name: str, removable: Sequence[KeptCheckpoint]) -> Callable[[], None]:
         """Return the function to call once a checkpoint is complete."""
 
         def on_complete() -> None:
@@ -564,7 +564,7 @@ class Checkpoint(Callback):
 
         return on_complete
 
-    def _clean_up(self, trainer: RunContext, removable: Sequence[SavedCheckpoint], newest: str | None = None) -> None:
+    def _clean_up(self, trainer: RunContext, removable: Sequence[KeptCheckpoint], newest: str | None = None) -> None:
         """Update ``latest`` and remove checkpoints that are no longer kept, once a later one is complete.
 
         Failures of the storage do not end the run, because they lose no checkpoint. The next call tries the removal
@@ -588,7 +588,7 @@ class Checkpoint(Callback):
         assert self.dirpath is not None
         return self.dirpath
 
-    def _path(self, saved: SavedCheckpoint | None) -> str:
+    def _path(self, saved: KeptCheckpoint | None) -> str:
         return "" if saved is None else child(self._folder(), saved.name)
 
 

@@ -144,14 +144,14 @@ class LossSpikeGuard(Callback):
         return {
             "losses": self._statistic.state_dict(),
             "rollbacks": self.rollbacks,
-            "passed_over": sorted(self.skipped_steps),
+            "skipped_steps": sorted(self.skipped_steps),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the recent losses. Later rollbacks still count, and the steps that they skip are still skipped."""
         self._statistic.load_state_dict(state_dict["losses"])
         self.rollbacks = max(self.rollbacks, state_dict["rollbacks"])
-        self.skipped_steps |= set(state_dict["passed_over"])
+        self.skipped_steps |= set(state_dict["skipped_steps"])
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Check that steps can be skipped, if necessary, and reset the buffers."""

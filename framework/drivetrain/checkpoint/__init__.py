@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from drivetrain._runtime.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from drivetrain.checkpoint._format import Checkpoint as Checkpoint
+    from drivetrain.checkpoint._format import CheckpointReader as CheckpointReader
     from drivetrain.checkpoint._format import load as load
     from drivetrain.checkpoint._format import verify as verify
     from drivetrain.checkpoint.averaged_weights import evaluated_weights as evaluated_weights
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _FORMAT = "drivetrain.checkpoint._format"
 _HOME = {
-    "Checkpoint": _FORMAT,
+    "CheckpointReader": _FORMAT,
     "consolidate": ".consolidation",
     "convert": ".conversion",
     "evaluated_weights": ".averaged_weights",
@@ -29,6 +29,6 @@ _HOME = {
     "verify": _FORMAT,
 }
 
-__all__ = ["Checkpoint", "consolidate", "convert", "evaluated_weights", "load", "show", "verify"]
+__all__ = ["CheckpointReader", "consolidate", "convert", "evaluated_weights", "load", "show", "verify"]
 
 __getattr__, __dir__ = lazy_names(__name__, _HOME)

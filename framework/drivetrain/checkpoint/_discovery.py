@@ -9,7 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from drivetrain.checkpoint._folders import child, children, read_latest
-from drivetrain.checkpoint._format import Checkpoint, StorageError, load
+from drivetrain.checkpoint._format import CheckpointReader, StorageError, load
 from drivetrain.errors import CheckpointError
 
 logger = logging.getLogger("drivetrain")
@@ -25,7 +25,7 @@ If the retries ended early, a newer checkpoint could be missed.
 _FIRST_PAUSE = 0.5  # seconds before the first retry; the pause doubles for each further retry
 
 
-def resumable_in(folders: Iterable[str], retry: StorageRetry) -> list[Checkpoint]:
+def resumable_in(folders: Iterable[str], retry: StorageRetry) -> list[CheckpointReader]:
     """Return the complete checkpoints directly inside ``folders`` that hold more than weights.
 
     Raises:
@@ -43,10 +43,10 @@ def resumable_in(folders: Iterable[str], retry: StorageRetry) -> list[Checkpoint
 
 
 def select_newest(
-    checkpoints: Iterable[Checkpoint],
+    checkpoints: Iterable[CheckpointReader],
     retry: StorageRetry,
-    check: Callable[[Checkpoint], None] = lambda checkpoint: None,
-) -> Checkpoint | None:
+    check: Callable[[CheckpointReader], None] = lambda checkpoint: None,
+) -> CheckpointReader | None:
     """Return the newest of ``checkpoints`` that passes ``check``; None if none passes.
 
     A checkpoint is newer than its ancestors in the lineage, regardless of their timestamps; between unrelated
@@ -77,7 +77,7 @@ def select_newest(
     return None
 
 
-def _load_if_complete(path: str) -> Checkpoint | None:
+def _load_if_complete(path: str) -> CheckpointReader | None:
     """Open the checkpoint at ``path``; return None if it is missing or incomplete."""
     try:
         return load(path)
@@ -87,7 +87,7 @@ def _load_if_complete(path: str) -> Checkpoint | None:
         return None
 
 
-def _problem_of(checkpoint: Checkpoint, check: Callable[[Checkpoint], None]) -> CheckpointError | None:
+def _problem_of(checkpoint: CheckpointReader, check: Callable[[CheckpointReader], None]) -> CheckpointError | None:
     try:
         check(checkpoint)
     except StorageError:
@@ -97,7 +97,7 @@ def _problem_of(checkpoint: Checkpoint, check: Callable[[Checkpoint], None]) -> 
     return None
 
 
-def _descends_from(checkpoint: Checkpoint, other: Checkpoint) -> bool:
+def _descends_from(checkpoint: CheckpointReader, other: CheckpointReader) -> bool:
     return checkpoint.manifest.metadata.descends_from(other.manifest.metadata)
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Container
 
 from drivetrain._runtime.working_directory import lacks_its_start
-from drivetrain.checkpoint._format import Checkpoint, StorageError, load, local_storage
+from drivetrain.checkpoint._format import CheckpointReader, StorageError, load, local_storage
 from drivetrain.checkpoint._format.folder import as_os_errors
 from drivetrain.checkpoint._format.manifest import MANIFEST
 from drivetrain.checkpoint._format.storage import filesystem_of, is_checkpoint_file, path_exists
@@ -194,7 +194,7 @@ def remove(folder: str, name: str, identifier: str) -> bool:
     return True
 
 
-def _load_matching(folder: str, name: str, identifier: str) -> Checkpoint | None:
+def _load_matching(folder: str, name: str, identifier: str) -> CheckpointReader | None:
     """Open the checkpoint ``name`` if its identifier matches. Return None otherwise, and for symbolic links."""
     if not identifier or not is_plain_name(name):
         return None

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from drivetrain.checkpoint._format import Checkpoint, load
+from drivetrain.checkpoint._format import CheckpointReader, load
 from drivetrain.checkpoint._format.folder import as_os_errors
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.checkpoint._format.tensor_reader import TensorSource
@@ -63,7 +63,7 @@ def write_pretrained(
 # Selection of the model in the checkpoint
 
 
-def _select_model(checkpoint: Checkpoint, prefix: str, config: Any) -> tuple[str, Mapping[str, Any]]:
+def _select_model(checkpoint: CheckpointReader, prefix: str, config: Any) -> tuple[str, Mapping[str, Any]]:
     """Return the name that the model to convert has in the module, and its description from the manifest."""
     descriptions, name = checkpoint.manifest.metadata.pretrained, prefix.rstrip(".")
     if not prefix and len(descriptions) == 1:
@@ -110,7 +110,7 @@ def _read_config(config: Any) -> dict[str, Any]:
 
 
 def _model_tensors(
-    checkpoint: Checkpoint, name: str, averaged: bool | None, with_tied: bool
+    checkpoint: CheckpointReader, name: str, averaged: bool | None, with_tied: bool
 ) -> dict[str, TensorSource]:
     """Return the tensors of one model by their names in that model.
 
@@ -134,7 +134,7 @@ def _model_tensors(
     return tensors
 
 
-def _check_complete(checkpoint: Checkpoint, name: str) -> None:
+def _check_complete(checkpoint: CheckpointReader, name: str) -> None:
     missing = [weight for weight in checkpoint.manifest.metadata.base if weight.startswith(f"{name}." if name else "")]
     if missing:
         raise CheckpointError(

@@ -11,7 +11,7 @@ from drivetrain.checkpoint._folders import is_plain_name
 
 
 @dataclass(frozen=True, slots=True)
-class SavedCheckpoint:
+class KeptCheckpoint:
     """A checkpoint that this run wrote.
 
     Attributes:
@@ -30,7 +30,7 @@ class SavedCheckpoint:
     step: int = 0
 
     @classmethod
-    def from_state(cls, document: Any) -> SavedCheckpoint:
+    def from_state(cls, document: Any) -> KeptCheckpoint:
         """Build an instance from a dict that `dataclasses.asdict` returned.
 
         Earlier versions stored a path instead of a name, which is accepted as well.
@@ -67,14 +67,14 @@ class Retention:
         self._keep_last = keep_last
         self._sign = 1.0 if mode == "min" else -1.0
         self._count = 0
-        self.kept: list[SavedCheckpoint] = []
+        self.kept: list[KeptCheckpoint] = []
 
     def would_keep(self, score: float | None) -> bool:
         """Return whether a new checkpoint with this score would be kept."""
         candidate = self._candidate(score)
         return candidate in self._select([*self.kept, candidate])
 
-    def to_remove(self, score: float | None) -> list[SavedCheckpoint]:
+    def to_remove(self, score: float | None) -> list[KeptCheckpoint]:
         """Return the checkpoints that a new checkpoint with this score would displace.
 
         The new checkpoint may take the name of one of the displaced checkpoints.
@@ -82,12 +82,12 @@ class Retention:
         kept = self._select([*self.kept, self._candidate(score)])
         return [checkpoint for checkpoint in self.kept if checkpoint not in kept]
 
-    def add(self, name: str, identifier: str, score: float | None, step: int = 0) -> list[SavedCheckpoint]:
+    def add(self, name: str, identifier: str, score: float | None, step: int = 0) -> list[KeptCheckpoint]:
         """Add a checkpoint, and return the checkpoints to remove once it is complete.
 
         A checkpoint with the same name is not returned, because the new checkpoint replaces it.
         """
-        candidates = [*self.kept, SavedCheckpoint(name, identifier, score, self._count, step)]
+        candidates = [*self.kept, KeptCheckpoint(name, identifier, score, self._count, step)]
         self._count += 1
         self.kept = self._select(candidates)
         return [checkpoint for checkpoint in candidates if checkpoint not in self.kept and checkpoint.name != name]
@@ -100,25 +100,25 @@ class Retention:
                 return True
         return False
 
-    def drop_after(self, step: int) -> list[SavedCheckpoint]:
+    def drop_after(self, step: int) -> list[KeptCheckpoint]:
         """Drop and return the checkpoints that were written after ``step``, the step that a run has rolled back to."""
         dropped_checkpoints = [checkpoint for checkpoint in self.kept if checkpoint.step > step]
         self.kept = [checkpoint for checkpoint in self.kept if checkpoint.step <= step]
         return dropped_checkpoints
 
     @property
-    def best(self) -> SavedCheckpoint | None:
+    def best(self) -> KeptCheckpoint | None:
         """The best kept checkpoint."""
         return min(self.kept, key=self._rank, default=None)
 
     @property
-    def kth_best(self) -> SavedCheckpoint | None:
+    def kth_best(self) -> KeptCheckpoint | None:
         """The worst of the ``top_k`` best checkpoints, which a better one would replace; None if fewer are kept."""
         best = sorted(self.kept, key=self._rank)[: self._top_k if self._top_k > 0 else None]
         return best[-1] if best and len(best) >= self._top_k else None
 
     @property
-    def newest(self) -> SavedCheckpoint | None:
+    def newest(self) -> KeptCheckpoint | None:
         """The newest kept checkpoint."""
         return max(self.kept, key=lambda checkpoint: checkpoint.number, default=None)
 
@@ -135,20 +135,20 @@ class Retention:
         count, kept = state.get("count"), state.get("kept")
         if type(count) is not int or not isinstance(kept, Sequence):
             raise ValueError(f"count={count!r}, kept={kept!r}")
-        self.kept = [SavedCheckpoint.from_state(checkpoint) for checkpoint in kept]
+        self.kept = [KeptCheckpoint.from_state(checkpoint) for checkpoint in kept]
         self._count = max([count, *(checkpoint.number + 1 for checkpoint in self.kept)])
 
-    def _candidate(self, score: float | None) -> SavedCheckpoint:
-        return SavedCheckpoint("", "", score, self._count)
+    def _candidate(self, score: float | None) -> KeptCheckpoint:
+        return KeptCheckpoint("", "", score, self._count)
 
-    def _select(self, candidates: list[SavedCheckpoint]) -> list[SavedCheckpoint]:
+    def _select(self, candidates: list[KeptCheckpoint]) -> list[KeptCheckpoint]:
         if self._top_k < 0:
             return candidates
         best = sorted(candidates, key=self._rank)[: self._top_k]
         newest = sorted(candidates, key=lambda checkpoint: -checkpoint.number)[: self._keep_last]
         return [checkpoint for checkpoint in candidates if checkpoint in best or checkpoint in newest]
 
-    def _rank(self, checkpoint: SavedCheckpoint) -> tuple[bool, float, int]:
+    def _rank(self, checkpoint: KeptCheckpoint) -> tuple[bool, float, int]:
         """Return the sort key: better scores come first, then NaN, then no score.
 
         Of equal scores the earlier comes first, so that a score that stands still replaces nothing. Of checkpoints

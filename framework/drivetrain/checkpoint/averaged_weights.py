@@ -7,14 +7,14 @@ import os
 from typing import Any
 
 from drivetrain._runtime.console_logging import log_to_console
-from drivetrain.checkpoint._format import Checkpoint, Weights, load
+from drivetrain.checkpoint._format import CheckpointReader, Weights, load
 from drivetrain.errors import ConfigurationError
 
 logger = logging.getLogger("drivetrain")
 
 
 def evaluated_weights(
-    checkpoint: Checkpoint | str | os.PathLike[str], averaged: bool | None = None, announce: bool = True
+    checkpoint: CheckpointReader | str | os.PathLike[str], averaged: bool | None = None, announce: bool = True
 ) -> Weights:
     """Return the weights to evaluate, load or export. If the checkpoint has averages, a message says which are used.
 
@@ -28,7 +28,7 @@ def evaluated_weights(
         CheckpointError: ``averaged`` is True and the checkpoint has no averages.
     """
     check_averaged(averaged)
-    if not isinstance(checkpoint, Checkpoint):
+    if not isinstance(checkpoint, CheckpointReader):
         checkpoint = load(checkpoint)
     record = checkpoint.manifest.metadata.averages
     if record is None:

@@ -11,8 +11,7 @@ from typing import Any
 
 from drivetrain._distributed.shards import Span
 from drivetrain.checkpoint._folders import is_taken
-from drivetrain.checkpoint._format import Checkpoint, load
-from drivetrain.checkpoint._format.eager_file import EagerFile
+from drivetrain.checkpoint._format import CheckpointReader, load
 from drivetrain.checkpoint._format.file_writer import FileWriter
 from drivetrain.checkpoint._format.folder import as_os_errors
 from drivetrain.checkpoint._format.object_file import open_replacement
@@ -20,6 +19,7 @@ from drivetrain.checkpoint._format.pieces import bytes_of, pieces_of, row_size
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.checkpoint._format.tensor_file import Spec, header_of, in_file_order
 from drivetrain.checkpoint._format.tensor_reader import TensorSource
+from drivetrain.checkpoint._format.writeback_file import WritebackFile
 from drivetrain.checkpoint.averaged_weights import evaluated_weights
 from drivetrain.errors import CheckpointError, listed
 
@@ -85,7 +85,7 @@ def _target_file(out: str) -> str:
     return out if suffix == ".safetensors" else f"{out.rstrip('/')}/model.safetensors"
 
 
-def _stored_tensors(checkpoint: Checkpoint, averaged: bool | None) -> dict[str, TensorSource]:
+def _stored_tensors(checkpoint: CheckpointReader, averaged: bool | None) -> dict[str, TensorSource]:
     stored = evaluated_weights(checkpoint, averaged).sources()
     sources = {name: source for name, source in stored.items() if name not in checkpoint.manifest.aliases}
     assert checkpoint.manifest.weights.tensors or not sources
@@ -134,7 +134,7 @@ def _open_replacement(target: str) -> Iterator[Any]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:
-        with EagerFile(temporary) as stream:
+        with WritebackFile(temporary) as stream:
             yield stream
         os.replace(temporary, path)
     finally:

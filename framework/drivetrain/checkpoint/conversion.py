@@ -13,7 +13,7 @@ import torch
 
 from drivetrain._config.secret_values import SecretFilter
 from drivetrain._distributed.control_plane import LocalControl
-from drivetrain.checkpoint._format import CheckpointMetadata, Contents, save
+from drivetrain.checkpoint._format import CheckpointMetadata, StateToSave, save
 from drivetrain.checkpoint._format.documents import encode
 from drivetrain.checkpoint._hugging_face import write_pretrained
 from drivetrain.checkpoint._nesting import nested_weights
@@ -94,7 +94,7 @@ def convert(
     weights, aliases = _find_aliases(weights)
     hyper_parameters, left_out = SecretFilter().take_out(hyper_parameters)
     metadata = CheckpointMetadata(hyper_parameters=hyper_parameters, left_out=tuple(left_out), weights_only=True)
-    save(os.fspath(out), Contents(weights, metadata, aliases), LocalControl())
+    save(os.fspath(out), StateToSave(weights, metadata, aliases), LocalControl())
     return os.fspath(out)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from drivetrain._config.secret_values import without_secrets
 from drivetrain._runtime.size_format import format_size
-from drivetrain.checkpoint._format import AveragesRecord, Checkpoint, load
+from drivetrain.checkpoint._format import AveragesRecord, CheckpointReader, load
 from drivetrain.checkpoint._format.tensor_file import DTYPES
 from drivetrain.checkpoint._format.tensor_reader import TensorSource
 
@@ -56,7 +56,7 @@ def show(path: str | os.PathLike[str]) -> str:
     return "\n".join([*lines, "", *_table(("name", "type", "shape", "file"), rows)])
 
 
-def _describe_averages(checkpoint: Checkpoint, record: AveragesRecord) -> str:
+def _describe_averages(checkpoint: CheckpointReader, record: AveragesRecord) -> str:
     count = len(checkpoint.callback_tensors(record.callback).keys() & checkpoint.weights().keys())
     use = "with which the run evaluated" if record.evaluated else "with which the run did not evaluate"
     return f"averages of {count} weights, {use}, "
@@ -70,7 +70,7 @@ def _type_shape(source: TensorSource) -> tuple[str, str]:
     return _TYPE_NAMES[source.dtype], "x".join(map(str, source.shape)) or "()"
 
 
-def _total_bytes(checkpoint: Checkpoint, names: Iterable[str]) -> int:
+def _total_bytes(checkpoint: CheckpointReader, names: Iterable[str]) -> int:
     return sum(checkpoint.manifest.files[name].size for name in names)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from drivetrain.data._sharding import EPOCH_START, BatchShard, ShardingOrigin
+from drivetrain.data._sharding import EPOCH_START, BatchShare, EpochOffset
 
 if TYPE_CHECKING:
     from drivetrain.data._order_fingerprint import OrderFingerprint
@@ -15,7 +15,7 @@ NO_BATCH: Any = object()
 
 
 class BatchSource(Protocol):
-    """Yields one rank's batches of an epoch, each with the `BatchShard` that describes it.
+    """Yields one rank's batches of an epoch, each with the `BatchShare` that describes it.
 
     Attributes:
         length: the number of micro-batches that the loader declares for an epoch, the same on every rank; None if the
@@ -65,7 +65,7 @@ class BatchSource(Protocol):
     @property
     def needs_order_check(self) -> bool: ...
 
-    def shards(self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard] | None:
+    def shards(self, epoch: int, start: int = 0, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare] | None:
         """Return the shards that `epoch` yields without reading batches; None if they are known only after reading."""
         ...
 
@@ -77,9 +77,7 @@ class BatchSource(Protocol):
         """
         ...
 
-    def epoch(
-        self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START
-    ) -> Iterator[tuple[Any, BatchShard]]:
+    def epoch(self, epoch: int, start: int = 0, origin: EpochOffset = EPOCH_START) -> Iterator[tuple[Any, BatchShare]]:
         """Start an epoch and return its batches with their shards.
 
         Args:

@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from drivetrain._runtime.transfer import samples_in
-from drivetrain.data._sharding import BatchShard
+from drivetrain.data._sharding import BatchShare
 from drivetrain.errors import ConfigurationError
 
 # Loaders of these packages yield one batch per request.
@@ -28,8 +28,8 @@ def has_custom_iteration(loader: DataLoader[Any]) -> bool:
 
 
 def pair_with_shards(
-    batches: Iterator[Any], shards: Iterator[BatchShard], rank_local: bool
-) -> Iterator[tuple[Any, BatchShard]]:
+    batches: Iterator[Any], shards: Iterator[BatchShare], rank_local: bool
+) -> Iterator[tuple[Any, BatchShare]]:
     """Pair each batch with the sampler's shard if their sizes agree, and otherwise with a shard of the batch's size.
 
     The size of a batch is the first dimension of its first tensor. If this size differs from the sampler's request for
@@ -47,16 +47,16 @@ def pair_with_shards(
             measurable = shard is None or size == _requested(shard)
         if shard is None or (measurable and size is not None and size != _requested(shard)):
             samples = 1 if size is None else size
-            shard = BatchShard(samples, samples, False, position)
+            shard = BatchShare(samples, samples, False, position)
         position = shard.start + shard.samples
         yield batch, shard._replace(total=None) if rank_local else shard
 
 
-def _requested(shard: BatchShard) -> int:
+def _requested(shard: BatchShare) -> int:
     return max(shard.samples, 1)  # A joining rank requests one sample.
 
 
-def _next_or_none(shards: Iterator[BatchShard]) -> BatchShard | None:
+def _next_or_none(shards: Iterator[BatchShare]) -> BatchShare | None:
     try:
         return next(shards, None)
     except ConfigurationError:  # The loader yielded more batches than were requested.

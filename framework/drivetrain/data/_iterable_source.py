@@ -16,7 +16,7 @@ from drivetrain._runtime.transfer import samples_in
 from drivetrain.data._batch_source import NO_BATCH
 from drivetrain.data._loader_copy import LoaderClone, allocates_each_batch
 from drivetrain.data._samplers import len_or_none
-from drivetrain.data._sharding import EPOCH_START, BatchShard, ShardingOrigin
+from drivetrain.data._sharding import EPOCH_START, BatchShare, EpochOffset
 from drivetrain.data._worker_seeding import SeededIterable, WorkerInit
 from drivetrain.errors import ConfigurationError
 
@@ -78,7 +78,7 @@ class IterableSource:
         self._state_is_loaded = False
         self._ended = False
 
-    def shards(self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START) -> None:
+    def shards(self, epoch: int, start: int = 0, origin: EpochOffset = EPOCH_START) -> None:
         """Return None, because the size of a batch is unknown until the batch is read."""
         return
 
@@ -86,9 +86,7 @@ class IterableSource:
         """Return None, because an iterable data set has no indices."""
         return
 
-    def epoch(
-        self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START
-    ) -> Iterator[tuple[Any, BatchShard]]:
+    def epoch(self, epoch: int, start: int = 0, origin: EpochOffset = EPOCH_START) -> Iterator[tuple[Any, BatchShare]]:
         if origin.samples:
             raise ConfigurationError(
                 f"{type(self._loader).__name__} cannot resume within an epoch with another world size or batch size.",
@@ -192,7 +190,7 @@ class IterableSource:
             self._last_skipped = batch
         return position
 
-    def _iterate(self, batches: Iterator[Any], position: int, start: int) -> Iterator[tuple[Any, BatchShard]]:
+    def _iterate(self, batches: Iterator[Any], position: int, start: int) -> Iterator[tuple[Any, BatchShare]]:
         has_batch = False
         for batch in batches:
             if not has_batch and self.needs_order_check:
@@ -201,7 +199,7 @@ class IterableSource:
                 self._first_digest = digest_of_batch(batch)  # computed before the step, which may modify the batch
             has_batch = True
             samples = count_samples(batch)
-            yield batch, BatchShard(samples, samples if self._is_single_rank else None, False, position)
+            yield batch, BatchShare(samples, samples if self._is_single_rank else None, False, position)
             position += samples
         self._ended = True
         if not has_batch and start == 0:

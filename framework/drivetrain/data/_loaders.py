@@ -32,7 +32,7 @@ from drivetrain.data._samplers import (
     drain,
     len_or_none,
 )
-from drivetrain.data._sharding import EPOCH_START, BatchShard, EpochSharding, ShardingOrigin
+from drivetrain.data._sharding import EPOCH_START, BatchShare, EpochOffset, EpochSharding
 from drivetrain.data._worker_seeding import SeededDataset, WorkerInit
 from drivetrain.data.combined import CombinedLoader, CombinedSource, is_collection
 from drivetrain.data.sample_order import KeyedPermutation, Order, SequentialOrder
@@ -176,7 +176,7 @@ class MapSource:
         self.close()  # Persistent workers have a copy of the data set as it was when they started.
         return True
 
-    def shards(self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard] | None:
+    def shards(self, epoch: int, start: int = 0, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare] | None:
         # The size of a prebatched batch, and the batches of a loader with custom iteration, are unknown until read.
         return None if self._prebatched or self._custom_iteration else self._rank_sampler.shards(start, origin)
 
@@ -197,9 +197,7 @@ class MapSource:
         set_epoch(epoch, *self._custom_samplers)
         return self._rank_sampler.count(epoch)
 
-    def epoch(
-        self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START
-    ) -> Iterator[tuple[Any, BatchShard]]:
+    def epoch(self, epoch: int, start: int = 0, origin: EpochOffset = EPOCH_START) -> Iterator[tuple[Any, BatchShare]]:
         if origin.samples and self._shards_unknown:
             raise ConfigurationError(
                 "a loader whose sampler is local to each rank cannot resume within an epoch at another world size",
@@ -231,7 +229,7 @@ class MapSource:
     def close(self) -> None:
         self._clone.close()
 
-    def _pair_custom_iteration(self, shards: Iterator[BatchShard], start: int) -> Iterator[tuple[Any, BatchShard]]:
+    def _pair_custom_iteration(self, shards: Iterator[BatchShare], start: int) -> Iterator[tuple[Any, BatchShare]]:
         from drivetrain.data._custom_loaders import pair_with_shards
 
         name = type(self._clone.loader).__name__
@@ -248,7 +246,7 @@ class MapSource:
         if pair is None and start == 0:
             raise no_batches_error(f"{name} yielded no batch")
 
-    def _with_counted_samples(self, pairs: Iterator[tuple[Any, BatchShard]]) -> Iterator[tuple[Any, BatchShard]]:
+    def _with_counted_samples(self, pairs: Iterator[tuple[Any, BatchShare]]) -> Iterator[tuple[Any, BatchShare]]:
         for batch, shard in pairs:
             samples = 0 if shard.joins else count_samples(batch)
             yield batch, shard._replace(samples=samples, total=None if self._shards_unknown else samples)

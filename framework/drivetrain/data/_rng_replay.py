@@ -15,9 +15,9 @@ from drivetrain._runtime.generators import (
     preserved_generators,
     restore_generators,
 )
-from drivetrain.data._sharding import BatchShard
+from drivetrain.data._sharding import BatchShare
 
-Pairs = Iterator[tuple[Any, BatchShard]]
+Pairs = Iterator[tuple[Any, BatchShare]]
 
 
 class RngReplay:
@@ -96,7 +96,7 @@ class RngReplay:
             except RuntimeError as error:
                 raise ValueError(f"torch rejects a generator's state: {error}") from error
 
-    def settle(self) -> None:
+    def start_epoch(self) -> None:
         """Restore the generators' state at the save without reading batches again, unless it was restored already."""
         if self._to_replay:
             restore_generators(self._to_replay.pop(), self.device)

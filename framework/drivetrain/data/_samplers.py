@@ -12,7 +12,7 @@ import torch
 
 from drivetrain._runtime.generators import generator_states, restore_generators
 from drivetrain.data._custom_samplers import GlobalBatch, SamplerRng
-from drivetrain.data._sharding import EPOCH_START, BatchShard, EpochSharding, ShardingOrigin
+from drivetrain.data._sharding import EPOCH_START, BatchShare, EpochOffset, EpochSharding
 from drivetrain.data._worker_seeding import KeyedIndex, KeyedIndices, MicroBatchKey
 from drivetrain.data.sample_order import Order
 from drivetrain.errors import ConfigurationError
@@ -55,10 +55,10 @@ class RankSampler(ABC):
         self.length = self._length_of()
 
     @abstractmethod
-    def begin(self, epoch: int, start: int, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard]:
+    def begin(self, epoch: int, start: int, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare]:
         """Set where the next iteration starts, and return the shards of its requests; see `BatchSource.epoch`."""
 
-    def shards(self, start: int, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard] | None:
+    def shards(self, start: int, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare] | None:
         """Return the shards that `begin` would return; None if they are known only after the sampler is read."""
         return None
 
@@ -130,11 +130,11 @@ class ShardedSampler(RankSampler):
         self._sharding = self._sharding_of()
         super().refresh()
 
-    def begin(self, epoch: int, start: int, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard]:
+    def begin(self, epoch: int, start: int, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare]:
         self._epoch, self._start, self._origin = epoch, start, origin
         return chain(self.shards(start, origin), _raise_surplus())
 
-    def shards(self, start: int, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard]:
+    def shards(self, start: int, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare]:
         return chain.from_iterable(self._sharding.remaining(origin.samples).shards(start - origin.number))
 
     def count(self, epoch: int) -> int | None:
@@ -143,7 +143,7 @@ class ShardedSampler(RankSampler):
     def _blocks(self) -> Iterator[list[Any]]:
         return self._blocks_from(self._epoch, self._start, self._origin)
 
-    def _blocks_from(self, epoch: int, first: int, origin: ShardingOrigin) -> Iterator[list[Any]]:
+    def _blocks_from(self, epoch: int, first: int, origin: EpochOffset) -> Iterator[list[Any]]:
         order = self._order_of(self._sharding.samples, epoch)
         for block in self._sharding.remaining(origin.samples).indices(order, first - origin.number):
             yield self._requests(block, epoch, first)
@@ -183,11 +183,11 @@ class ShardedCustomSampler(RankSampler):
         self._rank = rank
         self._rank_local = rank_local
         self._rng_at_epoch_start: dict[str, Any] | None = None
-        self._shards: deque[BatchShard] = deque()
+        self._shards: deque[BatchShare] = deque()
         self.first: list[GlobalBatch] | None = None
         """The first block of global micro-batches that was drawn."""
 
-    def begin(self, epoch: int, start: int, origin: ShardingOrigin = EPOCH_START) -> Iterator[BatchShard]:
+    def begin(self, epoch: int, start: int, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare]:
         self._epoch, self._start, self._origin, self._shards = epoch, start, origin, deque()
         return chain(drain(self._shards), _raise_surplus())
 
@@ -200,7 +200,7 @@ class ShardedCustomSampler(RankSampler):
         return self._blocks_from(self._epoch, self._start, self._origin, self._shards)
 
     def _blocks_from(
-        self, epoch: int, start: int, origin: ShardingOrigin, shards: deque[BatchShard]
+        self, epoch: int, start: int, origin: EpochOffset, shards: deque[BatchShare]
     ) -> Iterator[list[Any]]:
         position, number = origin
         for groups in self._read_groups(epoch, origin.samples):
@@ -219,10 +219,10 @@ class ShardedCustomSampler(RankSampler):
                 total = None if self._rank_local else len(indices)
                 if low == high:
                     requests.append(indices[:1])
-                    shards.append(BatchShard(0, total, True, position))
+                    shards.append(BatchShare(0, total, True, position))
                 else:
                     requests.append(indices[low:high])
-                    shards.append(BatchShard(high - low, total, False, position + low))
+                    shards.append(BatchShare(high - low, total, False, position + low))
                 position += len(indices)
             if requests:
                 yield self._requests(requests, epoch, first)
@@ -271,7 +271,7 @@ class _SurplusBatchError(ConfigurationError):
     """Raised if a loader yields more batches than its sampler requested."""
 
 
-def check_exhausted(shards: Iterator[BatchShard]) -> Iterator[NoReturn]:
+def check_exhausted(shards: Iterator[BatchShare]) -> Iterator[NoReturn]:
     """Yield nothing; raise if any shards are left.
 
     Raises:
@@ -295,7 +295,7 @@ def drain(queue: deque[Entry]) -> Iterator[Entry]:
         yield queue.popleft()
 
 
-def _raise_surplus() -> Iterator[BatchShard]:
+def _raise_surplus() -> Iterator[BatchShare]:
     yield from ()
     raise _SurplusBatchError(
         "the loader yielded more batches than its sampler requested",

@@ -16,7 +16,7 @@ from drivetrain.data.sample_order import Order
 _BLOCK_SAMPLES = 4096
 
 
-class BatchShard(NamedTuple):
+class BatchShare(NamedTuple):
     """One rank's part of a global micro-batch.
 
     Attributes:
@@ -33,7 +33,7 @@ class BatchShard(NamedTuple):
     start: int
 
 
-class ShardingOrigin(NamedTuple):
+class EpochOffset(NamedTuple):
     """The position in an epoch from which on the epoch is sharded.
 
     It differs from `EPOCH_START` if a run resumed within the epoch with another world size or batch size.
@@ -47,10 +47,10 @@ class ShardingOrigin(NamedTuple):
     number: int = 0
 
 
-EPOCH_START = ShardingOrigin()
+EPOCH_START = EpochOffset()
 
 
-def compute_shard(start: int, total: int, rank: int, world_size: int) -> BatchShard:
+def compute_shard(start: int, total: int, rank: int, world_size: int) -> BatchShare:
     """Return ``rank``'s slice of ``total`` samples from position ``start``.
 
     The sizes of the slices differ by at most one, and lower ranks have the larger slices.
@@ -58,8 +58,8 @@ def compute_shard(start: int, total: int, rank: int, world_size: int) -> BatchSh
     size, larger = divmod(total, world_size)
     samples = size + (rank < larger)
     if samples == 0:
-        return BatchShard(0, total, True, start)
-    return BatchShard(samples, total, False, start + rank * size + min(rank, larger))
+        return BatchShare(0, total, True, start)
+    return BatchShare(samples, total, False, start + rank * size + min(rank, larger))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class EpochSharding:
         """The number of micro-batches of the epoch, which is the same on every rank."""
         return self.whole_batches + len(self.tail)
 
-    def shards(self, first: int = 0) -> Iterator[list[BatchShard]]:
+    def shards(self, first: int = 0) -> Iterator[list[BatchShare]]:
         """Yield this rank's shards from micro-batch ``first`` on, in blocks."""
         whole_batches, tail, stride = self.whole_batches, self.tail, self.stride
         offset = self.offset + self.rank * self.batch_size
@@ -129,8 +129,8 @@ class EpochSharding:
             stop = min(whole_batches, first + self._block_size)
             starts = range(first * stride + offset, stop * stride + offset, stride)
             fields = zip(repeat(self.batch_size), repeat(stride), repeat(False), starts)
-            # Calling `BatchShard(...)` would cost a Python call for each micro-batch.
-            yield list(map(tuple.__new__, repeat(BatchShard), fields))
+            # Calling `BatchShare(...)` would cost a Python call for each micro-batch.
+            yield list(map(tuple.__new__, repeat(BatchShare), fields))
             first = stop
         yield [self._shard(*tail_part) for tail_part in tail[first - whole_batches :]]
 
@@ -149,7 +149,7 @@ class EpochSharding:
             stop = shard.start + max(shard.samples, 1)
             yield [order(torch.arange(shard.start, stop, dtype=torch.int64, device="cpu")).tolist()]
 
-    def _shard(self, start: int, total: int) -> BatchShard:
+    def _shard(self, start: int, total: int) -> BatchShare:
         return compute_shard(self.offset + start, total, self.rank, self.world_size)
 
     @property

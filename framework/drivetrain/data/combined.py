@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain.data._batch_source import BatchSource
 from drivetrain.data._samplers import len_or_none
-from drivetrain.data._sharding import EPOCH_START, BatchShard, ShardingOrigin
+from drivetrain.data._sharding import EPOCH_START, BatchShare, EpochOffset
 from drivetrain.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class CombinedSource:
             for fingerprint in source.order_fingerprints()
         ]
 
-    def shards(self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START) -> None:
+    def shards(self, epoch: int, start: int = 0, origin: EpochOffset = EPOCH_START) -> None:
         """Return None, because the loader that a shard comes from is known only when its batch is read."""
         return
 
@@ -142,9 +142,7 @@ class CombinedSource:
         """Return None, because there is no common order of the indices of several loaders."""
         return
 
-    def epoch(
-        self, epoch: int, start: int = 0, origin: ShardingOrigin = EPOCH_START
-    ) -> Iterator[tuple[Any, BatchShard]]:
+    def epoch(self, epoch: int, start: int = 0, origin: EpochOffset = EPOCH_START) -> Iterator[tuple[Any, BatchShare]]:
         if origin.samples:
             raise ConfigurationError(
                 f"{len(self._sources)} combined loaders cannot resume within an epoch with another world size or batch "
@@ -196,7 +194,7 @@ class CombinedSource:
 
     def _iterate_sequentially(
         self, epoch: int, start: int, positions: list[_StreamPosition] | None
-    ) -> Iterator[tuple[Any, BatchShard]]:
+    ) -> Iterator[tuple[Any, BatchShare]]:
         skipped = 0
         if positions is None:
             positions, skipped = self._find_sequential_positions(epoch, start)
@@ -227,13 +225,13 @@ class CombinedSource:
     @staticmethod
     def _remaining(
         sources: Sequence[tuple[BatchSource, _StreamPosition]], epoch: int
-    ) -> Iterator[tuple[Any, BatchShard]]:
+    ) -> Iterator[tuple[Any, BatchShare]]:
         for source, position in sources:
             yield from _follow(source.epoch(epoch, position.offset), position)
 
     def _iterate_together(
         self, epoch: int, start: int, positions: list[_StreamPosition] | None
-    ) -> Iterator[tuple[Any, BatchShard]]:
+    ) -> Iterator[tuple[Any, BatchShare]]:
         streams = []
         for source in self._sources:
             passes = 1
@@ -248,7 +246,7 @@ class CombinedSource:
         rows = _iterate_rows(streams, self._loader.mode, start - skipped, positions)
         return self._assemble(islice(rows, skipped, None))
 
-    def _assemble(self, rows: Iterator[list[Any]]) -> Iterator[tuple[Any, BatchShard]]:
+    def _assemble(self, rows: Iterator[list[Any]]) -> Iterator[tuple[Any, BatchShare]]:
         for row in rows:
             shard = next(pair[1] for pair in row if pair is not None)
             batches = iter([None if pair is None else pair[0] for pair in row])

@@ -10,9 +10,9 @@ from drivetrain._runtime.lazy_names import lazy_names
 from drivetrain.launchers._torchrun_variables import suggested_threads, torchrun_variables
 from drivetrain.launchers.choose import LAUNCHERS, check_launcher, choose_launcher, named_launcher
 from drivetrain.launchers.function_launcher import FunctionLauncher
+from drivetrain.launchers.launched_processes import LaunchedProcesses, current_world
 from drivetrain.launchers.launcher import Launcher, Work
 from drivetrain.launchers.subprocess_launcher import SubprocessLauncher
-from drivetrain.launchers.world import World, current_world
 
 if TYPE_CHECKING:
     from drivetrain.launchers.ray_launcher import RayLauncher
@@ -22,12 +22,12 @@ __all__ = [
     "Devices",
     "Failure",
     "FunctionLauncher",
+    "LaunchedProcesses",
     "Launcher",
     "RankFailedError",
     "RayLauncher",
     "SubprocessLauncher",
     "Work",
-    "World",
     "check_launcher",
     "choose_launcher",
     "current_world",

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from drivetrain._runtime.console_logging import log_to_console
 from drivetrain.environments import detect_environment
-from drivetrain.launchers.world import current_world
+from drivetrain.launchers.launched_processes import current_world
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from drivetrain._distributed.failure import Failure
 from drivetrain._distributed.rendezvous import host
 from drivetrain.environments import Placement
 from drivetrain.launchers._torchrun_variables import suggested_threads, torchrun_variables
-from drivetrain.launchers.world import World, set_current_world
+from drivetrain.launchers.launched_processes import LaunchedProcesses, set_current_world
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Worker:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         threads = os.environ.get("OMP_NUM_THREADS")
         torch.set_num_threads(int(threads) if threads else suggested_threads(placement.local_world_size))
-        world = World("function", placement, address, port, store=self._store)
+        world = LaunchedProcesses("function", placement, address, port, store=self._store)
         set_current_world(world)
         try:
             fn, args = pickle.loads(work)

@@ -24,8 +24,8 @@ from drivetrain.launchers._parent_watchdog import die_with_caller, die_with_pare
 from drivetrain.launchers._processes import ERROR_FILE_VARIABLE, Processes, polls
 from drivetrain.launchers._signal_forwarding import SignalForwarding
 from drivetrain.launchers._torchrun_variables import suggested_threads, torchrun_variables
+from drivetrain.launchers.launched_processes import LaunchedProcesses, current_world, name_new_job, set_current_world
 from drivetrain.launchers.launcher import Launcher, Work
-from drivetrain.launchers.world import World, current_world, name_new_job, set_current_world
 
 StartMethod = Literal["spawn", "forkserver", "fork"]
 Result = TypeVar("Result")
@@ -71,7 +71,7 @@ class FunctionLauncher(Launcher):
 
         return work.run_in_other_processes(call)
 
-    def launch(  # type: ignore[override]  # the caller gets no World
+    def launch(  # type: ignore[override]  # the caller gets no handle
         self,
         placement: Placement,
         fn: Callable[..., Result],
@@ -230,7 +230,7 @@ def _run(setup: _RankSetup, work: _Call | bytes) -> bytes:
     _restore_process_settings(setup)
     if setup.listener is not None:
         setup.listener.close()
-    world = World("function", setup.placement, setup.address, setup.port, job=setup.job)
+    world = LaunchedProcesses("function", setup.placement, setup.address, setup.port, job=setup.job)
     set_current_world(world)
     try:
         call = _load(work) if isinstance(work, bytes) else work

@@ -10,7 +10,7 @@ from drivetrain.environments import Placement
 
 if TYPE_CHECKING:
     from drivetrain._runtime.accelerators import Devices
-    from drivetrain.launchers.world import World
+    from drivetrain.launchers.launched_processes import LaunchedProcesses
 
 
 class Work(ABC):
@@ -25,7 +25,7 @@ class Work(ABC):
     signals: Sequence[int]
 
     @abstractmethod
-    def run_in_this_process(self, world: World) -> Any:
+    def run_in_this_process(self, world: LaunchedProcesses) -> Any:
         """Run as one rank of ``world`` in this process, and return the result of the run.
 
         This method is for launchers whose other processes reach the same call by executing the caller's script.
@@ -88,9 +88,9 @@ class Launcher:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if cls.launch is Launcher.launch and cls.run is Launcher.run:
-            raise TypeError(f"{cls.__name__} implements neither launch, which returns a World, nor run")
+            raise TypeError(f"{cls.__name__} implements neither launch, which returns LaunchedProcesses, nor run")
 
-    def launch(self, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> World:
+    def launch(self, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> LaunchedProcesses:
         """Start the other processes of this node, which execute the same run, and return the world of this process.
 
         Args:
@@ -101,7 +101,7 @@ class Launcher:
         Raises:
             ConfigurationError: the processes cannot be started.
         """
-        raise NotImplementedError(f"{type(self).__name__} runs functions in other processes: the caller gets no World")
+        raise NotImplementedError(f"{type(self).__name__} runs functions in other processes: the caller gets no handle")
 
     def run(self, work: Work, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> Any:
         """Start the processes, run ``work`` on every rank, and return the result of the run.

@@ -82,7 +82,7 @@ class RayLauncher(Launcher):
 
         return work.run_in_other_processes(call)
 
-    def launch(  # type: ignore[override]  # the caller gets no World
+    def launch(  # type: ignore[override]  # the caller gets no handle
         self, placement: Placement, fn: Callable[..., Result], *args: Any, device: str = "cpu"
     ) -> Result:
         """Call ``fn(*args)`` on every rank of all nodes and return the value from rank 0.

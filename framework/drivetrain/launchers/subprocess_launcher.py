@@ -16,17 +16,17 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.launchers._processes import Processes
 from drivetrain.launchers._rerun_command import rerun_command
 from drivetrain.launchers._torchrun_variables import thread_variables, torchrun_variables
-from drivetrain.launchers.launcher import Launcher
-from drivetrain.launchers.world import (
+from drivetrain.launchers.launched_processes import (
     LAUNCHER_VARIABLE,
     PARENT_VARIABLE,
     THREAD_VARIABLE,
-    World,
+    LaunchedProcesses,
     current_world,
     gone_error,
     name_new_job,
     set_current_world,
 )
+from drivetrain.launchers.launcher import Launcher
 
 
 class SubprocessLauncher(Launcher):
@@ -58,7 +58,7 @@ class SubprocessLauncher(Launcher):
         """
         return rerun_command()
 
-    def launch(self, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> World:
+    def launch(self, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> LaunchedProcesses:
         """Start the processes of this node, or return the world of the processes that an earlier call started.
 
         Args:
@@ -84,7 +84,7 @@ class SubprocessLauncher(Launcher):
         store = host(address, port, num_nodes=placement.num_nodes, job=job) if placement.rank == 0 else None
         port = port if store is None else store.port
         processes = self._start(command, placement, address, port, job) if placement.local_world_size > 1 else None
-        world = World(self.kind, placement, address, port, store=store, processes=processes, job=job)
+        world = LaunchedProcesses(self.kind, placement, address, port, store=store, processes=processes, job=job)
         set_current_world(world)
         if processes is not None:
             atexit.register(self._finish, world, processes)
@@ -108,7 +108,7 @@ class SubprocessLauncher(Launcher):
         ]
         return Processes.of_script(placement.rank + 1, command, variables)
 
-    def _finish(self, world: World, processes: Processes) -> None:
+    def _finish(self, world: LaunchedProcesses, processes: Processes) -> None:
         """Wait for the other ranks when the caller exits, and terminate late ranks. Exit with a failed rank's code."""
         if not world.is_current_process:
             return
@@ -130,7 +130,7 @@ class SubprocessLauncher(Launcher):
             _exit_with(first_cause(failures))
 
 
-def _reuse_world(world: World, placement: Placement) -> World:
+def _reuse_world(world: LaunchedProcesses, placement: Placement) -> LaunchedProcesses:
     failures = world.failures()
     if failures:
         raise RankFailedError(first_cause(failures))

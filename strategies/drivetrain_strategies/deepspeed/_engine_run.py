@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.strategies import ControlPlane, broadcast_together, may_move, replace_tensors
+from drivetrain_strategies._deferred_init import Recording
 from drivetrain_strategies._gather_limit import check_gather_limit
 from drivetrain_strategies._gather_order import GatherOrder
-from drivetrain_strategies._materialize import Recording
 from drivetrain_strategies.deepspeed._checks import is_known
 from drivetrain_strategies.deepspeed._cleanup import ModuleSnapshot, forget_root
 from drivetrain_strategies.deepspeed._empty_parameters import EmptyParameters

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from drivetrain.strategies import ControlPlane, Span
-from drivetrain_strategies._materialize import Recording, find_meta_tensors, replay_on_every_rank
+from drivetrain_strategies._deferred_init import Recording, find_meta_tensors, materialize_on_every_rank
 from drivetrain_strategies.deepspeed._internals import on_drive
 from drivetrain_strategies.deepspeed._state import StoredParameter
 
@@ -104,6 +104,6 @@ def materialize(
     for layer in recurrent_layers:
         layer._flat_weight_refs = []  # swap_tensors refuses weakly referenced tensors
     wanted = list({id(tensor): tensor for _, tensor in built}.values())
-    replay_on_every_rank(recording, wanted, on_final, control)
+    materialize_on_every_rank(recording, wanted, on_final, control)
     for layer in recurrent_layers:
         layer._init_flat_weights()

@@ -30,10 +30,10 @@ from drivetrain_strategies._activation_checkpointing import (
     checkpointing_advice,
     outermost_modules,
 )
+from drivetrain_strategies._deferred_init import DeferredModule
 from drivetrain_strategies._device_restore import OriginalDevice
 from drivetrain_strategies._gather_limit import GATHER_LIMIT
 from drivetrain_strategies._half_norms import half_precision_norms, with_float32_weights
-from drivetrain_strategies._materialize import RecordedBuild
 from drivetrain_strategies._module_checks import refuse_absent_classes, refuse_meta
 from drivetrain_strategies.deepspeed._checks import (
     add_param_group_error,
@@ -136,7 +136,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._deepspeed: Any = None
         self._redirected_logging: RedirectedLogging | None = None
         self._world: DeepSpeedWorld | None = None
-        self._recorded_build = RecordedBuild()
+        self._deferred_module = DeferredModule()
         self._original_device: OriginalDevice | None = None
         self._forward_swap: ForwardSwap | None = None
         self._run: DeepSpeedRun | None = None
@@ -162,7 +162,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def module_init_context(self) -> AbstractContextManager[Any]:
         context = super().module_init_context()
-        return self._recorded_build.record_on_meta(context) if self.meta and self.stage == 3 else context
+        return self._deferred_module.record_on_meta(context) if self.meta and self.stage == 3 else context
 
     def optimizer_init_context(self) -> AbstractContextManager[Any]:
         return explain_compilation_errors()
@@ -222,7 +222,7 @@ class DeepSpeedStrategy(DistributedStrategy):
                 self.find_unused_parameters,
             ),
         )
-        self._run.start(optimizers, self._recorded_build.take())
+        self._run.start(optimizers, self._deferred_module.take())
         self.schedulers = self._run.schedulers
         self._trainable_at_start = {
             name: (parameter, parameter.requires_grad) for name, parameter in module.named_parameters()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from drivetrain.strategies import ControlPlane
-from drivetrain_strategies._materialize import MetaTensor, Recording, find_meta_tensors, replay_on_every_rank
+from drivetrain_strategies._deferred_init import MetaTensor, Recording, find_meta_tensors, materialize_on_every_rank
 from drivetrain_strategies.fsdp._internals import Sharded
 from drivetrain_strategies.fsdp._original_parameters import Original
 from drivetrain_strategies.fsdp._plan import Plan
@@ -65,7 +65,7 @@ class MetaModule:
             elif meta_tensor.name in targets:  # of tied names, only the first has a target
                 writers[id(meta_tensor.tensor)] = _writer(targets[meta_tensor.name])
         wanted = [meta_tensor.tensor for meta_tensor in self._built if id(meta_tensor.tensor) in writers]
-        replay_on_every_rank(recording, wanted, lambda tensor, value: writers[id(tensor)](value), control)
+        materialize_on_every_rank(recording, wanted, lambda tensor, value: writers[id(tensor)](value), control)
 
 
 def _writer(original: Original) -> Callable[[torch.Tensor], None]:

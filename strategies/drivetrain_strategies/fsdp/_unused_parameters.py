@@ -51,7 +51,7 @@ class UnusedParameters:
             unused: parameters without a gradient on this rank.
         """
         if self._counts_unused is None:
-            (missing_anywhere,) = self._control.agree("parameters without a gradient", bool(unused))
+            (missing_anywhere,) = self._control.count_flags("parameters without a gradient", bool(unused))
             self._counts_unused = missing_anywhere > 0
         if not self._counts_unused:
             if unused and not self._warned:

@@ -28,10 +28,10 @@ from drivetrain.strategies import (
     named_optimizer_state,
 )
 from drivetrain_strategies._activation_checkpointing import Checkpointing, ForwardSwap, Policy, checkpointing_advice
+from drivetrain_strategies._deferred_init import DeferredModule
 from drivetrain_strategies._gather_limit import GATHER_LIMIT, check_gather_limit
 from drivetrain_strategies._gather_order import GatherOrder
 from drivetrain_strategies._gathered_step import announce, check_fits, is_elementwise
-from drivetrain_strategies._materialize import RecordedBuild
 from drivetrain_strategies._step_module import StepModule, unwrap_step_output
 from drivetrain_strategies.fsdp._apply_plan import ShardingOptions, change_forwards, set_prefetch, shard
 from drivetrain_strategies.fsdp._broadcast_init import broadcast_from_rank_0
@@ -180,7 +180,7 @@ class FSDPStrategy(DistributedStrategy):
         """Clear everything that belongs to one run."""
         self.plan: Plan | None = None
         self._mesh: Mesh | None = None
-        self._recorded_build = RecordedBuild()
+        self._deferred_module = DeferredModule()
         self._originals: list[Original] = []
         self._hooks: UserHooks | None = None
         self._root: StepModule | None = None
@@ -233,7 +233,7 @@ class FSDPStrategy(DistributedStrategy):
     def module_init_context(self) -> AbstractContextManager[Any]:
         context = super().module_init_context()
         # Under tensor parallelism, configure_model splits tensors over ranks, and these tensors must have storage.
-        return self._recorded_build.record_on_meta(context) if self.meta and self.tensor_parallel == 1 else context
+        return self._deferred_module.record_on_meta(context) if self.meta and self.tensor_parallel == 1 else context
 
     def hook_context(self, name: str, window_is_complete: bool) -> AbstractContextManager[None]:
         if self._hooks is None:
@@ -248,7 +248,7 @@ class FSDPStrategy(DistributedStrategy):
         mesh = self._mesh
         assert mesh is not None
         self.module = module
-        meta_module = MetaModule(module, self._recorded_build.take())
+        meta_module = MetaModule(module, self._deferred_module.take())
         self.precision.convert_module(module)
         self._originals = original_parameters_of(module)
         plan = self.plan = make_plan(module, self.wrap, self.ignored)

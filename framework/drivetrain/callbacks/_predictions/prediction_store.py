@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from drivetrain.checkpoint._format.checksums import BLOCK, BlockChecksums
-from drivetrain.checkpoint._format.eager_file import EagerFile
 from drivetrain.checkpoint._format.folder import as_os_errors, folder_at
 from drivetrain.checkpoint._format.local_storage import sync_folder
 from drivetrain.checkpoint._format.manifest import FileRecord
@@ -20,6 +19,7 @@ from drivetrain.checkpoint._format.object_file import make_folder
 from drivetrain.checkpoint._format.object_storage import put_with_retries
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.checkpoint._format.tensor_reader import CheckedFile
+from drivetrain.checkpoint._format.writeback_file import WritebackFile
 from drivetrain.data._prediction_files import (
     LOCK,
     MANIFEST,
@@ -242,7 +242,7 @@ class PredictionStore:
         """Write a file so that other processes see either all of it or nothing."""
         if self._filesystem is None:
             temporary = Path(self._root, f".{name}-{secrets.token_hex(4)}")
-            with EagerFile(temporary) as file:
+            with WritebackFile(temporary) as file:
                 file.writelines(contents)
             os.replace(temporary, Path(self._root, name))
             sync_folder(Path(self._root))

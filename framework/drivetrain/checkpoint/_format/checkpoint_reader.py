@@ -19,7 +19,7 @@ from drivetrain.checkpoint._format.tensor_reader import CastSource, CheckedFile,
 from drivetrain.errors import CheckpointError, listed
 
 
-class Checkpoint:
+class CheckpointReader:
     """A checkpoint opened for reading, as returned by `load`. Only the manifest is read until other parts are needed.
 
     Args:
@@ -165,7 +165,7 @@ class Checkpoint:
         for key in ("frozen", "trained"):
             if state.get(key) is not None:
                 state[key] = self.renamed(state[key])
-        for groups in (state.get("made_of") or {}).get("optimizer_groups") or ():
+        for groups in (state.get("components") or {}).get("optimizer_groups") or ():
             for group in groups:
                 group["params"] = self.renamed(group["params"])
         return state
@@ -315,7 +315,7 @@ class Weights(Mapping[str, Any]):
         return self._values[self._aliases.get(name, name)]
 
 
-def load(path: str | os.PathLike[str]) -> Checkpoint:
+def load(path: str | os.PathLike[str]) -> CheckpointReader:
     """Open a checkpoint at a path or URL. Only its manifest is read.
 
     Raises:
@@ -331,7 +331,7 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
             "check the path, or use an earlier checkpoint; for files of another library, see "
             "drivetrain.checkpoint.convert.",
         )
-    return Checkpoint(folder, decode_manifest(content, folder.path))
+    return CheckpointReader(folder, decode_manifest(content, folder.path))
 
 
 def _read_tensors(value: Any, wanted_regions: Mapping[int, Region], readers: int) -> Any:

@@ -14,28 +14,28 @@ from drivetrain._distributed.control_plane import ControlPlane, digest_of, refus
 from drivetrain.checkpoint._format.checksums import checksums_of
 from drivetrain.checkpoint._format.collective_errors import gather_or_raise, run_collectively
 from drivetrain.checkpoint._format.gathered_writes import GatheredWriter, LocalWriteError, Regions
+from drivetrain.checkpoint._format.host_copy import (
+    CheckpointCopy,
+    PartCopy,
+    StateToSave,
+    TensorOrShard,
+    contributed_region,
+    copy_to_host,
+)
 from drivetrain.checkpoint._format.local_storage import LocalStorage
 from drivetrain.checkpoint._format.manifest import FileRecord, Manifest, Part, encode_manifest, versions
 from drivetrain.checkpoint._format.object_storage import ObjectStorage
 from drivetrain.checkpoint._format.pieces import count_elements
-from drivetrain.checkpoint._format.staging import (
-    Contents,
-    StagedCheckpoint,
-    StagedPart,
-    TensorOrShard,
-    contributed_region,
-    stage,
-)
+from drivetrain.checkpoint._format.save_messages import WriteRequest, WriteResult
 from drivetrain.checkpoint._format.storage import JoinInfo, Storage, filesystem_of
 from drivetrain.checkpoint._format.tensor_file import Spec
-from drivetrain.checkpoint._format.write_handshake import WriteRequest, WriteResult
 from drivetrain.checkpoint._format.write_plan import DEFAULT_SIZES, PlannedFile, Sizes
 from drivetrain.errors import CheckpointError
 
 
 def save(
     path: str,
-    contents: Contents,
+    contents: StateToSave,
     control: ControlPlane,
     shard_of: Callable[[Any], TensorOrShard] = lambda value: value,
     sizes: Sizes = DEFAULT_SIZES,
@@ -53,10 +53,10 @@ def save(
         CheckpointError: the save failed. The error is raised on every rank and names the failed rank and the cause. An
             existing checkpoint at ``path`` is unchanged.
     """
-    commit(path, stage(contents, control.rank, control.world_size, shard_of, sizes=sizes), control)
+    commit(path, copy_to_host(contents, control.rank, control.world_size, shard_of, sizes=sizes), control)
 
 
-def commit(path: str, staged: StagedCheckpoint, control: ControlPlane) -> None:
+def commit(path: str, staged: CheckpointCopy, control: ControlPlane) -> None:
     """Write a staged checkpoint. Collective; may run in a background thread that has its own ``control``.
 
     Raises:
@@ -82,7 +82,7 @@ def commit(path: str, staged: StagedCheckpoint, control: ControlPlane) -> None:
         raise
 
 
-def _begin(path: str, staged: StagedCheckpoint, world_size: int) -> Storage:
+def _begin(path: str, staged: CheckpointCopy, world_size: int) -> Storage:
     filesystem, root = filesystem_of(path)
     if filesystem is not None:
         return ObjectStorage.begin(filesystem, root)
@@ -99,7 +99,7 @@ def _join(path: str, join_info: JoinInfo) -> Storage:
 
 
 def _exchange_requests(
-    path: str, staged: StagedCheckpoint, storage: Storage | None, problem: Exception | None, control: ControlPlane
+    path: str, staged: CheckpointCopy, storage: Storage | None, problem: Exception | None, control: ControlPlane
 ) -> list[WriteRequest]:
     """Return the requests of all ranks, after a check that they fit together. Collective."""
     values = {**_values_to_compare(staged), "the path": path}
@@ -127,7 +127,7 @@ def _exchange_requests(
     return requests
 
 
-def _values_to_compare(staged: StagedCheckpoint) -> dict[str, str]:
+def _values_to_compare(staged: CheckpointCopy) -> dict[str, str]:
     """Return what must be the same on all ranks. Of the state, only the sharded tensors must be."""
     values: dict[str, str] = {}
     for part in staged.shared_parts():
@@ -160,7 +160,7 @@ def _check_coverage(path: str, specs: Sequence[Spec], rank_regions: Sequence[Reg
 
 
 def _write(
-    path: str, staged: StagedCheckpoint, requests: Sequence[WriteRequest], storage: Storage, control: ControlPlane
+    path: str, staged: CheckpointCopy, requests: Sequence[WriteRequest], storage: Storage, control: ControlPlane
 ) -> tuple[dict[str, FileRecord], list[tuple[str, Part]]]:
     """Write this rank's files; return the records of all ranks' files, and the checkpoint's parts with their roles."""
     file_records: dict[str, FileRecord] = {}
@@ -207,7 +207,7 @@ def _write(
     return records, [part for part in results[0].parts if part[0] != "rank"] + rank_parts
 
 
-def _encode_index(part: StagedPart, files: Sequence[PlannedFile]) -> bytes | None:
+def _encode_index(part: PartCopy, files: Sequence[PlannedFile]) -> bytes | None:
     """Return the index of a part's files in the format of Hugging Face's libraries; None if there is only one file."""
     if len(files) < 2:
         return None
@@ -226,7 +226,7 @@ def _write_file(storage: Storage, name: str, content: bytes, digest: str | None)
 
 def _commit_manifest(
     path: str,
-    staged: StagedCheckpoint,
+    staged: CheckpointCopy,
     storage: Storage,
     written: dict[str, FileRecord],
     parts: Sequence[tuple[str, Part]],

@@ -13,6 +13,7 @@ import torch
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._distributed.shards import ParameterShard, Region
 from drivetrain.checkpoint._format.file_writer import MAX_WAITING_PIECES, FileWriter
+from drivetrain.checkpoint._format.host_copy import TensorOrShard
 from drivetrain.checkpoint._format.manifest import FileRecord
 from drivetrain.checkpoint._format.pieces import (
     Piece,
@@ -24,7 +25,6 @@ from drivetrain.checkpoint._format.pieces import (
     rows_of,
     write_overlap,
 )
-from drivetrain.checkpoint._format.staging import TensorOrShard
 from drivetrain.checkpoint._format.storage import Storage
 from drivetrain.checkpoint._format.tensor_file import header_of
 from drivetrain.checkpoint._format.write_plan import PlannedFile

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from drivetrain.checkpoint._format.atomic_exchange import exchange
 from drivetrain.checkpoint._format.disk_space import check_disk_space
-from drivetrain.checkpoint._format.eager_file import EagerFile
 from drivetrain.checkpoint._format.local_file import read_whole
 from drivetrain.checkpoint._format.manifest import MANIFEST
 from drivetrain.checkpoint._format.storage import JoinInfo, is_checkpoint_file
+from drivetrain.checkpoint._format.writeback_file import WritebackFile
 from drivetrain.errors import CheckpointError
 
 # A writer uses three entries in the target's parent folder: `.saving-<token>` (being written), `.replaced-<token>` (the
@@ -84,8 +84,8 @@ class LocalStorage:
     def file_name(self, name: str) -> str:
         return name
 
-    def open(self, name: str) -> EagerFile:
-        return EagerFile(self._folder / name)
+    def open(self, name: str) -> WritebackFile:
+        return WritebackFile(self._folder / name)
 
     def size(self, name: str) -> int:
         return (self._folder / name).stat().st_size

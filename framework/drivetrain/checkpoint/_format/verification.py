@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from functools import partial
 
-from drivetrain.checkpoint._format.checkpoint_reader import Checkpoint, load
+from drivetrain.checkpoint._format.checkpoint_reader import CheckpointReader, load
 from drivetrain.checkpoint._format.checksums import block_count, check_digest
 from drivetrain.checkpoint._format.documents import loads
 from drivetrain.checkpoint._format.manifest import Part
@@ -43,7 +43,7 @@ def verify(path: str | os.PathLike[str], digest: str | None = None) -> list[str]
     return problems or _find_contradictions(checkpoint)
 
 
-def _describe_problem(checkpoint: Checkpoint, name: str) -> str | None:
+def _describe_problem(checkpoint: CheckpointReader, name: str) -> str | None:
     try:
         file = checkpoint.file(name)
     except CheckpointError as error:
@@ -58,7 +58,7 @@ def _describe_problem(checkpoint: Checkpoint, name: str) -> str | None:
     return None
 
 
-def _find_contradictions(checkpoint: Checkpoint) -> list[str]:
+def _find_contradictions(checkpoint: CheckpointReader) -> list[str]:
     """Return the problems of files that match their checksums: contradictions, and content that cannot be read."""
     manifest = checkpoint.manifest
     optimizers = [partial(checkpoint.optimizer_document, index) for index in range(len(manifest.optimizers))]
@@ -79,7 +79,7 @@ def _find_contradictions(checkpoint: Checkpoint) -> list[str]:
     return problems
 
 
-def _check_weights(checkpoint: Checkpoint) -> list[str]:
+def _check_weights(checkpoint: CheckpointReader) -> list[str]:
     weights = checkpoint.weights()
     aliases = checkpoint.manifest.aliases
     return [
@@ -87,7 +87,7 @@ def _check_weights(checkpoint: Checkpoint) -> list[str]:
     ]
 
 
-def _check_tensors(checkpoint: Checkpoint, part: Part) -> Iterator[str]:
+def _check_tensors(checkpoint: CheckpointReader, part: Part) -> Iterator[str]:
     """Yield the problems of a part's tensors and of their index."""
     try:
         for name in part.tensors:

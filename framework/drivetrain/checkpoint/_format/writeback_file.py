@@ -15,7 +15,7 @@ _MIN_WRITEBACK = 2**20  # minimum number of bytes of a write that starts writeba
 _MAX_BUFFERS = 1024  # maximum number of buffers per system call, IOV_MAX of limits.h
 
 
-class EagerFile:
+class WritebackFile:
     """A new file, which is synced to disk when its context exits without an error.
 
     Args:

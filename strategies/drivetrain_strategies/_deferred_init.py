@@ -113,7 +113,7 @@ def record_on_meta() -> Iterator[Recording]:
         torch.set_rng_state(recording.generator)
 
 
-class RecordedBuild:
+class DeferredModule:
     """Holds the recording of a run's ``configure_model`` until the module is materialized."""
 
     def __init__(self) -> None:
@@ -221,7 +221,7 @@ class _FunctionRecorder(TorchFunctionMode):
 
 
 @torch.no_grad()
-def replay(
+def materialize(
     recording: Recording, wanted: list[torch.Tensor], on_final: Callable[[torch.Tensor, torch.Tensor], None]
 ) -> None:
     """Run the recorded calls on the CPU, from the generator's current state.
@@ -282,20 +282,20 @@ def replay(
     restore_generator(recording.final_origin)
 
 
-def replay_on_every_rank(
+def materialize_on_every_rank(
     recording: Recording,
     wanted: list[torch.Tensor],
     on_final: Callable[[torch.Tensor, torch.Tensor], None],
     control: ControlPlane,
 ) -> None:
-    """Run the recorded calls from the generator state with which rank 0 began its recording; see `replay`. Collective.
+    """Run the recorded calls from the generator state with which rank 0 began recording; see `materialize`. Collective.
 
     The generator is left as an ordinary build leaves it, unless it was in another state on this rank.
     """
-    state = torch.tensor(control.from_rank_0(recording.generator.tolist()), dtype=torch.uint8)
+    state = torch.tensor(control.broadcast_object(recording.generator.tolist()), dtype=torch.uint8)
     state_before = torch.get_rng_state()
     torch.set_rng_state(state)
-    replay(recording, wanted, on_final)
+    materialize(recording, wanted, on_final)
     if not torch.equal(state, recording.generator) or not torch.equal(state_before, recording.generator):
         torch.set_rng_state(state_before)
 

@@ -20,7 +20,7 @@ TensorOrShard = torch.Tensor | ParameterShard
 
 
 @dataclass(slots=True)
-class Contents:
+class StateToSave:
     """What one rank contributes to a checkpoint. All ranks pass the same names in the same order.
 
     Attributes:
@@ -45,7 +45,7 @@ class Contents:
 
 
 @dataclass(slots=True)
-class StagedPart:
+class PartCopy:
     """One part of a checkpoint: an encoded document and the tensors that it refers to.
 
     Attributes:
@@ -83,7 +83,7 @@ class StagedPart:
 
 
 @dataclass(slots=True)
-class StagedCheckpoint:
+class CheckpointCopy:
     """A checkpoint that is ready to be written.
 
     Attributes:
@@ -95,14 +95,14 @@ class StagedCheckpoint:
         problem: the error of staging on this rank, which `commit` raises on all ranks; None if staging succeeded.
     """
 
-    parts: list[StagedPart]
+    parts: list[PartCopy]
     metadata: CheckpointMetadata
     aliases: dict[str, str]
     sizes: Sizes
     digest: str | None = None
     problem: CheckpointError | None = None
 
-    def shared_parts(self) -> list[StagedPart]:
+    def shared_parts(self) -> list[PartCopy]:
         """Return the parts that the ranks write together."""
         return [part for part in self.parts if part.role != "rank"]
 
@@ -121,14 +121,14 @@ class StagedCheckpoint:
         return nbytes, files + 1
 
 
-def stage(
-    contents: Contents,
+def copy_to_host(
+    contents: StateToSave,
     rank: int,
     world_size: int,
     shard_of: Callable[[Any], TensorOrShard] = lambda value: value,
     snapshot: bool = False,
     sizes: Sizes = DEFAULT_SIZES,
-) -> StagedCheckpoint:
+) -> CheckpointCopy:
     """Prepare a checkpoint's contents for writing. Not collective.
 
     Contents that cannot be stored do not raise an error here, because the other ranks would wait forever. Instead,
@@ -143,7 +143,7 @@ def stage(
         sizes: how tensors are split into files.
     """
     try:
-        parts = list(_stage_parts(contents, rank, shard_of, sizes))
+        parts = list(_parts_of(contents, rank, shard_of, sizes))
         unexpected: dict[str, Any] = {}
         encode(contents.metadata.progress, unexpected, "progress")
         encode(contents.metadata.hyper_parameters, unexpected, "hyper_parameters")
@@ -152,13 +152,13 @@ def stage(
             for name, value in part.tensors.items():
                 _check_storable(part, name, value)
         if snapshot:
-            _copy_to_host(parts, rank, world_size)
+            _copy_tensors(parts, rank, world_size)
     except CheckpointError as error:
-        return StagedCheckpoint([], contents.metadata, {}, sizes, problem=error)
-    return StagedCheckpoint(parts, contents.metadata, dict(contents.aliases), sizes, contents.digest)
+        return CheckpointCopy([], contents.metadata, {}, sizes, problem=error)
+    return CheckpointCopy(parts, contents.metadata, dict(contents.aliases), sizes, contents.digest)
 
 
-def _check_storable(part: StagedPart, name: str, value: TensorOrShard) -> None:
+def _check_storable(part: PartCopy, name: str, value: TensorOrShard) -> None:
     if not isinstance(value, ParameterShard):
         check_storable(f"{part.stem}: {name}", value)
         return
@@ -171,14 +171,14 @@ def _check_storable(part: StagedPart, name: str, value: TensorOrShard) -> None:
         )
 
 
-def _stage_parts(
-    contents: Contents, rank: int, shard_of: Callable[[Any], TensorOrShard], sizes: Sizes
-) -> Iterator[StagedPart]:
+def _parts_of(
+    contents: StateToSave, rank: int, shard_of: Callable[[Any], TensorOrShard], sizes: Sizes
+) -> Iterator[PartCopy]:
     is_rank_0 = rank == 0
 
-    def part(stem: str, role: str, document: Any, tensors: Mapping[str, Any], key: str = "") -> StagedPart:
+    def part(stem: str, role: str, document: Any, tensors: Mapping[str, Any], key: str = "") -> PartCopy:
         text = None if document is None else dumps(document)
-        return StagedPart(stem, role, text, {name: shard_of(value) for name, value in tensors.items()}, sizes, key)
+        return PartCopy(stem, role, text, {name: shard_of(value) for name, value in tensors.items()}, sizes, key)
 
     tensors: dict[str, Any] = {}
     other_values: dict[str, Any] = {}
@@ -216,9 +216,9 @@ def contributed_region(shard: ParameterShard) -> Region | None:
     return None if empty or not shard.is_primary else region
 
 
-def _copy_to_host(parts: list[StagedPart], rank: int, world_size: int) -> None:
+def _copy_tensors(parts: list[PartCopy], rank: int, world_size: int) -> None:
     """Replace the tensors that this rank writes by copies in host memory, and wait for the copies."""
-    sources: list[tuple[StagedPart, str, torch.Tensor]] = []
+    sources: list[tuple[PartCopy, str, torch.Tensor]] = []
     for part in parts:
         owned_files = [file for file in part.planned_files(rank, world_size) if file.owner == rank]
         owned_names = {spec.name for file in owned_files for spec in file.specs}

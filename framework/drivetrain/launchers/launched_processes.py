@@ -1,4 +1,4 @@
-"""World: the processes that a launcher started, as seen from one of these processes."""
+"""LaunchedProcesses: the processes that a launcher started, as seen from one of these processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CONNECT_LIMIT = timedelta(seconds=300)
 _CONNECT_LIMIT_ONE_NODE = timedelta(seconds=5)  # torch tries to connect twice, so the limit is 10 seconds in effect
 
 
-class World:
+class LaunchedProcesses:
     """The processes that a launcher started, as seen from one of these processes.
 
     Attributes:
@@ -181,10 +181,10 @@ def name_new_job(placement: Placement) -> str:
     return PlainEnvironment().job or NO_NAME
 
 
-_world: World | None = None
+_world: LaunchedProcesses | None = None
 
 
-def current_world() -> World | None:
+def current_world() -> LaunchedProcesses | None:
     """Return the world that this process belongs to, or None if no launcher has started this process.
 
     In a process that runs the caller's script again, the first call connects the process to the caller. From then on
@@ -198,7 +198,7 @@ def current_world() -> World | None:
     return _join() if os.environ.get(LAUNCHER_VARIABLE) == "subprocess" else None
 
 
-def set_current_world(world: World | None) -> None:
+def set_current_world(world: LaunchedProcesses | None) -> None:
     """Set the world of this process."""
     global _world
     _world = world
@@ -206,7 +206,7 @@ def set_current_world(world: World | None) -> None:
         set_utilities_rank(world.placement.rank)
 
 
-def _join() -> World | None:
+def _join() -> LaunchedProcesses | None:
     parent = int(os.environ.get(PARENT_VARIABLE, "0"))
     if os.getppid() != parent:
         if _is_alive(parent):
@@ -217,7 +217,7 @@ def _join() -> World | None:
             "read the last output of that process, then run the script again",
         )
     environment = TorchrunEnvironment()
-    world = World(
+    world = LaunchedProcesses(
         "subprocess",
         environment.placement(),
         environment.main_address,
@@ -230,7 +230,7 @@ def _join() -> World | None:
     return world
 
 
-def _report_uncaught(world: World) -> None:
+def _report_uncaught(world: LaunchedProcesses) -> None:
     # The interpreter stores an uncaught exception in `sys.last_value`. Reading this attribute is simpler than replacing
     # `sys.excepthook`.
     error = getattr(sys, "last_value", None)

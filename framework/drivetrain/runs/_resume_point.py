@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from drivetrain.checkpoint._discovery import StorageRetry, resumable_in, select_newest
 from drivetrain.checkpoint._folders import child, children, resolve_folder
-from drivetrain.checkpoint._format import Checkpoint, StorageError
+from drivetrain.checkpoint._format import CheckpointReader, StorageError
 from drivetrain.errors import CheckpointError
 from drivetrain.runs._directory import CHECKPOINTS
 from drivetrain.runs._identity import Identity, encode_hyper_parameters
@@ -23,7 +23,7 @@ _SHORT_RETRY_SECONDS = 5.0  # duration of retries in seconds, for records that a
 _MAX_LISTED = 3  # maximum number of skipped runs that are listed by name
 
 
-class ResumeChoice(NamedTuple):
+class ResumePoint(NamedTuple):
     """The checkpoint and the run that a new run resumes from.
 
     Attributes:
@@ -47,7 +47,7 @@ class ResumeChoice(NamedTuple):
         return f" Skipped: {listed}{f'; and {more} more' if more > 0 else ''}."
 
 
-class RunSearch:
+class ResumeCandidates:
     """Searches for a checkpoint to resume from in a folder of runs, and in folders of checkpoints that the user named.
 
     Args:
@@ -73,7 +73,7 @@ class RunSearch:
         self._liveness: dict[str, bool | None] = {}  # whether each run is alive, by its folder; None if unknown
         self._runs: dict[str, Record] = {}  # runs of this experiment, by id
         self._folder_owner: Record | None = None  # the run, of any experiment, that used the new run's folder before
-        self._user_checkpoints: list[Checkpoint] = []  # checkpoints in folders that the user named
+        self._user_checkpoints: list[CheckpointReader] = []  # checkpoints in folders that the user named
 
     # Collection of the runs and checkpoints that may be resumed from
 
@@ -105,7 +105,7 @@ class RunSearch:
             else:
                 self._skipped.append(f"{checkpoint.path!r} ({difference})")
 
-    def add_run_of(self, checkpoint: Checkpoint) -> None:
+    def add_run_of(self, checkpoint: CheckpointReader) -> None:
         """Add the run that wrote a checkpoint."""
         record = self.find_run_of(checkpoint)
         if record is not None:
@@ -141,21 +141,21 @@ class RunSearch:
             self._skipped.append(f"{record.name} ({difference})")
         return difference is None
 
-    def difference_of(self, checkpoint: Checkpoint) -> str | None:
+    def difference_of(self, checkpoint: CheckpointReader) -> str | None:
         """Describe how the run of a checkpoint differs from this experiment; None if both are the same experiment."""
         metadata = checkpoint.manifest.metadata
         module = metadata.run.get("module", "")
         if not module:  # earlier versions of the format stored the module's class in the state
             try:
-                made_of = checkpoint.state().get("made_of")
+                components = checkpoint.state().get("components")
             except CheckpointError:
-                made_of = None  # the checkpoint is skipped later
-            module = str(made_of.get("module", "")) if isinstance(made_of, dict) else ""
+                components = None  # the checkpoint is skipped later
+            module = str(components.get("module", "")) if isinstance(components, dict) else ""
         return self._identity.difference(
             module, metadata.run.get("name", ""), encode_hyper_parameters(metadata.hyper_parameters)
         )
 
-    def find_run_of(self, checkpoint: Checkpoint) -> Record | None:
+    def find_run_of(self, checkpoint: CheckpointReader) -> Record | None:
         """Return the record of the run that wrote a checkpoint; None if the record is gone or unreachable."""
         metadata = checkpoint.manifest.metadata
         checkpoints_folder, _, _ = checkpoint.path.rstrip("/").rpartition("/")
@@ -184,7 +184,7 @@ class RunSearch:
 
     # Liveness of the collected runs
 
-    def run_of_unknown_liveness(self, check: Callable[[Checkpoint], None]) -> Record | None:
+    def run_of_unknown_liveness(self, check: Callable[[CheckpointReader], None]) -> Record | None:
         """Return a run that may be alive on another machine and would be chosen if it were dead; None if there is none.
 
         Args:
@@ -222,7 +222,7 @@ class RunSearch:
 
     # Choice of the checkpoint and the run
 
-    def newest(self, check: Callable[[Checkpoint], None], include_running: bool = False) -> ResumeChoice:
+    def newest(self, check: Callable[[CheckpointReader], None], include_running: bool = False) -> ResumePoint:
         """Return the newest checkpoint of the experiment, and the run into whose folder the new run writes.
 
         Checkpoints of an earlier start of the same job take precedence.
@@ -236,8 +236,8 @@ class RunSearch:
         return self._choice(None if checkpoint is None else checkpoint.path, record, checkpoint)
 
     def _newest(
-        self, check: Callable[[Checkpoint], None], include_running: bool = False
-    ) -> tuple[Checkpoint | None, Record | None]:
+        self, check: Callable[[CheckpointReader], None], include_running: bool = False
+    ) -> tuple[CheckpointReader | None, Record | None]:
         """Return the newest checkpoint and its run; (None, run) if an earlier start of this job has not saved yet."""
         by_start = sorted(self._runs.values(), key=_start_time, reverse=True)
         candidates = [record for record in by_start if include_running or not self._skip_if_alive(record)]
@@ -269,7 +269,7 @@ class RunSearch:
                     return None, unfinished[0]
         return None, None
 
-    def resume_from(self, checkpoint: Checkpoint) -> ResumeChoice:
+    def resume_from(self, checkpoint: CheckpointReader) -> ResumePoint:
         """Return the choice for a given checkpoint.
 
         The new run writes into the folder of the checkpoint's run if that folder has no newer checkpoint.
@@ -287,15 +287,15 @@ class RunSearch:
         is_newest = newest is not None and newest.manifest.identifier == checkpoint.manifest.identifier
         return self._choice(checkpoint.path, record if is_newest else None, checkpoint)
 
-    def _known_run(self, checkpoint: Checkpoint) -> Record | None:
+    def _known_run(self, checkpoint: CheckpointReader) -> Record | None:
         return self._runs.get(checkpoint.manifest.metadata.run.get("id", ""))
 
-    def _choice(self, path: str | None, record: Record | None, checkpoint: Checkpoint | None) -> ResumeChoice:
+    def _choice(self, path: str | None, record: Record | None, checkpoint: CheckpointReader | None) -> ResumePoint:
         if record is not None:  # the new run writes only into a folder inside of the requested runs folder
             in_place = self._is_in_place(record)
             record = record._replace(folder=child(self._runs_folder, record.name)) if in_place else None
         parent = "" if checkpoint is None else checkpoint.manifest.metadata.run.get("id", "")
-        return ResumeChoice(path, record, parent, tuple(self._skipped))
+        return ResumePoint(path, record, parent, tuple(self._skipped))
 
     def _is_in_place(self, record: Record) -> bool:
         if self._version is not None and record.name != self._version:
@@ -317,7 +317,7 @@ class RunSearch:
     def _is_of_this_job(self, record: Record) -> bool:
         return any(job.is_same(other) for job in self._jobs for other in record.jobs)
 
-    def _run_is_excluded(self, checkpoint: Checkpoint, candidate_ids: set[str]) -> bool:
+    def _run_is_excluded(self, checkpoint: CheckpointReader, candidate_ids: set[str]) -> bool:
         """Return whether the checkpoint's run is known but is not among the runs that can be resumed."""
         run_id = checkpoint.manifest.metadata.run.get("id", "")
         return run_id in self._runs and run_id not in candidate_ids

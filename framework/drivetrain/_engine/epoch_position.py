@@ -1,4 +1,4 @@
-"""Cursor: how an epoch's samples are split over ranks, so that a run can resume in the epoch at any world size."""
+"""EpochPosition: how the samples of an epoch are split over ranks, so that a run can resume at any world size."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from drivetrain._loops.progress import Progress
 from drivetrain.data._batch_source import BatchSource
-from drivetrain.data._sharding import EPOCH_START, ShardingOrigin
+from drivetrain.data._sharding import EPOCH_START, EpochOffset
 from drivetrain.errors import ConfigurationError
 
 
 @dataclass(slots=True)
-class Cursor:
+class EpochPosition:
     """How the current epoch's samples are distributed over ranks.
 
     Attributes:
@@ -25,10 +25,10 @@ class Cursor:
 
     world_size: int = 1
     epoch: int = -1
-    begins: ShardingOrigin = EPOCH_START
+    begins: EpochOffset = EPOCH_START
     samples: int | None = None
 
-    def origin(self, epoch: int) -> ShardingOrigin:
+    def origin(self, epoch: int) -> EpochOffset:
         """Return the position from which ``epoch`` is sharded."""
         return self.begins if epoch == self.epoch else EPOCH_START
 
@@ -75,12 +75,12 @@ class Cursor:
         self.samples = state.get("samples")  # checkpoints of earlier versions do not record it
         same_sharding = self.world_size == state["world_size"] and (new_loader or source.stride == state["stride"])
         if same_sharding:
-            self.epoch, self.begins = state["epoch"], ShardingOrigin(*map(int, state["begins"]))
+            self.epoch, self.begins = state["epoch"], EpochOffset(*map(int, state["begins"]))
         elif progress.batch_idx:
             done, before = progress.epoch_samples, progress.batch_idx
             # The number of micro-batches of the new size that contain the used samples.
             stride = source.stride
             number = -(-done // stride) if stride else -(-before * state["world_size"] // self.world_size)
-            self.epoch, self.begins = progress.epoch, ShardingOrigin(done, number)
+            self.epoch, self.begins = progress.epoch, EpochOffset(done, number)
             progress.batch_idx = number
         return same_sharding
