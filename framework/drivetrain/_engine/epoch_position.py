@@ -72,7 +72,7 @@ class EpochPosition:
         Returns:
             Whether the data is sharded as in the saved run, so that the run can resume bit for bit.
         """
-        self.samples = state.get("samples")  # checkpoints of earlier versions do not record it
+        self.samples = state["samples"]
         same_sharding = self.world_size == state["world_size"] and (new_loader or source.stride == state["stride"])
         if same_sharding:
             self.epoch, self.begins = state["epoch"], EpochOffset(*map(int, state["begins"]))

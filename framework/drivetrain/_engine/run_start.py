@@ -30,14 +30,13 @@ from drivetrain._engine.run_location import (
 from drivetrain._engine.run_recorder import RunRecorder
 from drivetrain._engine.saved_state_schema import reporting_malformed
 from drivetrain._engine.write_checks import write_problem
-from drivetrain.checkpoint._discovery import StorageRetry, resumable_in, select_newest
+from drivetrain.checkpoint._discovery import StorageRetry
 from drivetrain.checkpoint._folders import child, is_checkpoint_at, is_plain_name
 from drivetrain.checkpoint._format import CheckpointReader, load
 from drivetrain.checkpoint._retention import KeptCheckpoint
 from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.runs import _liveness
 from drivetrain.runs._directory import (
-    CHECKPOINTS,
     free_version,
     lock_folder,
 )
@@ -362,12 +361,4 @@ def _log_choice(run: RunCore, ckpt_path: str, choice: ResumePoint) -> None:
     text = f"{use} {choice.path}" if found else none
     if choice.record is not None and not found:
         text += f" in {choice.record.folder}, which this job had claimed"
-    hint = ""
-    old_folder = child(run.trainer.default_root_dir, CHECKPOINTS)
-    without_run = []
-    if not found:
-        checkpoints = resumable_in([old_folder], StorageRetry())
-        without_run = [checkpoint for checkpoint in checkpoints if not checkpoint.manifest.metadata.run]
-    if (old := select_newest(without_run, StorageRetry())) is not None:
-        hint = f" {old_folder!r} has checkpoints that belong to no run: pass ckpt_path={old.path!r} to use the newest."
-    logger.warning("ckpt_path=%r: %s.%s%s", ckpt_path, text, choice.describe_skipped(), hint)
+    logger.warning("ckpt_path=%r: %s.%s", ckpt_path, text, choice.describe_skipped())

@@ -250,15 +250,14 @@ class TrainLoop:
         if self._length == 0:  # because of limit_train_batches=0
             return
         resumed, self._resumed = self._resumed, None
-        # Older checkpoints have neither "flushed_at" nor "plateaus".
-        self._flushed_at = (resumed or {}).get("flushed_at", self._progress.micro_batches)
-        self._schedule.schedulers.load_state_dict((resumed or {}).get("plateaus") or {})
+        self._flushed_at = self._progress.micro_batches if resumed is None else resumed["flushed_at"]
+        self._schedule.schedulers.load_state_dict({} if resumed is None else resumed["plateaus"])
         reset_metrics = resumed is not None  # in a new run, on_train_start has logged values of the first epoch
-        if resumed is not None and resumed.get("asked_to_stop") is not None:
+        if resumed is not None and resumed["asked_to_stop"] is not None:
             self._stop.ask(resumed["asked_to_stop"])
-        while not self._is_finished() or (resumed is not None and resumed.get("left_after_last_step")):
+        while not self._is_finished() or (resumed is not None and resumed["left_after_last_step"]):
             self._begin_epoch(resumed, reset_metrics)
-            data_is_over = resumed is not None and bool(resumed.get("data_is_over"))
+            data_is_over = resumed is not None and bool(resumed["data_is_over"])
             reset_metrics, resumed = True, None
             snapshot = self._checkpointing.snapshot
             if snapshot is not None and not snapshot.begin_epoch():
@@ -288,8 +287,7 @@ class TrainLoop:
         epoch_begins = self._progress.batch_idx == 0
         if epoch_begins:
             self._checkpointing.rng_replay.start_epoch()
-        # Older checkpoints have no "has_begun".
-        epoch_begins = epoch_begins and not (resumed is not None and resumed.get("has_begun"))
+        epoch_begins = epoch_begins and not (resumed is not None and resumed["has_begun"])
         self._steps_before = self._progress.global_step if epoch_begins else None
         if epoch_begins:
             self._metrics.enter("train", reset=reset_metrics)
@@ -534,8 +532,8 @@ class TrainLoop:
         load()
         self._stop.agree("going back to an earlier checkpoint")
         resumed, self._resumed = self._resumed, None
-        self._flushed_at = (resumed or {}).get("flushed_at", self._progress.micro_batches)
-        self._schedule.schedulers.load_state_dict((resumed or {}).get("plateaus") or {})
+        self._flushed_at = self._progress.micro_batches if resumed is None else resumed["flushed_at"]
+        self._schedule.schedulers.load_state_dict({} if resumed is None else resumed["plateaus"])
         return resumed
 
     def _warn_of_no_step(self) -> None:

@@ -234,8 +234,8 @@ class Entry:
             # A result has been reduced and is on the host.
             setattr(entry, key, state[key] if key == "result" else move_to(state[key], device))
         entry.reduced = entry.last if state["is_reduced"] else None
-        for key in _AGES:  # older checkpoints lack them
-            setattr(entry, key, None if state.get(key) is None else int(state[key]))
+        for key in _AGES:
+            setattr(entry, key, None if state[key] is None else int(state[key]))
         entry.resumed = True
         return entry
 

@@ -254,20 +254,19 @@ class Checkpoint(Callback):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the list of checkpoints if this run has written them to this folder. Others are never removed."""
         self._last_saved_step, self._last_considered_step = (
-            _step_or_unset(state_dict.get(name)) for name in ("last_saved_step", "last_considered_step")
+            _step_or_unset(state_dict[name]) for name in ("last_saved_step", "last_considered_step")
         )
-        waiting_in = state_dict.get("waiting_in")
+        waiting_in = state_dict["waiting_in"]
         self._waiting_in = waiting_in if type(waiting_in) is int else None
-        folder = state_dict.get("dirpath")
-        same_run = state_dict.get("run", self._run_id) in (self._run_id, "")  # older versions had no run id
+        folder = state_dict["dirpath"]
+        same_run = state_dict["run"] in (self._run_id, "")
         if self.dirpath is None or folder != resolve_folder(self.dirpath) or not same_run:
             return
         try:
             self._retention.load_state_dict(state_dict)
-            removable, interim = state_dict.get("to_remove", []), state_dict.get("interrupt_checkpoint")
-            # Older versions stored paths without identifiers; such checkpoints are not removed.
-            self._to_remove = [KeptCheckpoint.from_state(saved) for saved in removable if not isinstance(saved, str)]
-            self._interrupt_checkpoint = KeptCheckpoint.from_state(interim) if isinstance(interim, Mapping) else None
+            self._to_remove = [KeptCheckpoint.from_state(saved) for saved in state_dict["to_remove"]]
+            interrupt = state_dict["interrupt_checkpoint"]
+            self._interrupt_checkpoint = None if interrupt is None else KeptCheckpoint.from_state(interrupt)
             resumable = [] if self.save_weights_only else self._retention.kept
             interrupted = [] if self._interrupt_checkpoint is None else [self._interrupt_checkpoint]
             self._last_resumable_step = max([-1, *(saved.step for saved in (*resumable, *interrupted))])

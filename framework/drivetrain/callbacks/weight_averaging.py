@@ -104,9 +104,8 @@ class WeightAveraging(Callback):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.updates = int(state_dict["updates"])
-        # Earlier versions did not save the following values.
-        self._must_update = bool(state_dict.get("must_update", False))
-        self._validated_at = state_dict.get("validated_at")
+        self._must_update = bool(state_dict["must_update"])
+        self._validated_at = state_dict["validated_at"]
 
     def save_tensors(self, trainer: RunContext, module: Any) -> Mapping[str, Any]:
         """Return the averages by the weights' names."""

@@ -74,8 +74,7 @@ def _select_model(checkpoint: CheckpointReader, prefix: str, config: Any) -> tup
         )
         raise CheckpointError(
             f"It is unclear which Hugging Face model in {checkpoint.path!r} to convert: {reason}.",
-            "a checkpoint stores the configuration of each model that is an attribute of the module; earlier versions "
-            "did not store it.",
+            "a checkpoint stores the configuration of each model that is an attribute of the module.",
             'name the attribute, prefix="model." (--prefix model.); if the checkpoint has no configuration, pass '
             'config="path/to/config.json" (--config) as well.',
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from drivetrain.checkpoint._folders import is_plain_name
@@ -33,17 +33,12 @@ class KeptCheckpoint:
     def from_state(cls, document: Any) -> KeptCheckpoint:
         """Build an instance from a dict that `dataclasses.asdict` returned.
 
-        Earlier versions stored a path instead of a name, which is accepted as well.
-
         Raises:
             ValueError: the document has another form.
         """
         if not isinstance(document, Mapping):
             raise ValueError(f"{document!r} does not describe a checkpoint")
-        path = document.get("path")
-        name = document.get("name", path.rpartition("/")[2] if isinstance(path, str) else None)
-        identifier, score = document.get("identifier", ""), document.get("score")
-        number, step = document.get("number", 0), document.get("step", 0)
+        name, identifier, score, number, step = (document.get(each.name) for each in fields(cls))
         valid_name = isinstance(name, str) and is_plain_name(name) and isinstance(identifier, str)
         if not valid_name or type(number) is not int or type(step) is not int:
             raise ValueError(f"{document!r} does not describe a checkpoint")

@@ -23,7 +23,6 @@ def show(path: str | os.PathLike[str]) -> str:
     written = datetime.datetime.fromtimestamp(manifest.written).astimezone().isoformat(" ", "seconds")
     weights = checkpoint.weights()
     sources = weights.sources()
-    # Earlier versions of drivetrain stored secrets, too.
     arguments, stored_secrets = without_secrets(metadata.hyper_parameters)
     secrets = dict.fromkeys([*metadata.left_out, *stored_secrets])
     count = sum(source.spec.numel for name, source in sources.items() if name not in manifest.aliases)

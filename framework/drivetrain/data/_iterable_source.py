@@ -134,7 +134,7 @@ class IterableSource:
         if self._stateful_object is not None and state["state"] is not None:
             self._stateful_object.load_state_dict(state["state"])
             self._state_is_loaded = True
-            self._ended = state.get("ended", False)  # absent in checkpoints of earlier versions
+            self._ended = state["ended"]
 
     def refresh(self) -> bool:
         before, self.length = self.length, len_or_none(self._loader)

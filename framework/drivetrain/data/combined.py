@@ -160,21 +160,16 @@ class CombinedSource:
         return self.length if self.length_is_exact else None
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"sources": [source.state_dict() for source in self._sources]}
+        positions = None
         if self.stateful:  # a stateful source goes on from its own state, which the number of rows does not determine
-            state["positions"] = [
-                [position.pass_number, position.offset, position.ended] for position in self._positions
-            ]
-        return state
+            positions = [[position.pass_number, position.offset, position.ended] for position in self._positions]
+        return {"sources": [source.state_dict() for source in self._sources], "positions": positions}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        positions = state.get("positions")
+        positions = state["positions"]
         self._resumed_at = None if positions is None else [_StreamPosition(*position) for position in positions]
         for index, (source, saved) in enumerate(zip(self._sources, state["sources"], strict=True)):
-            if self.stateful and self._resumed_at is None:
-                # A checkpoint of an earlier version has no positions, so the rows are read from the epoch's beginning.
-                saved = {**saved, "state": None}
-            elif self._resumed_at is not None and self._resumed_at[index].ended and self._loader.mode != _CYCLE:
+            if self._resumed_at is not None and self._resumed_at[index].ended and self._loader.mode != _CYCLE:
                 continue  # The next epoch reads this source from its beginning.
             source.load_state_dict(saved)
 

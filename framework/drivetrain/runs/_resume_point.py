@@ -144,16 +144,14 @@ class ResumeCandidates:
     def difference_of(self, checkpoint: CheckpointReader) -> str | None:
         """Describe how the run of a checkpoint differs from this experiment; None if both are the same experiment."""
         metadata = checkpoint.manifest.metadata
-        module = metadata.run.get("module", "")
-        if not module:  # earlier versions of the format stored the module's class in the state
+        module, name = (metadata.run.get(key, "") for key in ("module", "name"))
+        if not module:  # the run had no folder
             try:
                 components = checkpoint.state().get("components")
             except CheckpointError:
                 components = None  # the checkpoint is skipped later
             module = str(components.get("module", "")) if isinstance(components, dict) else ""
-        return self._identity.difference(
-            module, metadata.run.get("name", ""), encode_hyper_parameters(metadata.hyper_parameters)
-        )
+        return self._identity.difference(module, name, encode_hyper_parameters(metadata.hyper_parameters))
 
     def find_run_of(self, checkpoint: CheckpointReader) -> Record | None:
         """Return the record of the run that wrote a checkpoint; None if the record is gone or unreachable."""

@@ -80,7 +80,7 @@ class CheckpointReader:
             raise CheckpointError(
                 f"{self.path!r} holds no averages of its weights.",
                 "the run averaged no weights, or averaging had not begun, or the checkpoint was saved after fit, with "
-                "what the module held then; earlier versions of drivetrain did not record which tensors are averages.",
+                "what the module held then.",
                 f"use its weights, or its callback_tensors({others[0]!r})." if others else "use its weights.",
             )
         return self.weights().with_values(self.callback_tensors(record.callback).sources())

@@ -20,7 +20,7 @@ from drivetrain.checkpoint._format.checksums import BLOCK, block_count
 from drivetrain.checkpoint._format.documents import decode, encode, parse_json
 from drivetrain.errors import CheckpointError, listed
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 2**26
 """Maximum size of a manifest in bytes, which is enough for the checksums of files of 32 TiB."""
@@ -269,7 +269,7 @@ def decode_manifest(content: bytes, path: str) -> Manifest:
             f"{path!r} has format {reprlib.repr(format_number)}.",
             f"this version of drivetrain reads format {FORMAT}.",
             "load it with the version of drivetrain that wrote it, and save its weights in a supported format."
-            if format_number == 0
+            if type(format_number) is int and format_number < FORMAT
             else "load it with a newer version of drivetrain.",
         )
     if not has_valid_checksum(content):
@@ -313,26 +313,25 @@ def _from_json(document: dict[str, Any]) -> Manifest:
             hyper_parameters=_dict(decode(document["hyper_parameters"], _reject_tensor), "hyper_parameters"),
             weights_only=bool(document["weights_only"]),
             identifier=_text(document["id"]),
-            parent=_text(document.get("parent", "")),  # earlier versions of drivetrain did not write this key
-            lineage=tuple(_ancestor(entry) for entry in document.get("lineage", [])),
-            left_out=tuple(_text(name) for name in document.get("left_out", [])),
-            run={name: _text(text) for name, text in document.get("run", {}).items()},
-            base={plain_name(name): _text(text) for name, text in document.get("base", {}).items()},
-            pretrained=_pretrained(decode(document.get("pretrained", {}), _reject_tensor)),
-            # Earlier versions of drivetrain did not write the following keys.
-            argument=_text(document.get("argument", "")),
+            parent=_text(document["parent"]),
+            lineage=tuple(_ancestor(entry) for entry in document["lineage"]),
+            left_out=tuple(_text(name) for name in document["left_out"]),
+            run={name: _text(text) for name, text in document["run"].items()},
+            base={plain_name(name): _text(text) for name, text in document["base"].items()},
+            pretrained=_pretrained(decode(document["pretrained"], _reject_tensor)),
+            argument=_text(document["argument"]),
             data_hyper_parameters=_dict(
-                decode(document.get("data_hyper_parameters", {}), _reject_tensor), "data_hyper_parameters"
+                decode(document["data_hyper_parameters"], _reject_tensor), "data_hyper_parameters"
             ),
-            data_argument=_text(document.get("data_argument", "")),
-            averages=_averages(document.get("averages")),
-            layer_versions=_layer_versions(document.get("layer_versions")),
+            data_argument=_text(document["data_argument"]),
+            averages=_averages(document["averages"]),
+            layer_versions=_layer_versions(document["layer_versions"]),
         ),
         files=files,
         weights=_part(document["weights"]),
         aliases={plain_name(tied): plain_name(_text(first)) for tied, first in document["aliases"].items()},
         optimizers=tuple(_part(entry) for entry in document["optimizers"]),
-        callbacks={key: _part(entry) for key, entry in document.get("callbacks", {}).items()},
+        callbacks={key: _part(entry) for key, entry in document["callbacks"].items()},
         state=None if document["state"] is None else _part(document["state"]),
         ranks=tuple(_part(entry) for entry in document["ranks"]),
         written=_time(document["written"]),
