@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -9,33 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_case
 import torch
-from run_case import (
-    Another,
-    Net,
-    data,
-    edit,
-    every,
-    fit,
-    folders,
-    left_running,
-    newest_of,
-    of_an_earlier_version,
-    process_of,
-    record,
-    rows,
-    stopped,
-    trained,
-    version,
-)
+from run_case import Another, Net, data, every, fit, folders, left_running, record, rows, stopped, trained, version
 
 from drivetrain import Fit
 from drivetrain.callbacks import Checkpoint, EarlyStopping
+from drivetrain.checkpoint._format.sealed_json import dump_with_checksum
 from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.loggers import CSVLogger
 from drivetrain.runs import _liveness
-
-# Which run
 
 
 def test_auto_resumes_the_newest_run_in_its_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -80,13 +64,15 @@ def test_a_run_with_other_hyper_parameters_is_skipped(tmp_path: Path, caplog: py
 
 def test_a_running_run_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
     first = trained(tmp_path)
-    left_running(first.log_dir, **process_of(1))
-    second = trained(tmp_path, "auto", max_epochs=2)
-    assert version(second) == "version_1"
+    left_running(first.log_dir)
+    assert version(trained(tmp_path, "auto", max_epochs=2)) == "version_1"
     assert "Skipped: version_0 (it is running, process 1 on " in caplog.text
+    runs = tmp_path / "drivetrain_logs"
+    assert version(trained(tmp_path, runs / "version_0/checkpoints/epoch=0-step=6", max_epochs=2)) == "version_2"
     # A dead run is resumed, even if its pid now belongs to another process.
     left_running(first.log_dir, pid=1, began="1")
-    edit(second.log_dir, module="another")
+    for other in ("version_1", "version_2"):
+        run_case.edit(runs / other, module="another")
     assert version(trained(tmp_path, "auto", max_epochs=2)) == "version_0"
 
 
@@ -104,16 +90,14 @@ def test_a_run_within_a_run_of_the_same_class_has_its_own_folder(tmp_path: Path)
 
 def test_old_locations_are_named_but_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
     trained(tmp_path / "before", callbacks=Checkpoint(tmp_path / "checkpoints"))
-    of_an_earlier_version(tmp_path / "checkpoints" / "epoch=0-step=6")
-    fresh = trained(tmp_path, "auto")
-    assert fresh.global_step == 6
-    path = str(tmp_path / "checkpoints" / "epoch=0-step=6")
-    assert f"a fresh start. {str(tmp_path / 'checkpoints')!r} has checkpoints" in caplog.text
-    assert f"ckpt_path={path!r}" in caplog.text
+    old = tmp_path / "checkpoints" / "epoch=0-step=6"
+    manifest = json.loads((old / "manifest.json").read_text())
+    del manifest["run"], manifest["crc32"]  # as in checkpoints written before runs had folders
+    (old / "manifest.json").write_bytes(dump_with_checksum(manifest))
+    assert trained(tmp_path, "auto").global_step == 6
+    assert f"a fresh start. {str(old.parent)!r} has checkpoints" in caplog.text
+    assert f"ckpt_path={str(old)!r}" in caplog.text
     assert caplog.text.count("has checkpoints") == 1
-
-
-# In an explicit dirpath
 
 
 def test_the_rules_apply_to_an_explicit_dirpath(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
@@ -126,12 +110,9 @@ def test_the_rules_apply_to_an_explicit_dirpath(tmp_path: Path, caplog: pytest.L
     assert "its module is run_case.Net, and this run's module is run_case.Another" in caplog.text
     assert run(1, Net(0.5)) == (6, "version_2")
     assert run(2, Net()) == (12, "version_0")
-    left_running(tmp_path / "drivetrain_logs/version_0", **process_of(1))
+    left_running(tmp_path / "drivetrain_logs/version_0")
     assert run(3, Net()) == (18, "version_3")
     assert "version_0 (it is running" in caplog.text
-
-
-# The folder of a resumed run
 
 
 def test_only_a_path_to_the_newest_checkpoint_continues_in_its_folder(tmp_path: Path) -> None:  # J-13
@@ -145,19 +126,13 @@ def test_only_a_path_to_the_newest_checkpoint_continues_in_its_folder(tmp_path: 
     assert version(best) == "version_2"
     for one in (older, best):
         assert record(one.log_dir)["parent"] is not None
+    other = fit(tmp_path, max_epochs=3)
+    other.fit(Another(), data(), ckpt_path=saved / "epoch=1-step=12", allow=("module",))
+    assert (version(other), other.global_step) == ("version_3", 18)
     # Checkpoints elsewhere are resumed from here: a folder that the user chose is kept.
     elsewhere = trained(tmp_path / "new", saved / "epoch=1-step=12", callbacks=every(3), max_epochs=3)
     assert elsewhere.log_dir == str(tmp_path / "new" / "drivetrain_logs" / "version_0")
     assert record(elsewhere.log_dir)["parent"] == record(saved.parent)["id"]
-
-
-def test_a_running_run_or_an_allowed_difference_starts_a_new_folder(tmp_path: Path) -> None:  # J-13
-    first = trained(tmp_path)
-    other = fit(tmp_path, max_epochs=2)
-    other.fit(Another(), data(), ckpt_path=newest_of(first), allow=("module",))
-    assert (version(other), other.global_step) == ("version_1", 12)
-    left_running(first.log_dir, **process_of(1))
-    assert version(trained(tmp_path, newest_of(first), max_epochs=2)) == "version_2"
 
 
 def test_retention_follows_the_run(tmp_path: Path) -> None:  # J-13
@@ -191,9 +166,6 @@ def test_logs_of_a_resumed_run_have_every_step_once(tmp_path: Path, step: int, p
     assert rows(again.log_dir) == rows(undisturbed.log_dir)
 
 
-# Runs that have ended
-
-
 def test_a_finished_run_is_not_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # J-13
     caplog.set_level("INFO", "drivetrain")
@@ -202,7 +174,7 @@ def test_a_finished_run_is_not_changed(tmp_path: Path, caplog: pytest.LogCapture
     assert trained(tmp_path, "auto").global_step == 6
     assert "max_epochs=1 is reached" in caplog.text
     assert "nothing was left to train" in caplog.text
-    for which in ("last", "best", newest_of(first)):
+    for which in ("last", "best", Path(str(first.log_dir), "checkpoints", "epoch=0-step=6")):
         with pytest.raises(ConfigurationError, match="max_epochs=1 is reached, so that nothing is left to train"):
             trained(tmp_path, which)
     assert {one: one.read_bytes() for one in tmp_path.rglob("*") if one.is_file()} == before
@@ -222,9 +194,6 @@ def test_auto_resumes_an_early_stopped_run_with_more_patience(tmp_path: Path) ->
     more = run(3)
     assert more.global_step > first.global_step
     assert version(more) == "version_0"
-
-
-# Jobs, and runs on other machines
 
 
 def test_a_run_of_this_job_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # J-13
@@ -281,15 +250,7 @@ def test_runs_on_other_machines_are_judged_by_heartbeats(
 ) -> None:  # J-13
     first = trained(tmp_path)
     left_running(first.log_dir, host="another")
-    monkeypatch.setattr(_liveness, "WATCH_SECONDS", 0.3)
-    original = _liveness.HeartbeatWatch.poll
-
-    def poll(self: Any, pause: float) -> None:
-        if alive:
-            edit(first.log_dir, heartbeat="2026-01-01T00:00:00Z")
-        original(self, pause)
-
-    monkeypatch.setattr(_liveness.HeartbeatWatch, "poll", poll)
+    run_case.watched(monkeypatch, first.log_dir, alive)
     again = trained(tmp_path, "auto", max_epochs=2)
     assert "version_0 may be under way on another machine. This run watches the record of that run for" in caplog.text
     assert version(again) == ("version_1" if alive else "version_0")
