@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain import ConfigurationError, Fit, Logger, Precision, TrainModule
 from drivetrain.environments import Environment, Placement, PlainEnvironment, environment_by_name
-from drivetrain.launchers import FunctionLauncher, named_launcher
+from drivetrain.launchers import FunctionLauncher, SubprocessLauncher, named_launcher
 from drivetrain.loggers import CSVLogger, TensorBoardLogger
 from drivetrain.precision import FullPrecision, resolve_precision
 from drivetrain.profilers import Profiler, SimpleProfiler
@@ -68,33 +68,22 @@ class CountingProfiler(Profiler):
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, group: str, **points: str) -> None:
     """Install a package's metadata on ``sys.path``."""
-    info = folder / "cargo-1.0.dist-info"
+    name = group.replace(".", "_")
+    info = folder / f"{name}-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cargo\nVersion: 1.0\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *(f"{k} = {v}" for k, v in points.items())]))
     monkeypatch.syspath_prepend(folder)
 
 
-CASES: dict[str, tuple[str, str, type]] = {  # by setting: the group, a built-in name, and a class that is registered
-    "strategy": ("drivetrain.strategies", "ddp", SingleDeviceStrategy),
-    "launcher": ("drivetrain.launchers", "fork", FinePrecision),
-    "logger": ("drivetrain.loggers", "csv", ListLogger),
-    "environment": ("drivetrain.environments", "plain", FarmEnvironment),
-    "precision": ("drivetrain.precision", "32-true", FinePrecision),
-    "profiler": ("drivetrain.profilers", "simple", CountingProfiler),
+CASES: dict[str, tuple[str, str, type]] = {  # by setting: the group, and a built-in name with its class
+    "strategy": ("drivetrain.strategies", "ddp", DDPStrategy),
+    "launcher": ("drivetrain.launchers", "fork", FunctionLauncher),
+    "logger": ("drivetrain.loggers", "csv", CSVLogger),
+    "environment": ("drivetrain.environments", "plain", PlainEnvironment),
+    "precision": ("drivetrain.precision", "32-true", FullPrecision),
+    "profiler": ("drivetrain.profilers", "simple", SimpleProfiler),
 }
-
-
-@pytest.mark.parametrize("setting", CASES)
-def test_an_unknown_name_is_refused_at_construction(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
-) -> None:
-    group, ours, theirs = CASES[setting]
-    install(tmp_path, monkeypatch, group, cargo=f"{theirs.__module__}:{theirs.__qualname__}")
-    pattern = rf"(?s){setting}='carg' is unknown. Did you mean 'cargo'\?(?=.*'{group}')(?=.*{ours}).*cargo"
-    with pytest.raises(ConfigurationError, match=pattern):
-        Fit(**{**QUIET, setting: "carg"})
-    Fit(**{**QUIET, setting: "cargo"})
 
 
 USES: dict[str, Callable[[str], object]] = {
@@ -108,20 +97,15 @@ USES: dict[str, Callable[[str], object]] = {
 
 
 @pytest.mark.parametrize("setting", CASES)
-def test_built_in_names_cannot_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
-    group, ours, _ = CASES[setting]
-    install(tmp_path, monkeypatch, group, **{ours: "builtins:dict"})
+def test_names_of_other_packages_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    group, ours, kind = CASES[setting]
+    points = {"cargo": "collections:UserList", "gone": "nowhere_to_be_found:Cargo", ours: "builtins:dict"}
+    install(tmp_path, monkeypatch, group, **points)
     made = USES[setting](ours)
-    kinds = (DDPStrategy, FunctionLauncher, CSVLogger, PlainEnvironment, FullPrecision, SimpleProfiler)
-    assert type(made[0] if isinstance(made, list) else made) is dict(zip(CASES, kinds, strict=True))[setting]
-
-
-@pytest.mark.parametrize("setting", CASES)
-def test_a_factory_that_makes_another_type_or_is_missing_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
-) -> None:
-    group, _, _ = CASES[setting]
-    install(tmp_path, monkeypatch, group, cargo="collections:UserList", gone="nowhere_to_be_found:Cargo")
+    assert type(made[0] if isinstance(made, list) else made) is kind  # built-in names cannot be replaced
+    unknown = rf"(?s){setting}='carg' is unknown. Did you mean 'cargo'\?(?=.*'{group}')(?=.*{ours}).*cargo"
+    with pytest.raises(ConfigurationError, match=unknown):
+        Fit(**{**QUIET, setting: "carg"})
     refused = rf"The {setting} 'cargo' \(collections:UserList\) made a UserList, not a "
     with pytest.raises(ConfigurationError, match=refused):
         USES[setting]("cargo")
@@ -134,7 +118,10 @@ def test_built_in_names_need_no_metadata(monkeypatch: pytest.MonkeyPatch) -> Non
     def read(**_: Any) -> Any:
         raise AssertionError("nobody asked for anything of another package")
 
+    with pytest.raises(ConfigurationError, match=r"logger='cvs' is unknown. Did you mean 'csv'"):
+        Fit(**QUIET, logger="cvs", fast_dev_run=True)  # although the run has no loggers
     monkeypatch.setattr("importlib.metadata.entry_points", read)
+    assert Fit(**QUIET, logger="csv", fast_dev_run=True).loggers == []
     Fit(**QUIET, logger=["csv"], launcher="fork", environment="slurm", precision="bf16", profiler="simple")
     assert isinstance(environment_by_name("plain"), PlainEnvironment)
     assert resolve_precision("bf16", CPU).name == "bf16-mixed"
@@ -151,12 +138,6 @@ def test_loggers_by_name_and_as_objects(tmp_path: Path, monkeypatch: pytest.Monk
     assert isinstance(registered, ListLogger)
     assert csv.save_dir == board.save_dir == registered.root == str(tmp_path / "runs")
     assert not (tmp_path / "runs").exists()  # A-01: construction writes nothing
-
-
-def test_a_run_without_loggers_builds_none_and_still_refuses_a_misspelt_name() -> None:
-    assert Fit(**QUIET, logger="csv", fast_dev_run=True).loggers == []
-    with pytest.raises(ConfigurationError, match=r"logger='cvs' is unknown. Did you mean 'csv'"):
-        Fit(**QUIET, logger="cvs", fast_dev_run=True)
 
 
 def test_names_come_from_the_environment_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,18 +159,20 @@ def test_names_come_from_the_environment_and_a_file(tmp_path: Path, monkeypatch:
         Fit(**QUIET)
 
 
-def test_an_environment_of_another_package_is_made_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, "drivetrain.environments", farm=f"{__name__}:FarmEnvironment")
+def test_objects_of_another_package_are_made_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: dict[str, type] = {"environments": FarmEnvironment, "precision": FinePrecision}
+    kinds |= {"strategies": SingleDeviceStrategy, "launchers": SubprocessLauncher}
+    for group, kind in kinds.items():
+        install(tmp_path, monkeypatch, f"drivetrain.{group}", cargo=f"{kind.__module__}:{kind.__qualname__}")
     monkeypatch.setenv("FARM_WORKER", "2")
     monkeypatch.setenv("FARM_WORKERS", "4")
-    assert Fit(**QUIET, environment="farm").global_rank == 2
-    assert environment_by_name("farm", {"FARM_WORKER": "1", "FARM_WORKERS": "4"}).placement() == Placement(1, 4)
-
-
-def test_a_precision_of_another_package_is_made_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, "drivetrain.precision", fine=f"{__name__}:FinePrecision")
-    assert type(resolve_precision("fine", CPU)) is FinePrecision
-    assert Fit(**QUIET, precision="fine").precision_setting == "fine"
+    assert Fit(**QUIET, environment="cargo").global_rank == 2
+    assert environment_by_name("cargo", {"FARM_WORKER": "1", "FARM_WORKERS": "4"}).placement() == Placement(1, 4)
+    assert type(resolve_precision("cargo", CPU)) is FinePrecision
+    assert Fit(**QUIET, precision="cargo").precision_setting == "cargo"
+    assert type(strategy_by_name("cargo")) is SingleDeviceStrategy
+    assert type(named_launcher("cargo")) is SubprocessLauncher
+    Fit(**QUIET, strategy="cargo", launcher="cargo")
 
 
 def test_a_profiler_of_another_package_is_made_by_name_and_measures(

@@ -47,16 +47,6 @@ def _change_environment() -> None:
     del os.environ["HOME"]
 
 
-def _change_handlers() -> None:
-    signal.signal(signal.SIGUSR1, lambda *_: None)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def _change_hooks() -> None:
-    sys.excepthook = lambda *_: None
-    threading.excepthook = lambda *_: None
-
-
 def _attribute(owner: Any, name: str, value: Any) -> tuple[Callable[[], Any], Callable[[], None]]:
     return (lambda: getattr(owner, name)), (lambda: setattr(owner, name, value))
 
@@ -80,8 +70,10 @@ FIELDS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {  # how to rea
     "filling memory": _attribute(torch.utils.deterministic, "fill_uninitialized_memory", False),
     "grad mode": (torch.is_grad_enabled, lambda: torch.set_grad_enabled(False)),
     "anomaly": (torch.is_anomaly_enabled, lambda: torch.autograd.set_detect_anomaly(True)),
-    "signal handlers": (lambda: [signal.getsignal(n) for n in (signal.SIGUSR1, signal.SIGTERM)], _change_handlers),
-    "hooks": (lambda: (sys.excepthook, threading.excepthook), _change_hooks),
+    "SIGUSR1": (lambda: signal.getsignal(signal.SIGUSR1), lambda: signal.signal(signal.SIGUSR1, lambda *_: None)),
+    "SIGTERM": (lambda: signal.getsignal(signal.SIGTERM), lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN)),
+    "sys.excepthook": _attribute(sys, "excepthook", lambda *_: None),
+    "threading.excepthook": _attribute(threading, "excepthook", lambda *_: None),
     "python generator": (random.getstate, random.random),
     "numpy generator": (lambda: str(numpy.random.get_state()), numpy.random.rand),
     "torch generator": (lambda: torch.get_rng_state().tolist(), lambda: torch.rand(3)),
@@ -128,11 +120,7 @@ def test_the_compilers_deterministic_flag_is_restored() -> None:  # A-03
 
 def test_a_run_without_a_seed_draws_from_the_generators_of_the_process() -> None:
     states: list[Any] = []
-
-    def draw() -> None:
-        states.extend([float(torch.rand(())), torch.get_rng_state(), random.random(), random.getstate()])
-
-    run(draw)
+    run(lambda: states.extend([torch.rand(()), torch.get_rng_state(), random.random(), random.getstate()]))
     assert torch.equal(torch.get_rng_state(), states[1])
     assert random.getstate() == states[3]
 
