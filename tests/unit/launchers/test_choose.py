@@ -45,12 +45,17 @@ def started_by(setting: str) -> str:
     return launcher.start_method if isinstance(launcher, FunctionLauncher) else type(launcher).__name__
 
 
-def test_settings_name_launchers() -> None:  # G-06
+def test_a_setting_names_a_launcher_that_works_here(monkeypatch: pytest.MonkeyPatch) -> None:  # A-06, G-06
     for method in ("spawn", "forkserver", "fork"):
         assert started_by(method) == method
     assert started_by("subprocess") == "SubprocessLauncher"
     with pytest.raises(ConfigurationError, match=r"(?s)launcher='forkservr' is unknown. Did you mean 'forkserver'\?"):
         choose_launcher("forkservr", 2)
+    _main(monkeypatch, None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert started_by("auto") == "forkserver"
+    with pytest.raises(ConfigurationError, match=r'(?s)launcher="fork" cannot start 2 processes here.*used CUDA'):
+        choose_launcher("fork", 2)
 
 
 @pytest.mark.parametrize(
@@ -72,10 +77,10 @@ def test_auto_starts_a_function_if_rerunning_would_run_more_than_the_script(
         call(rerun_command)
 
 
-@pytest.mark.parametrize("name", ["train.py", "celery.py"])
-def test_auto_runs_scripts_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:  # I-19
-    _main(monkeypatch, str(tmp_path / name))
-    assert _away(started_by, "auto") == "SubprocessLauncher"
+def test_auto_runs_scripts_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # I-19
+    for name in ("train.py", "celery.py"):
+        _main(monkeypatch, str(tmp_path / name))
+        assert _away(started_by, "auto") == "SubprocessLauncher"
 
 
 def test_other_test_runners_are_recognised_by_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:  # I-19
@@ -133,46 +138,26 @@ def test_auto_starts_a_function_in_an_interactive_session(monkeypatch: pytest.Mo
     assert _away(started_by, "auto") == "fork"
 
 
-def test_forking_after_cuda_was_used_is_refused_and_never_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    _main(monkeypatch, None)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert started_by("auto") == "forkserver"
-    with pytest.raises(ConfigurationError, match=r'(?s)launcher="fork" cannot start 2 processes here.*used CUDA'):
-        choose_launcher("fork", 2)
-
-
-@pytest.mark.parametrize(
-    ("spec", "program"),
-    [(None, [__file__]), ("package.__main__", ["-m", "package"]), ("asv.train", ["-m", "asv.train"])],
-)
-def test_the_command_of_a_program(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, spec: str | None, program: list[str]
-) -> None:
-    _main(monkeypatch, __file__, spec)
+def test_the_command_of_a_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    programs = {None: [__file__], "package.__main__": ["-m", "package"], "asv.train": ["-m", "asv.train"]}
     monkeypatch.setattr(sys, "argv", ["relative/name.py", "--lr", "0.1"])
-    command = _away(rerun_command)
-    assert command[0] == sys.executable
-    assert command[-2 - len(program) :] == [*program, "--lr", "0.1"]
+    for spec, program in programs.items():
+        _main(monkeypatch, __file__, spec)
+        command = _away(rerun_command)
+        assert command[0] == sys.executable
+        assert command[-2 - len(program) :] == [*program, "--lr", "0.1"]
     _main(monkeypatch, str(tmp_path / "__main__.py"), "__main__")
     monkeypatch.setattr(sys, "argv", [str(tmp_path)])
     assert _away(rerun_command)[-1] == str(tmp_path)  # a folder
 
 
-@pytest.mark.parametrize(
-    ("file", "argv", "reason"),
-    [
-        (None, "-c", "it comes from python -c"),
-        (None, "", "standard input, a REPL or a notebook"),
-        ("<stdin>", "-", "standard input, a REPL or a notebook"),
-    ],
-)
-def test_a_program_without_a_file_is_refused(
-    monkeypatch: pytest.MonkeyPatch, file: str | None, argv: str, reason: str
-) -> None:  # G-06
-    _main(monkeypatch, None)
-    if file is not None:
-        sys.modules["__main__"].__file__ = file
-    monkeypatch.setattr(sys, "argv", [argv])
-    with pytest.raises(ConfigurationError, match=reason) as caught:
-        rerun_command()
-    assert "put the program into a file" in caught.value.fix
+def test_a_program_without_a_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:  # G-06
+    typed = "standard input, a REPL or a notebook"
+    for file, argv, reason in ((None, "-c", "it comes from python -c"), (None, "", typed), ("<stdin>", "-", typed)):
+        _main(monkeypatch, None)
+        if file is not None:
+            sys.modules["__main__"].__file__ = file
+        monkeypatch.setattr(sys, "argv", [argv])
+        with pytest.raises(ConfigurationError, match=reason) as caught:
+            rerun_command()
+        assert "put the program into a file" in caught.value.fix

@@ -61,18 +61,17 @@ class _Script(SubprocessLauncher):
     def command(self) -> list[str]:
         return []  # starts no process
 
-
-def _of_a_script(port: int) -> Any:
-    try:
-        return _Script().launch(Placement(), port=port)
-    finally:
-        set_current_world(None)
+    def host(self, port: int) -> Any:
+        try:
+            return self.launch(Placement(), port=port)
+        finally:
+            set_current_world(None)
 
 
 @requires_linux()
 @pytest.mark.parametrize(
     "hosting",
-    [lambda port: host("127.0.0.1", port), _of_a_script, lambda port: _place(_bare(port))],
+    [lambda port: host("127.0.0.1", port), _Script().host, lambda port: _place(_bare(port))],
     ids=["store", "script", "rank 0"],
 )
 def test_the_store_listens_at_the_given_address_and_a_taken_port_is_named(hosting: Any) -> None:  # J-05, J-06
@@ -97,7 +96,7 @@ def test_a_worker_of_rays_listens_at_its_address_and_a_name_is_resolved() -> Non
         assert not answers(port)
 
 
-def test_for_a_foreign_address_it_listens_on_all_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_for_a_foreign_address_it_listens_on_all_interfaces_and_an_unknown_one_is_named() -> None:
     port = _free_port()
     with closing(rendezvous.listen("192.0.2.1", port, 1)):  # an address that leads here, such as a gateway's
         assert answers(port, "127.0.0.1")
@@ -105,9 +104,6 @@ def test_for_a_foreign_address_it_listens_on_all_interfaces(monkeypatch: pytest.
     # A machine's own name may resolve to its loopback device, which other machines cannot reach.
     with closing(rendezvous.listen(socket.gethostname(), port, 2)):
         assert answers(port, "127.0.0.1")
-
-
-def test_an_unknown_address_is_an_error_that_names_it() -> None:
     with pytest.raises(ConfigurationError, match=r"cannot host the store at no\.such\.host\.invalid:0: .*[Nn]ame"):
         host("no.such.host.invalid", 0)
 
@@ -138,13 +134,20 @@ def test_two_jobs_are_distinguished(hosts: str, comes: str, why: str) -> None:  
     admit(newcomer, hosts, 1, "127.0.0.1", store.port)  # the rank is still free
 
 
-def test_a_rank_is_refused_a_second_time_but_for_a_store_that_outlives_it() -> None:  # J-05
+def test_a_rank_is_refused_a_second_time_or_by_a_foreign_store(monkeypatch: pytest.MonkeyPatch) -> None:  # J-05
     store = host("127.0.0.1", 0, job=NO_NAME)
     client = TCPStore("127.0.0.1", store.port, is_master=False)
     for rank in (1, 2):
         admit(client, NO_NAME, rank, "127.0.0.1", store.port)
     with pytest.raises(ConfigurationError, match="where another process is already rank 1"):
         admit(client, NO_NAME, 1, "127.0.0.1", store.port)
+    monkeypatch.setattr(rendezvous, "_JOB_KEY_TIMEOUT", rendezvous._JOB_KEY_TIMEOUT / 600)
+    foreign = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{foreign.port}, which is not the store of this"):
+        admit(foreign, NO_NAME, 1, "127.0.0.1", foreign.port)
+
+
+def test_a_store_that_outlives_a_rank_admits_it_again() -> None:  # J-05
     outliving = host("127.0.0.1", 0)
     for _ in range(2):
         admit_first(outliving, "run 3", 1, "127.0.0.1", outliving.port)
@@ -152,27 +155,14 @@ def test_a_rank_is_refused_a_second_time_but_for_a_store_that_outlives_it() -> N
         admit_first(outliving, "run 4", 0, "127.0.0.1", outliving.port)
 
 
-def test_a_foreign_store_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:  # J-05
-    monkeypatch.setattr(rendezvous, "_JOB_KEY_TIMEOUT", rendezvous._JOB_KEY_TIMEOUT / 600)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{store.port}, which is not the store of this"):
-        admit(store, NO_NAME, 1, "127.0.0.1", store.port)
-
-
-@pytest.mark.parametrize(
-    ("environment", "name"),
-    [
-        (TorchrunEnvironment({"TORCHELASTIC_RUN_ID": "x"}), "x"),
-        (TorchrunEnvironment({"TORCHELASTIC_RUN_ID": "none"}), None),
-        (PlainEnvironment({"TORCHELASTIC_RUN_ID": "x"}), "x"),
-        (SlurmEnvironment({"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "3"}), "SLURM's job 12, step 3"),
-        (MPIEnvironment({"PMIX_NAMESPACE": "77"}), "MPI's job 77"),
-        (MPIEnvironment({}), None),
-        (LSFEnvironment({"LSB_JOBID": "5", "JSM_NAMESPACE_ID": "1"}), "LSF's job 5, step 1"),
-    ],
-)
-def test_a_job_is_identified_by_its_starter(environment: Environment, name: str | None) -> None:  # J-05
-    assert environment.job == name
+def test_a_job_is_identified_by_its_starter() -> None:  # J-05
+    assert TorchrunEnvironment({"TORCHELASTIC_RUN_ID": "x"}).job == "x"
+    assert TorchrunEnvironment({"TORCHELASTIC_RUN_ID": "none"}).job is None
+    assert PlainEnvironment({"TORCHELASTIC_RUN_ID": "x"}).job == "x"
+    assert SlurmEnvironment({"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "3"}).job == "SLURM's job 12, step 3"
+    assert MPIEnvironment({"PMIX_NAMESPACE": "77"}).job == "MPI's job 77"
+    assert MPIEnvironment({}).job is None
+    assert LSFEnvironment({"LSB_JOBID": "5", "JSM_NAMESPACE_ID": "1"}).job == "LSF's job 5, step 1"
 
 
 def test_a_process_keeps_its_store_after_a_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
