@@ -142,6 +142,16 @@ def test_slurms_first_node_hosts_the_store_at_a_port_of_the_step() -> None:
     assert (first.restart_count, second.restart_count) == (0, 3)
 
 
+def test_a_job_is_identified_by_its_starter() -> None:  # J-05
+    assert TorchrunEnvironment({"TORCHELASTIC_RUN_ID": "x"}).job == "x"
+    assert TorchrunEnvironment({"TORCHELASTIC_RUN_ID": "none"}).job is None
+    assert PlainEnvironment({"TORCHELASTIC_RUN_ID": "x"}).job == "x"
+    assert SlurmEnvironment({"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "3"}).job == "SLURM's job 12, step 3"
+    assert MPIEnvironment({"PMIX_NAMESPACE": "77"}).job == "MPI's job 77"
+    assert MPIEnvironment({}).job is None
+    assert LSFEnvironment({"LSB_JOBID": "5", "JSM_NAMESPACE_ID": "1"}).job == "LSF's job 5, step 1"
+
+
 def test_names_and_nearest_names() -> None:  # G-06
     for kind in (PlainEnvironment, TorchrunEnvironment, SlurmEnvironment, MPIEnvironment, LSFEnvironment):
         assert type(environment_by_name(kind.name, {})) is kind

@@ -27,9 +27,7 @@ def loads_weights_of(path: str, root: Path, **options: Any) -> bool:
 
 
 @pytest.mark.parametrize("stage", ["test", "validate", "predict"])
-def test_without_a_run_that_monitored_it_is_refused(
-    stage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_run_that_monitored_it_is_refused(stage: str, tmp_path: Path, caplog: Any) -> None:
     trained(tmp_path, callbacks=Checkpoint())
     trained(tmp_path, module=Another(), callbacks=monitored())  # another class, which is not considered
     with pytest.raises(CheckpointError, match=r"ckpt_path='best'[\s\S]*version_0 \([\s\S]*monitor=") as caught:

@@ -30,8 +30,7 @@ class Bare(Net):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_loggers_with_other_roots_continue_in_their_folders(tmp_path: Path) -> None:
-    # J-13
+def test_loggers_with_other_roots_continue_in_their_folders(tmp_path: Path) -> None:  # J-13
     for _ in range(2):
         trained(tmp_path, logger=CSVLogger(tmp_path / "b"))
     files = [tmp_path / "b" / NAME / one / "metrics.csv" for one in ("version_0", "version_1")]
@@ -44,8 +43,7 @@ def test_loggers_with_other_roots_continue_in_their_folders(tmp_path: Path) -> N
     assert [file.read_bytes() for file in files] == others
 
 
-def test_simultaneous_runs_have_separate_folders_under_other_roots(tmp_path: Path) -> None:
-    # J-13
+def test_simultaneous_runs_have_separate_folders_under_other_roots(tmp_path: Path) -> None:  # J-13
     def other(step: int) -> None:
         if step == 0:  # the outer run has announced a version, but has not written yet
             inner.append(trained(tmp_path, module=Bare(), logger=two_roots(tmp_path)))
@@ -60,29 +58,22 @@ def test_simultaneous_runs_have_separate_folders_under_other_roots(tmp_path: Pat
     assert steps == [list("123456")] * 2
 
 
-def test_auto_resumes_after_an_evaluation(tmp_path: Path) -> None:  # J-13
-    stopped(tmp_path, step=5, callbacks=every(2))
-    trainer, module = fit(tmp_path, callbacks=every(2)), Net()
-    trainer.validate(module, data(), verbose=False)
-    trainer.fit(module, data(), ckpt_path="auto")
-    assert trainer.log_dir == str(tmp_path / NAME / "version_0")
-    assert [(one["from_step"], one["to_step"]) for one in record(trainer.log_dir)["parts"]] == [(0, 5), (4, 6)]
-
-
-def test_an_evaluation_does_not_change_the_record_of_the_training(tmp_path: Path) -> None:
-    # J-13
-    trainer = stopped(tmp_path, step=5, logger=CSVLogger(tmp_path, version="mine"), callbacks=every(2))
+def test_an_evaluation_does_not_change_the_record_of_the_training(tmp_path: Path) -> None:  # J-13
+    trainer = stopped(tmp_path, step=5, callbacks=every(2))
     before = record(trainer.log_dir)
     assert before["status"] == "failed"
-    fit(tmp_path, logger=CSVLogger(tmp_path, version="mine")).test(Net(), data(), verbose=False)
+    fit(tmp_path, logger=CSVLogger(tmp_path, version=0)).test(Net(), data(), verbose=False)
     assert record(trainer.log_dir) == before
     trainer.test(Net(), data(), verbose=False)
     assert "test" in rows(trainer.log_dir)[-1]
     after = record(trainer.log_dir)
     for name in ("status", "why", "ended", "parts"):
         assert after[name] == before[name]
-    again = trained(tmp_path, "auto", logger=CSVLogger(tmp_path, version="mine"), max_epochs=2)
-    assert again.run_id == trainer.run_id
+    again, module = fit(tmp_path, callbacks=every(2)), Net()
+    again.validate(module, data(), verbose=False)
+    again.fit(module, data(), ckpt_path="auto")
+    assert (again.log_dir, again.run_id) == (trainer.log_dir, trainer.run_id)
+    assert [(one["from_step"], one["to_step"]) for one in record(again.log_dir)["parts"]] == [(0, 5), (4, 6)]
 
 
 def test_a_run_killed_after_its_last_checkpoint_is_finished(tmp_path: Path) -> None:  # J-13
