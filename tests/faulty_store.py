@@ -16,8 +16,6 @@ from typing import Any, ClassVar
 import fsspec
 from fsspec.spec import AbstractFileSystem
 
-OPERATIONS = ("put", "get", "size", "list", "remove")
-
 _PARTIAL_PREFIX = ".partial-"  # the prefix of names of files that are still being written
 
 
@@ -25,7 +23,7 @@ _PARTIAL_PREFIX = ".partial-"  # the prefix of names of files that are still bei
 class StoreFault:
     """A fault of an operation on some of a store's objects."""
 
-    operation: str  # one of OPERATIONS, or "*" for all of them
+    operation: str  # "put", "get", "size", "list" or "remove", or "*" for all of them
     pattern: str = "*"  # matched with the key of an object, or with the prefix for "list"
     error: Exception | None = field(default_factory=lambda: OSError("503 Slow Down"))  # None raises nothing
     times: int | None = 1  # how often the fault occurs; None: without limit
@@ -34,10 +32,6 @@ class StoreFault:
     seconds: float = 0.0  # an additional duration of the operation
     age: float = 0.0  # the age in seconds below which listings omit an object
     call: Callable[[], object] | None = None  # called before the operation, for example to act as another writer
-
-    def __post_init__(self) -> None:
-        if self.operation not in (*OPERATIONS, "*"):
-            raise ValueError(f"{self.operation!r} is none of {', '.join(OPERATIONS)} and '*'")
 
     def takes(self, operation: str, key: str) -> bool:
         """Return True if the fault applies to this operation, and count it."""
@@ -108,14 +102,6 @@ class FaultyStore:
             raise fault.error
         return result
 
-    def put(self, key: str, content: bytes) -> None:
-        """Write an object atomically."""
-        path = self.folder / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial_file = path.with_name(f"{_PARTIAL_PREFIX}{secrets.token_hex(8)}")
-        partial_file.write_bytes(content)
-        os.replace(partial_file, path)
-
 
 class _FileSystem(AbstractFileSystem):
     """The fsspec interface of a `FaultyStore`."""
@@ -142,10 +128,10 @@ class _FileSystem(AbstractFileSystem):
         return content[start:end]
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
-        self.store.do("put", self._key(path), lambda age: self.store.put(self._key(path), bytes(value)))
+        self.store.do("put", self._key(path), lambda age: self._write(self._file(path), bytes(value)))
 
     def rm_file(self, path: str) -> None:
-        self.store.do("remove", self._key(path), lambda age: (self.store.folder / self._key(path)).unlink())
+        self.store.do("remove", self._key(path), lambda age: self._file(path).unlink())
 
     def cp_file(self, path1: str, path2: str, **options: Any) -> None:
         self.pipe_file(path2, self.cat_file(path1))
@@ -156,14 +142,23 @@ class _FileSystem(AbstractFileSystem):
     def _key(self, path: str) -> str:
         return str(self._strip_protocol(path)).partition("/")[2].rstrip("/")
 
+    def _file(self, path: str) -> Path:
+        return self.store.folder / self._key(path)
+
     def _content(self, path: str) -> bytes:
         try:
-            return (self.store.folder / self._key(path)).read_bytes()
+            return self._file(path).read_bytes()
         except (IsADirectoryError, NotADirectoryError):
             raise FileNotFoundError(path) from None
 
+    def _write(self, file: Path, content: bytes) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial_file = file.with_name(f"{_PARTIAL_PREFIX}{secrets.token_hex(8)}")
+        partial_file.write_bytes(content)
+        os.replace(partial_file, file)
+
     def _info(self, path: str) -> dict[str, Any]:
-        name, file = self._strip_protocol(path), self.store.folder / self._key(path)
+        name, file = self._strip_protocol(path), self._file(path)
         if file.is_file():
             return {"name": name, "size": file.stat().st_size, "type": "file"}
         if not self._listed(path, 0.0):

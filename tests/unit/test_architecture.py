@@ -71,10 +71,7 @@ MODULES = modules()
 
 
 def imports_of(name: str, source: str) -> list[Import]:
-    """Return the imports of our own modules in ``source``, the text of module ``name``.
-
-    Imports within functions and imports for annotations count as well.
-    """
+    """Return the imports of our own modules in ``source``, also those within functions and for annotations."""
     found = []
     for node in ast.walk(ast.parse(source)):
         targets: list[str] = []
@@ -99,10 +96,7 @@ def unit_of(name: str) -> str:
 
 
 def is_ours(name: str) -> bool:
-    return name == "drivetrain" or name.startswith("drivetrain.")
-
-
-UNITS = {unit_of(name) for name in MODULES if is_ours(name) and name != "drivetrain"}
+    return name.partition(".")[0] == "drivetrain"
 
 
 def layer_violations(imports: list[Import]) -> list[str]:
@@ -120,13 +114,11 @@ def layer_violations(imports: list[Import]) -> list[str]:
     return found
 
 
-def test_every_unit_has_a_layer_and_is_on_the_architecture_page() -> None:
-    assert not UNITS - LAYER_OF.keys(), "assign these a layer in LAYERS"
+def test_every_unit_has_a_documented_layer_and_imports_go_to_lower_ones() -> None:
+    units = {unit_of(name) for name in MODULES if is_ours(name) and name != "drivetrain"}
+    assert not units - LAYER_OF.keys(), "assign these a layer in LAYERS"
     page = (ROOT / "docs" / "architecture.md").read_text()
-    assert not [unit for unit in UNITS if f"`{unit}`" not in page]
-
-
-def test_imports_go_to_lower_layers() -> None:
+    assert not [unit for unit in units if f"`{unit}`" not in page]
     assert not layer_violations(IMPORTS)
     assert not [str(each) for each in IMPORTS if is_ours(each.importer) and not is_ours(each.imported)]
     source = "def late():\n    import drivetrain.fit\n    from drivetrain.callbacks import timer"
@@ -142,8 +134,7 @@ def unexported_imports(imports: list[Import]) -> list[str]:
     return [each.imported for each in ours if each.imported not in exported]
 
 
-def test_our_strategies_import_public_packages_only() -> None:
-    # K-01
+def test_our_strategies_import_public_packages_only() -> None:  # K-01
     assert not unexported_imports(IMPORTS)
     private = ["drivetrain.strategies.strategy", "drivetrain._distributed.control_plane", "drivetrain"]
     source = "\n".join(f"from {module} import one" for module in ("drivetrain.strategies", *private))
@@ -154,21 +145,18 @@ def is_private(name: str) -> bool:
     return any(part.startswith("_") and part != "__main__" for part in name.split("."))
 
 
-def test_a_module_without_underscore_is_exported() -> None:
-    files = [name for name, path in MODULES.items() if path.name not in ("__init__.py", "__main__.py")]
-    public = [name for name in files if not is_private(name)]
+def test_a_module_without_underscore_is_exported_by_a_documented_package() -> None:
+    public = {name: path.name for name, path in MODULES.items() if not is_private(name)}
     exported = {(each.importer, each.imported) for each in IMPORTS}
-    assert not [name for name in public if (name.rpartition(".")[0], name) not in exported]
-
-
-def test_public_packages_are_the_documented_ones() -> None:
-    packages = {name for name, path in MODULES.items() if path.name == "__init__.py" and not is_private(name)}
-    ours = (
-        *("callbacks", "checkpoint", "data", "environments", "launchers", "loggers", "migrate", "module", "precision"),
-        *("profilers", "runs", "strategies", "testing", "tuner"),
-    )
-    strategies = {f"drivetrain_strategies{name}" for name in ("", ".ddp", ".deepspeed", ".fsdp")}
-    assert packages == {"drivetrain", *(f"drivetrain.{name}" for name in ours), *strategies}
+    modules = [name for name, file in public.items() if file not in ("__init__.py", "__main__.py")]
+    assert not [name for name in modules if (name.rpartition(".")[0], name) not in exported]
+    documented = """
+        drivetrain drivetrain.callbacks drivetrain.checkpoint drivetrain.data drivetrain.environments
+        drivetrain.launchers drivetrain.loggers drivetrain.migrate drivetrain.module drivetrain.precision
+        drivetrain.profilers drivetrain.runs drivetrain.strategies drivetrain.testing drivetrain.tuner
+        drivetrain_strategies drivetrain_strategies.ddp drivetrain_strategies.deepspeed drivetrain_strategies.fsdp
+    """
+    assert {name for name, file in public.items() if file == "__init__.py"} == {*documented.split()}
 
 
 # Modules with the same role in several strategies' packages may share a name.
@@ -188,10 +176,7 @@ def test_base_names_are_unique() -> None:
 
 
 def import_graph(imports: list[Import]) -> dict[str, set[str]]:
-    """Return what each module imports, with the packages whose ``__init__`` that runs.
-
-    Imports for annotations count: modules that need each other's types cannot be read separately.
-    """
+    """Return what each module imports, with the packages whose ``__init__`` that runs."""
     graph: dict[str, set[str]] = {}
     for each in imports:
         parts = each.imported.split(".")
@@ -239,8 +224,7 @@ def unpickles(source: str) -> set[str]:
     return modules & {"pickle"} | {node.attr for node in nodes if isinstance(node, ast.Attribute)} & UNPICKLING
 
 
-def test_only_listed_modules_unpickle() -> None:
-    # J-06
+def test_only_listed_modules_unpickle() -> None:  # J-06
     found = {name: unpickles(path.read_text()) for name, path in MODULES.items()}
     assert {name: ways for name, ways in found.items() if ways} == {name: {"pickle"} for name in PICKLES}
     source = "import torch.distributed as dist\ndist.all_gather_object(a, b)\nfrom pickle import loads"
@@ -280,8 +264,7 @@ def concrete_references(name: str, source: str) -> set[str]:
     return found - ALLOWED.get(name, set())
 
 
-def test_the_engine_refers_to_no_concrete_class_or_name() -> None:
-    # K-02
+def test_the_engine_refers_to_no_concrete_class_or_name() -> None:  # K-02
     engine = [name for name in MODULES if is_ours(name) and unit_of(f"{name}.") in ENGINE]
     assert {unit_of(name) for name in engine} == ENGINE
     found = {name: concrete_references(name, MODULES[name].read_text()) for name in engine}
@@ -309,24 +292,21 @@ def private_imports() -> dict[str, str]:
     found = {}
     for path in sorted((ROOT / "tests").rglob("*.py")):
         name = str(path.relative_to(ROOT))
-        if not name.startswith("tests/emulated_cuda/"):
-            imported = {each.imported for each in imports_of(name, path.read_text()) if is_private(each.imported)}
+        imported = {each.imported for each in imports_of(name, path.read_text()) if is_private(each.imported)}
+        if imported and not name.startswith("tests/emulated_cuda/"):
             found[name] = " ".join(sorted(imported))
-    return {name: imported for name, imported in found.items() if imported}
+    return found
 
 
-def listed_private_imports() -> dict[str, tuple[str, str]]:
-    """Return the modules and the reason of each file in the list, by the file's path."""
-    lines = [line.split(" | ") for line in PRIVATE_IMPORTS.read_text().splitlines()]
-    return {name: (imported, reason) for name, imported, reason in lines}
+def listed_private_imports() -> list[list[str]]:
+    return [line.split(" | ") for line in PRIVATE_IMPORTS.read_text().splitlines()]
 
 
 def test_private_modules_are_imported_by_the_listed_tests_only() -> None:
-    found, listed = private_imports(), listed_private_imports()
+    listed = listed_private_imports()
     how = f"use a public name, or run `python {Path(__file__).relative_to(ROOT)}` and give the reason"
-    differences = found.items() ^ {name: imported for name, (imported, _) in listed.items()}.items()
-    assert not sorted(name for name, _ in differences), how
-    assert not [name for name, (_, reason) in listed.items() if reason.strip("? ") == ""], "a reason is missing"
+    assert private_imports() == {name: imported for name, imported, _ in listed}, how
+    assert not [name for name, _, reason in listed if reason.strip("? ") == ""], "a reason is missing"
 
 
 IMPORTS_OF_PACKAGES = """
@@ -384,6 +364,6 @@ def test_every_public_name_exists_and_no_other() -> None:
 
 
 if __name__ == "__main__":
-    reasons = {name: reason for name, (_, reason) in listed_private_imports().items()}
+    reasons = {name: reason for name, _, reason in listed_private_imports()}
     lines = [f"{name} | {imported} | {reasons.get(name, '?')}\n" for name, imported in private_imports().items()]
     PRIVATE_IMPORTS.write_text("".join(lines))

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 import drivetrain
 import drivetrain_strategies
 from benchmarks import results
-from benchmarks.bytecodes import bytecodes_a_step
 from benchmarks.parts import RULES, part_of
 from benchmarks.peers import ours
 from benchmarks.slopes import time_loops
@@ -46,40 +45,12 @@ def test_loops_take_turns_at_the_same_steps_and_different_work_is_refused() -> N
         time_loops({"one": lambda steps: 1.0, "other": lambda steps: 1.0 + 1e-12}, 1, {"one": 2, "other": 3}, 1)
 
 
-def test_a_failing_loop_is_reported() -> None:
-    turns = Turns(1, 1)
-
-    def loop(name: str) -> float:
-        for number, _ in enumerate(DataLoader(turns.data(torch.arange(4.0)))):
-            if (name, number) == ("a", 2):
-                raise ValueError("a gave up")
-        return 1.0
-
-    with pytest.raises(ValueError, match="a gave up"):
-        turns.run({name: partial(loop, name) for name in "ab"})
-
-
 def test_every_path_of_ours_in_the_table_of_parts_exists() -> None:
     assert part_of(None) is None  # the time before and after the steps
     roots = {"drivetrain": drivetrain, "drivetrain_strategies": drivetrain_strategies}
     ours = [fragment for fragment, _ in RULES if fragment.startswith("/drivetrain")]
     paths = [Path(str(roots[fragment.split("/")[1]].__file__)).parents[1] / fragment[1:] for fragment in ours]
     assert [path for path in paths if not path.exists()] == []
-
-
-def test_bytecodes_are_counted_per_step() -> None:
-    def once(number: int) -> int:
-        return number + 1
-
-    def run(times: int, steps: int) -> float:
-        for number in range(7 + steps * times):  # seven are outside of steps
-            once(number)
-        return 0.0
-
-    single, double = (bytecodes_a_step(partial(run, times)) for times in (1, 2))
-    name = once.__qualname__
-    assert single[name] > 0
-    assert double[name] == 2 * single[name]
 
 
 def test_the_summary_page_matches_the_long_tables() -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import pickle
+import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from drivetrain import ConfigurationError, Fit
+from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 
 
 @pytest.fixture(autouse=True)
@@ -22,8 +26,7 @@ def setting(fit: Fit, name: str) -> tuple[Any, str]:
     return fit.settings[name].value, fit.settings[name].source
 
 
-def test_precedence_for_every_argument(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    # A-07: code > environment > file > default, and the source of each value is recorded
+def test_precedence_for_every_argument(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # A-07
     (tmp_path / "drivetrain.toml").write_text('max_epochs = 1\ndevices = 1\nprecision = "64-true"\n')
     monkeypatch.setenv("DRIVETRAIN_MAX_EPOCHS", "2")
     monkeypatch.setenv("DRIVETRAIN_DEVICES", "2")
@@ -39,13 +42,19 @@ def test_precedence_for_every_argument(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert list(fit.settings) == list(inspect.signature(Fit).parameters)
 
 
-def test_two_objects_in_one_process_are_independent(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A-07
+def test_two_objects_in_one_process_are_independent(monkeypatch: pytest.MonkeyPatch) -> None:  # A-07
+    class Special(Fit):
+        """Passes its arguments on."""
+
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**{"max_epochs": 9, **arguments})
+
     first = Fit(max_epochs=1)
     monkeypatch.setenv("DRIVETRAIN_DEVICES", "4")
-    second = Fit(max_epochs=2)
+    second = Special(strategy="ddp")
     assert (first.max_epochs, *setting(first, "devices")) == (1, "auto", "default")
-    assert (second.max_epochs, second.devices) == (2, 4)
+    assert (setting(second, "max_epochs"), second.devices) == ((9, "code"), 4)
+    assert setting(second, "strategy") == ("ddp", "code")
 
 
 @pytest.mark.parametrize(
@@ -65,9 +74,7 @@ def test_two_objects_in_one_process_are_independent(monkeypatch: pytest.MonkeyPa
         ("COMPILE", {"{mode = 'default'}": {"mode": "default"}}),
     ],
 )
-def test_a_variable_is_read_by_the_annotation(
-    monkeypatch: pytest.MonkeyPatch, variable: str, values: dict[str, object]
-) -> None:
+def test_a_variable_is_read_by_the_annotation(monkeypatch: Any, variable: str, values: dict[str, object]) -> None:
     for text, value in values.items():
         monkeypatch.setenv(f"DRIVETRAIN_{variable}", text)
         found, _ = setting(Fit(accelerator="cpu"), variable.lower())
@@ -84,9 +91,7 @@ def test_a_variable_is_read_by_the_annotation(
         ("GRADIENT_CLIP_VAL", "[1.0]", "a whole number or a number with a decimal point or none"),
     ],
 )
-def test_a_value_of_another_type_is_refused(
-    monkeypatch: pytest.MonkeyPatch, variable: str, text: str, accepts: str
-) -> None:
+def test_a_value_of_another_type_is_refused(monkeypatch: Any, variable: str, text: str, accepts: str) -> None:
     monkeypatch.setenv(f"DRIVETRAIN_{variable}", text)
     with pytest.raises(ConfigurationError) as caught:
         Fit(**{variable.lower(): None})  # type: ignore[arg-type]  # checked although code overrides it
@@ -108,8 +113,7 @@ def test_objects_come_from_code_only(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         Fit()
 
 
-def test_an_unknown_name_gets_the_nearest_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    # A-07, G-06: an argument, a variable, and a key of a file
+def test_an_unknown_name_gets_the_nearest_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # A-07, G-06
     with pytest.raises(ConfigurationError, match=r"Fit\(\) has no argument 'max_epoch'. Did you mean 'max_epochs'\?"):
         Fit(max_epoch=3)  # type: ignore[call-arg]
     with pytest.raises(ConfigurationError, match=r"got positional arguments: 'ddp'"):
@@ -151,8 +155,7 @@ def test_an_invalid_file_and_a_missing_one_are_refused(monkeypatch: pytest.Monke
             Fit()
 
 
-def test_reading_has_no_side_effects(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    # A-01, A-05
+def test_reading_has_no_side_effects(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # A-01, A-05
     (tmp_path / "drivetrain.toml").write_text("max_epochs = 1\n")
     monkeypatch.setenv("DRIVETRAIN_DEVICES", "2")
     environment = dict(os.environ)
@@ -161,18 +164,6 @@ def test_reading_has_no_side_effects(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert dict(os.environ) == environment
     assert [path.name for path in tmp_path.iterdir()] == ["drivetrain.toml"]
     assert (tmp_path / "drivetrain.toml").stat().st_mtime_ns == changed
-
-
-def test_a_subclass_may_pass_on_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Special(Fit):
-        def __init__(self, **arguments: Any) -> None:
-            super().__init__(**{"max_epochs": 9, **arguments})
-
-    monkeypatch.setenv("DRIVETRAIN_DEVICES", "2")
-    fit = Special(strategy="ddp")
-    assert setting(fit, "max_epochs") == (9, "code")
-    assert fit.devices == 2
-    assert setting(fit, "strategy") == ("ddp", "code")
 
 
 def test_settings_print_as_a_table_and_travel_between_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,3 +177,12 @@ def test_settings_print_as_a_table_and_travel_between_processes(monkeypatch: pyt
     assert pickle.loads(pickle.dumps(settings)) == settings
     with pytest.raises(TypeError):
         settings["devices"] = settings["max_epochs"]  # type: ignore[index]
+
+
+def test_a_timeout_may_be_seconds_and_an_invalid_one_is_refused_by_name() -> None:  # S-17
+    strategies = (DDPStrategy, FSDPStrategy, DeepSpeedStrategy)
+    values = ["60", -1.0, 0, True, float("nan"), float("inf"), timedelta(0)]
+    for strategy, name, value in itertools.product(strategies, ("timeout", "step_timeout"), values):
+        with pytest.raises(ConfigurationError, match=f"{name}={re.escape(repr(value))} is not a timeout"):
+            strategy(**{name: value})  # type: ignore[arg-type]
+    assert DDPStrategy(timeout=60.0)._group.timeout == DDPStrategy(timeout=timedelta(minutes=1))._group.timeout

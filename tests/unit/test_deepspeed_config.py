@@ -28,8 +28,7 @@ def _resolved(config: Any, zero: Any = None, run: RunSettings = RUN, precision: 
     return resolve(combine(config, {"zero_optimization": zero or {}}), run, precision, ranks=2)
 
 
-def test_missing_values_come_from_fit() -> None:
-    # E-01, E-03, E-09
+def test_missing_values_come_from_fit() -> None:  # E-01, E-03, E-09
     assert _resolved({}) == {
         "train_micro_batch_size_per_gpu": 8,
         "train_batch_size": 16,
@@ -43,8 +42,7 @@ def test_missing_values_come_from_fit() -> None:
     }
     assert _resolved({}, run=RunSettings())["gradient_clipping"] == 0.0
     half = _resolved({}, precision="bf16-mixed")
-    assert half["bf16"] == {"enabled": True}
-    assert half["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert (half["bf16"], half["data_types"]) == ({"enabled": True}, {"grad_accum_dtype": "fp32"})
     assert half["communication_data_type"] == "fp32"
     assert _resolved({"bfloat16": {"enabled": True}}, precision="bf16-mixed") == half
     fp16 = {"loss_scale": 0, "initial_scale_power": 8}
@@ -54,18 +52,13 @@ def test_missing_values_come_from_fit() -> None:
 
 
 def test_values_that_match_those_of_fit_are_replaced_in_a_copy() -> None:  # E-03
-    config = {
-        "train_batch_size": 64,
-        "train_micro_batch_size_per_gpu": 8,
-        "gradient_accumulation_steps": 4,
-        "gradient_clipping": 0.5,
-        "zero_optimization": {"stage": 3, "sub_group_size": 10},
-        "bf16": {"enabled": False},
-    }
+    sizes = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4}
+    zero = {"stage": 3, "sub_group_size": 10}
+    config: Any = {**sizes, "gradient_clipping": 0.5, "zero_optimization": zero, "bf16": {"enabled": False}}
     before = copy.deepcopy(config)
-    resolved = _resolved(config, {"stage": 3, "sub_group_size": 10, "overlap_comm": False})
+    resolved = _resolved(config, {**zero, "overlap_comm": False})
     assert (resolved["train_batch_size"], resolved["gradient_accumulation_steps"]) == (16, 1)
-    assert resolved["zero_optimization"] == {"stage": 3, "sub_group_size": 10, "overlap_comm": False}
+    assert resolved["zero_optimization"] == {**zero, "overlap_comm": False}
     resolved["zero_optimization"]["stage"] = 1
     assert config == before
     # Clipping of the config is used without one of Fit.
@@ -74,13 +67,9 @@ def test_values_that_match_those_of_fit_are_replaced_in_a_copy() -> None:  # E-0
 
 def test_auto_is_filled() -> None:  # E-03
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    config = {
-        **dict.fromkeys(sizes, "auto"),
-        "bf16": {"enabled": "auto"},
-        "fp16": {"enabled": "auto"},
-        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
-    }
-    resolved = _resolved(config, precision="bf16-mixed")
+    zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
+    enabled = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+    resolved = _resolved({**dict.fromkeys(sizes, "auto"), **enabled, "zero_optimization": zero}, precision="bf16-mixed")
     assert '"auto"' not in json.dumps(resolved)
     assert resolved["zero_optimization"] == {"stage": 3}
     assert (resolved["bf16"], resolved["fp16"]) == ({"enabled": True}, {"enabled": False})
@@ -111,15 +100,13 @@ BF16 = {"precision": "bf16-mixed"}
         ({"zero_optimisation": {"stage": 1}}, {}, ("zero_optimisation", "'zero_optimization'")),
     ],
 )
-def test_a_contradiction_names_both_sides(config: Any, others: Any, parts: tuple[str, str]) -> None:
-    # E-03, E-09
+def test_a_contradiction_names_both_sides(config: Any, others: Any, parts: tuple[str, str]) -> None:  # E-03, E-09
     with pytest.raises(ConfigurationError) as error:
         _resolved(config, **others)
     assert all(part in str(error.value) for part in parts), str(error.value)
 
 
-def test_a_config_from_a_file(tmp_path: Path) -> None:
-    # E-03
+def test_a_config_from_a_file(tmp_path: Path) -> None:  # E-03
     path = tmp_path / "zero.json"
     path.write_text('{"zero_optimization": {"stage": 3}}')
     assert DeepSpeedStrategy(config=path).stage == 3
@@ -145,21 +132,16 @@ def test_a_config_from_a_file(tmp_path: Path) -> None:
         ({"config": ["stage"]}, "must be a dict or the path of a JSON file"),
         ({"config": {"zero_optimization": True}}, "zero_optimization=True"),
         ({"config": {"zero_optimization": {"offload_param": "cpu"}}}, "zero_optimization.offload_param='cpu'"),
-        (
-            {"stage": 3, "offload_param": {"device": "cpu"}, "offload_parameters": "none"},
-            "offload_param.device='cpu' contradicts",
-        ),
+        ({"offload_param": {"device": "cpu"}, "offload_parameters": "none"}, "offload_param.device='cpu' contradicts"),
     ],
 )
-def test_invalid_arguments_are_refused(options: dict[str, Any], part: str) -> None:
-    # G-06: at construction
+def test_invalid_arguments_are_refused(options: dict[str, Any], part: str) -> None:  # G-06: at construction
     with pytest.raises(ConfigurationError) as error:
         DeepSpeedStrategy(**options)
     assert part in str(error.value)
 
 
-def test_an_offload_has_deepspeeds_name_too_and_outside_of_a_run_there_is_no_engine() -> None:
-    #
+def test_an_offload_has_deepspeeds_name_too_and_outside_of_a_run_there_is_no_engine() -> None:
     strategy: Any = DeepSpeedStrategy(stage=3, offload_param={"device": "cpu"}, offload_parameters=None)
     assert strategy._config["zero_optimization"]["offload_param"] == {"device": "cpu"}
     with pytest.raises(ConfigurationError, match="is not running"), strategy.gathered():
@@ -207,8 +189,7 @@ def test_every_stage_has_its_names(name: str, stage: int) -> None:
         assert strategy._config["zero_optimization"].keys() & {"offload_optimizer", "offload_param"} == expected
 
 
-def test_a_missing_or_untested_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # E-07
+def test_a_missing_or_untested_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # E-07
     for version in ("0.16.4", "0.20.0"):
         info = tmp_path / version / f"deepspeed-{version}.dist-info"
         info.mkdir(parents=True)
@@ -241,8 +222,7 @@ assert dict(os.environ) == before, set(os.environ) ^ set(before)
     assert done.stdout == ""
 
 
-def test_each_stage_advises_the_next_when_out_of_memory() -> None:
-    # K-02
+def test_each_stage_advises_the_next_when_out_of_memory() -> None:  # K-02
     advice = {stage: DeepSpeedStrategy(stage).memory_advice(torch.nn.Linear(1, 1)) for stage in (1, 2, 3)}
     first = [texts[0].text.partition(":")[0] for texts in advice.values()]
     assert first == [f"strategy='deepspeed_stage_{stage}'" for stage in ("2", "3", "3_offload")]

@@ -44,8 +44,7 @@ def started(*arguments: str) -> subprocess.Popen[str]:
 
 @requires_emulated_cuda()
 @pytest.mark.timeout(600)
-def test_a_stopped_rehearsal_resumes_and_its_report_has_every_part(tmp_path: Path) -> None:
-    # O-05
+def test_a_stopped_rehearsal_resumes_and_its_report_has_every_part(tmp_path: Path) -> None:  # O-05
     asked = ["--rehearse", "--folder", str(tmp_path), *PIECES]
     first = tmp_path / "parts" / "tests-loss_scaling.json"
     stopped = started(*asked)
@@ -92,8 +91,7 @@ def test_a_stopped_rehearsal_resumes_and_its_report_has_every_part(tmp_path: Pat
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="needs a torch without CUDA")
-def test_without_a_gpu_it_states_the_search_and_a_fix() -> None:
-    # O-05
+def test_without_a_gpu_it_states_the_search_and_a_fix() -> None:  # O-05
     refused = started("steps")
     printed, _ = refused.communicate(timeout=60)
     assert refused.returncode == 2
@@ -102,8 +100,7 @@ def test_without_a_gpu_it_states_the_search_and_a_fix() -> None:
     assert "make cuda REHEARSE=1" in printed
 
 
-def test_the_parts_fit_into_the_available_time_and_have_pieces_for_every_strategy() -> None:
-    # O-05
+def test_the_parts_fit_into_the_available_time_and_have_pieces_for_every_strategy() -> None:  # O-05
     for devices in (1, 8):
         assert sum(part.seconds for part in parts(devices)) <= ALL
         assert all(part.seconds <= MOST for part in parts(devices))
@@ -116,8 +113,7 @@ def test_the_parts_fit_into_the_available_time_and_have_pieces_for_every_strateg
     assert {"fsdp-on-all", "deepspeed_stage_3-on-all"} <= four - one
 
 
-def test_parts_and_pieces_are_selected_by_name() -> None:
-    # O-05
+def test_parts_and_pieces_are_selected_by_name() -> None:  # O-05
     steps, memory = chosen(["steps", "memory/fsdp"], 1)
     assert (steps.name, memory.name) == ("steps", "memory")
     assert [piece.key for piece in memory.pieces] == ["memory/fsdp"]
@@ -128,8 +124,7 @@ def test_parts_and_pieces_are_selected_by_name() -> None:
 
 
 @requires_linux()
-def test_a_hanging_command_is_ended_with_its_subprocesses_and_a_dying_one_described(tmp_path: Path) -> None:
-    # O-05
+def test_a_hanging_command_is_ended_with_its_subprocesses_and_a_dying_one_described(tmp_path: Path) -> None:  # O-05
     child = "import subprocess, time; print(subprocess.Popen(['sleep', '300'], process_group=0).pid, flush=True)"
     ended = run([sys.executable, "-c", f"{child}; time.sleep(300)"], 1.5, tmp_path / "log", {}, "it")
     assert ended.code is None
@@ -146,8 +141,7 @@ MACHINE = {"devices": [{"name": "A100"}] * 2, "processor": "any", "cores": 16, "
 ABOUT: dict[str, Any] = VERSIONS | MACHINE
 
 
-def test_failures_are_in_the_report_with_their_reason(tmp_path: Path) -> None:
-    # O-05
+def test_failures_are_in_the_report_with_their_reason(tmp_path: Path) -> None:  # O-05
     ends = {"linear": "ok", "mlp": "failed", "gpt": "crashed", "gpt-124m": "a package is missing"}
     for name, status in ends.items():
         record = {"status": status, "reason": f"because of {name}", "seconds": 1.0, "log": "a.log", "commit": "abc"}
@@ -174,8 +168,7 @@ def test_failures_are_in_the_report_with_their_reason(tmp_path: Path) -> None:
     assert after.partition("<!-- end of cuda -->")[2] == before.partition("<!-- end of cuda -->")[2]
 
 
-def test_an_outcome_is_written_with_the_status_of_its_findings(tmp_path: Path) -> None:
-    # O-05
+def test_an_outcome_has_the_status_of_its_findings_and_stands_for_the_torch_that_ran_it(tmp_path: Path) -> None:  # O-05
     rows: dict[str, Any] = {"columns": ["a"], "rows": [["1"]]}
     assert outcome.Outcome(**rows).status == "ok"
     assert outcome.Outcome(**rows, not_shown=["graphs"]).status == "not shown here"
@@ -183,10 +176,17 @@ def test_an_outcome_is_written_with_the_status_of_its_findings(tmp_path: Path) -
     # A loss that became NaN must not cost the report.
     outcome.write_json(tmp_path / "a.json", {"apart": float("nan"), "times": (1.0, float("inf"))})
     assert json.loads((tmp_path / "a.json").read_text()) == {"apart": "nan", "times": [1.0, "inf"]}
+    # A piece that was run by another torch is run again.
+    before = {"status": "failed", "torch": "2.11.0", "devices": [1]}
+    about = {"torch": "2.11.0", "devices": [1]}
+    assert _stands(before, about, None)
+    assert not _stands(before, about, "all")
+    assert not _stands(before, about, "failed")
+    assert _stands({**before, "status": "ok"}, about, "failed")
+    assert not _stands(before, {**about, "torch": "2.13.0"}, None)
 
 
-def test_the_packed_wheels_are_complete_without_torch() -> None:
-    # O-05: they are installed one by one
+def test_the_packed_wheels_are_complete_without_torch() -> None:  # O-05: they are installed one by one
     packed = {each.name for each in (*packages.ALWAYS, *packages.FOR_DEEPSPEED)}
     assert not [name for name in packed if re.match("torch$|nvidia|triton", name)]
     with_torch = {"torch", "setuptools"}
@@ -201,8 +201,7 @@ def test_the_packed_wheels_are_complete_without_torch() -> None:
 
 def test_a_machine_with_torch_alone_gets_the_packages_and_the_strategies_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # O-05
+) -> None:  # O-05
     monkeypatch.setattr(packages, "SITE", tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path])
     assert packages.provide(None) == []
@@ -220,14 +219,3 @@ def test_a_machine_with_torch_alone_gets_the_packages_and_the_strategies_names(
     assert packages.Needed("pytest", "8.3").is_there()
     assert not packages.Needed("pytest", "8000.1").is_there()
     assert not packages.Needed("no-such-package").is_there()
-
-
-def test_a_piece_that_was_run_by_another_torch_is_run_again(tmp_path: Path) -> None:
-    # O-05
-    before = {"status": "failed", "torch": "2.11.0", "devices": [1]}
-    about = {"torch": "2.11.0", "devices": [1]}
-    assert _stands(before, about, None)
-    assert not _stands(before, about, "all")
-    assert not _stands(before, about, "failed")
-    assert _stands({**before, "status": "ok"}, about, "failed")
-    assert not _stands(before, {**about, "torch": "2.13.0"}, None)

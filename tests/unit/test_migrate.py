@@ -75,8 +75,7 @@ other.load_state_dict(state)
 """
 
 
-def test_a_migrated_script_runs(tmp_path: Path) -> None:
-    # L-10, Q-11
+def test_a_migrated_script_runs(tmp_path: Path) -> None:  # L-10, Q-11
     migrated = migrate(SCRIPT)
     assert migrated.remaining == []
     assert "lightning" not in migrated.source
@@ -139,8 +138,7 @@ def test_a_migrated_script_runs(tmp_path: Path) -> None:
         '{, map_location="cpu")["state_dict"]|)}; b = 1\nc = 2\n',
     ],
 )
-def test_names_of_lightning_are_changed_and_nothing_else(text: str) -> None:
-    # L-10
+def test_names_of_lightning_are_changed_and_nothing_else(text: str) -> None:  # L-10
     before, after = (re.sub(r"\{([^{}|]*)\|([^{}]*)\}", rf"\{group}", text) for group in (1, 2))
     migrated = migrate(before)
     assert (migrated.source, migrated.remaining) == (after, [])
@@ -161,8 +159,7 @@ def test_names_without_a_counterpart_are_listed(source: str, line: int, note: st
     assert [at for at, text in migrate(source).remaining if note in text] == [line]
 
 
-def test_files_are_shown_or_written_and_keep_their_bytes_and_mode(tmp_path: Path, capsys: Any) -> None:
-    # L-10
+def test_files_are_shown_or_written_and_keep_their_bytes_and_mode(tmp_path: Path, capsys: Any) -> None:  # L-10
     script, link, latin, other = (tmp_path / name for name in ("a.py", "link.py", "latin.py", "other.py"))
     script.write_bytes(b"\xef\xbb\xbfimport lightning as L\r\nL.Trainer()")
     script.chmod(0o750)
@@ -183,8 +180,7 @@ def test_files_are_shown_or_written_and_keep_their_bytes_and_mode(tmp_path: Path
     assert "lightning" not in sys.modules
 
 
-def test_what_cannot_be_migrated_goes_to_stderr_and_into_the_exit_code(tmp_path: Path, capsys: Any) -> None:
-    # Q-11
+def test_what_cannot_be_migrated_goes_to_stderr_and_into_the_exit_code(tmp_path: Path, capsys: Any) -> None:  # Q-11
     script, notebook, broken = (tmp_path / name for name in ("train.py", "a.ipynb", "broken.py"))
     script.write_text("import torch\nimport lightning as L\nx = torch.load(L.Trainer().c.last_model_path)\n")
     notebook.write_text('{"cells": []}')
@@ -200,8 +196,7 @@ def test_what_cannot_be_migrated_goes_to_stderr_and_into_the_exit_code(tmp_path:
         assert all(note in printed.err for note in notes)
 
 
-def test_a_write_that_fails_leaves_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # L-10: the disk is full
+def test_a_write_that_fails_leaves_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # L-10
     script = tmp_path / "a.py"
     script.write_text(SCRIPT)
 
@@ -261,8 +256,7 @@ data:
 """
 
 
-def test_classes_in_yaml_files_are_renamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # S-16
+def test_classes_in_yaml_files_are_renamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # S-16
     path = tmp_path / "train.yaml"
     path.write_text(CONFIGURATION)
     assert main(["--write", str(path)]) == 1
@@ -279,8 +273,7 @@ def test_classes_in_yaml_files_are_renamed(tmp_path: Path, capsys: pytest.Captur
     assert main([str(path)]) == 1
 
 
-def test_torch_is_not_imported() -> None:
-    # S-16
+def test_torch_is_not_imported() -> None:  # S-16
     use = f"from drivetrain.migrate import migrate; migrate({SCRIPT!r})"
     code = f"import sys; {use}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,10 @@ class CountingProfiler(Profiler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts: dict[str, int] = {}
+        self.counts: Counter[str] = Counter()
 
     def start(self, phase: str) -> None:
-        self.counts[phase] = self.counts.get(phase, 0) + 1
+        self.counts[phase] += 1
 
     def stop(self, phase: str) -> None:
         assert self.counts[phase]
@@ -76,42 +77,31 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, group: str, **points:
     monkeypatch.syspath_prepend(folder)
 
 
-CASES: dict[str, tuple[str, str, type]] = {  # by setting: the group, and a built-in name with its class
-    "strategy": ("drivetrain.strategies", "ddp", DDPStrategy),
-    "launcher": ("drivetrain.launchers", "fork", FunctionLauncher),
-    "logger": ("drivetrain.loggers", "csv", CSVLogger),
-    "environment": ("drivetrain.environments", "plain", PlainEnvironment),
-    "precision": ("drivetrain.precision", "32-true", FullPrecision),
-    "profiler": ("drivetrain.profilers", "simple", SimpleProfiler),
-}
-
-
-USES: dict[str, Callable[[str], object]] = {
-    "strategy": strategy_by_name,
-    "launcher": named_launcher,
-    "logger": lambda name: Fit(**QUIET, logger=name).loggers,
-    "environment": environment_by_name,
-    "precision": lambda name: resolve_precision(name, CPU),
-    "profiler": lambda name: Fit(**QUIET, profiler=name).profiler,
+CASES: dict[str, tuple[str, str, type, Callable[[str], object]]] = {  # group, built-in name and class, use of a name
+    "strategy": ("drivetrain.strategies", "ddp", DDPStrategy, strategy_by_name),
+    "launcher": ("drivetrain.launchers", "fork", FunctionLauncher, named_launcher),
+    "logger": ("drivetrain.loggers", "csv", CSVLogger, lambda name: Fit(**QUIET, logger=name).loggers[0]),
+    "environment": ("drivetrain.environments", "plain", PlainEnvironment, environment_by_name),
+    "precision": ("drivetrain.precision", "32-true", FullPrecision, lambda name: resolve_precision(name, CPU)),
+    "profiler": ("drivetrain.profilers", "simple", SimpleProfiler, lambda name: Fit(**QUIET, profiler=name).profiler),
 }
 
 
 @pytest.mark.parametrize("setting", CASES)
 def test_names_of_other_packages_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
-    group, ours, kind = CASES[setting]
+    group, ours, kind, use = CASES[setting]
     points = {"cargo": "collections:UserList", "gone": "nowhere_to_be_found:Cargo", ours: "builtins:dict"}
     install(tmp_path, monkeypatch, group, **points)
-    made = USES[setting](ours)
-    assert type(made[0] if isinstance(made, list) else made) is kind  # built-in names cannot be replaced
+    assert type(use(ours)) is kind  # built-in names cannot be replaced
     unknown = rf"(?s){setting}='carg' is unknown. Did you mean 'cargo'\?(?=.*'{group}')(?=.*{ours}).*cargo"
     with pytest.raises(ConfigurationError, match=unknown):
         Fit(**{**QUIET, setting: "carg"})
     refused = rf"The {setting} 'cargo' \(collections:UserList\) made a UserList, not a "
     with pytest.raises(ConfigurationError, match=refused):
-        USES[setting]("cargo")
+        use("cargo")
     missing = rf"(?s)The {setting} 'gone' \(nowhere_to_be_found:Cargo\) cannot be imported.*No module named"
     with pytest.raises(ConfigurationError, match=missing):
-        USES[setting]("gone")
+        use("gone")
 
 
 def test_built_in_names_need_no_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,21 +117,15 @@ def test_built_in_names_need_no_metadata(monkeypatch: pytest.MonkeyPatch) -> Non
     assert resolve_precision("bf16", CPU).name == "bf16-mixed"
 
 
-def test_loggers_by_name_and_as_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loggers_come_from_code_the_environment_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, "drivetrain.loggers", cargo=f"{__name__}:ListLogger")
     given = ListLogger("mine")
     fit = Fit(**QUIET, logger=["csv", given, "cargo", "tensorboard"], default_root_dir=tmp_path / "runs")
-    csv, second, registered, board = fit.loggers
-    assert second is given
-    assert isinstance(csv, CSVLogger)
-    assert isinstance(board, TensorBoardLogger)
-    assert isinstance(registered, ListLogger)
-    assert csv.save_dir == board.save_dir == registered.root == str(tmp_path / "runs")
+    loggers: list[Any] = fit.loggers
+    assert loggers[1] is given
+    assert [type(each) for each in loggers] == [CSVLogger, ListLogger, ListLogger, TensorBoardLogger]
+    assert loggers[0].save_dir == loggers[3].save_dir == loggers[2].root == str(tmp_path / "runs")
     assert not (tmp_path / "runs").exists()  # construction writes nothing
-
-
-def test_names_come_from_the_environment_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, "drivetrain.loggers", cargo=f"{__name__}:ListLogger")
     monkeypatch.chdir(tmp_path)
     values = {"csv": [CSVLogger], '["cargo", "csv"]': [ListLogger, CSVLogger], "False": []}
     for text, kinds in values.items():
@@ -175,10 +159,7 @@ def test_objects_of_another_package_are_made_by_name(tmp_path: Path, monkeypatch
     Fit(**QUIET, strategy="cargo", launcher="cargo")
 
 
-def test_a_profiler_of_another_package_is_made_by_name_and_measures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # K-03
+def test_a_profiler_of_another_package_measures(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:  # K-03
     install(tmp_path, monkeypatch, "drivetrain.profilers", cargo=f"{__name__}:CountingProfiler")
     monkeypatch.setenv("DRIVETRAIN_PROFILER", "cargo")
     fit = Fit(**QUIET, logger=False, enable_model_summary=False, max_epochs=1, default_root_dir=tmp_path / "runs")

@@ -87,7 +87,13 @@ def test_environments_are_detected(
     assert environment.started_processes is (kind is not PlainEnvironment)
 
 
-def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_and_nearest_names_and_detection_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:  # A-03, G-06
+    for kind in (PlainEnvironment, TorchrunEnvironment, SlurmEnvironment, MPIEnvironment, LSFEnvironment):
+        assert type(environment_by_name(kind.name, {})) is kind
+    assert isinstance(environment_by_name("auto", _SLURM), SlurmEnvironment)
+    unknown = r"(?s)environment='slrum' is unknown. Did you mean 'slurm'\?.*kubeflow"
+    with pytest.raises(ConfigurationError, match=unknown):
+        environment_by_name("slrum", {})
     assert isinstance(detect_environment(), PlainEnvironment)
     for name, value in _TORCHRUN.items():
         monkeypatch.setenv(name, value)
@@ -150,15 +156,6 @@ def test_a_job_is_identified_by_its_starter() -> None:  # J-05
     assert MPIEnvironment({"PMIX_NAMESPACE": "77"}).job == "MPI's job 77"
     assert MPIEnvironment({}).job is None
     assert LSFEnvironment({"LSB_JOBID": "5", "JSM_NAMESPACE_ID": "1"}).job == "LSF's job 5, step 1"
-
-
-def test_names_and_nearest_names() -> None:  # G-06
-    for kind in (PlainEnvironment, TorchrunEnvironment, SlurmEnvironment, MPIEnvironment, LSFEnvironment):
-        assert type(environment_by_name(kind.name, {})) is kind
-    assert isinstance(environment_by_name("auto", _SLURM), SlurmEnvironment)
-    unknown = r"(?s)environment='slrum' is unknown. Did you mean 'slurm'\?.*kubeflow"
-    with pytest.raises(ConfigurationError, match=unknown):
-        environment_by_name("slrum", {})
 
 
 def test_torchrun_states_who_hosts_the_store() -> None:

@@ -4,7 +4,6 @@ import ctypes
 import doctest
 import importlib.machinery
 import sys
-import threading
 import types
 import unittest
 from collections.abc import Callable
@@ -58,29 +57,20 @@ def test_a_setting_names_a_launcher_that_works_here(monkeypatch: pytest.MonkeyPa
         choose_launcher("fork", 2)
 
 
-@pytest.mark.parametrize(
-    ("file", "spec"),
-    [
-        (__file__, None),  # here, pytest's own calls are on the stack
-        ("bin/pytest", None),
-        ("unittest/__main__.py", "unittest.__main__"),
-        ("bin/gunicorn", None),
-    ],
-)
-def test_auto_starts_a_function_if_rerunning_would_run_more_than_the_script(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str, spec: str | None
-) -> None:  # I-19
-    _main(monkeypatch, str(tmp_path / file), spec)
-    call = (lambda function, *args: function(*args)) if file == __file__ else _away
-    assert call(started_by, "auto") == "fork"
-    with pytest.raises(ConfigurationError, match="runs this code among other code, which a second start would run"):
-        call(rerun_command)
-
-
-def test_auto_runs_scripts_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # I-19
+def test_auto_runs_scripts_again_unless_other_code_would_run_too(monkeypatch: Any, tmp_path: Path) -> None:  # I-19
     for name in ("train.py", "celery.py"):
         _main(monkeypatch, str(tmp_path / name))
         assert _away(started_by, "auto") == "SubprocessLauncher"
+    refused = "runs this code among other code, which a second start would run"
+    for file, spec in (("bin/pytest", None), ("unittest/__main__.py", "unittest.__main__"), ("bin/gunicorn", None)):
+        _main(monkeypatch, str(tmp_path / file), spec)
+        assert _away(started_by, "auto") == "fork"
+        with pytest.raises(ConfigurationError, match=refused):
+            _away(rerun_command)
+    _main(monkeypatch, __file__)
+    assert started_by("auto") == "fork"  # here, pytest's own calls are on the stack
+    with pytest.raises(ConfigurationError, match=refused):
+        rerun_command()
 
 
 def test_other_test_runners_are_recognised_by_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:  # I-19
@@ -106,23 +96,11 @@ def test_other_test_runners_are_recognised_by_their_calls(monkeypatch: pytest.Mo
 def test_autograd_s_threads_forbid_forking(monkeypatch: pytest.MonkeyPatch) -> None:  # I-19
     # A backward pass starts these threads if there is an accelerator, and a forked copy's backward pass would raise.
     _main(monkeypatch, None)
-    begun, over = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        ctypes.CDLL(None).prctl(15, b"pt_autograd_0", 0, 0, 0)  # PR_SET_NAME
-        begun.set()
-        over.wait()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    try:
-        assert begun.wait(10)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(ctypes.CDLL(None).prctl, 15, b"pt_autograd_0", 0, 0, 0).result()  # names the thread
         assert started_by("auto") == "forkserver"
         with pytest.raises(ConfigurationError, match="autograd's device threads"):
             choose_launcher("fork", 2)
-    finally:
-        over.set()
-        thread.join()
 
 
 def test_auto_starts_a_function_in_an_interactive_session(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from contextlib import closing
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,7 @@ from drivetrain._distributed import rendezvous
 from drivetrain._distributed.rendezvous import NO_NAME, admit, admit_first, host
 from drivetrain._engine.topology import find_topology
 from drivetrain._runtime.accelerators import Devices
-from drivetrain.environments import (
-    Environment,
-    LSFEnvironment,
-    MPIEnvironment,
-    Placement,
-    PlainEnvironment,
-    SlurmEnvironment,
-    TorchrunEnvironment,
-)
+from drivetrain.environments import Placement, TorchrunEnvironment
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import FunctionLauncher, SubprocessLauncher
 from drivetrain.launchers import world as launched_world
@@ -47,13 +40,10 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _bare(port: int, rank: int = 0, world_size: int = 2, **more: str) -> TorchrunEnvironment:
-    sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return TorchrunEnvironment({"RANK": str(rank), "LOCAL_RANK": str(rank), **sizes, **where, **more})
-
-
-def _place(environment: Environment) -> Any:
+def _place(port: int, rank: int = 0, **more: str) -> Any:
+    """Return the topology of one of two ranks with the variables that torchrun sets."""
+    variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    environment = TorchrunEnvironment({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **variables, **more})
     return find_topology(environment, Devices("cpu", (0,), chosen=False), 1, strategy=None)
 
 
@@ -70,9 +60,7 @@ class _Script(SubprocessLauncher):
 
 @requires_linux()
 @pytest.mark.parametrize(
-    "hosting",
-    [lambda port: host("127.0.0.1", port), _Script().host, lambda port: _place(_bare(port))],
-    ids=["store", "script", "rank 0"],
+    "hosting", [partial(host, "127.0.0.1"), _Script().host, _place], ids=["store", "script", "rank 0"]
 )
 def test_the_store_listens_at_the_given_address_and_a_taken_port_is_named(hosting: Any) -> None:  # J-05, J-06
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
@@ -120,12 +108,9 @@ def test_for_a_foreign_address_it_listens_on_all_interfaces_and_an_unknown_one_i
 def test_two_jobs_are_distinguished(hosts: str, comes: str, why: str) -> None:  # J-05
     store = host("127.0.0.1", 0, job=hosts)
     newcomer = TCPStore("127.0.0.1", store.port, is_master=False)
-    of_torchrun = _bare(store.port, 1, TORCHELASTIC_RUN_ID="none" if comes == NO_NAME else comes)
-    for join in (
-        lambda: admit(newcomer, comes, 1, "127.0.0.1", store.port),
-        lambda: admit_first(newcomer, comes, 1, "127.0.0.1", store.port),
-        lambda: _place(of_torchrun),
-    ):
+    joins = [partial(one, newcomer, comes, 1, "127.0.0.1", store.port) for one in (admit, admit_first)]
+    joins.append(partial(_place, store.port, 1, TORCHELASTIC_RUN_ID="none" if comes == NO_NAME else comes))
+    for join in joins:
         with pytest.raises(ConfigurationError, match=rf"rank 1 connected to 127\.0\.0\.1:{store.port}") as caught:
             join()
         assert f"port {store.port}" in caught.value.why
@@ -155,29 +140,16 @@ def test_a_store_that_outlives_a_rank_admits_it_again() -> None:  # J-05
         admit_first(outliving, "run 4", 0, "127.0.0.1", outliving.port)
 
 
-def test_a_job_is_identified_by_its_starter() -> None:  # J-05
-    assert TorchrunEnvironment({"TORCHELASTIC_RUN_ID": "x"}).job == "x"
-    assert TorchrunEnvironment({"TORCHELASTIC_RUN_ID": "none"}).job is None
-    assert PlainEnvironment({"TORCHELASTIC_RUN_ID": "x"}).job == "x"
-    assert SlurmEnvironment({"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "3"}).job == "SLURM's job 12, step 3"
-    assert MPIEnvironment({"PMIX_NAMESPACE": "77"}).job == "MPI's job 77"
-    assert MPIEnvironment({}).job is None
-    assert LSFEnvironment({"LSB_JOBID": "5", "JSM_NAMESPACE_ID": "1"}).job == "LSF's job 5, step 1"
-
-
-def test_a_process_keeps_its_store_after_a_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_keeps_its_store_and_renews_a_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = _free_port()
-    first = _place(_bare(port))
+    first = _place(port)
     monkeypatch.chdir(tmp_path)
     first.store.set("x", "y")
-    assert _place(_bare(port)).store.get("x") == b"y"
-
-
-def test_a_connection_is_renewed_if_another_store_listens_on_its_port() -> None:
+    assert _place(port).store.get("x") == b"y"  # although the directory has changed
     port = _free_port()
     for value in (b"first", b"second"):
         store = host("127.0.0.1", port)  # the agent of torchrun hosts it, and may be started again
-        rank = _place(_bare(port, 1, TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RUN_ID="run"))
+        rank = _place(port, 1, TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RUN_ID="run")
         rank.store.set("x", value)
         assert rank.store.get("x") == value
         del store

@@ -79,7 +79,6 @@ def folders(root: Path, name: str = NAME) -> list[str]:
 
 
 def version(trainer: Fit) -> str:
-    """Return the name of a run's folder."""
     return Path(str(trainer.log_dir)).name
 
 
@@ -89,9 +88,9 @@ def rows(folder: Any) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def every(step: int, dirpath: Any = None) -> Checkpoint:
+def every(step: int) -> Checkpoint:
     """Return a callback that saves every few steps, and keeps all."""
-    return Checkpoint(dirpath, every_n_train_steps=step, save_top_k=-1)
+    return Checkpoint(every_n_train_steps=step, save_top_k=-1)
 
 
 def record(folder: Any) -> Any:

@@ -11,8 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from drivetrain.runs import _process
 from drivetrain.runs._liveness import is_alive, running_ids
 from drivetrain.runs._process import Job, Process
@@ -49,16 +47,10 @@ def test_a_process_of_another_user_is_alive_and_one_of_another_machine_unknown(m
         assert replace(here, **other).is_alive() is None
 
 
-@pytest.mark.parametrize(
-    "document", [None, 3, {}, {"pid": "1"}, {"pid": -1}, {"pid": True}, {"pid": 1, "host": 2}, {"pid": 2**40}], ids=str
-)
-def test_invalid_process_entries(document: Any) -> None:
-    assert Process.from_json(document) is None
-    assert Job.from_json(document) == []
-    assert Job.from_json([document]) == []
-
-
-def test_jobs_of_slurm_and_torchrun() -> None:
+def test_jobs_of_slurm_and_torchrun_and_invalid_entries() -> None:
+    for document in (None, 3, {}, {"pid": "1"}, {"pid": -1}, {"pid": True}, {"pid": 1, "host": 2}, {"pid": 2**40}):
+        assert Process.from_json(document) is None
+        assert Job.from_json(document) == Job.from_json([document]) == []
     slurm = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "SLURM_STEP_ID": "0"}
     jobs = Job.of({**slurm, "TORCHELASTIC_RUN_ID": "mine", "TORCHELASTIC_RESTART_COUNT": "x"})
     assert jobs == [Job("slurm", "7", 2, "0"), Job("elastic", "mine", 0)]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator, ValidationError
-from run_case import Net, data, every, fit, folders, record, trained
+from run_case import Net, data, every, fit, folders, record, rows, trained
 
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import _discovery
@@ -99,7 +99,7 @@ def test_a_record_describes_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (part["seed"], part["batch_size"], part["from_step"], part["to_step"]) == (0, 4, 0, 12)
 
 
-def test_a_preempted_run_resumes_in_its_record(tmp_path: Path) -> None:
+def test_a_preempted_run_resumes_in_its_record_and_folder(tmp_path: Path) -> None:  # J-13
     def preempt(step: int) -> None:
         if step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -110,7 +110,10 @@ def test_a_preempted_run_resumes_in_its_record(tmp_path: Path) -> None:
     left = validated(trainer.log_dir)
     assert (left["status"], left["why"]) == (INTERRUPTED, "SIGTERM asked it to save and leave")
     (checkpoint,) = left["checkpoints"]
-    resumed = validated(trained(tmp_path, "auto").log_dir)
+    again = trained(tmp_path, "auto")
+    assert again.log_dir == trainer.log_dir
+    assert [row["step"] for row in rows(again.log_dir)] == ["1", "2", "3", "4", "5", "6"]
+    resumed = validated(again.log_dir)
     assert (resumed["id"], resumed["status"]) == (left["id"], FINISHED)
     steps = [(part["status"], part["from_step"], part["to_step"]) for part in resumed["parts"]]
     assert steps == [(INTERRUPTED, 0, 3), (FINISHED, 3, 6)]
@@ -189,9 +192,7 @@ def test_a_step_does_not_write_the_record(tmp_path: Path, monkeypatch: pytest.Mo
     assert written.count(6) == 1
 
 
-def test_a_failed_write_is_warned_about_once_and_retried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_write_is_warned_about_once_and_retried(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     original, failing = os.replace, [False]
 
     def replace(source: Any, target: Any) -> None:
@@ -259,9 +260,7 @@ def test_values_unknown_to_json_are_stored_as_text() -> None:
     assert json.loads(_record.encode_record(found)) == found
 
 
-def test_a_refusing_store_is_retried_and_not_considered_empty(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # J-13
+def test_a_refusing_store_is_retried_and_not_considered_empty(tmp_path: Path, monkeypatch: Any) -> None:  # J-13
     monkeypatch.setattr(_discovery, "_FIRST_PAUSE", 0.01)
     store = FaultyStore(tmp_path).mount()
     first = trained(store.url)

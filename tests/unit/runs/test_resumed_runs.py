@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,7 @@ from drivetrain.loggers import CSVLogger
 from drivetrain.runs import _liveness
 
 
-def test_auto_resumes_the_newest_run_in_its_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # J-13
+def test_auto_resumes_the_newest_run_in_its_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
     trained(tmp_path)
     stopped(tmp_path, step=9, max_epochs=3, callbacks=every(2))
     again = trained(tmp_path, "auto", max_epochs=3, callbacks=every(2))
@@ -38,8 +35,7 @@ def test_auto_resumes_the_newest_run_in_its_folder(tmp_path: Path, caplog: pytes
     ]
 
 
-def test_a_run_of_another_class_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # J-13: it resumed the finished run of another class, took no step and reported success
+def test_a_run_of_another_class_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
     trained(tmp_path)
     with pytest.raises(CheckpointError, match=r"(?s)no checkpoint to resume from.*runs of Another"):
         trained(tmp_path, "last", module=Another())
@@ -166,8 +162,7 @@ def test_logs_of_a_resumed_run_have_every_step_once(tmp_path: Path, step: int, p
     assert rows(again.log_dir) == rows(undisturbed.log_dir)
 
 
-def test_a_finished_run_is_not_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # J-13
+def test_a_finished_run_is_not_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
     caplog.set_level("INFO", "drivetrain")
     first = trained(tmp_path)
     before = {one: one.read_bytes() for one in tmp_path.rglob("*") if one.is_file()}
@@ -209,32 +204,6 @@ def test_a_run_of_this_job_comes_first(tmp_path: Path, monkeypatch: pytest.Monke
     assert [one["from_step"] for one in record(again.log_dir)["parts"]] == [0, 4]
 
 
-def test_a_job_requeued_by_slurm_continues_in_its_folder(tmp_path: Path, monkeypatch: Any) -> None:  # J-13
-    scontrol = tmp_path / "bin" / "scontrol"
-    scontrol.parent.mkdir()
-    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/queued\n')
-    scontrol.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{scontrol.parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
-
-    def preempt(step: int) -> None:
-        if step == 4:
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-    trainer = fit(tmp_path)
-    with pytest.raises(SystemExit):
-        trainer.fit(Net(at_step=preempt), data(), ckpt_path="auto")
-    assert (tmp_path / "queued").read_text() == "requeue 77\n"
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    again = trained(tmp_path, "auto")
-    assert again.log_dir == trainer.log_dir
-    assert [(one["status"], one["from_step"], one["to_step"]) for one in record(again.log_dir)["parts"]] == [
-        ("interrupted", 0, 5),
-        ("finished", 5, 6),
-    ]
-    assert [row["step"] for row in rows(again.log_dir)] == ["1", "2", "3", "4", "5", "6"]
-
-
 def test_a_requeued_job_without_checkpoints_restarts_in_its_folder(tmp_path: Path, monkeypatch: Any) -> None:  # J-13
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
     early = stopped(tmp_path, step=1)
@@ -272,9 +241,7 @@ def test_heartbeats_are_written_during_a_long_step(tmp_path: Path, monkeypatch: 
     assert (ended["status"], ended["why"]) == ("finished", "max_epochs=1 is reached")
 
 
-def test_an_evaluation_uses_a_running_run_and_watches_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_evaluation_uses_a_running_run_and_watches_nothing(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     first = trained(tmp_path)
     left_running(first.log_dir, host="another")
     monkeypatch.setattr(_liveness, "WATCH_SECONDS", 1000.0)

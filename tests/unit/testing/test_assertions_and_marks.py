@@ -5,15 +5,8 @@ import sys
 import pytest
 import torch
 
-from drivetrain.testing import (
-    assert_close_states,
-    assert_close_traces,
-    assert_equal_ranks,
-    requires_command,
-    requires_cuda,
-    requires_linux,
-    requires_package,
-)
+from drivetrain import testing
+from drivetrain.testing import assert_close_states, assert_close_traces, assert_equal_ranks
 
 WEIGHT = torch.arange(6.0).reshape(2, 3)
 
@@ -64,10 +57,10 @@ def test_traces_name_the_first_step_that_differs_and_ranks_must_agree_bit_for_bi
 
 
 def test_marks_skip_only_what_the_machine_lacks() -> None:
-    assert requires_cuda(10_000).mark.args == (True,)
-    assert requires_cuda(0).mark.args == (False,)
-    assert requires_package("torch", "2.11").mark.args == (False,)
-    assert requires_package("torch", "99.0").mark.args == (True,)
-    assert requires_package("no_such_package_here.part").mark.args == (True,)
-    assert requires_command("no-such-command-here").mark.args == (True,)
-    assert requires_linux().mark.args == (sys.platform != "linux",)
+    assert testing.requires_cuda(10_000).mark.args == (True,)
+    assert testing.requires_cuda(0).mark.args == (False,)
+    assert testing.requires_package("torch", "2.11").mark.args == (False,)
+    assert testing.requires_package("torch", "99.0").mark.args == (True,)
+    assert testing.requires_package("no_such_package_here.part").mark.args == (True,)
+    assert testing.requires_command("no-such-command-here").mark.args == (True,)
+    assert testing.requires_linux().mark.args == (sys.platform != "linux",)
