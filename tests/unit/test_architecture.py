@@ -53,9 +53,6 @@ class Import:
     imported: str
     line: int
 
-    def __str__(self) -> str:
-        return f"{self.importer}:{self.line} imports {self.imported}"
-
 
 def modules() -> dict[str, Path]:
     """Return every module of both source roots by its dotted name."""

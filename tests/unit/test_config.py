@@ -44,8 +44,6 @@ def test_precedence_for_every_argument(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_two_objects_in_one_process_are_independent(monkeypatch: pytest.MonkeyPatch) -> None:  # A-07
     class Special(Fit):
-        """Passes its arguments on."""
-
         def __init__(self, **arguments: Any) -> None:
             super().__init__(**{"max_epochs": 9, **arguments})
 
@@ -184,5 +182,5 @@ def test_a_timeout_may_be_seconds_and_an_invalid_one_is_refused_by_name() -> Non
     values = ["60", -1.0, 0, True, float("nan"), float("inf"), timedelta(0)]
     for strategy, name, value in itertools.product(strategies, ("timeout", "step_timeout"), values):
         with pytest.raises(ConfigurationError, match=f"{name}={re.escape(repr(value))} is not a timeout"):
-            strategy(**{name: value})  # type: ignore[arg-type]
+            strategy(**{name: value})
     assert DDPStrategy(timeout=60.0)._group.timeout == DDPStrategy(timeout=timedelta(minutes=1))._group.timeout

@@ -78,7 +78,6 @@ def test_a_trained_module_computes_the_same_in_onnxruntime(tmp_path: Path) -> No
     assert [child.training for child in module.modules()] == modes
     assert torch.equal(torch.get_rng_state(), drawn)
     assert all(torch.equal(one, before[name]) for name, one in module.state_dict().items())
-
     fit.save_checkpoint(tmp_path / "c")
     memory = io.BytesIO()
     Net.load_from_checkpoint(tmp_path / "c").to_onnx(memory, input_sample={"x": inputs(2), "scale": torch.ones(2)})

@@ -43,8 +43,8 @@ def test_a_process_of_another_user_is_alive_and_one_of_another_machine_unknown(m
     assert replace(here, began="1").is_alive() is False
     monkeypatch.setattr(_process, "_start_time", lambda pid: "")  # hidden by the system
     assert here.is_alive() is True
-    for other in ({"host": "another"}, {"boot": "before"}, {"namespace": "pid:[1]"}):
-        assert replace(here, **other).is_alive() is None
+    for other in (replace(here, host="another"), replace(here, boot="before"), replace(here, namespace="pid:[1]")):
+        assert other.is_alive() is None
 
 
 def test_jobs_of_slurm_and_torchrun_and_invalid_entries() -> None:
@@ -55,8 +55,7 @@ def test_jobs_of_slurm_and_torchrun_and_invalid_entries() -> None:
     jobs = Job.of({**slurm, "TORCHELASTIC_RUN_ID": "mine", "TORCHELASTIC_RESTART_COUNT": "x"})
     assert jobs == [Job("slurm", "7", 2, "0"), Job("elastic", "mine", 0)]
     assert Job.from_json([one.as_json() for one in jobs]) == jobs
-    for unnamed in ({}, {"TORCHELASTIC_RUN_ID": "none"}):
-        assert Job.of(unnamed) == []
+    assert Job.of({}) == Job.of({"TORCHELASTIC_RUN_ID": "none"}) == []
 
 
 def _running(process: Process, *jobs: Job) -> Record:

@@ -29,10 +29,8 @@ def test_auto_resumes_the_newest_run_in_its_folder(tmp_path: Path, caplog: pytes
     assert "continuing from" in caplog.text
     assert "epoch=1-step=8" in caplog.text
     parts = record(again.log_dir)["parts"]
-    assert [(one["from_step"], one["to_step"], one["status"]) for one in parts] == [
-        (0, 9, "failed"),
-        (8, 18, "finished"),
-    ]
+    steps = [(one["from_step"], one["to_step"], one["status"]) for one in parts]
+    assert steps == [(0, 9, "failed"), (8, 18, "finished")]
 
 
 def test_a_run_of_another_class_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
@@ -42,13 +40,11 @@ def test_a_run_of_another_class_is_skipped(tmp_path: Path, caplog: pytest.LogCap
     other = trained(tmp_path, "auto", module=Another())
     assert (other.global_step, version(other)) == (6, "version_1")
     (line,) = re.findall(r"ckpt_path='auto': (.*)", caplog.text)
-    assert line == (
-        "a fresh start. Skipped: version_0 (its module is run_case.Net, and this run's module is run_case.Another)."
-    )
+    skipped = "version_0 (its module is run_case.Net, and this run's module is run_case.Another)"
+    assert line == f"a fresh start. Skipped: {skipped}."
 
 
-def test_a_run_with_other_hyper_parameters_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # J-13: a sweep in one directory
+def test_a_run_with_other_hyper_parameters_is_skipped(tmp_path: Path, caplog: Any) -> None:  # J-13
     for lr in (0.1, 0.2, 0.3):
         trained(tmp_path, "auto", module=Net(lr))
     assert folders(tmp_path) == ["version_0", "version_1", "version_2"]
@@ -225,8 +221,7 @@ def test_runs_on_other_machines_are_judged_by_heartbeats(
     assert version(again) == ("version_1" if alive else "version_0")
 
 
-def test_heartbeats_are_written_during_a_long_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # J-13, N-06
+def test_heartbeats_are_written_during_a_long_step(tmp_path: Path, monkeypatch: Any) -> None:  # J-13, N-06
     monkeypatch.setattr(_liveness, "HEARTBEAT_SECONDS", 0.02)
     beats: set[str] = set()
     trainer = fit(tmp_path)
