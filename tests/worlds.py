@@ -37,9 +37,7 @@ def preload(*modules: str) -> None:
 
 
 def preloaded() -> list[str]:
-    """Return the modules inherited by ranks and by scripts that tests run: both use the fork server started by the
-    first.
-    """
+    """Return the modules inherited by ranks and by scripts that tests run, which share a fork server."""
     return [*_preload]
 
 

@@ -26,32 +26,26 @@ from benchmarks.pages import put
 from drivetrain.testing import requires_linux
 from emulated_cuda import requires_emulated_cuda
 
-PIECES = {
-    "tests": "tests/loss_scaling",
-    "parity": "parity/single_device",
-    "syncs": "syncs/ddp",
-    "steps": "steps/gpt-124m",
-    "memory": "memory/ddp",
-    "sanitizer": "sanitizer/single_device",
-    "variants": "variants/cuda-graphs",
-}
-"""One of each part, so that the suite rehearses the whole in little time; `make cuda REHEARSE=1` runs all."""
+# One of each part, so that the suite rehearses the whole in little time; `make cuda REHEARSE=1` runs all.
+PIECES = [
+    *("tests/loss_scaling", "parity/single_device", "syncs/ddp", "steps/gpt-124m", "memory/ddp"),
+    *("sanitizer/single_device", "variants/cuda-graphs"),
+]
 
 
-def started(*arguments: str, **settings: Any) -> subprocess.Popen[str]:
+def started(*arguments: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "benchmarks.cuda", *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     # If a script runs the tests in the background, SIGINT is ignored here, and would be in the process too.
-    settings.setdefault("preexec_fn", partial(signal.signal, signal.SIGINT, signal.SIG_DFL))
-    return subprocess.Popen(command, cwd=ROOT, env=environment, **{**pipes, **settings})
+    interruptible: Any = {"preexec_fn": partial(signal.signal, signal.SIGINT, signal.SIG_DFL)}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, **pipes, **interruptible)
 
 
 @requires_emulated_cuda()
 @pytest.mark.timeout(600)
-def test_a_stopped_rehearsal_resumes_and_its_report_has_every_part(tmp_path: Path) -> None:
-    # O-05
-    asked = ["--rehearse", "--folder", str(tmp_path), *PIECES.values()]
+def test_a_stopped_rehearsal_resumes_and_its_report_has_every_part(tmp_path: Path) -> None:  # O-05
+    asked = ["--rehearse", "--folder", str(tmp_path), *PIECES]
     first = tmp_path / "parts" / "tests-loss_scaling.json"
     stopped = started(*asked)
     until = time.monotonic() + 150
@@ -65,7 +59,6 @@ def test_a_stopped_rehearsal_resumes_and_its_report_has_every_part(tmp_path: Pat
     done = {part["name"]: [piece["status"] for piece in part["pieces"]] for part in before["parts"]}
     assert done["tests"] == ["ok"]
     assert done["variants"] == []
-
     again = started(*asked)
     printed, _ = again.communicate(timeout=400)
     assert again.returncode == 0, printed
@@ -76,7 +69,8 @@ def test_a_stopped_rehearsal_resumes_and_its_report_has_every_part(tmp_path: Pat
     assert [device["name"] for device in about["devices"]] == ["Emulated H100"] * 2
     assert {"python", "processor", "commit", "command", "cuda"} <= about.keys()
     pieces = {part["name"]: part["pieces"] for part in whole["parts"]}
-    for part, name in PIECES.items():
+    for name in PIECES:
+        part = name.partition("/")[0]
         (piece,) = pieces[part]
         assert f"{piece['part']}/{piece['name']}" == name
         assert piece["status"] == ("not shown here" if part in ("sanitizer", "variants") else "ok"), piece["reason"]
@@ -96,8 +90,7 @@ def test_a_stopped_rehearsal_resumes_and_its_report_has_every_part(tmp_path: Pat
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="needs a torch without CUDA")
-def test_without_a_gpu_it_states_the_search_and_a_fix() -> None:
-    # O-05
+def test_without_a_gpu_it_states_the_search_and_a_fix() -> None:  # O-05
     refused = started("steps")
     printed, _ = refused.communicate(timeout=60)
     assert refused.returncode == 2
@@ -106,26 +99,18 @@ def test_without_a_gpu_it_states_the_search_and_a_fix() -> None:
     assert "make cuda REHEARSE=1" in printed
 
 
-def test_the_parts_fit_into_the_available_time() -> None:
-    # O-05
+def test_the_parts_fit_into_the_available_time_and_can_be_selected() -> None:  # O-05
     for devices in (1, 8):
         assert sum(part.seconds for part in parts(devices)) <= ALL
         assert all(part.seconds <= MOST for part in parts(devices))
         assert all(piece.seconds <= part.seconds for part in parts(devices) for piece in part.pieces)
     names = [part.name for part in parts(1)]
     assert names == ["tests", "parity", "syncs", "steps", "memory", "sanitizer", "variants"], "in order of worth"
-
-
-def test_pieces_are_the_files_with_tests_for_a_device_and_every_strategy() -> None:
-    # O-05
     files = {piece.name for piece in parts(1)[0].pieces}
     assert {"on_a_device", "strategies_on_a_device", "fsdp_cuda", "nccl_failures", "loss_scaling"} <= files
     one, four = ({piece.name for part in parts(count) for piece in part.pieces} for count in (1, 4))
     assert {"fsdp-on-all", "deepspeed_stage_3-on-all"} <= four - one
-
-
-def test_parts_and_pieces_are_selected_by_name() -> None:
-    # O-05
+    # Parts and pieces are selected by name.
     steps, memory = chosen(["steps", "memory/fsdp"], 1)
     assert (steps.name, memory.name) == ("steps", "memory")
     assert [piece.key for piece in memory.pieces] == ["memory/fsdp"]
@@ -136,39 +121,24 @@ def test_parts_and_pieces_are_selected_by_name() -> None:
 
 
 @requires_linux()
-def test_a_hanging_command_is_ended_with_its_subprocesses(tmp_path: Path) -> None:
-    # O-05
+def test_a_hanging_command_is_ended_with_its_subprocesses_and_a_dying_one_described(tmp_path: Path) -> None:  # O-05
     child = "import subprocess, time; print(subprocess.Popen(['sleep', '300'], process_group=0).pid, flush=True)"
     ended = run([sys.executable, "-c", f"{child}; time.sleep(300)"], 1.5, tmp_path / "log", {}, "it")
     assert ended.code is None
     assert "its time was over" in ended.how
     state = Path(f"/proc/{int(ended.tail)}/stat")
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
-
-
-def test_the_end_of_a_dying_command_is_described(tmp_path: Path) -> None:
-    # O-05
     ended = run([sys.executable, "-c", "import os; print('so far'); os.abort()"], 30, tmp_path / "log", {}, "it")
     assert ended.how == "it was ended by SIGABRT"
     assert ended.tail.startswith("so far")
 
 
-ABOUT: dict[str, Any] = {
-    "devices": [{"name": "A100"}] * 2,
-    "processor": "any",
-    "cores": 16,
-    "python": "3.12.3",
-    "torch": "2.11.0",
-    "cuda": "13.0",
-    "driver": "580",
-    "nccl": "2.28.9",
-    "commit": "abc",
-    "command": "python -m benchmarks.cuda",
-}
+VERSIONS = {"python": "3.12.3", "torch": "2.11.0", "cuda": "13.0", "driver": "580", "nccl": "2.28.9", "commit": "abc"}
+MACHINE = {"devices": [{"name": "A100"}] * 2, "processor": "any", "cores": 16, "command": "python -m benchmarks.cuda"}
+ABOUT: dict[str, Any] = VERSIONS | MACHINE
 
 
-def test_failures_are_in_the_report_with_their_reason(tmp_path: Path) -> None:
-    # O-05
+def test_failures_are_in_the_report_with_their_reason(tmp_path: Path) -> None:  # O-05
     ends = {"linear": "ok", "mlp": "failed", "gpt": "crashed", "gpt-124m": "a package is missing"}
     for name, status in ends.items():
         record = {"status": status, "reason": f"because of {name}", "seconds": 1.0, "log": "a.log", "commit": "abc"}
@@ -184,23 +154,18 @@ def test_failures_are_in_the_report_with_their_reason(tmp_path: Path) -> None:
     merged = json.loads((tmp_path / "report.json").read_text())
     (steps,) = (part for part in merged["parts"] if part["name"] == "steps")
     assert steps["not_run"] == ["gpt-124m-ddp", "gpt-124m-fsdp"]
-
-
-def test_the_report_goes_into_the_page_on_benchmarks(tmp_path: Path) -> None:
-    # O-05
-    page = tmp_path / "gpu.md"
+    # The report goes into the page on benchmarks.
     before = (ROOT / "docs" / "benchmarks" / "gpu.md").read_text()
-    page.write_text(before)
-    put(report.NAME, report.write(tmp_path, ABOUT, 2).rstrip(), page)
-    after = page.read_text()
+    (tmp_path / "gpu.md").write_text(before)
+    put(report.NAME, page.rstrip(), tmp_path / "gpu.md")
+    after = (tmp_path / "gpu.md").read_text()
     assert "2 x A100; any, 16 cores" in after
     assert "It was not run on a GPU yet" not in after
     assert after.partition("<!-- cuda -->")[0] == before.partition("<!-- cuda -->")[0]
     assert after.partition("<!-- end of cuda -->")[2] == before.partition("<!-- end of cuda -->")[2]
 
 
-def test_an_outcome_is_written_with_the_status_of_its_findings(tmp_path: Path) -> None:
-    # O-05
+def test_an_outcome_has_the_status_of_its_findings_and_stands_for_the_torch_that_ran_it(tmp_path: Path) -> None:  # O-05
     rows: dict[str, Any] = {"columns": ["a"], "rows": [["1"]]}
     assert outcome.Outcome(**rows).status == "ok"
     assert outcome.Outcome(**rows, not_shown=["graphs"]).status == "not shown here"
@@ -208,10 +173,17 @@ def test_an_outcome_is_written_with_the_status_of_its_findings(tmp_path: Path) -
     # A loss that became NaN must not cost the report.
     outcome.write_json(tmp_path / "a.json", {"apart": float("nan"), "times": (1.0, float("inf"))})
     assert json.loads((tmp_path / "a.json").read_text()) == {"apart": "nan", "times": [1.0, "inf"]}
+    # A piece that was run by another torch is run again.
+    before = {"status": "failed", "torch": "2.11.0", "devices": [1]}
+    about = {"torch": "2.11.0", "devices": [1]}
+    assert _stands(before, about, None)
+    assert not _stands(before, about, "all")
+    assert not _stands(before, about, "failed")
+    assert _stands({**before, "status": "ok"}, about, "failed")
+    assert not _stands(before, {**about, "torch": "2.13.0"}, None)
 
 
-def test_the_packed_wheels_are_complete_without_torch() -> None:
-    # O-05: installed one by one, so every requirement of a packed one must be packed too, or come with torch
+def test_the_packed_wheels_are_complete_without_torch() -> None:  # O-05: they are installed one by one
     packed = {each.name for each in (*packages.ALWAYS, *packages.FOR_DEEPSPEED)}
     assert not [name for name in packed if re.match("torch$|nvidia|triton", name)]
     with_torch = {"torch", "setuptools"}
@@ -226,8 +198,7 @@ def test_the_packed_wheels_are_complete_without_torch() -> None:
 
 def test_a_machine_with_torch_alone_gets_the_packages_and_the_strategies_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # O-05: the rehearsal runs where drivetrain is installed, and a machine with a GPU has only the repository
+) -> None:  # O-05
     monkeypatch.setattr(packages, "SITE", tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path])
     assert packages.provide(None) == []
@@ -241,21 +212,7 @@ def test_a_machine_with_torch_alone_gets_the_packages_and_the_strategies_names(
     for requirement in project["dependencies"]:
         name, _, version = requirement.partition(">=")
         assert name == "torch" or least[name] == version
-
-
-def test_a_package_that_is_too_old_counts_as_missing() -> None:
-    # O-05
+    # A package that is too old counts as missing.
     assert packages.Needed("pytest", "8.3").is_there()
     assert not packages.Needed("pytest", "8000.1").is_there()
     assert not packages.Needed("no-such-package").is_there()
-
-
-def test_a_piece_that_was_run_by_another_torch_is_run_again(tmp_path: Path) -> None:
-    # O-05
-    before = {"status": "failed", "torch": "2.11.0", "devices": [1]}
-    about = {"torch": "2.11.0", "devices": [1]}
-    assert _stands(before, about, None)
-    assert not _stands(before, about, "all")
-    assert not _stands(before, about, "failed")
-    assert _stands({**before, "status": "ok"}, about, "failed")
-    assert not _stands(before, {**about, "torch": "2.13.0"}, None)

@@ -1,4 +1,4 @@
-"""The private names of other packages that `docs/versions.md` lists exist in the installed versions."""
+"""Other packages: the private names that `docs/versions.md` lists exist, and what pyproject.toml requires is used."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pkgutil
 import re
 import subprocess
 import sys
-import types
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -25,35 +25,31 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "versions.md").read_text()
 ROW = re.compile(r"^\| `(?P<owner>[\w.]+)` \| (?P<names>`.*?) \| .* \|$", re.MULTILINE)
 STATED = [(row["owner"], row["names"]) for row in ROW.finditer(PAGE)]
+ROWS = [pytest.param(*row, id=row[0], marks=requires_package(row[0].partition(".")[0])) for row in STATED]
 
 # Public despite their underscore, and names that Python gives to every named tuple. ``_saved_self`` is a saved tensor
 # of a graph node, which torch's notes on autograd document.
 PUBLIC = {"_strip_protocol", "_exit", "_getframe", "_current_frames", "_fields", "_make", "_replace", "_saved_self"}
 PARTS_OF_MODULES = {"_C", "_python_dispatch"}  # torch.utils._python_dispatch.name: the last part is the name
 
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+FOR_DEVELOPMENT = {"test", "docs", "dev", "bench"}
+IMPORTED_BY_OTHERS = {
+    "alembic": "mlflow migrates its local store with it",
+    "onnxruntime": "users run an exported model with it",
+    "s3fs": "fsspec imports it for s3:// paths",
+    "sqlalchemy": "mlflow's local store",
+}
+MODULE_OF = {"mlflow-skinny": "mlflow", "zlib-ng": "zlib_ng"}
 
-def _owned_by(*packages: str) -> list[Any]:
-    return [pytest.param(*row, id=row[0]) for row in STATED if row[0].split(".")[0] in packages]
 
-
-@pytest.mark.parametrize(("owner", "names"), _owned_by("torch", "torchmetrics", "multiprocessing", "subprocess"))
+@pytest.mark.parametrize(("owner", "names"), ROWS)
 def test_private_names_exist(owner: str, names: str) -> None:  # O-06
     if owner.endswith("NCCL") and not dist.is_nccl_available():
         pytest.skip("needs a build of torch with NCCL")
+    if owner.startswith("deepspeed."):
+        import_library()
     assert not _missing(owner, names)
-
-
-@requires_package("deepspeed")
-@pytest.mark.parametrize(("owner", "names"), _owned_by("deepspeed"))
-def test_private_names_of_deepspeed_exist(owner: str, names: str) -> None:  # O-06
-    import_library()
-    assert not _missing(owner, names)
-
-
-def test_each_table_is_read() -> None:
-    assert len(STATED) == len(re.findall(r"^\| `[\w.]+` \| `", PAGE, re.MULTILINE)) > 50
-    assert _missing("torch.nn.Module", "`_modules` `_modulos`") == ["_modulos"]
-    assert _missing("torch.nn.Module", "`_modulos` or `_modules` `_parameters` `_modulos` or none") == []
 
 
 def test_every_private_name_that_is_used_is_stated() -> None:  # O-06
@@ -61,24 +57,42 @@ def test_every_private_name_that_is_used_is_stated() -> None:  # O-06
     own = {name for path in _sources() for name in _defined_in(path)}
     found = {name: where for path in _sources() for name, where in _foreign_private_names(path)}
     assert {name: where for name, where in found.items() if name not in stated | own} == {}
+    # Each table is read.
+    assert len(STATED) == len(re.findall(r"^\| `[\w.]+` \| `", PAGE, re.MULTILINE)) > 50
+    assert _missing("torch.nn.Module", "`_modules` `_modulos`") == ["_modulos"]
+    assert _missing("torch.nn.Module", "`_modulos` or `_modules` `_parameters` `_modulos` or none") == []
 
 
 @requires_command("make")
 def test_the_lower_bounds_are_the_tested_ones() -> None:  # O-06
     project = (ROOT / "pyproject.toml").read_text()
-    floor = re.search(r'"torch>=([\d.]+)"', project)
-    assert floor is not None
-    made = subprocess.run(
-        ["make", "-n", "-B", ".venv-floor/.stamp"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    assert f" torch=={floor[1]}\n" in made
+    (floor,) = re.findall(r'"torch>=([\d.]+)"', project)
+    command = ["make", "-n", "-B", ".venv-floor/.stamp"]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert f" torch=={floor}\n" in made.stdout
     assert f'"deepspeed{VERSIONS}"' in project
 
 
+def test_each_package_of_an_extra_is_imported() -> None:
+    requirements = [each for extra in EXTRAS.keys() - FOR_DEVELOPMENT for each in EXTRAS[extra]]
+    packages = [re.split(r"[\[<>=]", requirement)[0].strip() for requirement in requirements]
+    modules = {MODULE_OF.get(package, package) for package in packages} - IMPORTED_BY_OTHERS.keys()
+    assert not modules - {name for path in _sources("examples") for name in _imported_packages(path)}
+
+
+def _imported_packages(path: Path) -> Iterator[str]:
+    """Return the top-level packages that the file imports or looks for by name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.partition(".")[0]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # import_module("wandb.proto")
+            yield node.value.partition(".")[0]
+
+
 def _missing(owner: str, names: str) -> list[str]:
-    """Return those of ``names`` that the owner does not have, and that its class's or module's source does not
-    assign.
-    """
+    """Return those of ``names`` that neither the owner has nor its class's or module's source assigns."""
     found = pkgutil.resolve_name(owner)
     joined = names.replace("` or `", "|").replace("` or none", "|none`")
     choices = [choice.split("|") for choice in re.findall(r"`([\w|]+)`", joined)]
@@ -86,34 +100,25 @@ def _missing(owner: str, names: str) -> list[str]:
 
 
 def _has(owner: Any, name: str) -> bool:
-    return hasattr(owner, name) or re.search(rf"\b{name}\b", _code_of(owner)) is not None
-
-
-def _code_of(owner: Any) -> str:
-    """Return the names in a module's source, or in the sources of the modules of a class and its bases."""
-    if isinstance(owner, types.FunctionType):
-        modules = [owner.__module__]
+    """Return whether it has the name, or the source of its module or of its bases' modules contains the name."""
+    if inspect.ismodule(owner):
+        modules = {owner.__name__}
     else:
-        modules = [owner.__name__] if inspect.ismodule(owner) else [kind.__module__ for kind in owner.__mro__]
-    files = [getattr(sys.modules.get(module), "__file__", None) or "" for module in dict.fromkeys(modules)]
-    return " ".join(_names_in(Path(file)) for file in files if file.endswith(".py"))
+        modules = {kind.__module__ for kind in getattr(owner, "__mro__", [owner])}
+    files = [getattr(sys.modules.get(module), "__file__", None) or "" for module in modules]
+    return hasattr(owner, name) or any(name in _names_in(Path(file)) for file in files if file.endswith(".py"))
 
 
 @cache
-def _names_in(path: Path) -> str:
-    names = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute):
-            names.append(node.attr)
-        elif isinstance(node, ast.Name):
-            names.append(node.id)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
-            names.append(node.value)
-    return " ".join(names)
+def _names_in(path: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    used |= {node.id for node in nodes if isinstance(node, ast.Name)}
+    return used | {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
-def _sources() -> Iterator[Path]:
-    for root in ("framework", "strategies"):
+def _sources(*others: str) -> Iterator[Path]:
+    for root in ("framework", "strategies", *others):
         yield from (ROOT / root).rglob("*.py")
 
 
@@ -141,10 +146,6 @@ def _defined_in(path: Path) -> set[str]:
             own.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             own.add(node.id)
-        elif (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Store)
-            and ast.unparse(node.value) in ("self", "cls")
-        ):
-            own.add(node.attr)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            own |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
     return own

@@ -87,15 +87,19 @@ def test_environments_are_detected(
     assert environment.started_processes is (kind is not PlainEnvironment)
 
 
-def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in _TORCHRUN:
-        monkeypatch.delenv(name, raising=False)
+def test_names_and_nearest_names_and_detection_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:  # A-03, G-06
+    for kind in (PlainEnvironment, TorchrunEnvironment, SlurmEnvironment, MPIEnvironment, LSFEnvironment):
+        assert type(environment_by_name(kind.name, {})) is kind
+    assert isinstance(environment_by_name("auto", _SLURM), SlurmEnvironment)
+    unknown = r"(?s)environment='slrum' is unknown. Did you mean 'slurm'\?.*kubeflow"
+    with pytest.raises(ConfigurationError, match=unknown):
+        environment_by_name("slrum", {})
     assert isinstance(detect_environment(), PlainEnvironment)
     for name, value in _TORCHRUN.items():
         monkeypatch.setenv(name, value)
     before = dict(os.environ)
     assert detect_environment().placement().rank == 5
-    assert dict(os.environ) == before
+    assert dict(os.environ) == before
 
 
 _JOB = variables_of("SLURM_JOB_ID=123456 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_JOB_NAME=train")
@@ -126,28 +130,17 @@ def _step(number: str, job: str = "train") -> dict[str, str]:
         ),
     ],
 )
-def test_only_processes_that_srun_started_are_slurms(variables: dict[str, str], ranks: int) -> None:
+def test_slurm_is_detected_only_in_processes_that_srun_started(variables: dict[str, str], ranks: int) -> None:
     environment = detect_environment(variables)
     assert isinstance(environment, SlurmEnvironment if ranks else PlainEnvironment)
     assert environment.placement().local_world_size == max(ranks, 1)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("host0", "host0"),
-        ("host0,host1", "host0"),
-        ("gpu[008-010,012]", "gpu008"),
-        ("login1,gpu[3,5-7]", "login1"),
-        ("rack[1-2]n[03-05,9],gpu7", "rack1n03"),
-        ("n[1-2]-ib", "n1-ib"),
-    ],
-)
-def test_slurms_first_node_hosts_the_store(nodes: str, first: str) -> None:
-    assert SlurmEnvironment(_SLURM | {"SLURM_STEP_NODELIST": nodes}).main_address == first
-
-
-def test_slurms_ports_differ_between_steps_and_restarts_are_counted() -> None:
+def test_slurms_first_node_hosts_the_store_at_a_port_of_the_step() -> None:
+    firsts = {"host0": "host0", "host0,host1": "host0", "gpu[008-010,012]": "gpu008", "login1,gpu[3,5-7]": "login1"}
+    firsts |= {"rack[1-2]n[03-05,9],gpu7": "rack1n03", "n[1-2]-ib": "n1-ib"}
+    for nodes, node in firsts.items():
+        assert SlurmEnvironment(_SLURM | {"SLURM_STEP_NODELIST": nodes}).main_address == node
     first = SlurmEnvironment(_JOB | _step("0"))
     second = SlurmEnvironment(_JOB | _step("1") | {"SLURM_RESTART_COUNT": "3"})
     assert first.main_port == SlurmEnvironment(_JOB | _step("0") | {"SLURM_PROCID": "3"}).main_port
@@ -155,13 +148,14 @@ def test_slurms_ports_differ_between_steps_and_restarts_are_counted() -> None:
     assert (first.restart_count, second.restart_count) == (0, 3)
 
 
-def test_names_and_nearest_names() -> None:  # G-06
-    for kind in (PlainEnvironment, TorchrunEnvironment, SlurmEnvironment, MPIEnvironment, LSFEnvironment):
-        assert type(environment_by_name(kind.name, {})) is kind
-    assert isinstance(environment_by_name("auto", _SLURM), SlurmEnvironment)
-    unknown = r"(?s)environment='slrum' is unknown. Did you mean 'slurm'\?.*kubeflow"
-    with pytest.raises(ConfigurationError, match=unknown):
-        environment_by_name("slrum", {})
+def test_a_job_is_identified_by_its_starter() -> None:  # J-05
+    assert TorchrunEnvironment({"TORCHELASTIC_RUN_ID": "x"}).job == "x"
+    assert TorchrunEnvironment({"TORCHELASTIC_RUN_ID": "none"}).job is None
+    assert PlainEnvironment({"TORCHELASTIC_RUN_ID": "x"}).job == "x"
+    assert SlurmEnvironment({"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "3"}).job == "SLURM's job 12, step 3"
+    assert MPIEnvironment({"PMIX_NAMESPACE": "77"}).job == "MPI's job 77"
+    assert MPIEnvironment({}).job is None
+    assert LSFEnvironment({"LSB_JOBID": "5", "JSM_NAMESPACE_ID": "1"}).job == "LSF's job 5, step 1"
 
 
 def test_torchrun_states_who_hosts_the_store() -> None:
@@ -175,8 +169,8 @@ def test_torchrun_states_who_hosts_the_store() -> None:
         _ = TorchrunEnvironment(_TORCHRUN | {"MASTER_PORT": "65536"}).main_port
 
 
-def _without(variables: dict[str, str], *names: str) -> dict[str, str]:
-    return {name: value for name, value in variables.items() if name not in names}
+def _without(variables: dict[str, str], missing: str) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name != missing}
 
 
 @pytest.mark.parametrize(

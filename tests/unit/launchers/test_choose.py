@@ -4,7 +4,6 @@ import ctypes
 import doctest
 import importlib.machinery
 import sys
-import threading
 import types
 import unittest
 from collections.abc import Callable
@@ -45,37 +44,33 @@ def started_by(setting: str) -> str:
     return launcher.start_method if isinstance(launcher, FunctionLauncher) else type(launcher).__name__
 
 
-def test_settings_name_launchers() -> None:  # G-06
+def test_a_setting_names_a_launcher_that_works_here(monkeypatch: pytest.MonkeyPatch) -> None:  # A-06, G-06
     for method in ("spawn", "forkserver", "fork"):
         assert started_by(method) == method
     assert started_by("subprocess") == "SubprocessLauncher"
     with pytest.raises(ConfigurationError, match=r"(?s)launcher='forkservr' is unknown. Did you mean 'forkserver'\?"):
         choose_launcher("forkservr", 2)
+    _main(monkeypatch, None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert started_by("auto") == "forkserver"
+    with pytest.raises(ConfigurationError, match=r'(?s)launcher="fork" cannot start 2 processes here.*used CUDA'):
+        choose_launcher("fork", 2)
 
 
-@pytest.mark.parametrize(
-    ("file", "spec"),
-    [
-        (__file__, None),  # here, pytest's own calls are on the stack
-        ("bin/pytest", None),
-        ("unittest/__main__.py", "unittest.__main__"),
-        ("bin/gunicorn", None),
-    ],
-)
-def test_auto_starts_a_function_if_rerunning_would_run_more_than_the_script(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str, spec: str | None
-) -> None:  # I-19
-    _main(monkeypatch, str(tmp_path / file), spec)
-    call = (lambda function, *args: function(*args)) if file == __file__ else _away
-    assert call(started_by, "auto") == "fork"
-    with pytest.raises(ConfigurationError, match="runs this code among other code, which a second start would run"):
-        call(rerun_command)
-
-
-@pytest.mark.parametrize("name", ["train.py", "celery.py"])
-def test_auto_runs_scripts_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:  # I-19
-    _main(monkeypatch, str(tmp_path / name))
-    assert _away(started_by, "auto") == "SubprocessLauncher"
+def test_auto_runs_scripts_again_unless_other_code_would_run_too(monkeypatch: Any, tmp_path: Path) -> None:  # I-19
+    for name in ("train.py", "celery.py"):
+        _main(monkeypatch, str(tmp_path / name))
+        assert _away(started_by, "auto") == "SubprocessLauncher"
+    refused = "runs this code among other code, which a second start would run"
+    for file, spec in (("bin/pytest", None), ("unittest/__main__.py", "unittest.__main__"), ("bin/gunicorn", None)):
+        _main(monkeypatch, str(tmp_path / file), spec)
+        assert _away(started_by, "auto") == "fork"
+        with pytest.raises(ConfigurationError, match=refused):
+            _away(rerun_command)
+    _main(monkeypatch, __file__)
+    assert started_by("auto") == "fork"  # here, pytest's own calls are on the stack
+    with pytest.raises(ConfigurationError, match=refused):
+        rerun_command()
 
 
 def test_other_test_runners_are_recognised_by_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:  # I-19
@@ -101,23 +96,11 @@ def test_other_test_runners_are_recognised_by_their_calls(monkeypatch: pytest.Mo
 def test_autograd_s_threads_forbid_forking(monkeypatch: pytest.MonkeyPatch) -> None:  # I-19
     # A backward pass starts these threads if there is an accelerator, and a forked copy's backward pass would raise.
     _main(monkeypatch, None)
-    begun, over = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        ctypes.CDLL(None).prctl(15, b"pt_autograd_0", 0, 0, 0)  # PR_SET_NAME
-        begun.set()
-        over.wait()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    try:
-        assert begun.wait(10)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(ctypes.CDLL(None).prctl, 15, b"pt_autograd_0", 0, 0, 0).result()  # names the thread
         assert started_by("auto") == "forkserver"
         with pytest.raises(ConfigurationError, match="autograd's device threads"):
             choose_launcher("fork", 2)
-    finally:
-        over.set()
-        thread.join()
 
 
 def test_auto_starts_a_function_in_an_interactive_session(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,46 +116,26 @@ def test_auto_starts_a_function_in_an_interactive_session(monkeypatch: pytest.Mo
     assert _away(started_by, "auto") == "fork"
 
 
-def test_forking_after_cuda_was_used_is_refused_and_never_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    _main(monkeypatch, None)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert started_by("auto") == "forkserver"
-    with pytest.raises(ConfigurationError, match=r'(?s)launcher="fork" cannot start 2 processes here.*used CUDA'):
-        choose_launcher("fork", 2)
-
-
-@pytest.mark.parametrize(
-    ("spec", "program"),
-    [(None, [__file__]), ("package.__main__", ["-m", "package"]), ("asv.train", ["-m", "asv.train"])],
-)
-def test_the_command_of_a_program(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, spec: str | None, program: list[str]
-) -> None:
-    _main(monkeypatch, __file__, spec)
+def test_the_command_of_a_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    programs = {None: [__file__], "package.__main__": ["-m", "package"], "asv.train": ["-m", "asv.train"]}
     monkeypatch.setattr(sys, "argv", ["relative/name.py", "--lr", "0.1"])
-    command = _away(rerun_command)
-    assert command[0] == sys.executable
-    assert command[-2 - len(program) :] == [*program, "--lr", "0.1"]
+    for spec, program in programs.items():
+        _main(monkeypatch, __file__, spec)
+        command = _away(rerun_command)
+        assert command[0] == sys.executable
+        assert command[-2 - len(program) :] == [*program, "--lr", "0.1"]
     _main(monkeypatch, str(tmp_path / "__main__.py"), "__main__")
     monkeypatch.setattr(sys, "argv", [str(tmp_path)])
     assert _away(rerun_command)[-1] == str(tmp_path)  # a folder
 
 
-@pytest.mark.parametrize(
-    ("file", "argv", "reason"),
-    [
-        (None, "-c", "it comes from python -c"),
-        (None, "", "standard input, a REPL or a notebook"),
-        ("<stdin>", "-", "standard input, a REPL or a notebook"),
-    ],
-)
-def test_a_program_without_a_file_is_refused(
-    monkeypatch: pytest.MonkeyPatch, file: str | None, argv: str, reason: str
-) -> None:  # G-06
-    _main(monkeypatch, None)
-    if file is not None:
-        sys.modules["__main__"].__file__ = file
-    monkeypatch.setattr(sys, "argv", [argv])
-    with pytest.raises(ConfigurationError, match=reason) as caught:
-        rerun_command()
-    assert "put the program into a file" in caught.value.fix
+def test_a_program_without_a_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:  # G-06
+    typed = "standard input, a REPL or a notebook"
+    for file, argv, reason in ((None, "-c", "it comes from python -c"), (None, "", typed), ("<stdin>", "-", typed)):
+        _main(monkeypatch, None)
+        if file is not None:
+            sys.modules["__main__"].__file__ = file
+        monkeypatch.setattr(sys, "argv", [argv])
+        with pytest.raises(ConfigurationError, match=reason) as caught:
+            rerun_command()
+        assert "put the program into a file" in caught.value.fix

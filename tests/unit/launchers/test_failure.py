@@ -42,17 +42,20 @@ def test_an_exception_is_described_with_its_causes() -> None:
     assert (original.what, original.why, original.fix) == ("wrong", "because", "do")
 
 
-@pytest.mark.parametrize(
-    ("code", "name", "text"),
-    [
-        (-11, "SIGSEGV", "Rank 0 was killed by SIGSEGV"),
-        (-63, "signal 63", "Rank 0 was killed by signal 63"),
-        (3, None, "Rank 0 ended with exit code 3"),
-    ],
-)
-def test_exit_codes_are_described(code: int, name: str | None, text: str) -> None:  # G-02
-    failure = Failure.of_exit(0, code)
-    assert (failure.signal_name, failure.describe()) == (name, text)
+def test_the_first_cause_and_exit_codes_are_described() -> None:  # G-01, G-02
+    killed, unnamed, ended = (Failure.of_exit(0, code) for code in (-11, -63, 3))
+    assert (killed.signal_name, killed.describe()) == ("SIGSEGV", "Rank 0 was killed by SIGSEGV")
+    assert (unnamed.signal_name, unnamed.describe()) == ("signal 63", "Rank 0 was killed by signal 63")
+    assert (ended.signal_name, ended.describe()) == (None, "Rank 0 ended with exit code 3")
+    lost = _failure(RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:3"), rank=0)
+    silent = _failure(DistributedError("rank 1 does not answer"), rank=2)
+    cause = _failure(ValueError("x"), rank=1)
+    later = _failure(ValueError("y"), rank=3)
+    killed = Failure.of_exit(4, -9)
+    assert first_cause([lost, silent, later, cause, killed]) is cause
+    assert first_cause([lost, silent, killed]) is killed
+    assert first_cause([lost, silent]) is silent  # it names the rank that did not respond
+    assert first_cause([killed, later]) is later
 
 
 class _Unpicklable(Exception):
@@ -71,8 +74,7 @@ def test_an_error_survives_pickling_and_an_unpicklable_one_is_described() -> Non
     assert (failure.load_error(), failure.message) == (None, "text")
 
 
-@pytest.mark.parametrize("content", ['{"other": 1}', "{"])
-def test_the_first_failure_in_a_file_is_kept_and_a_malformed_file_ignored(content: str, tmp_path: Path) -> None:
+def test_the_first_failure_in_a_file_is_kept_and_a_malformed_file_ignored(tmp_path: Path) -> None:
     path = tmp_path / "failure"
     assert Failure.read(str(path)) is None
     first = _failure(ValueError("first"))
@@ -80,20 +82,9 @@ def test_the_first_failure_in_a_file_is_kept_and_a_malformed_file_ignored(conten
     _failure(ValueError("second")).write(str(path))
     assert Failure.read(str(path)) == first
     assert os.listdir(tmp_path) == ["failure"]
-    path.write_text(content)
-    assert Failure.read(str(path)) is None
-
-
-def test_the_first_cause() -> None:  # G-01, G-02
-    lost = _failure(RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:3"), rank=0)
-    silent = _failure(DistributedError("rank 1 does not answer"), rank=2)
-    cause = _failure(ValueError("x"), rank=1)
-    later = _failure(ValueError("y"), rank=3)
-    killed = Failure.of_exit(4, -9)
-    assert first_cause([lost, silent, later, cause, killed]) is cause
-    assert first_cause([lost, silent, killed]) is killed
-    assert first_cause([lost, silent]) is silent  # it names the rank that did not respond
-    assert first_cause([killed, later]) is later
+    for malformed in ('{"other": 1}', "{"):
+        path.write_text(malformed)
+        assert Failure.read(str(path)) is None
 
 
 class _Planted:
@@ -104,14 +95,6 @@ class _Planted:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, (str(self.path),)
-
-
-def _plant(trace: Path, rank: int = 1) -> str:
-    pickled = base64.b85encode(pickle.dumps(_Planted(trace))).decode()
-    failure = Failure(rank, error_type="ValueError", message="planted", pickled_error=pickled)
-    assert failure.load_error() is None  # a folder is no exception,
-    trace.rmdir()  # but it shows that unpickling works
-    return json.dumps(asdict(failure))
 
 
 def _through_the_control_plane(planted: str) -> Failure | None:
@@ -140,21 +123,22 @@ def _through_the_callers_store(planted: str) -> Failure | None:
 
 @pytest.mark.parametrize("way", [_through_the_control_plane, _through_the_launcher, _through_the_callers_store])
 def test_a_pickle_in_the_store_is_not_opened(way: Any, tmp_path: Path) -> None:  # J-06
-    failure = way(_plant(tmp_path / "trace"))
+    pickled = base64.b85encode(pickle.dumps(_Planted(tmp_path / "trace"))).decode()
+    planted = Failure(1, error_type="ValueError", message="planted", pickled_error=pickled)
+    assert planted.load_error() is None  # a folder is no exception,
+    (tmp_path / "trace").rmdir()  # but it shows that unpickling works
+    failure = way(json.dumps(asdict(planted)))
     assert failure is not None
     assert (failure.message, failure.load_error()) == ("planted", None)
     assert not (tmp_path / "trace").exists()
 
 
-def test_a_failure_goes_into_the_store_as_text() -> None:  # J-06
+def test_a_failure_is_text_in_the_store_and_error_files_are_writable_only_for_this_user() -> None:  # J-06
     failure = Failure.of_exception(1, ValueError("text"))
     assert isinstance(failure.load_error(), ValueError)
     again = Failure.decode(failure.encode())
     assert (again.error_type, again.message, again.traceback) == ("ValueError", "text", failure.traceback)
     assert again.load_error() is None
-
-
-def test_error_files_are_writable_only_for_this_user() -> None:  # J-06
     processes = Processes.of_script(1, ["/bin/sleep", "60"], [{}])
     try:
         folder = Path(processes._scratch.name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 
@@ -12,7 +11,7 @@ from drivetrain import rank_zero_info, rank_zero_warn
 
 
 def test_messages_name_the_line_that_called(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "drivetrain"):
+    with caplog.at_level("INFO", "drivetrain"):
         rank_zero_info("trained for %d epochs", 3)
     with pytest.warns(UserWarning, match="careful") as caught:
         rank_zero_warn("careful")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import socket
 from contextlib import closing
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -16,15 +18,7 @@ from drivetrain._distributed import rendezvous
 from drivetrain._distributed.rendezvous import NO_NAME, admit, admit_first, host
 from drivetrain._engine.topology import find_topology
 from drivetrain._runtime.accelerators import Devices
-from drivetrain.environments import (
-    Environment,
-    LSFEnvironment,
-    MPIEnvironment,
-    Placement,
-    PlainEnvironment,
-    SlurmEnvironment,
-    TorchrunEnvironment,
-)
+from drivetrain.environments import Placement, TorchrunEnvironment
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import FunctionLauncher, SubprocessLauncher
 from drivetrain.launchers import world as launched_world
@@ -47,13 +41,10 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _bare(port: int, rank: int = 0, world_size: int = 2, **more: str) -> TorchrunEnvironment:
-    sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return TorchrunEnvironment({"RANK": str(rank), "LOCAL_RANK": str(rank), **sizes, **where, **more})
-
-
-def _place(environment: Environment) -> Any:
+def _place(port: int, rank: int = 0, **more: str) -> Any:
+    """Return the topology of one of two ranks with the variables that torchrun sets."""
+    variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    environment = TorchrunEnvironment({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **variables, **more})
     return find_topology(environment, Devices("cpu", (0,), chosen=False), 1, strategy=None)
 
 
@@ -61,19 +52,16 @@ class _Script(SubprocessLauncher):
     def command(self) -> list[str]:
         return []  # starts no process
 
-
-def _of_a_script(port: int) -> Any:
-    try:
-        return _Script().launch(Placement(), port=port)
-    finally:
-        set_current_world(None)
+    def host(self, port: int) -> Any:
+        try:
+            return self.launch(Placement(), port=port)
+        finally:
+            set_current_world(None)
 
 
 @requires_linux()
 @pytest.mark.parametrize(
-    "hosting",
-    [lambda port: host("127.0.0.1", port), _of_a_script, lambda port: _place(_bare(port))],
-    ids=["store", "script", "rank 0"],
+    "hosting", [partial(host, "127.0.0.1"), _Script().host, _place], ids=["store", "script", "rank 0"]
 )
 def test_the_store_listens_at_the_given_address_and_a_taken_port_is_named(hosting: Any) -> None:  # J-05, J-06
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
@@ -97,7 +85,7 @@ def test_a_worker_of_rays_listens_at_its_address_and_a_name_is_resolved() -> Non
         assert not answers(port)
 
 
-def test_for_a_foreign_address_it_listens_on_all_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_for_a_foreign_address_it_listens_on_all_interfaces_and_an_unknown_one_is_named() -> None:
     port = _free_port()
     with closing(rendezvous.listen("192.0.2.1", port, 1)):  # an address that leads here, such as a gateway's
         assert answers(port, "127.0.0.1")
@@ -105,9 +93,6 @@ def test_for_a_foreign_address_it_listens_on_all_interfaces(monkeypatch: pytest.
     # A machine's own name may resolve to its loopback device, which other machines cannot reach.
     with closing(rendezvous.listen(socket.gethostname(), port, 2)):
         assert answers(port, "127.0.0.1")
-
-
-def test_an_unknown_address_is_an_error_that_names_it() -> None:
     with pytest.raises(ConfigurationError, match=r"cannot host the store at no\.such\.host\.invalid:0: .*[Nn]ame"):
         host("no.such.host.invalid", 0)
 
@@ -124,12 +109,9 @@ def test_an_unknown_address_is_an_error_that_names_it() -> None:
 def test_two_jobs_are_distinguished(hosts: str, comes: str, why: str) -> None:  # J-05
     store = host("127.0.0.1", 0, job=hosts)
     newcomer = TCPStore("127.0.0.1", store.port, is_master=False)
-    of_torchrun = _bare(store.port, 1, TORCHELASTIC_RUN_ID="none" if comes == NO_NAME else comes)
-    for join in (
-        lambda: admit(newcomer, comes, 1, "127.0.0.1", store.port),
-        lambda: admit_first(newcomer, comes, 1, "127.0.0.1", store.port),
-        lambda: _place(of_torchrun),
-    ):
+    joins = [partial(one, newcomer, comes, 1, "127.0.0.1", store.port) for one in (admit, admit_first)]
+    joins.append(partial(_place, store.port, 1, TORCHELASTIC_RUN_ID="none" if comes == NO_NAME else comes))
+    for join in joins:
         with pytest.raises(ConfigurationError, match=rf"rank 1 connected to 127\.0\.0\.1:{store.port}") as caught:
             join()
         assert f"port {store.port}" in caught.value.why
@@ -138,13 +120,20 @@ def test_two_jobs_are_distinguished(hosts: str, comes: str, why: str) -> None:  
     admit(newcomer, hosts, 1, "127.0.0.1", store.port)  # the rank is still free
 
 
-def test_a_rank_is_refused_a_second_time_but_for_a_store_that_outlives_it() -> None:  # J-05
+def test_a_rank_is_refused_a_second_time_or_by_a_foreign_store(monkeypatch: pytest.MonkeyPatch) -> None:  # J-05
     store = host("127.0.0.1", 0, job=NO_NAME)
     client = TCPStore("127.0.0.1", store.port, is_master=False)
     for rank in (1, 2):
         admit(client, NO_NAME, rank, "127.0.0.1", store.port)
     with pytest.raises(ConfigurationError, match="where another process is already rank 1"):
         admit(client, NO_NAME, 1, "127.0.0.1", store.port)
+    monkeypatch.setattr(rendezvous, "_JOB_KEY_TIMEOUT", rendezvous._JOB_KEY_TIMEOUT / 600)
+    foreign = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{foreign.port}, which is not the store of this"):
+        admit(foreign, NO_NAME, 1, "127.0.0.1", foreign.port)
+
+
+def test_a_store_that_outlives_a_rank_admits_it_again() -> None:  # J-05
     outliving = host("127.0.0.1", 0)
     for _ in range(2):
         admit_first(outliving, "run 3", 1, "127.0.0.1", outliving.port)
@@ -152,54 +141,23 @@ def test_a_rank_is_refused_a_second_time_but_for_a_store_that_outlives_it() -> N
         admit_first(outliving, "run 4", 0, "127.0.0.1", outliving.port)
 
 
-def test_a_foreign_store_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:  # J-05
-    monkeypatch.setattr(rendezvous, "_JOB_KEY_TIMEOUT", rendezvous._JOB_KEY_TIMEOUT / 600)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{store.port}, which is not the store of this"):
-        admit(store, NO_NAME, 1, "127.0.0.1", store.port)
-
-
-@pytest.mark.parametrize(
-    ("environment", "name"),
-    [
-        (TorchrunEnvironment({"TORCHELASTIC_RUN_ID": "x"}), "x"),
-        (TorchrunEnvironment({"TORCHELASTIC_RUN_ID": "none"}), None),
-        (PlainEnvironment({"TORCHELASTIC_RUN_ID": "x"}), "x"),
-        (SlurmEnvironment({"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "3"}), "SLURM's job 12, step 3"),
-        (MPIEnvironment({"PMIX_NAMESPACE": "77"}), "MPI's job 77"),
-        (MPIEnvironment({}), None),
-        (LSFEnvironment({"LSB_JOBID": "5", "JSM_NAMESPACE_ID": "1"}), "LSF's job 5, step 1"),
-    ],
-)
-def test_a_job_is_identified_by_its_starter(environment: Environment, name: str | None) -> None:  # J-05
-    assert environment.job == name
-
-
-def test_a_process_keeps_its_store_after_a_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_keeps_its_store_and_renews_a_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = _free_port()
-    first = _place(_bare(port))
+    first = _place(port)
     monkeypatch.chdir(tmp_path)
     first.store.set("x", "y")
-    assert _place(_bare(port)).store.get("x") == b"y"
-
-
-def test_a_connection_is_renewed_if_another_store_listens_on_its_port() -> None:
+    assert _place(port).store.get("x") == b"y"  # although the directory has changed
     port = _free_port()
     for value in (b"first", b"second"):
         store = host("127.0.0.1", port)  # the agent of torchrun hosts it, and may be started again
-        rank = _place(_bare(port, 1, TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RUN_ID="run"))
+        rank = _place(port, 1, TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RUN_ID="run")
         rank.store.set("x", value)
         assert rank.store.get("x") == value
         del store
 
 
 def test_a_refused_process_does_not_try_again(monkeypatch: pytest.MonkeyPatch) -> None:  # G-01, J-05
-    tried = []
-
-    def connect(*args: Any, **options: Any) -> TCPStore:
-        tried.append(args)
-        return TCPStore(*args, **options)
-
+    connect = Mock(wraps=TCPStore)
     monkeypatch.setattr(launched_world, "TCPStore", connect)
     monkeypatch.setattr(launched_world, "_CONNECT_LIMIT_ONE_NODE", timedelta(seconds=0.1))
     store = host("127.0.0.1", 0, job="a")
@@ -212,4 +170,4 @@ def test_a_refused_process_does_not_try_again(monkeypatch: pytest.MonkeyPatch) -
                 with pytest.raises(error, match=r"timed out|another job"):
                     world.store("runs")
             assert world.failures() == []  # queried while the error is reported
-    assert len(tried) == 2
+    assert connect.call_count == 2

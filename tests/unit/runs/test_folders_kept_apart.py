@@ -1,22 +1,19 @@
-"""Runs do not change each other's folders or records: J-13."""
+"""Runs, and loggers that several runs use, do not change other runs' folders or records: J-13."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from run_case import NAME, Net, data, edit, fit, left_running, record, rows, stopped, trained
+from run_case import NAME, Net, data, edit, every, fit, folders, left_running, record, rows, stopped, trained, watched
 
-from drivetrain import TrainModule
 from drivetrain._engine import checkpoints, run_start
 from drivetrain.callbacks import Checkpoint
 from drivetrain.errors import ConfigurationError
-from drivetrain.loggers import CSVLogger
-from drivetrain.runs import _liveness, _resume_choice
-from drivetrain.runs._record import now
+from drivetrain.loggers import CSVLogger, TensorBoardLogger
+from drivetrain.runs import _resume_choice
 
 
 def two_roots(root: Path) -> list[CSVLogger]:
@@ -26,38 +23,32 @@ def two_roots(root: Path) -> list[CSVLogger]:
 class Bare(Net):
     """A module without hyper-parameters, so that nothing is written before the first values."""
 
-    def __init__(self, at_step: Callable[[int], None] = lambda step: None) -> None:
-        TrainModule.__init__(self)
-        self.at_step = at_step
-        self.net = torch.nn.Linear(3, 1)
+    def save_hyperparameters(self, *names: Any, **options: Any) -> None:
+        """Do nothing."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_loggers_with_other_roots_continue_in_their_folders(tmp_path: Path) -> None:
-    # J-13: previously the second logger used the first one's version, and therefore another run's files
+def test_loggers_with_other_roots_continue_in_their_folders(tmp_path: Path) -> None:  # J-13
     for _ in range(2):
         trained(tmp_path, logger=CSVLogger(tmp_path / "b"))
-    others = [(tmp_path / "b" / NAME / one / "metrics.csv").read_bytes() for one in ("version_0", "version_1")]
-    often = Checkpoint(every_n_train_steps=2)
-    stopped(tmp_path, step=5, logger=two_roots(tmp_path), callbacks=often)
-    again = trained(tmp_path, "auto", logger=two_roots(tmp_path), callbacks=Checkpoint(every_n_train_steps=2))
+    files = [tmp_path / "b" / NAME / one / "metrics.csv" for one in ("version_0", "version_1")]
+    others = [file.read_bytes() for file in files]
+    stopped(tmp_path, step=5, logger=two_roots(tmp_path), callbacks=every(2))
+    again = trained(tmp_path, "auto", logger=two_roots(tmp_path), callbacks=every(2))
     assert again.log_dir == str(tmp_path / "a" / NAME / "version_0")
     assert [one.version for one in again.loggers] == [0, 2]
     assert rows(tmp_path / "a" / NAME / "version_0") == rows(tmp_path / "b" / NAME / "version_2")
-    kept = [(tmp_path / "b" / NAME / one / "metrics.csv").read_bytes() for one in ("version_0", "version_1")]
-    assert kept == others
+    assert [file.read_bytes() for file in files] == others
 
 
-def test_simultaneous_runs_have_separate_folders_under_other_roots(tmp_path: Path) -> None:
-    # J-13: previously both wrote to b/version_0
-    inner: list[Any] = []
-
+def test_simultaneous_runs_have_separate_folders_under_other_roots(tmp_path: Path) -> None:  # J-13
     def other(step: int) -> None:
         if step == 0:  # the outer run has announced a version, but has not written yet
             inner.append(trained(tmp_path, module=Bare(), logger=two_roots(tmp_path)))
 
+    inner: list[Any] = []
     outer = fit(tmp_path, logger=two_roots(tmp_path))
     outer.fit(Bare(at_step=other), data())
     assert [one.version for one in inner[0].loggers] == [1, 0]
@@ -67,31 +58,22 @@ def test_simultaneous_runs_have_separate_folders_under_other_roots(tmp_path: Pat
     assert steps == [list("123456")] * 2
 
 
-def test_auto_resumes_after_an_evaluation(tmp_path: Path) -> None:  # J-13: it silently started afresh
-    stopped(tmp_path, step=5, callbacks=Checkpoint(every_n_train_steps=2))
-    trainer, module = fit(tmp_path, callbacks=Checkpoint(every_n_train_steps=2)), Net()
-    trainer.validate(module, data(), verbose=False)
-    trainer.fit(module, data(), ckpt_path="auto")
-    assert trainer.log_dir == str(tmp_path / NAME / "version_0")
-    assert [(one["from_step"], one["to_step"]) for one in record(trainer.log_dir)["parts"]] == [(0, 5), (4, 6)]
-
-
-def test_an_evaluation_does_not_change_the_record_of_the_training(tmp_path: Path) -> None:
-    # J-13: the record of a failed run said "finished" once it had been tested
-    def logger() -> CSVLogger:
-        return CSVLogger(tmp_path, version="mine")
-
-    trainer = stopped(tmp_path, step=5, logger=logger(), callbacks=Checkpoint(every_n_train_steps=2))
+def test_an_evaluation_does_not_change_the_record_of_the_training(tmp_path: Path) -> None:  # J-13
+    trainer = stopped(tmp_path, step=5, callbacks=every(2))
     before = record(trainer.log_dir)
     assert before["status"] == "failed"
-    fit(tmp_path, logger=logger()).test(Net(), data(), verbose=False)  # as in another process
+    fit(tmp_path, logger=CSVLogger(tmp_path, version=0)).test(Net(), data(), verbose=False)
     assert record(trainer.log_dir) == before
     trainer.test(Net(), data(), verbose=False)
     assert "test" in rows(trainer.log_dir)[-1]
     after = record(trainer.log_dir)
-    names = ("status", "why", "ended", "parts")
-    assert [after[one] for one in names] == [before[one] for one in names]
-    assert trained(tmp_path, "auto", logger=logger(), max_epochs=2).run_id == trainer.run_id
+    for name in ("status", "why", "ended", "parts"):
+        assert after[name] == before[name]
+    again, module = fit(tmp_path, callbacks=every(2)), Net()
+    again.validate(module, data(), verbose=False)
+    again.fit(module, data(), ckpt_path="auto")
+    assert (again.log_dir, again.run_id) == (trainer.log_dir, trainer.run_id)
+    assert [(one["from_step"], one["to_step"]) for one in record(again.log_dir)["parts"]] == [(0, 5), (4, 6)]
 
 
 def test_a_run_killed_after_its_last_checkpoint_is_finished(tmp_path: Path) -> None:  # J-13
@@ -106,20 +88,18 @@ def test_a_run_killed_after_its_last_checkpoint_is_finished(tmp_path: Path) -> N
 
 
 def test_a_run_with_malformed_lists_and_remains_of_a_record_resumes(tmp_path: Path) -> None:
-    trainer = stopped(tmp_path, step=5, callbacks=Checkpoint(every_n_train_steps=2))
+    trainer = stopped(tmp_path, step=5, callbacks=every(2))
     edit(trainer.log_dir, checkpoints=[7, None, "x"], events=["y"], parts=[1], loggers=[3])
     remains = Path(str(trainer.log_dir)) / "run.json.0a1b2c3d.new"
     remains.write_text("{")
-    again = trained(tmp_path, "auto", callbacks=Checkpoint(every_n_train_steps=2))
+    again = trained(tmp_path, "auto", callbacks=every(2))
     assert (again.log_dir, again.global_step) == (trainer.log_dir, 6)
     assert [one["step"] for one in record(again.log_dir)["checkpoints"]] == [6]
     assert not remains.exists()
 
 
 @pytest.mark.parametrize("folder", ["nowhere://bucket/version_0", "version_0\0"], ids=["protocol", "null"])
-def test_a_checkpoint_of_an_unreachable_run_can_be_resumed(
-    tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:  # J-13: as after a copy from a store that is unreachable here
+def test_a_checkpoint_of_an_unreachable_run_is_resumed(tmp_path: Path, folder: str, monkeypatch: Any) -> None:  # J-13
     monkeypatch.setattr(_resume_choice, "_SHORT_RETRY_SECONDS", 0.0)
     monkeypatch.setattr(checkpoints, "_absolute", lambda path: folder)
     trained(tmp_path / "there", callbacks=Checkpoint(dirpath=tmp_path / "copied"))
@@ -132,19 +112,11 @@ def test_a_checkpoint_of_an_unreachable_run_can_be_resumed(
 @pytest.mark.parametrize(("which", "alive"), [(None, False), ("auto", False), ("auto", True)])
 def test_a_folder_by_name_is_not_taken_from_a_run_on_another_machine(
     tmp_path: Path, which: str | None, alive: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:  # J-13: it was used, and the other run's record was archived
+) -> None:  # J-13
     folder = Path(str(trained(tmp_path, logger=CSVLogger(tmp_path, version=4)).log_dir))
     left_running(folder, host="elsewhere")
-    monkeypatch.setattr(_liveness, "WATCH_SECONDS", 0.6)
-    monkeypatch.setattr(run_start, "_POLL_INTERVAL", 0.3)
-    original = _liveness.HeartbeatWatch.poll
-
-    def poll(self: Any, pause: float) -> None:
-        if alive:
-            edit(folder, heartbeat=now())
-        original(self, pause)
-
-    monkeypatch.setattr(_liveness.HeartbeatWatch, "poll", poll)
+    monkeypatch.setattr(run_start, "_POLL_INTERVAL", 0.2)
+    watched(monkeypatch, folder, alive)
     if alive:
         with pytest.raises(ConfigurationError, match=r"under way \(process \d+ on elsewhere\)"):
             trained(tmp_path, which, logger=CSVLogger(tmp_path, version=4))
@@ -154,8 +126,7 @@ def test_a_folder_by_name_is_not_taken_from_a_run_on_another_machine(
     assert [one.name for one in folder.glob("run-*.json")] == ([] if which else ["run-1.json"])
 
 
-def test_a_failing_logger_does_not_prevent_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # J-13: the run failed before the checkpoint was written
+def test_a_failing_logger_does_not_prevent_a_checkpoint(tmp_path: Path, caplog: Any) -> None:  # J-13
     class Offline(CSVLogger):
         def save(self) -> None:
             raise ValueError("no network")
@@ -184,3 +155,41 @@ def test_a_record_without_permission_is_ignored(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr("builtins.open", refuse)
     assert trained(tmp_path, "auto", max_epochs=2).log_dir == trainer.log_dir
+
+
+class Wide(Net):
+    """Logs an additional value first."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("first", 5.0)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_reused_logger_starts_a_table_with_the_columns_of_its_run(tmp_path: Path) -> None:  # J-13
+    logger = CSVLogger(tmp_path)
+    trained(tmp_path, module=Wide(), logger=logger)
+    again = trained(tmp_path, logger=logger)
+    assert list(rows(again.log_dir)[0]) == ["step", "epoch", "loss_step", "loss_epoch"]
+
+
+def test_a_logger_that_continues_in_another_folder_keeps_its_columns(tmp_path: Path) -> None:  # J-13
+    folder = Path(str(trained(tmp_path, module=Wide(), max_steps=4).log_dir))
+    logger = CSVLogger(tmp_path, version="another")
+    logger.log_metrics({"loss_step": 1.0}, 1)
+    logger.save()
+    logger.adopt(folder.name)
+    logger.rewind(4)
+    logger.log_metrics({"loss_step": 9.0}, 5)
+    logger.save()
+    assert (rows(folder)[-1]["step"], rows(folder)[-1]["loss_step"], rows(folder)[-1]["first"]) == ("5", "9.0", "")
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_values_logged_before_the_run_are_in_its_folder(tmp_path: Path, kind: Any) -> None:  # J-13
+    logger = kind(tmp_path)
+    logger.log_hyperparams({"of": "the script"})
+    assert folders(tmp_path) == ["version_0"]
+    trained(tmp_path, logger=logger)
+    assert folders(tmp_path) == ["version_0"]
+    trained(tmp_path, logger=logger)
+    assert folders(tmp_path) == ["version_0", "version_1"]

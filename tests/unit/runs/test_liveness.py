@@ -11,8 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from drivetrain.runs import _process
 from drivetrain.runs._liveness import is_alive, running_ids
 from drivetrain.runs._process import Job, Process
@@ -35,12 +33,7 @@ def test_a_process_lives_until_it_has_ended() -> None:
     assert seen.is_alive() is False
 
 
-@pytest.mark.parametrize("other", [{"host": "another"}, {"boot": "before"}, {"namespace": "pid:[1]"}], ids=str)
-def test_processes_of_other_machines_are_unknown(other: dict[str, Any]) -> None:
-    assert replace(Process.here(), **other).is_alive() is None
-
-
-def test_a_process_of_another_user_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_of_another_user_is_alive_and_one_of_another_machine_unknown(monkeypatch: Any) -> None:
     def forbidden(pid: int, number: int) -> None:
         raise PermissionError
 
@@ -50,44 +43,29 @@ def test_a_process_of_another_user_is_alive(monkeypatch: pytest.MonkeyPatch) -> 
     assert replace(here, began="1").is_alive() is False
     monkeypatch.setattr(_process, "_start_time", lambda pid: "")  # hidden by the system
     assert here.is_alive() is True
+    for other in (replace(here, host="another"), replace(here, boot="before"), replace(here, namespace="pid:[1]")):
+        assert other.is_alive() is None
 
 
-@pytest.mark.parametrize(
-    "document", [None, 3, {}, {"pid": "1"}, {"pid": -1}, {"pid": True}, {"pid": 1, "host": 2}, {"pid": 2**40}], ids=str
-)
-def test_invalid_process_entries(document: Any) -> None:
-    assert Process.from_json(document) is None
-    assert Job.from_json(document) == []
-    assert Job.from_json([document]) == []
-
-
-def test_jobs_of_slurm_and_torchrun() -> None:
-    variables = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_RESTART_COUNT": "2",
-        "SLURM_STEP_ID": "0",
-        "TORCHELASTIC_RUN_ID": "mine",
-        "TORCHELASTIC_RESTART_COUNT": "x",
-    }
-    jobs = Job.of(variables)
+def test_jobs_of_slurm_and_torchrun_and_invalid_entries() -> None:
+    for document in (None, 3, {}, {"pid": "1"}, {"pid": -1}, {"pid": True}, {"pid": 1, "host": 2}, {"pid": 2**40}):
+        assert Process.from_json(document) is None
+        assert Job.from_json(document) == Job.from_json([document]) == []
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "SLURM_STEP_ID": "0"}
+    jobs = Job.of({**slurm, "TORCHELASTIC_RUN_ID": "mine", "TORCHELASTIC_RESTART_COUNT": "x"})
     assert jobs == [Job("slurm", "7", 2, "0"), Job("elastic", "mine", 0)]
     assert Job.from_json([one.as_json() for one in jobs]) == jobs
-    for unnamed in ({}, {"TORCHELASTIC_RUN_ID": "none"}):
-        assert Job.of(unnamed) == []
+    assert Job.of({}) == Job.of({"TORCHELASTIC_RUN_ID": "none"}) == []
 
 
-def _running(process: Process, *jobs: Job, identifier: str = "a") -> Record:
-    document = {
-        "id": identifier,
-        "status": "running",
-        "process": process.as_json(),
-        "job": [one.as_json() for one in jobs],
-    }
+def _running(process: Process, *jobs: Job) -> Record:
+    document = {"id": "a", "status": "running", "process": process.as_json(), "job": [one.as_json() for one in jobs]}
     return Record("runs/version_0", document)
 
 
 def test_the_liveness_of_a_recorded_run() -> None:
     here, away = Process.here(), replace(Process.here(), host="another")
+    first = replace(here, pid=1, began=_process._start_time(1))
     ours, requeued = Job("slurm", "7"), Job("slurm", "7", restarts=1)
     assert is_alive(Record("f", {"status": "finished"}), []) is False
     assert is_alive(Record("f", {"status": "running"}), []) is None  # the record names no process
@@ -100,8 +78,8 @@ def test_the_liveness_of_a_recorded_run() -> None:
     assert is_alive(_running(away), [ours]) is None
     assert is_alive(_running(away, ours), [ours]) is False
     assert is_alive(_running(away, ours), [requeued]) is False
-    assert is_alive(_running(replace(here, pid=1, began=_process._start_time(1)), ours), [requeued]) is False
-    assert is_alive(_running(replace(here, pid=1, began=_process._start_time(1)), ours), [ours]) is True
+    assert is_alive(_running(first, ours), [requeued]) is False
+    assert is_alive(_running(first, ours), [ours]) is True
     step = replace(ours, step="1")
     assert is_alive(_running(away, step), [replace(ours, step="2")]) is None
     assert is_alive(_running(away, Job("elastic", "x", 3)), [Job("elastic", "x", 3)]) is False

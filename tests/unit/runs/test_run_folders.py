@@ -8,36 +8,31 @@ from typing import Any
 
 import fsspec
 import pytest
-from run_case import Net, data, fit, folders, left_running, process_of, record, trained
+from run_case import Net, data, fit, folders, left_running, record, rows, trained
 
-from drivetrain import Callback, Fit, Logger
-from drivetrain.callbacks import Checkpoint
+from drivetrain import Fit, Logger
+from drivetrain.callbacks import Checkpoint, LambdaCallback
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import CSVLogger, TensorBoardLogger
 
 
-def test_a_run_has_its_files_in_one_folder(tmp_path: Path) -> None:  # J-13
-    trainer = trained(tmp_path)
-    folder = tmp_path / "drivetrain_logs" / "version_0"
-    assert trainer.log_dir == str(folder) == trainer.logger.log_dir  # type: ignore[union-attr]
-    assert sorted(one.name for one in folder.iterdir()) == ["checkpoints", "hparams.json", "metrics.csv", "run.json"]
-    assert Path(trainer.checkpoint_callback.best_model_path).parent == folder / "checkpoints"  # type: ignore[union-attr]
-    assert [one.name for one in tmp_path.iterdir()] == ["drivetrain_logs"]
-
-
-def test_each_fit_of_one_trainer_has_its_own(tmp_path: Path) -> None:  # J-13
-    trainer = fit(tmp_path)
-    seen = []
-    for _ in range(3):
+def test_each_fit_has_all_its_files_in_a_folder_of_its_own(tmp_path: Path) -> None:  # J-13
+    trainer: Any = fit(tmp_path)
+    runs: dict[Path, str] = {}
+    for number in range(3):
         trainer.fit(Net(), data())
-        seen.append((trainer.log_dir, trainer.run_id))
-    assert [folder for folder, _ in seen] == [str(tmp_path / "drivetrain_logs" / f"version_{n}") for n in range(3)]
-    assert len({run for _, run in seen}) == 3
-    for folder, run in seen:
+        folder = tmp_path / "drivetrain_logs" / f"version_{number}"
+        runs[folder] = trainer.run_id
+        assert trainer.log_dir == str(folder) == trainer.logger.log_dir
+        assert Path(trainer.checkpoint_callback.best_model_path).parent == folder / "checkpoints"
+    assert len(set(runs.values())) == 3
+    for folder, run in runs.items():
+        files = sorted(one.name for one in folder.iterdir())
+        assert files == ["checkpoints", "hparams.json", "metrics.csv", "run.json"]
         assert record(folder)["id"] == run
-        rows = (Path(str(folder)) / "metrics.csv").read_text().splitlines()
-        assert [row.split(",")[0] for row in rows[1:]] == ["1", "2", "3", "4", "5", "6"]
-        assert len(list((Path(str(folder)) / "checkpoints").glob("epoch=*"))) == 1
+        assert [row["step"] for row in rows(folder)] == ["1", "2", "3", "4", "5", "6"]
+        assert len(list((folder / "checkpoints").glob("epoch=*"))) == 1
+    assert [one.name for one in tmp_path.iterdir()] == ["drivetrain_logs"]
 
 
 def test_loggers_with_one_root_and_name_share_a_folder(tmp_path: Path) -> None:  # J-13
@@ -68,24 +63,22 @@ def test_a_loggers_own_version_is_the_folders(tmp_path: Path, caplog: pytest.Log
     second = trained(tmp_path, logger=CSVLogger(tmp_path, version="mine"))
     assert "has an earlier run's files; its record is kept as run-1.json" in caplog.text
     assert second.run_id != first.run_id
-    names = sorted(one.name for one in (tmp_path / "drivetrain_logs" / "mine").iterdir())
-    assert {"run.json", "run-1.json"} <= set(names)
-    assert sorted(one.name for one in (tmp_path / "drivetrain_logs/mine/checkpoints").glob("epoch=*")) == [
-        "epoch=0-step=6",
-        "epoch=0-step=6-v1",
-    ]
+    folder = tmp_path / "drivetrain_logs" / "mine"
+    assert {"run.json", "run-1.json"} <= {one.name for one in folder.iterdir()}
+    saved = sorted(one.name for one in (folder / "checkpoints").glob("epoch=*"))
+    assert saved == ["epoch=0-step=6", "epoch=0-step=6-v1"]
     # The folder of a running run is refused.
-    left_running(second.log_dir, **process_of(1))
+    left_running(second.log_dir)
     with pytest.raises(ConfigurationError, match=r"belongs to a run that is under way \(process 1 on "):
         fit(tmp_path, logger=CSVLogger(tmp_path, version="mine")).fit(Net(), data())
 
 
 def test_an_announced_version_is_kept(tmp_path: Path) -> None:  # J-13
     logger = CSVLogger(tmp_path)
-    told = Path(logger.log_dir)
-    told.mkdir(parents=True)
-    (told / "config.yaml").write_text("theirs")  # the user puts a file there before the run
-    assert trained(tmp_path, logger=logger).log_dir == str(told)
+    announced = Path(logger.log_dir)
+    announced.mkdir(parents=True)
+    (announced / "config.yaml").write_text("theirs")  # the user puts a file there before the run
+    assert trained(tmp_path, logger=logger).log_dir == str(announced)
     # Another run claimed it first.
     late = CSVLogger(tmp_path)
     assert late.version == 1
@@ -94,28 +87,22 @@ def test_an_announced_version_is_kept(tmp_path: Path) -> None:  # J-13
 
 
 def test_without_a_logger_the_folder_is_for_checkpoints_only(tmp_path: Path) -> None:  # J-13
-    class AddedInSetup(Callback):
-        def setup(self, trainer: Any, module: Any, stage: str) -> None:
-            trainer.callbacks.append(Checkpoint())
-
-    trainer = trained(tmp_path, logger=False, enable_checkpointing=False, callbacks=AddedInSetup())
+    added = LambdaCallback(setup=lambda trainer, module, stage: trainer.callbacks.append(Checkpoint()))
+    trainer = trained(tmp_path, logger=False, enable_checkpointing=False, callbacks=added)
     assert trainer.log_dir == str(tmp_path / "drivetrain_logs" / "version_0")
     assert sorted(one.name for one in Path(trainer.log_dir).iterdir()) == ["checkpoints", "run.json"]
     default = Fit(default_root_dir=tmp_path, max_epochs=1, logger=False, accelerator="cpu", enable_progress_bar=False)
     default.fit(Net(), data())
     assert default.log_dir == str(tmp_path / "drivetrain_logs" / "version_1")
-    nothing = trained(tmp_path / "none", logger=False, callbacks=None, enable_checkpointing=False)
-    assert (nothing.log_dir, nothing.run_id) == (None, "")
-    assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize("options", [{"fast_dev_run": True}, {"barebones": True, "log_every_n_steps": 0}], ids=str)
-def test_trial_runs_write_nothing(tmp_path: Path, options: dict[str, Any]) -> None:  # J-13
-    if "barebones" in options:  # barebones refuses user callbacks
-        options = {**options, "callbacks": None, "logger": None}
-    trainer = trained(tmp_path, **options)
-    assert trainer.log_dir is None
-    assert list(tmp_path.iterdir()) == []
+def test_trial_runs_and_runs_without_loggers_and_checkpoints_write_nothing(tmp_path: Path) -> None:  # J-13
+    barebones = {"barebones": True, "log_every_n_steps": 0, "callbacks": None, "logger": None}
+    nothing = {"logger": False, "callbacks": None, "enable_checkpointing": False}
+    for options in ({"fast_dev_run": True}, barebones, nothing):
+        trainer = trained(tmp_path, **options)
+        assert (trainer.log_dir, trainer.run_id) == (None, "")
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_an_evaluation_has_a_folder_only_with_a_file_logger(tmp_path: Path) -> None:  # J-13
@@ -129,8 +116,7 @@ def test_an_evaluation_has_a_folder_only_with_a_file_logger(tmp_path: Path) -> N
     fit(tmp_path).test(Silent(), data())
     fit(tmp_path).predict(Silent(), data())
     assert list(tmp_path.iterdir()) == []
-    alone = fit(tmp_path, logger=[CSVLogger(tmp_path), TensorBoardLogger(tmp_path)])
-    alone.test(Net(), data(), verbose=False)
+    fit(tmp_path, logger=[CSVLogger(tmp_path), TensorBoardLogger(tmp_path)]).test(Net(), data(), verbose=False)
     assert folders(tmp_path) == ["version_0"]
     written = record(tmp_path / "drivetrain_logs" / "version_0")
     assert (written["stage"], written["status"]) == ("test", "finished")
@@ -144,10 +130,8 @@ def test_an_evaluation_logs_to_the_folder_of_the_fit(tmp_path: Path) -> None:
     trainer.fit(Net(), data())
     trainer.test(Net(), data(), verbose=False)
     assert folders(tmp_path) == ["version_0"]
-    folder = tmp_path / "drivetrain_logs" / "version_0"
-    table = (folder / "metrics.csv").read_text()
-    assert {"val", "loss", "test"} <= set(table.splitlines()[0].replace("_step", "").split(","))
-    written = record(folder)
+    assert {"val", "loss_step", "test"} <= rows(trainer.log_dir)[0].keys()
+    written = record(trainer.log_dir)
     assert (written["stage"], written["status"], written["why"]) == ("fit", "finished", "max_epochs=1 is reached")
     assert [event["kind"] for event in written["events"]] == ["began", "evaluated"]
     trainer.fit(Net(), data())
@@ -186,18 +170,16 @@ class Minimal(Logger):
     version = "its own"
 
     def __init__(self, root: Path | None = None) -> None:
-        self.rows: list[int] = []
         self._root = root
 
     @property
     def save_dir(self) -> str | None:
         return None if self._root is None else str(self._root)
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        self.rows.append(step)
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None: ...
 
 
-def test_third_party_loggers(tmp_path: Path) -> None:  # J-13: the first logger with files decides
+def test_the_first_logger_with_files_names_the_folder(tmp_path: Path) -> None:  # J-13
     none = trained(tmp_path / "a", logger=[Minimal(), CSVLogger(tmp_path / "a", name="second")])
     assert none.log_dir == str(tmp_path / "a" / "second" / "version_0")
     own = trained(tmp_path / "b", logger=[Minimal(tmp_path / "b"), CSVLogger(tmp_path / "b")])
@@ -207,8 +189,6 @@ def test_third_party_loggers(tmp_path: Path) -> None:  # J-13: the first logger 
     assert without_files.log_dir == str(tmp_path / "c" / "drivetrain_logs" / "version_0")
 
     class Adopting(Minimal):
-        """Is told the name of the run's folder."""
-
         version = ""
 
         def adopt(self, version: str) -> None:
