@@ -1,4 +1,4 @@
-"""Saves into a store with seeded failures lose nothing and mix no checkpoints. J-04, J-08."""
+"""Saves into a store with seeded failures lose nothing and mix no checkpoints."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def table(tried: Sequence[Tried]) -> str:
 
 @requires_linux()
 @pytest.mark.timeout(60 + 2 * FAULTS)
-def test_no_checkpoint_is_lost_or_mixed(tmp_path: Path) -> None:
+def test_no_checkpoint_is_lost_or_mixed(tmp_path: Path) -> None:  # J-04, J-08
     tried = [_killed(tmp_path / f"killed-{number}", number) for number in range(EACH)]
     for ranks in (1, 2):
         told = run_distributed(_try_all, ranks, tmp_path / str(ranks), EACH, ranks, timeout=60 + 2 * FAULTS)
