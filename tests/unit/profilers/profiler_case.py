@@ -14,18 +14,9 @@ from drivetrain.profilers import SimpleProfiler
 
 def fit(path: Path, **options: Any) -> Fit:
     """Return a `Fit` of one epoch on the CPU whose files go to ``path``."""
-    settings: dict[str, Any] = {
-        "default_root_dir": path,
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "num_sanity_val_steps": 0,
-        "max_epochs": 1,
-        "seed": 0,
-    }
-    return Fit(**{**settings, **options})
+    off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    settings: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 1, "num_sanity_val_steps": 0, "seed": 0, **off}
+    return Fit(**{"default_root_dir": path, **settings, **options})
 
 
 def loader(samples: int = 8) -> DataLoader[Any]:
@@ -45,9 +36,6 @@ class Net(TrainModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.layer(batch).square().mean())
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.layer(batch)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         return self.layer(batch)

@@ -3,16 +3,44 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from profiler_case import FailingNet, Net, SpanningNet, fit, loader
 from torch.profiler import profile, schedule
-from trace_events import is_within, overlapping, spans_of
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.profilers import PyTorchProfiler
+
+
+def spans_of(trace: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """Return the complete events of that name, by their beginnings."""
+    found = [one for one in trace["traceEvents"] if one["ph"] == "X" and one["name"] == name]
+    return sorted(found, key=lambda one: one["ts"])
+
+
+def is_within(inner: dict[str, Any], outer: dict[str, Any]) -> bool:
+    return outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1e-3
+
+
+def overlapping(trace: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return pairs of complete events of one thread that overlap, and of which neither is within the other."""
+    threads = defaultdict(list)
+    for one in trace["traceEvents"]:
+        if one["ph"] == "X":
+            threads[one["pid"], one["tid"]].append(one)
+    found = []
+    for events in threads.values():
+        open_events: list[dict[str, Any]] = []
+        for one in sorted(events, key=lambda one: (one["ts"], -one["dur"])):
+            while open_events and open_events[-1]["ts"] + open_events[-1]["dur"] <= one["ts"] + 1e-3:
+                open_events.pop()
+            if open_events and not is_within(one, open_events[-1]):
+                found.append((open_events[-1]["name"], one["name"]))
+            open_events.append(one)
+    return found
 
 
 def trace_in(folder: Path, name: str = "*.trace.json") -> dict[str, Any]:
@@ -29,10 +57,7 @@ def steps_of(trace: dict[str, Any]) -> list[int]:
     return sorted(int(name.partition("#")[2]) for name in names)
 
 
-def test_a_trace_has_the_form_that_perfetto_reads_and_our_phases(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # L-05
+def test_a_trace_has_the_form_that_perfetto_reads_and_our_phases(tmp_path: Path, capsys: Any) -> None:  # L-05
     runner = fit(tmp_path, profiler="pytorch", gradient_clip_val=1.0)
     runner.fit(SpanningNet(), loader(32), loader())
     assert runner.log_dir is not None
@@ -54,8 +79,7 @@ def test_a_trace_has_the_form_that_perfetto_reads_and_our_phases(
     assert f"https://ui.perfetto.dev: {path}" in text
 
 
-def test_a_validation_within_the_traced_steps_nests_and_counts_its_batches(tmp_path: Path) -> None:
-    # L-05
+def test_a_validation_within_the_traced_steps_nests_and_counts_its_batches(tmp_path: Path) -> None:  # L-05
     runner = fit(tmp_path, profiler=PyTorchProfiler(schedule=schedule(wait=0, warmup=1, active=6, repeat=1)))
     runner.fit(Net(), loader(), loader(4))
     trace = trace_in(tmp_path)
@@ -73,21 +97,19 @@ def test_each_cycle_of_a_schedule_has_its_own_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", ["validate", "predict"])
-def test_an_evaluation_is_traced(tmp_path: Path, stage: str) -> None:
-    # L-05
+def test_an_evaluation_is_traced(tmp_path: Path, stage: str) -> None:  # L-05
     getattr(fit(tmp_path, profiler="pytorch"), stage)(Net(), loader(12))
     trace = trace_in(tmp_path / "profile", f"{stage}-pytorch-rank-0.trace.json")
     assert steps_of(trace) == [2, 3, 4]
     assert len(spans_of(trace, "forward")) == 3
 
 
-def test_a_run_that_fails_while_it_is_traced_writes_the_trace(tmp_path: Path) -> None:
-    # L-05
+def test_a_run_that_fails_while_it_is_traced_writes_the_trace(tmp_path: Path) -> None:  # L-05
     with pytest.raises(ValueError, match="no more"):
         fit(tmp_path, profiler="pytorch").fit(FailingNet(), loader(32))
     assert steps_of(trace_in(tmp_path)) == [2, 3]
-    with profile():  # raises if another profiler is active
-        pass
+    with profile(), pytest.raises(ConfigurationError, match="one profiler at a time"):  # and no other is active now
+        fit(tmp_path, profiler="pytorch").fit(Net(), loader())
 
 
 def test_a_run_too_short_for_its_schedule_says_so(tmp_path: Path) -> None:
@@ -98,8 +120,7 @@ def test_a_run_too_short_for_its_schedule_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("column", ["cuda_time_total", "self_cuda_time_total", "cpu_memory_usage", "count"])
-def test_a_table_alone_is_sorted_by_every_column_that_torch_names(tmp_path: Path, column: str) -> None:
-    # L-05
+def test_a_table_alone_is_sorted_by_every_column_that_torch_names(tmp_path: Path, column: str) -> None:  # L-05
     profiler = PyTorchProfiler(export_to_chrome=False, group_by_input_shapes=True, sort_by_key=column)
     fit(tmp_path, profiler=profiler).fit(Net(), loader(12))
     assert [path.suffix for path in tmp_path.rglob("profile/*")] == [".txt"]
@@ -107,30 +128,21 @@ def test_a_table_alone_is_sorted_by_every_column_that_torch_names(tmp_path: Path
     assert "Input Shapes" in profiler.summary()
 
 
-def test_another_profiler_of_torchs_is_refused(tmp_path: Path) -> None:
-    with profile(), pytest.raises(ConfigurationError, match="one profiler at a time"):
-        fit(tmp_path, profiler="pytorch").fit(Net(), loader())
-
-
-def test_a_snapshot_of_memory_needs_cuda(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"memory_snapshot=True\) on cpu"):
-        fit(tmp_path, profiler=PyTorchProfiler(memory_snapshot=True)).fit(Net(), loader())
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [
         ({"schedule": 3}, r"schedule=3"),
         ({"sort_by_key": "cpu_time_totl"}, r"sort_by_key='cpu_time_totl'.*'cpu_time_total'"),
+        ({"memory_snapshot": True}, r"memory_snapshot=True\) on cpu"),
     ],
 )
-def test_a_wrong_argument_is_refused_at_once(options: dict[str, Any], named: str) -> None:
-    # L-05: a column would be needed only within a step
+def test_a_wrong_argument_is_refused(options: dict[str, Any], named: str, tmp_path: Path) -> None:  # L-05
     with pytest.raises(ConfigurationError, match=named):
-        PyTorchProfiler(**options)
+        fit(tmp_path, profiler=PyTorchProfiler(**options)).fit(Net(), loader())
+    assert not list(tmp_path.iterdir())
 
 
-def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, caplog: Any) -> None:
     # L-05: it is written within a step
     (tmp_path / "file").write_text("")
     runner = fit(tmp_path, profiler=PyTorchProfiler(dirpath=tmp_path / "file" / "below"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,7 @@ class TransferringNet(SpanningNet):
         pass
 
 
-def test_every_phase_is_a_row_and_all_rows_add_up_to_the_run(tmp_path: Path) -> None:
-    # L-05
+def test_every_phase_is_a_row_and_all_rows_add_up_to_the_run(tmp_path: Path) -> None:  # L-05
     profiler = SimpleProfiler()
     runner = fit(
         tmp_path, profiler=profiler, callbacks=[SpanningCallback(), Checkpoint(every_n_train_steps=2)],
@@ -69,10 +69,7 @@ def test_every_phase_is_a_row_and_all_rows_add_up_to_the_run(tmp_path: Path) -> 
     assert rows["profiler"].self_ns > 0
 
 
-def test_the_summary_shows_the_rows_and_is_in_the_runs_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # L-05
+def test_the_summary_shows_the_rows_and_is_in_the_runs_folder(tmp_path: Path, capsys: Any) -> None:  # L-05
     runner = fit(tmp_path, profiler="simple")
     runner.fit(Net(), loader())
     assert isinstance(runner.profiler, SimpleProfiler)
@@ -112,32 +109,30 @@ class ClosureNet(Net):
         (ClosureNet, ["training > optimizer > forward"]),
     ],
 )
-def test_phases_nest_as_the_steps_call_them(tmp_path: Path, kind: type[Net], phases: list[str]) -> None:
-    # L-05
+def test_phases_nest_as_the_steps_call_them(tmp_path: Path, kind: type[Net], phases: list[str]) -> None:  # L-05
     profiler = SimpleProfiler()
     fit(tmp_path, profiler=profiler).fit(kind(), loader())
     rows = rows_by_path(profiler)
     assert [rows[phase].calls for phase in phases] == [4] * len(phases)
 
 
-@pytest.mark.parametrize(("stage", "loop"), [("validate", "validation"), ("predict", "predict")])
-def test_an_evaluation_is_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str], stage: str, loop: str) -> None:
-    # L-05
+@pytest.mark.parametrize(
+    ("stage", "kind", "phase"),
+    [
+        ("validate", Net, "validation > forward"),
+        ("predict", Net, "predict > forward"),
+        ("fit", FailingNet, "training > forward"),
+    ],
+)
+def test_an_evaluation_and_a_failed_run_are_profiled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stage: str, kind: type[Net], phase: str
+) -> None:  # L-05
     profiler = SimpleProfiler()
-    getattr(fit(tmp_path, profiler=profiler), stage)(Net(), loader())
-    assert rows_by_path(profiler)[f"{loop} > forward"].calls == 4
-    assert (tmp_path / "profile" / f"{stage}-simple-rank-0.txt").read_text() in capsys.readouterr().out
-
-
-def test_a_failed_run_writes_its_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # L-05
-    profiler = SimpleProfiler()
-    runner = fit(tmp_path, profiler=profiler)
-    with pytest.raises(ValueError, match="no more"):
-        runner.fit(FailingNet(), loader())
-    assert rows_by_path(profiler)["training > forward"].calls == 4
-    assert runner.log_dir is not None
-    assert Path(runner.log_dir, "profile", "fit-simple-rank-0.txt").read_text() in capsys.readouterr().out
+    with pytest.raises(ValueError, match="no more") if kind is FailingNet else nullcontext():
+        getattr(fit(tmp_path, profiler=profiler), stage)(kind(), loader())
+    assert rows_by_path(profiler)[phase].calls == 4
+    (file,) = tmp_path.rglob(f"profile/{stage}-simple-rank-0.txt")
+    assert file.read_text() in capsys.readouterr().out
 
 
 def test_a_second_run_begins_anew_and_a_used_profiler_can_be_sent_to_another_process(tmp_path: Path) -> None:
@@ -152,8 +147,7 @@ def test_a_second_run_begins_anew_and_a_used_profiler_can_be_sent_to_another_pro
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_a_run_within_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], is_shared: bool) -> None:
-    # L-05
+def test_a_run_within_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], is_shared: bool) -> None:  # L-05
     outer = SimpleProfiler()
     inner = outer if is_shared else SimpleProfiler()
 
@@ -175,13 +169,22 @@ def begun() -> SimpleProfiler:
     return profiler
 
 
-def test_nested_phases_are_counted_once(begun: SimpleProfiler) -> None:
+def test_nested_phases_of_one_thread_are_counted_once(begun: SimpleProfiler) -> None:
+    def work() -> None:
+        with begun.profile("elsewhere"):
+            pass
+
     with begun.profile("a"), begun.profile("b"), begun.profile("a"):
-        pass
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
     with begun.profile("a"):
-        pass
+        for phase in ("b", "fit"):  # fit: the run's own
+            with pytest.raises(ConfigurationError, match=rf"stop\('{phase}'\) without a start"):
+                begun.stop(phase)
     begun.end()
     rows = rows_by_path(begun)
+    assert rows.keys() == {"a", "a > b", "a > b > a", "other", "profiler"}
     assert [rows[name].calls for name in ("a", "a > b", "a > b > a")] == [2, 1, 1]
     assert rows["a"].total_ns == rows["a"].self_ns + rows["a > b"].total_ns
     assert rows["a"].longest_ns >= rows["a > b"].longest_ns >= rows["a > b > a"].longest_ns > 0
@@ -199,29 +202,7 @@ def test_a_phase_that_ends_after_its_parent_is_reported(begun: SimpleProfiler) -
     assert "'across' ended after its parent phase 1 times" in begun.summary()
 
 
-@pytest.mark.parametrize("phase", ["b", "fit"])  # fit: the run's own
-def test_a_stop_without_a_start_is_refused(begun: SimpleProfiler, phase: str) -> None:
-    with begun.profile("a"), pytest.raises(ConfigurationError, match=rf"stop\('{phase}'\) without a start"):
-        begun.stop(phase)
-    begun.end()
-    assert rows_by_path(begun)["a"].calls == 1
-
-
-def test_other_threads_are_not_counted(begun: SimpleProfiler) -> None:
-    def work() -> None:
-        with begun.profile("elsewhere"):
-            pass
-
-    with begun.profile("a"):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-    begun.end()
-    assert rows_by_path(begun).keys() == {"a", "other", "profiler"}
-
-
-def test_a_short_table_in_a_chosen_file_has_only_times_and_shares(tmp_path: Path) -> None:
-    # L-05
+def test_a_short_table_in_a_chosen_file_has_only_times_and_shares(tmp_path: Path) -> None:  # L-05
     profiler = SimpleProfiler(tmp_path / "kept", "first/try", extended=False)
     fit(tmp_path, profiler=profiler).fit(Net(), loader())
     text = (tmp_path / "kept/first/try-rank-0.txt").read_text()
@@ -235,8 +216,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_first_step(tmp_path:
         fit(tmp_path, profiler="simple").fit(Net(), loader())
 
 
-def test_a_profile_goes_to_an_object_store(tmp_path: Path) -> None:
-    # L-05
+def test_a_profile_goes_to_an_object_store(tmp_path: Path) -> None:  # L-05
     folder = f"memory://profiles-{tmp_path.name}"
     for profiler in (SimpleProfiler(folder), PyTorchProfiler(folder)):
         fit(tmp_path, profiler=profiler).fit(Net(), loader(10))
@@ -246,9 +226,7 @@ def test_a_profile_goes_to_an_object_store(tmp_path: Path) -> None:
     store.rm(folder, recursive=True)
 
 
-def test_a_profile_that_cannot_be_written_does_not_end_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, caplog: Any, capsys: Any) -> None:
     # L-05
     (tmp_path / "file").write_text("in the way")
     runner = fit(tmp_path, profiler=SimpleProfiler(tmp_path / "file"))
@@ -258,29 +236,14 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(
     assert "Profile of fit" in capsys.readouterr().out
 
 
-def test_fast_dev_run_writes_no_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fast_dev_run_and_a_run_without_a_profiler_write_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # L-05
     fit(tmp_path, profiler="simple", fast_dev_run=True).fit(Net(), loader())
     assert "Profile of fit" in capsys.readouterr().out
-    assert not list(tmp_path.rglob("*.txt"))
-
-
-def test_without_a_profiler_a_phase_does_nothing(tmp_path: Path) -> None:
-    # L-05
     runner, module = fit(tmp_path), SpanningNet()
     runner.fit(module, loader())
     assert module.spans == 4
     assert runner.profiler.summary() == ""
     assert not list(tmp_path.iterdir())
-
-
-def test_a_requested_checkpoint_that_a_failure_prevents_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class FailingHook(Net):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.trainer.save_checkpoint(str(tmp_path / "never"))
-            raise ValueError("no more")
-
-    with pytest.raises(ValueError, match="no more"):
-        fit(tmp_path, profiler="simple").fit(FailingHook(), loader())
-    assert f"The checkpoint {str(tmp_path / 'never')!r} is not written: the run failed" in caplog.text
