@@ -40,7 +40,7 @@ def terminating(step: int) -> LambdaCallback:
 
 @pytest.mark.parametrize("ckpt_path", ["auto", "last", f"{CHECKPOINTS}/exception-step=3"])
 def test_a_failures_checkpoint_goes_once_a_resumed_run_has_a_later_one(ckpt_path: str, tmp_path: Path) -> None:
-    # exception-step=3 stayed for ever
+    #
     steps = {"every_n_train_steps": 5, "save_async": ckpt_path == "last"}
     fail(tmp_path, saver(**steps), failing(3))
     assert checkpoint_names(tmp_path) == ["exception-step=3"]
@@ -58,12 +58,18 @@ def test_a_failures_checkpoint_stays_if_no_resumable_one_follows(tmp_path: Path)
     assert checkpoint_names(tmp_path) == ["epoch=0-step=6", "exception-step=3"]
 
 
-def test_another_runs_checkpoint_is_neither_replaced_nor_removed(tmp_path: Path) -> None:
-    # the second failure replaced the first run's checkpoint
+@pytest.mark.parametrize(
+    ("ckpt_path", "names"),
+    [
+        pytest.param(None, ["exception-step=3", "exception-step=3-v1"], id="of another run"),
+        pytest.param("auto", ["exception-step=3"], id="of a resumed run, before its first step"),
+    ],
+)
+def test_a_second_failure_at_a_step_replaces_no_checkpoint(ckpt_path: Any, names: Any, tmp_path: Path) -> None:
     fail(tmp_path, saver(dirpath=tmp_path / "both"), failing(3))
     first = load(tmp_path / "both/exception-step=3").manifest.identifier
-    fail(tmp_path, saver(dirpath=tmp_path / "both"), failing(3))
-    assert folders(tmp_path / "both") == ["exception-step=3", "exception-step=3-v1"]
+    fail(tmp_path, saver(dirpath=tmp_path / "both"), failing(3), ckpt_path=ckpt_path)
+    assert folders(tmp_path / "both") == names
     assert load(tmp_path / "both/exception-step=3").manifest.identifier == first
 
 
@@ -78,6 +84,7 @@ def test_within_a_window_the_state_after_the_last_step_is_saved(tmp_path: Path) 
 
 FOUR = {"every_n_train_steps": 4}
 WEIGHTS = FOUR | {"save_weights_only": True}
+GONE = [FOUR]
 
 
 @pytest.mark.parametrize(
@@ -89,35 +96,23 @@ WEIGHTS = FOUR | {"save_weights_only": True}
         pytest.param([WEIGHTS], 4, 1, ["epoch=0-step=4", "exception-step=4"], id="weights alone are no state"),
         pytest.param([{}, {"monitor": "train_loss"}], 3, 1, ["exception-step=3"], id="two callbacks"),
         pytest.param([{}, {"every_n_train_steps": 3}], 3, 1, ["epoch=0-step=3"], id="another's"),
+        pytest.param(GONE, 4, 1, ["exception-step=4"], id="a saved step whose checkpoint is gone"),
     ],
 )
 def test_a_failure_writes_no_state_twice(savers: Any, at: int, window: int, written: Any, tmp_path: Path) -> None:
-    # epoch=0-step=4 and exception-step=4 held the same state
-    fail(tmp_path, *(saver(**options) for options in savers), failing(at), accumulate_grad_batches=window)
+    #
+    def remove(trainer: Any, *arguments: Any) -> None:
+        if trainer.micro_batches == 4 and savers is GONE:
+            shutil.rmtree(tmp_path / CHECKPOINTS / "epoch=0-step=4")
+
+    others = [*(saver(**options) for options in savers), LambdaCallback(on_train_batch_start=remove)]
+    fail(tmp_path, *others, failing(at), accumulate_grad_batches=window)
     assert checkpoint_names(tmp_path) == written
     assert verify(tmp_path / CHECKPOINTS / written[0]) == []
 
 
-def test_a_saved_step_whose_checkpoint_is_gone_is_written(tmp_path: Path) -> None:
-    def remove(trainer: Any, *arguments: Any) -> None:
-        if trainer.micro_batches == 4:
-            shutil.rmtree(tmp_path / CHECKPOINTS / "epoch=0-step=4")
-
-    fail(tmp_path, saver(every_n_train_steps=4), LambdaCallback(on_train_batch_start=remove), failing(4))
-    assert checkpoint_names(tmp_path) == ["exception-step=4"]
-
-
-def test_a_run_that_fails_again_before_its_first_step_writes_nothing(tmp_path: Path) -> None:
-    fail(tmp_path, saver(), failing(3))
-    identifier = load(tmp_path / CHECKPOINTS / "exception-step=3").manifest.identifier
-    fail(tmp_path, saver(), failing(3), ckpt_path="auto")
-    assert checkpoint_names(tmp_path) == ["exception-step=3"]
-    assert load(tmp_path / CHECKPOINTS / "exception-step=3").manifest.identifier == identifier
-
-
 @pytest.mark.parametrize("others", [[], [{"monitor": "train_loss"}]], ids=["alone", "beside another"])
-def test_a_preemption_after_a_saved_step_writes_nothing(others: list[dict[str, Any]], tmp_path: Path) -> None:
-    # interrupted-step=4 (of the first callback) beside epoch=0-step=4 (of the second), or exception-step=4
+def test_a_preemption_after_a_saved_step_writes_nothing(others: list[dict[str, Any]], tmp_path: Path) -> None:
     callbacks = [*(saver(**options) for options in others), saver(every_n_train_steps=4)]
     with pytest.raises(SystemExit):
         train(tmp_path, [*callbacks, terminating(4)])
@@ -144,8 +139,7 @@ def test_an_explicit_path_is_written_although_the_step_is_saved(tmp_path: Path) 
         pytest.param(str, id="a path"),
     ],
 )
-def test_an_edited_list_removes_nothing(key: str, planted: Any, tmp_path: Path) -> None:
-    # J-01: an edited state.json emptied a home folder
+def test_an_edited_list_removes_nothing(key: str, planted: Any, tmp_path: Path) -> None:  # J-01
     unrelated = tmp_path / "unrelated"
     unrelated.mkdir()
     (unrelated / "thesis.txt").write_text("years of work")
@@ -163,8 +157,7 @@ def test_an_edited_list_removes_nothing(key: str, planted: Any, tmp_path: Path) 
     assert "epoch=1-step=12" in checkpoint_names(tmp_path)
 
 
-def test_other_files_in_a_checkpoint_stay(tmp_path: Path) -> None:
-    # J-01: only a checkpoint's own files go, one by one
+def test_other_files_in_a_checkpoint_stay(tmp_path: Path) -> None:  # J-01
     bucket = fsspec.filesystem("memory")
     train(tmp_path, Checkpoint("memory://other/run"))
     bucket.pipe_file("/other/run/epoch=0-step=6/notes.txt", b"mine")
@@ -180,8 +173,7 @@ def test_other_files_in_a_checkpoint_stay(tmp_path: Path) -> None:
     assert sorted(one.name for one in first.iterdir()) == ["manifest.json.sig", "notes"]
 
 
-def test_a_run_that_resumes_a_neighbours_checkpoint_keeps_its_own(tmp_path: Path, monkeypatch: Any) -> None:
-    # J-01: both have Checkpoint("run"), and the names are the same
+def test_a_run_that_resumes_a_neighbours_checkpoint_keeps_its_own(tmp_path: Path, monkeypatch: Any) -> None:  # J-01
     newest: dict[str, Any] = {"dirpath": "run", "save_top_k": 0, "keep_last": 2}
     for experiment in ("A", "B"):
         (tmp_path / experiment).mkdir()
@@ -205,7 +197,7 @@ def test_a_run_that_resumes_a_neighbours_checkpoint_keeps_its_own(tmp_path: Path
     ],
 )
 def test_each_kept_checkpoint_has_its_own_name(filename: str, options: Any, scores: Any, tmp_path: Path) -> None:
-    # J-02: it kept one, the last, as the best
+    # J-02
     checkpoint = Checkpoint(filename=filename, monitor="score", **options)
     train(tmp_path, checkpoint, Scored([0.5, 0.1, 0.9, 0.8]), max_epochs=4)
     kept = {Path(path).name: float(score) for path, score in checkpoint.best_k_models.items()}  # type: ignore[arg-type]
@@ -215,20 +207,14 @@ def test_each_kept_checkpoint_has_its_own_name(filename: str, options: Any, scor
     assert load(checkpoint.best_model_path).progress["epoch"] == 2  # it holds the state that was saved then
 
 
-def test_a_removal_that_fails_is_repeated_and_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # J-08: a bucket without the right to delete ended the training
+def test_a_removal_or_a_latest_that_fails_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-08
     store = FaultyStore(tmp_path / "store").mount()
     store.fail("remove", "run/epoch*", error=PermissionError("AccessDenied"), times=2)
     train(tmp_path, Checkpoint(f"{store.url}/run"), max_epochs=4)
     assert len(re.findall("Cannot remove .*; the run will try again: AccessDenied", caplog.text)) == 2
     assert {path.split("/")[1] for path in store.objects()} == {"epoch=3-step=24", "latest"}
-
-
-def test_a_latest_that_cannot_be_written_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # J-08
-    store = FaultyStore(tmp_path / "store").mount()
     store.fail("put", "*/latest", error=OSError("SlowDown"), times=None)
-    train(tmp_path, Checkpoint(f"{store.url}/run"), max_epochs=2)
-    warning = f"Cannot write latest in '{store.url}/run' (SlowDown). The checkpoint 'epoch=1-step=12' is complete."
+    train(tmp_path, Checkpoint(f"{store.url}/other"), max_epochs=2)
+    warning = f"Cannot write latest in '{store.url}/other' (SlowDown). The checkpoint 'epoch=1-step=12' is complete."
     assert warning in caplog.text
-    assert load(f"{store.url}/run/epoch=1-step=12").progress["epoch"] == 2
+    assert load(f"{store.url}/other/epoch=1-step=12").progress["epoch"] == 2
