@@ -1,3 +1,5 @@
+"""CSVLogger: its files, and what a resumed run keeps of them."""
+
 from __future__ import annotations
 
 import csv
@@ -10,9 +12,9 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
-from logged_steps import log_steps, read_table
+from services import log_steps, read_table
 
-from drivetrain.errors import ConfigurationError
+from drivetrain.errors import ConfigurationError, DrivetrainError
 from drivetrain.loggers import CSVLogger
 
 
@@ -21,34 +23,29 @@ def _rows(logger: CSVLogger) -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
-def test_nothing_is_on_disk_before_the_first_write(tmp_path: Path) -> None:
+def test_a_step_makes_one_row_unless_a_value_would_be_lost_and_no_file_comes_before_it(tmp_path: Path) -> None:
     # A-01
-    logger = CSVLogger(tmp_path)
+    logger = CSVLogger(tmp_path, prefix="a")
     assert logger.log_dir == f"{tmp_path}/drivetrain_logs/version_0"
     logger.save()
     logger.finalize("success")
     assert list(tmp_path.iterdir()) == []
-    log_steps(logger, 1).save()
-    assert [path.name for path in Path(logger.log_dir).iterdir()] == ["metrics.csv"]
-
-
-def test_one_step_makes_one_row_unless_a_value_would_be_lost(tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path)
     for metrics in ({"loss": 1.0}, {"lr": 0.5}, {"loss": 2.0}):
         logger.log_metrics(metrics, step=5)
     logger.save()
-    assert read_table(logger.log_dir) == ["step,loss,lr", "5,1.0,0.5", "5,2.0,"]
+    assert [path.name for path in Path(logger.log_dir).iterdir()] == ["metrics.csv"]
+    assert read_table(logger.log_dir) == ["step,a-loss,a-lr", "5,1.0,0.5", "5,2.0,"]
 
 
 def test_rows_are_held_back_for_the_configured_number_of_steps(tmp_path: Path) -> None:
     logger = log_steps(CSVLogger(tmp_path, flush_logs_every_n_steps=3), 1, 2, 3)
     assert list(tmp_path.iterdir()) == []
-    log_steps(logger, 4)
-    assert len(_rows(logger)) == 4
-    log_steps(logger, 5)
-    assert len(_rows(logger)) == 4
+    for step, written in ((4, 4), (5, 4)):
+        assert len(_rows(log_steps(logger, step))) == written
     logger.finalize("success")
     assert len(_rows(logger)) == 5
+    with pytest.raises(ConfigurationError, match="flush_logs_every_n_steps=0"):  # G-06
+        CSVLogger(tmp_path, flush_logs_every_n_steps=0)
 
 
 def test_runs_get_versions_and_a_resumed_run_continues_in_its_own(tmp_path: Path) -> None:
@@ -69,31 +66,17 @@ def test_an_fsspec_url_holds_the_same_files() -> None:
     root = "memory://csv-logger-test"
     logger = log_steps(CSVLogger(root, version=0, flush_logs_every_n_steps=1), 1, 2)
     log_steps(logger, 3, name="acc")
-    logger.log_hyperparams({"lr": 0.1})
+    logger.log_hyperparams({"lr": 0.1, "layers": [1, 2], "path": Path("x")})
     logger.finalize("success")
     again = log_steps(CSVLogger(root, version=0), 4)
     again.finalize("success")
     assert read_table(again.log_dir) == ["step,loss,acc", "1,0.5,", "2,1.0,", "3,,1.5", "4,2.0,"]
-    assert json.loads(fsspec.open(f"{again.log_dir}/hparams.json").open().read()) == {"lr": 0.1}
+    written = json.loads(fsspec.open(f"{again.log_dir}/hparams.json").open().read())
+    assert written == {"lr": 0.1, "layers": [1, 2], "path": "x"}
     # Two runs could take one number there: the name of another is a time and random letters.
     first, second = CSVLogger(root).version, CSVLogger(root).version
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_[a-z]{6}", str(first))
     assert first != second
-
-
-def test_hyper_parameters_are_json_and_names_have_the_prefix(tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path, prefix="a")
-    logger.log_hyperparams({"lr": 0.1, "layers": [1, 2], "path": Path("x")})
-    written = json.loads((Path(logger.log_dir) / "hparams.json").read_text())
-    assert written == {"lr": 0.1, "layers": [1, 2], "path": "x"}
-    log_steps(logger, 1).save()
-    assert read_table(logger.log_dir)[0] == "step,a-loss"
-
-
-def test_a_flush_interval_below_one_is_refused(tmp_path: Path) -> None:
-    # G-06
-    with pytest.raises(ConfigurationError, match="flush_logs_every_n_steps=0"):
-        CSVLogger(tmp_path, flush_logs_every_n_steps=0)
 
 
 NAMES = ["a,b", 'say "loss"', "two\nlines", "carriage\rreturn", "both\r\n", " spaces ", "Größe", "'", "step"]
@@ -138,9 +121,66 @@ def test_a_truncated_header_is_written_anew(tmp_path: Path, length: int) -> None
     assert (tmp_path / "v" / "metrics.csv").read_text() == 'step,"two\nlines"\n1,0.5\n'
 
 
-def test_cells_that_others_have_written_are_kept(tmp_path: Path) -> None:
+def test_what_others_have_written_is_kept(tmp_path: Path) -> None:
     (tmp_path / "v").mkdir()
     path = tmp_path / "v" / "metrics.csv"
     path.write_bytes(b"step,lr,empty,note\n1,,,caf\xe9\n2,0.5,,\n")
     log_steps(CSVLogger(tmp_path, name="", version="v"), 3).save()
     assert path.read_bytes() == b"step,lr,empty,note,loss\n1,,,caf\xe9,\n2,0.5,,,\n3,,,,1.5\n"
+    path.write_bytes(b"\xef\xbb\xbfstep,loss\r\n10.0,1\r\nnote,2\r\n,3\r\nnan,4\r\n30.0,5\r\n")  # a spreadsheet's
+    CSVLogger(tmp_path, name="", version="v").rewind(20)
+    assert read_table(tmp_path / "v") == ["step,loss", "10.0,1", "note,2", ",3", "nan,4"]
+
+
+@pytest.fixture(params=["", "file://", "memory://"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"{request.param}{tmp_path}"
+
+
+def test_a_rewind_removes_rows_and_columns_of_later_steps(root: str) -> None:  # J-13
+    first = log_steps(CSVLogger(root, version=0), 10, 20, 30)
+    log_steps(first, 30, name="late").save()
+    again = CSVLogger(root, version=0)
+    again.rewind(20)
+    assert read_table(again.log_dir) == ["step,loss", "10,5.0", "20,10.0"]
+    log_steps(again, 30)
+    log_steps(again, 40, name="late").save()
+    assert read_table(again.log_dir) == ["step,loss,late", "10,5.0,", "20,10.0,", "30,15.0,", "40,,20.0"]
+
+
+@pytest.mark.parametrize("write_first", [False, True])
+def test_a_rewind_removes_pending_rows(root: str, write_first: bool) -> None:  # J-13
+    logger = log_steps(CSVLogger(root, version=0), 1, 2)
+    if write_first:
+        logger.save()
+    log_steps(logger, 3, 4).rewind(1)
+    log_steps(logger, 2).finalize("success")
+    assert read_table(logger.log_dir) == ["step,loss", "1,0.5", "2,1.0"]
+
+
+@pytest.mark.parametrize(("step", "kept"), [(0, ["0,0.0"]), (-1, [])])
+def test_a_rewind_to_the_beginning(root: str, step: int, kept: list[str]) -> None:  # J-13
+    log_steps(CSVLogger(root, version=0), 0, 1, 2).save()
+    again = CSVLogger(root, version=0)
+    again.rewind(step)
+    assert read_table(again.log_dir)[1:] == kept
+    log_steps(again, 1).save()
+    assert read_table(again.log_dir) == ["step,loss", *kept, "1,0.5"]
+
+
+def test_a_rewind_that_fails_leaves_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # J-13
+    log_steps(CSVLogger(tmp_path, name="", version="v"), 1, 2, 3).save()
+    before = read_table(tmp_path / "v")
+    logger = CSVLogger(tmp_path, name="", version="v")
+
+    def refuse(source: str, target: str) -> None:
+        raise PermissionError(target)
+
+    with monkeypatch.context() as patches:
+        patches.setattr("os.replace", refuse)
+        with pytest.raises(DrivetrainError, match=r"metrics\.csv below .* cannot be written: PermissionError"):
+            logger.rewind(1)
+    assert read_table(tmp_path / "v") == before
+    logger.rewind(1)
+    assert read_table(tmp_path / "v") == before[:2]
+    assert [path.name for path in (tmp_path / "v").iterdir()] == ["metrics.csv"]

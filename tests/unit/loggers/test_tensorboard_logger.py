@@ -24,8 +24,7 @@ def _events(logger: TensorBoardLogger) -> Any:
 
 
 @requires_package("tensorboard")
-def test_scalars_are_written_and_nothing_before_the_first(tmp_path: Path) -> None:
-    #
+def test_scalars_are_written_and_nothing_before_the_first(tmp_path: Path) -> None:
     assert isinstance(Fit(accelerator="cpu", default_root_dir=tmp_path).logger, TensorBoardLogger)  # the default
     logger = TensorBoardLogger(tmp_path, prefix="run")
     logger.save()
@@ -33,6 +32,9 @@ def test_scalars_are_written_and_nothing_before_the_first(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
     for step, loss in ((3, 0.5), (4, 0.25)):  # a second fit continues in the same directory
         logger.log_metrics({"loss": loss}, step)
+        for copied in (pickle.loads(pickle.dumps(logger)), copy.deepcopy(logger)):  # as for another process
+            assert copied.log_dir == logger.log_dir
+            copied.finalize("success")
         logger.finalize("success")
     scalars = _events(logger).Scalars("run-loss")
     assert [(event.step, event.value) for event in scalars] == [(3, 0.5), (4, 0.25)]
@@ -56,16 +58,6 @@ def test_hyper_parameters_are_in_the_tab_and_in_a_file(tmp_path: Path) -> None:
 
 
 @requires_package("tensorboard")
-def test_a_logger_in_use_can_be_copied_to_another_process(tmp_path: Path) -> None:
-    logger = TensorBoardLogger(tmp_path)
-    logger.log_metrics({"loss": 1.0}, step=1)
-    for copied in (pickle.loads(pickle.dumps(logger)), copy.deepcopy(logger)):
-        assert copied.log_dir == logger.log_dir
-        copied.finalize("success")
-    logger.finalize("success")
-
-
-@requires_package("tensorboard")
 def test_a_graph_is_written(tmp_path: Path) -> None:
     from tensorboard.compat.proto.graph_pb2 import GraphDef
 
@@ -77,8 +69,7 @@ def test_a_graph_is_written(tmp_path: Path) -> None:
     assert any("weight" in node.name for node in GraphDef.FromString(_events(logger)._graph).node)
 
 
-def test_without_tensorboard_the_default_is_csv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # G-06
+def test_without_tensorboard_the_default_is_csv(tmp_path: Path, monkeypatch: Any) -> None:  # G-06
     monkeypatch.setitem(sys.modules, "tensorboard", None)  # as Python marks what cannot be imported
     (logger,) = Fit(accelerator="cpu", default_root_dir=tmp_path).loggers
     assert isinstance(logger, CSVLogger)
@@ -88,10 +79,7 @@ def test_without_tensorboard_the_default_is_csv(tmp_path: Path, monkeypatch: pyt
 
 @requires_package("tensorboard")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
-def test_a_full_disk_does_not_end_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    # L-04
+def test_a_full_disk_does_not_end_a_run(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:  # L-04
     import resource
 
     monkeypatch.setattr(tensorboard_logger, "_RETRY_AFTER", 0.0)
