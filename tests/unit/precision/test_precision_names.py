@@ -20,6 +20,7 @@ from drivetrain.precision.resolve import PrecisionName, canonical_name
 from drivetrain.strategies.registry import StrategyName, known_strategies
 
 CPU = torch.device("cpu")
+WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 
 
 @pytest.mark.parametrize(
@@ -41,44 +42,28 @@ def test_every_name_and_shorthand(settings: list[Any], name: str, kind: type[Pre
 
 
 @pytest.mark.parametrize(
-    ("setting", "match"),
-    [
-        ("bf16-mix", "Did you mean 'bf16-mixed'"),
-        ("fp16-mixed", "Did you mean '16-mixed'"),
-        ("fp16", "Did you mean '16'"),
-        ("bfloat16", "Did you mean 'bf16'"),
-        (8, "precision=8 is unknown"),
-        (True, "is a bool"),
-        (None, "is a NoneType"),
-        (torch.float16, "is a dtype"),
-    ],
-)
-def test_an_unknown_precision_is_refused(setting: object, match: str) -> None:
-    # G-06
-    with pytest.raises(ConfigurationError, match=match):
-        resolve_precision(setting, CPU)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
     ("setting", "device", "match"),
     [
+        ("bf16-mix", "cpu", "Did you mean 'bf16-mixed'"),
+        ("fp16-mixed", "cpu", "Did you mean '16-mixed'"),
+        ("fp16", "cpu", "Did you mean '16'"),
+        ("bfloat16", "cpu", "Did you mean 'bf16'"),
+        (8, "cpu", "precision=8 is unknown"),
+        (True, "cpu", "is a bool"),
+        (None, "cpu", "is a NoneType"),
+        (torch.float16, "cpu", "is a dtype"),
         (DoublePrecision(), "mps", "no float64"),
         (MixedPrecision("bf16-mixed", "cuda"), "cpu", "is for device type 'cuda', but the run is on cpu"),
         ("bf16-mixed", "meta", "PyTorch has no autocast"),
+        # torch would warn and run in float32
+        pytest.param("bf16-mixed", "cuda", "no CUDA device is available", marks=WITHOUT_CUDA),
+        pytest.param("16-mixed", "cuda", "no CUDA device is available", marks=WITHOUT_CUDA),
     ],
 )
-def test_a_precision_that_the_device_lacks_is_refused(setting: int | str | Precision, device: str, match: str) -> None:
-    #
+def test_an_unknown_precision_or_one_that_the_device_lacks_is_refused(setting: Any, device: str, match: str) -> None:
+    # A-06, G-06
     with pytest.raises(ConfigurationError, match=match):
         resolve_precision(setting, torch.device(device))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-@pytest.mark.parametrize("setting", ["bf16-mixed", "16-mixed"])
-def test_autocast_never_switches_itself_off(setting: str) -> None:
-    # torch would warn and run in float32
-    with pytest.raises(ConfigurationError, match="no CUDA device is available"):
-        resolve_precision(setting, torch.device("cuda"))
 
 
 @pytest.mark.parametrize(
@@ -89,19 +74,15 @@ def test_autocast_never_switches_itself_off(setting: str) -> None:
         (MixedPrecision, ["bf16-mixed", "cpu", torch.amp.GradScaler("cpu")], "needs no scaling"),
     ],
 )
-def test_constructors_refuse_other_names(kind: Any, arguments: list[Any], match: str) -> None:
-    # G-06
+def test_constructors_refuse_other_names(kind: Any, arguments: list[Any], match: str) -> None:  # G-06
     with pytest.raises(ConfigurationError, match=match):
         kind(*arguments)
 
 
-def test_describe_states_the_dtypes() -> None:
-    line = "Precision bf16-mixed: parameters float32, compute bfloat16, gradient reduction float32, outputs bfloat16"
-    assert resolve_precision("bf16", CPU).describe() == line
-
-
 @pytest.mark.parametrize("name", ["64-true", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"])
 def test_the_stated_dtypes_are_those_of_a_step(name: str) -> None:
+    line = "Precision bf16-mixed: parameters float32, compute bfloat16, gradient reduction float32, outputs bfloat16"
+    assert resolve_precision("bf16", CPU).describe() == line
     precision = resolve_precision(name, CPU)
     with precision.module_init_context():
         module = precision.convert_module(torch.nn.Linear(3, 2))

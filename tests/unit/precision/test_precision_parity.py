@@ -12,8 +12,7 @@ from drivetrain import Fit, TrainModule
 from drivetrain.precision import resolve_precision
 
 
-def test_new_tensors_in_the_forward_have_the_dtype_and_the_default_comes_back() -> None:
-    #
+def test_new_tensors_in_the_forward_have_the_dtype_and_the_default_comes_back() -> None:
     precision = resolve_precision("bf16-true", torch.device("cpu"))
     with precision.forward_context():
         assert torch.zeros(1).dtype is torch.bfloat16
@@ -25,8 +24,7 @@ def test_new_tensors_in_the_forward_have_the_dtype_and_the_default_comes_back() 
     assert torch.get_default_dtype() is torch.float32
 
 
-def test_conversion_reaches_floating_point_only_and_keeps_ties() -> None:
-    # B-07
+def test_conversion_reaches_floating_point_only_and_keeps_ties() -> None:  # B-07
     module = nn.Module()
     module.first = nn.Embedding(4, 4)
     module.last = nn.Linear(4, 4)

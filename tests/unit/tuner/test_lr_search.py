@@ -51,19 +51,11 @@ LOSSES = [-math.tanh(step - 30) for step in range(50)]
 WITH_NAN = [*LOSSES[:12], *[math.nan] * 13, *LOSSES[25:]]
 
 
-@pytest.mark.parametrize(
-    ("rates", "losses", "options", "suggestion"),
-    [
-        (RATES, LOSSES, {}, RATES[30]),
-        (RATES, WITH_NAN, {}, RATES[30]),
-        (RATES, LOSSES, {"skip_begin": 31, "skip_end": 0}, RATES[31]),
-        (RATES[:11], LOSSES[:11], {}, None),
-    ],
-)
-def test_the_suggestion_is_where_the_loss_falls_most_steeply(
-    rates: list[float], losses: list[float], options: dict[str, Any], suggestion: float | None
-) -> None:  # L-06
-    assert LRFind({"lr": rates, "loss": losses}).suggestion(**options) == suggestion
+def test_the_suggestion_is_where_the_loss_falls_most_steeply() -> None:  # L-06
+    found = LRFind({"lr": RATES, "loss": LOSSES})
+    assert found.suggestion() == LRFind({"lr": RATES, "loss": WITH_NAN}).suggestion() == RATES[30]
+    assert found.suggestion(skip_begin=31, skip_end=0) == RATES[31]
+    assert LRFind({"lr": RATES[:11], "loss": LOSSES[:11]}).suggestion() is None
 
 
 def test_a_plot_shows_the_losses_and_the_suggestion(monkeypatch: pytest.MonkeyPatch) -> None:  # L-06
@@ -80,7 +72,7 @@ def test_a_plot_shows_the_losses_and_the_suggestion(monkeypatch: pytest.MonkeyPa
 
 
 class HyperparameterNet(Net):
-    """Has its learning rate only in its hyper-parameters."""
+    """Has its learning rate only in its hyper-parameters, and a schedule for which nothing is validated."""
 
     def __init__(self, learning_rate: float = 0.05) -> None:
         super().__init__()
@@ -88,36 +80,26 @@ class HyperparameterNet(Net):
         del self.lr
 
     def configure_optimizers(self) -> Any:
-        return SGD(self.parameters(), lr=self.hparams.learning_rate)
+        optimizer = SGD(self.parameters(), lr=self.hparams.learning_rate)
+        assert self.trainer.max_epochs  # as OneCycleLR needs it
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
 
 
-def test_the_rate_is_set_where_the_module_has_it() -> None:  # L-06
+def test_the_rate_is_set_where_the_module_has_it_and_schedules_are_not_stepped() -> None:  # L-06
     module: Any = Net()
     found = Tuner(quiet()).lr_find(module, datamodule=Data(), num_training=15)
     assert module.lr == found.suggestion()
     module = HyperparameterNet()
-    found = Tuner(quiet()).lr_find(module, loader(), num_training=15)
+    found = Tuner(quiet(max_epochs=2)).lr_find(module, loader(), num_training=15, max_lr=0.1, early_stop_threshold=None)
     assert module.hparams.learning_rate == found.suggestion()
+    assert len(found.results["lr"]) == 15  # more than an epoch
     module = Net()
     module.rate = 1.0
     found = Tuner(quiet()).lr_find(module, loader(), num_training=15, attr_name="rate")
     assert (module.rate, module.lr) == (found.suggestion(), 0.05)
     assert Tuner(quiet()).lr_find(module, loader(), num_training=8).suggestion() is None
     assert module.lr == 0.05
-
-
-class Scheduled(Net):
-    def configure_optimizers(self) -> Any:
-        optimizer = SGD(self.parameters(), self.lr)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        assert self.trainer.max_epochs  # as OneCycleLR needs it
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
-
-
-def test_schedules_are_built_and_not_stepped() -> None:  # L-06
-    options: dict[str, Any] = {"num_training": 15, "max_lr": 0.1, "early_stop_threshold": None}
-    found = Tuner(quiet(max_epochs=2)).lr_find(Scheduled(), loader(), **options)
-    assert len(found.results["lr"]) == 15  # more than an epoch, at whose end nothing was validated
 
 
 class TwoOptimizers(Net):
@@ -142,9 +124,7 @@ class ManualNet(Net):
         (torch.nn.Linear(1, 1), {}, {}, "was given a Linear in place of the module"),
     ],
 )
-def test_an_impossible_search_is_refused(
-    module: Any, settings: dict[str, Any], options: dict[str, Any], named: str
-) -> None:  # L-06
+def test_an_impossible_search_is_refused(module: Any, settings: Any, options: Any, named: str) -> None:  # L-06
     with pytest.raises(ConfigurationError, match=named):
         Tuner(quiet(**settings)).lr_find(module, loader(), **options)
 
