@@ -56,8 +56,6 @@ class Scored(Regression):
 
 
 class Validated(Regression):
-    """Logs one of ``scores``, by epoch, as ``val_loss``."""
-
     def __init__(self, scores: list[float]) -> None:
         super().__init__()
         self.scores = scores
@@ -81,8 +79,6 @@ class Clock:
 
 
 class Timed(Regression):
-    """Takes one second for a training batch and two for any other."""
-
     def __init__(self, clock: Clock) -> None:
         super().__init__()
         self.clock = clock

@@ -26,13 +26,9 @@ def fit(*callbacks: Callback) -> Regression:
     return module
 
 
-def test_two_averages_of_one_module_are_refused() -> None:  # L-01
-    # Each would treat the other's average as trained weights.
+def test_one_average_can_be_used_copied_and_pickled_after_a_run_and_two_in_one_are_refused() -> None:  # L-01
     with pytest.raises(ConfigurationError, match="EMAWeightAveraging and WeightAveraging in one run"):
         fit(EMAWeightAveraging(), WeightAveraging())
-
-
-def test_a_callback_can_be_used_copied_and_pickled_after_a_run() -> None:
     averaging = EMAWeightAveraging(0.5)
     for _ in range(2):
         fit(averaging)
@@ -82,9 +78,9 @@ class Normed(Regression):
         self.validated = {name: buffer.clone() for name, buffer in self.named_buffers()}
 
 
-def average(root: Path, module: Normed, max_epochs: int = 2, ckpt_path: Any = None) -> None:
+def average(root: Path, module: Normed, **options: Any) -> None:
     callbacks = [EMAWeightAveraging(DECAY), Checkpoint(root / "saved", save_last=True)]
-    train(root, callbacks, module, loader(24), loader(24), max_epochs=max_epochs, ckpt_path=ckpt_path)
+    train(root, callbacks, module, loader(24), loader(24), **{"max_epochs": 2, **options})
 
 
 @pytest.mark.parametrize("normalize", [parametrizations.spectral_norm, nn.utils.spectral_norm])

@@ -145,8 +145,6 @@ def test_in_the_background_the_state_at_the_call_is_saved(tmp_path: Path) -> Non
 
 
 class Replaced(Checkpoint):
-    """Replaces its folder by a file after the folder was checked."""
-
     def on_train_start(self, trainer: Any, module: Any) -> None:
         super().on_train_start(trainer, module)
         Path(str(self.dirpath)).write_text("")

@@ -144,8 +144,6 @@ Values = list[list[float | None]]  # by epoch and rank
 
 
 class Local(Validated):
-    """Logs the value of its rank, if it has one, and does not average it over the ranks."""
-
     def __init__(self, values: Values) -> None:
         super().__init__([])
         self.values = values

@@ -26,8 +26,6 @@ RANKS: dict[str, Any] = {"devices": 2, "batch_size": 2}
 
 
 class Bad(Regression):
-    """Adds a value to the loss of some micro-batches, and counts micro-batches and validated batches."""
-
     def __init__(self, bad: dict[int, float]) -> None:
         super().__init__()
         self.bad = bad
@@ -319,8 +317,6 @@ def test_a_request_to_stop_after_a_rollback_is_heard_soon(tmp_path: Path) -> Non
 
 
 class Drawing(Line):
-    """Has a learning rate that falls, draws, and logs."""
-
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = self.loss((nn.functional.dropout(batch[0], 0.3), batch[1]))
         self.log("loss", loss, on_epoch=True)

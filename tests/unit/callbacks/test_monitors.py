@@ -28,8 +28,6 @@ FLOPS = 2 * 2 * 4 * 4  # Linear(4, 1) on 4 rows, forward and the weight's gradie
 
 
 class Several(Regression):
-    """Has three optimizers, one of them with two groups, and steps none."""
-
     automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]

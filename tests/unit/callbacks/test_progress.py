@@ -320,8 +320,6 @@ def test_numbers_read_well(form: Callable[[float], str], values: tuple[float, ..
 
 
 class Named(Regression):
-    """Logs a metric whose name is not ASCII."""
-
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log("größe名", loss.detach(), prog_bar=True)

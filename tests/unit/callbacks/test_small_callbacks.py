@@ -209,18 +209,3 @@ def _printed_lines(root: str) -> int:
 def test_rank_0_alone_prints_and_writes(tmp_path: Path) -> None:
     assert on_ranks(_printed_lines, 2, str(tmp_path), process_group=None) == [2, 0]
     assert [path.name for path in (tmp_path / "drivetrain_logs").iterdir()] == ["version_0"]
-
-
-def test_the_state_of_launched_callbacks_comes_back(tmp_path: Path) -> None:
-    stopping = callbacks.EarlyStopping("val_loss", stopping_threshold=1e9)
-    timer, monitor = Timer(), callbacks.ThroughputMonitor()
-    logger = CSVLogger(tmp_path)
-    options: dict[str, Any] = {"strategy": "ddp", "devices": 2, "launcher": "forkserver", "log_every_n_steps": 1}
-    fit = quiet_fit(max_epochs=5, logger=logger, callbacks=[stopping, timer, monitor], **options)
-    fit.fit(Regression(), loader(32), loader(8))
-    assert fit.global_step == 4
-    assert "better than the stopping threshold" in (stopping.stopping_reason or "")
-    assert timer.time_elapsed() > 0
-    assert monitor.latest["throughput/steps_per_sec"] > 0
-    assert logger.log_dir == f"{tmp_path}/drivetrain_logs/version_0"
-    assert (Path(logger.log_dir) / "metrics.csv").exists()

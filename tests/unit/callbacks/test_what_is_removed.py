@@ -39,8 +39,7 @@ def terminating(step: int) -> LambdaCallback:
 
 
 @pytest.mark.parametrize("ckpt_path", ["auto", "last", f"{CHECKPOINTS}/exception-step=3"])
-def test_a_failures_checkpoint_goes_once_a_resumed_run_has_a_later_one(ckpt_path: str, tmp_path: Path) -> None:
-    #
+def test_a_failures_checkpoint_goes_once_a_resumed_run_has_a_later_one(ckpt_path: str, tmp_path: Path) -> None:
     steps = {"every_n_train_steps": 5, "save_async": ckpt_path == "last"}
     fail(tmp_path, saver(**steps), failing(3))
     assert checkpoint_names(tmp_path) == ["exception-step=3"]
@@ -73,15 +72,6 @@ def test_a_second_failure_at_a_step_replaces_no_checkpoint(ckpt_path: Any, names
     assert load(tmp_path / "both/exception-step=3").manifest.identifier == first
 
 
-def test_within_a_window_the_state_after_the_last_step_is_saved(tmp_path: Path) -> None:
-    fail(tmp_path, saver(), failing(5), accumulate_grad_batches=2)
-    assert checkpoint_names(tmp_path) == ["exception-step=2"]
-    progress = load(tmp_path / CHECKPOINTS / "exception-step=2").progress
-    assert (progress["batch_idx"], progress["samples_seen"]) == (4, 4)
-    train(tmp_path, saver(), ckpt_path="auto", accumulate_grad_batches=2)
-    assert checkpoint_names(tmp_path) == ["epoch=0-step=3"]
-
-
 FOUR = {"every_n_train_steps": 4}
 WEIGHTS = FOUR | {"save_weights_only": True}
 GONE = [FOUR]
@@ -93,6 +83,7 @@ GONE = [FOUR]
         pytest.param([FOUR], 4, 1, ["epoch=0-step=4"], id="in a saved step"),
         pytest.param([FOUR | {"save_async": True}], 4, 1, ["epoch=0-step=4"], id="in background"),
         pytest.param([{"every_n_train_steps": 2}], 5, 2, ["epoch=0-step=2"], id="in the window after a saved step"),
+        pytest.param([{}], 5, 2, ["exception-step=2"], id="in the window after another step"),
         pytest.param([WEIGHTS], 4, 1, ["epoch=0-step=4", "exception-step=4"], id="weights alone are no state"),
         pytest.param([{}, {"monitor": "train_loss"}], 3, 1, ["exception-step=3"], id="two callbacks"),
         pytest.param([{}, {"every_n_train_steps": 3}], 3, 1, ["epoch=0-step=3"], id="another's"),
@@ -109,6 +100,7 @@ def test_a_failure_writes_no_state_twice(savers: Any, at: int, window: int, writ
     fail(tmp_path, *others, failing(at), accumulate_grad_batches=window)
     assert checkpoint_names(tmp_path) == written
     assert verify(tmp_path / CHECKPOINTS / written[0]) == []
+    assert load(tmp_path / CHECKPOINTS / written[0]).progress["samples_seen"] == at - at % window
 
 
 @pytest.mark.parametrize("others", [[], [{"monitor": "train_loss"}]], ids=["alone", "beside another"])

@@ -21,8 +21,6 @@ INF = float("inf")
 
 
 class TwoLayers(nn.Module):
-    """Two independent linear layers, each with its own optimizer."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -87,8 +85,7 @@ def test_an_overflow_skips_every_step_and_halves_the_scale_once(device: str, opt
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("unscaled_by", ["engine", "clipping", "step"])
-def test_an_optimizer_steps_with_unscaled_gradients(device: str, unscaled_by: str) -> None:
-    # B-15
+def test_an_optimizer_steps_with_unscaled_gradients(device: str, unscaled_by: str) -> None:  # B-15
     module, precision = TwoLayers().to(device), precision_for(device)
     optimizers = [adam(module.left), torch.optim.SGD(module.right.parameters(), lr=0.1)]
     seen: list[Tensor] = []
@@ -112,8 +109,6 @@ def test_an_optimizer_steps_with_unscaled_gradients(device: str, unscaled_by: st
 
 
 class OperationNames(TorchDispatchMode):
-    """Records the names of operations."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []

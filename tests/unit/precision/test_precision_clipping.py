@@ -58,8 +58,7 @@ def test_norm_of_two_dtypes_equals_torch_bit_for_bit() -> None:  # B-05
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("limit", [0.3, 1e6], ids=["active", "idle"])
-def test_value_equals_torch(device: str, limit: float) -> None:
-    # B-05
+def test_value_equals_torch(device: str, limit: float) -> None:  # B-05
     ours, theirs = parameters(device), parameters(device)
     largest = max(grad.abs().max() for grad in grads(theirs))
     returned = FullPrecision().clip_gradients(optimizers(ours, 2), limit, "value")
