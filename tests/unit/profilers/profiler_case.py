@@ -25,8 +25,6 @@ def loader(samples: int = 8) -> DataLoader[Any]:
 
 
 class Net(TrainModule):
-    """One layer, which all stages run."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(2, 1)
@@ -45,8 +43,6 @@ class Net(TrainModule):
 
 
 class FailingNet(Net):
-    """Fails in its fourth step."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 3:
             raise ValueError("no more")
@@ -54,8 +50,6 @@ class FailingNet(Net):
 
 
 class SpanningNet(Net):
-    """Has a phase of its own in the step."""
-
     spans = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

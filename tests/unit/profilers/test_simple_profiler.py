@@ -103,34 +103,23 @@ class ClosureNet(Net):
 
 
 @pytest.mark.parametrize(
-    ("kind", "phases"),
+    ("stage", "kind", "phases"),
     [
-        (ManualNet, ["training > forward > backward", "training > forward > optimizer"]),
-        (ClosureNet, ["training > optimizer > forward"]),
+        ("validate", Net, ["validation > forward"]),
+        ("predict", Net, ["predict > forward"]),
+        ("fit", FailingNet, ["training > forward"]),
+        ("fit", ManualNet, ["training > forward > backward", "training > forward > optimizer"]),
+        ("fit", ClosureNet, ["training > optimizer > forward"]),
     ],
 )
-def test_phases_nest_as_the_steps_call_them(tmp_path: Path, kind: type[Net], phases: list[str]) -> None:  # L-05
-    profiler = SimpleProfiler()
-    fit(tmp_path, profiler=profiler).fit(kind(), loader())
-    rows = rows_by_path(profiler)
-    assert [rows[phase].calls for phase in phases] == [4] * len(phases)
-
-
-@pytest.mark.parametrize(
-    ("stage", "kind", "phase"),
-    [
-        ("validate", Net, "validation > forward"),
-        ("predict", Net, "predict > forward"),
-        ("fit", FailingNet, "training > forward"),
-    ],
-)
-def test_an_evaluation_and_a_failed_run_are_profiled(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], stage: str, kind: type[Net], phase: str
+def test_each_kind_of_run_is_profiled_as_its_phases_nest(
+    tmp_path: Path, capsys: Any, stage: str, kind: type[Net], phases: list[str]
 ) -> None:  # L-05
     profiler = SimpleProfiler()
     with pytest.raises(ValueError, match="no more") if kind is FailingNet else nullcontext():
         getattr(fit(tmp_path, profiler=profiler), stage)(kind(), loader())
-    assert rows_by_path(profiler)[phase].calls == 4
+    rows = rows_by_path(profiler)
+    assert [rows[phase].calls for phase in phases] == [4] * len(phases)
     (file,) = tmp_path.rglob(f"profile/{stage}-simple-rank-0.txt")
     assert file.read_text() in capsys.readouterr().out
 
@@ -162,44 +151,37 @@ def test_a_run_within_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     assert capsys.readouterr().out.count("Profile of fit") == (1 if is_shared else 2)
 
 
-@pytest.fixture
-def begun() -> SimpleProfiler:
-    profiler = SimpleProfiler()
-    profiler.begin(ProfiledRun("fit"))
-    return profiler
-
-
-def test_nested_phases_of_one_thread_are_counted_once(begun: SimpleProfiler) -> None:
+def test_nested_phases_of_one_thread_are_counted_once_and_unpaired_ones_are_reported() -> None:
     def work() -> None:
-        with begun.profile("elsewhere"):
+        with profiler.profile("elsewhere"):
             pass
 
-    with begun.profile("a"), begun.profile("b"), begun.profile("a"):
+    profiler = SimpleProfiler()
+    profiler.begin(ProfiledRun("fit"))
+    with profiler.profile("a"), profiler.profile("b"), profiler.profile("a"):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-    with begun.profile("a"):
+    with profiler.profile("a"):
         for phase in ("b", "fit"):  # fit: the run's own
             with pytest.raises(ConfigurationError, match=rf"stop\('{phase}'\) without a start"):
-                begun.stop(phase)
-    begun.end()
-    rows = rows_by_path(begun)
+                profiler.stop(phase)
+    profiler.end()
+    rows = rows_by_path(profiler)
     assert rows.keys() == {"a", "a > b", "a > b > a", "other", "profiler"}
     assert [rows[name].calls for name in ("a", "a > b", "a > b > a")] == [2, 1, 1]
     assert rows["a"].total_ns == rows["a"].self_ns + rows["a > b"].total_ns
     assert rows["a"].longest_ns >= rows["a > b"].longest_ns >= rows["a > b > a"].longest_ns > 0
-
-
-def test_a_phase_that_ends_after_its_parent_is_reported(begun: SimpleProfiler) -> None:
-    begun.start("hook")
-    begun.start("across")
-    begun.stop("hook")
-    begun.start("forward")
-    begun.stop("across")
-    begun.stop("forward")
-    begun.end()
-    assert rows_by_path(begun).keys() == {"hook", "hook > across", "forward", "other", "profiler"}
-    assert "'across' ended after its parent phase 1 times" in begun.summary()
+    profiler.begin(ProfiledRun("fit"))
+    profiler.start("hook")
+    profiler.start("across")
+    profiler.stop("hook")
+    profiler.start("forward")
+    profiler.stop("across")
+    profiler.stop("forward")
+    profiler.end()
+    assert rows_by_path(profiler).keys() == {"hook", "hook > across", "forward", "other", "profiler"}
+    assert "'across' ended after its parent phase 1 times" in profiler.summary()
 
 
 def test_a_short_table_in_a_chosen_file_has_only_times_and_shares(tmp_path: Path) -> None:  # L-05
@@ -236,10 +218,7 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, c
     assert "Profile of fit" in capsys.readouterr().out
 
 
-def test_fast_dev_run_and_a_run_without_a_profiler_write_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # L-05
+def test_fast_dev_run_and_a_run_without_a_profiler_write_nothing(tmp_path: Path, capsys: Any) -> None:  # L-05
     fit(tmp_path, profiler="simple", fast_dev_run=True).fit(Net(), loader())
     assert "Profile of fit" in capsys.readouterr().out
     runner, module = fit(tmp_path), SpanningNet()

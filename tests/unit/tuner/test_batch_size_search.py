@@ -51,8 +51,6 @@ def test_the_sizes_that_are_tried(arguments: tuple[Any, ...], found: int, sizes:
 
 
 class LimitedNet(Net):
-    """Has no memory for more than thirteen samples at once."""
-
     def _check_memory(self, batch: Any) -> Any:
         if len(batch[0]) > 13:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")

@@ -103,48 +103,48 @@ def test_a_fit_after_a_search_equals_the_fit_without_one(
         torch.testing.assert_close(value, plain[key], rtol=0, atol=0, msg=f"{key} differs")
 
 
-@pytest.mark.parametrize("error", [RuntimeError("broken"), torch.OutOfMemoryError("no memory"), KeyboardInterrupt()])
-def test_a_search_that_fails_changes_nothing(error: BaseException, tmp_path: Path) -> None:  # L-06
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [
+        (RuntimeError("broken"), RuntimeError),
+        (torch.OutOfMemoryError("no memory"), torch.OutOfMemoryError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (signal.SIGINT, KeyboardInterrupt),
+        (signal.SIGTERM, SystemExit),
+    ],
+)
+def test_a_search_that_fails_or_gets_a_signal_changes_nothing(
+    cause: Any, kind: Any, tmp_path: Path, caplog: Any
+) -> None:
+    # L-06
     class FailingNet(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if self.trainer.global_step == 4:
-                raise error
+                if not isinstance(cause, signal.Signals):
+                    raise cause
+                os.kill(os.getpid(), cause)
             return super().training_step(batch, batch_idx)
 
     module, data, loaders = FailingNet(), Data(), noisy_loader("shuffled")
     before = {name: one.clone() for name, one in module.state_dict().items()}
     draws = (torch.get_rng_state(), random.getstate(), loaders.dataset.generator.bit_generator.state)
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     for source in ({"train_dataloaders": loaders}, {"datamodule": data}):
-        with pytest.raises(type(error)):
+        caplog.clear()
+        with pytest.raises(kind):
             Tuner(quiet(default_root_dir=tmp_path, logger=True)).lr_find(module, **source)
+    if isinstance(cause, signal.Signals):
+        assert caplog.messages[-1].startswith(f"{cause.name}: the trial ends after this step. ")
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
     torch.testing.assert_close(dict(module.state_dict()), before, rtol=0, atol=0)
     assert torch.equal(draws[0], torch.get_rng_state())
     assert draws[1:] == (random.getstate(), loaders.dataset.generator.bit_generator.state)
     assert not hasattr(data, "dataset")
-    assert module.lr == 0.05
+    assert (module.lr, module.losses) == (0.05, [])
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_a_signal_ends_a_search(number: int, kind: type[BaseException], caplog: Any) -> None:  # L-06
-    class SignallingNet(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if self.trainer.global_step == 5:
-                os.kill(os.getpid(), number)
-            return super().training_step(batch, batch_idx)
-
-    module, handler = SignallingNet(), signal.getsignal(number)
-    with pytest.raises(kind):
-        Tuner(quiet()).lr_find(module, loader())
-    assert signal.getsignal(number) is handler
-    assert (module.lr, module.losses) == (0.05, [])
-    (line,) = [one.message for one in caplog.records]
-    assert line.startswith(f"{signal.Signals(number).name}: the trial ends after this step. ")
-
-
 class CountedStream(IterableDataset[Any]):
-    """Has its position in its state."""
-
     position = 7
 
     def __iter__(self) -> Iterator[Any]:
@@ -160,8 +160,6 @@ class CountedStream(IterableDataset[Any]):
 
 
 class LateNet(Net):
-    """Builds its layers under the strategy."""
-
     def __init__(self) -> None:
         TrainModule.__init__(self)
         self.lr, self.losses = 0.1, []

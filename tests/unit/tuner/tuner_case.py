@@ -54,8 +54,6 @@ def loader(samples: int = 40, batch_size: int = 4, **options: Any) -> Any:
 
 
 class Data(DataModule):
-    """Builds its loaders with ``self.batch_size``."""
-
     def __init__(self, samples: int = 40, batch_size: int = 4) -> None:
         self.samples = samples
         self.batch_size = batch_size
