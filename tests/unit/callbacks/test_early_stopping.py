@@ -70,33 +70,28 @@ def test_a_key_that_nobody_logs_is_refused_or_without_strict_skipped_with_one_wa
 
 
 @pytest.mark.parametrize(
-    ("at_epoch_end", "options", "steps"),
+    ("monitor", "at_epoch_end", "options", "steps"),
     [
-        pytest.param(None, {}, 4, id="a validation in each epoch"),
-        pytest.param(None, {"val_check_interval": 0.5}, 2, id="two validations in each epoch"),
-        pytest.param(True, {"val_check_interval": 0.5}, 4, id="the epoch's end, as asked"),
-        pytest.param(None, {"check_val_every_n_epoch": 2}, 8, id="a validation in each second epoch"),
-        pytest.param(False, {}, 4, id="validations, as asked"),
-        pytest.param(None, {"limit_val_batches": 0}, 4, id="no validation"),
+        pytest.param("bad", None, {}, 4, id="a validation in each epoch"),
+        pytest.param("bad", None, {"val_check_interval": 0.5}, 2, id="two validations in each epoch"),
+        pytest.param("bad", True, {"val_check_interval": 0.5}, 4, id="the epoch's end, as asked"),
+        pytest.param("bad", None, {"check_val_every_n_epoch": 2}, 8, id="a validation in each second epoch"),
+        pytest.param("bad", False, {}, 4, id="validations, as asked"),
+        pytest.param("bad", None, {"limit_val_batches": 0}, 4, id="no validation"),
+        pytest.param("score", None, {"limit_val_batches": 0}, 4, id="no validation, a value of the module's hook"),
     ],
 )
-def test_when_it_looks(at_epoch_end: bool | None, options: dict[str, Any], steps: int) -> None:
-    class Bad(Regression):
+def test_when_it_looks(monitor: str, at_epoch_end: bool | None, options: dict[str, Any], steps: int) -> None:
+    class Bad(Scored):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             self.log("bad", math.nan)
             return self.loss(batch)
 
-    stopping = EarlyStopping("bad", check_on_train_epoch_end=at_epoch_end)
+    stopping = EarlyStopping(monitor, check_on_train_epoch_end=at_epoch_end)
     trainer = quiet_fit(max_epochs=4, num_sanity_val_steps=1, callbacks=stopping, **options)
     trainer.validate(Regression(), loader(4))  # where the value is absent, and not looked at
-    trainer.fit(Bad(), loader(16), loader(4))
+    trainer.fit(Bad([math.nan] * 4), loader(16), loader(4))
     assert trainer.global_step == steps
-
-
-def test_a_value_of_the_modules_own_epoch_hook_can_be_monitored() -> None:
-    trainer = quiet_fit(max_epochs=5, callbacks=EarlyStopping("score"))
-    trainer.fit(Scored([math.nan] * 5), loader(8))
-    assert trainer.current_epoch == 1
 
 
 VALIDATED = (9.0, 9.0, 5.0, 9.0, 9.0, 4.0, 9.0)
@@ -177,8 +172,7 @@ def _stop_on_ranks(values: Values, options: dict[str, Any]) -> tuple[int, int, f
         pytest.param(MISSING, {}, (0, 2, math.inf), id="a missing value, refused on every rank"),
     ],
 )
-def test_all_ranks_stop_together(values: Any, options: dict[str, Any], ends: tuple[int, int, float]) -> None:
-    # B-19, S-05
+def test_all_ranks_stop_together(values: Any, options: Any, ends: tuple[int, int, float]) -> None:  # B-19, S-05
     results = on_ranks(_stop_on_ranks, 2, values, options, process_group=None)
     assert results == [(*ends[:2], pytest.approx(ends[2]))] * 2
 

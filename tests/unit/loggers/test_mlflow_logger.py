@@ -133,6 +133,10 @@ def test_a_resumed_run_continues_at_mlflow_under_its_id(root: Path, caplog: Any)
     again.finalize("interrupted")
     assert mlflow_run(root, folder).info.status == "KILLED"
     assert mlflow_curve(root, folder, "test_loss") == [(8, 4.0)]
+    chosen = log_steps(MLFlowLogger(save_dir=root, run_id=run_id), 9)
+    chosen.finalize("success")
+    assert chosen.run_id == run_id
+    assert mlflow_curve(root, folder, "loss")[-1] == (9, 4.5)
 
 
 def test_names_that_mlflow_refuses_are_replaced(root: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -151,19 +155,6 @@ def test_names_that_mlflow_refuses_are_replaced(root: Path, caplog: pytest.LogCa
     assert {"__", "__/x", "__x", "_/abs", "a/_/b", "end/_", "_", "a:b"} <= run.data.metrics.keys()
     assert sum(name.startswith("xxx") for name in run.data.metrics) == 2
     assert run.data.metrics.keys() - {"loss"} == run.data.params.keys()
-
-
-def test_another_folder_is_another_run(root: Path) -> None:
-    logger = MLFlowLogger(save_dir=root)
-    ids = []
-    for version in ("version_0", "version_1"):
-        logger.adopt(version)
-        log_steps(logger, 1).finalize("success")
-        ids.append(logger.run_id)
-    assert ids[0] != ids[1]
-    chosen = log_steps(MLFlowLogger(save_dir=root, run_id=ids[0]), 2)
-    assert chosen.run_id == ids[0]
-    chosen.finalize("success")
 
 
 def test_a_store_that_refuses_does_not_end_a_run(root: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -106,18 +106,6 @@ def test_a_purge_step_of_the_users_applies_once(tmp_path: Path, logger: TensorBo
     assert scalars(purging.log_dir) == steps_and_values(*range(5), 20, 21)
 
 
-def test_event_files_are_named_in_the_order_in_which_they_are_written(logger: TensorBoardLogger) -> None:
-    seconds: list[str] = []
-    for _ in range(2):
-        logger.rewind(0)
-        log_steps(logger, 1).save()
-        names = (path.name for path in Path(logger.log_dir).iterdir())
-        seconds += sorted(second for name in names if (second := name.split(".")[3]) not in seconds)
-    logger.finalize("success")
-    assert len(seconds) == 2
-    assert seconds == sorted(seconds)
-
-
 def test_a_clock_that_is_behind_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "v").mkdir()
     (tmp_path / "v" / "events.out.tfevents.9999999999.host.1.0").touch()

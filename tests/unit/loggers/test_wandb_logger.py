@@ -177,19 +177,6 @@ def test_a_resumed_run_continues_at_wandb_under_its_id(tmp_path: Path) -> None: 
     assert [run.run_id for part in wandb_records(folder) for run in records_of_kind(part, "run")] == [run_id] * 3
 
 
-def test_another_folder_is_another_run(tmp_path: Path) -> None:
-    logger = WandbLogger(save_dir=tmp_path)
-    ids = []
-    for version in ("version_0", "version_1"):
-        logger.adopt(version)
-        log_steps(logger, 1).finalize("success")
-        ids.append(logger.run_id)
-    assert ids[0] != ids[1]
-    named = WandbLogger(save_dir=tmp_path, version="mine")
-    assert named.experiment.id == named.version == "mine"
-    named.finalize("success")
-
-
 def test_a_run_of_the_users_is_used_and_not_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     import wandb
 
@@ -202,11 +189,12 @@ def test_a_run_of_the_users_is_used_and_not_ended(tmp_path: Path, caplog: pytest
     assert wandb.run is run
     run.finish()
     assert wandb_curve(tmp_path, "loss") == [[(1, 0.5), (2, 1.0)]]
+    named = WandbLogger(save_dir=tmp_path, version="mine")
+    assert named.experiment.id == named.version == "mine"
+    named.finalize("success")
 
 
 class Scored(TrainModule):
-    """Has the scores 3, 1 and 2 in the first three epochs."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)

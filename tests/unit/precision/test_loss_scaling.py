@@ -20,7 +20,7 @@ X = torch.arange(12.0).reshape(4, 3) / 12
 INF = float("inf")
 
 
-class TwoLayers(nn.Module):
+class TwoLayers(TrainModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -29,6 +29,12 @@ class TwoLayers(nn.Module):
 
     def forward(self, x: Tensor, left: float = 1.0, right: float = 1.0) -> Tensor:
         return left * self.left(x).float().pow(2).mean() + right * self.right(x).float().pow(2).mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def precision_for(device: str, **options: Any) -> MixedPrecision:
@@ -83,31 +89,6 @@ def test_an_overflow_skips_every_step_and_halves_the_scale_once(device: str, opt
     assert any(not torch.equal(*pair) for pair in zip(weights_and_states(module, *optimizers), before, strict=True))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("unscaled_by", ["engine", "clipping", "step"])
-def test_an_optimizer_steps_with_unscaled_gradients(device: str, unscaled_by: str) -> None:  # B-15
-    module, precision = TwoLayers().to(device), precision_for(device)
-    optimizers = [adam(module.left), torch.optim.SGD(module.right.parameters(), lr=0.1)]
-    seen: list[Tensor] = []
-    for optimizer in optimizers:
-        optimizer.register_step_pre_hook(
-            lambda o, *_: seen.extend(p.grad.clone() for g in o.param_groups for p in g["params"])
-        )
-    module(X.to(device)).backward()
-    expected = gradients(module)
-    module.zero_grad()
-    backward(precision, module, device)
-    if unscaled_by == "engine":
-        for optimizer in optimizers:
-            precision.unscale(optimizer)
-            precision.unscale(optimizer)  # as a user's hook may do
-    elif unscaled_by == "clipping":
-        norm = precision.clip_gradients(optimizers, 1e6)
-        torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(expected), rtol=5e-3, atol=1e-3)
-    assert step_all(precision, optimizers) == [True, True]
-    torch.testing.assert_close(seen, expected, rtol=5e-3, atol=1e-3)
-
-
 class OperationNames(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -116,18 +97,6 @@ class OperationNames(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
-
-
-class ScaledModule(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = TwoLayers()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net(batch)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def test_a_run_unscales_and_clips_in_one_pass_unless_a_callback_reads_between() -> None:
@@ -139,7 +108,7 @@ def test_a_run_unscales_and_clips_in_one_pass_unless_a_callback_reads_between() 
 
     found = []
     for callback in (None, LambdaCallback(on_before_optimizer_step=read)):
-        module = ScaledModule()
+        module = TwoLayers()
         options = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
         quiet: dict[str, Any] = dict.fromkeys(options, False)
         settings: dict[str, Any] = {"precision": "16-mixed", "gradient_clip_val": 0.1, "max_steps": 2}

