@@ -67,8 +67,7 @@ def test_the_newest_is_kept_and_named_in_latest(tmp_path: Path) -> None:
         pytest.param({}, [NAN, NAN], [0], id="NaN equals NaN"),
     ],
 )
-def test_what_is_kept(options: dict[str, Any], scores: list[float], kept: list[int], tmp_path: Path) -> None:
-    # F-07, Q-05
+def test_what_is_kept(options: Any, scores: list[float], kept: list[int], tmp_path: Path) -> None:  # F-07, Q-05
     checkpoint = Checkpoint(monitor="score", filename="{epoch}", **options)
     train(tmp_path, checkpoint, Scored(scores), max_epochs=len(scores))
     assert checkpoint_names(tmp_path) == [f"epoch={epoch}" for epoch in kept]
@@ -144,42 +143,36 @@ def test_in_the_background_the_state_at_the_call_is_saved(tmp_path: Path) -> Non
     assert not _writers()
 
 
-class Replaced(Checkpoint):
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        super().on_train_start(trainer, module)
-        Path(str(self.dirpath)).write_text("")
-
-
 @pytest.mark.parametrize(("every", "step"), [(2, 3), (6, 6)])  # within a step, and at the end
 def test_a_failure_in_the_background_surfaces(every: int, step: int, tmp_path: Path) -> None:  # F-08
     steps: list[int] = []
 
     class Blocked(Scored):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 0:
+                (tmp_path / "file").write_text("")  # in place of the folder, which was checked before
+
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             steps.append(self.global_step)
             for thread in _writers():
                 thread.join()
 
-    checkpoint = Replaced(tmp_path / "file", every_n_train_steps=every, save_async=True)
+    checkpoint = Checkpoint(tmp_path / "file", every_n_train_steps=every, save_async=True)
     with pytest.raises(CheckpointError, match="could not be written"):
         train(tmp_path, checkpoint, Blocked())
     assert steps[-1] == step
 
 
-def test_names_are_filled_with_values() -> None:
-    values = {"epoch": 3, "val/loss": 0.256}
+def test_names_are_filled_with_values_and_a_folder_without_a_valid_one_is_refused(tmp_path: Path) -> None:
+    values, module = {"epoch": 3, "val/loss": 0.256}, Scored()
     named = Checkpoint(filename="{epoch:03d}-{val/loss:.2f}")
     assert named.format_checkpoint_name(values) == "epoch=003-val_loss=0.26"
     with pytest.raises(ConfigurationError, match=r"no value 'val_los' was logged.*val/loss"):
         named.format_checkpoint_name(values, "{val_los}")
-
-
-@pytest.mark.parametrize("dirpath", ["d" * 300, "é" * 200, "a\0b"])
-def test_a_folder_that_cannot_be_created_is_refused_before_the_first_step(dirpath: str, tmp_path: Path) -> None:
-    module = Scored()
-    with pytest.raises(ConfigurationError, match="cannot write to"):
-        train(tmp_path, Checkpoint(f"{tmp_path}/missing/{dirpath}"), module)
-    assert module.started == []
+    for dirpath in ("d" * 300, "é" * 200, "a\0b"):
+        with pytest.raises(ConfigurationError, match="cannot write to"):
+            train(tmp_path, Checkpoint(f"{tmp_path}/missing/{dirpath}"), module)
+    assert module.started == []  # before the first step
 
 
 class Whole(Validated):
@@ -231,22 +224,17 @@ def test_without_its_validation_the_last_state_is_saved_without_a_score(tmp_path
     assert folders(tmp_path / "here") == ["epoch=1-step=20"]
     assert checkpoint.best_model_score is None
     assert verify(checkpoint.best_model_path) == []
-    (waits,) = [record.getMessage() for record in caplog.records if "waits" in record.getMessage()]
+    (waits,) = [message for message in caplog.messages if "waits" in message]
     assert "monitor='val_loss'" in waits
     assert "step 4" in waits
     assert caplog.text.count("without a score") == 1
 
 
-@pytest.mark.parametrize(
-    ("monitor", "options", "message"),
-    [
-        ("val_los", {}, r"monitor='val_los'.*\n?.*Did you mean 'val_loss'"),
-        ("val_loss", {"limit_val_batches": 0}, "monitor='val_loss'"),
-    ],
-)
-def test_a_value_that_will_not_come_ends_the_run(monitor: str, options: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        fit(tmp_path, Checkpoint(monitor=monitor, every_n_train_steps=4), [0.7], **options)
+def test_a_value_that_will_not_come_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"monitor='val_los'.*\n?.*Did you mean 'val_loss'"):
+        fit(tmp_path, Checkpoint(monitor="val_los", every_n_train_steps=4), [0.7])
+    with pytest.raises(ConfigurationError, match="monitor='val_loss'"):
+        fit(tmp_path, Checkpoint(**FOUR), [0.7], limit_val_batches=0)
 
 
 def test_a_resumed_run_saves_at_the_validation_that_the_earlier_run_waited_for(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import math
 import pickle
 import re
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -180,8 +179,7 @@ def test_the_default_suits_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Terminal())
     monkeypatch.setitem(sys.modules, "rich", None)  # makes the import fail
     assert default() is ProgressBar
-    # G-06
-    with pytest.raises(ConfigurationError, match="pip install"):
+    with pytest.raises(ConfigurationError, match="pip install"):  # G-06
         RichProgressBar()
     for stage in ("train", "validation", "test", "predict"):  # H-01: without a terminal it is absent from the step
         name = f"on_{stage}_batch_end"
@@ -307,16 +305,12 @@ def test_a_line_fits_into_every_width(width: int) -> None:  # L-09
     assert line.rest == "60/120 [0:10<0:10, 6.0 it/s] run 1:12 left a=1 …"
 
 
-@pytest.mark.parametrize(
-    ("form", "values", "texts"),
-    [
-        (format_time, (5.9, 65, 3725, 86399, 86400, 200000), "0:05 1:05 1:02:05 23:59:59 1d+0:00:00 2d+7:33:20"),
-        (format_rate, (0.5, 12.34, 0.0), "2.00+s/it 12.3+it/s 0.0+it/s"),
-        (format_number, (3.0, 0.12345, 1e-7, math.nan, math.inf, 1e9), "3 0.1235 1e-07 nan inf 1e+09"),
-    ],
-)
-def test_numbers_read_well(form: Callable[[float], str], values: tuple[float, ...], texts: str) -> None:
-    assert [form(value).replace(" ", "+") for value in values] == texts.split()
+def test_numbers_read_well() -> None:
+    times = {5.9: "0:05", 65: "1:05", 3725: "1:02:05", 86399: "23:59:59", 86400: "1d 0:00:00", 200000: "2d 7:33:20"}
+    assert {value: format_time(value) for value in times} == times
+    assert [format_rate(value) for value in (0.5, 12.34, 0.0)] == ["2.00 s/it", "12.3 it/s", "0.0 it/s"]
+    numbers = {3.0: "3", 0.12345: "0.1235", 1e-7: "1e-07", math.nan: "nan", math.inf: "inf", 1e9: "1e+09"}
+    assert {value: format_number(value) for value in numbers} == numbers
 
 
 class Named(Regression):

@@ -60,18 +60,6 @@ def test_stages_are_measured_apart_and_a_failure_stops_the_clock(clock: Clock) -
         timer.time_elapsed("training")
 
 
-def _stop_by_time_on_one_rank() -> int:
-    timer = Timer({"milliseconds": 1} if torch.distributed.get_rank() == 0 else None, verbose=False)
-    fit = quiet_fit(strategy="ddp", devices=2, max_epochs=50, callbacks=timer)
-    fit.fit(Regression(), loader(64))
-    return fit.global_step
-
-
-def test_time_that_is_up_on_one_rank_stops_all_after_the_same_step() -> None:  # B-19
-    first, second = on_ranks(_stop_by_time_on_one_rank, 2)
-    assert first == second < 50 * 8
-
-
 def test_the_functions_of_a_lambda_callback_are_its_only_hooks() -> None:  # H-01
     seen: list[str] = []
     callback = LambdaCallback(

@@ -51,9 +51,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: Any, kind: Any,
         kind(save_dir=tmp_path)
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(MLFlowLogger, marks=MLFLOW), pytest.param(WandbLogger, marks=WANDB)]
-)
+@pytest.mark.parametrize("kind", [pytest.param(MLFlowLogger, marks=MLFLOW), pytest.param(WandbLogger, marks=WANDB)])
 def test_another_folder_is_another_run(tmp_path: Path, kind: Any) -> None:
     logger = kind(save_dir=tmp_path)
     ids = []

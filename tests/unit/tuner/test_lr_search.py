@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import SGD
-from tuner_case import Data, Net, loader, quiet, same_weights_in_each_session
+from tuner_case import Data, Net, loader, quiet
 
 from drivetrain import Callback, ConfigurationError
 from drivetrain.callbacks import LearningRateFinder
 from drivetrain.tuner import LRFind, Tuner
-
-__all__ = ["same_weights_in_each_session"]
 
 
 @pytest.mark.parametrize(("window", "mode"), [(1, "linear"), (2, "exponential")])

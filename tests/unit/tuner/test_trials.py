@@ -15,14 +15,12 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
-from tuner_case import FEATURES, Data, Net, loader, quiet, same_weights_in_each_session
+from tuner_case import FEATURES, Data, Net, loader, quiet
 
 from drivetrain import ConfigurationError, TrainModule
 from drivetrain.callbacks import Checkpoint, LambdaCallback, LearningRateFinder
 from drivetrain.loggers import CSVLogger
 from drivetrain.tuner import Tuner
-
-__all__ = ["same_weights_in_each_session"]
 
 
 class NoisyDataset(Dataset[Any]):
