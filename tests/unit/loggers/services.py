@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import fsspec
 import pytest
+import torch
 
 from drivetrain import Logger
 from drivetrain.loggers import MLFlowLogger, WandbLogger
@@ -68,3 +69,11 @@ class Drawing:
         from PIL import Image
 
         Image.new("RGB", (5, 3), (255, 0, 0)).save(file, format=format)
+
+
+def log_all_media(logger: Logger, step: int = 2) -> None:
+    logger.log_image("seen/picture", torch.full((3, 4, 6), 0.5), step)
+    logger.log_figure("figure", Drawing(), step)
+    logger.log_histogram("weights", torch.arange(8.0), step)
+    logger.log_text("text", "# Hello", step)
+    logger.log_table("table", [{"x": 1, "y": "a|b"}, {"x": torch.tensor(2)}], step)

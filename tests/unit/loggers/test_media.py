@@ -12,21 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from services import Drawing
+from services import log_all_media
 
 from drivetrain import Logger
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import CSVLogger, Histogram, Table, TensorBoardLogger
 from drivetrain.loggers.media import pixels_of
 from drivetrain.testing import requires_package
-
-
-def log_all_media(logger: Logger, step: int = 2) -> None:
-    logger.log_image("seen/picture", torch.full((3, 4, 6), 0.5), step)
-    logger.log_figure("figure", Drawing(), step)
-    logger.log_histogram("weights", torch.arange(8.0), step)
-    logger.log_text("text", "# Hello", step)
-    logger.log_table("table", [{"x": 1, "y": "a|b"}, {"x": torch.tensor(2)}], step)
 
 
 @requires_package("PIL")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from services import Drawing, assert_no_file_has, folder_of, log_steps, offline
+from services import assert_no_file_has, folder_of, log_all_media, log_steps, offline
 from torch.utils.data import DataLoader
 
 from drivetrain import Fit, TrainModule
@@ -137,25 +137,23 @@ def test_metrics_parameters_and_settings_but_no_secrets_are_at_wandb(tmp_path: P
 
 def test_media_of_every_kind(tmp_path: Path) -> None:  # L-04
     logger = WandbLogger(save_dir=tmp_path)
-    logger.log_image("picture", torch.rand(3, 4, 6), 2)
+    log_all_media(logger)
     logger.log_image("grey", torch.rand(4, 6), 2)
-    logger.log_figure("figure", Drawing(), 2)
-    logger.log_histogram("weights", torch.arange(8.0), 2)
     logger.log_histogram("fine", Histogram.of(torch.arange(1030.0), 1030), 2)  # wandb takes 512 bins
-    logger.log_text("text", "a | b", 2)
-    logger.log_table("table", {"x": [1, "a"], "y": [0.5, None]}, 2)  # wandb refuses columns of several types
+    logger.log_table("mixed", {"x": [1, "a"], "y": [0.5, None]}, 2)  # wandb refuses columns of several types
     logger.finalize("success")
     media = wandb_media(folder_of(logger))
     images = {name: (one["width"], one["height"]) for name, one in media.items() if one["_type"] == "image-file"}
-    assert images == {"picture": (6, 4), "grey": (6, 4), "figure": (5, 3)}
+    assert images == {"seen/picture": (6, 4), "grey": (6, 4), "figure": (5, 3)}
     assert media["weights"]["_type"] == "histogram"
     assert sum(media["weights"]["values"]) == 8
     assert len(media["weights"]["bins"]) == 65
     assert media["fine"]["values"] == [3] * 343 + [1]
     edges = media["fine"]["bins"]
     assert (len(edges), edges[0], edges[-1]) == (345, 0.0, 1029.0)
-    assert (media["table"]["columns"], media["table"]["data"]) == (["x", "y"], [[1, 0.5], ["a", None]])
-    assert media["text"]["data"] == [["a | b"]]
+    assert (media["table"]["columns"], media["table"]["data"]) == (["x", "y"], [[1, "a|b"], [2, None]])
+    assert media["mixed"]["data"] == [[1, 0.5], ["a", None]]
+    assert media["text"]["data"] == [["# Hello"]]
 
 
 def test_a_resumed_run_continues_at_wandb_under_its_id(tmp_path: Path) -> None:  # L-04

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain import Fit, TrainModule
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import (
     DoublePrecision,
@@ -147,28 +146,3 @@ def test_mixed_precision_has_float32_master_weights(name: str) -> None:
     assert module[0].weight.dtype is torch.float32
     assert module[1].weight is module[0].weight
     assert module[2].weight.dtype is torch.bfloat16
-
-
-class Adapted(TrainModule):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.base = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8)).requires_grad_(False).to(dtype)
-        self.head = nn.Linear(8, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.head(self.base(batch)).float().square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.head.parameters(), lr=0.1)
-
-
-def test_frozen_half_precision_weights_give_the_same_bits_as_in_float32() -> None:  # D-01
-    heads = []
-    for dtype in (torch.bfloat16, torch.float32):
-        module = Adapted(dtype)
-        batches = list(torch.randn(4, 4, 4, generator=torch.Generator().manual_seed(1)))
-        Fit(accelerator="cpu", barebones=True, max_epochs=2, precision="bf16-mixed").fit(module, batches)
-        assert {one.dtype for one in module.base.parameters()} == {dtype}
-        heads.append(list(module.head.parameters()))
-    torch.testing.assert_close(*heads, rtol=0, atol=0)
