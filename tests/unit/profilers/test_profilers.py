@@ -18,8 +18,8 @@ import torch
 from torch.profiler import profile, schedule
 from torch.utils.data import DataLoader
 
-from drivetrain import Fit, TrainModule
-from drivetrain.callbacks import Checkpoint, LambdaCallback
+from drivetrain import Callback, Fit, TrainModule
+from drivetrain.callbacks import Checkpoint
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import CSVLogger
 from drivetrain.profilers import AdvancedProfiler, ProfiledRun, PyTorchProfiler, SimpleProfiler
@@ -77,6 +77,12 @@ def rows_by_path(profiler: SimpleProfiler) -> dict[str, Any]:
     return {" > ".join(row.path): row for row in profiler.rows()}
 
 
+class SpanningCallback(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with trainer.profiler.profile("mine"):
+            pass
+
+
 class TransferringNet(SpanningNet):
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return batch
@@ -86,12 +92,8 @@ class TransferringNet(SpanningNet):
 
 
 def test_every_phase_is_a_row_and_all_rows_add_up_to_the_run(tmp_path: Path) -> None:  # L-05
-    def span(trainer: Fit, *arguments: Any) -> None:
-        with trainer.profiler.profile("mine"):
-            pass
-
     profiler = SimpleProfiler()
-    callbacks = [LambdaCallback(on_train_batch_end=span), Checkpoint(every_n_train_steps=2)]
+    callbacks = [SpanningCallback(), Checkpoint(every_n_train_steps=2)]
     options: dict[str, Any] = {"enable_checkpointing": True, "logger": CSVLogger(tmp_path), "log_every_n_steps": 2}
     options |= {"gradient_clip_val": 1.0, "num_sanity_val_steps": 1, "detect_anomaly": True}
     runner = fit(tmp_path, profiler=profiler, callbacks=callbacks, **options)
@@ -109,7 +111,7 @@ def test_every_phase_is_a_row_and_all_rows_add_up_to_the_run(tmp_path: Path) -> 
         "training > optimizer > clipping": 4,
         "training > checkpoint": 3,  # the dry run that is repeated after the first step, and two saves
         "training > logging > loggers": 2,
-        "training > LambdaCallback.on_train_batch_end > mine": 4,
+        "training > SpanningCallback.on_train_batch_end > mine": 4,
         "training > validation": 1,
         "training > validation > forward": 4,
         "sanity check > forward": 1,
