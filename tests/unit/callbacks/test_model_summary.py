@@ -38,19 +38,6 @@ class Tied(Regression):
         return self.head(self.body(batch[0])).square().mean()
 
 
-def test_tied_parameters_count_once_and_frozen_ones_apart_to_a_depth() -> None:  # B-07, B-08
-    summary = summarize(Tied())
-    assert (summary.total, summary.trainable) == (40 + 20 + 8, 48)
-    assert summary.size == 4 * (68 + 8) + 8  # float32 parameters and statistics, and the int64 count of batches
-    rows = [(row.name, row.total, row.trainable, row.notes) for row in summary.rows]
-    tied = [(name, 40, 40, f"tied to {other}.weight") for name, other in (("embedding", "head"), ("head", "embedding"))]
-    assert rows == [tied[0], ("body", 28, 8, ""), tied[1]]
-    assert not summarize(Tied(), 0).rows
-    for depth in (2, -1):
-        names = [row.name for row in summarize(Tied(), depth).rows]
-        assert names == ["embedding", "body", "body.0", "body.1", "head"]
-
-
 def test_meta_lazy_and_sharded_parameters_count_as_what_they_stand_for() -> None:  # D-03
     sharded = nn.Linear(4, 4, bias=False)
     sharded.weight.data = torch.empty(0)  # as ZeRO 3 leaves it
@@ -62,7 +49,7 @@ def test_meta_lazy_and_sharded_parameters_count_as_what_they_stand_for() -> None
     assert summary.rows[0].size == 2 * 1_001_000
 
 
-def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:  # L-08
+def test_the_printed_table_counts_tied_parameters_once_and_frozen_ones_apart(capsys: Any) -> None:  # B-07, B-08, L-08
     model = Tied()
     quiet_fit(callbacks=ModelSummary()).fit(model, loader())
     rule = "-" * 49
@@ -79,25 +66,21 @@ def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:  # L-
         "6 modules, all in train mode"
     )
     assert capsys.readouterr().out.count(table) == 1
+    assert [row.trainable for row in summarize(model).rows] == [40, 8, 40]
+    for depth in (2, -1):
+        names = [row.name for row in summarize(model, depth).rows]
+        assert names == ["embedding", "body", "body.0", "body.1", "head"]
     model.body.eval()
     assert str(summarize(model, 0)) == (
         "68 parameters, 48 trainable, 20 frozen; 312 B with buffers\n6 modules, 3 of them in train mode, 3 in eval mode"
     )
 
 
-@pytest.mark.parametrize(
-    ("parameters", "count", "size"),
-    [
-        (3, "3", "12 B"),
-        (999, "999", "4.00 kB"),
-        (12_345, "12.3 K", "49.4 kB"),
-        (999_600, "1.00 M", "4.00 MB"),
-        (7_000_000_000, "7.00 B", "28.0 GB"),
-    ],
-)
-def test_numbers_have_units(parameters: int, count: str, size: str) -> None:  # L-08
-    model = nn.ModuleList([nn.Linear(parameters, 1, bias=False, device="meta")])
-    assert re.search(rf"^0 +Linear +{re.escape(count)}  {re.escape(size)}$", str(summarize(model)), re.MULTILINE)
+def test_numbers_have_units() -> None:  # L-08
+    shown = {3: "3  12 B", 999: "999  4.00 kB", 12_345: "12.3 K  49.4 kB", 999_600: "1.00 M  4.00 MB"}
+    for parameters, text in {**shown, 7_000_000_000: "7.00 B  28.0 GB"}.items():
+        model = nn.ModuleList([nn.Linear(parameters, 1, bias=False, device="meta")])
+        assert re.search(rf"^0 +Linear +{re.escape(text)}$", str(summarize(model)), re.MULTILINE)
 
 
 LONG = "a_name_that_is_much_longer_than_there_is_room_for_it_in_eighty_columns"

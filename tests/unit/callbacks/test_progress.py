@@ -173,8 +173,7 @@ def test_the_default_suits_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     assert default() is ProgressLines
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", AsciiTerminal())
     assert default() is ProgressBar
     monkeypatch.setattr(sys, "stdout", Terminal())
     monkeypatch.setitem(sys.modules, "rich", None)  # makes the import fail
@@ -327,9 +326,7 @@ class FullDisk(io.StringIO):
         raise OSError(28, "No space left on device")
 
 
-class GoneTerminal(Terminal):
-    """Fails like the terminal of a lost connection."""
-
+class GoneTerminal(Terminal):  # as of a lost connection
     def write(self, text: str) -> int:
         raise BrokenPipeError(32, "Broken pipe")
 
@@ -342,9 +339,7 @@ class AsciiTerminal(io.TextIOWrapper):
         return True
 
 
-class OnlyWrites:
-    """Has no other method, like objects that scripts use in place of ``sys.stdout``."""
-
+class OnlyWrites:  # like objects that scripts use in place of `sys.stdout`
     text = ""
 
     def write(self, text: str) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import resource
+import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +42,19 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         import wandb
 
         wandb.teardown()
+
+
+@contextmanager
+def file_size_limit(nbytes: int) -> Iterator[None]:
+    """Limit the files of this process: as on a disk that is full, a write fails midway."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def log_steps(logger: LoggerT, *steps: int, name: str = "loss") -> LoggerT:

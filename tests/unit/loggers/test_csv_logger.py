@@ -6,17 +6,13 @@ import csv
 import json
 import math
 import re
-import resource
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import numpy as np
 import pytest
-from services import log_steps, read_table
+from services import file_size_limit, log_steps, read_table
 
 from drivetrain.errors import ConfigurationError, DrivetrainError
 from drivetrain.loggers import CSVLogger, csv_logger
@@ -73,9 +69,12 @@ def test_runs_get_versions_and_a_resumed_run_continues_in_its_own(tmp_path: Path
 NAMES = ["a,b", 'say "loss"', "two\nlines", "carriage\rreturn", "both\r\n", " spaces ", "Größe", "'", "step"]
 
 
-@pytest.mark.parametrize("where", ["local", "memory"])
-def test_names_and_values_are_read_back_unchanged(tmp_path: Path, where: str) -> None:
-    root = str(tmp_path) if where == "local" else f"memory://{tmp_path.name}"
+@pytest.fixture(params=["", "file://", "memory://"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"{request.param}{tmp_path}"
+
+
+def test_names_and_values_are_read_back_unchanged(root: str) -> None:
     third: Any = np.float64(1 / 3)  # a number of another package, as are tensors
     values = [math.inf, -math.inf, 5e-324, 1e308, -0.0, third, 2**70, True, math.nan]
     for step in range(2):  # the second object reads what the first has written
@@ -124,11 +123,6 @@ def test_what_others_have_written_is_kept(tmp_path: Path) -> None:
     path.write_bytes(b"\xef\xbb\xbfstep,loss\r\n10.0,1\r\nnote,2\r\n,3\r\nnan,4\r\n30.0,5\r\n")  # a spreadsheet's
     CSVLogger(tmp_path, name="", version="v").rewind(20)
     assert read_table(tmp_path / "v") == ["step,loss", "10.0,1", "note,2", ",3", "nan,4"]
-
-
-@pytest.fixture(params=["", "file://", "memory://"])
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return f"{request.param}{tmp_path}"
 
 
 def test_a_rewind_removes_rows_and_columns_of_later_steps(root: str) -> None:  # J-13
@@ -277,19 +271,6 @@ def test_the_table_is_whole_at_every_moment(store: FaultyStore) -> None:  # J-13
     assert {len(rows) for rows in seen} <= {1, 2, 3}
     assert steps_in(store) == [1]
     assert store.objects() == ["logs/version_0/metrics.csv"]
-
-
-@contextmanager
-def file_size_limit(nbytes: int) -> Iterator[None]:
-    """Limit the files of this process: as on a disk that is full, a write fails midway."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 @pytest.mark.parametrize("column", ["loss", "new"])

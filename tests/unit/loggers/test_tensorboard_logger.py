@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from services import log_steps
+from services import file_size_limit, log_steps
 
 from drivetrain import Fit
 from drivetrain.errors import ConfigurationError
@@ -80,23 +80,16 @@ def test_without_tensorboard_the_default_is_csv(tmp_path: Path, monkeypatch: Any
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
 def test_a_full_disk_does_not_end_a_run(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:  # L-04
-    import resource
-
     monkeypatch.setattr(tensorboard_logger, "_RETRY_AFTER", 0.0)
     logger = TensorBoardLogger(tmp_path, version=0, max_queue=1)
     logger.log_metrics({"loss": 0.0}, 0)
     logger.save()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
-    try:
-        # The writer's thread may take a while to find out.
+    with file_size_limit(1):
         for step in range(1, 200):
             logger.log_metrics({"loss": 1.0}, step)
-            time.sleep(0.01)
+            time.sleep(0.01)  # the writer's thread may take a while to find out
             if "cannot be written" in caplog.text:
                 break
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert caplog.text.count("cannot be written") == 1
     logger.log_metrics({"loss": 0.5}, 300)
     logger.finalize("success")

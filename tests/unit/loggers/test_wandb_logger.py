@@ -81,17 +81,6 @@ def wandb_rows(folder: Path) -> list[list[dict[str, Any]]]:
     return [[row_of(history) for history in records_of_kind(part, "history")] for part in wandb_records(folder)]
 
 
-def wandb_media(folder: Path) -> dict[str, Any]:
-    """Return the media of a run by name; those in JSON files with their "data" and "columns"."""
-    [rows] = wandb_rows(folder)
-    (files,) = folder.glob("wandb/*run-*/files")
-    found = {name: value for row in rows for name, value in row.items() if isinstance(value, dict)}
-    for value in found.values():
-        if value.get("_type") == "table-file":
-            value.update(json.loads((files / value["path"]).read_text()))
-    return found
-
-
 def wandb_curve(folder: Path, name: str) -> list[list[tuple[int, Any]]]:
     """Return, by part of the run in a folder, the steps and values of a metric."""
     return [[(row["trainer/global_step"], row[name]) for row in part if name in row] for part in wandb_rows(folder)]
@@ -142,7 +131,11 @@ def test_media_of_every_kind(tmp_path: Path) -> None:  # L-04
     logger.log_histogram("fine", Histogram.of(torch.arange(1030.0), 1030), 2)  # wandb takes 512 bins
     logger.log_table("mixed", {"x": [1, "a"], "y": [0.5, None]}, 2)  # wandb refuses columns of several types
     logger.finalize("success")
-    media = wandb_media(folder_of(logger))
+    [rows] = wandb_rows(folder_of(logger))
+    media = {name: value for row in rows for name, value in row.items() if isinstance(value, dict)}
+    (files,) = folder_of(logger).glob("wandb/*run-*/files")
+    paths = {name: files / value["path"] for name, value in media.items() if value["_type"] == "table-file"}
+    tables = {name: json.loads(path.read_text()) for name, path in paths.items()}
     images = {name: (one["width"], one["height"]) for name, one in media.items() if one["_type"] == "image-file"}
     assert images == {"seen/picture": (6, 4), "grey": (6, 4), "figure": (5, 3)}
     assert media["weights"]["_type"] == "histogram"
@@ -151,9 +144,9 @@ def test_media_of_every_kind(tmp_path: Path) -> None:  # L-04
     assert media["fine"]["values"] == [3] * 343 + [1]
     edges = media["fine"]["bins"]
     assert (len(edges), edges[0], edges[-1]) == (345, 0.0, 1029.0)
-    assert (media["table"]["columns"], media["table"]["data"]) == (["x", "y"], [[1, "a|b"], [2, None]])
-    assert media["mixed"]["data"] == [[1, 0.5], ["a", None]]
-    assert media["text"]["data"] == [["# Hello"]]
+    assert (tables["table"]["columns"], tables["table"]["data"]) == (["x", "y"], [[1, "a|b"], [2, None]])
+    assert tables["mixed"]["data"] == [[1, 0.5], ["a", None]]
+    assert tables["text"]["data"] == [["# Hello"]]
 
 
 def test_a_resumed_run_continues_at_wandb_under_its_id(tmp_path: Path) -> None:  # L-04

@@ -9,14 +9,7 @@ import torch
 from torch import nn
 
 from drivetrain.errors import ConfigurationError
-from drivetrain.precision import (
-    DoublePrecision,
-    FullPrecision,
-    HalfPrecision,
-    MixedPrecision,
-    Precision,
-    resolve_precision,
-)
+from drivetrain.precision import DoublePrecision, FullPrecision, HalfPrecision, MixedPrecision, resolve_precision
 from drivetrain.precision.resolve import PrecisionName, canonical_name
 from drivetrain.strategies.registry import StrategyName, known_strategies
 
@@ -35,7 +28,7 @@ WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a mac
         (["16-true"], "16-true", HalfPrecision),
     ],
 )
-def test_every_name_and_shorthand(settings: list[Any], name: str, kind: type[Precision]) -> None:
+def test_every_name_and_shorthand(settings: list[Any], name: str, kind: Any) -> None:
     for setting in settings:
         precision = resolve_precision(setting, CPU)
         assert (type(precision), precision.name) == (kind, name)

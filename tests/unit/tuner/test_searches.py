@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ import pytest
 import torch
 from torch.optim import SGD
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
-from tuner_case import FEATURES, Data, Net, loader, quiet
+from tuner_case import Data, Net, loader, quiet
 
-from drivetrain import Callback, ConfigurationError
+from drivetrain import ConfigurationError
 from drivetrain.callbacks import BatchSizeFinder, LearningRateFinder
 
 # Private: the sizes that are tried, without a run for each.
@@ -111,15 +110,11 @@ class TwoOptimizers(Net):
         return [SGD(self.net[0].parameters(), 0.1), SGD(self.net[4].parameters(), 0.1)], []
 
 
-class ManualNet(Net):
-    automatic_optimization = False
-
-
 @pytest.mark.parametrize(
     ("module", "settings", "options", "named"),
     [
         (TwoOptimizers(), {}, {}, "returned 2 optimizers"),
-        (ManualNet(), {}, {}, "automatic_optimization is False"),
+        (type("ManualNet", (Net,), {"automatic_optimization": False})(), {}, {}, "automatic_optimization is False"),
         (Net(), {}, {"mode": "cubic"}, "cubic"),
         (Net(), {}, {"min_lr": 1.0, "max_lr": 0.1}, "max_lr"),
         (Net(), {}, {"num_training": 1}, "num_training"),
@@ -133,7 +128,7 @@ def test_an_impossible_search_is_refused(module: Any, settings: Any, options: An
         Tuner(quiet(**settings)).lr_find(module, loader(), **options)
 
 
-def test_the_callback_finds_what_the_tuner_finds(tmp_path: Path) -> None:  # L-06
+def test_the_callback_finds_what_the_tuner_finds_before_a_complete_fit(tmp_path: Path) -> None:  # L-06
     module = Net()
     wanted = Tuner(quiet(seed=1)).lr_find(module, loader(), num_training=15, update_attr=False).suggestion()
     finder = LearningRateFinder(num_training_steps=15)
@@ -149,18 +144,12 @@ def test_the_callback_finds_what_the_tuner_finds(tmp_path: Path) -> None:  # L-0
     assert later.optimal_lr is None
     assert resumed.lr == wanted
 
-
-def test_the_callback_searches_only_in_a_complete_fit() -> None:  # L-06
     module, finder = Net(), LearningRateFinder()
     quiet(callbacks=[finder], fast_dev_run=True).fit(module, loader())
     assert (module.lr, finder.optimal_lr) == (0.05, None)
-
-    class NetWithFinder(Net):
-        def configure_callbacks(self) -> list[Callback]:
-            return [LearningRateFinder()]
-
+    net_with_finder = type("Net", (Net,), {"configure_callbacks": lambda self: [LearningRateFinder()]})()
     with pytest.raises(ConfigurationError, match="LearningRateFinder was added after the run had started"):
-        quiet().fit(NetWithFinder(), loader())
+        quiet().fit(net_with_finder, loader())
 
 
 @pytest.mark.parametrize("shift", [0, -100], ids=["above zero", "below zero"])
@@ -263,12 +252,6 @@ def test_the_data_set_is_the_limit(settings: Any, loaders: Any, mode: Any, found
     assert ("which is the number of samples that a rank has" in caplog.text) == (mode == "power" and found == 11)
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        for _ in range(10):
-            yield torch.zeros(4, FEATURES), torch.zeros(4, 1)
-
-
 class ConstantData(Data):
     """Does not use its batch size."""
 
@@ -283,7 +266,7 @@ OWN_BATCHES = DataLoader(SAMPLES, batch_sampler=BatchSampler(SequentialSampler(S
 @pytest.mark.parametrize(
     ("source", "options", "named"),
     [
-        (DataLoader(Stream(), batch_size=None), {}, "DataLoader of Stream without a batch_size"),
+        (DataLoader(IterableDataset(), batch_size=None), {}, "DataLoader of IterableDataset without a batch_size"),
         (OWN_BATCHES, {}, "with a custom batch_sampler"),
         ([loader(), loader()], {}, "of a list, passed to fit, cannot be changed"),
         (Data(), {"batch_arg_name": "size"}, "no attribute 'size'"),
