@@ -260,13 +260,14 @@ class ConstantData(Data):
 
 
 SAMPLES = loader(8).dataset
+STREAM: Any = type("Stream", (IterableDataset,), {"__iter__": lambda self: iter(SAMPLES)})()
 OWN_BATCHES = DataLoader(SAMPLES, batch_sampler=BatchSampler(SequentialSampler(SAMPLES), 2, False))
 
 
 @pytest.mark.parametrize(
     ("source", "options", "named"),
     [
-        (DataLoader(IterableDataset(), batch_size=None), {}, "DataLoader of IterableDataset without a batch_size"),
+        (DataLoader(STREAM, batch_size=None), {}, "DataLoader of Stream without a batch_size"),
         (OWN_BATCHES, {}, "with a custom batch_sampler"),
         ([loader(), loader()], {}, "of a list, passed to fit, cannot be changed"),
         (Data(), {"batch_arg_name": "size"}, "no attribute 'size'"),
