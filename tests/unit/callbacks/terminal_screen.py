@@ -11,10 +11,7 @@ import termios
 
 
 class Screen:
-    """Interprets the control sequences that a progress bar uses, and fails for others.
-
-    As in xterm, lines are not wrapped again after a resize. Rows that have scrolled away are kept.
-    """
+    """Interprets what a progress bar writes, as xterm, which does not wrap lines again after a resize."""
 
     def __init__(self, columns: int) -> None:
         self.columns = columns

@@ -35,8 +35,7 @@ FILES = ["latest", "Latest", "manifest.json", "state.json", "model.safetensors"]
         ("Checkpoint", {"every_n_train_steps": -1}, "every_n_train_steps=-1"),
         ("Checkpoint", {"keep_last": True}, "keep_last=True"),
         ("Checkpoint", {"train_time_interval": 30}, "train_time_interval=30"),
-        # the run failed at its first save, or the file `latest` could not be written any more
-        *(("Checkpoint", {"filename": name}, INVALID) for name in (*NAMES, *FILES)),
+        *(("Checkpoint", {"filename": name}, INVALID) for name in (*NAMES, *FILES)),
         ("Checkpoint", {"filename": "{val_loss:.>9}", "auto_insert_metric_name": False}, INVALID),
         ("Checkpoint", {"filename": "{epoch:s}"}, "cannot be formatted as 's'"),
         *(("EarlyStopping", {"monitor": "a", "patience": patience}, f"patience={patience}") for patience in (-1, True)),
@@ -60,10 +59,8 @@ FILES = ["latest", "Latest", "manifest.json", "state.json", "model.safetensors"]
         ("PredictionWriter", {"path": "out", "part_bytes": 0}, "bytes"),
         *(("ProgressBar", {"refresh_rate": rate}, "refresh_rate") for rate in (0, -1, 11)),
         ("ReplicaCheck", {"every_n_steps": 0}, "every_n_steps=0"),
-        *(
-            ("ThroughputMonitor", {name: value}, name)
-            for name, value in (("window", 0), ("peak_flops", -1), ("flops", 0))
-        ),
+        *(("ThroughputMonitor", {name: -1}, name) for name in ("window", "peak_flops", "flops")),
+        ("ThroughputMonitor", {"window": 0}, "window"),
         *(("Timer", {"duration": given}, "duration=") for given in ("12:00", "a:b:c:d", {"hour": 1}, timedelta(-1))),
         ("Timer", {"interval": "steps"}, "interval='steps'"),
         ("WeightAveraging", {"avg_fn": 0.9}, r"WeightAveraging\(avg_fn=0.9\)"),

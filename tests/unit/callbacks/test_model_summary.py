@@ -38,25 +38,6 @@ class Tied(Regression):
         return self.head(self.body(batch[0])).square().mean()
 
 
-def test_tied_parameters_count_once_and_frozen_ones_apart() -> None:  # B-07, B-08
-    model = Tied()
-    summary = summarize(model)
-    assert summary.total == sum(parameter.numel() for parameter in model.parameters()) == 40 + 20 + 8
-    assert summary.trainable == 48
-    assert summary.size == 4 * (68 + 8) + 8  # float32 parameters and statistics, and the int64 count of batches
-    rows = [(row.name, row.total, row.trainable, row.notes) for row in summary.rows]
-    tied = [(name, 40, 40, f"tied to {other}.weight") for name, other in (("embedding", "head"), ("head", "embedding"))]
-    assert rows == [tied[0], ("body", 28, 8, ""), tied[1]]
-
-
-@pytest.mark.parametrize(
-    ("depth", "names"),
-    [(0, ""), (1, "embedding body head"), *((depth, "embedding body body.0 body.1 head") for depth in (2, -1))],
-)
-def test_it_goes_to_a_depth(depth: int, names: str) -> None:
-    assert [row.name for row in summarize(Tied(), depth).rows] == names.split()
-
-
 def test_meta_lazy_and_sharded_parameters_count_as_what_they_stand_for() -> None:  # D-03
     sharded = nn.Linear(4, 4, bias=False)
     sharded.weight.data = torch.empty(0)  # as ZeRO 3 leaves it
@@ -68,7 +49,7 @@ def test_meta_lazy_and_sharded_parameters_count_as_what_they_stand_for() -> None
     assert summary.rows[0].size == 2 * 1_001_000
 
 
-def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:  # L-08
+def test_the_printed_table_counts_tied_parameters_once_and_frozen_ones_apart(capsys: Any) -> None:  # B-07, B-08, L-08
     model = Tied()
     quiet_fit(callbacks=ModelSummary()).fit(model, loader())
     rule = "-" * 49
@@ -85,22 +66,21 @@ def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:  # L-
         "6 modules, all in train mode"
     )
     assert capsys.readouterr().out.count(table) == 1
+    assert [row.trainable for row in summarize(model).rows] == [40, 8, 40]
+    for depth in (2, -1):
+        names = [row.name for row in summarize(model, depth).rows]
+        assert names == ["embedding", "body", "body.0", "body.1", "head"]
     model.body.eval()
     assert str(summarize(model, 0)) == (
         "68 parameters, 48 trainable, 20 frozen; 312 B with buffers\n6 modules, 3 of them in train mode, 3 in eval mode"
     )
 
 
-@pytest.mark.parametrize(
-    ("parameters", "count", "size"),
-    [
-        *((3, "3", "12 B"), (999, "999", "4.00 kB"), (1000, "1.00 K", "4.00 kB"), (12_345, "12.3 K", "49.4 kB")),
-        *((999_600, "1.00 M", "4.00 MB"), (1_234_567, "1.23 M", "4.94 MB"), (7_000_000_000, "7.00 B", "28.0 GB")),
-    ],
-)
-def test_numbers_have_units(parameters: int, count: str, size: str) -> None:  # L-08
-    model = nn.ModuleList([nn.Linear(parameters, 1, bias=False, device="meta")])
-    assert re.search(rf"^0 +Linear +{re.escape(count)}  {re.escape(size)}$", str(summarize(model)), re.MULTILINE)
+def test_numbers_have_units() -> None:  # L-08
+    shown = {3: "3  12 B", 999: "999  4.00 kB", 12_345: "12.3 K  49.4 kB", 999_600: "1.00 M  4.00 MB"}
+    for parameters, text in {**shown, 7_000_000_000: "7.00 B  28.0 GB"}.items():
+        model = nn.ModuleList([nn.Linear(parameters, 1, bias=False, device="meta")])
+        assert re.search(rf"^0 +Linear +{re.escape(text)}$", str(summarize(model)), re.MULTILINE)
 
 
 LONG = "a_name_that_is_much_longer_than_there_is_room_for_it_in_eighty_columns"
@@ -157,7 +137,6 @@ def test_an_example_gives_shapes_and_flops_and_changes_nothing() -> None:  # L-0
     assert re.search(r"^a_\w+\.\.\w+ns  Linear", text, re.MULTILINE)
     assert "4x3x32x32  4x8x30x30" in text
     assert text.endswith("2.13 MFLOPs in a forward pass of example_input_array")
-
     assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
     assert all(torch.equal(one, state[name]) for name, one in model.state_dict().items())
     assert [one.training for one in model.modules()] == modes
@@ -173,8 +152,6 @@ TABLE = torch.ones(1)
 
 
 class Function(nn.Module):
-    """Its forward is a function."""
-
     def __init__(self, function: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
         self.forward = function
@@ -209,8 +186,6 @@ def test_no_rank_waits_for_others_that_summarize_nothing() -> None:  # L-08
 
 
 class Example(Regression):
-    """Has an example input, and logs in its forward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))  # type: ignore[assignment]
@@ -223,15 +198,12 @@ class Example(Regression):
         return y
 
 
-def test_a_forward_that_logs_has_shapes_and_logs_nothing() -> None:  # L-08
+def test_forwards_that_log_recurrent_layers_attention_and_meta_modules_are_counted() -> None:  # L-08, D-03
     module = Example()
     before = dict(vars(module))
     summary = summarize(module)
     assert (summary.missing_reason, summary.flops) == ("", 2 * 3 * (4 * 6 + 6))
-    assert vars(module) == before
-
-
-def test_recurrent_layers_attention_and_meta_modules_are_counted() -> None:  # L-08, D-03
+    assert vars(module) == before  # nothing is logged
     lstm = nn.LSTM(4, 8)
     lstm.example_input_array = torch.zeros(5, 2, 4)
     assert summarize(lstm).flops == 2 * 5 * 2 * (4 + 8) * 32

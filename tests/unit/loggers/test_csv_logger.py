@@ -1,3 +1,5 @@
+"""CSVLogger: its files, what a resumed run keeps of them, and a store or a disk that fails (J-13)."""
+
 from __future__ import annotations
 
 import csv
@@ -10,10 +12,11 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
-from logged_steps import log_steps, read_table
+from services import file_size_limit, log_steps, read_table
 
-from drivetrain.errors import ConfigurationError
-from drivetrain.loggers import CSVLogger
+from drivetrain.errors import ConfigurationError, DrivetrainError
+from drivetrain.loggers import CSVLogger, csv_logger
+from faulty_store import FaultyStore
 
 
 def _rows(logger: CSVLogger) -> list[dict[str, str]]:
@@ -21,34 +24,28 @@ def _rows(logger: CSVLogger) -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
-def test_nothing_is_on_disk_before_the_first_write(tmp_path: Path) -> None:
-    # A-01
-    logger = CSVLogger(tmp_path)
+def test_a_step_makes_one_row_unless_a_value_would_be_lost_and_no_file_comes_before_it(tmp_path: Path) -> None:  # A-01
+    logger = CSVLogger(tmp_path, prefix="a")
     assert logger.log_dir == f"{tmp_path}/drivetrain_logs/version_0"
     logger.save()
     logger.finalize("success")
     assert list(tmp_path.iterdir()) == []
-    log_steps(logger, 1).save()
-    assert [path.name for path in Path(logger.log_dir).iterdir()] == ["metrics.csv"]
-
-
-def test_one_step_makes_one_row_unless_a_value_would_be_lost(tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path)
     for metrics in ({"loss": 1.0}, {"lr": 0.5}, {"loss": 2.0}):
         logger.log_metrics(metrics, step=5)
     logger.save()
-    assert read_table(logger.log_dir) == ["step,loss,lr", "5,1.0,0.5", "5,2.0,"]
+    assert [path.name for path in Path(logger.log_dir).iterdir()] == ["metrics.csv"]
+    assert read_table(logger.log_dir) == ["step,a-loss,a-lr", "5,1.0,0.5", "5,2.0,"]
 
 
 def test_rows_are_held_back_for_the_configured_number_of_steps(tmp_path: Path) -> None:
     logger = log_steps(CSVLogger(tmp_path, flush_logs_every_n_steps=3), 1, 2, 3)
     assert list(tmp_path.iterdir()) == []
-    log_steps(logger, 4)
-    assert len(_rows(logger)) == 4
-    log_steps(logger, 5)
-    assert len(_rows(logger)) == 4
+    for step, written in ((4, 4), (5, 4)):
+        assert len(_rows(log_steps(logger, step))) == written
     logger.finalize("success")
     assert len(_rows(logger)) == 5
+    with pytest.raises(ConfigurationError, match="flush_logs_every_n_steps=0"):  # G-06
+        CSVLogger(tmp_path, flush_logs_every_n_steps=0)
 
 
 def test_runs_get_versions_and_a_resumed_run_continues_in_its_own(tmp_path: Path) -> None:
@@ -63,45 +60,21 @@ def test_runs_get_versions_and_a_resumed_run_continues_in_its_own(tmp_path: Path
     assert read_table(first.log_dir) == ["step,loss,acc", "1,0.5,", "2,,1.0"]
     log_steps(CSVLogger(tmp_path, name="", version="baseline"), 1).save()
     assert (tmp_path / "baseline" / "metrics.csv").exists()
-
-
-def test_an_fsspec_url_holds_the_same_files() -> None:
-    root = "memory://csv-logger-test"
-    logger = log_steps(CSVLogger(root, version=0, flush_logs_every_n_steps=1), 1, 2)
-    log_steps(logger, 3, name="acc")
-    logger.log_hyperparams({"lr": 0.1})
-    logger.finalize("success")
-    again = log_steps(CSVLogger(root, version=0), 4)
-    again.finalize("success")
-    assert read_table(again.log_dir) == ["step,loss,acc", "1,0.5,", "2,1.0,", "3,,1.5", "4,2.0,"]
-    assert json.loads(fsspec.open(f"{again.log_dir}/hparams.json").open().read()) == {"lr": 0.1}
-    # Two runs could take one number there: the name of another is a time and random letters.
-    first, second = CSVLogger(root).version, CSVLogger(root).version
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_[a-z]{6}", str(first))
-    assert first != second
-
-
-def test_hyper_parameters_are_json_and_names_have_the_prefix(tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path, prefix="a")
-    logger.log_hyperparams({"lr": 0.1, "layers": [1, 2], "path": Path("x")})
-    written = json.loads((Path(logger.log_dir) / "hparams.json").read_text())
-    assert written == {"lr": 0.1, "layers": [1, 2], "path": "x"}
-    log_steps(logger, 1).save()
-    assert read_table(logger.log_dir)[0] == "step,a-loss"
-
-
-def test_a_flush_interval_below_one_is_refused(tmp_path: Path) -> None:
-    # G-06
-    with pytest.raises(ConfigurationError, match="flush_logs_every_n_steps=0"):
-        CSVLogger(tmp_path, flush_logs_every_n_steps=0)
+    # Two runs could take one number at a URL: their names are a time and random letters.
+    names = {str(CSVLogger(f"memory://{tmp_path.name}").version) for _ in range(2)}
+    assert len(names) == 2
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_[a-z]{6}", name) for name in names)
 
 
 NAMES = ["a,b", 'say "loss"', "two\nlines", "carriage\rreturn", "both\r\n", " spaces ", "Größe", "'", "step"]
 
 
-@pytest.mark.parametrize("where", ["local", "memory"])
-def test_names_and_values_are_read_back_unchanged(tmp_path: Path, where: str) -> None:
-    root = str(tmp_path) if where == "local" else f"memory://{tmp_path.name}"
+@pytest.fixture(params=["", "file://", "memory://"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"{request.param}{tmp_path}"
+
+
+def test_names_and_values_are_read_back_unchanged(root: str) -> None:
     third: Any = np.float64(1 / 3)  # a number of another package, as are tensors
     values = [math.inf, -math.inf, 5e-324, 1e308, -0.0, third, 2**70, True, math.nan]
     for step in range(2):  # the second object reads what the first has written
@@ -109,6 +82,9 @@ def test_names_and_values_are_read_back_unchanged(tmp_path: Path, where: str) ->
         logger.log_metrics(dict(zip(NAMES, values, strict=True)), step)
         logger.save()
     log_steps(logger, 2, name="new").save()  # and the table is written anew
+    logger.log_hyperparams({"lr": 0.1, "layers": [1, 2], "path": Path("x")})
+    written = json.loads(fsspec.open(f"{logger.log_dir}/hparams.json").open().read())
+    assert written == {"lr": 0.1, "layers": [1, 2], "path": "x"}
     rows = _rows(logger)
     assert list(rows[0]) == ["step", *NAMES[:-1], "step.1", "new"]
     assert [row["step"] for row in rows] == ["0", "1", "2"]
@@ -138,9 +114,178 @@ def test_a_truncated_header_is_written_anew(tmp_path: Path, length: int) -> None
     assert (tmp_path / "v" / "metrics.csv").read_text() == 'step,"two\nlines"\n1,0.5\n'
 
 
-def test_cells_that_others_have_written_are_kept(tmp_path: Path) -> None:
+def test_what_others_have_written_is_kept(tmp_path: Path) -> None:
     (tmp_path / "v").mkdir()
     path = tmp_path / "v" / "metrics.csv"
     path.write_bytes(b"step,lr,empty,note\n1,,,caf\xe9\n2,0.5,,\n")
     log_steps(CSVLogger(tmp_path, name="", version="v"), 3).save()
     assert path.read_bytes() == b"step,lr,empty,note,loss\n1,,,caf\xe9,\n2,0.5,,,\n3,,,,1.5\n"
+    path.write_bytes(b"\xef\xbb\xbfstep,loss\r\n10.0,1\r\nnote,2\r\n,3\r\nnan,4\r\n30.0,5\r\n")  # a spreadsheet's
+    CSVLogger(tmp_path, name="", version="v").rewind(20)
+    assert read_table(tmp_path / "v") == ["step,loss", "10.0,1", "note,2", ",3", "nan,4"]
+
+
+def test_a_rewind_removes_rows_and_columns_of_later_steps(root: str) -> None:  # J-13
+    first = log_steps(CSVLogger(root, version=0), 10, 20, 30)
+    log_steps(first, 30, name="late").save()
+    again = CSVLogger(root, version=0)
+    again.rewind(20)
+    assert read_table(again.log_dir) == ["step,loss", "10,5.0", "20,10.0"]
+    log_steps(again, 30)
+    log_steps(again, 40, name="late").save()
+    table = ["step,loss,late", "10,5.0,", "20,10.0,", "30,15.0,", "40,,20.0"]
+    assert read_table(again.log_dir) == table
+    log_steps(again, 50, 60).rewind(50)  # rows that are not yet written
+    again.finalize("success")
+    assert read_table(again.log_dir) == [*table, "50,25.0,"]
+    new = log_steps(CSVLogger(root, version=1), 1, 2, 3)
+    new.rewind(1)
+    log_steps(new, 2).finalize("success")
+    assert read_table(new.log_dir) == ["step,loss", "1,0.5", "2,1.0"]
+
+
+@pytest.mark.parametrize(("step", "kept"), [(0, ["0,0.0"]), (-1, [])])
+def test_a_rewind_to_the_beginning(root: str, step: int, kept: list[str]) -> None:  # J-13
+    log_steps(CSVLogger(root, version=0), 0, 1, 2).save()
+    again = CSVLogger(root, version=0)
+    again.rewind(step)
+    assert read_table(again.log_dir)[1:] == kept
+    log_steps(again, 1).save()
+    assert read_table(again.log_dir) == ["step,loss", *kept, "1,0.5"]
+
+
+def test_a_rewind_that_fails_leaves_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # J-13
+    log_steps(CSVLogger(tmp_path, name="", version="v"), 1, 2, 3).save()
+    before = read_table(tmp_path / "v")
+    logger = CSVLogger(tmp_path, name="", version="v")
+
+    def refuse(source: str, target: str) -> None:
+        raise PermissionError(target)
+
+    with monkeypatch.context() as patches:
+        patches.setattr("os.replace", refuse)
+        with pytest.raises(DrivetrainError, match=r"metrics\.csv below .* cannot be written: PermissionError"):
+            logger.rewind(1)
+    assert read_table(tmp_path / "v") == before
+    logger.rewind(1)
+    assert read_table(tmp_path / "v") == before[:2]
+    assert [path.name for path in (tmp_path / "v").iterdir()] == ["metrics.csv"]
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
+    monkeypatch.setattr(csv_logger, "_RETRY_DELAYS", (0.01, 0.01))
+    return FaultyStore(tmp_path / "store").mount()
+
+
+def logger_at_the_store(flush_every: int = 100) -> CSVLogger:
+    return CSVLogger("faulty://store/logs", name="", version=0, flush_logs_every_n_steps=flush_every)
+
+
+def steps_in(store: FaultyStore) -> list[int]:
+    header, *rows = read_table(store.folder / "logs/version_0")
+    assert header.startswith("step")
+    return [int(row.split(",")[0]) for row in rows]
+
+
+@pytest.mark.parametrize("operation", ["size", "get", "list", "put", "remove", "*"])
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_store_that_refuses_for_a_moment_loses_no_row(store: FaultyStore, operation: str, lost: bool) -> None:  # J-13
+    log_steps(logger_at_the_store(), 1, 2).save()
+    store.fail(operation, lost=lost, times=2)
+    logger = log_steps(logger_at_the_store(), 3)
+    logger.save()
+    log_steps(logger, 4).save()
+    assert steps_in(store) == [1, 2, 3, 4]
+
+
+def test_a_table_that_cannot_be_read_is_not_replaced(store: FaultyStore) -> None:  # J-13
+    log_steps(logger_at_the_store(), 1, 2).save()
+    for operation in ("size", "get", "list"):
+        store.fail(operation, times=None)
+    logger = log_steps(logger_at_the_store(), 3)
+    with pytest.raises(DrivetrainError, match=r"metrics\.csv below 'faulty.*503 Slow Down"):
+        logger.save()
+    assert steps_in(store) == [1, 2]
+    store.heal()
+    logger.save()
+    assert steps_in(store) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_rows_that_could_not_be_written_are_written_with_the_next(store: FaultyStore, lost: bool, caplog: Any) -> None:
+    # J-13
+    logger = log_steps(logger_at_the_store(flush_every=1), 1, 2)
+    store.fail("put", lost=lost, times=None)
+    before = len(store.calls)
+    log_steps(logger, 3, 4, 5)  # the run continues
+    # After a failure, writes are not retried. (A put whose answer was lost is repeated.)
+    assert [operation for operation, _ in store.calls[before:]].count("put") == (3 + 1 + 1) * (1 + lost)
+    assert caplog.text.count("The run continues") == 1
+    assert "503 Slow Down" in caplog.text
+    with pytest.raises(DrivetrainError, match="503 Slow Down"):
+        logger.finalize("success")
+    store.heal()
+    log_steps(logger, 6).finalize("success")
+    assert steps_in(store) == [1, 2, 3, 4, 5, 6]
+    store.fail("put", lost=lost, times=None)
+    log_steps(logger, 7, 8)
+    store.heal()
+    logger.rewind(6)  # also rows whose confirmation was lost
+    assert steps_in(store) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_missing_permission_is_reported_at_once(store: FaultyStore) -> None:
+    store.fail("put", error=PermissionError("no right"), times=None)
+    with pytest.raises(DrivetrainError, match="no right"):
+        log_steps(logger_at_the_store(), 1).save()
+    assert [operation for operation, _ in store.calls].count("put") == 1
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("operation", ["put", "get"])
+def test_a_rewind_is_retried_before_it_fails(store: FaultyStore, operation: str, lost: bool) -> None:  # J-13
+    log_steps(logger_at_the_store(), *range(1, 7)).save()
+    store.fail(operation, lost=lost, times=2)
+    logger_at_the_store().rewind(4)
+    assert steps_in(store) == [1, 2, 3, 4]
+    store.fail(operation, times=None)
+    logger = logger_at_the_store()
+    with pytest.raises(DrivetrainError, match="503 Slow Down"):
+        logger.rewind(2)
+    assert steps_in(store) == [1, 2, 3, 4]
+    store.heal()
+    logger.rewind(2)
+    log_steps(logger, 3).save()
+    assert steps_in(store) == [1, 2, 3]
+
+
+def test_the_table_is_whole_at_every_moment(store: FaultyStore) -> None:  # J-13
+    logger = log_steps(logger_at_the_store(), 1, 2)
+    logger.save()
+    seen: list[list[int]] = []
+    store.fail("*", error=None, times=None, call=lambda: seen.append(steps_in(store)))
+    log_steps(logger, 3).save()
+    logger.rewind(1)
+    store.heal()
+    assert {len(rows) for rows in seen} <= {1, 2, 3}
+    assert steps_in(store) == [1]
+    assert store.objects() == ["logs/version_0/metrics.csv"]
+
+
+@pytest.mark.parametrize("column", ["loss", "new"])
+def test_a_full_disk_keeps_whole_rows_and_gets_the_others_later(tmp_path: Path, caplog: Any, column: str) -> None:
+    # J-13
+    logger = log_steps(CSVLogger(tmp_path, name="", version="v", flush_logs_every_n_steps=3), *range(4))
+    path = tmp_path / "v" / "metrics.csv"
+    before = path.read_text()
+    with file_size_limit(len(before) + 10):
+        log_steps(logger, 4, 5)
+        log_steps(logger, 6, name=column)
+        with pytest.raises(DrivetrainError, match="File too large"):
+            logger.save()
+    assert caplog.text.count("The run continues") == 1
+    assert path.read_text() == before
+    assert [child.name for child in path.parent.iterdir()] == ["metrics.csv"]
+    log_steps(logger, 7).finalize("success")
+    assert [int(row.split(",")[0]) for row in read_table(path.parent)[1:]] == list(range(8))

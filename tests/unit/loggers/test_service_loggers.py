@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from services import offline
+from services import log_steps, offline
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import MLFlowLogger, WandbLogger
@@ -43,16 +42,21 @@ def test_an_unsupported_argument_is_refused(kind: Any, arguments: dict[str, Any]
     [
         (WandbLogger, "wandb", "wandb"),
         pytest.param(MLFlowLogger, "mlflow.tracking", "mlflow", marks=MLFLOW),
-        pytest.param(MLFlowLogger, "alembic", "mlflow", marks=MLFLOW),
+        pytest.param(MLFlowLogger, "alembic", "mlflow", marks=MLFLOW),  # for its local store
     ],
 )
-def test_a_missing_package_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, module: str, extra: str
-) -> None:
-    found = importlib.util.find_spec
-    if module == "alembic":  # mlflow needs it for its local store
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == module else found(name))
-    else:
-        monkeypatch.setitem(sys.modules, module, None)
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: Any, kind: Any, module: str, extra: str) -> None:
+    monkeypatch.setitem(sys.modules, module, None)  # as Python marks what cannot be imported
     with pytest.raises(ConfigurationError, match=rf"pip install 'drivetrain\[{extra}\]'"):
         kind(save_dir=tmp_path)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(MLFlowLogger, marks=MLFLOW), pytest.param(WandbLogger, marks=WANDB)])
+def test_another_folder_is_another_run(tmp_path: Path, kind: Any) -> None:
+    logger = kind(save_dir=tmp_path)
+    ids = []
+    for version in ("version_0", "version_1"):
+        logger.adopt(version)
+        log_steps(logger, 1).finalize("success")
+        ids.append(logger.run_id)
+    assert ids[0] != ids[1]

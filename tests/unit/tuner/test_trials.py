@@ -15,14 +15,12 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
-from tuner_case import FEATURES, Data, Net, loader, quiet, same_weights_in_each_session
+from tuner_case import FEATURES, Data, Net, loader, quiet
 
-from drivetrain import Callback, ConfigurationError, TrainModule
-from drivetrain.callbacks import Checkpoint, LearningRateFinder
+from drivetrain import ConfigurationError, TrainModule
+from drivetrain.callbacks import Checkpoint, LambdaCallback, LearningRateFinder
 from drivetrain.loggers import CSVLogger
 from drivetrain.tuner import Tuner
-
-__all__ = ["same_weights_in_each_session"]
 
 
 class NoisyDataset(Dataset[Any]):
@@ -41,15 +39,6 @@ class NoisyDataset(Dataset[Any]):
         return x + 0.01 * noise, x.sum().reshape(1)
 
 
-class CountingCallback(Callback):
-    """Counts training batches."""
-
-    calls = 0
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.calls += 1
-
-
 def noisy_loader(draws: str) -> Any:
     generator = torch.Generator().manual_seed(2)
     if draws == "shuffled":
@@ -62,10 +51,12 @@ def train(root: Path, draws: str, searches: int, **settings: Any) -> dict[str, A
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
-    module, loaders, counting = Net(), noisy_loader(draws), CountingCallback()
+    module, loaders = Net(), noisy_loader(draws)
     module.net[0].weight.requires_grad_(False)
     module.net[1].eval()
     module.net[4].bias.grad = torch.ones(1)
+    batches: list[int] = []
+    counting = LambdaCallback(on_train_batch_end=lambda *arguments: batches.append(arguments[-1]))
     callbacks = [counting, Checkpoint(dirpath=root / "kept")]
     fit = quiet(max_epochs=2, logger=CSVLogger(root), callbacks=callbacks, log_every_n_steps=1, **settings)
     if searches:
@@ -74,7 +65,7 @@ def train(root: Path, draws: str, searches: int, **settings: Any) -> dict[str, A
         if searches == 2:
             assert Tuner(fit).scale_batch_size(module, loaders, init_val=3, max_trials=2) == 6
         assert not root.exists()
-        assert (fit.state, fit.session, fit.global_step, counting.calls) == ("idle", None, 0, 0)
+        assert (fit.state, fit.session, fit.global_step, batches) == ("idle", None, 0, [])
         assert module.losses == []
         assert module.net[4].bias.grad is not None
         assert [one.training for one in module.net] == [True, False, True, True, True]
@@ -87,7 +78,7 @@ def train(root: Path, draws: str, searches: int, **settings: Any) -> dict[str, A
         "rates": fit.lr_schedulers[0].get_last_lr(),
         "losses": module.losses,
         "metrics": dict(fit.callback_metrics),
-        "counters": (fit.global_step, fit.current_epoch, fit.samples_seen, counting.calls),
+        "counters": (fit.global_step, fit.current_epoch, fit.samples_seen, batches),
         "draws": (torch.rand(2), random.random(), float(np.random.rand()), float(loaders.dataset.generator.random())),
         "rows": rows.read_text(),
     }
@@ -110,56 +101,48 @@ def test_a_fit_after_a_search_equals_the_fit_without_one(
         torch.testing.assert_close(value, plain[key], rtol=0, atol=0, msg=f"{key} differs")
 
 
-class FailingNet(Net):
-    """Fails in its fifth step."""
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [
+        (RuntimeError("broken"), RuntimeError),
+        (torch.OutOfMemoryError("no memory"), torch.OutOfMemoryError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (signal.SIGINT, KeyboardInterrupt),
+        (signal.SIGTERM, SystemExit),
+    ],
+)
+def test_a_search_that_fails_or_gets_a_signal_changes_nothing(
+    cause: Any, kind: Any, tmp_path: Path, caplog: Any
+) -> None:
+    # L-06
+    class FailingNet(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.trainer.global_step == 4:
+                if not isinstance(cause, signal.Signals):
+                    raise cause
+                os.kill(os.getpid(), cause)
+            return super().training_step(batch, batch_idx)
 
-    def __init__(self, error: BaseException) -> None:
-        super().__init__()
-        self.error = error
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.trainer.global_step == 4:
-            raise self.error
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize("error", [RuntimeError("broken"), torch.OutOfMemoryError("no memory"), KeyboardInterrupt()])
-def test_a_search_that_fails_changes_nothing(error: BaseException, tmp_path: Path) -> None:  # L-06
-    module, data, loaders = FailingNet(error), Data(), noisy_loader("shuffled")
+    module, data, loaders = FailingNet(), Data(), noisy_loader("shuffled")
     before = {name: one.clone() for name, one in module.state_dict().items()}
     draws = (torch.get_rng_state(), random.getstate(), loaders.dataset.generator.bit_generator.state)
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     for source in ({"train_dataloaders": loaders}, {"datamodule": data}):
-        with pytest.raises(type(error)):
+        caplog.clear()
+        with pytest.raises(kind):
             Tuner(quiet(default_root_dir=tmp_path, logger=True)).lr_find(module, **source)
+    if isinstance(cause, signal.Signals):
+        assert caplog.messages[-1].startswith(f"{cause.name}: the trial ends after this step. ")
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
     torch.testing.assert_close(dict(module.state_dict()), before, rtol=0, atol=0)
     assert torch.equal(draws[0], torch.get_rng_state())
     assert draws[1:] == (random.getstate(), loaders.dataset.generator.bit_generator.state)
     assert not hasattr(data, "dataset")
-    assert module.lr == 0.05
+    assert (module.lr, module.losses) == (0.05, [])
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_a_signal_ends_a_search(number: int, kind: type[BaseException], caplog: pytest.LogCaptureFixture) -> None:
-    # L-06
-    class SignallingNet(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if self.trainer.global_step == 5:
-                os.kill(os.getpid(), number)
-            return super().training_step(batch, batch_idx)
-
-    module, handler = SignallingNet(), signal.getsignal(number)
-    with pytest.raises(kind):
-        Tuner(quiet()).lr_find(module, loader())
-    assert signal.getsignal(number) is handler
-    assert (module.lr, module.losses) == (0.05, [])
-    (line,) = [one.message for one in caplog.records]
-    assert line.startswith(f"{signal.Signals(number).name}: the trial ends after this step. ")
-
-
 class CountedStream(IterableDataset[Any]):
-    """Has its position in its state."""
-
     position = 7
 
     def __iter__(self) -> Iterator[Any]:
@@ -174,15 +157,7 @@ class CountedStream(IterableDataset[Any]):
         self.position = state["position"]
 
 
-def test_a_stream_keeps_its_position() -> None:  # L-06
-    stream = CountedStream()
-    Tuner(quiet()).lr_find(Net(), DataLoader(stream, batch_size=4), num_training=8)
-    assert stream.position == 7
-
-
 class LateNet(Net):
-    """Builds its layers under the strategy."""
-
     def __init__(self) -> None:
         TrainModule.__init__(self)
         self.lr, self.losses = 0.1, []
@@ -196,28 +171,18 @@ class LateNet(Net):
         raise AssertionError("the module's callbacks have no part in a trial")
 
 
-def test_layers_of_configure_model_are_not_built_by_a_search() -> None:  # L-06
-    module = LateNet()
-    Tuner(quiet()).lr_find(module, loader(), num_training=8)
+def test_a_stream_keeps_its_position_and_layers_of_configure_model_are_not_built() -> None:  # L-06
+    module, stream = LateNet(), CountedStream()
+    Tuner(quiet()).lr_find(module, DataLoader(stream, batch_size=4), num_training=8)
+    assert stream.position == 7
     assert module.net is None
     assert list(module.parameters()) == []
 
 
 @pytest.mark.parametrize("profiler", ["simple", "pytorch"])
-def test_a_search_prints_only_what_it_found(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, profiler: str
+def test_a_search_whose_steps_log_prints_only_what_it_found(
+    monkeypatch: Any, capfd: Any, tmp_path: Path, profiler: str
 ) -> None:  # L-05, L-06
-    monkeypatch.setattr(logging.getLogger("drivetrain"), "propagate", False)  # else pytest captures it
-    shown: dict[str, Any] = {"enable_progress_bar": True, "enable_model_summary": True, "logger": True}
-    fit = quiet(profiler=profiler, default_root_dir=tmp_path, **shown)
-    module = Net()
-    Tuner(fit).lr_find(module, loader(), num_training=15)
-    assert capfd.readouterr() == ("", f"Net.lr is set to the learning rate {module.lr:.4g}.\n")
-    assert not list(tmp_path.iterdir())
-    assert fit.profiler.summary() == ""
-
-
-def test_a_step_may_call_its_logger(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # L-06
     class LoggingNet(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.logger.experiment.add_image("batch", batch[0], self.global_step)
@@ -226,11 +191,15 @@ def test_a_step_may_call_its_logger(tmp_path: Path, caplog: pytest.LogCaptureFix
             self.logger.log_image("batch", batch[0], self.global_step)
             return super().training_step(batch, batch_idx)
 
-    fit = quiet(logger=[CSVLogger(tmp_path), CSVLogger(tmp_path / "second")])
-    found = Tuner(fit).lr_find(LoggingNet(), loader(), num_training=12, early_stop_threshold=None)
-    assert len(found.results["lr"]) == 12
+    monkeypatch.setattr(logging.getLogger("drivetrain"), "propagate", False)  # else pytest captures it
+    loggers = [CSVLogger(tmp_path), CSVLogger(tmp_path / "second")]
+    fit = quiet(profiler=profiler, enable_progress_bar=True, enable_model_summary=True, logger=loggers)
+    module = LoggingNet()
+    found = Tuner(fit).lr_find(module, loader(), num_training=15, early_stop_threshold=None)
+    assert len(found.results["lr"]) == 15
+    assert capfd.readouterr() == ("", f"LoggingNet.lr is set to the learning rate {module.lr:.4g}.\n")
     assert not list(tmp_path.iterdir())
-    assert "cannot keep" not in caplog.text
+    assert fit.profiler.summary() == ""
 
 
 def test_a_search_that_could_not_be_undone_is_refused() -> None:  # L-06

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -12,12 +11,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import DataModule, Fit, TrainModule
 
 FEATURES = 4
-
-
-@pytest.fixture(autouse=True)
-def same_weights_in_each_session() -> None:
-    """How far a search comes before the loss rises depends on them."""
-    torch.manual_seed(0)
 
 
 def quiet(**settings: Any) -> Fit:
@@ -31,6 +24,7 @@ class Net(TrainModule):
 
     def __init__(self, lr: float = 0.05, batch_size: int = 4) -> None:
         super().__init__()
+        torch.manual_seed(0)  # how far a search comes before the loss rises depends on the weights
         self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 1))
         self.lr = lr
         self.batch_size = batch_size
@@ -54,8 +48,6 @@ def loader(samples: int = 40, batch_size: int = 4, **options: Any) -> Any:
 
 
 class Data(DataModule):
-    """Builds its loaders with ``self.batch_size``."""
-
     def __init__(self, samples: int = 40, batch_size: int = 4) -> None:
         self.samples = samples
         self.batch_size = batch_size
