@@ -4,7 +4,6 @@ H-03).
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from small_modules import calling, metrics, tiny
 
 from drivetrain import ConfigurationError, Fit, Logger
 from drivetrain._engine.log_queue import LogQueue, _Row  # private: rows wait for a device only
-from drivetrain.loggers import CSVLogger
 
 
 class Kept(Logger):
@@ -95,9 +93,6 @@ def trained(path: Path, train: Callable[..., Any] | Tiny, samples: int = 4, vali
     return trainer
 
 
-# Defaults: on_step in training_step, on_epoch elsewhere; suffixes with both
-
-
 def test_defaults_and_names_in_training(tmp_path: Path) -> None:
     def train(self: Any, batch: Any, batch_idx: int) -> None:
         self.log("plain", mean(batch))
@@ -151,9 +146,6 @@ def test_prediction_and_modules_outside_a_run_may_not_log(tmp_path: Path) -> Non
         fit(tmp_path).predict(tiny(predict_step=logs(3.0)), loader(4))
     with pytest.raises(ConfigurationError, match="is not in a run"):
         Tiny().log("it", 1.0)
-
-
-# Reductions
 
 
 @pytest.mark.parametrize(
@@ -227,9 +219,6 @@ def test_changed_options_are_refused(tmp_path: Path) -> None:
         trained(tmp_path, lambda self, _, index: self.log("it", 1.0, prog_bar=index > 0))
 
 
-# Where values go
-
-
 def test_values_go_to_the_bar_and_to_all_loggers(tmp_path: Path) -> None:
     def train(self: Any, batch: Any, batch_idx: int) -> None:
         self.log("bar", 1.0, prog_bar=True, logger=False)
@@ -253,43 +242,44 @@ def test_log_dict_passes_its_options_on(tmp_path: Path) -> None:
     assert trainer.progress_bar_metrics == {"a_step": 1.0, "a_epoch": 1.0, "b_step": 2.0, "b_epoch": 2.0}
 
 
-def test_which_rows_the_csv_logger_gets(tmp_path: Path) -> None:
-    """Step values every ``log_every_n_steps``, and at the end of an epoch; its own values there."""
+TWO_EPOCHS = {
+    2: {"epoch": 0, "it_step": 1},
+    4: {"epoch": 0, "it_step": 3},
+    5: {"epoch": 0, "it_step": 4, "it_epoch": 2, "val": 5},
+    6: {"epoch": 1, "it_step": 5},
+    8: {"epoch": 1, "it_step": 7},
+    10: {"epoch": 1, "it_step": 9, "it_epoch": 7, "val": 10},
+}
+WINDOWS = {
+    1: {"epoch": 0, "it_step": 0},
+    2: {"epoch": 0, "it_step": 1},
+    3: {"epoch": 0, "it_step": 2, "it_epoch": 0.8, "val": 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        pytest.param({"log_every_n_steps": 2, "max_epochs": 2}, TWO_EPOCHS, id="every second step"),
+        pytest.param({"log_every_n_steps": 0}, {5: {"epoch": 0, "it_epoch": 2, "val": 5}}, id="epochs only"),
+        pytest.param({"log_every_n_steps": 1, "accumulate_grad_batches": 2}, WINDOWS, id="by optimizer steps"),
+    ],
+)
+def test_which_rows_a_logger_gets(tmp_path: Path, options: Any, expected: dict[int, dict[str, float]]) -> None:
+    """Step values every ``log_every_n_steps`` and at the end of an epoch, and the epoch's own values there."""
 
     def train(self: Any, batch: Any, batch_idx: int) -> None:
-        self.log("loss", float(self.global_step), on_step=True, on_epoch=True)
+        self.log("it", float(self.global_step), on_step=True, on_epoch=True)
 
     def evaluate(self: Any, batch: Any, batch_idx: int) -> None:
         self.log("val", float(self.global_step))
 
-    logger = CSVLogger(tmp_path, name="", version="run")
-    fit(tmp_path, logger=logger, log_every_n_steps=2, max_epochs=2).fit(Logging(train, evaluate), loader(10), loader(4))
-    with open(tmp_path / "run" / "metrics.csv", newline="") as stream:
-        rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(stream)]
-    by_step: dict[float, dict[str, float]] = {}
-    for row in rows:
-        by_step.setdefault(row.pop("step"), {}).update(row)
-    assert by_step == {
-        2: {"epoch": 0, "loss_step": 1},
-        4: {"epoch": 0, "loss_step": 3},
-        5: {"epoch": 0, "loss_step": 4, "loss_epoch": 2, "val": 5},
-        6: {"epoch": 1, "loss_step": 5},
-        8: {"epoch": 1, "loss_step": 7},
-        10: {"epoch": 1, "loss_step": 9, "loss_epoch": 7, "val": 10},
-    }
-
-
-def test_log_every_n_steps_0_logs_epochs_only(tmp_path: Path) -> None:
     logger = Kept()
-    fit(tmp_path, logger=logger, log_every_n_steps=0).fit(Logging(logs(1.0, on_step=True, on_epoch=True)), loader(4))
-    assert logger.rows == [(2, {"epoch": 0, "it_epoch": 1.0})]
-
-
-def test_a_rows_step_is_the_number_of_optimizer_steps(tmp_path: Path) -> None:
-    logger = Kept()
-    step = lambda self, *_: self.log("it", float(self.trainer.micro_batches))  # noqa: E731
-    trained(tmp_path, step, 8, logger=logger, accumulate_grad_batches=2)
-    assert logger.of("it") == [(1, 1.0), (2, 3.0)]
+    fit(tmp_path, logger=logger, **options).fit(Logging(train, evaluate), loader(10), loader(4))
+    by_step: dict[int, dict[str, float]] = {}
+    for step, row in logger.rows:
+        by_step.setdefault(step, {}).update(row)
+    assert by_step == expected
 
 
 def test_the_sanity_check_leaves_nothing(tmp_path: Path) -> None:
@@ -325,9 +315,6 @@ def test_names_for_several_loaders(tmp_path: Path, module: Logging, expected: An
     assert fit(tmp_path).validate(module, [loader(4), loader(2)], verbose=False) == expected
 
 
-# Metric objects: computed over the epoch, reset at its end (B-14)
-
-
 def metered(**options: Any) -> Any:
     """Return a module that logs a metric in training and another one in validation."""
 
@@ -348,20 +335,15 @@ def test_a_metric_is_over_the_epoch_and_reset_at_its_end(tmp_path: Path) -> None
     before: list[float] = []
     module, logger = metered(on_step=True, on_epoch=True), Kept()
     watching = calling("on_train_epoch_end", lambda trainer: before.append(float(module.mean.compute())))
-    trained(tmp_path, module, 5, 3, max_epochs=2, logger=logger, callbacks=watching)
+    options = {"max_epochs": 2, "num_sanity_val_steps": 1}
+    trainer = trained(tmp_path, module, 5, 3, logger=logger, callbacks=watching, **options)
     assert logger.of("train_step") == [(1, 0.5), (2, 2.5), (3, 4.0), (4, 0.5), (5, 2.5), (6, 4.0)]
     assert logger.of("train_epoch") == [(3, 2.0), (6, 2.0)]
     assert logger.of("val") == [(3, 1.0), (6, 1.0)]
     assert before == [2.0, 2.0]
     assert module.mean.update_count == module.val_mean.update_count == 0
-
-
-def test_a_metric_is_reset_after_a_sanity_check_and_an_evaluation(tmp_path: Path) -> None:  # B-14
-    module = metered(on_epoch=True)
-    trainer = trained(tmp_path, module, 5, 3, num_sanity_val_steps=1)
-    assert float(trainer.callback_metrics["val"]) == 1.0
-    assert trainer.validate(module, loader(3), verbose=False) == [{"val": 1.0}]
-    assert trainer.validate(module, loader(2), verbose=False) == [{"val": 0.5}]
+    for samples, expected in ((3, 1.0), (2, 0.5)):
+        assert trainer.validate(module, loader(samples), verbose=False) == [{"val": expected}]
 
 
 def test_a_metric_collection(tmp_path: Path) -> None:
