@@ -22,9 +22,6 @@ EPOCH: dict[str, Any] = {"on_step": False, "on_epoch": True}
 BOTH: dict[str, Any] = {"on_step": True, "on_epoch": True}
 
 
-# Values that change after the call
-
-
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 def test_a_parameter_of_one_element_is_logged_as_it_was(tmp_path: Path, shape: tuple[int, ...]) -> None:  # I-01
     """CLIP's ``logit_scale``: the optimizer changes it after the call."""
@@ -95,9 +92,6 @@ def test_a_view_of_an_activation_does_not_keep_the_activation(tmp_path: Path) ->
     assert last <= second
 
 
-# Numbers and weights
-
-
 @pytest.mark.parametrize(
     "value",
     [
@@ -153,21 +147,13 @@ def test_a_value_without_weight_enters_no_mean_and_is_no_step_value(tmp_path: Pa
     assert "nothing" not in found
 
 
-# Metric objects
-
-
 class Measured(Tiny):
-    """Measures the mean of the sample numbers; ``at_end`` names what it does in the epoch's last hook."""
+    """Measures the mean of the sample numbers; the arguments name what it does in the hooks of the epoch."""
 
-    def __init__(self, *at_end: str, in_step: bool = False) -> None:
+    def __init__(self, at_end: list[str], logs_in: str) -> None:
         super().__init__()
         self.mean = torchmetrics.MeanMetric()
-        self.at_end, self.in_step = at_end, in_step
-
-    def _step(self, batch: Any) -> None:
-        self.mean.update(batch[:, 0])
-        if self.in_step:
-            self.log_metric()
+        self.at_end, self.logs_in = at_end, logs_in
 
     def log_metric(self) -> None:
         self.log("mean", self.mean, **EPOCH)
@@ -181,18 +167,24 @@ class Measured(Tiny):
     def use(self) -> None:
         self.mean.update(8.0)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self._step(batch)
-        return super().training_step(batch, batch_idx)
+    def on_train_epoch_start(self) -> None:
+        if self.logs_in == "start":
+            self.log_metric()
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self._step(batch)
+        self.mean.update(batch[:, 0])
+        if self.logs_in == "step":
+            self.log_metric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.validation_step(batch, batch_idx)
+        return super().training_step(batch, batch_idx)
 
     def on_train_epoch_end(self) -> None:
         for name in self.at_end:
             getattr(self, name)()
 
-    on_validation_epoch_end = on_train_epoch_end
+    on_validation_epoch_start, on_validation_epoch_end = on_train_epoch_start, on_train_epoch_end
 
 
 def measuring(*keys: str) -> Any:
@@ -207,36 +199,27 @@ def measuring(*keys: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("at_end", "in_step"),
+    ("logs_in", "at_end", "expected"),
     [
-        (["compute", "reset"], True),
-        (["log_metric", "reset"], True),
-        (["log_metric", "reset"], False),
-        (["reset", "use"], True),
-        (["log_metric", "reset", "use"], False),
+        ("start", [], 2.0),
+        ("step", ["use", "log_metric"], (0 + 1 + 2 + 3 + 4 + 8) / 6),
+        ("step", ["compute", "reset"], 2.0),
+        ("step", ["log_metric", "reset"], 2.0),
+        ("end", ["log_metric", "reset"], 2.0),
+        ("step", ["reset", "use"], 2.0),
+        ("end", ["log_metric", "reset", "use"], 2.0),
     ],
 )
-def test_a_metric_reset_by_hand_after_logging_has_its_value(tmp_path: Path, at_end: list[str], in_step: bool) -> None:
-    # I-01
-    module = Measured(*at_end, in_step=in_step)
-    expected = {"mean": 2.0} | ({"by_hand": 2.0} if "compute" in at_end else {})
+def test_a_metric_has_its_value_when_last_logged_or_reset(
+    tmp_path: Path, logs_in: str, at_end: list[str], expected: float
+) -> None:  # I-01
+    module = Measured(at_end, logs_in)
+    values = {"mean": expected} | ({"by_hand": expected} if "compute" in at_end else {})
     trainer = fit(tmp_path, max_epochs=2)
     for _ in range(2):  # the next epoch has its own value
-        assert trainer.validate(module, loader(5), verbose=False) == [expected]
+        assert trainer.validate(module, loader(5), verbose=False) == [values]
     trainer.fit(module, loader(5))
-    assert metrics(trainer) == expected
-
-
-def test_a_metric_logged_again_in_the_hook_has_its_current_value(tmp_path: Path) -> None:  # I-01
-    module = Measured("use", "log_metric", in_step=True)
-    assert fit(tmp_path).validate(module, loader(5), verbose=False)[0]["mean"] == (0 + 1 + 2 + 3 + 4 + 8) / 6
-
-
-def test_a_metric_logged_before_the_first_batch_is_for_the_epoch(tmp_path: Path) -> None:  # I-01
-    class Early(Measured):
-        on_validation_epoch_start = Measured.log_metric
-
-    assert fit(tmp_path).validate(Early(), loader(5), verbose=False) == [{"mean": 2.0}]
+    assert metrics(trainer) == values
 
 
 def test_a_metric_object_has_one_name_in_one_stage(tmp_path: Path) -> None:  # S-06
@@ -267,9 +250,9 @@ def test_step_values_and_the_epoch_value_may_have_keys_of_their_own(tmp_path: Pa
     assert metrics(trained(tmp_path, module, 5)) == {"by step": 4.0, "by epoch": 2.0}
 
 
+@pytest.mark.parametrize("options", [{}, EPOCH], ids=["by step", "by epoch"])
 @pytest.mark.parametrize(("dicts", "named"), [(True, "a dict"), (False, r"shape \(2,\)")])
-def test_a_metric_of_several_numbers_is_refused_if_logged_by_step(tmp_path: Path, dicts: bool, named: str) -> None:
-    # I-01
+def test_a_metric_of_several_numbers_is_refused(tmp_path: Path, options: Any, dicts: bool, named: str) -> None:  # I-01
     class Pair(torchmetrics.MeanMetric):
         def compute(self) -> Any:
             value = super().compute()
@@ -277,13 +260,13 @@ def test_a_metric_of_several_numbers_is_refused_if_logged_by_step(tmp_path: Path
 
     def train(self: Any, batch: Any, batch_idx: int) -> None:
         self.mean(batch[:, 0])
-        self.log("pair", self.mean)
+        self.log("pair", self.mean, **options)
 
     module = Metered(train)
     module.mean = Pair()
     with pytest.raises(ConfigurationError, match=rf"log\('pair'\) was given a Pair, which computes {named}"):
         trained(tmp_path, module)
-    assert module.seen == []
+    assert len(module.seen) == (2 if options else 0)
 
 
 @pytest.mark.parametrize(
