@@ -36,16 +36,10 @@ class Sharded(IterableDataset[torch.Tensor]):
         return (torch.tensor([float(index), 1.0]) for index in range(first, self.samples, step))
 
 
-class Listed:
+class Listed(Batches):
     """An iterable of batches that states a length."""
 
-    def __init__(self, samples: int, length: int) -> None:
-        self.samples, self.length = samples, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self) -> Any:
         return iter(loader(self.samples))
 
 
@@ -160,14 +154,24 @@ def test_an_endless_loader_is_warned_about_before_the_end(tmp_path: Path, caplog
         (lambda: sampled(12, 40), {"val_check_interval": 0.5, "check_val_every_n_epoch": 2}, [(1, 12)]),
         (lambda: sampled(12, 40), {"val_check_interval": 8, "check_val_every_n_epoch": None}, [(1, 8)]),
         (lambda: stream(12), {"val_check_interval": 0.5, "limit_train_batches": 20}, [(0, 6), (1, 12)]),
+        # A stream does not state its length in advance.
+        (lambda: stream(12), {"val_check_interval": 7}, []),
+        (lambda: stream(12), {"val_check_interval": 6}, [(0, 6), (1, 12)]),
+        (lambda: stream(12), {"val_check_interval": 4}, [(0, 4), (1, 10)]),
+        (lambda: stream(12), {"val_check_interval": 7, "check_val_every_n_epoch": None}, [(1, 7)]),
+        (lambda: stream(12), {"val_check_interval": 7, "max_steps": 5}, []),  # the data did not end
     ],
 )
-def test_a_validation_beyond_the_data_runs_at_the_end_of_the_epoch(
-    tmp_path: Path, build: Any, options: dict[str, Any], expected: list[tuple[int, int]]
+def test_validations_of_an_epoch_that_ends_before_their_interval(
+    tmp_path: Path, caplog: Any, build: Any, options: dict[str, Any], expected: list[tuple[int, int]]
 ) -> None:  # I-04
     module = Seeing()
     fit(tmp_path, max_epochs=2, num_sanity_val_steps=0, **options).fit(module, build(), loader(4))
     assert module.validated == expected
+    found = [one.getMessage() for one in caplog.records if "without a validation" in one.getMessage()]
+    assert len(found) == (options == {"val_check_interval": 7})
+    assert all("after 6 micro-batches without a validation: val_check_interval=7" in one for one in found)
+    assert all("check_val_every_n_epoch=None" in one for one in found)
 
 
 SCHEDULES: dict[str, Any] = {
@@ -215,25 +219,3 @@ def test_max_steps_at_a_wrong_epoch_end_leaves_the_rest_to_a_resumed_run(tmp_pat
     run.fit(module, Listed(20, 6), ckpt_path=str(tmp_path / "0"))
     assert list(itertools.chain(*module.seen)) == list(range(12, 20))
     assert (run.global_step, run.current_epoch) == (10, 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "at"),
-    [
-        ({"val_check_interval": 7, "max_epochs": 3}, []),
-        ({"val_check_interval": 6}, [(0, 6), (1, 12)]),
-        ({"val_check_interval": 4}, [(0, 4), (1, 10)]),
-        ({"val_check_interval": 7, "check_val_every_n_epoch": None}, [(1, 7)]),
-        ({"val_check_interval": 7, "max_steps": 5}, []),  # the data did not end
-    ],
-)
-def test_an_epoch_shorter_than_the_validation_interval_is_warned_about(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], at: list[tuple[int, int]]
-) -> None:  # I-04: an iterable does not state its length in advance
-    module = Seeing()
-    fit(tmp_path, **{"max_epochs": 2, "num_sanity_val_steps": 0, **options}).fit(module, stream(12), loader(4))
-    assert module.validated == at
-    found = [one.getMessage() for one in caplog.records if "without a validation" in one.getMessage()]
-    assert len(found) == ("max_epochs" in options)
-    assert all("after 6 micro-batches without a validation: val_check_interval=7" in one for one in found)
-    assert all("check_val_every_n_epoch=None" in one for one in found)
