@@ -114,11 +114,10 @@ class Manual(Regression):
     """Manual optimization that steps every so many batches or as the epoch ends; logs its loss and another value."""
 
     automatic_optimization = False
-    factor, value, wrapped, at_end = 1.0, 0.0, True, False
+    every, factor, value, wrapped, at_end = 0, 1.0, 0.0, True, False
 
-    def __init__(self, every: int = 0, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.every = every
         vars(self).update(options)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:

@@ -7,34 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from engine_case import Tiny, fit, loader
+from engine_case import Tiny, fit, loader, recording_callback
 from small_modules import tiny
+from test_mistakes import data_with, nothing, watch
 
 from captured_warnings import captured_warnings
-from drivetrain import Callback, ConfigurationError, DataModule, Fit, RunContext, TrainModule
-
-
-def nothing(self: Any, *args: Any) -> None:
-    """Stand in for a method that is never called."""
-
-
-def callback_with(*names: str) -> Callback:
-    """A callback with methods of these names."""
-    kind: type[Callback] = type("Watch", (Callback,), dict.fromkeys(names, nothing))
-    return kind()
-
-
-def data_with(name: str) -> DataModule:
-    """A data module with a method of this name."""
-    return type("Numbers", (DataModule,), {name: nothing, "train_dataloader": lambda self: loader()})()
+from drivetrain import ConfigurationError, Fit
 
 
 def test_methods_whose_names_share_a_word_with_hooks_are_accepted(tmp_path: Path) -> None:  # I-10
     names = ["training_loss", "setup_layers", "step", "log_images", "get_metrics", "on_policy_loss", "on_episode"]
     names += ["test_data", "configure_heads", "predict", "_training_epoch_end", "_validation_steps", "val_step"]
-    watch = callback_with("training_step", "backward", "on_reward", "write")
+    callback = watch("training_step", "backward", "on_reward", "write")
     with captured_warnings() as lines:
-        fit(tmp_path, callbacks=watch).fit(tiny(**dict.fromkeys(names, nothing)), datamodule=data_with("train_steps"))
+        fit(tmp_path, callbacks=callback).fit(
+            tiny(**dict.fromkeys(names, nothing)), datamodule=data_with("train_steps")
+        )
     assert not [line for line in lines if "resemble hooks" in line]
 
 
@@ -47,7 +35,7 @@ def test_a_class_whose_methods_are_almost_named_as_hooks_gets_one_warning(tmp_pa
     }
     module = tiny(**dict.fromkeys(names, nothing))
     with captured_warnings() as lines:
-        fit(tmp_path, callbacks=callback_with("on_validation_ends")).fit(module, datamodule=data_with("prepare_datas"))
+        fit(tmp_path, callbacks=watch("on_validation_ends")).fit(module, datamodule=data_with("prepare_datas"))
     by_class = {line.split()[0]: line for line in lines if "resemble hooks" in line}
     assert len([line for line in lines if "resemble hooks" in line]) == len(by_class) == 3
     for name, hook in names.items():
@@ -79,31 +67,16 @@ def test_hooks_may_omit_dataloader_idx_or_require_it(tmp_path: Path, hook: Any, 
     assert module.calls == [0, 1]
 
 
-class Counting(Callback):
-    """Counts the hooks that are called."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
-        self.calls.append("setup")
-
-    def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
-        self.calls.append("start")
-
-    def teardown(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
-        self.calls.append("teardown")
-
-
 def test_setup_may_append_and_remove_callbacks(tmp_path: Path) -> None:  # I-10
-    removed, appended = Counting(), Counting()
+    calls: list[str] = []
+    appended = recording_callback("appended", calls)
 
     def setup(self: Any, stage: str) -> None:
         self.trainer.callbacks[:] = [appended]
 
-    fit(tmp_path, callbacks=removed).fit(tiny(setup=setup), loader())
-    assert removed.calls == ["setup"]
-    assert appended.calls == ["setup", "start", "teardown"]
+    fit(tmp_path, callbacks=recording_callback("removed", calls)).fit(tiny(setup=setup), loader())
+    assert [call for call in calls if call.startswith("removed")] == ["removed.setup"]
+    assert [calls.count(f"appended.{hook}") for hook in ("setup", "on_train_start", "teardown")] == [1, 1, 1]
 
 
 class Scheduled(Tiny):
@@ -124,20 +97,17 @@ class Scheduled(Tiny):
         return {"optimizer": super().configure_optimizers(), "lr_scheduler": {"scheduler": self, **self.keys}}
 
 
-def test_a_custom_scheduler_gets_the_value(tmp_path: Path) -> None:  # I-10
-    module = Scheduled(reduce_on_plateau=True, monitor="loss")
-    fit(tmp_path).fit(module, loader())
-    assert module.values == [2.0]
-
-
-def test_without_strict_a_missing_value_is_ignored(tmp_path: Path) -> None:  # I-10
-    module = Scheduled(reduce_on_plateau=True, monitor="los", strict=False)
+@pytest.mark.parametrize(
+    ("keys", "values"), [({"monitor": "loss"}, [2.0] * 3), ({"monitor": "los", "strict": False}, [])]
+)
+def test_a_custom_scheduler_gets_the_value_unless_it_is_missing(tmp_path: Path, keys: Any, values: Any) -> None:  # I-10
+    module = Scheduled(reduce_on_plateau=True, **keys)
     with captured_warnings() as lines:
         fit(tmp_path, max_epochs=3).fit(module, loader())
-    assert module.values == []
-    (line,) = [line for line in lines if "'strict': False" in line]
-    assert "'los'" in line
-    assert "'loss'" in line
+    assert module.values == values
+    found = [line for line in lines if "'strict': False" in line]
+    assert len(found) == (not values)
+    assert all("'los'" in line and "'loss'" in line for line in found)
 
 
 def test_a_monitor_without_a_scheduler_may_be_switched_off(tmp_path: Path) -> None:  # I-10

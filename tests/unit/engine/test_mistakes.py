@@ -15,19 +15,10 @@ import torch
 from engine_case import fit, loader
 from small_modules import logs
 from torch.optim.lr_scheduler import ReduceLROnPlateau as Plateau
-from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
 from drivetrain import Callback, DataModule, DrivetrainError, Fit, TrainModule
-from drivetrain.callbacks import (
-    Checkpoint,
-    EarlyStopping,
-    GradientAccumulationScheduler,
-    LambdaCallback,
-    LearningRateMonitor,
-    ProgressBar,
-    Timer,
-)
+from drivetrain.callbacks import Checkpoint, EarlyStopping, ProgressBar
 from drivetrain.data import CombinedLoader
 from drivetrain.loggers import CSVLogger
 from drivetrain_strategies import DDPStrategy
@@ -37,8 +28,6 @@ START = "before the first step"
 FIRST = "in the first window"
 EPOCH = "at the end of the first epoch"
 WHEN = {0: START, 1: FIRST, 4: EPOCH}  # by the number of steps
-
-
 LOADERS: Any = (loader(), loader())
 
 
@@ -60,15 +49,16 @@ class Row(NamedTuple):
     value: str
     why: str
     fix: str
-    make: Callable[[Path], Run]
+    make: Callable[[Path], Any]
 
 
 def nothing(self: Any, *args: Any) -> None:
     """Stand in for a method that is never called."""
 
 
-def sgd(module: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=0.1)
+def sgd(module: torch.nn.Module, *parameters: torch.nn.Parameter) -> torch.optim.Optimizer:
+    """Return an optimizer of these or all parameters."""
+    return torch.optim.SGD(parameters or module.parameters(), lr=0.1)
 
 
 def run(module: Any = None, loaders: Any = LOADERS, more: Any = None, **options: Any) -> Callable[[Path], Run]:
@@ -101,10 +91,11 @@ def backward(self: Any, batch: Any) -> None:
 
 
 MANUAL = steps(backward, automatic_optimization=False)
+BY_HAND = logs(automatic_optimization=False)
 
 
-def clipped_manual(path: Path) -> Run:
-    return Run(fit(path, gradient_clip_val=1.0), MANUAL(path).module)
+def monitored(module: Any) -> Any:
+    return {"optimizer": sgd(module), "monitor": "loss"}
 
 
 def optimized(configure: Callable[..., Any]) -> Callable[[Path], Run]:
@@ -133,72 +124,32 @@ class ByValue:
         return {}
 
 
-def monitored(module: Any) -> Any:
-    return {"optimizer": sgd(module), "monitor": "loss"}
-
-
-def sgd_of_weight(module: Any) -> Any:
-    return torch.optim.SGD([module.layer.weight], lr=0.1)
-
-
-def by_steps(optimizer: Any) -> Any:
-    return StepLR(optimizer, 1)
-
-
 def calls(kind: Any, *args: Any, **options: Any) -> Callable[[Path], Run]:
     """Return a run with a callback of this kind."""
     return lambda path: Run(fit(path, callbacks=kind(*args, **options)), logs())
 
 
-def _file(path: Path) -> Path:
-    (path / "file").write_text("")
-    return path / "file"
+def resumed_at_its_end(**options: Any) -> Callable[[Path], Run]:
+    """Return a run that resumes from the last checkpoint of one that has ended."""
+
+    def make(path: Path) -> Run:
+        first = fit(path, enable_checkpointing=True)
+        first.fit(logs(), loader(), loader())
+        assert first.checkpoint_callback is not None
+        return run(more={"ckpt_path": first.checkpoint_callback.last_model_path}, **options)(path)
+
+    return make
 
 
-def root_is_a_file(path: Path) -> Run:
-    return Run(fit(_file(path), enable_checkpointing=True), logs())
-
-
-def logger_in_a_file(path: Path) -> Run:
-    return Run(fit(path, logger=CSVLogger(_file(path))), logs())
-
-
-def on_meta() -> Any:
-    with torch.device("meta"):
-        return logs()
-
-
-class Untrainable(TrainModule):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([torch.nn.Parameter(torch.ones(()))], lr=0.1)
-
-
-def longest(path: Path) -> Run:
-    return run(loaders=CombinedLoader([loader()], "longest"))(path)
-
-
-def resumed_at_its_end(path: Path, **tried: Any) -> Run:
-    options: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": 1}
-    first = fit(path, **options)
-    first.fit(logs(), loader(), loader())
-    assert first.checkpoint_callback is not None
-    return Run(fit(path, **(tried or options)), logs(), more={"ckpt_path": first.checkpoint_callback.last_model_path})
-
-
-def tried_at_its_end(path: Path) -> Run:
-    return resumed_at_its_end(path, fast_dev_run=True)
-
-
-def watch(name: str) -> Callback:
-    """Return a callback with a method of this name."""
-    kind: type[Callback] = type("Watch", (Callback,), {name: nothing})
+def watch(*names: str) -> Callback:
+    """Return a callback with methods of these names."""
+    kind: type[Callback] = type("Watch", (Callback,), dict.fromkeys(names, nothing))
     return kind()
 
 
-def data_with(name: str) -> Callable[[Path], Run]:
-    """Return a run with a data module that has a method of this name."""
-    kind = type("Numbers", (DataModule,), {name: nothing, "train_dataloader": lambda self: loader()})
-    return run(loaders=(), more={"datamodule": kind()})
+def data_with(name: str) -> DataModule:
+    """Return a data module with a method of this name."""
+    return type("Numbers", (DataModule,), {name: nothing, "train_dataloader": lambda self: loader()})()
 
 
 def appending_in(hook: str) -> Callable[[Path], Run]:
@@ -248,28 +199,23 @@ ERRORS: dict[str, list[Row]] = {
         Row("'max_epochss'", "=1", "max_epochs", run(max_epochss=1)),
         Row("the class ProgressBar", "hooks", "an instance", run(callbacks=ProgressBar)),
         Row("a str", "hooks", "an instance", run(callbacks="EarlyStopping")),
-        Row("on_epoch", "never be called", "on_train_epoch_end", calls(LambdaCallback, on_epoch=print)),
         Row("patience='3'", "checks", "0 or more", calls(EarlyStopping, "val_loss", patience="3")),
-        Row("mode='maxi'", "direction", "'max'", calls(EarlyStopping, "val_loss", mode="maxi")),
         Row("mode='max'", "newest", "monitor=", calls(Checkpoint, mode="max")),
         Row("'a/b'", "in dirpath", "as dirpath", calls(Checkpoint, filename="a/b")),
         Row("'{epoch'", "braces", "{epoch:03d}", calls(Checkpoint, filename="{epoch")),
-        Row("'batch'", "by steps or by epochs", "use 'step'", calls(LearningRateMonitor, logging_interval="batch")),
-        Row("'an hour'", "DD:HH:MM:SS", "'00:12:00:00'", calls(Timer, "an hour")),
-        Row("({})", "at least one", "{0: 8", calls(GradientAccumulationScheduler, {})),
-        Row("mode='longest'", "modes are", "one of them", longest),
+        Row("mode='longest'", "modes are", "one of them", lambda path: CombinedLoader([loader()], "longest")),
         Row("'resume_from_checkpoint'", "or is set in", "ckpt_path=", run(resume_from_checkpoint="last")),
         Row("'progress_bar_refresh_rate'", "=10 has", "(refresh_rate=...)", run(progress_bar_refresh_rate=10)),
         *(Row(f"Watch.{name} {UNLIKE}", NEVER_RUN, fix, calls(watch, name)) for name, fix in OF_CALLBACKS.items()),
     ],
     START: [
         Row("=9", "never run", "lower val_check_interval", run(val_check_interval=9)),
-        Row("'layer.weight', 'layer.bias'", "values", "to_empty", run(on_meta())),
-        Row("not a folder", "first save", "dirpath", root_is_a_file),
-        Row("not a folder", "first row", "logger=False", logger_in_a_file),
+        Row("'layer.weight', 'layer.bias'", "values", "to_empty", run(logs().to("meta"))),
+        Row("not a folder", "first save", "dirpath", run(default_root_dir="/dev/null", enable_checkpointing=True)),
+        Row("not a folder", "first row", "logger=False", run(logger=CSVLogger("/dev/null"))),
         Row("a Linear", "hooks of a drivetrain", "subclass TrainModule", run(torch.nn.Linear(1, 1))),
-        Row("no training_step", "cannot train", "write def training_step", run(Untrainable())),
-        Row("gradient_clip_val=1.0", "training_step itself", "self.clip_gradients", clipped_manual),
+        Row("no training_step", "cannot train", "write def training_step", run(TrainModule())),
+        Row("gradient_clip_val=1.0", "itself", "self.clip_gradients", run(BY_HAND, gradient_clip_val=1.0)),
         Row("a generator", "torch optimizers", "return an optimizer", optimized(lambda self: self.parameters())),
         Row("'lr_schedular'", "keys are", "'lr_scheduler'", optimized(lambda self: {"lr_schedular": None})),
         Row("not the module's", "not saved", "self.layer = ", optimized(lambda self: sgd(torch.nn.Linear(1, 1)))),
@@ -290,13 +236,16 @@ ERRORS: dict[str, list[Row]] = {
         Row("The training loader: int", "iterable", "DataLoader", run(loaders=[3])),
         Row("missing", "the path does not exist", "check the path", run(more={"ckpt_path": "missing"})),
         Row("'last'", "looked in", "ckpt_path='auto'", run(more={"ckpt_path": "last"})),
-        Row("max_steps=1", "optimizer step(s)", "leave out fast_dev_run=True", tried_at_its_end),
-        Row("max_epochs=1 is reached", "1 epoch(s)", "raise the limit", resumed_at_its_end),
+        Row("max_steps=1", "optimizer step(s)", "leave out fast_dev_run=True", resumed_at_its_end(fast_dev_run=True)),
+        Row("max_epochs=1 is reached", "1 epoch(s)", "raise the limit", resumed_at_its_end()),
         *(
             Row(f"Net.{name} {UNLIKE}", NEVER_RUN, fix, net(loader(), **{name: nothing}))
             for name, fix in OF_MODULES.items()
         ),
-        *(Row(f"Numbers.{name} {UNLIKE}", NEVER_RUN, fix, data_with(name)) for name, fix in OF_DATA_MODULES.items()),
+        *(
+            Row(f"Numbers.{name} {UNLIKE}", NEVER_RUN, fix, run(loaders=[data_with(name)]))
+            for name, fix in OF_DATA_MODULES.items()
+        ),
         Row("(outputs, batch, batch_idx)", ARGUMENTS, "(self, outputs", net(on_train_batch_end=lambda self, a: None)),
         Row("with (): missing", ARGUMENTS, "on_train_start(self)", net(on_train_start=lambda self, trainer: None)),
         Row("Net.setup()", ARGUMENTS, "def setup(self, stage)", net(setup=lambda self: None)),
@@ -322,8 +271,8 @@ ERRORS: dict[str, list[Row]] = {
 }
 WARNINGS: dict[str, list[Row]] = {
     START: [
-        Row("'layer.bias'", "never used", "add_param_group", optimized(sgd_of_weight)),
-        Row("'loss' is ignored with StepLR", "no value", "reduce_on_plateau", scheduled(by_steps, monitor="loss")),
+        Row("'layer.bias'", "never used", "add_param_group", optimized(lambda self: sgd(self, self.layer.weight))),
+        Row("'loss' is ignored with ByValue", "no value", "reduce_on_plateau", scheduled(ByValue, monitor="loss")),
         Row("ignored in manual", "training_step steps", "lr_schedulers()", scheduled(ByValue, False, interval="step")),
         Row("validation_step", "fit does not validate", "val_dataloaders", run(loaders=[loader()])),
     ],
