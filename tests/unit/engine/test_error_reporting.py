@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from io import StringIO
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,24 +13,17 @@ from drivetrain._engine import error_reporting
 from drivetrain._engine.error_reporting import OneLineHook, print_in_one_line
 
 
-class RecordingStream(StringIO):
-    """Records each write separately, as an unbuffered stream sends it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written: list[str] = []
-
-    def write(self, text: str) -> int:
-        self.written.append(text)
-        return len(text)
-
-
-def record(monkeypatch: pytest.MonkeyPatch) -> RecordingStream:
-    stream = RecordingStream()
+def replaced_stderr(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    stream = Mock()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setattr(error_reporting, "_EXIT_DELAY", 0)
     return stream
+
+
+def written(stream: Mock) -> list[str]:
+    """Return each write separately, as an unbuffered stream sends it."""
+    return [call.args[0] for call in stream.write.call_args_list]
 
 
 def raise_uncaught(error: BaseException) -> None:
@@ -40,7 +33,7 @@ def raise_uncaught(error: BaseException) -> None:
 
 def test_only_the_marked_error_is_printed_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:  # G-01
     """In one write, since the lines of two ranks would otherwise mix where PYTHONUNBUFFERED is set."""
-    stream = record(monkeypatch)
+    stderr = replaced_stderr(monkeypatch)
     previous: list[BaseException] = []
     sys.excepthook = OneLineHook(lambda kind, error, traceback: previous.append(error))
     error, other = RankFailedError(Failure.of_exit(1, -9)), ValueError("ours")
@@ -48,24 +41,24 @@ def test_only_the_marked_error_is_printed_in_one_line(monkeypatch: pytest.Monkey
     for uncaught in (other, error):
         raise_uncaught(uncaught)
     assert previous == [other]
-    assert stream.written == ["Rank 1 failed\n"]
+    assert written(stderr) == ["Rank 1 failed\n"]
 
 
 def test_the_hook_stays_until_the_last_marked_error_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = record(monkeypatch)
+    stderr = replaced_stderr(monkeypatch)
     first, second = ValueError("first"), ValueError("second")
     second.add_note("Where: rank 1")
     for error, line in ((first, "Rank 1 failed"), (second, "Rank 1 failed again"), (first, "Rank 1 failed first")):
         print_in_one_line(error, line)
     del first, error
     raise_uncaught(second)
-    assert stream.written == ["Rank 1 failed again; Where: rank 1\n"]
+    assert written(stderr) == ["Rank 1 failed again; Where: rank 1\n"]
     del second
     assert sys.excepthook is sys.__excepthook__
 
 
 def test_a_users_hook_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    record(monkeypatch)
+    replaced_stderr(monkeypatch)
 
     def hook(*_: object) -> None: ...
 

@@ -7,11 +7,11 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from engine_case import Tiny, fit, loader
+from engine_case import fit, loader
+from small_modules import Logs
 
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import consolidate, convert
@@ -38,23 +38,15 @@ def files_with(mask: int, path: Path) -> Iterator[Path]:
         assert stat.S_IMODE(mode) == (0o777 if stat.S_ISDIR(mode) else 0o666) & ~mask, one
 
 
-class Named(Tiny):
-    def __init__(self, width: int = 3) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("loss", 1.0)
-        return super().training_step(batch, batch_idx)
-
-
 @pytest.mark.parametrize(("mask", "save_async"), [(0o002, False), (0o077, True)])
 def test_files_and_folders_follow_the_umask(tmp_path: Path, mask: int, save_async: bool) -> None:  # J-11
     with files_with(mask, tmp_path) as folder:
         loggers = [CSVLogger(folder / "logs", flush_logs_every_n_steps=1), TensorBoardLogger(folder / "board")]
         every = Checkpoint(folder / "c", every_n_train_steps=1, save_top_k=2, save_async=save_async)
         trainer = fit(folder, logger=loggers, callbacks=every, log_every_n_steps=1)
-        trainer.fit(Named(), loader())
+        module = Logs()
+        module.save_hyperparameters({"width": 3})
+        trainer.fit(module, loader())
         for _ in range(2):  # the second time over existing files
             trainer.save_checkpoint(folder / "by-hand" / "end", weights_only=True)
         consolidate(folder / "by-hand" / "end", folder / "one" / "all.safetensors")
