@@ -89,15 +89,16 @@ def test_several_evaluation_loaders_at_once(tmp_path: Path) -> None:
     assert trainer.predict(module, CombinedLoader([loader(4), loader(2)], "max_size")) == module.evaluated
 
 
-def test_the_default_predict_step_supports_several_loaders(tmp_path: Path) -> None:
+def test_the_default_predict_step_is_the_forward_in_eval_and_inference_mode(tmp_path: Path) -> None:
     class Plain(TrainModule):
         def forward(self, batch: Any) -> Any:
-            return numbers(batch)
+            return (numbers(batch), self.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
-    assert fit(tmp_path).predict(Plain(), [loader(2), loader(2)]) == [[[0, 1]], [[0, 1]]]
-
-
-# Data without a length
+    module = Plain()
+    for inference in (True, False):
+        outputs = fit(tmp_path, inference_mode=inference).predict(module, [loader(2), loader(2)])
+        assert outputs == [[([0, 1], False, False, inference)]] * 2
+    assert module.training
 
 
 class Batches:
@@ -136,9 +137,6 @@ def test_any_iterable_of_batches(tmp_path: Path) -> None:
     assert module.evaluated == [[1, 1]] * 3
     fit(tmp_path).fit(several, {"a": Batches(2), "b": Batches(1)})
     assert several.seen == [{"a": [1, 1], "b": [1, 1]}] * 2
-
-
-# Where loaders come from
 
 
 def test_the_modules_methods_give_loaders(tmp_path: Path) -> None:
@@ -184,20 +182,6 @@ def test_a_data_module_gives_loaders(tmp_path: Path) -> None:
     assert data.trainer is trainer  # L-10
     with pytest.raises(ConfigurationError, match="is not in a run"):
         _ = Data(4).trainer
-
-
-def test_prediction_is_in_eval_mode_and_inference_mode(tmp_path: Path) -> None:
-    def modes(self: Any, batch: Any, batch_idx: int) -> Any:
-        return (self.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-
-    module = tiny(predict_step=modes)
-    for inference in (True, False):
-        outputs = fit(tmp_path, inference_mode=inference).predict(module, loader(2))
-        assert outputs == [(False, False, inference)]
-    assert module.training
-
-
-# Samplers
 
 
 def test_a_users_sampler_keeps_its_order_and_the_loader_is_unchanged(tmp_path: Path) -> None:
