@@ -103,6 +103,13 @@ class Tiny(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
+class FirstOfSeveral(Tiny):
+    """Takes the first batch of several loaders' batches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch[0] if isinstance(batch, list) else batch, batch_idx)
+
+
 class Bare(TrainModule):
     """Has a minimal step, so that the cost of the loop around it shows."""
 

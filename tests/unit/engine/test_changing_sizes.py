@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_case import Numbered, Tiny, fit, loader, numbers
+from engine_case import FirstOfSeveral, Numbered, Tiny, fit, loader, numbers
 from small_modules import calling
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
@@ -60,6 +60,8 @@ GROWS, SHRINKS = ("on_train_epoch_start", (4, 8, 11)), ("on_train_epoch_end", (1
     [
         pytest.param(lambda data: {"shuffle": True}, GROWS, id="shuffled"),
         pytest.param(lambda data: {"shuffle": True}, SHRINKS, id="shuffled, shrinks"),
+        pytest.param(lambda data: {"shuffle": True}, ("on_fit_start", (12,)), id="grows in on_fit_start"),
+        pytest.param(lambda data: {"shuffle": True}, ("on_train_start", (12,)), id="grows in on_train_start"),
         pytest.param(lambda data: {}, GROWS, id="in order"),
         pytest.param(lambda data: {"shuffle": True, "num_workers": 1, "persistent_workers": True}, GROWS, id="workers"),
         pytest.param(lambda data: {"sampler": SequentialSampler(data)}, SHRINKS, id="sampler"),
@@ -68,23 +70,15 @@ GROWS, SHRINKS = ("on_train_epoch_start", (4, 8, 11)), ("on_train_epoch_end", (1
 )
 def test_an_epoch_reads_the_data_set_at_its_size_of_that_epoch(build: Any, change: Any, tmp_path: Path) -> None:  # S-03
     hook, sizes = change
-    data = Buffer(sizes[0])
+    data = Buffer(11 if change is SHRINKS else 4)
     resizes = Resizes(data, hook, sizes)
-    trainer = fit(tmp_path, max_epochs=3, callbacks=resizes)
+    trainer = fit(tmp_path, max_epochs=len(sizes), callbacks=resizes)
     trainer.fit(Tiny(), DataLoader(data, 2, **build(data)))
     assert {epoch: sorted(seen) for epoch, seen in resizes.seen.items()} == {
         epoch: list(range(size)) for epoch, size in enumerate(sizes)
     }
     assert resizes.lengths == [-(-size // 2) for size in sizes]
     assert trainer.global_step == sum(resizes.lengths)
-
-
-@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start"])
-def test_a_data_set_that_grows_before_training_is_read_in_full(hook: str, tmp_path: Path) -> None:  # S-03
-    data = Buffer(4)
-    resizes = Resizes(data, hook, (12,))
-    fit(tmp_path, callbacks=resizes).fit(Tiny(), DataLoader(data, 2, shuffle=True))
-    assert sorted(resizes.seen[0]) == list(range(12))
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "sequential"])
@@ -96,13 +90,6 @@ def test_a_combination_reads_each_loader_at_its_size(mode: str, tmp_path: Path) 
     found = [sorted(set(resizes.seen[epoch])) for epoch in range(2)]
     assert found == ([list(range(12))] * 2 if mode == "sequential" else [list(range(4)), list(range(8))])
     assert resizes.lengths == {"min_size": [2, 4], "max_size_cycle": [6, 6], "sequential": [8, 10]}[mode]
-
-
-class FirstOfSeveral(Tiny):
-    """Takes the first batch of several."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch[0] if isinstance(batch, list) else batch, batch_idx)
 
 
 def test_a_list_of_batches_that_grows_is_read_in_full(tmp_path: Path) -> None:  # S-03

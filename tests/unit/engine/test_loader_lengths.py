@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_case import Numbered, Tiny, fit, loader, numbers, stream
+from engine_case import FirstOfSeveral, Numbered, Tiny, fit, loader, stream
 from small_modules import tiny
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -61,21 +61,12 @@ WRONG: dict[str, Any] = {  # how it is built; its samples, stated length and bat
 }
 
 
-class Seeing(Tiny):
-    """Counts the samples of the first of several loaders, and records the epoch and the step of each validation."""
+class Seeing(FirstOfSeveral):
+    """Records the epoch and the step of each validation."""
 
     def __init__(self) -> None:
         super().__init__()
         self.validated: list[tuple[int, int]] = []
-
-    def _first(self, batch: Any) -> torch.Tensor:
-        return batch if isinstance(batch, torch.Tensor) else batch[0]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(self._first(batch), batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.evaluated.append(numbers(self._first(batch)))
 
     def on_validation_end(self) -> None:
         self.validated.append((self.current_epoch, self.global_step))
@@ -84,7 +75,7 @@ class Seeing(Tiny):
 @pytest.mark.parametrize("wrong", WRONG)
 def test_training_goes_through_all_the_data(tmp_path: Path, caplog: Any, recwarn: Any, wrong: str) -> None:  # I-04
     build, samples, length, batches = WRONG[wrong]
-    module, trainer = Seeing(), fit(tmp_path, max_epochs=2)
+    module, trainer = FirstOfSeveral(), fit(tmp_path, max_epochs=2)
     trainer.fit(module, build())
     assert not [one for one in recwarn if "Length of IterableDataset" in str(one.message)]  # torch's, at each batch
     assert len(list(itertools.chain(*module.seen))) == 2 * samples
