@@ -147,44 +147,51 @@ def test_a_value_without_weight_enters_no_mean_and_is_no_step_value(tmp_path: Pa
     assert "nothing" not in found
 
 
-class Measured(Tiny):
-    """Measures the mean of the sample numbers; the arguments name what it does in the hooks of the epoch."""
+def log_metric(module: Any) -> None:
+    module.log("mean", module.mean, **EPOCH)
 
-    def __init__(self, at_end: list[str], logs_in: str) -> None:
-        super().__init__()
-        self.mean = torchmetrics.MeanMetric()
-        self.at_end, self.logs_in = at_end, logs_in
 
-    def log_metric(self) -> None:
-        self.log("mean", self.mean, **EPOCH)
+def log_computed(module: Any) -> None:
+    module.log("by_hand", module.mean.compute())
 
-    def compute(self) -> None:
-        self.log("by_hand", self.mean.compute())
 
-    def reset(self) -> None:
-        self.mean.reset()
+def reset(module: Any) -> None:
+    module.mean.reset()
 
-    def use(self) -> None:
-        self.mean.update(8.0)
 
-    def on_train_epoch_start(self) -> None:
-        if self.logs_in == "start":
-            self.log_metric()
+def use(module: Any) -> None:
+    module.mean.update(8.0)
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+
+@pytest.mark.parametrize(
+    ("at_start", "in_step", "at_end", "expected"),
+    [
+        ([log_metric], [], [], {"mean": 2.0}),
+        ([], [log_metric], [use, log_metric], {"mean": (0 + 1 + 2 + 3 + 4 + 8) / 6}),
+        ([], [log_metric], [log_computed, reset], {"mean": 2.0, "by_hand": 2.0}),
+        ([], [log_metric], [log_metric, reset], {"mean": 2.0}),
+        ([], [], [log_metric, reset], {"mean": 2.0}),
+        ([], [log_metric], [reset, use], {"mean": 2.0}),
+        ([], [], [log_metric, reset, use], {"mean": 2.0}),
+    ],
+)
+def test_a_metric_has_its_value_when_last_logged_or_reset(
+    tmp_path: Path, at_start: list[Any], in_step: list[Any], at_end: list[Any], expected: dict[str, float]
+) -> None:  # I-01
+    def calling_each(functions: list[Any]) -> Any:
+        return lambda module: [function(module) for function in functions]
+
+    def step(self: Any, batch: Any, batch_idx: int) -> None:
         self.mean.update(batch[:, 0])
-        if self.logs_in == "step":
-            self.log_metric()
+        calling_each(in_step)(self)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.validation_step(batch, batch_idx)
-        return super().training_step(batch, batch_idx)
-
-    def on_train_epoch_end(self) -> None:
-        for name in self.at_end:
-            getattr(self, name)()
-
-    on_validation_epoch_start, on_validation_epoch_end = on_train_epoch_start, on_train_epoch_end
+    hooks = {f"on_{stage}_epoch_start": calling_each(at_start) for stage in ("train", "validation")}
+    hooks |= {f"on_{stage}_epoch_end": calling_each(at_end) for stage in ("train", "validation")}
+    module, trainer = Metered(step, step, **hooks), fit(tmp_path, max_epochs=2)
+    for _ in range(2):  # the next epoch has its own value
+        assert trainer.validate(module, loader(5), verbose=False) == [expected]
+    trainer.fit(module, loader(5))
+    assert metrics(trainer) == expected
 
 
 def measuring(*keys: str) -> Any:
@@ -196,30 +203,6 @@ def measuring(*keys: str) -> Any:
             self.log(key, self.mean, **EPOCH)
 
     return step
-
-
-@pytest.mark.parametrize(
-    ("logs_in", "at_end", "expected"),
-    [
-        ("start", [], 2.0),
-        ("step", ["use", "log_metric"], (0 + 1 + 2 + 3 + 4 + 8) / 6),
-        ("step", ["compute", "reset"], 2.0),
-        ("step", ["log_metric", "reset"], 2.0),
-        ("end", ["log_metric", "reset"], 2.0),
-        ("step", ["reset", "use"], 2.0),
-        ("end", ["log_metric", "reset", "use"], 2.0),
-    ],
-)
-def test_a_metric_has_its_value_when_last_logged_or_reset(
-    tmp_path: Path, logs_in: str, at_end: list[str], expected: float
-) -> None:  # I-01
-    module = Measured(at_end, logs_in)
-    values = {"mean": expected} | ({"by_hand": expected} if "compute" in at_end else {})
-    trainer = fit(tmp_path, max_epochs=2)
-    for _ in range(2):  # the next epoch has its own value
-        assert trainer.validate(module, loader(5), verbose=False) == [values]
-    trainer.fit(module, loader(5))
-    assert metrics(trainer) == values
 
 
 def test_a_metric_object_has_one_name_in_one_stage(tmp_path: Path) -> None:  # S-06
