@@ -191,19 +191,17 @@ def test_resuming_a_finished_run_is_an_error_by_path_and_logged_by_auto(tmp_path
     assert trainer.state == "finished"
 
 
-def test_a_run_that_stopped_early_is_finished_too(tmp_path: Path) -> None:  # I-17
-    def again(patience: int = 1) -> Fit:
+def test_a_run_that_stopped_early_is_finished_unless_it_is_more_patient(tmp_path: Path) -> None:  # I-17
+    def again(patience: int, ckpt_path: str) -> str:
         callbacks = EarlyStopping("val_loss", patience=patience)
-        return fit(tmp_path, callbacks=callbacks, max_epochs=5, enable_checkpointing=True)
+        trainer = fit(tmp_path, callbacks=callbacks, max_epochs=5, enable_checkpointing=True)
+        return ending(trainer, Logs(), loader(), loader(), ckpt_path=ckpt_path)
 
-    path, module = _trained(tmp_path, callbacks=EarlyStopping("val_loss", patience=1)), Logs()
+    path = _trained(tmp_path, callbacks=EarlyStopping("val_loss", patience=1))
     with pytest.raises(ConfigurationError, match="EarlyStopping has ended the run: val_loss did not improve"):
-        again().fit(module, loader(), loader(), ckpt_path=path)
-    assert "EarlyStopping has ended the run" in ending(again(), module, loader(), loader(), ckpt_path="auto")
-    assert module.seen == []
-    patient = again(patience=9)
-    patient.fit(Logs(), loader(), loader(), ckpt_path=path)
-    assert patient.current_epoch == 5
+        again(1, path)
+    assert "EarlyStopping has ended the run" in again(1, "auto")
+    assert "max_epochs=5 is reached" in again(9, path)
 
 
 def test_a_tensor_kept_from_an_evaluation_gets_a_fix(tmp_path: Path) -> None:  # I-17
