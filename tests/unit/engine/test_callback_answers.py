@@ -145,28 +145,23 @@ def test_lines_are_printed_through_a_callback_that_offers_it(tmp_path: Path, cap
     assert capsys.readouterr().out == "loss 5\n"
 
 
-def test_windows_changed_by_a_third_party_callback_count_in_the_estimate(tmp_path: Path) -> None:
+def test_windows_and_monitors_of_a_third_party_callback_count(tmp_path: Path, caplog: Any) -> None:
     class Doubling(Callback):
+        monitors: Any = {"valloss": "Doubling('valloss')"}  # noqa: RUF012
+
         def micro_batches_per_window(self, epoch: int) -> int:
             return 2**epoch
 
         def on_fit_start(self, trainer: Any, module: Any) -> None:
             self.estimate = trainer.estimated_stepping_batches
 
-    doubling = Doubling()
-    fit(tmp_path, max_epochs=3, callbacks=doubling).fit(Regression(), regression())
-    assert doubling.estimate == 6 + 3 + 2
-
-
-def test_a_monitor_of_a_third_party_callback_is_checked_in_the_first_step(tmp_path: Path, caplog: Any) -> None:
-    class Monitors(Callback):
-        monitors: Any = {"valloss": "Monitors('valloss')"}  # noqa: RUF012
-
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             module.log("val_loss", 1.0)
 
-    fit(tmp_path, callbacks=Monitors()).fit(Regression(), regression())
-    named = "Monitors('valloss'): nothing of that name was logged in the first step. Did you mean 'val_loss'"
+    doubling = Doubling()
+    fit(tmp_path, max_epochs=3, callbacks=doubling).fit(Regression(), regression())
+    assert doubling.estimate == 6 + 3 + 2
+    named = "Doubling('valloss'): nothing of that name was logged in the first step. Did you mean 'val_loss'"
     assert named in caplog.text
 
 

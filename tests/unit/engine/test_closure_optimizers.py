@@ -62,15 +62,20 @@ class EvaluatingTwice(AscendingSGD):
 
 
 class Sharp(Regression):
-    """Has a BatchNorm, whose buffers count the forwards, and returns its optimizer with the closure."""
+    """Has a BatchNorm, whose buffers count the forwards, and a metric of its samples, and gives the closure."""
 
     def __init__(self, kind: Any) -> None:
         super().__init__()
-        self.norm, self.kind = nn.BatchNorm1d(3), kind
+        self.norm, self.kind, self.samples = nn.BatchNorm1d(3), kind, torchmetrics.SumMetric()
 
     def loss(self, batch: Any) -> torch.Tensor:
         x, y = batch
         return super().loss((self.norm(x), y))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.samples.update(len(batch[0]))
+        self.log("samples", self.samples, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> Any:
         return {"optimizer": self.kind(self.parameters(), lr=0.05), "closure": True}
@@ -135,19 +140,9 @@ def test_a_closure_reaches_the_optimizer_in_every_way(tmp_path: Path) -> None:  
 
 @pytest.mark.parametrize("kind", [LBFGS, ClosureRequired])
 def test_a_metric_object_sees_each_sample_once(tmp_path: Path, kind: Any) -> None:  # B-16
-    class Counting(Sharp):
-        def __init__(self) -> None:
-            super().__init__(kind)
-            self.seen = torchmetrics.SumMetric()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.seen.update(len(batch[0]))
-            self.log("seen", self.seen, on_step=False, on_epoch=True)
-            return super().training_step(batch, batch_idx)
-
     runner = fit(tmp_path, accumulate_grad_batches=2)
-    runner.fit(Counting(), regression(12))
-    assert float(runner.callback_metrics["seen"]) == 12
+    runner.fit(Sharp(kind), regression(12))
+    assert float(runner.callback_metrics["samples"]) == 12
 
 
 @pytest.mark.parametrize("kind", ["sam", "lbfgs"])

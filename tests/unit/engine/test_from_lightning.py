@@ -96,11 +96,6 @@ def test_without_a_module_the_best_weights_of_the_last_run_are_used(tmp_path: Pa
     assert trainer.ckpt_path is None
 
 
-def test_freezing_returns_the_module() -> None:  # L-10
-    module = Tiny()
-    assert module.freeze() is module.unfreeze() is module
-
-
 @pytest.mark.parametrize("config", [CONFIG, argparse.Namespace(**CONFIG)], ids=["mapping", "namespace"])
 def test_a_mapping_or_a_namespace_is_saved_and_passed_again(tmp_path: Path, config: Any) -> None:  # L-10
     module = Configured(config, extra=5)
@@ -257,10 +252,12 @@ def test_a_checkpoint_name_is_known_in_advance() -> None:  # L-10
     assert Checkpoint().format_checkpoint_name(values, filename="{epoch}-{val:.2f}", ver=3) == "epoch=1-val=0.12-v3"
 
 
-def test_a_module_is_built_in_the_precision() -> None:  # L-10
+def test_a_module_is_built_in_the_precision_and_freezing_returns_it() -> None:  # L-10
     with Fit(accelerator="cpu", precision="64-true").init_module():
-        assert torch.nn.Linear(2, 2).weight.dtype is torch.float64
+        module = Tiny()
+    assert module.layer.weight.dtype is torch.float64
     assert torch.nn.Linear(2, 2).weight.dtype is torch.float32
+    assert module.freeze() is module.unfreeze() is module
 
 
 def test_the_strategy_and_the_logger_are_those_of_the_run(tmp_path: Path) -> None:  # L-10

@@ -38,23 +38,18 @@ class Model(Tiny):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
 
 
+def of_stage(stage: str) -> Any:
+    return lambda self: self.loaders[stage]
+
+
 class Data(DataModule):
+    train_dataloader, val_dataloader = of_stage("train"), of_stage("val")
+    test_dataloader, predict_dataloader = of_stage("test"), of_stage("predict")
+
     def __init__(self, batch_size: int = 2) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.loaders = {stage: loader(3 * batch_size, batch_size) for stage in ("train", "val", "test", "predict")}
-
-    def train_dataloader(self) -> Any:
-        return self.loaders["train"]
-
-    def val_dataloader(self) -> Any:
-        return self.loaders["val"]
-
-    def test_dataloader(self) -> Any:
-        return self.loaders["test"]
-
-    def predict_dataloader(self) -> Any:
-        return self.loaders["predict"]
 
 
 PHASES = (

@@ -50,15 +50,11 @@ def test_a_method_that_returned_the_loaders_is_accepted(tmp_path: Path) -> None:
     assert [0, 1] in module.evaluated
 
 
-def of_loader(self: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-    self.calls.append(dataloader_idx)
-
-
 @pytest.mark.parametrize(
     ("hook", "loaders"),
     [
         (lambda self, outputs, batch, batch_idx: self.calls.append(batch_idx), loader(4)),
-        (of_loader, [loader(2), loader(2)]),
+        (lambda self, outputs, batch, batch_idx, dataloader_idx: self.calls.append(dataloader_idx), [loader(2)] * 2),
     ],
 )
 def test_hooks_may_omit_dataloader_idx_or_require_it(tmp_path: Path, hook: Any, loaders: Any) -> None:  # I-10
