@@ -12,14 +12,12 @@ import torch
 import torchmetrics
 from engine_case import Tiny, fit, loader
 from small_modules import metrics, tiny
-from test_logging import Kept, Logging, Metered, logs, mean, trained
+from test_logging import BOTH, EPOCH, Kept, Logging, Metered, logs, mean, trained
 
 from drivetrain import ConfigurationError
 from drivetrain.callbacks import LambdaCallback
 
 BIG = 2**24 + 1  # the first integer that float32 cannot represent
-EPOCH: dict[str, Any] = {"on_step": False, "on_epoch": True}
-BOTH: dict[str, Any] = {"on_step": True, "on_epoch": True}
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
@@ -122,12 +120,6 @@ def test_a_weight_of_0_is_for_means(tmp_path: Path, reduce_fx: str, expected: fl
     trainer = trained(tmp_path, step, 6)
     assert metrics(trainer) == {"it": expected}
     assert trainer.validate(Logging(None, step), loader(6), verbose=False) == [{"it": expected}]
-
-
-@pytest.mark.parametrize("weight", [-1, -0.5, np.int64(-1), float("nan")])
-def test_a_weight_below_0_is_refused(tmp_path: Path, weight: Any) -> None:  # I-01
-    with pytest.raises(ConfigurationError, match=r"log\('it', batch_size=(np.int64\()?(-1|-0\.5|nan)"):
-        trained(tmp_path, logs(1.0, on_epoch=True, batch_size=weight))
 
 
 @pytest.mark.parametrize("count", [0, np.int64(0), 0.0, torch.tensor(0)])

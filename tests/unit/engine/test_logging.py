@@ -16,6 +16,9 @@ from small_modules import calling, metrics, tiny
 from drivetrain import ConfigurationError, Fit, Logger
 from drivetrain._engine.log_queue import LogQueue, _Row  # private: rows wait for a device only
 
+EPOCH: dict[str, Any] = {"on_step": False, "on_epoch": True}
+BOTH: dict[str, Any] = {"on_step": True, "on_epoch": True}
+
 
 class Kept(Logger):
     """A logger that records its rows."""
@@ -94,8 +97,8 @@ def trained(path: Path, train: Callable[..., Any] | Tiny, samples: int = 4, vali
 def test_defaults_and_names_in_training(tmp_path: Path) -> None:
     def train(self: Any, batch: Any, batch_idx: int) -> None:
         self.log("plain", mean(batch))
-        self.log("both", mean(batch), on_step=True, on_epoch=True)
-        self.log("epoch", mean(batch), on_step=False, on_epoch=True)
+        self.log("both", mean(batch), **BOTH)
+        self.log("epoch", mean(batch), **EPOCH)
         self.log("neither", 1.0, on_step=False, on_epoch=False)
 
     trainer = trained(tmp_path, train, 5)  # batches of 2, 2 and 1: means 0.5, 2.5, 4
@@ -106,7 +109,7 @@ def test_defaults_and_names_in_training(tmp_path: Path) -> None:
 def test_defaults_and_names_in_validation_and_test(tmp_path: Path) -> None:
     def evaluate(self: Any, batch: Any, batch_idx: int) -> None:
         self.log("plain", mean(batch))
-        self.log("both", mean(batch), on_step=True, on_epoch=True)
+        self.log("both", mean(batch), **BOTH)
         self.log("step", mean(batch), on_step=True, on_epoch=False)
 
     expected = {"plain": 2.0, "both_epoch": 2.0}
@@ -165,7 +168,7 @@ def test_reduce_fx(tmp_path: Path, reduce_fx: Any, expected: float, number: bool
 
     def step(self: Any, batch: Any, batch_idx: int) -> None:
         value = float(mean(batch)) if number else mean(batch)
-        self.log("it", value, on_step=False, on_epoch=True, reduce_fx=reduce_fx)
+        self.log("it", value, **EPOCH, reduce_fx=reduce_fx)
 
     trainer = trained(tmp_path, step, 5)
     assert metrics(trainer) == {"it": expected}
@@ -176,8 +179,8 @@ def test_many_values_are_folded_without_loss(tmp_path: Path) -> None:  # H-03
     held: list[int] = []
 
     def train(self: Any, batch: Any, batch_idx: int) -> None:
-        self.log("it", mean(batch), on_step=False, on_epoch=True)
-        self.log("last", mean(batch), on_step=False, on_epoch=True, reduce_fx="max")
+        self.log("it", mean(batch), **EPOCH)
+        self.log("last", mean(batch), **EPOCH, reduce_fx="max")
         held.append(max(len(entry.waiting) for entry in self.trainer.metrics.entries.values()))
 
     assert metrics(trained(tmp_path, train, 301)) == {"it": 150.0, "last": 300.0}
@@ -185,7 +188,7 @@ def test_many_values_are_folded_without_loss(tmp_path: Path) -> None:  # H-03
 
 
 def test_training_values_survive_a_validation_in_mid_epoch(tmp_path: Path) -> None:
-    module = Logging(logs(on_step=False, on_epoch=True), logs(1.0, "val"))
+    module = Logging(logs(**EPOCH), logs(1.0, "val"))
     assert metrics(trained(tmp_path, module, 5, 4, val_check_interval=1)) == {"it": 2.0, "val": 1.0}
 
 
@@ -204,12 +207,14 @@ def test_training_values_survive_a_validation_in_mid_epoch(tmp_path: Path) -> No
         (torchmetrics.MeanMetric(), {}, "was given a MeanMetric that is not an attribute"),
         (torchmetrics.MeanMetric(), {}, "self.accuracy"),
         (1.0, {"reduce_fx": "men"}, "Did you mean 'mean'?"),
+        *((1.0, {"batch_size": weight}, f"log('it', batch_size={weight!r}") for weight in (-1, -0.5, float("nan"))),
+        (1.0, {"batch_size": np.int64(-1)}, "log('it', batch_size="),
         (1.0, {"reduce_fx": torch.median}, "log a torchmetrics.Metric"),
     ],
 )
 def test_other_values_and_reductions_are_refused(tmp_path: Path, value: Any, options: Any, named: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        trained(tmp_path, logs(value, **options))
+        trained(tmp_path, logs(value, on_epoch=True, **options))
     assert "'it'" in str(caught.value)
     assert named in str(caught.value)
 
@@ -223,23 +228,18 @@ def test_values_go_to_the_bar_and_to_all_loggers(tmp_path: Path) -> None:
     def train(self: Any, batch: Any, batch_idx: int) -> None:
         self.log("bar", 1.0, prog_bar=True, logger=False)
         self.log("log", 2.0)
-        self.log("bar_epoch_only", 3.0, on_step=False, on_epoch=True, prog_bar=True)
-        self.log("none", 4.0, logger=False)
+        self.log("bar_epoch_only", 3.0, **EPOCH, prog_bar=True)
+        self.log_dict({"none": 4.0, "neither": 5.0}, logger=False)
 
     loggers = [Kept(), Kept()]
     trainer = trained(tmp_path, train, 2, logger=loggers)
     assert trainer.progress_bar_metrics == {"bar": 1.0, "bar_epoch_only": 3.0}
     assert trainer.logged_metrics == {"log": 2.0, "bar_epoch_only": 3.0}
-    assert metrics(trainer) == {"bar": 1.0, "log": 2.0, "bar_epoch_only": 3.0, "none": 4.0}
+    assert metrics(trainer) == {"bar": 1.0, "log": 2.0, "bar_epoch_only": 3.0, "none": 4.0, "neither": 5.0}
     assert {name for _, row in loggers[0].rows for name in row} == {"epoch", "log", "bar_epoch_only"}
     assert loggers[0].rows == loggers[1].rows
     assert trainer.logger is loggers[0]
     assert loggers[1].status == "success"
-
-
-def test_log_dict_passes_its_options_on(tmp_path: Path) -> None:
-    trainer = trained(tmp_path, lambda self, *_: self.log_dict({"a": 1.0, "b": 2.0}, prog_bar=True, on_epoch=True))
-    assert trainer.progress_bar_metrics == {"a_step": 1.0, "a_epoch": 1.0, "b_step": 2.0, "b_epoch": 2.0}
 
 
 TWO_EPOCHS = {
@@ -269,7 +269,7 @@ def test_which_rows_a_logger_gets(tmp_path: Path, options: Any, expected: dict[i
     """Step values every ``log_every_n_steps`` and at the end of an epoch, and the epoch's own values there."""
 
     def train(self: Any, batch: Any, batch_idx: int) -> None:
-        self.log("it", float(self.global_step), on_step=True, on_epoch=True)
+        self.log("it", float(self.global_step), **BOTH)
 
     def evaluate(self: Any, batch: Any, batch_idx: int) -> None:
         self.log("val", float(self.global_step))
@@ -286,7 +286,7 @@ def test_the_sanity_check_leaves_nothing(tmp_path: Path) -> None:
     seen: list[dict[str, float]] = []
     logger = Kept()
     watching = calling("on_train_start", lambda trainer: seen.append(metrics(trainer)))
-    module = Logging(None, logs(1.0, "val", on_step=True, on_epoch=True))
+    module = Logging(None, logs(1.0, "val", **BOTH))
     trained(tmp_path, module, 4, 4, logger=logger, callbacks=watching, max_steps=0)
     assert (seen, logger.rows) == ([{}], [])
 
@@ -294,20 +294,14 @@ def test_the_sanity_check_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "expected"),
     [
-        pytest.param(
-            Logging(None, logs(on_step=True, on_epoch=True)),
-            [{"it_epoch/dataloader_idx_0": 1.5}, {"it_epoch/dataloader_idx_1": 0.5}],
-            id="suffixes stand before the index as in Lightning",
-        ),
-        pytest.param(
-            Logging(None, logs(add_dataloader_idx=False)),
-            [{"it": pytest.approx((0 + 1 + 2 + 3 + 0 + 1) / 6)}, {}],
-            id="without the index a key is over all loaders, and present once",
-        ),
-        pytest.param(
+        # Suffixes stand before the index, as in Lightning.
+        (Logging(None, logs(**BOTH)), [{"it_epoch/dataloader_idx_0": 1.5}, {"it_epoch/dataloader_idx_1": 0.5}]),
+        # Without the index a key is over all loaders, and present once.
+        (Logging(None, logs(add_dataloader_idx=False)), [{"it": pytest.approx((0 + 1 + 2 + 3 + 0 + 1) / 6)}, {}]),
+        # Values of no loader are in all results.
+        (
             Logging(None, logs(), on_validation_epoch_end=logs(9.0, "all")),
             [{"it/dataloader_idx_0": 1.5, "all": 9.0}, {"it/dataloader_idx_1": 0.5, "all": 9.0}],
-            id="values of no loader are in all results",
         ),
     ],
 )
@@ -333,7 +327,7 @@ def metered(**options: Any) -> Any:
 
 def test_a_metric_is_over_the_epoch_and_reset_at_its_end(tmp_path: Path) -> None:  # B-14
     before: list[float] = []
-    module, logger = metered(on_step=True, on_epoch=True), Kept()
+    module, logger = metered(**BOTH), Kept()
     watching = calling("on_train_epoch_end", lambda trainer: before.append(float(module.mean.compute())))
     options = {"max_epochs": 2, "num_sanity_val_steps": 1}
     trainer = trained(tmp_path, module, 5, 3, logger=logger, callbacks=watching, **options)
