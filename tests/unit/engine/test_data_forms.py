@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_case import Tiny, fit, loader, numbers, stream
+from engine_case import Bare, Tiny, fit, loader, numbers, stream
 from small_modules import tiny
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, WeightedRandomSampler
@@ -137,6 +137,20 @@ def test_any_iterable_of_batches(tmp_path: Path) -> None:
     assert module.evaluated == [[1, 1]] * 3
     fit(tmp_path).fit(several, {"a": Batches(2), "b": Batches(1)})
     assert several.seen == [{"a": [1, 1], "b": [1, 1]}] * 2
+
+
+def test_a_long_list_of_batches_is_not_iterated(tmp_path: Path) -> None:
+    reads: list[int] = []
+
+    class Counted(list[Any]):
+        def __iter__(self) -> Any:
+            reads.append(1)
+            return super().__iter__()
+
+    trainer = fit(tmp_path, max_steps=1)
+    trainer.fit(Bare(), [Counted([torch.ones(4, 2)]) for _ in range(100)])
+    assert trainer.global_step == 1
+    assert len(reads) < 100
 
 
 def test_the_modules_methods_give_loaders(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from engine_case import fit, loader
+from engine_case import Tiny, fit, loader
 from small_modules import logs
+from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau as Plateau
 from torch.utils.data import TensorDataset
 
@@ -56,7 +57,7 @@ def nothing(self: Any, *args: Any) -> None:
     """Stand in for a method that is never called."""
 
 
-def sgd(module: torch.nn.Module, *parameters: torch.nn.Parameter) -> torch.optim.Optimizer:
+def sgd(module: nn.Module, *parameters: nn.Parameter) -> torch.optim.Optimizer:
     """Return an optimizer of these or all parameters."""
     return torch.optim.SGD(parameters or module.parameters(), lr=0.1)
 
@@ -141,6 +142,18 @@ def resumed_at_its_end(**options: Any) -> Callable[[Path], Run]:
     return make
 
 
+class Lazy(Tiny):
+    """Has layers that get their shape in the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer: Any = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(affine=False), nn.Linear(4, 1))
+
+
+FORKED: dict[str, Any] = {"devices": 2, "launcher": "fork", "accelerator": "cpu"}
+LAZY = "layer.0 (LazyLinear), layer.1 (LazyBatchNorm1d)."
+
+
 def watch(*names: str) -> Callback:
     """Return a callback with methods of these names."""
     kind: type[Callback] = type("Watch", (Callback,), dict.fromkeys(names, nothing))
@@ -202,10 +215,12 @@ ERRORS: dict[str, list[Row]] = {
     ],
     START: [
         Row("=9", "never run", "lower val_check_interval", run(val_check_interval=9)),
+        Row(LAZY, "first forward", "one forward", run(Lazy())),
+        Row(LAZY, "first forward", "configure_model", run(Lazy(), strategy="fsdp", **FORKED)),
         Row("'layer.weight', 'layer.bias'", "values", "to_empty", run(logs().to("meta"))),
         Row("not a folder", "first save", "dirpath", run(default_root_dir="/dev/null", enable_checkpointing=True)),
         Row("not a folder", "first row", "logger=False", run(logger=CSVLogger("/dev/null"))),
-        Row("a Linear", "hooks of a drivetrain", "subclass TrainModule", run(torch.nn.Linear(1, 1))),
+        Row("a Linear", "hooks of a drivetrain", "subclass TrainModule", run(nn.Linear(1, 1))),
         Row("gradient_clip_val=1.0", "itself", "self.clip_gradients", run(BY_HAND, gradient_clip_val=1.0)),
         Row("a generator", "torch optimizers", "return an optimizer", optimized(lambda self: self.parameters())),
         Row("ByValue without", "a logged metric", "return", scheduled(ByValue, reduce_on_plateau=True)),
@@ -279,7 +294,7 @@ def rows(table: dict[str, list[Row]]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("when", "mistake"), rows(ERRORS))
-def test_a_mistake_is_refused_in_time(tmp_path: Path, when: str, mistake: Row) -> None:  # I-10, I-17, G-06
+def test_a_mistake_is_refused_in_time(tmp_path: Path, when: str, mistake: Row) -> None:  # I-10, I-12, I-17, G-06
     try:
         run = mistake.make(tmp_path)
     except DrivetrainError as refusal:
@@ -314,3 +329,22 @@ def test_a_mistake_is_warned_about_in_time(tmp_path: Path, monkeypatch: Any, whe
     assert WHEN[steps] == when
     assert mistake.why in line
     assert mistake.fix in line
+
+
+@pytest.mark.parametrize("settings", [{}, {"strategy": "ddp", **FORKED}])
+def test_lazy_layers_train_after_one_forward(tmp_path: Path, settings: dict[str, Any]) -> None:  # I-12
+    class Shaped(Lazy):
+        def configure_model(self) -> None:
+            with torch.no_grad():
+                self.layer(torch.ones(2, 2))
+
+    before = Lazy()
+    with pytest.raises(DrivetrainError, match="LazyLinear"):
+        fit(tmp_path).predict(before, loader(4))
+    before.layer(torch.ones(2, 2))
+    for module in (before, Shaped()):
+        trainer = fit(tmp_path, **settings)
+        trainer.fit(module, loader(4, 4))
+        assert trainer.global_step == 1
+        assert type(module.layer[0]) is nn.Linear  # also in the caller of started ranks
+        assert module.layer[0].weight.shape == (4, 2)
