@@ -75,14 +75,10 @@ def kind(value: Any) -> str:
 
 
 SHOWN: dict[str, Any] = {
-    "trainer.strategy": kind,
-    "trainer.logger.version": kind,
-    "module.optimizers()": kind,
-    "module.lr_schedulers()": kind,
-    "checkpoint.current_score": kind,
-    "checkpoint.kth_value": kind,
-    "checkpoint.best_model_path": bool,
-    "checkpoint.kth_best_model_path": bool,
+    **dict.fromkeys(("trainer.strategy", "trainer.logger.version"), kind),
+    **dict.fromkeys(("module.optimizers()", "module.lr_schedulers()"), kind),
+    **dict.fromkeys(("checkpoint.current_score", "checkpoint.kth_value"), kind),
+    **dict.fromkeys(("checkpoint.best_model_path", "checkpoint.kth_best_model_path"), bool),
     "trainer.callback_metrics": lambda metrics: " ".join(sorted(metrics)),
     "trainer.logged_metrics": lambda metrics: " ".join(sorted(metrics)),
     "trainer.progress_bar_metrics": lambda metrics: " ".join(name for name in metrics if type(metrics[name]) is float),
@@ -180,8 +176,10 @@ def expected_values(run: Recorded) -> dict[str, dict[str, Any]]:
     rates = [("StepLR", "epoch", 1, None, True, False)]
     from_first_run = {"built": None, "fit.setup": run.module}
     steps, epochs = {"built": 0, "batch": 1, "last.batch": 3, "fit.end": 6}, {"built": 0, "fit.end": 2}
-    sanity_check = {"built": "", "sanity.end": "val", "train.start": ""}
-    evaluated = {"validate": "", "after validate": "val", "test": "", "after test": "test", "predict": ""}
+    logged = {"built": "", "sanity.end": "val", "train.start": ""}
+    logged |= {"validate": "", "after validate": "val", "test": "", "after test": "test", "predict": ""}
+    losses = {"batch": "loss", "validation.end": "loss val"}
+    with_rates = {"batch.start": "lr-SGD", "batch": "loss lr-SGD", "validation.end": "loss lr-SGD val"}
     return {
         **{name: {"built": value} for value, names in CONSTANT for name in names.split()},
         "trainer.training": during(TRAINING, True, False),
@@ -213,19 +211,9 @@ def expected_values(run: Recorded) -> dict[str, dict[str, Any]]:
         "trainer.estimated_stepping_batches": {"built": "ConfigurationError", "fit.setup": 6, "validate": float("inf")},
         "trainer.optimizers": {"built": [], "fit.start": ["SGD"], "validate": []},
         "trainer.lr_scheduler_configs": {"built": [], "fit.start": rates, "validate": []},
-        "trainer.callback_metrics": {
-            **(sanity_check | evaluated),
-            "batch.start": "lr-SGD",
-            "batch": "loss lr-SGD",
-            "validation.end": "loss lr-SGD val",
-        },
-        "trainer.logged_metrics": {**sanity_check, "batch": "loss", "validation.end": "loss val", **evaluated},
-        "trainer.progress_bar_metrics": {
-            **(sanity_check | evaluated),
-            "batch": "loss",
-            "validation.end": "loss val",
-            "after test": "",
-        },
+        "trainer.callback_metrics": logged | with_rates,
+        "trainer.logged_metrics": logged | losses,
+        "trainer.progress_bar_metrics": logged | losses | {"after test": ""},
         "trainer.loggers": {"built": [run.logger]},
         "trainer.logger": {"built": run.logger},
         "trainer.logger.save_dir": {"built": str(trainer.default_root_dir)},

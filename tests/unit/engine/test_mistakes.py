@@ -229,9 +229,7 @@ ERRORS: dict[str, list[Row]] = {
         Row("'monitor': 3", "name of a logged value", "use a name", scheduled(ByValue, monitor=3)),
         Row("'monitor': 'loss' without an", "no scheduler would", "drop 'monitor'", optimized(monitored)),
         Row("TensorDataset", "single samples", "DataLoader(", run(loaders=[TensorDataset(torch.ones(4, 2))])),
-        Row(
-            "The validation loader 1", "at least one batch", "data set", run(loaders=[loader(), [loader(), loader(0)]])
-        ),
+        Row("The validation loader 1", "one batch", "data set", run(loaders=[loader(), [loader(), loader(0)]])),
         Row("missing", "the path does not exist", "check the path", run(more={"ckpt_path": "missing"})),
         Row("'last'", "looked in", "ckpt_path='auto'", run(more={"ckpt_path": "last"})),
         Row("max_steps=1", "optimizer step(s)", "leave out fast_dev_run=True", resumed_at_its_end(fast_dev_run=True)),
