@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -44,9 +45,7 @@ def test_only_the_marked_error_is_printed_in_one_line(monkeypatch: pytest.Monkey
     assert written(stderr) == ["Rank 1 failed\n"]
 
 
-def test_the_hook_stays_until_the_last_marked_error_is_gone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_hook_stays_until_the_last_marked_error_is_gone(monkeypatch: Any) -> None:
     stderr = replaced_stderr(monkeypatch)
     first, second = ValueError("first"), ValueError("second")
     second.add_note("Where: rank 1")

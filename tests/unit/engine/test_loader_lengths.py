@@ -117,7 +117,7 @@ def test_validation_within_fit_warns_once(tmp_path: Path, caplog: pytest.LogCapt
     ],
 )
 def test_a_limit_ends_an_epoch_but_a_length_does_not(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, build: Any, limit: Any, steps: int, is_warned: bool
+    tmp_path: Path, caplog: Any, build: Any, limit: Any, steps: int, is_warned: bool
 ) -> None:  # I-04
     trainer = fit(tmp_path, limit_train_batches=limit)
     trainer.fit(Tiny(), build())
@@ -183,9 +183,8 @@ SCHEDULES: dict[str, Any] = {
         ("linear", 10, False),
     ],
 )
-def test_a_schedule_built_on_it_that_runs_out_names_the_length(
-    tmp_path: Path, kind: str, length: int, runs_out: bool
-) -> None:  # I-04
+def test_a_schedule_that_runs_out_names_the_length(tmp_path: Path, kind: str, length: int, runs_out: bool) -> None:
+    # I-04
     def configure_optimizers(self: Any) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         schedule = SCHEDULES[kind](optimizer, self.trainer.estimated_stepping_batches)
