@@ -32,18 +32,6 @@ class Frozen:
     name: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Moving(Frozen):
-    """Implements ``to``, for devices only."""
-
-    def to(self, device: torch.device) -> Moving:
-        return dataclasses.replace(self, x=self.x.to(device), ids=self.ids.to(device))
-
-
-def packed() -> PackedSequence:
-    return pack_sequence([torch.ones(length, 2) for length in (4, 2, 1)])
-
-
 class Encoding(UserDict[str, Any]):
     """Like a Hugging Face ``BatchEncoding``: has more than its entries, its own constructor and an in-place ``to``."""
 
@@ -78,10 +66,9 @@ class Output(OrderedDict[str, Any]):
 
 FORMS: dict[str, Callable[[], Any]] = {
     "frozen dataclass": lambda: Frozen(torch.ones(3, 2), torch.arange(3), "text"),
-    "dataclass that moves itself": lambda: Moving(torch.ones(3, 2), torch.arange(3), "text"),
     "encoding": lambda: Encoding(rows=3),
     "model output": lambda: Output(torch.ones(3, 2), torch.arange(3)),
-    "packed sequence": packed,
+    "packed sequence": lambda: pack_sequence([torch.ones(length, 2) for length in (4, 2, 1)]),
     "among what is no tensor": lambda: [None, "text", Path("a/b"), {"x": torch.ones(3, 2), "ids": torch.arange(3)}],
 }
 

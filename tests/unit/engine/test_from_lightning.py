@@ -315,7 +315,6 @@ MANUAL = tiny(automatic_optimization=False, training_step=retain_the_graph)
         (lambda run: run.fit(tiny(training_step=next_of_the_iterator), loader(2)), "takes the loader's iterator"),
         (lambda run: run.fit(MANUAL, loader(2)), "manual_backward got retain_graph=True"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "call",
 )
 def test_what_is_not_supported_is_refused(tmp_path: Path, call: Any, named: str) -> None:  # I-10
     with pytest.raises(ConfigurationError, match=named):

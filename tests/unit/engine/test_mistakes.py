@@ -412,40 +412,26 @@ def test_setup_may_append_and_remove_callbacks(tmp_path: Path) -> None:  # I-10
     assert [calls.count(f"appended.{hook}") for hook in ("setup", "on_train_start", "teardown")] == [1, 1, 1]
 
 
-class Scheduled(Tiny):
-    """Logs ``loss`` by epoch, and has a scheduler whose step takes a value."""
+@pytest.mark.parametrize(("keys", "values"), [({"monitor": "loss"}, 3), ({"monitor": "los", "strict": False}, 0)])
+def test_a_custom_scheduler_gets_the_value_unless_it_is_missing(tmp_path: Path, keys: Any, values: int) -> None:  # I-10
+    given: list[Any] = []
 
-    def __init__(self, **keys: Any) -> None:
-        super().__init__()
-        self.keys, self.values = keys, list[Any]()
+    class Recording(ByValue):
+        def step(self, *values: Any) -> None:
+            given.extend(values or ["none"])
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("loss", 2.0, on_epoch=True, on_step=False)
-        return super().training_step(batch, batch_idx)
-
-    def step(self, *values: Any) -> None:
-        self.values.extend(values or ["none"])
-
-    def configure_optimizers(self) -> Any:
-        return {"optimizer": super().configure_optimizers(), "lr_scheduler": {"scheduler": self, **self.keys}}
-
-
-@pytest.mark.parametrize(
-    ("keys", "values"), [({"monitor": "loss"}, [2.0] * 3), ({"monitor": "los", "strict": False}, [])]
-)
-def test_a_custom_scheduler_gets_the_value_unless_it_is_missing(tmp_path: Path, keys: Any, values: Any) -> None:  # I-10
-    module = Scheduled(reduce_on_plateau=True, **keys)
+    trainer, module = fit(tmp_path, max_epochs=3), scheduled(Recording, reduce_on_plateau=True, **keys)(tmp_path).module
     with captured_warnings() as lines:
-        fit(tmp_path, max_epochs=3).fit(module, loader())
-    assert module.values == values
+        trainer.fit(module, *LOADERS)
+    assert len(given) == values
+    assert given[-1:] in ([], [trainer.callback_metrics["loss"]])
     found = [line for line in lines if "'strict': False" in line]
     assert len(found) == (not values)
     assert all("'los'" in line and "'loss'" in line for line in found)
 
 
 def test_a_monitor_without_a_scheduler_may_be_switched_off(tmp_path: Path) -> None:  # I-10
-    options = {"monitor": "loss", "lr_scheduler": None}
-    module = tiny(configure_optimizers=lambda self: {"optimizer": torch.optim.SGD(self.parameters()), **options})
+    module = logs(configure_optimizers=lambda self: {**monitored(self), "lr_scheduler": None})
     fit(tmp_path).fit(module, loader())
     assert len(module.seen) == 4
 
