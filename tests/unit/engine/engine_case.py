@@ -29,15 +29,17 @@ def fit(path: Path, **options: Any) -> Fit:
 
 
 class Numbered(Dataset[torch.Tensor]):
-    """Sample i is the vector (i, 1): a batch tells which samples it holds."""
+    """Sample i is the vector (i, 1): a batch tells which samples it holds. Their number may change."""
 
     def __init__(self, samples: int) -> None:
-        self._samples = samples
+        self.samples = samples
 
     def __len__(self) -> int:
-        return self._samples
+        return self.samples
 
     def __getitem__(self, index: int) -> torch.Tensor:
+        if index >= self.samples:
+            raise IndexError(index)
         return torch.tensor([float(index), 1.0])
 
 

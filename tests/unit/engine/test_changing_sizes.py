@@ -17,25 +17,10 @@ from drivetrain.callbacks import Checkpoint, LambdaCallback
 from drivetrain.data import CombinedLoader
 
 
-class Buffer(Numbered):
-    """Can be resized; reading beyond the end is an error."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index >= self.size:
-            raise IndexError(index)
-        return super().__getitem__(index)
-
-
 class Resizes(Callback):
     """Gives a data set the size of the epoch in a hook, and records the samples and the length of each epoch."""
 
-    def __init__(self, data: Buffer, hook: str, sizes: tuple[int, ...]) -> None:
+    def __init__(self, data: Numbered, hook: str, sizes: tuple[int, ...]) -> None:
         self.data, self.sizes = data, sizes
         self.seen: dict[int, list[int]] = {}
         self.lengths: list[int | float] = []
@@ -44,7 +29,7 @@ class Resizes(Callback):
 
     def resize(self, trainer: Any, module: Any) -> None:
         if (epoch := trainer.current_epoch + self.next) < len(self.sizes):
-            self.data.size = self.sizes[epoch]
+            self.data.samples = self.sizes[epoch]
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
@@ -70,7 +55,7 @@ GROWS, SHRINKS = ("on_train_epoch_start", (4, 8, 11)), ("on_train_epoch_end", (1
 )
 def test_an_epoch_reads_the_data_set_at_its_size_of_that_epoch(build: Any, change: Any, tmp_path: Path) -> None:  # S-03
     hook, sizes = change
-    data = Buffer(11 if change is SHRINKS else 4)
+    data = Numbered(11 if change is SHRINKS else 4)
     resizes = Resizes(data, hook, sizes)
     trainer = fit(tmp_path, max_epochs=len(sizes), callbacks=resizes)
     trainer.fit(Tiny(), DataLoader(data, 2, **build(data)))
@@ -83,7 +68,7 @@ def test_an_epoch_reads_the_data_set_at_its_size_of_that_epoch(build: Any, chang
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "sequential"])
 def test_a_combination_reads_each_loader_at_its_size(mode: str, tmp_path: Path) -> None:  # S-03
-    data = Buffer(4)
+    data = Numbered(4)
     resizes = Resizes(data, "on_train_epoch_start", (4, 8))
     combined = CombinedLoader([DataLoader(data, 2, shuffle=True), loader(12, 2)], mode)
     fit(tmp_path, max_epochs=2, callbacks=resizes).fit(FirstOfSeveral(), combined)
@@ -101,7 +86,7 @@ def test_a_list_of_batches_that_grows_is_read_in_full(tmp_path: Path) -> None:  
 
 
 def test_limits_intervals_and_estimates_follow_the_size(tmp_path: Path) -> None:  # S-03
-    data, estimates, validated = Buffer(8), [], []
+    data, estimates, validated = Numbered(8), [], []
     options: dict[str, Any] = {"limit_train_batches": 0.5, "val_check_interval": 0.5, "num_sanity_val_steps": 0}
     callbacks = [
         Resizes(data, "on_train_epoch_start", (8, 16, 32)),
@@ -117,12 +102,12 @@ def test_limits_intervals_and_estimates_follow_the_size(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("stage", "name"), [("validate", "validation"), ("test", "test"), ("predict", "predict")])
 def test_an_evaluation_reads_what_hooks_have_added(stage: str, name: str, tmp_path: Path) -> None:  # S-03
-    data, lengths, module = Buffer(4), [], Tiny()
+    data, lengths, module = Numbered(4), [], Tiny()
 
     def end(trainer: Any, module: Any) -> None:
         lengths.append(getattr(trainer, f"num_{stage.removesuffix('idate')}_batches"))
 
-    hooks: dict[str, Any] = {f"on_{name}_epoch_start": lambda *_: setattr(data, "size", 12), f"on_{name}_end": end}
+    hooks: dict[str, Any] = {f"on_{name}_epoch_start": lambda *_: setattr(data, "samples", 12), f"on_{name}_end": end}
     grows = LambdaCallback(**hooks)
     outputs = getattr(fit(tmp_path, callbacks=grows), stage)(module, DataLoader(data, 3))
     assert list(chain(*(outputs if stage == "predict" else module.evaluated))) == list(range(12))
@@ -131,7 +116,7 @@ def test_an_evaluation_reads_what_hooks_have_added(stage: str, name: str, tmp_pa
 
 def test_a_resume_within_an_epoch_needs_the_size_of_that_epoch(tmp_path: Path) -> None:  # S-03, J-07
     def run(folder: str, size: int, hook: str = "on_train_epoch_start", start: Any = None) -> Any:
-        data = Buffer(size)
+        data = Numbered(size)
         resizes = Resizes(data, hook, (4, 8, 12) if hook == "on_train_epoch_start" else (8, 8))
         saver = Checkpoint(tmp_path / folder, every_n_train_steps=1, save_top_k=-1)
         at_ends = Checkpoint(tmp_path / folder / "ends", save_top_k=-1)
@@ -159,7 +144,7 @@ def test_a_resume_within_an_epoch_needs_the_size_of_that_epoch(tmp_path: Path) -
     ],
 )
 def test_an_unusable_size_is_refused(sizes: Any, options: dict[str, Any], named: str, tmp_path: Path) -> None:  # S-03
-    data = Buffer(4)
+    data = Numbered(4)
     resizes = Resizes(data, "on_train_epoch_start", sizes)
     with pytest.raises(ConfigurationError, match=named):
         fit(tmp_path, max_epochs=2, callbacks=resizes).fit(

@@ -62,11 +62,12 @@ class EvaluatingTwice(AscendingSGD):
 
 
 class Sharp(Regression):
-    """Has a BatchNorm, whose buffers count the forwards, and a metric of its samples, and gives the closure."""
+    """Has a BatchNorm, whose buffers count the forwards, and logs its number of samples as a metric object."""
 
-    def __init__(self, kind: Any) -> None:
+    def __init__(self, kind: Any, closure: bool = True) -> None:
         super().__init__()
-        self.norm, self.kind, self.samples = nn.BatchNorm1d(3), kind, torchmetrics.SumMetric()
+        self.norm, self.samples = nn.BatchNorm1d(3), torchmetrics.SumMetric()
+        self.kind, self.closure = kind, closure
 
     def loss(self, batch: Any) -> torch.Tensor:
         x, y = batch
@@ -78,21 +79,13 @@ class Sharp(Regression):
         return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> Any:
-        return {"optimizer": self.kind(self.parameters(), lr=0.05), "closure": True}
+        optimizer = self.kind(self.parameters(), lr=0.05)
+        return {"optimizer": optimizer, "closure": True} if self.closure else optimizer
 
 
-class WithoutClosure(Sharp):
-    def configure_optimizers(self) -> Any:
-        return super().configure_optimizers()["optimizer"]
-
-
-class Overridden(WithoutClosure):
+class Overridden(Sharp):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         optimizer.step(closure=optimizer_closure)
-
-
-class OverriddenWithClosure(Sharp):
-    optimizer_step = Overridden.optimizer_step
 
 
 def stepping(name: str, step: Any) -> Any:
@@ -113,7 +106,7 @@ def call_in_a_helper(optimizer: Any, closure: Any) -> Any:
         return closure()
 
 
-class Manual(WithoutClosure):
+class Manual(Sharp):
     automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -129,7 +122,7 @@ def test_a_closure_reaches_the_optimizer_in_every_way(tmp_path: Path) -> None:  
         Sharp(AscendingWithoutAutograd),
         Sharp(ClosureRequired),
         Sharp(EvaluatingTwice),  # an evaluation at the current point reuses the window's own
-        OverriddenWithClosure(AscendingSGD),
+        Overridden(AscendingSGD),
     ):
         fit(tmp_path, gradient_clip_val=0.3, accumulate_grad_batches=2).fit(module, regression(24))
         found.append(dict(module.state_dict()))
@@ -154,18 +147,18 @@ def test_each_evaluation_gets_a_batch_that_it_may_modify(kind: str) -> None:  # 
 @pytest.mark.parametrize(
     ("module", "kind", "cause"),
     [
-        (WithoutClosure, AscendingSGD, AssertionError),
+        (Sharp, AscendingSGD, AssertionError),
         (Overridden, AscendingSGD, AssertionError),
         (Manual, AscendingSGD, AssertionError),
         (Manual, AscendingWithoutAutograd, AssertionError),
-        (WithoutClosure, stepping("Wraps", lambda self, closure: torch.enable_grad()(closure)()), TypeError),
-        (WithoutClosure, stepping("Calls", call_in_a_helper), TypeError),
+        (Sharp, stepping("Wraps", lambda self, closure: torch.enable_grad()(closure)()), TypeError),
+        (Sharp, stepping("Calls", call_in_a_helper), TypeError),
     ],
 )
 def test_without_a_closure_the_error_names_both_ways(tmp_path: Path, module: Any, kind: Any, cause: Any) -> None:
     # I-06, S-12
     with pytest.raises(ConfigurationError, match=rf"{kind.__name__}\.step was called without a closure") as caught:
-        fit(tmp_path).fit(module(kind), regression())
+        fit(tmp_path).fit(module(kind, closure=False), regression())
     assert "'closure': True" in str(caught.value)
     assert "optimizer.step(closure)" in str(caught.value)
     assert isinstance(caught.value.__cause__, cause)
@@ -173,7 +166,7 @@ def test_without_a_closure_the_error_names_both_ways(tmp_path: Path, module: Any
 
 def test_loss_scaling_forbids_a_closure(tmp_path: Path) -> None:  # I-06: fp16 would refuse both ways
     with pytest.raises(ConfigurationError, match=r"(?s)without a closure.*precision='bf16-mixed' or '32-true', since"):
-        fit(tmp_path, precision="16-mixed").fit(WithoutClosure(AscendingSGD), regression())
+        fit(tmp_path, precision="16-mixed").fit(Sharp(AscendingSGD, closure=False), regression())
     with pytest.raises(ConfigurationError, match="'16-mixed' with AscendingSGD"):
         fit(tmp_path, precision="16-mixed").fit(Sharp(AscendingSGD), regression())
 
@@ -181,15 +174,15 @@ def test_loss_scaling_forbids_a_closure(tmp_path: Path) -> None:  # I-06: fp16 w
 @pytest.mark.parametrize(
     ("module", "step", "error"),
     [
-        (WithoutClosure, assert_something, AssertionError),
+        (Sharp, assert_something, AssertionError),
         (Manual, assert_something, AssertionError),
-        (WithoutClosure, call_none, TypeError),
+        (Sharp, call_none, TypeError),
         (Manual, lambda *_: float("no disclosure"), ValueError),
     ],
 )
 def test_other_errors_of_a_step_are_unchanged(tmp_path: Path, module: Any, step: Any, error: Any) -> None:  # S-12
     with pytest.raises(error) as caught:
-        fit(tmp_path).fit(module(stepping("Failing", step)), regression())
+        fit(tmp_path).fit(module(stepping("Failing", step), closure=False), regression())
     assert type(caught.value) is error
 
 

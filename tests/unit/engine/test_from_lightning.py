@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
 import json
 import pickle
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 from engine_case import Tiny, fit, loader
 from small_modules import metrics, tiny
+from test_logging import Kept
 
 from drivetrain import Callback, CheckpointError, ConfigurationError, DataModule, Fit, rank_zero_only
 from drivetrain.callbacks import Checkpoint, EarlyStopping, LearningRateMonitor, ProgressBar
@@ -321,13 +321,6 @@ def test_what_is_not_supported_is_refused(tmp_path: Path, call: Any, named: str)
         call(fit(tmp_path))
 
 
-def column(folder: Path, name: str) -> list[tuple[float, float]]:
-    """Return the steps and values of a name in the file of a `CSVLogger`."""
-    (path,) = folder.rglob("metrics.csv")
-    with path.open(newline="") as stream:
-        return [(float(row["step"]), float(row[name])) for row in csv.DictReader(stream) if row.get(name)]
-
-
 class Scheduled(Logs):
     """Has a schedule by epochs, and logs the epoch as the loggers' step."""
 
@@ -348,11 +341,11 @@ class Scheduled(Logs):
 
 
 def test_schedules_and_rows_have_lightnings_epoch_and_step(tmp_path: Path) -> None:  # S-16
-    module = Scheduled()
-    trainer = fit(tmp_path, max_epochs=3, logger=CSVLogger(tmp_path / "log"), callbacks=LearningRateMonitor())
+    module, logger = Scheduled(), Kept()
+    trainer = fit(tmp_path, max_epochs=3, logger=logger, callbacks=LearningRateMonitor())
     trainer.fit(module, loader(4), loader(2))
     assert module.stepped_at == [0, 1, 2]
-    assert column(tmp_path / "log", "val") == [(0.0, 2.0), (1.0, 4.0), (2.0, 6.0)]
+    assert logger.of("val") == [(0, 2.0), (1, 4.0), (2, 6.0)]
     assert float(trainer.callback_metrics["lr-SGD"]) == 0.25  # of the last epoch that began
     assert float(trainer.callback_metrics["step"]) == 2.0
 
@@ -361,10 +354,11 @@ def test_a_checkpoint_is_evaluated_at_its_step(tmp_path: Path) -> None:  # S-16
     kept = Checkpoint(tmp_path / "kept", filename="{step}", save_top_k=-1)
     trainer = fit(tmp_path, max_epochs=3, callbacks=[kept])
     trainer.fit(Logs(), loader(4))
-    fresh = fit(tmp_path, logger=CSVLogger(tmp_path / "log"))
+    logger = Kept()
+    fresh = fit(tmp_path, logger=logger)
     for step in (2, 6):
         fresh.validate(Logs(), loader(2), ckpt_path=tmp_path / "kept" / f"step={step}", verbose=False)
         assert (fresh.global_step, fresh.current_epoch) == (step, step // 2)
-    assert column(tmp_path / "log", "val") == [(2.0, 2.0), (6.0, 6.0)]
+    assert logger.of("val") == [(2, 2.0), (6, 6.0)]
     trainer.validate(Logs(), loader(2), verbose=False)
     assert trainer.global_step == 6  # without a checkpoint, the counters of the fit stay
