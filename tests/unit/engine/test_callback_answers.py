@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,27 @@ import pytest
 import torch
 from engine_case import Regression, fit, regression
 from small_modules import calling
+from test_logging import Kept
 
-from drivetrain import Callback, ConfigurationError, Logger
+from drivetrain import Callback, ConfigurationError
 from drivetrain.callbacks import Checkpoint, LossSpikeGuard, ProgressBar
 
 
 class Saver(Callback):
     """A third-party callback that saves a checkpoint every few steps."""
 
+    saves_resumable = True
+    writes_to: Any = ()
+    kept_checkpoints: Any = ()
+
     def __init__(self, folder: Path, every: int = 10**9, leaving: str = "defer_save") -> None:
         self.folder, self.every, self.leaving = folder, every, leaving
-        self.kept: list[str] = []
+        self.writes_to, self.kept_checkpoints = [str(folder)], []
         self.rollbacks: list[str] = []
 
     def _write(self, trainer: Any) -> None:
         path = f"{self.folder}/mine-{trainer.global_step}"
-        trainer.write_checkpoint(path, then=lambda: self.kept.append(path))
+        trainer.write_checkpoint(path, then=lambda: self.kept_checkpoints.append(path))
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step % self.every == 0:
@@ -40,18 +45,6 @@ class Saver(Callback):
         elif self.leaving == "save_checkpoint":
             trainer.save_checkpoint(f"{self.folder}/mine-{trainer.global_step}")
         return self.leaving != "nothing"
-
-    @property
-    def writes_to(self) -> Sequence[str]:
-        return [str(self.folder)]
-
-    @property
-    def kept_checkpoints(self) -> Sequence[str]:
-        return self.kept
-
-    @property
-    def saves_resumable(self) -> bool:
-        return True
 
     def before_rollback(self, trainer: Any, module: Any) -> None:
         self.rollbacks.append(f"before at {trainer.global_step}")
@@ -112,13 +105,8 @@ def test_a_run_goes_back_to_a_checkpoint_of_a_third_party_callback(tmp_path: Pat
 
 
 def test_folders_of_third_party_callbacks_and_loggers_are_probed_before_the_first_step(tmp_path: Path) -> None:
-    class Rows(Logger):
-        name = "rows"
-        version = "0"
+    class Rows(Kept):
         save_dir = str(tmp_path / "file" / "logs")
-
-        def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-            raise AssertionError("before the first row")
 
     (tmp_path / "file").write_text("")
     for options, name in (({"callbacks": Saver(tmp_path / "file" / "own")}, "Saver"), ({"logger": Rows()}, "Rows")):

@@ -17,16 +17,12 @@ def _everyone(*hooks: str) -> list[str]:
     return [f"{who}.{hook}" for hook in hooks for who in ("early", "module", "late")]
 
 
-def _batch(stage: str, step: str) -> list[str]:
-    transfer = ["module.on_before_batch_transfer", "module.on_after_batch_transfer"]
-    start, end = _everyone(f"on_{stage}_batch_start"), _everyone(f"on_{stage}_batch_end")
-    return [*transfer, *start, f"module.{step}", *end]
-
-
-def _validation(batches: int) -> list[str]:
-    order = ["module.on_validation_model_eval", *_everyone("on_validation_start", "on_validation_epoch_start")]
-    order += _batch("validation", "validation_step") * batches
-    return [*order, *_everyone("on_validation_epoch_end", "on_validation_end"), "module.on_validation_model_train"]
+def _evaluation(stage: str, batches: int) -> list[str]:
+    batch = ["module.on_before_batch_transfer", "module.on_after_batch_transfer"]
+    batch += [*_everyone(f"on_{stage}_batch_start"), f"module.{stage}_step", *_everyone(f"on_{stage}_batch_end")]
+    order = [f"module.on_{stage}_model_eval", *_everyone(f"on_{stage}_start", f"on_{stage}_epoch_start")]
+    order += [*(batch * batches), *_everyone(f"on_{stage}_epoch_end", f"on_{stage}_end")]
+    return [*order, f"module.on_{stage}_model_train"]
 
 
 def _train_batch(opens: bool = True, closes: bool = True) -> list[str]:
@@ -54,14 +50,14 @@ def test_the_full_order_of_fit(tmp_path: Path) -> None:
         *_train_batch(opens=False, closes=False),
         *_train_batch(opens=False),
         *_train_batch(),
-        *_validation(2),
+        *_evaluation("validation", 2),
         *_everyone("on_train_epoch_end"),
     ]
     assert calls == [
         *("module.configure_callbacks", "module.prepare_data", *_everyone("setup")),
         *("module.configure_model", "module.configure_optimizers", *_everyone("on_fit_start")),
         *("early.on_sanity_check_start", "late.on_sanity_check_start"),
-        *_validation(1),
+        *_evaluation("validation", 1),
         *("early.on_sanity_check_end", "late.on_sanity_check_end"),
         *_everyone("on_train_start"),
         *(epoch * 2),
@@ -72,15 +68,8 @@ def test_the_full_order_of_fit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("verb", "stage"), [("validate", "validation"), ("test", "test"), ("predict", "predict")])
 def test_the_full_order_of_evaluation(tmp_path: Path, verb: str, stage: str) -> None:
     assert _run(tmp_path, verb, loader(4)) == [
-        "module.configure_callbacks",
-        "module.prepare_data",
-        *_everyone("setup"),
-        "module.configure_model",
-        f"module.on_{stage}_model_eval",
-        *_everyone(f"on_{stage}_start", f"on_{stage}_epoch_start"),
-        *(_batch(stage, f"{stage}_step") * 2),
-        *_everyone(f"on_{stage}_epoch_end", f"on_{stage}_end"),
-        f"module.on_{stage}_model_train",
+        *("module.configure_callbacks", "module.prepare_data", *_everyone("setup"), "module.configure_model"),
+        *_evaluation(stage, 2),
         *_everyone("teardown"),
     ]
 

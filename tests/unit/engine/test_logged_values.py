@@ -111,31 +111,26 @@ def test_numbers_of_every_kind(tmp_path: Path, value: Any, reduce_fx: str) -> No
     assert trainer.validate(Logging(None, step), loader(2), verbose=False) == [{"it_epoch": number}]
 
 
-@pytest.mark.parametrize(("reduce_fx", "expected"), [("sum", 3.0), ("max", 2.0), ("min", 0.0)])
-@pytest.mark.parametrize("kind", [float, torch.tensor])
-def test_a_weight_of_0_is_for_means(tmp_path: Path, reduce_fx: str, expected: float, kind: Any) -> None:  # I-01
-    def step(self: Any, batch: Any, batch_idx: int) -> None:
-        self.log("it", kind(float(batch_idx)), **EPOCH, reduce_fx=reduce_fx, batch_size=0)
-
-    trainer = trained(tmp_path, step, 6)
-    assert metrics(trainer) == {"it": expected}
-    assert trainer.validate(Logging(None, step), loader(6), verbose=False) == [{"it": expected}]
-
-
 @pytest.mark.parametrize("count", [0, np.int64(0), 0.0, torch.tensor(0)])
-def test_a_value_without_weight_enters_no_mean_and_is_no_step_value(tmp_path: Path, count: Any) -> None:  # S-06
+def test_a_value_without_weight_enters_no_mean_and_is_no_step_value(tmp_path: Path, count: Any) -> None:
+    # I-01, S-06: it does enter sums, and is a largest or smallest value
     def train(self: Any, batch: Any, batch_idx: int) -> None:
         for name, missing in (("middle", 1), ("last", 2)):
             value = float("nan") if batch_idx == missing else 2.0 + batch_idx
             size = count if batch_idx == missing else count + 1
             self.log(f"host_{name}", value, on_epoch=True, batch_size=size)
             self.log(f"device_{name}", torch.tensor(value), on_epoch=True, batch_size=size)
+        for reduce_fx in ("sum", "max", "min"):
+            options = {**EPOCH, "reduce_fx": reduce_fx, "batch_size": count}
+            self.log(f"host_{reduce_fx}", float(batch_idx), **options)
+            self.log(f"device_{reduce_fx}", torch.tensor(float(batch_idx)), **options)
         self.log("nothing", 1.0, **EPOCH, batch_size=0)
 
     found = metrics(trained(tmp_path, train, 6))
     for kind in ("host", "device"):
         assert [found[f"{kind}_{name}"] for name in ("middle_epoch", "middle_step")] == [3.0, 4.0]
         assert [found[f"{kind}_{name}"] for name in ("last_epoch", "last_step")] == [2.5, 3.0]
+        assert [found[f"{kind}_{reduce_fx}"] for reduce_fx in ("sum", "max", "min")] == [3.0, 2.0, 0.0]
     assert "nothing" not in found
 
 

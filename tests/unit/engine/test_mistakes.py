@@ -355,11 +355,9 @@ def test_lazy_layers_train_after_one_forward(tmp_path: Path, settings: dict[str,
 def test_methods_whose_names_share_a_word_with_hooks_are_accepted(tmp_path: Path) -> None:  # I-10
     names = ["training_loss", "setup_layers", "step", "log_images", "get_metrics", "on_policy_loss", "on_episode"]
     names += ["test_data", "configure_heads", "predict", "_training_epoch_end", "_validation_steps", "val_step"]
-    callback = watch("training_step", "backward", "on_reward", "write")
+    module, callback = tiny(**dict.fromkeys(names, nothing)), watch("training_step", "backward", "on_reward", "write")
     with captured_warnings() as lines:
-        fit(tmp_path, callbacks=callback).fit(
-            tiny(**dict.fromkeys(names, nothing)), datamodule=data_with("train_steps")
-        )
+        fit(tmp_path, callbacks=callback).fit(module, datamodule=data_with("train_steps"))
     assert not [line for line in lines if "resemble hooks" in line]
 
 
