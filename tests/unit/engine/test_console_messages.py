@@ -159,9 +159,7 @@ class Shifted(Regression):
         pytest.param(Manual(every=1, wrapped=False), None, id="steps the optimizer itself"),
     ],
 )
-def test_losses_that_are_not_finite_are_warned_about_once_and_rare_steps_are_not(
-    tmp_path: Path, module: Any, named: str | None
-) -> None:  # I-17
+def test_losses_and_steps_that_are_warned_about(tmp_path: Path, module: Any, named: str | None) -> None:  # I-17
     lines = warnings_of(fit(tmp_path, max_epochs=4), module, regression())
     assert len(lines) == (named is not None)
     assert all(str(named) in line for line in lines)

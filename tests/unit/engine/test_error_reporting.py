@@ -27,11 +27,6 @@ def written(stream: Mock) -> list[str]:
     return [call.args[0] for call in stream.write.call_args_list]
 
 
-def raise_uncaught(error: BaseException) -> None:
-    """Call the hook as the interpreter does for an error that ends the process."""
-    sys.excepthook(type(error), error, None)
-
-
 def test_only_the_marked_error_is_printed_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:  # G-01
     """In one write, since the lines of two ranks would otherwise mix where PYTHONUNBUFFERED is set."""
     stderr = replaced_stderr(monkeypatch)
@@ -40,7 +35,7 @@ def test_only_the_marked_error_is_printed_in_one_line(monkeypatch: pytest.Monkey
     error, other = RankFailedError(Failure.of_exit(1, -9)), ValueError("ours")
     print_in_one_line(error, "Rank 1 failed")
     for uncaught in (other, error):
-        raise_uncaught(uncaught)
+        sys.excepthook(type(uncaught), uncaught, None)
     assert previous == [other]
     assert written(stderr) == ["Rank 1 failed\n"]
 
@@ -52,7 +47,7 @@ def test_the_hook_stays_until_the_last_marked_error_is_gone(monkeypatch: Any) ->
     for error, line in ((first, "Rank 1 failed"), (second, "Rank 1 failed again"), (first, "Rank 1 failed first")):
         print_in_one_line(error, line)
     del first, error
-    raise_uncaught(second)
+    sys.excepthook(ValueError, second, None)
     assert written(stderr) == ["Rank 1 failed again; Where: rank 1\n"]
     del second
     assert sys.excepthook is sys.__excepthook__

@@ -309,25 +309,19 @@ def test_names_for_several_loaders(tmp_path: Path, module: Logging, expected: An
     assert fit(tmp_path).validate(module, [loader(4), loader(2)], verbose=False) == expected
 
 
-def metered(**options: Any) -> Any:
-    """Return a module that logs a metric in training and another one in validation."""
+def test_a_metric_is_over_the_epoch_and_reset_at_its_end(tmp_path: Path) -> None:  # B-14
+    before: list[float] = []
 
     def train(self: Any, batch: Any, batch_idx: int) -> None:
         self.mean(batch[:, 0])
-        self.log("train", self.mean, **options)
+        self.log("train", self.mean, **BOTH)
 
     def evaluate(self: Any, batch: Any, batch_idx: int) -> None:
         self.val_mean.update(batch[:, 0])
         self.log("val", self.val_mean)
 
-    module = Metered(train, evaluate)
+    module, logger = Metered(train, evaluate), Kept()
     module.val_mean = torchmetrics.MeanMetric()
-    return module
-
-
-def test_a_metric_is_over_the_epoch_and_reset_at_its_end(tmp_path: Path) -> None:  # B-14
-    before: list[float] = []
-    module, logger = metered(**BOTH), Kept()
     watching = calling("on_train_epoch_end", lambda trainer: before.append(float(module.mean.compute())))
     options = {"max_epochs": 2, "num_sanity_val_steps": 1}
     trainer = trained(tmp_path, module, 5, 3, logger=logger, callbacks=watching, **options)
@@ -359,12 +353,11 @@ class FullDisk(Kept):
 
 def test_other_loggers_get_rows_that_one_fails_to_write() -> None:  # O-04
     """On a GPU several rows may be left at the end of a run."""
-    full, other = FullDisk(), Kept()
-    queue = LogQueue()
+    full, other, queue = FullDisk(), Kept(), LogQueue()
     with pytest.raises(OSError, match="at 1"):
         queue.put([full, other], {"loss": 1.0}, 1)
-    for step in (2, 3):  # as if their numbers had not arrived
-        queue._rows.append(_Row([full, other], {"loss": 1.0}, step))
+    # as if their numbers had not arrived
+    queue._rows += [_Row([full, other], {"loss": 1.0}, step) for step in (2, 3)]
     with pytest.raises(OSError, match="at 2"):
         queue.deliver(wait=True)
     assert [[step for step, _ in one.rows] for one in (full, other)] == [[3], [1, 2, 3]]

@@ -218,9 +218,7 @@ def _toggles_both(module: Any, batch: Any) -> None:
         (_toggles_both, True, "toggle_optimizer was called in automatic optimization"),
     ],
 )
-def test_toggle_optimizer_freezes_the_others_until_it_is_undone(
-    tmp_path: Path, step: Any, automatic: bool, error: str | None
-) -> None:  # I-02
+def test_toggling_freezes_the_others(tmp_path: Path, step: Any, automatic: bool, error: str | None) -> None:  # I-02
     module = TwoByHand(step)
     module.automatic_optimization = automatic
     with pytest.raises(ConfigurationError, match=error) if error else nullcontext():

@@ -1,7 +1,4 @@
-"""Newcomers' mistakes get a clear message in time (I-10, I-17): nothing is accepted and then silently ignored.
-
-What only resembles a mistake is used, or named in a warning.
-"""
+"""Newcomers' mistakes get a clear message in time (I-10, I-17), and what only resembles one is accepted."""
 
 from __future__ import annotations
 
