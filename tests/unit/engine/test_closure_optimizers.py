@@ -155,8 +155,7 @@ def test_each_evaluation_gets_a_batch_that_it_may_modify(kind: str) -> None:  # 
         (Sharp, stepping("Calls", call_in_a_helper), TypeError),
     ],
 )
-def test_without_a_closure_the_error_names_both_ways(tmp_path: Path, module: Any, kind: Any, cause: Any) -> None:
-    # I-06, S-12
+def test_a_missing_closure_names_both_ways(tmp_path: Path, module: Any, kind: Any, cause: Any) -> None:  # I-06, S-12
     with pytest.raises(ConfigurationError, match=rf"{kind.__name__}\.step was called without a closure") as caught:
         fit(tmp_path).fit(module(kind, closure=False), regression())
     assert "'closure': True" in str(caught.value)

@@ -202,11 +202,10 @@ def test_a_data_module_gives_loaders(tmp_path: Path) -> None:
 
 def test_a_users_sampler_keeps_its_order_and_the_loader_is_unchanged(tmp_path: Path) -> None:
     module, given = Tiny(), loader(6, sampler=[5, 3, 1, 0])
-    sampler, batch_sampler = given.sampler, given.batch_sampler
+    before = (given.sampler, given.batch_sampler)
     fit(tmp_path).fit(module, given)
     assert module.seen == [[5, 3], [1, 0]]
-    assert given.sampler is sampler
-    assert given.batch_sampler is batch_sampler
+    assert (given.sampler, given.batch_sampler) == before
 
 
 def test_a_random_sampler_draws_by_seed_and_epoch(tmp_path: Path) -> None:

@@ -22,11 +22,6 @@ def replaced_stderr(monkeypatch: pytest.MonkeyPatch) -> Mock:
     return stream
 
 
-def written(stream: Mock) -> list[str]:
-    """Return each write separately, as an unbuffered stream sends it."""
-    return [call.args[0] for call in stream.write.call_args_list]
-
-
 def test_only_the_marked_error_is_printed_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:  # G-01
     """In one write, since the lines of two ranks would otherwise mix where PYTHONUNBUFFERED is set."""
     stderr = replaced_stderr(monkeypatch)
@@ -37,7 +32,7 @@ def test_only_the_marked_error_is_printed_in_one_line(monkeypatch: pytest.Monkey
     for uncaught in (other, error):
         sys.excepthook(type(uncaught), uncaught, None)
     assert previous == [other]
-    assert written(stderr) == ["Rank 1 failed\n"]
+    stderr.write.assert_called_once_with("Rank 1 failed\n")
 
 
 def test_the_hook_stays_until_the_last_marked_error_is_gone(monkeypatch: Any) -> None:
@@ -48,7 +43,7 @@ def test_the_hook_stays_until_the_last_marked_error_is_gone(monkeypatch: Any) ->
         print_in_one_line(error, line)
     del first, error
     sys.excepthook(ValueError, second, None)
-    assert written(stderr) == ["Rank 1 failed again; Where: rank 1\n"]
+    stderr.write.assert_called_once_with("Rank 1 failed again; Where: rank 1\n")
     del second
     assert sys.excepthook is sys.__excepthook__
     sys.excepthook = print  # a user's hook

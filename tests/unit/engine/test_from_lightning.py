@@ -236,8 +236,7 @@ BEST: dict[str, Any] = {"monitor": "step", "mode": "max", "save_top_k": 2, "ever
         ({"filename": "{epoch:02d}_{step}", "auto_insert_metric_name": False, "save_top_k": 1}, ["03_8"]),
     ],
 )
-def test_when_and_what_a_checkpoint_callback_saves(tmp_path: Path, options: dict[str, Any], names: list[str]) -> None:
-    # L-10
+def test_when_and_what_a_checkpoint_callback_saves(tmp_path: Path, options: Any, names: list[str]) -> None:  # L-10
     kept = Checkpoint(tmp_path / "kept", **{"save_top_k": -1, **options})
     epochs = {"max_epochs": 4, "num_sanity_val_steps": 0, "check_val_every_n_epoch": 2}
     fit(tmp_path, callbacks=kept, enable_checkpointing=True, **epochs).fit(Logs(), loader(4), loader(2))

@@ -46,9 +46,7 @@ def test_the_full_order_of_fit(tmp_path: Path) -> None:
     calls = _run(tmp_path, "fit", loader(8), loader(4), max_epochs=2, accumulate_grad_batches=3, num_sanity_val_steps=1)
     epoch = [
         *_everyone("on_train_epoch_start"),
-        *_train_batch(closes=False),
-        *_train_batch(opens=False, closes=False),
-        *_train_batch(opens=False),
+        *(_train_batch(closes=False) + _train_batch(opens=False, closes=False) + _train_batch(opens=False)),
         *_train_batch(),
         *_evaluation("validation", 2),
         *_everyone("on_train_epoch_end"),

@@ -246,22 +246,20 @@ def test_names_have_lightnings_meaning(tmp_path: Path) -> None:  # L-10
 
 
 @pytest.mark.parametrize(
-    ("name", "way"),
+    ("owner", "name", "way"),
     [
-        ("fit_loop", r"read trainer\.current_epoch, \.global_step"),
-        ("logger_connector", r"read trainer\.callback_metrics"),
-        ("_checkpoint_connector", r"use trainer\.save_checkpoint"),
-        ("strategy.model", r"read trainer\.model"),
-        ("strategy.global_rank", r"read strategy\.rank"),
+        ("trainer", "fit_loop", r"read trainer\.current_epoch, \.global_step"),
+        ("trainer", "logger_connector", r"read trainer\.callback_metrics"),
+        ("trainer", "_checkpoint_connector", r"use trainer\.save_checkpoint"),
+        ("strategy", "model", r"read trainer\.model"),
+        ("strategy", "global_rank", r"read strategy\.rank"),
     ],
 )
-def test_an_unsupported_name_states_the_replacement(name: str, way: str) -> None:  # L-10
-    owner: Any = Fit(accelerator="cpu")
-    *path, last = name.split(".")
-    for one in path:
-        owner = getattr(owner, one)
-    with pytest.raises(AttributeError, match=rf"has no attribute '{last}': {way}"):
-        getattr(owner, last)
-    assert not hasattr(owner, last)
+def test_an_unsupported_name_states_the_replacement(owner: str, name: str, way: str) -> None:  # L-10
+    trainer = Fit(accelerator="cpu")
+    read: Any = trainer.strategy if owner == "strategy" else trainer
+    with pytest.raises(AttributeError, match=rf"has no attribute '{name}': {way}"):
+        getattr(read, name)
+    assert not hasattr(read, name)
     with pytest.raises(AttributeError, match=r"has no attribute 'nonsense'$"):
-        _ = owner.nonsense
+        _ = read.nonsense

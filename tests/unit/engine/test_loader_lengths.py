@@ -126,8 +126,7 @@ def test_a_limit_ends_an_epoch_but_a_length_does_not(
     assert len(warned(caplog)) == is_warned
 
 
-def test_an_endless_loader_is_warned_about_before_the_end(tmp_path: Path, caplog: Any) -> None:
-    # I-04
+def test_an_endless_loader_is_warned_about_before_the_end(tmp_path: Path, caplog: Any) -> None:  # I-04
     run = fit(tmp_path, max_time=timedelta(milliseconds=300))
     run.fit(Tiny(), DataLoader(Sharded(10**9, stated=10), 2))
     assert run.global_step > 20
@@ -175,7 +174,7 @@ SCHEDULES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "length", "runs_out"),
+    ("kind", "length", "fails"),
     [
         ("one cycle", 6, True),
         ("linear", 6, True),
@@ -184,8 +183,7 @@ SCHEDULES: dict[str, Any] = {
         ("linear", 10, False),
     ],
 )
-def test_a_schedule_that_runs_out_names_the_length(tmp_path: Path, kind: str, length: int, runs_out: bool) -> None:
-    # I-04
+def test_a_schedule_that_runs_out_names_the_length(tmp_path: Path, kind: str, length: int, fails: bool) -> None:  # I-04
     def configure_optimizers(self: Any) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         schedule = SCHEDULES[kind](optimizer, self.trainer.estimated_stepping_batches)
@@ -193,9 +191,9 @@ def test_a_schedule_that_runs_out_names_the_length(tmp_path: Path, kind: str, le
 
     trainer = fit(tmp_path)
     error = pytest.raises(ConfigurationError, match=r"ran out after 6 steps(.|\n)*length of 6")
-    with error if runs_out else nullcontext():
+    with error if fails else nullcontext():
         trainer.fit(tiny(configure_optimizers=configure_optimizers), sampled(20, length))
-    assert trainer.global_step == (7 if runs_out else 10)
+    assert trainer.global_step == (7 if fails else 10)
 
 
 def test_max_steps_at_a_wrong_epoch_end_leaves_the_rest_to_a_resumed_run(tmp_path: Path) -> None:
@@ -303,8 +301,7 @@ def test_an_evaluation_reads_what_hooks_have_added(stage: str, name: str, tmp_pa
         lengths.append(getattr(trainer, f"num_{stage.removesuffix('idate')}_batches"))
 
     hooks: dict[str, Any] = {f"on_{name}_epoch_start": lambda *_: setattr(data, "samples", 12), f"on_{name}_end": end}
-    grows = LambdaCallback(**hooks)
-    outputs = getattr(fit(tmp_path, callbacks=grows), stage)(module, DataLoader(data, 3))
+    outputs = getattr(fit(tmp_path, callbacks=LambdaCallback(**hooks)), stage)(module, DataLoader(data, 3))
     assert list(chain(*(outputs if stage == "predict" else module.evaluated))) == list(range(12))
     assert lengths == [[4]]
 

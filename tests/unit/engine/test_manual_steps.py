@@ -102,9 +102,8 @@ def _steps_and_goes_backward(module: Any, batch: Any) -> None:
         (ByHand, _steps_and_goes_backward, True),
     ],
 )
-def test_gradients_may_step_again_or_in_a_later_training_step(
-    tmp_path: Path, kind: Any, step: Any, grows: bool
-) -> None:  # I-02, B-15: where the scale doubles after every training_step, so do the pending gradients
+def test_gradients_may_step_again_and_later(tmp_path: Path, kind: Any, step: Any, grows: bool) -> None:
+    # I-02, B-15: where the scale doubles after every training_step, so do the pending gradients
     found = []
     scaled = fp16(256.0, growth_interval=1 if grows else 2000)
     for precision in ("32-true", scaled):
