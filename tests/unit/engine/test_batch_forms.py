@@ -32,18 +32,6 @@ class Frozen:
     name: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Moving(Frozen):
-    """Implements ``to``, for devices only."""
-
-    def to(self, device: torch.device) -> Moving:
-        return dataclasses.replace(self, x=self.x.to(device), ids=self.ids.to(device))
-
-
-def packed() -> PackedSequence:
-    return pack_sequence([torch.ones(length, 2) for length in (4, 2, 1)])
-
-
 class Encoding(UserDict[str, Any]):
     """Like a Hugging Face ``BatchEncoding``: has more than its entries, its own constructor and an in-place ``to``."""
 
@@ -78,10 +66,9 @@ class Output(OrderedDict[str, Any]):
 
 FORMS: dict[str, Callable[[], Any]] = {
     "frozen dataclass": lambda: Frozen(torch.ones(3, 2), torch.arange(3), "text"),
-    "dataclass that moves itself": lambda: Moving(torch.ones(3, 2), torch.arange(3), "text"),
     "encoding": lambda: Encoding(rows=3),
     "model output": lambda: Output(torch.ones(3, 2), torch.arange(3)),
-    "packed sequence": packed,
+    "packed sequence": lambda: pack_sequence([torch.ones(length, 2) for length in (4, 2, 1)]),
     "among what is no tensor": lambda: [None, "text", Path("a/b"), {"x": torch.ones(3, 2), "ids": torch.arange(3)}],
 }
 
@@ -96,12 +83,8 @@ def part(batch: Any, name: str) -> Any:
 class Taking(Tiny):
     """Computes on ``x`` and records its batches."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.came: list[Any] = []
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.came.append(batch)
+        self.seen.append(batch)
         return self.layer(batch.data if isinstance(batch, PackedSequence) else part(batch, "x")).mean()
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
@@ -118,7 +101,7 @@ def test_a_batch_keeps_its_structure_and_gets_the_precisions_dtype(tmp_path: Pat
     trainer = fit(tmp_path, precision=precision)
     trainer.fit(module, [given])
     assert trainer.samples_seen == 3  # sequences of a packed sequence are counted, rather than time steps
-    (came,) = module.came
+    (came,) = module.seen
     assert type(came) is type(given)
     if isinstance(came, PackedSequence):
         assert came.data.dtype == CONVERTED[precision]
@@ -140,7 +123,7 @@ def test_a_batch_keeps_its_structure_and_gets_the_precisions_dtype(tmp_path: Pat
 def test_a_batch_without_tensors_passes(tmp_path: Path, batch: Any) -> None:  # I-11
     class Blind(Taking):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.came.append(batch)
+            self.seen.append(batch)
             return self.layer(torch.ones(1, 2)).mean()
 
         def batch_weight(self, batch: Any) -> int:
@@ -151,7 +134,7 @@ def test_a_batch_without_tensors_passes(tmp_path: Path, batch: Any) -> None:  # 
         warnings.simplefilter("ignore")  # it counts as one sample, with a warning
         fit(tmp_path, precision="16-true", accumulate_grad_batches=2).fit(module, [batch] * 3)
         assert fit(tmp_path, precision="16-true").predict(module, [batch]) == [batch]
-    assert module.came == [batch] * 3
+    assert module.seen == [batch] * 3
 
 
 def test_none_is_a_batch_on_several_ranks_too() -> None:  # I-11

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,27 @@ import pytest
 import torch
 from engine_case import Regression, fit, regression
 from small_modules import calling
+from test_logging import Kept
 
-from drivetrain import Callback, ConfigurationError, Logger
+from drivetrain import Callback, ConfigurationError
 from drivetrain.callbacks import Checkpoint, LossSpikeGuard, ProgressBar
 
 
 class Saver(Callback):
     """A third-party callback that saves a checkpoint every few steps."""
 
+    saves_resumable = True
+    writes_to: Any = ()
+    kept_checkpoints: Any = ()
+
     def __init__(self, folder: Path, every: int = 10**9, leaving: str = "defer_save") -> None:
         self.folder, self.every, self.leaving = folder, every, leaving
-        self.kept: list[str] = []
+        self.writes_to, self.kept_checkpoints = [str(folder)], []
         self.rollbacks: list[str] = []
 
     def _write(self, trainer: Any) -> None:
         path = f"{self.folder}/mine-{trainer.global_step}"
-        trainer.write_checkpoint(path, then=lambda: self.kept.append(path))
+        trainer.write_checkpoint(path, then=lambda: self.kept_checkpoints.append(path))
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step % self.every == 0:
@@ -40,18 +45,6 @@ class Saver(Callback):
         elif self.leaving == "save_checkpoint":
             trainer.save_checkpoint(f"{self.folder}/mine-{trainer.global_step}")
         return self.leaving != "nothing"
-
-    @property
-    def writes_to(self) -> Sequence[str]:
-        return [str(self.folder)]
-
-    @property
-    def kept_checkpoints(self) -> Sequence[str]:
-        return self.kept
-
-    @property
-    def saves_resumable(self) -> bool:
-        return True
 
     def before_rollback(self, trainer: Any, module: Any) -> None:
         self.rollbacks.append(f"before at {trainer.global_step}")
@@ -112,13 +105,8 @@ def test_a_run_goes_back_to_a_checkpoint_of_a_third_party_callback(tmp_path: Pat
 
 
 def test_folders_of_third_party_callbacks_and_loggers_are_probed_before_the_first_step(tmp_path: Path) -> None:
-    class Rows(Logger):
-        name = "rows"
-        version = "0"
+    class Rows(Kept):
         save_dir = str(tmp_path / "file" / "logs")
-
-        def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-            raise AssertionError("before the first row")
 
     (tmp_path / "file").write_text("")
     for options, name in (({"callbacks": Saver(tmp_path / "file" / "own")}, "Saver"), ({"logger": Rows()}, "Rows")):
@@ -145,28 +133,23 @@ def test_lines_are_printed_through_a_callback_that_offers_it(tmp_path: Path, cap
     assert capsys.readouterr().out == "loss 5\n"
 
 
-def test_windows_changed_by_a_third_party_callback_count_in_the_estimate(tmp_path: Path) -> None:
+def test_windows_and_monitors_of_a_third_party_callback_count(tmp_path: Path, caplog: Any) -> None:
     class Doubling(Callback):
+        monitors: Any = {"valloss": "Doubling('valloss')"}  # noqa: RUF012
+
         def micro_batches_per_window(self, epoch: int) -> int:
             return 2**epoch
 
         def on_fit_start(self, trainer: Any, module: Any) -> None:
             self.estimate = trainer.estimated_stepping_batches
 
-    doubling = Doubling()
-    fit(tmp_path, max_epochs=3, callbacks=doubling).fit(Regression(), regression())
-    assert doubling.estimate == 6 + 3 + 2
-
-
-def test_a_monitor_of_a_third_party_callback_is_checked_in_the_first_step(tmp_path: Path, caplog: Any) -> None:
-    class Monitors(Callback):
-        monitors: Any = {"valloss": "Monitors('valloss')"}  # noqa: RUF012
-
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             module.log("val_loss", 1.0)
 
-    fit(tmp_path, callbacks=Monitors()).fit(Regression(), regression())
-    named = "Monitors('valloss'): nothing of that name was logged in the first step. Did you mean 'val_loss'"
+    doubling = Doubling()
+    fit(tmp_path, max_epochs=3, callbacks=doubling).fit(Regression(), regression())
+    assert doubling.estimate == 6 + 3 + 2
+    named = "Doubling('valloss'): nothing of that name was logged in the first step. Did you mean 'val_loss'"
     assert named in caplog.text
 
 

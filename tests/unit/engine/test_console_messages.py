@@ -35,9 +35,6 @@ def ending(trainer: Fit, module: TrainModule, *loaders: Any, **options: Any) -> 
     return line
 
 
-# Why a run ended
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -81,16 +78,13 @@ def test_a_process_logs_each_precision_once(tmp_path: Path, monkeypatch: pytest.
     assert precisions == ["Precision 32-true", "Precision bf16-mixed"]
 
 
-# Monitors and folders
-
-
 class HasMonitorAttribute(Callback):
     """A user's callback with an attribute ``monitor`` of another meaning."""
 
     monitor, filename, dirpath = "gpu", "{split}.csv", "/proc/data"
 
 
-LOGS_AT_THE_END = {"on_train_epoch_end": lambda self: self.log("at_" + "the_end", 1.0)}
+AT_THE_END = logs(on_train_epoch_end=lambda self: self.log("at_" + "the_end", 1.0))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +92,7 @@ LOGS_AT_THE_END = {"on_train_epoch_end": lambda self: self.log("at_" + "the_end"
     [
         pytest.param(Logs(), EarlyStopping("val_loss"), {}, id="logged in the sanity check"),
         pytest.param(Logs(), EarlyStopping("loss_epoch"), {}, id="with a suffix"),
-        pytest.param(logs(**LOGS_AT_THE_END), EarlyStopping("at_the_end"), {}, id="logged at the end of the epoch"),
+        pytest.param(AT_THE_END, EarlyStopping("at_the_end"), {}, id="logged at the end of the epoch"),
         pytest.param(logs(mute=True), EarlyStopping("val_loss"), {}, id="not in the sanity check"),
         pytest.param(Logs(), EarlyStopping("val_loss"), {"num_sanity_val_steps": 0}, id="no sanity check"),
         pytest.param(Logs(), HasMonitorAttribute(), {}, id="an attribute of another meaning"),
@@ -116,14 +110,15 @@ def test_folders_are_probed_in_training_only_and_without_a_trace(tmp_path: Path)
     assert fit(tmp_path, logger=CSVLogger(tmp_path / "a file")).predict(Tiny(), loader())
 
 
-# Steps and losses
-
-
 class Manual(Regression):
-    """Manual optimization, which steps every so many batches, or never; logs its loss and another value."""
+    """Manual optimization that steps every so many batches or as the epoch ends; logs its loss and another value."""
 
     automatic_optimization = False
-    every, factor, value, wrapped = 0, 1.0, 0.0, True
+    every, factor, value, wrapped, at_end = 0, 1.0, 0.0, True, False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        vars(self).update(options)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         loss = self.loss(batch)
@@ -134,10 +129,9 @@ class Manual(Regression):
             optimizer = self.optimizers()
             (optimizer if self.wrapped else optimizer.optimizer).step()
 
-
-def manual(**methods: Any) -> Manual:
-    """A `Manual` with these methods and attributes."""
-    return type("Net", (Manual,), methods)()
+    def on_train_epoch_end(self) -> None:
+        if self.at_end:
+            self.optimizers().step()
 
 
 class Shifted(Regression):
@@ -157,29 +151,18 @@ class Shifted(Regression):
     [
         (Shifted(math.inf), "In epoch 0 the loss was inf after the first micro-batch, and inf after the last"),
         (Shifted(math.nan, from_step=7), "In epoch 2 "),
-        (manual(every=1, factor=math.nan), "manual_loss was nan"),
+        (Manual(every=1, factor=math.nan), "manual_loss was nan"),
+        pytest.param(Shifted(math.nan, 0.0), None, id="a single loss is not finite"),
+        pytest.param(Manual(every=1, value=math.inf), None, id="another value is not finite"),
+        pytest.param(Manual(every=6), None, id="steps rarely"),
+        pytest.param(Manual(at_end=True), None, id="steps as the epoch ends"),
+        pytest.param(Manual(every=1, wrapped=False), None, id="steps the optimizer itself"),
     ],
 )
-def test_a_loss_that_is_not_finite_is_warned_about_once(tmp_path: Path, module: Any, named: str) -> None:  # I-17
-    (line,) = warnings_of(fit(tmp_path, max_epochs=4), module, regression())
-    assert named in line
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        pytest.param(Shifted(math.nan, 0.0), id="a single loss is not finite"),
-        pytest.param(manual(every=1, value=math.inf), id="another value is not finite"),
-        pytest.param(manual(every=6), id="steps rarely"),
-        pytest.param(manual(on_train_epoch_end=lambda self: self.optimizers().step()), id="steps as the epoch ends"),
-        pytest.param(manual(every=1, wrapped=False), id="steps the optimizer itself"),
-    ],
-)
-def test_losses_and_steps_that_are_not_warned_about(tmp_path: Path, module: Any) -> None:  # I-17
-    assert warnings_of(fit(tmp_path), module, regression()) == []
-
-
-# Resuming and loading
+def test_losses_and_steps_that_are_warned_about(tmp_path: Path, module: Any, named: str | None) -> None:  # I-17
+    lines = warnings_of(fit(tmp_path, max_epochs=4), module, regression())
+    assert len(lines) == (named is not None)
+    assert all(str(named) in line for line in lines)
 
 
 def _trained(tmp_path: Path, **options: Any) -> str:
@@ -206,19 +189,17 @@ def test_resuming_a_finished_run_is_an_error_by_path_and_logged_by_auto(tmp_path
     assert trainer.state == "finished"
 
 
-def test_a_run_that_stopped_early_is_finished_too(tmp_path: Path) -> None:  # I-17
-    def again(patience: int = 1) -> Fit:
+def test_a_run_that_stopped_early_is_finished_unless_it_is_more_patient(tmp_path: Path) -> None:  # I-17
+    def again(patience: int, ckpt_path: str) -> str:
         callbacks = EarlyStopping("val_loss", patience=patience)
-        return fit(tmp_path, callbacks=callbacks, max_epochs=5, enable_checkpointing=True)
+        trainer = fit(tmp_path, callbacks=callbacks, max_epochs=5, enable_checkpointing=True)
+        return ending(trainer, Logs(), loader(), loader(), ckpt_path=ckpt_path)
 
-    path, module = _trained(tmp_path, callbacks=EarlyStopping("val_loss", patience=1)), Logs()
+    path = _trained(tmp_path, callbacks=EarlyStopping("val_loss", patience=1))
     with pytest.raises(ConfigurationError, match="EarlyStopping has ended the run: val_loss did not improve"):
-        again().fit(module, loader(), loader(), ckpt_path=path)
-    assert "EarlyStopping has ended the run" in ending(again(), module, loader(), loader(), ckpt_path="auto")
-    assert module.seen == []
-    patient = again(patience=9)
-    patient.fit(Logs(), loader(), loader(), ckpt_path=path)
-    assert patient.current_epoch == 5
+        again(1, path)
+    assert "EarlyStopping has ended the run" in again(1, "auto")
+    assert "max_epochs=5 is reached" in again(9, path)
 
 
 def test_a_tensor_kept_from_an_evaluation_gets_a_fix(tmp_path: Path) -> None:  # I-17

@@ -1,4 +1,4 @@
-"""Data in every supported form: loaders, collections of loaders, streams, modules, data modules."""
+"""Data in every supported form: loaders, collections of loaders (resumed too), streams, modules, data modules."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from engine_case import Tiny, fit, loader, numbers, stream
+from engine_case import Bare, Tiny, fit, loader, numbers, stream
 from small_modules import tiny
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from drivetrain import ConfigurationError, DataModule, TrainModule
+from drivetrain.callbacks import Checkpoint
+from drivetrain.checkpoint import load
 from drivetrain.data import CombinedLoader
 
 
@@ -89,15 +91,16 @@ def test_several_evaluation_loaders_at_once(tmp_path: Path) -> None:
     assert trainer.predict(module, CombinedLoader([loader(4), loader(2)], "max_size")) == module.evaluated
 
 
-def test_the_default_predict_step_supports_several_loaders(tmp_path: Path) -> None:
+def test_the_default_predict_step_is_the_forward_in_eval_and_inference_mode(tmp_path: Path) -> None:
     class Plain(TrainModule):
         def forward(self, batch: Any) -> Any:
-            return numbers(batch)
+            return (numbers(batch), self.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
-    assert fit(tmp_path).predict(Plain(), [loader(2), loader(2)]) == [[[0, 1]], [[0, 1]]]
-
-
-# Data without a length
+    module = Plain()
+    for inference in (True, False):
+        outputs = fit(tmp_path, inference_mode=inference).predict(module, [loader(2), loader(2)])
+        assert outputs == [[([0, 1], False, False, inference)]] * 2
+    assert module.training
 
 
 class Batches:
@@ -138,7 +141,18 @@ def test_any_iterable_of_batches(tmp_path: Path) -> None:
     assert several.seen == [{"a": [1, 1], "b": [1, 1]}] * 2
 
 
-# Where loaders come from
+def test_a_long_list_of_batches_is_not_iterated(tmp_path: Path) -> None:
+    reads: list[int] = []
+
+    class Counted(list[Any]):
+        def __iter__(self) -> Any:
+            reads.append(1)
+            return super().__iter__()
+
+    trainer = fit(tmp_path, max_steps=1)
+    trainer.fit(Bare(), [Counted([torch.ones(4, 2)]) for _ in range(100)])
+    assert trainer.global_step == 1
+    assert len(reads) < 100
 
 
 def test_the_modules_methods_give_loaders(tmp_path: Path) -> None:
@@ -186,27 +200,12 @@ def test_a_data_module_gives_loaders(tmp_path: Path) -> None:
         _ = Data(4).trainer  # A-04
 
 
-def test_prediction_is_in_eval_mode_and_inference_mode(tmp_path: Path) -> None:
-    def modes(self: Any, batch: Any, batch_idx: int) -> Any:
-        return (self.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-
-    module = tiny(predict_step=modes)
-    for inference in (True, False):
-        outputs = fit(tmp_path, inference_mode=inference).predict(module, loader(2))
-        assert outputs == [(False, False, inference)]
-    assert module.training
-
-
-# Samplers
-
-
 def test_a_users_sampler_keeps_its_order_and_the_loader_is_unchanged(tmp_path: Path) -> None:
     module, given = Tiny(), loader(6, sampler=[5, 3, 1, 0])
-    sampler, batch_sampler = given.sampler, given.batch_sampler
+    before = (given.sampler, given.batch_sampler)
     fit(tmp_path).fit(module, given)
     assert module.seen == [[5, 3], [1, 0]]
-    assert given.sampler is sampler
-    assert given.batch_sampler is batch_sampler
+    assert (given.sampler, given.batch_sampler) == before
 
 
 def test_a_random_sampler_draws_by_seed_and_epoch(tmp_path: Path) -> None:
@@ -215,3 +214,62 @@ def test_a_random_sampler_draws_by_seed_and_epoch(tmp_path: Path) -> None:
         fit(tmp_path, max_epochs=2).fit(module, loader(20, sampler=WeightedRandomSampler([1.0] * 20, 8)))
     assert runs[0].seen == runs[1].seen
     assert runs[0].seen[:4] != runs[0].seen[4:]
+
+
+class Stateful(IterableDataset[Any]):
+    """Batches 100, 101, ... that go on from the position that is loaded."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches, self.start, self.done = batches, 0, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.done, self.start = self.start, 0
+        while self.done < self.batches:
+            self.done += 1
+            yield torch.tensor([[99.0 + self.done, 1.0]])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["done"]
+
+
+class Sized(Stateful):
+    def __len__(self) -> int:
+        return self.batches
+
+
+def both_stateful(mode: str) -> Any:
+    return lambda: CombinedLoader([Stateful(5), DataLoader(Stateful(3), batch_size=None)], mode)
+
+
+def _train(folder: Path, data: Any, window: int, start: Path | None = None) -> list[Any]:
+    module = Several()
+    callbacks = [] if start else [Checkpoint(folder, every_n_train_steps=1, save_top_k=-1)]
+    trainer = fit(folder, max_epochs=2, accumulate_grad_batches=window, callbacks=callbacks)
+    trainer.fit(module, data, ckpt_path=start)
+    return module.seen
+
+
+@pytest.mark.parametrize(
+    ("build", "window"),
+    [
+        pytest.param(lambda: CombinedLoader([Stateful(5), loader(8, shuffle=True)], "sequential"), 1, id="sequential"),
+        pytest.param(lambda: CombinedLoader([Sized(5), stream(6)], "max_size"), 2, id="max_size"),
+        pytest.param(both_stateful("min_size"), 1, id="min_size"),
+        pytest.param(both_stateful("max_size_cycle"), 3, id="max_size_cycle, windows that do not divide an epoch"),
+        pytest.param(lambda: {"a": Sized(4), "b": loader(8, shuffle=True, num_workers=1)}, 1, id="dict with workers"),
+    ],
+)
+def test_a_combination_with_a_stateful_loader_resumes_once(build: Any, window: int, tmp_path: Path) -> None:  # S-02
+    whole = _train(tmp_path / "whole", build(), window)
+    saved = [folder for folder in (tmp_path / "whole").iterdir() if (folder / "manifest.json").exists()]
+    resumed = 0
+    for number, folder in enumerate(sorted(saved)[::3]):
+        progress = load(folder).progress
+        if progress["epoch"] < 2:
+            left = whole[progress["micro_batches"] :]
+            assert _train(tmp_path / str(number), build(), window, folder) == left, folder.name
+            resumed += 1
+    assert resumed >= 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
 import json
 import pickle
 from pathlib import Path
@@ -14,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from engine_case import Tiny, fit, loader
-from small_modules import metrics
+from small_modules import metrics, tiny
+from test_logging import Kept
 
 from drivetrain import Callback, CheckpointError, ConfigurationError, DataModule, Fit, rank_zero_only
 from drivetrain.callbacks import Checkpoint, EarlyStopping, LearningRateMonitor, ProgressBar
@@ -22,7 +22,7 @@ from drivetrain.loggers import CSVLogger
 
 
 class Logs(Tiny):
-    """Logs the first number of each batch."""
+    """Logs the first number of each batch, and the number of steps in validation."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Logs(Tiny):
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("val", batch[0, 0])
+        self.log("val", float(self.trainer.global_step))
 
 
 class Sized(Tiny):
@@ -53,18 +53,22 @@ class Configured(Tiny):
 CONFIG = {"scale": 3, "deep": {"a": 1}}
 
 
-def saved(module: Any, path: Path, **options: Any) -> Path:
+def saved(module: Any, path: Path, weights_only: bool = False, **options: Any) -> Path:
     """Train a module, and return its checkpoint."""
-    trainer = fit(path)
+    trainer = fit(path, **options)
     trainer.fit(module, loader(4))
-    trainer.save_checkpoint(path / "kept", **options)
+    trainer.save_checkpoint(path / "kept", weights_only=weights_only)
     return path / "kept"
 
 
-def test_lightnings_name_of_the_module_argument(tmp_path: Path) -> None:  # L-10
-    module, trainer = Logs(), fit(tmp_path)
-    trainer.fit(model=module, train_dataloaders=loader(4))
+def test_lightnings_names_of_arguments_and_a_step_set_to_none(tmp_path: Path) -> None:  # L-10
+    module: Any = Logs(rank_zero_only=True)
+    trainer = fit(tmp_path)
     assert trainer.validate(model=module, dataloaders=loader(2), verbose=False) == [{"val": 0.0}]
+    module.validation_step = None
+    trainer.fit(model=module, train_dataloaders=loader(4), val_dataloaders=loader(2))
+    assert not trainer.enable_validation
+    assert metrics(trainer) == {"it": 1.0}
     assert len(trainer.predict(model=module, dataloaders=loader(4))) == 2
 
 
@@ -90,25 +94,6 @@ def test_without_a_module_the_best_weights_of_the_last_run_are_used(tmp_path: Pa
     # an explicitly given module is used unchanged
     assert trainer.test(module, loader(2), verbose=False) == [{"weight": 7.0}]
     assert trainer.ckpt_path is None
-
-
-def test_a_step_set_to_none_counts_as_missing(tmp_path: Path) -> None:  # L-10
-    module: Any = Logs(rank_zero_only=True)
-    module.validation_step = None
-    trainer = fit(tmp_path)
-    trainer.fit(module, loader(4), loader(2))
-    assert not trainer.enable_validation
-    assert metrics(trainer) == {"it": 1.0}
-
-
-def test_freezing_returns_the_module() -> None:  # L-10
-    module = Tiny()
-    for change, enabled in ((module.freeze, False), (module.unfreeze, True)):
-        assert change() is module
-        assert (module.training, {one.requires_grad for one in module.parameters()}) == (enabled, {enabled})
-
-
-# Hyper-parameters
 
 
 @pytest.mark.parametrize("config", [CONFIG, argparse.Namespace(**CONFIG)], ids=["mapping", "namespace"])
@@ -143,13 +128,9 @@ def test_nested_mappings_of_any_class_are_saved_as_they_were(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("logged", [True, False])
-def test_loggers_do_not_get_hyper_parameters_on_request(tmp_path: Path, logged: bool) -> None:  # L-10
-    fit(tmp_path, logger=CSVLogger(tmp_path)).fit(Sized(logged=logged), loader(4))
+def test_hyper_parameters_go_to_loggers_on_request_and_come_from_a_file(tmp_path: Path, logged: bool) -> None:  # L-10
+    path = saved(Sized(logged=logged), tmp_path, logger=CSVLogger(tmp_path))
     assert bool(list(tmp_path.rglob("hparams.json"))) == logged
-
-
-def test_a_file_of_hyper_parameters_takes_precedence(tmp_path: Path) -> None:  # L-10
-    path = saved(Sized(), tmp_path)
     (tmp_path / "hparams.json").write_text(json.dumps({"width": 6}))
     assert Sized.load_from_checkpoint(path, hparams_file=tmp_path / "hparams.json").hparams["width"] == 6
     with pytest.raises(ConfigurationError, match="does not contain hyper-parameters"):
@@ -178,9 +159,6 @@ def test_the_modules_strict_loading_is_used(tmp_path: Path) -> None:  # L-10
     assert float(module.layer.weight.detach()[0, 0]) != 3.0  # the other values were loaded
     with pytest.warns(UserWarning, match="skipped, with strict=False"):
         More.load_from_checkpoint(path)
-
-
-# Data modules and callbacks
 
 
 def test_a_data_module_from_data_sets(tmp_path: Path) -> None:  # L-10
@@ -221,31 +199,26 @@ def test_a_data_modules_hyper_parameters_and_state_come_back_from_a_checkpoint(t
     assert (again.hparams, again.seen) == ({"fold": 3, "size": 2}, 1)
 
 
-def test_a_callback_logs(tmp_path: Path) -> None:  # L-10
+def test_a_callback_logs_and_the_bar_shows_the_values_of_get_metrics(tmp_path: Path, capsys: Any) -> None:  # L-10
     class Logging(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.log("mine", batch_idx, on_step=False, on_epoch=True)
-            self.log_dict({"a": 1.0, "b": 2.0})
+            self.log_dict({"a": 1.0, "b": 2.0}, prog_bar=True)
             assert copy.deepcopy(self) is not self
 
-    callback, trainer = Logging(), fit(tmp_path)
-    trainer.callbacks.append(callback)
-    trainer.fit(Tiny(), loader(6))
-    assert metrics(trainer) == {"mine": 1, "a": 1, "b": 2}
-    with pytest.raises(ConfigurationError, match=r"Logging.log was called outside a run"):
-        callback.log("mine", 1.0)
-
-
-def test_a_progress_bar_shows_the_values_of_get_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # L-10
     class WithAnotherValue(ProgressBar):
         def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
             return {**super().get_metrics(trainer, module), "own": 4.25}
 
-    fit(tmp_path, callbacks=WithAnotherValue(), enable_progress_bar=True).fit(Logs(prog_bar=True), loader(4))
-    shown = capsys.readouterr()
-    assert "own=4.25" in shown.out + shown.err
-    assert "it=1" in shown.out + shown.err
+    callback, trainer = Logging(), fit(tmp_path, callbacks=WithAnotherValue(), enable_progress_bar=True)
+    trainer.callbacks.append(callback)
+    trainer.fit(Tiny(), loader(6))
+    assert metrics(trainer) == {"mine": 1, "a": 1, "b": 2}
+    shown = "".join(capsys.readouterr())
+    assert "own=4.25" in shown
+    assert "a=1" in shown
+    with pytest.raises(ConfigurationError, match=r"Logging.log was called outside a run"):
+        callback.log("mine", 1.0)
 
 
 BEST: dict[str, Any] = {"monitor": "step", "mode": "max", "save_top_k": 2, "every_n_epochs": 1}
@@ -263,8 +236,7 @@ BEST: dict[str, Any] = {"monitor": "step", "mode": "max", "save_top_k": 2, "ever
         ({"filename": "{epoch:02d}_{step}", "auto_insert_metric_name": False, "save_top_k": 1}, ["03_8"]),
     ],
 )
-def test_when_and_what_a_checkpoint_callback_saves(tmp_path: Path, options: dict[str, Any], names: list[str]) -> None:
-    # L-10
+def test_when_and_what_a_checkpoint_callback_saves(tmp_path: Path, options: Any, names: list[str]) -> None:  # L-10
     kept = Checkpoint(tmp_path / "kept", **{"save_top_k": -1, **options})
     epochs = {"max_epochs": 4, "num_sanity_val_steps": 0, "check_val_every_n_epoch": 2}
     fit(tmp_path, callbacks=kept, enable_checkpointing=True, **epochs).fit(Logs(), loader(4), loader(2))
@@ -275,18 +247,16 @@ def test_when_and_what_a_checkpoint_callback_saves(tmp_path: Path, options: dict
 
 
 def test_a_checkpoint_name_is_known_in_advance() -> None:  # L-10
-    kept = Checkpoint(filename="{epoch:03d}-{val:.2f}")
-    assert kept.format_checkpoint_name({"epoch": 1, "val": torch.tensor(0.123)}) == "epoch=001-val=0.12"
-    assert kept.format_checkpoint_name({"epoch": 1}, filename="{epoch}", ver=3) == "epoch=1-v3"
+    values = {"epoch": 1, "val": torch.tensor(0.123)}
+    assert Checkpoint().format_checkpoint_name(values, filename="{epoch}-{val:.2f}", ver=3) == "epoch=1-val=0.12-v3"
 
 
-# Trainers
-
-
-def test_a_module_is_built_in_the_precision() -> None:  # L-10
+def test_a_module_is_built_in_the_precision_and_freezing_returns_it() -> None:  # L-10
     with Fit(accelerator="cpu", precision="64-true").init_module():
-        assert torch.nn.Linear(2, 2).weight.dtype is torch.float64
+        module = Tiny()
+    assert module.layer.weight.dtype is torch.float64
     assert torch.nn.Linear(2, 2).weight.dtype is torch.float32
+    assert module.freeze() is module.unfreeze() is module
 
 
 def test_the_strategy_and_the_logger_are_those_of_the_run(tmp_path: Path) -> None:  # L-10
@@ -309,36 +279,21 @@ def test_rank_zero_only_before_a_run(monkeypatch: pytest.MonkeyPatch, rank: int)
     for name, value in (ranks | more).items():
         monkeypatch.setenv(name, value)
 
-    @rank_zero_only
-    def double(number: int) -> int:
-        """Return twice the number."""
-        return 2 * number
-
-    assert double(7) == (None if rank else 14)
-    assert double.__doc__ == "Return twice the number."
+    length = rank_zero_only(len)
+    assert length("seven") == (None if rank else 5)
+    assert length.__name__ == "len"
 
 
-class ReadsTheIterator(Tiny):
-    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
-        return self.layer(next(dataloader_iter)).mean()
+def next_of_the_iterator(module: Any, dataloader_iter: Any) -> Any:
+    return module.layer(next(dataloader_iter)).mean()
 
 
-class RetainsTheGraph(Tiny):
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        assert isinstance(self.optimizers(use_pl_optimizer=False), torch.optim.Optimizer)
-        self.manual_backward(self.layer(batch).mean(), retain_graph=True)
+def retain_the_graph(module: Any, batch: Any, batch_idx: int) -> None:
+    assert isinstance(module.optimizers(use_pl_optimizer=False), torch.optim.Optimizer)
+    module.manual_backward(module.layer(batch).mean(), retain_graph=True)
 
 
-def init_empty() -> None:
-    with Fit(accelerator="cpu").init_module(empty_init=True):
-        pass
-
-
-def unknown(argument: str) -> Any:
-    arguments: dict[str, Any] = {argument: True}
-    return lambda run: Fit(**arguments)
+MANUAL = tiny(automatic_optimization=False, training_step=retain_the_graph)
 
 
 @pytest.mark.parametrize(
@@ -351,39 +306,21 @@ def unknown(argument: str) -> Any:
         (lambda run: run.test(Tiny(), loader(2), "best"), r"a str as its datamodule[\s\S]*ckpt_path="),
         (lambda run: Configured(3), "save_hyperparameters got a int"),
         (lambda run: Checkpoint(enable_version_counter=False), "enable_version_counter=False"),
-        (lambda run: init_empty(), "configure_model"),
+        (lambda run: run.init_module(empty_init=True).__enter__(), "configure_model"),
         (lambda run: run.fit(Logs(enable_graph=True), loader(2)), "enable_graph"),
         (lambda run: run.fit(Logs(sync_dist_group=1), loader(2)), "sync_dist_group"),
-        (unknown("enable_autolog_hparams"), r"no argument 'enable_autolog_hparams'[\s\S]*logger=False"),
-        (unknown("model_registry"), r"no argument 'model_registry'[\s\S]*best_model_path"),
-        (lambda run: run.fit(ReadsTheIterator(), loader(2)), "takes the loader's iterator"),
-        (lambda run: run.fit(RetainsTheGraph(), loader(2)), "manual_backward got retain_graph=True"),
+        (lambda run: fit(Path(), enable_autolog_hparams=True), r"'enable_autolog_hparams'[\s\S]*logger=False"),
+        (lambda run: fit(Path(), model_registry=True), r"no argument 'model_registry'[\s\S]*best_model_path"),
+        (lambda run: run.fit(tiny(training_step=next_of_the_iterator), loader(2)), "takes the loader's iterator"),
+        (lambda run: run.fit(MANUAL, loader(2)), "manual_backward got retain_graph=True"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "call",
 )
 def test_what_is_not_supported_is_refused(tmp_path: Path, call: Any, named: str) -> None:  # I-10
     with pytest.raises(ConfigurationError, match=named):
         call(fit(tmp_path))
 
 
-# Epochs and steps
-
-
-def column(folder: Path, name: str) -> list[tuple[float, float]]:
-    """Return the steps and values of a name in the file of a `CSVLogger`."""
-    (path,) = folder.rglob("metrics.csv")
-    with path.open(newline="") as stream:
-        return [(float(row["step"]), float(row[name])) for row in csv.DictReader(stream) if row.get(name)]
-
-
-class LogsSteps(Tiny):
-    """Logs the number of steps in validation."""
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("val", float(self.trainer.global_step))
-
-
-class Scheduled(LogsSteps):
+class Scheduled(Logs):
     """Has a schedule by epochs, and logs the epoch as the loggers' step."""
 
     def __init__(self) -> None:
@@ -403,11 +340,11 @@ class Scheduled(LogsSteps):
 
 
 def test_schedules_and_rows_have_lightnings_epoch_and_step(tmp_path: Path) -> None:  # S-16
-    module = Scheduled()
-    trainer = fit(tmp_path, max_epochs=3, logger=CSVLogger(tmp_path / "log"), callbacks=LearningRateMonitor())
+    module, logger = Scheduled(), Kept()
+    trainer = fit(tmp_path, max_epochs=3, logger=logger, callbacks=LearningRateMonitor())
     trainer.fit(module, loader(4), loader(2))
     assert module.stepped_at == [0, 1, 2]
-    assert column(tmp_path / "log", "val") == [(0.0, 2.0), (1.0, 4.0), (2.0, 6.0)]
+    assert logger.of("val") == [(0, 2.0), (1, 4.0), (2, 6.0)]
     assert float(trainer.callback_metrics["lr-SGD"]) == 0.25  # of the last epoch that began
     assert float(trainer.callback_metrics["step"]) == 2.0
 
@@ -415,11 +352,12 @@ def test_schedules_and_rows_have_lightnings_epoch_and_step(tmp_path: Path) -> No
 def test_a_checkpoint_is_evaluated_at_its_step(tmp_path: Path) -> None:  # S-16
     kept = Checkpoint(tmp_path / "kept", filename="{step}", save_top_k=-1)
     trainer = fit(tmp_path, max_epochs=3, callbacks=[kept])
-    trainer.fit(LogsSteps(), loader(4))
-    fresh = fit(tmp_path, logger=CSVLogger(tmp_path / "log"))
+    trainer.fit(Logs(), loader(4))
+    logger = Kept()
+    fresh = fit(tmp_path, logger=logger)
     for step in (2, 6):
-        fresh.validate(LogsSteps(), loader(2), ckpt_path=tmp_path / "kept" / f"step={step}", verbose=False)
+        fresh.validate(Logs(), loader(2), ckpt_path=tmp_path / "kept" / f"step={step}", verbose=False)
         assert (fresh.global_step, fresh.current_epoch) == (step, step // 2)
-    assert column(tmp_path / "log", "val") == [(2.0, 2.0), (6.0, 6.0)]
-    trainer.validate(LogsSteps(), loader(2), verbose=False)
+    assert logger.of("val") == [(2, 2.0), (6, 6.0)]
+    trainer.validate(Logs(), loader(2), verbose=False)
     assert trainer.global_step == 6  # without a checkpoint, the counters of the fit stay

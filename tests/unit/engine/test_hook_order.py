@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from engine_case import Tiny, fit, loader, recording_callback, recording_module
 
-from drivetrain import Callback, DataModule
+from drivetrain import DataModule
 from drivetrain.callbacks import LambdaCallback
 
 
@@ -17,16 +17,12 @@ def _everyone(*hooks: str) -> list[str]:
     return [f"{who}.{hook}" for hook in hooks for who in ("early", "module", "late")]
 
 
-def _batch(stage: str, step: str) -> list[str]:
-    transfer = ["module.on_before_batch_transfer", "module.on_after_batch_transfer"]
-    start, end = _everyone(f"on_{stage}_batch_start"), _everyone(f"on_{stage}_batch_end")
-    return [*transfer, *start, f"module.{step}", *end]
-
-
-def _validation(batches: int) -> list[str]:
-    order = ["module.on_validation_model_eval", *_everyone("on_validation_start", "on_validation_epoch_start")]
-    order += _batch("validation", "validation_step") * batches
-    return [*order, *_everyone("on_validation_epoch_end", "on_validation_end"), "module.on_validation_model_train"]
+def _evaluation(stage: str, batches: int) -> list[str]:
+    batch = ["module.on_before_batch_transfer", "module.on_after_batch_transfer"]
+    batch += [*_everyone(f"on_{stage}_batch_start"), f"module.{stage}_step", *_everyone(f"on_{stage}_batch_end")]
+    order = [f"module.on_{stage}_model_eval", *_everyone(f"on_{stage}_start", f"on_{stage}_epoch_start")]
+    order += [*(batch * batches), *_everyone(f"on_{stage}_epoch_end", f"on_{stage}_end")]
+    return [*order, f"module.on_{stage}_model_train"]
 
 
 def _train_batch(opens: bool = True, closes: bool = True) -> list[str]:
@@ -38,62 +34,40 @@ def _train_batch(opens: bool = True, closes: bool = True) -> list[str]:
     return order + _everyone("on_train_batch_end")
 
 
-def _run(tmp_path: Path, stage: str, **options: Any) -> list[str]:
+def _run(tmp_path: Path, stage: str, *loaders: Any, **options: Any) -> list[str]:
     calls: list[str] = []
     callbacks = [recording_callback("late", calls, priority=-1), recording_callback("early", calls)]
-    runner = fit(tmp_path, callbacks=callbacks, **options)
-    module = recording_module(calls)
-    if stage == "fit":
-        runner.fit(module, loader(8), loader(4))
-    else:
-        getattr(runner, stage)(module, loader(4))
+    getattr(fit(tmp_path, callbacks=callbacks, **options), stage)(recording_module(calls), *loaders)
     return calls
 
 
 def test_the_full_order_of_fit(tmp_path: Path) -> None:
     # two epochs of four micro-batches in windows of three, two validation batches, a sanity check of one
-    calls = _run(tmp_path, "fit", max_epochs=2, accumulate_grad_batches=3, num_sanity_val_steps=1)
+    calls = _run(tmp_path, "fit", loader(8), loader(4), max_epochs=2, accumulate_grad_batches=3, num_sanity_val_steps=1)
     epoch = [
         *_everyone("on_train_epoch_start"),
-        *_train_batch(closes=False),
-        *_train_batch(opens=False, closes=False),
-        *_train_batch(opens=False),
+        *(_train_batch(closes=False) + _train_batch(opens=False, closes=False) + _train_batch(opens=False)),
         *_train_batch(),
-        *_validation(2),
+        *_evaluation("validation", 2),
         *_everyone("on_train_epoch_end"),
     ]
-    expected = [
-        "module.configure_callbacks",
-        "module.prepare_data",
-        *_everyone("setup"),
-        "module.configure_model",
-        "module.configure_optimizers",
-        *_everyone("on_fit_start"),
-        "early.on_sanity_check_start",
-        "late.on_sanity_check_start",
-        *_validation(1),
-        "early.on_sanity_check_end",
-        "late.on_sanity_check_end",
+    assert calls == [
+        *("module.configure_callbacks", "module.prepare_data", *_everyone("setup")),
+        *("module.configure_model", "module.configure_optimizers", *_everyone("on_fit_start")),
+        *("early.on_sanity_check_start", "late.on_sanity_check_start"),
+        *_evaluation("validation", 1),
+        *("early.on_sanity_check_end", "late.on_sanity_check_end"),
         *_everyone("on_train_start"),
-        *epoch,
-        *epoch,
+        *(epoch * 2),
         *_everyone("on_train_end", "on_fit_end", "teardown"),
     ]
-    assert calls == expected
 
 
 @pytest.mark.parametrize(("verb", "stage"), [("validate", "validation"), ("test", "test"), ("predict", "predict")])
 def test_the_full_order_of_evaluation(tmp_path: Path, verb: str, stage: str) -> None:
-    assert _run(tmp_path, verb) == [
-        "module.configure_callbacks",
-        "module.prepare_data",
-        *_everyone("setup"),
-        "module.configure_model",
-        f"module.on_{stage}_model_eval",
-        *_everyone(f"on_{stage}_start", f"on_{stage}_epoch_start"),
-        *(_batch(stage, f"{stage}_step") * 2),
-        *_everyone(f"on_{stage}_epoch_end", f"on_{stage}_end"),
-        f"module.on_{stage}_model_train",
+    assert _run(tmp_path, verb, loader(4)) == [
+        *("module.configure_callbacks", "module.prepare_data", *_everyone("setup"), "module.configure_model"),
+        *_evaluation(stage, 2),
         *_everyone("teardown"),
     ]
 
@@ -141,10 +115,9 @@ def test_a_failure_reaches_on_exception_and_then_teardown(tmp_path: Path, where:
     seen: list[BaseException] = []
     error = kind("as planned")
 
-    class Watching(Callback):
-        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-            assert module.trainer is trainer  # still within the run
-            seen.append(exception)
+    def watch(trainer: Any, module: Any, exception: BaseException) -> None:
+        assert module.trainer is trainer  # still within the run
+        seen.append(exception)
 
     class Data(DataModule):
         def train_dataloader(self) -> Any:
@@ -160,7 +133,7 @@ def test_a_failure_reaches_on_exception_and_then_teardown(tmp_path: Path, where:
 
     module = recording_module(calls)
     setattr(type(module), where, failing)
-    trainer = fit(tmp_path, callbacks=[recording_callback("early", calls), Watching()])
+    trainer = fit(tmp_path, callbacks=[recording_callback("early", calls), LambdaCallback(on_exception=watch)])
     with pytest.raises(kind, match="as planned") as caught:
         trainer.fit(module, datamodule=Data())
     assert caught.value is error

@@ -12,17 +12,12 @@ import torch
 import torchmetrics
 from engine_case import Tiny, fit, loader
 from small_modules import metrics, tiny
-from test_logging import Kept, Logging, Metered, logs, mean, trained
+from test_logging import BOTH, EPOCH, Kept, Logging, Metered, logs, mean, trained
 
 from drivetrain import ConfigurationError
 from drivetrain.callbacks import LambdaCallback
 
 BIG = 2**24 + 1  # the first integer that float32 cannot represent
-EPOCH: dict[str, Any] = {"on_step": False, "on_epoch": True}
-BOTH: dict[str, Any] = {"on_step": True, "on_epoch": True}
-
-
-# Values that change after the call
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
@@ -95,9 +90,6 @@ def test_a_view_of_an_activation_does_not_keep_the_activation(tmp_path: Path) ->
     assert last <= second
 
 
-# Numbers and weights
-
-
 @pytest.mark.parametrize(
     "value",
     [
@@ -119,80 +111,74 @@ def test_numbers_of_every_kind(tmp_path: Path, value: Any, reduce_fx: str) -> No
     assert trainer.validate(Logging(None, step), loader(2), verbose=False) == [{"it_epoch": number}]
 
 
-@pytest.mark.parametrize(("reduce_fx", "expected"), [("sum", 3.0), ("max", 2.0), ("min", 0.0)])
-@pytest.mark.parametrize("kind", [float, torch.tensor])
-def test_a_weight_of_0_is_for_means(tmp_path: Path, reduce_fx: str, expected: float, kind: Any) -> None:  # I-01
-    def step(self: Any, batch: Any, batch_idx: int) -> None:
-        self.log("it", kind(float(batch_idx)), **EPOCH, reduce_fx=reduce_fx, batch_size=0)
-
-    trainer = trained(tmp_path, step, 6)
-    assert metrics(trainer) == {"it": expected}
-    assert trainer.validate(Logging(None, step), loader(6), verbose=False) == [{"it": expected}]
-
-
-@pytest.mark.parametrize("weight", [-1, -0.5, np.int64(-1), float("nan")])
-def test_a_weight_below_0_is_refused(tmp_path: Path, weight: Any) -> None:  # I-01
-    with pytest.raises(ConfigurationError, match=r"log\('it', batch_size=(np.int64\()?(-1|-0\.5|nan)"):
-        trained(tmp_path, logs(1.0, on_epoch=True, batch_size=weight))
-
-
 @pytest.mark.parametrize("count", [0, np.int64(0), 0.0, torch.tensor(0)])
-def test_a_value_without_weight_enters_no_mean_and_is_no_step_value(tmp_path: Path, count: Any) -> None:  # S-06
+def test_a_value_without_weight_enters_no_mean_and_is_no_step_value(tmp_path: Path, count: Any) -> None:
+    # I-01, S-06: it does enter sums, and is a largest or smallest value
     def train(self: Any, batch: Any, batch_idx: int) -> None:
         for name, missing in (("middle", 1), ("last", 2)):
             value = float("nan") if batch_idx == missing else 2.0 + batch_idx
             size = count if batch_idx == missing else count + 1
             self.log(f"host_{name}", value, on_epoch=True, batch_size=size)
             self.log(f"device_{name}", torch.tensor(value), on_epoch=True, batch_size=size)
+        for reduce_fx in ("sum", "max", "min"):
+            options = {**EPOCH, "reduce_fx": reduce_fx, "batch_size": count}
+            self.log(f"host_{reduce_fx}", float(batch_idx), **options)
+            self.log(f"device_{reduce_fx}", torch.tensor(float(batch_idx)), **options)
         self.log("nothing", 1.0, **EPOCH, batch_size=0)
 
     found = metrics(trained(tmp_path, train, 6))
     for kind in ("host", "device"):
         assert [found[f"{kind}_{name}"] for name in ("middle_epoch", "middle_step")] == [3.0, 4.0]
         assert [found[f"{kind}_{name}"] for name in ("last_epoch", "last_step")] == [2.5, 3.0]
+        assert [found[f"{kind}_{reduce_fx}"] for reduce_fx in ("sum", "max", "min")] == [3.0, 2.0, 0.0]
     assert "nothing" not in found
 
 
-# Metric objects
+def log_metric(module: Any) -> None:
+    module.log("mean", module.mean, **EPOCH)
 
 
-class Measured(Tiny):
-    """Measures the mean of the sample numbers; ``at_end`` names what it does in the epoch's last hook."""
+def log_computed(module: Any) -> None:
+    module.log("by_hand", module.mean.compute())
 
-    def __init__(self, *at_end: str, in_step: bool = False) -> None:
-        super().__init__()
-        self.mean = torchmetrics.MeanMetric()
-        self.at_end, self.in_step = at_end, in_step
 
-    def _step(self, batch: Any) -> None:
+def reset(module: Any) -> None:
+    module.mean.reset()
+
+
+def use(module: Any) -> None:
+    module.mean.update(8.0)
+
+
+@pytest.mark.parametrize(
+    ("at_start", "in_step", "at_end", "expected"),
+    [
+        ([log_metric], [], [], {"mean": 2.0}),
+        ([], [log_metric], [use, log_metric], {"mean": (0 + 1 + 2 + 3 + 4 + 8) / 6}),
+        ([], [log_metric], [log_computed, reset], {"mean": 2.0, "by_hand": 2.0}),
+        ([], [log_metric], [log_metric, reset], {"mean": 2.0}),
+        ([], [], [log_metric, reset], {"mean": 2.0}),
+        ([], [log_metric], [reset, use], {"mean": 2.0}),
+        ([], [], [log_metric, reset, use], {"mean": 2.0}),
+    ],
+)
+def test_a_metric_has_its_value_when_last_logged_or_reset(
+    tmp_path: Path, at_start: list[Any], in_step: list[Any], at_end: list[Any], expected: dict[str, float]
+) -> None:  # I-01
+    def calling_each(functions: list[Any]) -> Any:
+        return lambda module: [function(module) for function in functions]
+
+    def step(self: Any, batch: Any, batch_idx: int) -> None:
         self.mean.update(batch[:, 0])
-        if self.in_step:
-            self.log_metric()
+        calling_each(in_step)(self)
 
-    def log_metric(self) -> None:
-        self.log("mean", self.mean, **EPOCH)
-
-    def compute(self) -> None:
-        self.log("by_hand", self.mean.compute())
-
-    def reset(self) -> None:
-        self.mean.reset()
-
-    def use(self) -> None:
-        self.mean.update(8.0)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self._step(batch)
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self._step(batch)
-
-    def on_train_epoch_end(self) -> None:
-        for name in self.at_end:
-            getattr(self, name)()
-
-    on_validation_epoch_end = on_train_epoch_end
+    hooks = {f"on_{stage}_epoch_start": calling_each(at_start) for stage in ("train", "validation")}
+    hooks |= {f"on_{stage}_epoch_end": calling_each(at_end) for stage in ("train", "validation")}
+    module, trainer = Metered(step, step, **hooks), fit(tmp_path, max_epochs=2)
+    for _ in range(2):  # the next epoch has its own value
+        assert trainer.validate(module, loader(5), verbose=False) == [expected]
+    trainer.fit(module, loader(5))
+    assert metrics(trainer) == expected
 
 
 def measuring(*keys: str) -> Any:
@@ -204,39 +190,6 @@ def measuring(*keys: str) -> Any:
             self.log(key, self.mean, **EPOCH)
 
     return step
-
-
-@pytest.mark.parametrize(
-    ("at_end", "in_step"),
-    [
-        (["compute", "reset"], True),
-        (["log_metric", "reset"], True),
-        (["log_metric", "reset"], False),
-        (["reset", "use"], True),
-        (["log_metric", "reset", "use"], False),
-    ],
-)
-def test_a_metric_reset_by_hand_after_logging_has_its_value(tmp_path: Path, at_end: list[str], in_step: bool) -> None:
-    # I-01
-    module = Measured(*at_end, in_step=in_step)
-    expected = {"mean": 2.0} | ({"by_hand": 2.0} if "compute" in at_end else {})
-    trainer = fit(tmp_path, max_epochs=2)
-    for _ in range(2):  # the next epoch has its own value
-        assert trainer.validate(module, loader(5), verbose=False) == [expected]
-    trainer.fit(module, loader(5))
-    assert metrics(trainer) == expected
-
-
-def test_a_metric_logged_again_in_the_hook_has_its_current_value(tmp_path: Path) -> None:  # I-01
-    module = Measured("use", "log_metric", in_step=True)
-    assert fit(tmp_path).validate(module, loader(5), verbose=False)[0]["mean"] == (0 + 1 + 2 + 3 + 4 + 8) / 6
-
-
-def test_a_metric_logged_before_the_first_batch_is_for_the_epoch(tmp_path: Path) -> None:  # I-01
-    class Early(Measured):
-        on_validation_epoch_start = Measured.log_metric
-
-    assert fit(tmp_path).validate(Early(), loader(5), verbose=False) == [{"mean": 2.0}]
 
 
 def test_a_metric_object_has_one_name_in_one_stage(tmp_path: Path) -> None:  # S-06
@@ -267,9 +220,9 @@ def test_step_values_and_the_epoch_value_may_have_keys_of_their_own(tmp_path: Pa
     assert metrics(trained(tmp_path, module, 5)) == {"by step": 4.0, "by epoch": 2.0}
 
 
+@pytest.mark.parametrize("options", [{}, EPOCH], ids=["by step", "by epoch"])
 @pytest.mark.parametrize(("dicts", "named"), [(True, "a dict"), (False, r"shape \(2,\)")])
-def test_a_metric_of_several_numbers_is_refused_if_logged_by_step(tmp_path: Path, dicts: bool, named: str) -> None:
-    # I-01
+def test_a_metric_of_several_numbers_is_refused(tmp_path: Path, options: Any, dicts: bool, named: str) -> None:  # I-01
     class Pair(torchmetrics.MeanMetric):
         def compute(self) -> Any:
             value = super().compute()
@@ -277,13 +230,13 @@ def test_a_metric_of_several_numbers_is_refused_if_logged_by_step(tmp_path: Path
 
     def train(self: Any, batch: Any, batch_idx: int) -> None:
         self.mean(batch[:, 0])
-        self.log("pair", self.mean)
+        self.log("pair", self.mean, **options)
 
     module = Metered(train)
     module.mean = Pair()
     with pytest.raises(ConfigurationError, match=rf"log\('pair'\) was given a Pair, which computes {named}"):
         trained(tmp_path, module)
-    assert module.seen == []
+    assert len(module.seen) == (2 if options else 0)
 
 
 @pytest.mark.parametrize(

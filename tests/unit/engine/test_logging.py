@@ -1,10 +1,7 @@
-"""log and log_dict: defaults, names, reductions, and what callbacks, the progress bar and loggers get (B-12, B-14,
-H-03).
-"""
+"""log and log_dict: names, reductions, and what callbacks, the progress bar and loggers get (B-12, B-14, H-03)."""
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,9 @@ from small_modules import calling, metrics, tiny
 
 from drivetrain import ConfigurationError, Fit, Logger
 from drivetrain._engine.log_queue import LogQueue, _Row  # private: rows wait for a device only
-from drivetrain.loggers import CSVLogger
+
+EPOCH: dict[str, Any] = {"on_step": False, "on_epoch": True}
+BOTH: dict[str, Any] = {"on_step": True, "on_epoch": True}
 
 
 class Kept(Logger):
@@ -95,14 +94,11 @@ def trained(path: Path, train: Callable[..., Any] | Tiny, samples: int = 4, vali
     return trainer
 
 
-# Defaults: on_step in training_step, on_epoch elsewhere; suffixes with both
-
-
 def test_defaults_and_names_in_training(tmp_path: Path) -> None:
     def train(self: Any, batch: Any, batch_idx: int) -> None:
         self.log("plain", mean(batch))
-        self.log("both", mean(batch), on_step=True, on_epoch=True)
-        self.log("epoch", mean(batch), on_step=False, on_epoch=True)
+        self.log("both", mean(batch), **BOTH)
+        self.log("epoch", mean(batch), **EPOCH)
         self.log("neither", 1.0, on_step=False, on_epoch=False)
 
     trainer = trained(tmp_path, train, 5)  # batches of 2, 2 and 1: means 0.5, 2.5, 4
@@ -113,7 +109,7 @@ def test_defaults_and_names_in_training(tmp_path: Path) -> None:
 def test_defaults_and_names_in_validation_and_test(tmp_path: Path) -> None:
     def evaluate(self: Any, batch: Any, batch_idx: int) -> None:
         self.log("plain", mean(batch))
-        self.log("both", mean(batch), on_step=True, on_epoch=True)
+        self.log("both", mean(batch), **BOTH)
         self.log("step", mean(batch), on_step=True, on_epoch=False)
 
     expected = {"plain": 2.0, "both_epoch": 2.0}
@@ -153,9 +149,6 @@ def test_prediction_and_modules_outside_a_run_may_not_log(tmp_path: Path) -> Non
         Tiny().log("it", 1.0)
 
 
-# Reductions
-
-
 @pytest.mark.parametrize(
     ("reduce_fx", "expected"),
     [
@@ -175,7 +168,7 @@ def test_reduce_fx(tmp_path: Path, reduce_fx: Any, expected: float, number: bool
 
     def step(self: Any, batch: Any, batch_idx: int) -> None:
         value = float(mean(batch)) if number else mean(batch)
-        self.log("it", value, on_step=False, on_epoch=True, reduce_fx=reduce_fx)
+        self.log("it", value, **EPOCH, reduce_fx=reduce_fx)
 
     trainer = trained(tmp_path, step, 5)
     assert metrics(trainer) == {"it": expected}
@@ -186,8 +179,8 @@ def test_many_values_are_folded_without_loss(tmp_path: Path) -> None:  # H-03
     held: list[int] = []
 
     def train(self: Any, batch: Any, batch_idx: int) -> None:
-        self.log("it", mean(batch), on_step=False, on_epoch=True)
-        self.log("last", mean(batch), on_step=False, on_epoch=True, reduce_fx="max")
+        self.log("it", mean(batch), **EPOCH)
+        self.log("last", mean(batch), **EPOCH, reduce_fx="max")
         held.append(max(len(entry.waiting) for entry in self.trainer.metrics.entries.values()))
 
     assert metrics(trained(tmp_path, train, 301)) == {"it": 150.0, "last": 300.0}
@@ -195,7 +188,7 @@ def test_many_values_are_folded_without_loss(tmp_path: Path) -> None:  # H-03
 
 
 def test_training_values_survive_a_validation_in_mid_epoch(tmp_path: Path) -> None:
-    module = Logging(logs(on_step=False, on_epoch=True), logs(1.0, "val"))
+    module = Logging(logs(**EPOCH), logs(1.0, "val"))
     assert metrics(trained(tmp_path, module, 5, 4, val_check_interval=1)) == {"it": 2.0, "val": 1.0}
 
 
@@ -211,13 +204,17 @@ def test_training_values_survive_a_validation_in_mid_epoch(tmp_path: Path) -> No
         (np.zeros(2), {}, "was given an array of shape (2,)."),
         (np.array("high"), {}, "was given a ndarray."),
         (np.timedelta64(5, "ns"), {}, "was given a timedelta64."),
+        (torchmetrics.MeanMetric(), {}, "was given a MeanMetric that is not an attribute"),
+        (torchmetrics.MeanMetric(), {}, "self.accuracy"),
         (1.0, {"reduce_fx": "men"}, "Did you mean 'mean'?"),
+        *((1.0, {"batch_size": weight}, f"log('it', batch_size={weight!r}") for weight in (-1, -0.5, float("nan"))),
+        (1.0, {"batch_size": np.int64(-1)}, "log('it', batch_size="),
         (1.0, {"reduce_fx": torch.median}, "log a torchmetrics.Metric"),
     ],
 )
 def test_other_values_and_reductions_are_refused(tmp_path: Path, value: Any, options: Any, named: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        trained(tmp_path, logs(value, **options))
+        trained(tmp_path, logs(value, on_epoch=True, **options))
     assert "'it'" in str(caught.value)
     assert named in str(caught.value)
 
@@ -227,76 +224,69 @@ def test_changed_options_are_refused(tmp_path: Path) -> None:
         trained(tmp_path, lambda self, _, index: self.log("it", 1.0, prog_bar=index > 0))
 
 
-# Where values go
-
-
 def test_values_go_to_the_bar_and_to_all_loggers(tmp_path: Path) -> None:
     def train(self: Any, batch: Any, batch_idx: int) -> None:
         self.log("bar", 1.0, prog_bar=True, logger=False)
         self.log("log", 2.0)
-        self.log("bar_epoch_only", 3.0, on_step=False, on_epoch=True, prog_bar=True)
-        self.log("none", 4.0, logger=False)
+        self.log("bar_epoch_only", 3.0, **EPOCH, prog_bar=True)
+        self.log_dict({"none": 4.0, "neither": 5.0}, logger=False)
 
     loggers = [Kept(), Kept()]
     trainer = trained(tmp_path, train, 2, logger=loggers)
     assert trainer.progress_bar_metrics == {"bar": 1.0, "bar_epoch_only": 3.0}
     assert trainer.logged_metrics == {"log": 2.0, "bar_epoch_only": 3.0}
-    assert metrics(trainer) == {"bar": 1.0, "log": 2.0, "bar_epoch_only": 3.0, "none": 4.0}
+    assert metrics(trainer) == {"bar": 1.0, "log": 2.0, "bar_epoch_only": 3.0, "none": 4.0, "neither": 5.0}
     assert {name for _, row in loggers[0].rows for name in row} == {"epoch", "log", "bar_epoch_only"}
     assert loggers[0].rows == loggers[1].rows
     assert trainer.logger is loggers[0]
     assert loggers[1].status == "success"
 
 
-def test_log_dict_passes_its_options_on(tmp_path: Path) -> None:
-    trainer = trained(tmp_path, lambda self, *_: self.log_dict({"a": 1.0, "b": 2.0}, prog_bar=True, on_epoch=True))
-    assert trainer.progress_bar_metrics == {"a_step": 1.0, "a_epoch": 1.0, "b_step": 2.0, "b_epoch": 2.0}
+TWO_EPOCHS = {
+    2: {"epoch": 0, "it_step": 1},
+    4: {"epoch": 0, "it_step": 3},
+    5: {"epoch": 0, "it_step": 4, "it_epoch": 2, "val": 5},
+    6: {"epoch": 1, "it_step": 5},
+    8: {"epoch": 1, "it_step": 7},
+    10: {"epoch": 1, "it_step": 9, "it_epoch": 7, "val": 10},
+}
+WINDOWS = {
+    1: {"epoch": 0, "it_step": 0},
+    2: {"epoch": 0, "it_step": 1},
+    3: {"epoch": 0, "it_step": 2, "it_epoch": 0.8, "val": 3},
+}
 
 
-def test_which_rows_the_csv_logger_gets(tmp_path: Path) -> None:
-    """Step values every ``log_every_n_steps``, and at the end of an epoch; its own values there."""
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        pytest.param({"log_every_n_steps": 2, "max_epochs": 2}, TWO_EPOCHS, id="every second step"),
+        pytest.param({"log_every_n_steps": 0}, {5: {"epoch": 0, "it_epoch": 2, "val": 5}}, id="epochs only"),
+        pytest.param({"log_every_n_steps": 1, "accumulate_grad_batches": 2}, WINDOWS, id="by optimizer steps"),
+    ],
+)
+def test_which_rows_a_logger_gets(tmp_path: Path, options: Any, expected: dict[int, dict[str, float]]) -> None:
+    """Step values every ``log_every_n_steps`` and at the end of an epoch, and the epoch's own values there."""
 
     def train(self: Any, batch: Any, batch_idx: int) -> None:
-        self.log("loss", float(self.global_step), on_step=True, on_epoch=True)
+        self.log("it", float(self.global_step), **BOTH)
 
     def evaluate(self: Any, batch: Any, batch_idx: int) -> None:
         self.log("val", float(self.global_step))
 
-    logger = CSVLogger(tmp_path, name="", version="run")
-    fit(tmp_path, logger=logger, log_every_n_steps=2, max_epochs=2).fit(Logging(train, evaluate), loader(10), loader(4))
-    with open(tmp_path / "run" / "metrics.csv", newline="") as stream:
-        rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(stream)]
-    by_step: dict[float, dict[str, float]] = {}
-    for row in rows:
-        by_step.setdefault(row.pop("step"), {}).update(row)
-    assert by_step == {
-        2: {"epoch": 0, "loss_step": 1},
-        4: {"epoch": 0, "loss_step": 3},
-        5: {"epoch": 0, "loss_step": 4, "loss_epoch": 2, "val": 5},
-        6: {"epoch": 1, "loss_step": 5},
-        8: {"epoch": 1, "loss_step": 7},
-        10: {"epoch": 1, "loss_step": 9, "loss_epoch": 7, "val": 10},
-    }
-
-
-def test_log_every_n_steps_0_logs_epochs_only(tmp_path: Path) -> None:
     logger = Kept()
-    fit(tmp_path, logger=logger, log_every_n_steps=0).fit(Logging(logs(1.0, on_step=True, on_epoch=True)), loader(4))
-    assert logger.rows == [(2, {"epoch": 0, "it_epoch": 1.0})]
-
-
-def test_a_rows_step_is_the_number_of_optimizer_steps(tmp_path: Path) -> None:
-    logger = Kept()
-    step = lambda self, *_: self.log("it", float(self.trainer.micro_batches))  # noqa: E731
-    trained(tmp_path, step, 8, logger=logger, accumulate_grad_batches=2)
-    assert logger.of("it") == [(1, 1.0), (2, 3.0)]
+    fit(tmp_path, logger=logger, **options).fit(Logging(train, evaluate), loader(10), loader(4))
+    by_step: dict[int, dict[str, float]] = {}
+    for step, row in logger.rows:
+        by_step.setdefault(step, {}).update(row)
+    assert by_step == expected
 
 
 def test_the_sanity_check_leaves_nothing(tmp_path: Path) -> None:
     seen: list[dict[str, float]] = []
     logger = Kept()
     watching = calling("on_train_start", lambda trainer: seen.append(metrics(trainer)))
-    module = Logging(None, logs(1.0, "val", on_step=True, on_epoch=True))
+    module = Logging(None, logs(1.0, "val", **BOTH))
     trained(tmp_path, module, 4, 4, logger=logger, callbacks=watching, max_steps=0)
     assert (seen, logger.rows) == ([{}], [])
 
@@ -304,20 +294,14 @@ def test_the_sanity_check_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "expected"),
     [
-        pytest.param(
-            Logging(None, logs(on_step=True, on_epoch=True)),
-            [{"it_epoch/dataloader_idx_0": 1.5}, {"it_epoch/dataloader_idx_1": 0.5}],
-            id="suffixes stand before the index as in Lightning",
-        ),
-        pytest.param(
-            Logging(None, logs(add_dataloader_idx=False)),
-            [{"it": pytest.approx((0 + 1 + 2 + 3 + 0 + 1) / 6)}, {}],
-            id="without the index a key is over all loaders, and present once",
-        ),
-        pytest.param(
+        # Suffixes stand before the index, as in Lightning.
+        (Logging(None, logs(**BOTH)), [{"it_epoch/dataloader_idx_0": 1.5}, {"it_epoch/dataloader_idx_1": 0.5}]),
+        # Without the index a key is over all loaders, and present once.
+        (Logging(None, logs(add_dataloader_idx=False)), [{"it": pytest.approx((0 + 1 + 2 + 3 + 0 + 1) / 6)}, {}]),
+        # Values of no loader are in all results.
+        (
             Logging(None, logs(), on_validation_epoch_end=logs(9.0, "all")),
             [{"it/dataloader_idx_0": 1.5, "all": 9.0}, {"it/dataloader_idx_1": 0.5, "all": 9.0}],
-            id="values of no loader are in all results",
         ),
     ],
 )
@@ -325,43 +309,29 @@ def test_names_for_several_loaders(tmp_path: Path, module: Logging, expected: An
     assert fit(tmp_path).validate(module, [loader(4), loader(2)], verbose=False) == expected
 
 
-# Metric objects: computed over the epoch, reset at its end (B-14)
-
-
-def metered(**options: Any) -> Any:
-    """Return a module that logs a metric in training and another one in validation."""
+def test_a_metric_is_over_the_epoch_and_reset_at_its_end(tmp_path: Path) -> None:  # B-14
+    before: list[float] = []
 
     def train(self: Any, batch: Any, batch_idx: int) -> None:
         self.mean(batch[:, 0])
-        self.log("train", self.mean, **options)
+        self.log("train", self.mean, **BOTH)
 
     def evaluate(self: Any, batch: Any, batch_idx: int) -> None:
         self.val_mean.update(batch[:, 0])
         self.log("val", self.val_mean)
 
-    module = Metered(train, evaluate)
+    module, logger = Metered(train, evaluate), Kept()
     module.val_mean = torchmetrics.MeanMetric()
-    return module
-
-
-def test_a_metric_is_over_the_epoch_and_reset_at_its_end(tmp_path: Path) -> None:  # B-14
-    before: list[float] = []
-    module, logger = metered(on_step=True, on_epoch=True), Kept()
     watching = calling("on_train_epoch_end", lambda trainer: before.append(float(module.mean.compute())))
-    trained(tmp_path, module, 5, 3, max_epochs=2, logger=logger, callbacks=watching)
+    options = {"max_epochs": 2, "num_sanity_val_steps": 1}
+    trainer = trained(tmp_path, module, 5, 3, logger=logger, callbacks=watching, **options)
     assert logger.of("train_step") == [(1, 0.5), (2, 2.5), (3, 4.0), (4, 0.5), (5, 2.5), (6, 4.0)]
     assert logger.of("train_epoch") == [(3, 2.0), (6, 2.0)]
     assert logger.of("val") == [(3, 1.0), (6, 1.0)]
     assert before == [2.0, 2.0]
     assert module.mean.update_count == module.val_mean.update_count == 0
-
-
-def test_a_metric_is_reset_after_a_sanity_check_and_an_evaluation(tmp_path: Path) -> None:  # B-14
-    module = metered(on_epoch=True)
-    trainer = trained(tmp_path, module, 5, 3, num_sanity_val_steps=1)
-    assert float(trainer.callback_metrics["val"]) == 1.0
-    assert trainer.validate(module, loader(3), verbose=False) == [{"val": 1.0}]
-    assert trainer.validate(module, loader(2), verbose=False) == [{"val": 0.5}]
+    for samples, expected in ((3, 1.0), (2, 0.5)):
+        assert trainer.validate(module, loader(samples), verbose=False) == [{"val": expected}]
 
 
 def test_a_metric_collection(tmp_path: Path) -> None:
@@ -374,39 +344,20 @@ def test_a_metric_collection(tmp_path: Path) -> None:
     assert fit(tmp_path).validate(module, loader(5), verbose=False) == [{"mean": 2.0, "max": 4.0}]
 
 
-def test_a_metric_that_is_no_attribute_or_not_one_number_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"MeanMetric that is not an attribute.*\n.*\n.*self.accuracy"):
-        trained(tmp_path, logs(torchmetrics.MeanMetric()))
-
-    def evaluate(self: Any, batch: Any, batch_idx: int) -> None:
-        self.confusion.update(batch[:, 0] / 10, batch[:, 1].long())
-        self.log("confusion", self.confusion)
-
-    module = Logging(None, evaluate)
-    module.confusion = torchmetrics.ConfusionMatrix(task="binary")
-    with pytest.raises(ConfigurationError, match=r"'confusion'.*Matrix, which computes shape \(2, 2\)"):
-        fit(tmp_path).validate(module, loader(4), verbose=False)
-
-
-class FailingLogger(Kept):
-    """Raises an error at the steps at which its disk is full."""
-
-    full_at: tuple[int, ...] = (1, 2)
-
+class FullDisk(Kept):
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        if step in self.full_at:
+        if step < 3:
             raise OSError(f"no space left at {step}")
         super().log_metrics(metrics, step)
 
 
 def test_other_loggers_get_rows_that_one_fails_to_write() -> None:  # O-04
     """On a GPU several rows may be left at the end of a run."""
-    full, other = FailingLogger(), Kept()
-    queue = LogQueue()
+    full, other, queue = FullDisk(), Kept(), LogQueue()
     with pytest.raises(OSError, match="at 1"):
         queue.put([full, other], {"loss": 1.0}, 1)
-    for step in (2, 3):  # as if their numbers had not arrived
-        queue._rows.append(_Row([full, other], {"loss": 1.0}, step))
+    # as if their numbers had not arrived
+    queue._rows += [_Row([full, other], {"loss": 1.0}, step) for step in (2, 3)]
     with pytest.raises(OSError, match="at 2"):
         queue.deliver(wait=True)
     assert [[step for step, _ in one.rows] for one in (full, other)] == [[3], [1, 2, 3]]

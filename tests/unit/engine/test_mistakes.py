@@ -1,4 +1,4 @@
-"""Newcomers' mistakes get a clear message in time (I-10, I-17): nothing is accepted and then silently ignored."""
+"""Newcomers' mistakes get a clear message in time (I-10, I-17), and what only resembles one is accepted."""
 
 from __future__ import annotations
 
@@ -12,22 +12,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from engine_case import fit, loader
-from small_modules import logs
+from engine_case import Tiny, fit, loader, recording_callback
+from small_modules import logs, tiny
+from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau as Plateau
-from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
-from drivetrain import Callback, DataModule, DrivetrainError, Fit, TrainModule
-from drivetrain.callbacks import (
-    Checkpoint,
-    EarlyStopping,
-    GradientAccumulationScheduler,
-    LambdaCallback,
-    LearningRateMonitor,
-    ProgressBar,
-    Timer,
-)
+from captured_warnings import captured_warnings
+from drivetrain import Callback, ConfigurationError, DataModule, DrivetrainError, Fit
+from drivetrain.callbacks import Checkpoint, EarlyStopping
 from drivetrain.data import CombinedLoader
 from drivetrain.loggers import CSVLogger
 from drivetrain_strategies import DDPStrategy
@@ -37,8 +30,6 @@ START = "before the first step"
 FIRST = "in the first window"
 EPOCH = "at the end of the first epoch"
 WHEN = {0: START, 1: FIRST, 4: EPOCH}  # by the number of steps
-
-
 LOADERS: Any = (loader(), loader())
 
 
@@ -60,15 +51,16 @@ class Row(NamedTuple):
     value: str
     why: str
     fix: str
-    make: Callable[[Path], Run]
+    make: Callable[[Path], Any]
 
 
 def nothing(self: Any, *args: Any) -> None:
     """Stand in for a method that is never called."""
 
 
-def sgd(module: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=0.1)
+def sgd(module: nn.Module, *parameters: nn.Parameter) -> torch.optim.Optimizer:
+    """Return an optimizer of these or all parameters."""
+    return torch.optim.SGD(parameters or module.parameters(), lr=0.1)
 
 
 def run(module: Any = None, loaders: Any = LOADERS, more: Any = None, **options: Any) -> Callable[[Path], Run]:
@@ -101,10 +93,11 @@ def backward(self: Any, batch: Any) -> None:
 
 
 MANUAL = steps(backward, automatic_optimization=False)
+BY_HAND = logs(automatic_optimization=False)
 
 
-def clipped_manual(path: Path) -> Run:
-    return Run(fit(path, gradient_clip_val=1.0), MANUAL(path).module)
+def monitored(module: Any) -> Any:
+    return {"optimizer": sgd(module), "monitor": "loss"}
 
 
 def optimized(configure: Callable[..., Any]) -> Callable[[Path], Run]:
@@ -133,72 +126,44 @@ class ByValue:
         return {}
 
 
-def monitored(module: Any) -> Any:
-    return {"optimizer": sgd(module), "monitor": "loss"}
-
-
-def sgd_of_weight(module: Any) -> Any:
-    return torch.optim.SGD([module.layer.weight], lr=0.1)
-
-
-def by_steps(optimizer: Any) -> Any:
-    return StepLR(optimizer, 1)
-
-
 def calls(kind: Any, *args: Any, **options: Any) -> Callable[[Path], Run]:
     """Return a run with a callback of this kind."""
     return lambda path: Run(fit(path, callbacks=kind(*args, **options)), logs())
 
 
-def _file(path: Path) -> Path:
-    (path / "file").write_text("")
-    return path / "file"
+def resumed_at_its_end(**options: Any) -> Callable[[Path], Run]:
+    """Return a run that resumes from the last checkpoint of one that has ended."""
+
+    def make(path: Path) -> Run:
+        first = fit(path, enable_checkpointing=True)
+        first.fit(logs(), loader(), loader())
+        assert first.checkpoint_callback is not None
+        return run(more={"ckpt_path": first.checkpoint_callback.last_model_path}, **options)(path)
+
+    return make
 
 
-def root_is_a_file(path: Path) -> Run:
-    return Run(fit(_file(path), enable_checkpointing=True), logs())
+class Lazy(Tiny):
+    """Has layers that get their shape in the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer: Any = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(affine=False), nn.Linear(4, 1))
 
 
-def logger_in_a_file(path: Path) -> Run:
-    return Run(fit(path, logger=CSVLogger(_file(path))), logs())
+FORKED: dict[str, Any] = {"devices": 2, "launcher": "fork", "accelerator": "cpu"}
+LAZY = "layer.0 (LazyLinear), layer.1 (LazyBatchNorm1d)."
 
 
-def on_meta() -> Any:
-    with torch.device("meta"):
-        return logs()
-
-
-class Untrainable(TrainModule):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([torch.nn.Parameter(torch.ones(()))], lr=0.1)
-
-
-def longest(path: Path) -> Run:
-    return run(loaders=CombinedLoader([loader()], "longest"))(path)
-
-
-def resumed_at_its_end(path: Path, **tried: Any) -> Run:
-    options: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": 1}
-    first = fit(path, **options)
-    first.fit(logs(), loader(), loader())
-    assert first.checkpoint_callback is not None
-    return Run(fit(path, **(tried or options)), logs(), more={"ckpt_path": first.checkpoint_callback.last_model_path})
-
-
-def tried_at_its_end(path: Path) -> Run:
-    return resumed_at_its_end(path, fast_dev_run=True)
-
-
-def watch(name: str) -> Callback:
-    """Return a callback with a method of this name."""
-    kind: type[Callback] = type("Watch", (Callback,), {name: nothing})
+def watch(*names: str) -> Callback:
+    """Return a callback with methods of these names."""
+    kind: type[Callback] = type("Watch", (Callback,), dict.fromkeys(names, nothing))
     return kind()
 
 
-def data_with(name: str) -> Callable[[Path], Run]:
-    """Return a run with a data module that has a method of this name."""
-    kind = type("Numbers", (DataModule,), {name: nothing, "train_dataloader": lambda self: loader()})
-    return run(loaders=(), more={"datamodule": kind()})
+def data_with(name: str) -> DataModule:
+    """Return a data module with a method of this name."""
+    return type("Numbers", (DataModule,), {name: nothing, "train_dataloader": lambda self: loader()})()
 
 
 def appending_in(hook: str) -> Callable[[Path], Run]:
@@ -232,71 +197,52 @@ ERRORS: dict[str, list[Row]] = {
     BUILT: [
         Row("'dpp'", "entry-point group", "use one of auto", run(strategy="dpp")),
         Row("DDPStrategy", "name or a Strategy", "'ddp'", run(strategy=DDPStrategy)),
-        Row("'bf16-mixd'", "dtypes", "bf16-mixed", run(precision="bf16-mixd")),
-        Row("'gpuu'", "type of device", "use one of auto", run(accelerator="gpuu")),
         Row("devices='two'", "a count", "devices=2", run(devices="two")),
         Row("max_epochs=1.5", "an int >= -1", "such as max_epochs=1", run(max_epochs=1.5)),
-        Row("=50.0", "to 1.0", "=0.1 for a tenth", run(limit_train_batches=50.0)),
         Row("max_time='1h'", "limits the time of training", "'00:12:00:00'", run(max_time="1h")),
         Row("min_epochs=9", "minimum exceeds the maximum", "lower min_epochs", run(min_epochs=9)),
         Row("='no'", "bool('no')", "use True", run(inference_mode="no")),
-        Row("=-1.0", "bounds", ">= 0", run(gradient_clip_val=-1.0)),
         Row("'gpus'", "gpus=1", "devices=", run(gpus=1)),
         Row("'fp16'", "fp16=True", "precision='16-mixed'", run(fp16=True)),
         Row("per_epoch", "=5", "limit_train_batches=", run(max_steps_per_epoch=5)),
         Row("'learning_rate'", "=0.1", "configure_optimizers", run(learning_rate=0.1)),
-        Row("'max_epochss'", "=1", "max_epochs", run(max_epochss=1)),
-        Row("the class ProgressBar", "hooks", "an instance", run(callbacks=ProgressBar)),
         Row("a str", "hooks", "an instance", run(callbacks="EarlyStopping")),
-        Row("on_epoch", "never be called", "on_train_epoch_end", calls(LambdaCallback, on_epoch=print)),
-        Row("patience='3'", "checks", "0 or more", calls(EarlyStopping, "val_loss", patience="3")),
-        Row("mode='maxi'", "direction", "'max'", calls(EarlyStopping, "val_loss", mode="maxi")),
         Row("mode='max'", "newest", "monitor=", calls(Checkpoint, mode="max")),
-        Row("'a/b'", "in dirpath", "as dirpath", calls(Checkpoint, filename="a/b")),
         Row("'{epoch'", "braces", "{epoch:03d}", calls(Checkpoint, filename="{epoch")),
-        Row("'batch'", "by steps or by epochs", "use 'step'", calls(LearningRateMonitor, logging_interval="batch")),
-        Row("'an hour'", "DD:HH:MM:SS", "'00:12:00:00'", calls(Timer, "an hour")),
-        Row("({})", "at least one", "{0: 8", calls(GradientAccumulationScheduler, {})),
-        Row("mode='longest'", "modes are", "one of them", longest),
+        Row("mode='longest'", "modes are", "one of them", lambda path: CombinedLoader([loader()], "longest")),
         Row("'resume_from_checkpoint'", "or is set in", "ckpt_path=", run(resume_from_checkpoint="last")),
         Row("'progress_bar_refresh_rate'", "=10 has", "(refresh_rate=...)", run(progress_bar_refresh_rate=10)),
         *(Row(f"Watch.{name} {UNLIKE}", NEVER_RUN, fix, calls(watch, name)) for name, fix in OF_CALLBACKS.items()),
     ],
     START: [
         Row("=9", "never run", "lower val_check_interval", run(val_check_interval=9)),
-        Row("'layer.weight', 'layer.bias'", "values", "to_empty", run(on_meta())),
-        Row("not a folder", "first save", "dirpath", root_is_a_file),
-        Row("not a folder", "first row", "logger=False", logger_in_a_file),
-        Row("a Linear", "hooks of a drivetrain", "subclass TrainModule", run(torch.nn.Linear(1, 1))),
-        Row("no training_step", "cannot train", "write def training_step", run(Untrainable())),
-        Row("gradient_clip_val=1.0", "training_step itself", "self.clip_gradients", clipped_manual),
+        Row(LAZY, "first forward", "one forward", run(Lazy())),
+        Row(LAZY, "first forward", "configure_model", run(Lazy(), strategy="fsdp", **FORKED)),
+        Row("'layer.weight', 'layer.bias'", "values", "to_empty", run(logs().to("meta"))),
+        Row("not a folder", "first save", "dirpath", run(default_root_dir="/dev/null", enable_checkpointing=True)),
+        Row("not a folder", "first row", "logger=False", run(logger=CSVLogger("/dev/null"))),
+        Row("a Linear", "hooks of a drivetrain", "subclass TrainModule", run(nn.Linear(1, 1))),
+        Row("gradient_clip_val=1.0", "itself", "self.clip_gradients", run(BY_HAND, gradient_clip_val=1.0)),
         Row("a generator", "torch optimizers", "return an optimizer", optimized(lambda self: self.parameters())),
-        Row("'lr_schedular'", "keys are", "'lr_scheduler'", optimized(lambda self: {"lr_schedular": None})),
-        Row("not the module's", "not saved", "self.layer = ", optimized(lambda self: sgd(torch.nn.Linear(1, 1)))),
-        Row("share the parameter 'layer.weight'", "twice", "disjoint", optimized(lambda self: [sgd(self), sgd(self)])),
-        Row("ReduceLROnPlateau", "value of a logged", "'monitor'", scheduled(Plateau)),
         Row("ByValue without", "a logged metric", "return", scheduled(ByValue, reduce_on_plateau=True)),
         Row("False with ReduceLR", "monitored", "leave", scheduled(Plateau, reduce_on_plateau=False)),
         Row("'strict': 'no'", "a boolean", "True or False", scheduled(ByValue, strict="no")),
         Row("'monitor': 3", "name of a logged value", "use a name", scheduled(ByValue, monitor=3)),
-        Row("frequency=True", "a number of", "an int of 1", scheduled(ByValue, frequency=True)),
         Row("'monitor': 'loss' without an", "no scheduler would", "drop 'monitor'", optimized(monitored)),
-        Row("no training loader", "nothing to train on", "fit(module, loader)", run(loaders=())),
         Row("TensorDataset", "single samples", "DataLoader(", run(loaders=[TensorDataset(torch.ones(4, 2))])),
-        Row("The training loader", "at least one batch", "drop_last", run(loaders=[[]])),
-        Row(
-            "The validation loader 1", "at least one batch", "data set", run(loaders=[loader(), [loader(), loader(0)]])
-        ),
-        Row("The training loader: int", "iterable", "DataLoader", run(loaders=[3])),
+        Row("The validation loader 1", "one batch", "data set", run(loaders=[loader(), [loader(), loader(0)]])),
         Row("missing", "the path does not exist", "check the path", run(more={"ckpt_path": "missing"})),
         Row("'last'", "looked in", "ckpt_path='auto'", run(more={"ckpt_path": "last"})),
-        Row("max_steps=1", "optimizer step(s)", "leave out fast_dev_run=True", tried_at_its_end),
-        Row("max_epochs=1 is reached", "1 epoch(s)", "raise the limit", resumed_at_its_end),
+        Row("max_steps=1", "optimizer step(s)", "leave out fast_dev_run=True", resumed_at_its_end(fast_dev_run=True)),
+        Row("max_epochs=1 is reached", "1 epoch(s)", "raise the limit", resumed_at_its_end()),
         *(
             Row(f"Net.{name} {UNLIKE}", NEVER_RUN, fix, net(loader(), **{name: nothing}))
             for name, fix in OF_MODULES.items()
         ),
-        *(Row(f"Numbers.{name} {UNLIKE}", NEVER_RUN, fix, data_with(name)) for name, fix in OF_DATA_MODULES.items()),
+        *(
+            Row(f"Numbers.{name} {UNLIKE}", NEVER_RUN, fix, run(loaders=[data_with(name)]))
+            for name, fix in OF_DATA_MODULES.items()
+        ),
         Row("(outputs, batch, batch_idx)", ARGUMENTS, "(self, outputs", net(on_train_batch_end=lambda self, a: None)),
         Row("with (): missing", ARGUMENTS, "on_train_start(self)", net(on_train_start=lambda self, trainer: None)),
         Row("Net.setup()", ARGUMENTS, "def setup(self, stage)", net(setup=lambda self: None)),
@@ -322,8 +268,8 @@ ERRORS: dict[str, list[Row]] = {
 }
 WARNINGS: dict[str, list[Row]] = {
     START: [
-        Row("'layer.bias'", "never used", "add_param_group", optimized(sgd_of_weight)),
-        Row("'loss' is ignored with StepLR", "no value", "reduce_on_plateau", scheduled(by_steps, monitor="loss")),
+        Row("'layer.bias'", "never used", "add_param_group", optimized(lambda self: sgd(self, self.layer.weight))),
+        Row("'loss' is ignored with ByValue", "no value", "reduce_on_plateau", scheduled(ByValue, monitor="loss")),
         Row("ignored in manual", "training_step steps", "lr_schedulers()", scheduled(ByValue, False, interval="step")),
         Row("validation_step", "fit does not validate", "val_dataloaders", run(loaders=[loader()])),
     ],
@@ -347,7 +293,7 @@ def rows(table: dict[str, list[Row]]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("when", "mistake"), rows(ERRORS))
-def test_a_mistake_is_refused_in_time(tmp_path: Path, when: str, mistake: Row) -> None:  # I-10, I-17, G-06
+def test_a_mistake_is_refused_in_time(tmp_path: Path, when: str, mistake: Row) -> None:  # I-10, I-12, I-17, G-06
     try:
         run = mistake.make(tmp_path)
     except DrivetrainError as refusal:
@@ -382,3 +328,115 @@ def test_a_mistake_is_warned_about_in_time(tmp_path: Path, monkeypatch: Any, whe
     assert WHEN[steps] == when
     assert mistake.why in line
     assert mistake.fix in line
+
+
+@pytest.mark.parametrize("settings", [{}, {"strategy": "ddp", **FORKED}])
+def test_lazy_layers_train_after_one_forward(tmp_path: Path, settings: dict[str, Any]) -> None:  # I-12
+    class Shaped(Lazy):
+        def configure_model(self) -> None:
+            with torch.no_grad():
+                self.layer(torch.ones(2, 2))
+
+    before = Lazy()
+    with pytest.raises(DrivetrainError, match="LazyLinear"):
+        fit(tmp_path).predict(before, loader(4))
+    before.layer(torch.ones(2, 2))
+    for module in (before, Shaped()):
+        trainer = fit(tmp_path, **settings)
+        trainer.fit(module, loader(4, 4))
+        assert trainer.global_step == 1
+        assert type(module.layer[0]) is nn.Linear  # also in the caller of started ranks
+        assert module.layer[0].weight.shape == (4, 2)
+
+
+def test_methods_whose_names_share_a_word_with_hooks_are_accepted(tmp_path: Path) -> None:  # I-10
+    names = ["training_loss", "setup_layers", "step", "log_images", "get_metrics", "on_policy_loss", "on_episode"]
+    names += ["test_data", "configure_heads", "predict", "_training_epoch_end", "_validation_steps", "val_step"]
+    module, callback = tiny(**dict.fromkeys(names, nothing)), watch("training_step", "backward", "on_reward", "write")
+    with captured_warnings() as lines:
+        fit(tmp_path, callbacks=callback).fit(module, datamodule=data_with("train_steps"))
+    assert not [line for line in lines if "resemble hooks" in line]
+
+
+def test_a_class_whose_methods_are_almost_named_as_hooks_gets_one_warning(tmp_path: Path) -> None:  # I-10
+    names = {
+        "configure_optimiser": "configure_optimizers",
+        "on_befor_optimizer_step": "on_before_optimizer_step",
+        "batch_weights": "batch_weight",
+        "training_steps": "training_step",
+    }
+    module = tiny(**dict.fromkeys(names, nothing))
+    with captured_warnings() as lines:
+        fit(tmp_path, callbacks=watch("on_validation_ends")).fit(module, datamodule=data_with("prepare_datas"))
+    by_class = {line.split()[0]: line for line in lines if "resemble hooks" in line}
+    assert len([line for line in lines if "resemble hooks" in line]) == len(by_class) == 3
+    for name, hook in names.items():
+        assert f"{name} (did you mean {hook}?)" in by_class["Net"]
+    assert "on_validation_ends (did you mean on_validation_end?)" in by_class["Watch"]
+    assert "prepare_datas (did you mean prepare_data?)" in by_class["Numbers"]
+
+
+def test_a_method_that_returned_the_loaders_is_accepted(tmp_path: Path) -> None:  # I-10
+    module: Any = tiny(valid_dataloader=lambda self: loader(2))
+    fit(tmp_path).fit(module, loader(), module.valid_dataloader())
+    assert [0, 1] in module.evaluated
+
+
+@pytest.mark.parametrize(
+    ("hook", "loaders"),
+    [
+        (lambda self, outputs, batch, batch_idx: self.calls.append(batch_idx), loader(4)),
+        (lambda self, outputs, batch, batch_idx, dataloader_idx: self.calls.append(dataloader_idx), [loader(2)] * 2),
+    ],
+)
+def test_hooks_may_omit_dataloader_idx_or_require_it(tmp_path: Path, hook: Any, loaders: Any) -> None:  # I-10
+    module: Any = tiny(on_validation_batch_end=hook, calls=[])
+    fit(tmp_path, num_sanity_val_steps=0).fit(module, loader(), loaders)
+    assert module.calls == [0, 1]
+
+
+def test_setup_may_append_and_remove_callbacks(tmp_path: Path) -> None:  # I-10
+    calls: list[str] = []
+    appended = recording_callback("appended", calls)
+
+    def setup(self: Any, stage: str) -> None:
+        self.trainer.callbacks[:] = [appended]
+
+    fit(tmp_path, callbacks=recording_callback("removed", calls)).fit(tiny(setup=setup), loader())
+    assert [call for call in calls if call.startswith("removed")] == ["removed.setup"]
+    assert [calls.count(f"appended.{hook}") for hook in ("setup", "on_train_start", "teardown")] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("keys", "values"), [({"monitor": "loss"}, 3), ({"monitor": "los", "strict": False}, 0)])
+def test_a_custom_scheduler_gets_the_value_unless_it_is_missing(tmp_path: Path, keys: Any, values: int) -> None:  # I-10
+    given: list[Any] = []
+
+    class Recording(ByValue):
+        def step(self, *values: Any) -> None:
+            given.extend(values or ["none"])
+
+    trainer, module = fit(tmp_path, max_epochs=3), scheduled(Recording, reduce_on_plateau=True, **keys)(tmp_path).module
+    with captured_warnings() as lines:
+        trainer.fit(module, *LOADERS)
+    assert len(given) == values
+    assert given[-1:] in ([], [trainer.callback_metrics["loss"]])
+    found = [line for line in lines if "'strict': False" in line]
+    assert len(found) == (not values)
+    assert all("'los'" in line and "'loss'" in line for line in found)
+
+
+def test_a_monitor_without_a_scheduler_may_be_switched_off(tmp_path: Path) -> None:  # I-10
+    module = logs(configure_optimizers=lambda self: {**monitored(self), "lr_scheduler": None})
+    fit(tmp_path).fit(module, loader())
+    assert len(module.seen) == 4
+
+
+def test_old_names_in_environment_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # I-10
+    monkeypatch.setenv("DRIVETRAIN_GPUS", "2")
+    with pytest.raises(ConfigurationError, match=r"(?s)DRIVETRAIN_GPUS='2'.*devices="):
+        Fit()
+    monkeypatch.delenv("DRIVETRAIN_GPUS")
+    (tmp_path / "drivetrain.toml").write_text("epochs = 3\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"(?s)sets 'epochs'.*max_epochs="):
+        Fit()
