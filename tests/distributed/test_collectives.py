@@ -1,7 +1,8 @@
-"""Communication between ranks: its amount, and agreements between them. Rows A-08, A-10, B-02, B-19, H-01."""
+"""Communication between ranks: its amount, and agreements between them. Rows A-08, A-10, B-02, B-19, H-01, I-17."""
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import time
@@ -28,13 +29,12 @@ from small_runs import (
 from torch import nn
 from torch.utils.data import DataLoader, random_split
 
+from captured_warnings import captured_warnings
 from drivetrain import Callback
 from drivetrain._engine import collective_calls  # to shorten its timeout, which is no setting
 from drivetrain._loops import train  # likewise
 from drivetrain.callbacks import EarlyStopping, LambdaCallback
 from worlds import on_ranks
-
-# H-01, B-02: number of collectives
 
 
 def _by_hand(steps: int, **options: Any) -> Counter[str]:
@@ -121,7 +121,7 @@ def test_a_bare_fit_issues_only_ddps_collectives() -> None:  # H-01, B-02, B-12
         assert found["whole run, logged by epoch"]["allgather"] == found["whole run"]["allgather"] + 2
 
 
-def _stop_at(step: int, ranks: tuple[int, ...]) -> Callback:
+def _stop_at(step: int, *ranks: int) -> Callback:
     def request(trainer: Any, *arguments: Any) -> None:
         if trainer.global_step == step and trainer.global_rank in ranks:
             trainer.should_stop = True
@@ -132,17 +132,17 @@ def _stop_at(step: int, ranks: tuple[int, ...]) -> Callback:
 def _stopping() -> dict[str, Any]:
     of_this_rank = timedelta(microseconds=1 if dist.get_rank() else 3600 * 10**6)
     found: dict[str, Any] = {}
-    for name, step, ranks, settings in (
-        ("rank 1", 5, (1,), {}),
-        ("both", 5, (0, 1), {}),
-        ("late", 30, (0,), {}),
-        ("min_steps", 5, (1,), {"min_steps": 60}),
-        ("min_epochs", 5, (1,), {"min_epochs": 2, "max_epochs": 4}),
-        ("max_time on rank 1", -1, (), {"max_time": of_this_rank, "max_epochs": -1}),
-        ("end of the epoch", 100, (1,), {"max_epochs": 3}),
-    ):
-        trainer = quiet(**{"strategy": "ddp", "callbacks": _stop_at(step, ranks), **settings})
-        module = Regression()
+    cases: dict[str, tuple[Callback, dict[str, Any]]] = {
+        "rank 1": (_stop_at(5, 1), {}),
+        "both": (_stop_at(5, 0, 1), {}),
+        "late": (_stop_at(30, 0), {}),
+        "min_steps": (_stop_at(5, 1), {"min_steps": 60}),
+        "min_epochs": (_stop_at(5, 1), {"min_epochs": 2, "max_epochs": 4}),
+        "max_time on rank 1": (Callback(), {"max_time": of_this_rank, "max_epochs": -1}),
+        "end of the epoch": (_stop_at(100, 1), {"max_epochs": 3}),
+    }
+    for name, (stop, settings) in cases.items():
+        trainer, module = quiet(strategy="ddp", callbacks=stop, **settings), Regression()
         trainer.fit(module, loader(400, 2))
         found[name] = (trainer.global_step, trainer.current_epoch, weights(module))
     return found
@@ -158,6 +158,50 @@ def test_a_stop_requested_on_one_rank_stops_all_after_the_same_step() -> None:  
     assert first["min_steps"][0] == 60
     assert first["min_epochs"][:2] == (200, 2)
     assert first["end of the epoch"][:2] == (100, 1)
+
+
+class NeverSteps(Regression):
+    """Uses manual optimization without a step, and has a validation_step without a loader."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+
+def _request_on_rank_1(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    if batch_idx == 1 and trainer.global_rank == 1:
+        trainer.request_stop("a value of rank 1's")
+
+
+def _stop_on_rank_1(trainer: Any, module: Any) -> None:
+    trainer.should_stop = trainer.global_rank == 1
+
+
+def _messages() -> list[list[str]]:
+    within = LambdaCallback(on_train_batch_end=_request_on_rank_1)
+    between = LambdaCallback(on_train_epoch_end=_stop_on_rank_1)
+    found = []
+    for module, callback, epochs in ((Regression(), within, 9), (Regression(), between, 9), (NeverSteps(), [], 1)):
+        with captured_warnings(logging.INFO) as lines:
+            quiet(strategy="ddp", callbacks=callback, max_epochs=epochs).fit(module, loader(200, 2))
+        found.append([line for line in lines if not line.startswith("Precision")])
+    return found
+
+
+def test_a_message_is_logged_once_whichever_rank_caused_it() -> None:  # I-17
+    (within, between, never_steps), silent = on_ranks(_messages, 2)
+    for lines, part in (
+        (within, "The run ended: a value of rank 1's (0 epochs, "),
+        (between, "The run ended: trainer.should_stop was set in _stop_on_rank_1 (1 epoch, "),
+        (never_steps, "did not call step() of any"),
+        (never_steps, "no validation loader"),
+        (never_steps, "The run ended: max_epochs=1 is reached"),
+    ):
+        assert sum(part in line for line in lines) == 1, lines
+    assert silent == [[], [], []]
 
 
 class Monitored(Regression):
@@ -194,35 +238,29 @@ class Monitored(Regression):
 
 def _monitored() -> dict[str, Any]:
     found: dict[str, Any] = {}
+    batches = loader(16, 4)
     for how in ("reduced", "sync_dist=False", "a step's value", "only rank 0"):
         stopping = EarlyStopping("value", patience=3, check_on_train_epoch_end=True)
         trainer = quiet(strategy="ddp", max_epochs=8, callbacks=stopping)
-        trainer.fit(Monitored(how), loader(16, 4), loader(16, 4))
+        trainer.fit(Monitored(how), batches, batches)
         rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
         found[how] = (trainer.current_epoch, rates)
+    only_here = [EarlyStopping("value", patience=3)] if dist.get_rank() == 0 else []
+    began = time.monotonic()
+    text = refusal(Monitored("reduced"), batches, batches, strategy="ddp", max_epochs=2, callbacks=only_here)
+    found["stops one rank only"] = text, time.monotonic() - began
     return found
 
 
-def test_a_monitored_value_is_the_same_on_all_ranks() -> None:  # B-19
-    first, second = on_ranks(_monitored, 2)
+def test_a_monitored_value_is_the_same_on_all_ranks_and_a_callback_that_stops_one_is_named() -> None:  # B-19
+    first, second = ranks = on_ranks(_monitored, 2)
+    for text, seconds in (found.pop("stops one rank only") for found in ranks):
+        assert "\"the value of 'value', on which a decision depends\" on rank(s) [0]" in text
+        assert seconds < 20
     assert first == second
     for how, (epochs, rates) in first.items():
         assert epochs == 4, how  # the first epoch is the best, and patience allows three more
         assert rates == [0.1 / 2**3], how
-
-
-def _stopping_on_rank_0() -> dict[str, Any]:
-    only_here = [EarlyStopping("value", patience=3)] if dist.get_rank() == 0 else []
-    began = time.monotonic()
-    batches = loader(16, 4)
-    text = refusal(Monitored("reduced"), batches, batches, strategy="ddp", max_epochs=2, callbacks=only_here)
-    return {"text": text, "seconds": time.monotonic() - began}
-
-
-def test_a_callback_that_stops_one_rank_only_is_named_without_a_hang() -> None:  # B-19
-    for found in on_ranks(_stopping_on_rank_0, 2):
-        assert "\"the value of 'value', on which a decision depends\" on rank(s) [0]" in found["text"]
-        assert found["seconds"] < 20
 
 
 class Skipping(Regression):
@@ -240,11 +278,8 @@ class Skipping(Regression):
 def _skipping(folder: str) -> dict[str, Any]:
     train._SKIP_TIMEOUT = timedelta(seconds=1)
     found: dict[str, Any] = {}
-    for name, module in (
-        ("both", Skipping((0, 1))),
-        ("rank 1", Skipping((1,))),
-        ("rank 0 at the end", Skipping((0,), at=7)),
-    ):
+    modules = {"both": Skipping((0, 1)), "rank 1": Skipping((1,)), "rank 0 at the end": Skipping((0,), at=7)}
+    for name, module in modules.items():
         trainer = quiet(strategy="ddp", max_epochs=2, default_root_dir=os.path.join(folder, name))
         began = time.monotonic()
         with failing() as error:

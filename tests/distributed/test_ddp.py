@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import chain
 from typing import Any
 
@@ -37,79 +40,82 @@ from drivetrain_strategies.ddp import strategy as ddp_module
 from drivetrain_strategies.ddp._sync_batchnorm import SyncBatchNormSwap  # its public form needs a GPU
 from worlds import on_ranks
 
-# C-01: parameters without a gradient
+FIND = "ddp_find_unused_parameters_true"
+ALWAYS, BOTH = range(100), (0, 1)
 
 
 class WithSpare(Regression):
-    """Has a layer that the loss uses only if `uses_spare` returns True."""
+    """Has a layer that the loss leaves out in these micro-batches, counted over the run, on these ranks."""
 
-    def __init__(self, uses: str = "never") -> None:
+    def __init__(self, left_out: Sequence[int] = ALWAYS, ranks: tuple[int, ...] = BOTH) -> None:
         super().__init__()
         self.spare = seeded(lambda: nn.Linear(FEATURES, 1))
-        self.uses = uses
-
-    def uses_spare(self, batch_idx: int) -> bool:
-        return {
-            "never": False,
-            "at first": batch_idx == 0,
-            "later": batch_idx > 0,
-            "on rank 0": self.global_rank == 0,
-            "but for the last": batch_idx < 3,
-        }[self.uses]
+        self.left_out, self.ranks, self.seen = left_out, ranks, -1
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen += 1
         loss = self.loss(batch)
-        return loss + self.spare(batch[0]).square().mean() if self.uses_spare(batch_idx) else loss
+        if self.seen in self.left_out and self.global_rank in self.ranks:
+            return loss
+        return loss + self.spare(batch[0]).square().mean()
 
 
-FIND = "ddp_find_unused_parameters_true"
+LEFT_OUT: dict[str, tuple[Sequence[int], tuple[int, ...], int, int]] = {
+    "every step": (ALWAYS, BOTH, 1, 0),
+    "every step, accumulated": (ALWAYS, BOTH, 2, 0),
+    "every step, on one rank": (ALWAYS, (1,), 1, 0),
+    "every step but the first": (range(1, 100), BOTH, 1, 1),
+    "the micro-batch that synchronises": ((5,), BOTH, 2, 2),
+    "a step between": ((2,), BOTH, 1, 2),
+    "the epoch's last step, on one rank": ((3,), (1,), 1, 3),
+    "the run's last step, on one rank": ((7,), (0,), 1, 7),
+    "the run's last step": ((7,), BOTH, 1, 7),
+}
+"""The micro-batches of two epochs of four that leave a layer out; on which ranks; the window; the steps before that."""
 
 
-def _unused() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, uses, settings in (
-        ("plain", "never", {}),
-        ("accumulated", "never", {"accumulate_grad_batches": 2}),
-        ("at first", "at first", {}),
-        # Used in the first micro-batch of the window, but not in the one that synchronises.
-        ("at first, accumulated", "at first", {"accumulate_grad_batches": 2}),
-        ("but for the last", "but for the last", {}),
-        ("on rank 0", "on rank 0", {}),
-    ):
-        fit = quiet(strategy="ddp", **settings)
-        with failing() as found[name]:
-            fit.fit(WithSpare(uses), loader(32, 4))
-        found[name]["steps"] = str(fit.global_step)
-    found["found on one rank"] = trained(WithSpare("on rank 0"), loader(32, 4), strategy=FIND)
+def _left_out() -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for name, (left_out, ranks, window, before) in LEFT_OUT.items():
+        for static in (False, True) if before > 1 else (False,):
+            module, began = WithSpare(left_out, ranks), time.monotonic()
+            strategy = DDPStrategy(timeout=timedelta(seconds=20), static_graph=static)
+            fit = quiet(strategy=strategy, max_epochs=2, accumulate_grad_batches=window)
+            with failing() as error:
+                fit.fit(module, loader(32, 4))
+            found[static, name] = error, fit.global_step, time.monotonic() - began, weights(module)
+    found["found"] = trained(WithSpare(ranks=(1,)), loader(32, 4), strategy=FIND)
     return found
 
 
-def test_unused_parameters_are_named_on_step_1() -> None:  # C-01; tests/parity trains with unused parameters
-    ranks = on_ranks(_unused, 2, process_group=None, timeout=120)
-    unused = "2 trainable parameter(s) got no gradient: 'spare.weight', 'spare.bias'."
-    for found in ranks:
-        for name in ("plain", "accumulated", "at first", "at first, accumulated", "but for the last"):
-            assert found[name]["type"] == "ConfigurationError", found[name]
-            assert unused in found[name]["text"]
-        for name in ("plain", "accumulated"):
-            for cure in ("static_graph=True", "find_unused_parameters=True", "requires_grad_(False)"):
-                assert cure in found[name]["text"]
-            assert found[name]["steps"] == "0"
-        assert "'spare.weight', 'spare.bias'" in found["on rank 0"]["text"]
-    # A parameter that is unused on one rank: that rank names it, and the other one reports that rank's error.
-    assert [found["on rank 0"]["type"] for found in ranks] == ["RankFailedError", "ConfigurationError"]
-    first, second = (found["found on one rank"] for found in ranks)
+def test_a_step_that_omits_a_parameter_is_refused_before_it_is_made() -> None:  # C-01, C-04
+    ranks = on_ranks(_left_out, 2, process_group=None, timeout=120)
+    first, second = (found.pop("found") for found in ranks)
     assert torch.equal(first, second)
     assert not torch.allclose(first, weights(train_by_hand(WithSpare(), global_batches(32, 8))))
+    for static, name in ranks[0]:
+        _, on, _, before = LEFT_OUT[name]
+        for rank, found in enumerate(ranks):
+            error, steps, seconds, left = found[static, name]
+            # A rank that used the parameter reports the other's error.
+            assert error["type"] == ("ConfigurationError" if rank in on else "RankFailedError"), (static, name, error)
+            assert "2 trainable parameter(s) got no gradient: 'spare.weight', 'spare.bias'." in error["text"]
+            assert steps == before, (static, name)
+            assert seconds < 10, (static, name)
+            assert torch.equal(left, ranks[0][static, name][3]), (static, name)
+            # Only the fixes for this kind of run are suggested.
+            assert "find_unused_parameters=True" in error["text"]
+            for fix in ("use DDPStrategy(static_graph=True)", "requires_grad_(False)"):
+                assert (fix in error["text"]) == (not static), (static, error)
 
 
-def _changed_graph(uses: str) -> str:
+def _changed_graph(left_out: Sequence[int]) -> str:
     strategy = DDPStrategy(static_graph=True)
-    return refusal(WithSpare(uses), loader(64, 4), strategy=strategy, callbacks=ReplicaCheck(1))
+    return refusal(WithSpare(left_out), loader(64, 4), strategy=strategy, callbacks=ReplicaCheck(1))
 
 
 def test_static_graph_notices_a_changed_graph() -> None:  # C-02, C-04; tests/parity accumulates
-    for text in chain(*on_ranks(each, 2, _changed_graph, ("at first",), ("later",), process_group=None)):
+    for text in chain(*on_ranks(each, 2, _changed_graph, (range(1, 100),), ((0,),), process_group=None)):
         assert "static_graph=True" in text
         assert "changed" in text
 
@@ -129,26 +135,27 @@ def _doubled(factor, bucket):  # torch refuses annotations that are strings
 
 
 PLAIN: dict[str, Any] = {"find_unused_parameters": False, "gradient_as_bucket_view": False}
-ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "unset": ({}, PLAIN),
-    "static None": ({"static_graph": None}, PLAIN),
-    "static True": ({"static_graph": True}, PLAIN),
-    "find": ({"find_unused_parameters": True}, {**PLAIN, "find_unused_parameters": True}),
-    "bucket": ({"bucket_cap_mb": 0.0001}, {**PLAIN, "bucket_cap_mb": 0.0001}),
-    "buffers": ({"broadcast_buffers": False}, {**PLAIN, "broadcast_buffers": False}),
-    "view": ({"gradient_as_bucket_view": True}, {**PLAIN, "gradient_as_bucket_view": True}),
-    "own": ({"comm_hook": (2.0, _doubled)}, PLAIN),
-    "fp16": ({"comm_hook": "fp16"}, PLAIN),
-    "bf16": ({"comm_hook": "bf16"}, PLAIN),
-    "powersgd": ({"comm_hook": "powersgd"}, PLAIN),
+FOR_DDP: dict[str, dict[str, Any]] = {
+    "unset": {},
+    "find": {"find_unused_parameters": True},
+    "bucket": {"bucket_cap_mb": 0.0001},
+    "buffers": {"broadcast_buffers": False},
+    "view": {"gradient_as_bucket_view": True},
 }
-"""By name, what the strategy is given, and what DDP gets."""
+"""What DDP gets."""
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    **FOR_DDP,
+    "static None": {"static_graph": None},
+    "static True": {"static_graph": True},
+    "own": {"comm_hook": (2.0, _doubled)},
+    **{hook: {"comm_hook": hook} for hook in ("fp16", "bf16", "powersgd")},
+}
 
 
 def _arguments() -> dict[str, Any]:
     ddp_module.DistributedDataParallel = _RecordingDDP  # type: ignore[assignment, attr-defined]
     found: dict[str, Any] = {}
-    for name, (options, _) in ARGUMENTS.items():
+    for name, options in ARGUMENTS.items():
         description: dict[str, Any] = {}
 
         def describe(trainer: Any, module: Any, description: Any = description) -> None:
@@ -174,8 +181,8 @@ def test_every_argument_reaches_torch() -> None:  # C-03, C-07
     with_bf16 = torch.distributed.is_nccl_available()
     rounded = {"fp16": 2e-3, **({"bf16": 2e-2} if with_bf16 else {})}
     for found in ranks:
-        for name, (_, given) in ARGUMENTS.items():
-            assert found[name]["given"] == given, name
+        for name in ARGUMENTS:
+            assert found[name]["given"] == PLAIN | FOR_DDP.get(name, {}), name
             if name == "bf16" and not with_bf16:
                 assert "ConfigurationError" in found[name]["error"]
                 assert "comm_hook='bf16' on the backend 'gloo'" in found[name]["error"]
@@ -226,18 +233,15 @@ CHECKPOINTED = [
 ]
 
 
-def _checkpointed() -> list[Any]:
-    found = []
-    for strategy, reentrant, times, _ in CHECKPOINTED:
-        module = Checkpointed(reentrant, times)
-        error = refusal(module, loader(64, 4), strategy=strategy, callbacks=ReplicaCheck(every_n_steps=1))
-        found.append((error, weights(module)))
-    return found
+def _checkpointed(strategy: str, reentrant: bool, times: int, _: str) -> tuple[str, torch.Tensor]:
+    module = Checkpointed(reentrant, times)
+    error = refusal(module, loader(64, 4), strategy=strategy, callbacks=ReplicaCheck(every_n_steps=1))
+    return error, weights(module)
 
 
 def test_reentrant_checkpointing() -> None:  # C-03, C-04
     references = {times: weights(train_by_hand(Checkpointed(False, times), global_batches(64, 8))) for times in (1, 2)}
-    for found in on_ranks(_checkpointed, 2, process_group=None):
+    for found in on_ranks(each, 2, _checkpointed, *CHECKPOINTED, process_group=None):
         for (strategy, _, times, part), (error, after) in zip(CHECKPOINTED, found, strict=True):
             if part:
                 assert error.startswith(("ConfigurationError", "DistributedError")), (strategy, error)
@@ -280,24 +284,22 @@ class Forms(Regression):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         output = self.model(*batch)
-        return output if self.form in ("dict", "whole ModelOutput") else output.loss
+        return output if self.form == WHOLE else output.loss
 
 
-def _forms() -> dict[str, Any]:
-    found = {form: trained(Forms(form), loader(48, 4), strategy="ddp") for form in FORMS}
-    for strategy in ("ddp_static_graph", FIND):
-        found[strategy] = trained(Forms("whole ModelOutput"), loader(48, 4), strategy=strategy)
-    return found
+WHOLE = "whole ModelOutput"
+FORMS = [("ddp", form) for form in ("dataclass", "ModelOutput", WHOLE)] + [("ddp_static_graph", WHOLE), (FIND, WHOLE)]
 
 
-FORMS = ("dataclass", "ModelOutput", "dict", "whole ModelOutput")
+def _form(strategy: str, form: str) -> torch.Tensor:
+    return trained(Forms(form), loader(48, 4), strategy=strategy)
 
 
 def test_every_way_to_call_the_module_synchronises() -> None:  # C-05
     reference = weights(train_by_hand(Forms("dataclass"), global_batches(48, 8)))
-    for found in on_ranks(_forms, 2, process_group=None):
-        for name, actual in found.items():
-            torch.testing.assert_close(actual, reference, msg=about(name), **TIGHTER)
+    for found in on_ranks(each, 2, _form, *FORMS, process_group=None):
+        for case, actual in zip(FORMS, found, strict=True):
+            torch.testing.assert_close(actual, reference, msg=about(case), **TIGHTER)
 
 
 class Embedded(Regression):
