@@ -39,16 +39,29 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+class MixedOutputs(DeepRegression):
+    """Has outputs of every kind: DeepSpeed's module hooks traverse all inputs and outputs."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch), "number": 3.0, "nothing": None, "batch": batch}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> float:
+        return 1.0
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert (outputs["number"], outputs["nothing"]) == (3.0, None)
+
+
 def _runs() -> dict[str, torch.Tensor]:
     settings: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 2}
     return {
-        name: trained(DeepRegression(), loader(40, 4), strategy=DeepSpeedStrategy(**options), **settings)
+        name: trained(MixedOutputs(), loader(40, 4), loader(8, 4), strategy=DeepSpeedStrategy(**options), **settings)
         for name, options in OPTIONS.items()
     }
 
 
-def test_every_setting_gives_the_same_results() -> None:
-    # E-01, E-05, E-13, B-02: 5 micro-batches in windows of two, the last one short
+def test_every_setting_gives_the_same_results_with_outputs_of_every_kind() -> None:
+    # C-05, E-01, E-05, E-13, B-02: 5 micro-batches in windows of two, the last one short
     expected = weights(train_by_hand(DeepRegression(), global_batches(40, 8), window=2, epochs=2))
     for name, actual in same_on_two_ranks(_runs).items():
         torch.testing.assert_close(actual, expected, **TIGHT, msg=name)

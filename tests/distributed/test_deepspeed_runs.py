@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -237,11 +237,13 @@ def _by_hand(module: Any) -> torch.Tensor:
 def _from_config(stage: int) -> Any:
     module = _with(lambda one: None)
     rates: list[float] = []
-    note = LambdaCallback(
-        on_train_batch_end=lambda trainer, *_: rates.append(trainer.optimizers[0].param_groups[0]["lr"])
-    )
+
+    def note(trainer: Any, *_: Any) -> None:
+        rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
     strategy = DeepSpeedStrategy(stage=stage, config={"optimizer": ADAMW, "scheduler": WARM_UP})
-    quiet(strategy=strategy, callbacks=note, accumulate_grad_batches=2).fit(module, loader(48, 4))
+    callback = LambdaCallback(on_train_batch_end=note)
+    quiet(strategy=strategy, callbacks=callback, accumulate_grad_batches=2).fit(module, loader(48, 4))
     return weights(module), rates, strategy.resolved_config
 
 
@@ -262,7 +264,7 @@ def test_optimizer_and_scheduler_from_the_config() -> None:
         optimizer.step()
         scheduler.step()
         rates.append(optimizer.param_groups[0]["lr"])
-    for found, seen, config in chain.from_iterable(on_ranks(each, 2, _from_config, (1,), (3,))):
+    for found, seen, config in itertools.chain.from_iterable(on_ranks(each, 2, _from_config, (1,), (3,))):
         torch.testing.assert_close(found, weights(module), **TIGHT)
         assert seen == pytest.approx(rates)
         assert config["optimizer"] == ADAMW
@@ -375,26 +377,6 @@ def test_nothing_is_left_behind() -> None:
             torch.testing.assert_close(entry, expected, **TIGHT)
 
 
-def _own_group() -> Any:
-    assert not dist.is_initialized()
-    module = DeepRegression()
-    for options in ({"stage": 2}, SHARD_EVERYTHING):
-        quiet(strategy=DeepSpeedStrategy(**options), devices=2).fit(module, loader(16, 4))
-        assert not dist.is_initialized()
-    from deepspeed.comm import comm
-    from deepspeed.utils import groups
-
-    assert comm.cdb is None
-    assert groups._WORLD_GROUP is None
-    return weights(module)
-
-
-def test_a_group_of_ours_ends_with_the_run() -> None:
-    # A-02
-    first, second = on_ranks(_own_group, 2, process_group=None)
-    assert torch.equal(first, second)
-
-
 def _left_over(path: str) -> list[Any]:
     module = DeepRegression()
     strategy = DeepSpeedStrategy(**SHARD_EVERYTHING, gather_limit=10)
@@ -417,6 +399,9 @@ def test_above_the_limit_the_weights_are_in_the_checkpoint(tmp_path: Path) -> No
 
 
 def _log_messages() -> Any:
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             kept.append((record.levelno, record.getMessage()))
@@ -426,19 +411,27 @@ def _log_messages() -> Any:
     theirs.setLevel(logging.DEBUG)
     theirs.addHandler(Keep())
     theirs.propagate = False
-    quiet(strategy=DeepSpeedStrategy(stage=1), precision="bf16-mixed").fit(DeepRegression(), loader(16, 4))
-    return kept
+    module = DeepRegression()
+    for options in ({"stage": 1}, SHARD_EVERYTHING):
+        quiet(strategy=DeepSpeedStrategy(**options), devices=2, precision="bf16-mixed").fit(module, loader(16, 4))
+        assert not dist.is_initialized()
+    assert comm.cdb is None
+    assert groups._WORLD_GROUP is None
+    return kept, weights(module)
 
 
-def test_deepspeeds_banner_appears_on_request(capfd: pytest.CaptureFixture[str]) -> None:
-    # E-12: its bf16 optimizer prints a memory report at every log level
-    kept, _ = on_ranks(_log_messages, 2)
+def test_a_group_of_ours_ends_with_the_run_and_deepspeeds_banner_appears_on_request(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    # A-02, E-12: its bf16 optimizer prints a memory report at every log level
+    (kept, first), (_, second) = on_ranks(_log_messages, 2, process_group=None)
+    assert torch.equal(first, second)
     assert any("DeepSpeed info: version" in text for _, text in kept)
     assert any("CPU Virtual Memory" in text for _, text in kept)
     assert {level for level, _ in kept} == {logging.DEBUG}
-    said = capfd.readouterr()
-    assert said.out == ""
-    assert "DeepSpeed info" not in said.err
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert "DeepSpeed info" not in printed.err
 
 
 class Infinite(DeepRegression):
@@ -465,9 +458,8 @@ def _infinite(options: dict[str, Any], precision: str) -> Any:
 
 def test_a_step_that_deepspeed_skips_is_logged() -> None:
     # E-06, E-11: DeepSpeed skips it silently, on every rank; here it is not counted, and one line reports it
-    cases: list[tuple[dict[str, Any], str]]
-    cases = [({"stage": 1}, "bf16-mixed"), *(({"stage": stage}, "32-true") for stage in (2, 3))]
-    cases.append(({"stage": 2, "offload_optimizer": "cpu"}, "bf16-mixed"))
+    in_half: Any = [({"stage": 1}, "bf16-mixed"), ({"stage": 2, "offload_optimizer": "cpu"}, "bf16-mixed")]
+    cases = [*in_half, ({"stage": 2}, "32-true"), ({"stage": 3}, "32-true")]
     for found in on_ranks(each, 2, _infinite, *cases):
         for case, (steps, seen, logged) in zip(cases, found, strict=True):
             assert steps == [1, 1, 2, 3], case
@@ -479,35 +471,33 @@ def test_a_step_that_deepspeed_skips_is_logged() -> None:
 class Normed(DeepRegression):
     """The first layer is a norm whose input is the batch, in float32."""
 
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
-        self.norm = norm
+        self.norm = norm(FEATURES)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, *rest = batch
-        return super().training_step((self.norm(x), *rest), batch_idx)
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss((self.norm(batch[0]), batch[1]))
 
 
-def _normed(stage: int, precision: str) -> Any:
-    size = FEATURES
-    norms = nn.LayerNorm(size), nn.GroupNorm(1, size), nn.BatchNorm1d(size)
-    found = []
-    for norm in norms:
-        module = seeded(partial(Normed, norm))
-        every = trained(module, loader(32, 4), strategy=DeepSpeedStrategy(stage=stage), precision=precision)
-        found.append((module.norm.weight.detach().clone(), every))
-    return found
+NORMS = nn.LayerNorm, partial(nn.GroupNorm, 1), nn.BatchNorm1d
+
+
+def _normed(stage: int, precision: str, norm: Callable[[int], nn.Module]) -> tuple[torch.Tensor, torch.Tensor]:
+    module = Normed(norm)
+    found = trained(module, loader(32, 4), strategy=DeepSpeedStrategy(stage=stage), precision=precision)
+    return module.norm.weight.detach().clone(), found
 
 
 def test_a_norm_in_half_precision_accepts_an_input_in_float32() -> None:
     # E-06: torch's CPU kernels refuse half-precision weights with such an input; plain autocast keeps them in float32
-    cases = [(stage, precision) for stage in (2, 3) for precision in ("32-true", "bf16-mixed")]
-    for found in on_ranks(each, 2, _normed, *cases):
-        for exact, half in (found[:2], found[2:]):
-            for (norm, all_exact), (norm_in_half, all_in_half) in zip(exact, half, strict=True):
-                assert not torch.equal(norm, torch.ones_like(norm))
-                torch.testing.assert_close(norm_in_half, norm, atol=5e-3, rtol=0)
-                torch.testing.assert_close(all_in_half, all_exact, atol=2e-2, rtol=0)
+    cases = [*itertools.product((2, 3), ("32-true", "bf16-mixed"), NORMS)]
+    for ranks in on_ranks(each, 2, _normed, *cases):
+        found = dict(zip(cases, ranks, strict=True))
+        for stage, norm in itertools.product((2, 3), NORMS):
+            (exact, all_exact), (half, all_half) = (found[stage, one, norm] for one in ("32-true", "bf16-mixed"))
+            assert not torch.equal(exact, torch.ones_like(exact))
+            torch.testing.assert_close(half, exact, atol=5e-3, rtol=0)
+            torch.testing.assert_close(all_half, all_exact, atol=2e-2, rtol=0)
 
 
 class Hopeless(DeepRegression):
@@ -515,22 +505,20 @@ class Hopeless(DeepRegression):
         return super().training_step(batch, batch_idx) * torch.nan
 
 
-def _hopeless(options: dict[str, Any]) -> Any:
-    fit = quiet(strategy=DeepSpeedStrategy(**options), precision="16-mixed", max_epochs=1)
-    with captured_warnings() as heard:
+def _hopeless(stage: int) -> Any:
+    fit = quiet(strategy=DeepSpeedStrategy(stage=stage), precision="16-mixed")
+    with captured_warnings() as logged:
         fit.fit(Hopeless(), loader(45 * 8, 4))
-    return fit.global_step, heard
+    return fit.global_step, logged
 
 
 @pytest.mark.skipif(not FP16, reason="ZeRO refuses fp16 on a processor without it")
 def test_a_loss_scale_at_its_floor_is_logged_and_the_run_continues() -> None:
     # I-05, E-06: 2^16 halved at each of 45 overflows, until it is 2^-24, as under every other strategy
-    cases = {"stage": 1}, {"stage": 3}
-    for rank, found in enumerate(on_ranks(each, 2, _hopeless, *((options,) for options in cases))):
-        for options, (steps, heard) in zip(cases, found, strict=True):
-            assert steps == 0, options
-            said = [text for text in heard if "has fallen to its floor, 2^-24" in text]
-            assert len(said) == (rank == 0), (options, heard)
+    for rank, found in enumerate(on_ranks(each, 2, _hopeless, (1,), (3,))):
+        for steps, logged in found:
+            assert steps == 0
+            assert sum("has fallen to its floor, 2^-24" in text for text in logged) == (rank == 0), logged
 
 
 class BuiltLate(DeepRegression):
@@ -576,7 +564,7 @@ def test_layers_built_in_configure_model() -> None:
     reference = _by_hand(module)
     numel = sum(one.numel() for one in module.parameters())
     cases = [(options,) for options in ({"stage": 2}, SHARD_EVERYTHING, {**SHARD_EVERYTHING, "meta": False})]
-    for found, numels in chain.from_iterable(on_ranks(each, 2, _built, *cases)):
+    for found, numels in itertools.chain.from_iterable(on_ranks(each, 2, _built, *cases)):
         torch.testing.assert_close(found, reference, **TIGHT)
         if numels:
             whole, part = numels
@@ -629,25 +617,3 @@ def test_several_manual_steps_in_bf16_are_near_to_those_of_ddp() -> None:
         moved = (by_ddp - weights(StepsTwice())).norm()
         for actual in found:
             assert (actual - by_ddp).norm() < 0.05 * moved
-
-
-class MixedOutputs(DeepRegression):
-    """Outputs of every kind: DeepSpeed's module hooks traverse all inputs and outputs."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        return {"loss": loss, "number": 3.0, "nothing": None, "batch": batch}
-
-    def validation_step(self, batch: Any, batch_idx: int) -> float:
-        return 1.0
-
-
-def _mixed_outputs() -> Any:
-    outputs: list[Any] = []
-    keep = LambdaCallback(on_train_batch_end=lambda trainer, module, output, *_: outputs.append(output))
-    quiet(strategy=STRATEGIES["zero 3"](), callbacks=keep).fit(MixedOutputs(), loader(16, 4), loader(8, 4))
-    return [(one["number"], one["nothing"]) for one in outputs]
-
-
-def test_outputs_of_every_kind() -> None:  # C-05, for stage 3
-    assert on_ranks(_mixed_outputs, 2) == [[(3.0, None)] * 2] * 2
