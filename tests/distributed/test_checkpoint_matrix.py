@@ -1,7 +1,8 @@
-"""A checkpoint written under any strategy and world size can be resumed under any other: F-01."""
+"""Checkpoints of runs on ranks: those of any strategy and world size resume under any other (F-01), or wait (Q-05)."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from small_runs import TIGHT, Regression, about, global_batches, loader, quiet, 
 from torch import nn
 
 from averaging import Averaging
-from drivetrain.callbacks import LambdaCallback
+from drivetrain.callbacks import Checkpoint, LambdaCallback
 from drivetrain.checkpoint import load, verify
 from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 from worlds import on_ranks
@@ -156,3 +157,32 @@ def test_the_weights_open_without_drivetrain(name: str, written: Path) -> None:
     for key, values in state["state"].items():
         assert values["exp_avg"].shape == expected.get_parameter(key).shape
         assert float(values["step"]) == STOP
+
+
+class Logs(Regression):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+        if self.global_rank == 0:
+            self.log("of_rank_0", 1.0, sync_dist=False)
+
+
+def _saved(folder: str, strategy: str, save_async: bool) -> dict[str, float | None]:
+    options: dict[str, Any] = {"every_n_train_steps": 3, "save_top_k": -1, "save_async": save_async}
+    checkpoint = Checkpoint(folder, "{step}-{of_rank_0:.0f}", "val_loss", **options)
+    settings: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": folder, "max_epochs": 2}
+    batches = loader(16, 2)
+    quiet(strategy=strategy, callbacks=checkpoint, **settings).fit(Logs(), batches, batches)
+    return {os.path.basename(path): score for path, score in checkpoint.best_k_models.items()}
+
+
+@pytest.mark.parametrize("save_async", [False, True])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_save_that_monitors_the_validation_waits_for_it_on_all_ranks(
+    strategy: str, save_async: bool, tmp_path: Path
+) -> None:
+    # Q-05
+    first, second = on_ranks(_saved, 2, str(tmp_path), strategy, save_async)
+    assert first == second
+    assert list(first) == ["step=4-of_rank_0=1", "step=8-of_rank_0=1"]  # S-04: after validations
+    assert all(score is not None for score in first.values())
+    assert [verify(tmp_path / name) for name in first] == [[]] * len(first)
