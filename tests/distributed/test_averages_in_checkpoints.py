@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Callback, CheckpointError, ConfigurationError, DataModule, TrainModule
+from drivetrain import Callback, CheckpointError, ConfigurationError, TrainModule
 from drivetrain.callbacks import Checkpoint, EMAWeightAveraging, StochasticWeightAveraging
 from drivetrain.checkpoint import consolidate, load, show
 from drivetrain.checkpoint.__main__ import main
@@ -24,7 +24,7 @@ from worlds import DEEPSPEED, on_ranks, preload
 
 preload(*DEEPSPEED)
 
-SAMPLES, BATCH, EPOCHS, STEPS = 48, 8, 2, 12
+SAMPLES, BATCH, EPOCHS = 48, 8, 2
 CASES = [("single", 1), ("ddp", 2), ("fsdp", 2), ("zero 1", 2), ("zero 3", 2)]
 
 
@@ -139,6 +139,12 @@ def saved(folder: Path, **options: Any) -> str:
     return newest(folder)
 
 
+def loss_from(path: str, averaged: bool | None = None, fit: Any = None) -> float:
+    """Return the loss of a checkpoint's weights in a new module."""
+    (values,) = (fit or quiet()).test(Noisy(), everything(), ckpt_path=path, averaged=averaged, verbose=False)
+    return values["test"]
+
+
 def whole(module: TrainModule) -> dict[str, Tensor]:
     state: Any = module.state_dict()
     values = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
@@ -149,26 +155,18 @@ TRAINED, AVERAGE = by_hand()
 assert abs(loss_of(TRAINED) - loss_of(AVERAGE)) > 0.2  # so that a test can tell them apart
 
 
-class Rows(DataModule):
-    def test_dataloader(self) -> Any:
-        return everything()
-
-
 def _tested(strategy: str, world: int, folder: Path) -> dict[str, Any]:
     fit, module = fitted(strategy, world, folder, ema(), kept(folder))
     found: dict[str, Any] = {"validated": module.validated[-1]}
-    (values,) = fit.test(datamodule=Rows(), verbose=False)
-    found["after fit"], found["module"] = values["test"], whole(module)
+    (values,) = fit.test(dataloaders=everything(), verbose=False)
+    found |= {"after fit": values["test"], "module": whole(module)}
     (values,) = fit.test(dataloaders=everything(), ckpt_path="best", averaged=False, verbose=False)
     found["trained"] = values["test"]
-    other = quiet(strategy=STRATEGIES[strategy](), devices=world, default_root_dir=folder)
-    (values,) = other.test(Noisy(), everything(), ckpt_path=newest(folder), verbose=False)
-    found["fresh"] = values["test"]
-    (values,) = other.validate(Noisy(), everything(), ckpt_path=newest(folder), verbose=False)
-    found["validate"] = values["val"]
-    outputs: Any = other.predict(Noisy(), everything(), ckpt_path=newest(folder))
-    found["predictions"] = torch.cat(outputs)
-    return found
+    other, path = quiet(strategy=STRATEGIES[strategy](), devices=world, default_root_dir=folder), newest(folder)
+    found["fresh"] = loss_from(path, fit=other)
+    (values,) = other.validate(Noisy(), everything(), ckpt_path=path, verbose=False)
+    outputs: Any = other.predict(Noisy(), everything(), ckpt_path=path)
+    return {**found, "validate": values["val"], "predictions": torch.cat(outputs)}
 
 
 @pytest.mark.parametrize(("strategy", "world"), CASES)
@@ -198,12 +196,8 @@ def test_a_checkpoint_is_evaluated_and_loaded_with_the_averages_that_the_run_eva
 
 
 def _evaluated(strategy: str, world: int, path: str) -> list[float]:
-    found = []
-    for averaged in (None, True, False):
-        fit = quiet(strategy=STRATEGIES[strategy](), devices=world)
-        (values,) = fit.test(Noisy(), everything(), ckpt_path=path, averaged=averaged, verbose=False)
-        found.append(values["test"])
-    return found
+    fit = quiet(strategy=STRATEGIES[strategy](), devices=world)
+    return [loss_from(path, averaged, fit) for averaged in (None, True, False)]
 
 
 def _only_fit(strategy: str, world: int, folder: Path, options: dict[str, bool]) -> None:
@@ -232,19 +226,17 @@ def test_averages_of_every_kind_of_checkpoint_are_evaluated_under_another_strate
 
 def test_weights_that_the_run_did_not_evaluate_with_are_not_chosen(tmp_path: Path) -> None:  # Q-01
     path = saved(tmp_path, evaluate=False)
-    found = _evaluated("single", 1, path)
-    assert same_loss(found[0], TRAINED)
-    assert same_loss(found[1], AVERAGE)
+    assert same_loss(loss_from(path), TRAINED)
+    assert same_loss(loss_from(path, averaged=True), AVERAGE)
     assert_near(whole(Noisy.load_from_checkpoint(path)), TRAINED, rtol=1e-4)
 
 
 def test_averages_that_are_not_there_cannot_be_chosen(tmp_path: Path) -> None:  # Q-01
     path = saved(tmp_path, update_starting_at_step=100)
     assert load(path).manifest.metadata.averages is None
-    (values,) = quiet().test(Noisy(), everything(), ckpt_path=path, verbose=False)
-    assert same_loss(values["test"], TRAINED)
+    assert same_loss(loss_from(path), TRAINED)
     for use in (
-        lambda: quiet().test(Noisy(), everything(), ckpt_path=path, averaged=True, verbose=False),
+        lambda: loss_from(path, averaged=True),
         lambda: Noisy.load_from_checkpoint(path, averaged=True),
         lambda: consolidate(path, tmp_path / "out", averaged=True, overwrite=True),
     ):
@@ -260,7 +252,7 @@ def test_averages_that_are_not_there_cannot_be_chosen(tmp_path: Path) -> None:  
 def test_one_line_says_which_weights_are_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # Q-01
     path = saved(tmp_path)
     for use in (
-        lambda averaged: quiet().test(Noisy(), everything(), ckpt_path=path, averaged=averaged, verbose=False),
+        lambda averaged: loss_from(path, averaged),
         lambda averaged: Noisy.load_from_checkpoint(path, averaged=averaged),
         lambda averaged: consolidate(path, tmp_path / "out", averaged=averaged, overwrite=True),
     ):
@@ -390,13 +382,12 @@ def test_a_checkpoint_without_the_record_is_read_as_its_trained_weights(tmp_path
     del document["averages"], document["crc32"]
     manifest.write_bytes(dump_with_checksum(document))
     assert_near(whole(Noisy.load_from_checkpoint(path)), TRAINED, rtol=1e-4)
-    (values,) = quiet().test(Noisy(), everything(), ckpt_path=path, verbose=False)
-    assert same_loss(values["test"], TRAINED)
+    assert same_loss(loss_from(path), TRAINED)
     with pytest.raises(CheckpointError, match=r"callback_tensors\('EMAWeightAveraging'\)"):
         load(path).averages()
     average = ema()
     fitted("single", 1, tmp_path, average, max_epochs=EPOCHS + 1, ckpt_path=path)
-    assert average.updates == STEPS + len(rows()) // BATCH
+    assert average.updates == (EPOCHS + 1) * SAMPLES // BATCH
 
 
 class Mean(Callback):

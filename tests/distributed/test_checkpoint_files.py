@@ -82,8 +82,8 @@ def held(name: str, whole: torch.Tensor, layout: str) -> Any:
         return ParameterShard(cut(whole, region), tuple(whole.shape), region, is_primary=rank < world_size // 2)
     if layout == "columns" and whole.dim() < 2:
         layout = "rows"
-    kind = {"rows": partial(along, 0), "columns": partial(along, 1), "flat": flat}[layout]
-    region = kind(whole.shape, rank, world_size)
+    kinds: dict[str, Any] = {"rows": partial(along, 0), "columns": partial(along, 1), "flat": flat}
+    region = kinds[layout](whole.shape, rank, world_size)
     return ParameterShard(cut(whole, region), tuple(whole.shape), region)
 
 

@@ -7,25 +7,14 @@ import os
 import pickle
 import time
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from small_runs import (
-    FEATURES,
-    Regression,
-    counting_collectives,
-    data,
-    failing,
-    loader,
-    quiet,
-    refusal,
-    seeded,
-    trained,
-    weights,
-)
+from small_runs import Regression, counting_collectives, data, failing, loader, quiet, refusal, seeded, trained, weights
 from torch import nn
 from torch.utils.data import DataLoader, random_split
 
@@ -58,9 +47,8 @@ class Logging(Regression):
         self.epoch = epoch
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss, on_epoch=self.epoch)
-        self.log("norm", 1.0, on_epoch=self.epoch)
+        loss = self.loss(batch)
+        self.log_dict({"loss": loss, "norm": 1.0}, on_epoch=self.epoch)
         return loss
 
 
@@ -81,14 +69,15 @@ class Window(Callback):
 
 def _counted() -> dict[str, Any]:
     found: dict[str, Any] = {"by hand": _by_hand(10), "static by hand": _by_hand(10, static_graph=True)}
-    for name, module, settings in (
-        ("bare", Regression(), {}),
-        ("logged", Logging(), {}),
-        ("accumulated", Regression(), {"accumulate_grad_batches": 4}),
-        ("static", Regression(), {"accumulate_grad_batches": 4, "strategy": "ddp_static_graph"}),
+    for name, module, strategy, accumulated in (
+        ("bare", Regression(), "ddp", 1),
+        ("logged", Logging(), "ddp", 1),
+        ("accumulated", Regression(), "ddp", 4),
+        ("static", Regression(), "ddp_static_graph", 4),
     ):
         window = Window()
-        quiet(**{"strategy": "ddp", "max_epochs": 2, "callbacks": window, **settings}).fit(module, loader(80, 4))
+        settings: dict[str, Any] = {"callbacks": window, "accumulate_grad_batches": accumulated, "max_epochs": 2}
+        trained(module, loader(80, 4), strategy=strategy, **settings)
         found[name] = window.counts
     for name, module in (("whole run", Regression()), ("whole run, logged by epoch", Logging(epoch=True))):
         with counting_collectives() as found[name]:
@@ -263,27 +252,22 @@ def test_a_monitored_value_is_the_same_on_all_ranks_and_a_callback_that_stops_on
         assert rates == [0.1 / 2**3], how
 
 
-class Skipping(Regression):
-    """Ends the epoch before a micro-batch, on some ranks."""
+def _skip_at(batch_idx: int, *ranks: int) -> Callback:
+    def skip(trainer: Any, module: Any, batch: Any, at: int) -> int | None:
+        return -1 if at == batch_idx and trainer.global_rank in ranks else None
 
-    def __init__(self, ranks: tuple[int, ...], at: int = 2) -> None:
-        super().__init__()
-        self.ranks = ranks
-        self.at = at
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        return -1 if batch_idx == self.at and self.global_rank in self.ranks else None
+    return LambdaCallback(on_train_batch_start=skip)
 
 
 def _skipping(folder: str) -> dict[str, Any]:
     train._SKIP_TIMEOUT = timedelta(seconds=1)
     found: dict[str, Any] = {}
-    modules = {"both": Skipping((0, 1)), "rank 1": Skipping((1,)), "rank 0 at the end": Skipping((0,), at=7)}
-    for name, module in modules.items():
-        trainer = quiet(strategy="ddp", max_epochs=2, default_root_dir=os.path.join(folder, name))
+    callbacks = {"both": _skip_at(2, 0, 1), "rank 1": _skip_at(2, 1), "rank 0 at the end": _skip_at(7, 0)}
+    for name, callback in callbacks.items():
+        trainer = quiet(strategy="ddp", max_epochs=2, default_root_dir=f"{folder}/{name}", callbacks=callback)
         began = time.monotonic()
         with failing() as error:
-            trainer.fit(module, loader(64, 4))
+            trainer.fit(Regression(), loader(64, 4))
         found[name] = (error, trainer.global_step, time.monotonic() - began)
     return found
 
@@ -307,38 +291,28 @@ def test_minus_one_on_one_rank_is_named_without_a_hang(tmp_path: Path) -> None: 
     assert not (tmp_path / "both").exists()  # nothing is dumped if there is no problem
 
 
-class Alone(Regression):
-    """Makes a collective call inside ``if is_global_zero``."""
-
-    def __init__(self, call: str, folder: str) -> None:
-        super().__init__()
-        self.call = call
-        self.folder = folder
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx != 1 or not self.trainer.is_global_zero:
-            return
-        if self.call == "all_gather":
-            self.all_gather(torch.ones(2))
-        elif self.call == "save_checkpoint":
-            self.trainer.save_checkpoint(f"{self.folder}/alone")
-        elif self.call == "validate":
-            self.trainer.validate(self, loader(16, 4))  # type: ignore[attr-defined]  # no hook should
-
-    def on_train_epoch_end(self) -> None:
-        if self.call == "all_gather at the end" and self.trainer.is_global_zero:
-            self.all_gather(1.0)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch))
+ALONE: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
+    "all_gather": ("on_train_batch_end", lambda module, folder: module.all_gather(torch.ones(2))),
+    "save_checkpoint": ("on_train_batch_end", lambda module, folder: module.trainer.save_checkpoint(f"{folder}/alone")),
+    "validate": ("on_train_batch_end", lambda module, folder: module.trainer.validate(module, loader(16, 4))),
+    "all_gather at the end": ("on_train_epoch_end", lambda module, folder: module.all_gather(1.0)),
+}
+"""The hook in which only rank 0 makes a collective call."""
 
 
 def _alone(folder: str) -> dict[str, Any]:
     collective_calls._ARRIVAL_TIMEOUT = timedelta(seconds=1)
     found: dict[str, Any] = {}
-    for call in ("all_gather", "save_checkpoint", "validate", "all_gather at the end"):
+    for name, (hook, call) in ALONE.items():
+
+        def alone(trainer: Any, module: Any, *_: Any, call: Any = call) -> None:
+            if trainer.is_global_zero:
+                call(module, folder)
+
+        hooks: dict[str, Any] = {hook: alone}
         began = time.monotonic()
-        found[call] = refusal(Alone(call, folder), loader(64, 4), strategy="ddp"), time.monotonic() - began
+        text = refusal(Monitored("reduced"), loader(64, 4), strategy="ddp", callbacks=LambdaCallback(**hooks))
+        found[name] = text, time.monotonic() - began
     trained(Regression(), loader(64, 4), strategy="ddp")
     return found
 
@@ -355,24 +329,22 @@ def test_collective_calls_under_is_global_zero_are_refused(tmp_path: Path) -> No
 
 
 class Shaped(Regression):
-    """Differs between ranks in the given way."""
+    """Differs on rank 1 in the given way."""
 
     def __init__(self, way: str, rank: int) -> None:
         super().__init__()
-        odd = rank == 1
+        self.odd = way if rank == 1 else ""
         if way == "shape":
-            self.head = seeded(lambda: nn.Linear(FEATURES, 2 if odd else 1))
-        if way == "dtype" and odd:
-            self.net[2].double()
-        if way == "requires_grad" and odd:
-            self.net[0].bias.requires_grad_(False)
-        if way == "more" and odd:
-            self.extra = nn.Linear(1, 1)
+            self.head = seeded(lambda: nn.Linear(1, 1 + rank))
         if way == "order":
-            names = ["b", "a"] if odd else ["a", "b"]
+            names = ["b", "a"] if self.odd else ["a", "b"]
             self.parts = nn.ModuleDict({name: seeded(lambda: nn.Linear(1, 1)) for name in names})
-
-        self.odd = way if odd else ""
+        if self.odd == "dtype":
+            self.net[2].double()
+        elif self.odd == "requires_grad":
+            self.net[0].bias.requires_grad_(False)
+        elif self.odd == "more":
+            self.extra = nn.Linear(1, 1)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch))
@@ -406,14 +378,15 @@ def _different() -> dict[str, Any]:
     for way in NAMED:
         found[way] = refusal(Shaped(way, rank), loader(64, 4), strategy="ddp")
     for name, values in FIT_SETTINGS.items():
-        settings = {"strategy": "ddp", name: values[rank]}
-        found[name] = refusal(Shaped("", rank), loader(64, 4), loader(16, 4), **settings)
-    more = loader(16 + 16 * rank, 4)
+        found[name] = refusal(Shaped("", rank), loader(64, 4), loader(16, 4), **{"strategy": "ddp", name: values[rank]})
     # Equal numbers of micro-batches, but not of samples.
     part, _ = random_split(data(64), [48 - 8 * rank, 16 + 8 * rank])
-    found["training micro-batches"] = refusal(Shaped("", rank), loader(64 + 16 * rank, 4), strategy="ddp")
-    found["validate micro-batches"] = refusal(Shaped("", rank), loader(64, 4), more, strategy="ddp")
-    found["training samples"] = refusal(Shaped("", rank), DataLoader(part, batch_size=8), strategy="ddp")
+    for name, *loaders in (
+        ("training micro-batches", loader(64 + 16 * rank, 4)),
+        ("validate micro-batches", loader(64, 4), loader(16 + 16 * rank, 4)),
+        ("training samples", DataLoader(part, batch_size=8)),
+    ):
+        found[name] = refusal(Shaped("", rank), *loaders, strategy="ddp")
     with failing() as error:
         getattr(quiet(strategy="ddp"), "validate" if rank else "fit")(Shaped("", rank), loader(16, 4))
     found["stage"] = f"{error['type']}: {error['text']}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from collections import OrderedDict
@@ -13,22 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import (
-    FEATURES,
-    TIGHTER,
-    Regression,
-    about,
-    each,
-    failing,
-    global_batches,
-    loader,
-    quiet,
-    refusal,
-    seeded,
-    train_by_hand,
-    trained,
-    weights,
-)
+from fsdp_nets import trained_in_plain_torch
+from small_runs import FEATURES, TIGHTER, Regression, each, failing, loader, quiet, refusal, seeded, trained, weights
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -36,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 from drivetrain.callbacks import LambdaCallback, ReplicaCheck
 from drivetrain.errors import ConfigurationError
 from drivetrain_strategies import DDPStrategy
-from drivetrain_strategies.ddp import strategy as ddp_module
 from drivetrain_strategies.ddp._sync_batchnorm import SyncBatchNormSwap  # its public form needs a GPU
 from worlds import on_ranks
 
@@ -92,7 +78,7 @@ def test_a_step_that_omits_a_parameter_is_refused_before_it_is_made() -> None:  
     ranks = on_ranks(_left_out, 2, process_group=None, timeout=120)
     first, second = (found.pop("found") for found in ranks)
     assert torch.equal(first, second)
-    assert not torch.allclose(first, weights(train_by_hand(WithSpare(), global_batches(32, 8))))
+    assert not torch.allclose(first, trained_in_plain_torch(WithSpare(), 32))
     for static, name in ranks[0]:
         _, on, _, before = LEFT_OUT[name]
         for rank, found in enumerate(ranks):
@@ -120,31 +106,26 @@ def test_static_graph_notices_a_changed_graph() -> None:  # C-02, C-04; tests/pa
         assert "changed" in text
 
 
-class _RecordingDDP(DistributedDataParallel):
-    given: dict[str, Any]
-
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        type(self).given = options
-        super().__init__(module, **options)
-
-
 def _doubled(factor, bucket):  # torch refuses annotations that are strings
     buffer = bucket.buffer()
     work = torch.distributed.all_reduce(buffer, async_op=True).get_future()
     return work.then(lambda future: future.value()[0] * (factor / 4.0))
 
 
-PLAIN: dict[str, Any] = {"find_unused_parameters": False, "gradient_as_bucket_view": False}
-FOR_DDP: dict[str, dict[str, Any]] = {
+CHANGED: dict[str, dict[str, Any]] = {
+    "find": {"find_unused_parameters": 1},
+    "bucket": {"bucket_cap_bytes": 104},
+    "buffers": {"broadcast_buffers": 0},
+    "view": {"gradient_as_bucket_view": 1},
+    "static True": {"static_graph": True},
+}
+"""What differs from torch's defaults."""
+ARGUMENTS: dict[str, dict[str, Any]] = {
     "unset": {},
     "find": {"find_unused_parameters": True},
     "bucket": {"bucket_cap_mb": 0.0001},
     "buffers": {"broadcast_buffers": False},
     "view": {"gradient_as_bucket_view": True},
-}
-"""What DDP gets."""
-ARGUMENTS: dict[str, dict[str, Any]] = {
-    **FOR_DDP,
     "static None": {"static_graph": None},
     "static True": {"static_graph": True},
     "own": {"comm_hook": (2.0, _doubled)},
@@ -152,37 +133,38 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 
 
+def _settings(ddp: DistributedDataParallel) -> dict[str, Any]:
+    return {**ddp._get_ddp_logging_data(), "static_graph": ddp.static_graph}
+
+
 def _arguments() -> dict[str, Any]:
-    ddp_module.DistributedDataParallel = _RecordingDDP  # type: ignore[assignment, attr-defined]
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"torch": _settings(DistributedDataParallel(Regression().net))}
     for name, options in ARGUMENTS.items():
-        description: dict[str, Any] = {}
+        report = found[name] = {"ddp": {}}
 
-        def describe(trainer: Any, module: Any, description: Any = description) -> None:
-            ddp = trainer.strategy.ddp_module
-            description.update(ddp._get_ddp_logging_data(), static_graph=ddp.static_graph)
+        def describe(trainer: Any, module: Any, report: Any = report) -> None:
+            report["ddp"] = _settings(trainer.strategy.ddp_module)
 
-        module = Regression()
+        module, callback = Regression(), LambdaCallback(on_train_end=describe)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            settings: dict[str, Any] = {"strategy": DDPStrategy(**options), "precision": "32-true"}
-            error = refusal(module, loader(64, 4), callbacks=LambdaCallback(on_train_end=describe), **settings)
-        found[name] = {"given": _RecordingDDP.given, "ddp": description, "weights": weights(module), "error": error}
-    wrong: dict[str, dict[str, Any]] = {"typo": {"comm_hook": "pf16"}, "sync_batchnorm": {"sync_batchnorm": True}}
-    for name, options in wrong.items():
-        found[name] = refusal(Regression(), loader(64, 4), strategy=DDPStrategy(**options))
+            error = refusal(module, loader(64, 4), callbacks=callback, strategy=DDPStrategy(**options))
+        report |= {"weights": weights(module), "error": error}
+    for name, wrong in (("typo", {"comm_hook": "pf16"}), ("sync_batchnorm", {"sync_batchnorm": True})):
+        found[name] = refusal(Regression(), loader(64, 4), strategy=DDPStrategy(**wrong))
     return found
 
 
-def test_every_argument_reaches_torch() -> None:  # C-03, C-07
-    ranks = on_ranks(_arguments, 2, process_group=None)
-    reference = weights(train_by_hand(Regression(), global_batches(64, 8)))
+def test_every_argument_reaches_torch_or_is_refused() -> None:  # C-03, C-07
+    with pytest.raises(ConfigurationError, match="find_unused_parameters=True"):
+        DDPStrategy(static_graph=True, find_unused_parameters=True)
+    ranks = on_ranks(_arguments, 2)
+    reference = trained_in_plain_torch(Regression(), 64)
     # torch accepts bf16 if it was built with NCCL, even on gloo.
     with_bf16 = torch.distributed.is_nccl_available()
     rounded = {"fp16": 2e-3, **({"bf16": 2e-2} if with_bf16 else {})}
     for found in ranks:
         for name in ARGUMENTS:
-            assert found[name]["given"] == PLAIN | FOR_DDP.get(name, {}), name
             if name == "bf16" and not with_bf16:
                 assert "ConfigurationError" in found[name]["error"]
                 assert "comm_hook='bf16' on the backend 'gloo'" in found[name]["error"]
@@ -191,19 +173,13 @@ def test_every_argument_reaches_torch() -> None:  # C-03, C-07
             # PowerSGD starts to compress after 1000 steps; until then it is the plain average.
             torch.testing.assert_close(found[name]["weights"], reference, atol=rounded.get(name, 1e-6), rtol=1e-5)
             assert torch.equal(found[name]["weights"], ranks[0][name]["weights"])
-            assert found[name]["ddp"]["static_graph"] is (name == "static True")
-        for name in rounded:
-            assert not torch.equal(found[name]["weights"], reference)
-        assert found["bucket"]["ddp"]["bucket_cap_bytes"] == 104
+            assert name not in rounded or not torch.equal(found[name]["weights"], reference)
+            for key in {key for changes in CHANGED.values() for key in changes}:
+                assert found[name]["ddp"][key] == CHANGED.get(name, {}).get(key, found["torch"][key]), (name, key)
         assert "fp16_compress_hook" in found["fp16"]["ddp"]["comm_hook"]
         assert "powerSGD_hook" in found["powersgd"]["ddp"]["comm_hook"]
         assert "Did you mean 'fp16'" in found["typo"]
         assert "GroupNorm" in found["sync_batchnorm"]
-
-
-def test_contradicting_arguments_are_refused_at_once() -> None:  # C-03
-    with pytest.raises(ConfigurationError, match="find_unused_parameters=True"):
-        DDPStrategy(static_graph=True, find_unused_parameters=True)
 
 
 class Checkpointed(Regression):
@@ -240,7 +216,7 @@ def _checkpointed(strategy: str, reentrant: bool, times: int, _: str) -> tuple[s
 
 
 def test_reentrant_checkpointing() -> None:  # C-03, C-04
-    references = {times: weights(train_by_hand(Checkpointed(False, times), global_batches(64, 8))) for times in (1, 2)}
+    references = {times: trained_in_plain_torch(Checkpointed(False, times), 64) for times in (1, 2)}
     for found in on_ranks(each, 2, _checkpointed, *CHECKPOINTED, process_group=None):
         for (strategy, _, times, part), (error, after) in zip(CHECKPOINTED, found, strict=True):
             if part:
@@ -258,48 +234,36 @@ class Output:
 
 
 class ModelOutput(OrderedDict[str, Any]):
-    """Like Hugging Face's class: a dict whose keys are also attributes."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
+    """Like Hugging Face's class."""
 
 
 class Forms(Regression):
-    """Uses a layer twice, calls submodules instead of `forward`, and returns outputs in the given form."""
+    """Uses a layer twice, calls submodules instead of `forward`, and has outputs in the given form."""
 
-    def __init__(self, form: str) -> None:
+    def __init__(self, form: type) -> None:
         super().__init__()
         self.shared = seeded(lambda: nn.Linear(8, 8))
         self.form = form
 
-    def model(self, x: torch.Tensor, y: torch.Tensor) -> Any:
-        hidden = torch.tanh(self.shared(torch.tanh(self.shared(torch.tanh(self.net[0](x))))))
-        loss = nn.functional.mse_loss(self.net[2](hidden), y)
-        if self.form == "dataclass":
-            return Output(loss, hidden)
-        return ModelOutput(loss=loss, hidden=hidden, nothing=None)
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        output = self.model(*batch)
-        return output if self.form == WHOLE else output.loss
+        x, y = batch
+        hidden = torch.tanh(self.shared(torch.tanh(self.shared(torch.tanh(self.net[0](x))))))
+        output = self.form(loss=nn.functional.mse_loss(self.net[2](hidden), y), hidden=hidden)
+        return output.loss if self.form is Output else output
 
 
-WHOLE = "whole ModelOutput"
-FORMS = [("ddp", form) for form in ("dataclass", "ModelOutput", WHOLE)] + [("ddp_static_graph", WHOLE), (FIND, WHOLE)]
+FORMS = [("ddp", Output), ("ddp", dict), *((name, ModelOutput) for name in ("ddp", "ddp_static_graph", FIND))]
 
 
-def _form(strategy: str, form: str) -> torch.Tensor:
+def _form(strategy: str, form: type) -> torch.Tensor:
     return trained(Forms(form), loader(48, 4), strategy=strategy)
 
 
 def test_every_way_to_call_the_module_synchronises() -> None:  # C-05
-    reference = weights(train_by_hand(Forms("dataclass"), global_batches(48, 8)))
+    reference = trained_in_plain_torch(Forms(Output), 48)
     for found in on_ranks(each, 2, _form, *FORMS, process_group=None):
         for case, actual in zip(FORMS, found, strict=True):
-            torch.testing.assert_close(actual, reference, msg=about(case), **TIGHTER)
+            torch.testing.assert_close(actual, reference, msg=str(case), **TIGHTER)
 
 
 class Embedded(Regression):
@@ -324,29 +288,22 @@ class Drifting(Regression):
                 self.net[0].bias[0] += 1e-3
 
 
-def _refused() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _refused() -> list[Any]:
     mapped = Regression()
     mapped.net.hf_device_map = {"0": "cpu", "2": "disk"}
     checked: dict[str, Any] = {"strategy": "ddp", "callbacks": ReplicaCheck(1)}
-    found["device_map"] = refusal(mapped, loader(64, 4), strategy="ddp")
-    found["max_norm"] = refusal(Embedded(max_norm=1.0), loader(64, 4), strategy="ddp")
-    found["drift"] = refusal(Drifting(), loader(64, 4), **checked)
-    found["sparse"] = trained(Embedded(sparse=True), loader(68, 4), accumulate_grad_batches=3, **checked)
-    return found
+    modules = (mapped, Embedded(max_norm=1.0), Drifting())
+    texts = [refusal(module, loader(64, 4), **checked) for module in modules]
+    return [*texts, trained(Embedded(sparse=True), loader(68, 4), accumulate_grad_batches=3, **checked)]
 
 
 def test_modules_that_ddp_cannot_train_are_refused_by_name() -> None:  # C-04, C-06, B-20
-    reference = weights(train_by_hand(Embedded(), global_batches(68, 8), window=3))
-    for found in on_ranks(_refused, 2, process_group=None):
-        assert found["device_map"].startswith("ConfigurationError: ")
-        assert "'net' was loaded with a device_map" in found["device_map"]
-        assert found["max_norm"].startswith("ConfigurationError: ")
-        assert "'table' is an Embedding with max_norm=1.0" in found["max_norm"]
-        assert "renormaliz" in found["max_norm"]
-        assert found["drift"].startswith("DistributedError: ")
-        assert "after step 4: parameter 'net.0.bias'" in found["drift"]
-        torch.testing.assert_close(found["sparse"], reference, **TIGHTER)
+    reference = trained_in_plain_torch(Embedded(), 68, window=3)
+    for mapped, normalised, drifted, sparse in on_ranks(_refused, 2, process_group=None):
+        assert re.match("ConfigurationError: .*'net' was loaded with a device_map", mapped)
+        assert re.match("ConfigurationError: .*'table' is an Embedding with max_norm=1.0(?s:.*)renormaliz", normalised)
+        assert re.match("DistributedError: .*after step 4: parameter 'net.0.bias'", drifted)
+        torch.testing.assert_close(sparse, reference, **TIGHTER)
 
 
 def test_a_batch_norm_used_twice_is_converted_and_restored() -> None:  # C-05, C-07

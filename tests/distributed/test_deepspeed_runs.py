@@ -6,7 +6,7 @@ import copy
 import itertools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,24 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_nets import Deep, DeepRegression
-from small_runs import (
-    FEATURES,
-    SHARD_EVERYTHING,
-    STRATEGIES,
-    TIGHT,
-    Saver,
-    each,
-    failing,
-    global_batches,
-    loader,
-    quiet,
-    refusal,
-    seeded,
-    train_by_hand,
-    trained,
-    weights,
-)
+from fsdp_nets import Deep, DeepRegression, trained_in_plain_torch
+from small_runs import FEATURES, SHARD_EVERYTHING, TIGHT, Saver, each, loader, quiet, refusal, seeded, trained, weights
 from torch import nn
 
 from captured_warnings import captured_warnings
@@ -41,7 +25,7 @@ from drivetrain.callbacks import LambdaCallback
 from drivetrain_strategies import DeepSpeedStrategy
 from drivetrain_strategies.deepspeed._library import import_library
 from oracle.check import check
-from oracle.program import Evaluation, Log, Net, Optimizer, Program, Turn, Validation
+from oracle.program import Data, Evaluation, Log, Net, Optimizer, Program, Turn, Validation
 from worlds import on_ranks
 
 UNTESTED: dict[str, Any] = {"config": {"zero_allow_untested_optimizer": True}}
@@ -61,10 +45,7 @@ class UserAdamW(torch.optim.AdamW):
 
 
 def _two(module: Any) -> Any:
-    return [
-        torch.optim.AdamW(module.net.stem.parameters()),
-        torch.optim.AdamW([*module.net.blocks.parameters(), *module.net.head.parameters()]),
-    ]
+    return [torch.optim.AdamW(part.parameters()) for part in (module.net.stem, module.net.head)]
 
 
 def _frozen_group(module: Any) -> Any:
@@ -84,10 +65,8 @@ class Sparse(DeepRegression):
 
 
 ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-5, "weight_decay": 0.1, "torch_adam": True}}
-WARM_UP: dict[str, Any] = {
-    "type": "WarmupLR",
-    "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.01, "warmup_type": "linear"},
-}
+RISING: dict[str, Any] = {"warmup_num_steps": 4, "warmup_max_lr": 0.01, "warmup_type": "linear"}
+WARM_UP = {"type": "WarmupLR", "params": RISING}
 
 
 class RequiresClosure(torch.optim.SGD):
@@ -126,8 +105,8 @@ class Refused(NamedTuple):
 
     text: str
     build: Callable[[], Any] = DeepRegression
-    options: dict[str, Any] = {}  # noqa: RUF012
-    settings: dict[str, Any] = {}  # noqa: RUF012
+    options: Mapping[str, Any] = {}
+    settings: Mapping[str, Any] = {}
     stages: tuple[int, ...] = (2, 3)
 
 
@@ -186,20 +165,17 @@ if not FP16:
     REFUSED.append(Refused("precision='16-mixed' under DeepSpeed on 'cpu'", settings={"precision": "16-mixed"}))
 
 
-def _refused(stage: int) -> list[Refused]:
-    return [case for case in REFUSED if stage in case.stages]
-
-
-def _refusals(stage: int) -> list[str]:
+def _refusals(stage: int) -> list[tuple[str, str]]:
     texts = []
-    for case in _refused(stage):
-        module = case.build()
-        before = copy.deepcopy(module.state_dict())
-        strategy = DeepSpeedStrategy(stage=stage, **case.options)
-        texts.append(refusal(module, loader(16, 4), strategy=strategy, **case.settings))
-        # Nothing was wrapped: the weights are at their original location.
-        assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-        assert not any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+    for case in REFUSED:
+        if stage in case.stages:
+            module = case.build()
+            before = copy.deepcopy(module.state_dict())
+            strategy = DeepSpeedStrategy(stage=stage, **case.options)
+            texts.append((case.text, refusal(module, loader(16, 4), strategy=strategy, **case.settings)))
+            # Nothing was wrapped: the weights are at their original location.
+            assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+            assert not any(hasattr(parameter, "ds_id") for parameter in module.parameters())
     trained(DeepRegression(), loader(16, 4), strategy=DeepSpeedStrategy(stage=stage))  # G-07
     return texts
 
@@ -208,9 +184,9 @@ def _refusals(stage: int) -> list[str]:
 def test_unsupported_training_is_refused_by_name(stage: int) -> None:
     # E-02, E-03, E-04, E-06, E-09, I-02, I-06, B-05, B-13, B-17, B-20
     for texts in on_ranks(_refusals, 2, stage):
-        for text, case in zip(texts, _refused(stage), strict=True):
-            assert text.startswith("ConfigurationError"), (case.text, text)
-            assert case.text in text
+        for part, text in texts:
+            assert text.startswith("ConfigurationError"), (part, text)
+            assert part in text
 
 
 def _reaches_deepspeed() -> list[torch.Tensor]:
@@ -225,13 +201,9 @@ def _reaches_deepspeed() -> list[torch.Tensor]:
 def test_a_user_defined_optimizer_is_allowed_and_the_config_clips_as_fit_does() -> None:
     # B-05, B-17, E-09
     for own, by_fit, by_config in on_ranks(_reaches_deepspeed, 2):
-        torch.testing.assert_close(own, _by_hand(DeepRegression()), **TIGHT)
+        torch.testing.assert_close(own, trained_in_plain_torch(DeepRegression(), 40), **TIGHT)
         assert torch.equal(by_fit, by_config)
         assert not torch.equal(by_fit, own)
-
-
-def _by_hand(module: Any) -> torch.Tensor:
-    return weights(train_by_hand(module, global_batches(40, 8)))
 
 
 def _from_config(stage: int) -> Any:
@@ -255,9 +227,9 @@ def test_optimizer_and_scheduler_from_the_config() -> None:
     # Written by hand: the scheduler is DeepSpeed's.
     module = DeepRegression()
     optimizer = module.configure_optimizers()
-    scheduler = WarmupLR(optimizer, **WARM_UP["params"])
+    scheduler = WarmupLR(optimizer, **RISING)
     rates = []
-    for batch in global_batches(48, 16):
+    for batch in loader(48, 16):
         optimizer.zero_grad()
         module.loss(batch).backward()
         rates.append(optimizer.param_groups[0]["lr"])
@@ -304,7 +276,7 @@ def test_torch_optimizers_need_no_compiler(tmp_path: Path) -> None:
     bare = {"PATH": "/nowhere", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     for found, texts in on_ranks(_bare, 2, str(tmp_path), env=bare):
         for actual in found:
-            torch.testing.assert_close(actual, _by_hand(DeepRegression()), **TIGHT)
+            torch.testing.assert_close(actual, trained_in_plain_torch(DeepRegression(), 40), **TIGHT)
         for text in texts:
             assert text.startswith("ConfigurationError: DeepSpeed could not build one of its operations"), text
             assert "install g++ and ninja" in text
@@ -326,11 +298,9 @@ def _state_left_behind() -> Any:
                 if fails:
                     raise ValueError("on every rank")
 
-            with failing() as caught:
-                quiet(strategy=DeepSpeedStrategy(**options), callbacks=LambdaCallback(on_train_batch_end=fail)).fit(
-                    module, loader(16, 4)
-                )
-            assert caught["type"] == ("ValueError" if fails else "nothing was raised"), caught
+            callback = LambdaCallback(on_train_batch_end=fail)
+            text = refusal(module, loader(16, 4), strategy=DeepSpeedStrategy(**options), callbacks=callback)
+            assert text.startswith("ValueError" if fails else "nothing was raised"), text
             assert module.mine  # attributes of the user are kept
             del module.mine
             assert _attributes(module) == state
@@ -340,7 +310,6 @@ def _state_left_behind() -> Any:
             assert nn.functional.linear is linear
             assert dict(os.environ) == environment
             assert set(dist.distributed_c10d._world.pg_map) == groups
-            assert dist.is_initialized()
             assert dist.get_world_size() == 2
             copy.deepcopy(module)
             # Later work in the process is not affected: another strategy, and the same one again.
@@ -370,32 +339,31 @@ def _attributes(module: nn.Module) -> Any:
 
 def test_nothing_is_left_behind() -> None:
     # E-12, A-02, A-03, G-07: after success and after failure, in the user's process group
-    expected = _by_hand(DeepRegression())
+    expected = trained_in_plain_torch(DeepRegression(), 40)
     for report in on_ranks(_state_left_behind, 2, timeout=150):
         assert len(report) == 8
         for entry in report:
             torch.testing.assert_close(entry, expected, **TIGHT)
 
 
-def _left_over(path: str) -> list[Any]:
+def _left_over(path: str) -> Any:
     module = DeepRegression()
-    strategy = DeepSpeedStrategy(**SHARD_EVERYTHING, gather_limit=10)
-    quiet(strategy=strategy, callbacks=Saver(path)).fit(module, loader(16, 4))
-    texts = [str(tuple(module.net.stem.weight.shape))]
-    texts += [refusal(module, loader(16, 4), strategy=name) for name in (DeepSpeedStrategy(**SHARD_EVERYTHING), "fsdp")]
-    resumed = DeepSpeedStrategy(**SHARD_EVERYTHING)
-    return [texts, trained(module, loader(16, 4), ckpt_path=path, strategy=resumed, max_epochs=2)]
+    limited = DeepSpeedStrategy(**SHARD_EVERYTHING, gather_limit=10)
+    trained(module, loader(16, 4), strategy=limited, callbacks=Saver(path))
+    assert tuple(module.net.stem.weight.shape) == (8, 4)
+    every = DeepSpeedStrategy(**SHARD_EVERYTHING)
+    texts = [refusal(module, loader(16, 4), strategy=strategy) for strategy in (every, "fsdp")]
+    return texts, trained(module, loader(16, 4), ckpt_path=path, strategy=every, max_epochs=2)
 
 
 def test_above_the_limit_the_weights_are_in_the_checkpoint(tmp_path: Path) -> None:  # I-15
     path = str(tmp_path / "end")
-    module = train_by_hand(DeepRegression(), 2 * global_batches(16, 8))
-    for (shape, *texts), found in on_ranks(_left_over, 2, path):
-        assert shape == "(8, 4)"
+    wanted = trained_in_plain_torch(DeepRegression(), 16, epochs=2)
+    for texts, found in on_ranks(_left_over, 2, path):
         for text in texts:
             assert "DeepRegression has no weights: its parameters are on the meta device." in text
             assert f"The newest checkpoint is {path!r}." in text
-        torch.testing.assert_close(found, weights(module), **TIGHT)
+        torch.testing.assert_close(found, wanted, **TIGHT)
 
 
 def _log_messages() -> Any:
@@ -435,9 +403,15 @@ def test_a_group_of_ours_ends_with_the_run_and_deepspeeds_banner_appears_on_requ
 
 
 class Infinite(DeepRegression):
+    """The loss is infinite on rank 1 in a micro-batch, or everywhere."""
+
+    def __init__(self, at: int | None = None) -> None:
+        super().__init__()
+        self.at = at
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return loss * torch.inf if batch_idx == 1 and self.global_rank == 1 else loss
+        infinite = self.at is None or (batch_idx == self.at and self.global_rank == 1)
+        return self.loss(batch) * (torch.inf if infinite else 1.0)
 
 
 def _infinite(options: dict[str, Any], precision: str) -> Any:
@@ -452,7 +426,7 @@ def _infinite(options: dict[str, Any], precision: str) -> Any:
     callback = LambdaCallback(on_train_batch_end=look)
     strategy = DeepSpeedStrategy(**options)
     with captured_warnings() as logged:
-        trained(Infinite(), loader(32, 4), strategy=strategy, precision=precision, callbacks=callback)
+        trained(Infinite(1), loader(32, 4), strategy=strategy, precision=precision, callbacks=callback)
     return steps, seen, logged
 
 
@@ -473,7 +447,7 @@ class Normed(DeepRegression):
 
     def __init__(self, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
-        self.norm = norm(FEATURES)
+        self.norm: Any = norm(FEATURES)
 
     def loss(self, batch: Any) -> torch.Tensor:
         return super().loss((self.norm(batch[0]), batch[1]))
@@ -500,22 +474,17 @@ def test_a_norm_in_half_precision_accepts_an_input_in_float32() -> None:
             torch.testing.assert_close(all_half, all_exact, atol=2e-2, rtol=0)
 
 
-class Hopeless(DeepRegression):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) * torch.nan
-
-
-def _hopeless(stage: int) -> Any:
+def _always_infinite(stage: int) -> Any:
     fit = quiet(strategy=DeepSpeedStrategy(stage=stage), precision="16-mixed")
     with captured_warnings() as logged:
-        fit.fit(Hopeless(), loader(45 * 8, 4))
+        fit.fit(Infinite(), loader(45 * 8, 4))
     return fit.global_step, logged
 
 
 @pytest.mark.skipif(not FP16, reason="ZeRO refuses fp16 on a processor without it")
 def test_a_loss_scale_at_its_floor_is_logged_and_the_run_continues() -> None:
     # I-05, E-06: 2^16 halved at each of 45 overflows, until it is 2^-24, as under every other strategy
-    for rank, found in enumerate(on_ranks(each, 2, _hopeless, (1,), (3,))):
+    for rank, found in enumerate(on_ranks(each, 2, _always_infinite, (1,), (3,))):
         for steps, logged in found:
             assert steps == 0
             assert sum("has fallen to its floor, 2^-24" in text for text in logged) == (rank == 0), logged
@@ -561,7 +530,7 @@ def test_layers_built_in_configure_model() -> None:
     torch.manual_seed(7)
     module = BuiltLate()
     module.configure_model()
-    reference = _by_hand(module)
+    reference = trained_in_plain_torch(module, 40)
     numel = sum(one.numel() for one in module.parameters())
     cases = [(options,) for options in ({"stage": 2}, SHARD_EVERYTHING, {**SHARD_EVERYTHING, "meta": False})]
     for found, numels in itertools.chain.from_iterable(on_ranks(each, 2, _built, *cases)):
@@ -572,11 +541,12 @@ def test_layers_built_in_configure_model() -> None:
             assert part <= numel / 2 + len(list(module.parameters()))
 
 
-HEAD = (Optimizer("adamw", of="head"),)
-STAGES = [f"deepspeed_stage_{stage}" for stage in (1, 2, 3)]
 PROGRAMS = {
+    # E-01, E-09, B-02, B-03: SGD shows wrong gradient scales; Adam would compensate for them. Last windows are short.
+    **{f"windows of {size}": Program(data=Data(samples=20), accumulate=size) for size in (1, 2, 4)},
+    "weighted": Program(data=Data(samples=20), accumulate=2, token_weighted=True, net=Net(family="gru")),
     # E-11: the others stay unchanged, whichever part of them a rank holds
-    "an optimizer over some of the parameters": Program(optimizers=HEAD),
+    "an optimizer over some of the parameters": Program(optimizers=(Optimizer("adamw", of="head"),)),
     "one process": Program(ranks=1, accumulate=2),  # E-01
     # E-04, I-02
     "manual optimization": Program(manual=(Turn(repeats=2, clips=1), Turn(toggles=True, closure=True))),
@@ -590,10 +560,10 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-@pytest.mark.parametrize("strategy", STAGES)
-def test_programs_equal_the_oracle(strategy: str, program: Program) -> None:
-    ranks = 1 if program.ranks == 1 and program.accumulate == 2 else 2
-    assert not check(replace(program, strategy=strategy, ranks=ranks))
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_programs_equal_the_oracle(stage: int, program: Program) -> None:
+    ranks = 1 if program == PROGRAMS["one process"] else 2
+    assert not check(replace(program, strategy=f"deepspeed_stage_{stage}", ranks=ranks))
 
 
 class StepsTwice(DeepRegression):
@@ -607,13 +577,14 @@ class StepsTwice(DeepRegression):
             optimizer.step()
 
 
-def _in_bf16(strategy: str) -> torch.Tensor:
-    return trained(StepsTwice(), loader(16, 4), strategy=STRATEGIES[strategy](), precision="bf16-mixed")
+def _in_bf16(options: dict[str, Any]) -> torch.Tensor:
+    strategy = DeepSpeedStrategy(**options) if options else "ddp"
+    return trained(StepsTwice(), loader(16, 4), strategy=strategy, precision="bf16-mixed")
 
 
 def test_several_manual_steps_in_bf16_are_near_to_those_of_ddp() -> None:
     # I-02: the second forward uses the weights that the first step changed
-    for by_ddp, *found in on_ranks(each, 2, _in_bf16, ("ddp",), ("zero 1",), ("zero 2",), ("zero 3",)):
+    for by_ddp, *found in on_ranks(each, 2, _in_bf16, ({},), ({"stage": 1},), ({"stage": 2},), (SHARD_EVERYTHING,)):
         moved = (by_ddp - weights(StepsTwice())).norm()
         for actual in found:
             assert (actual - by_ddp).norm() < 0.05 * moved

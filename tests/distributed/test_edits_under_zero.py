@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fsdp_nets import trained_in_plain_torch
 from small_runs import (
     FEATURES,
     SHARD_EVERYTHING,
@@ -121,7 +122,7 @@ ASSIGNS_IN_STEP = partial(with_hooks, training_step=assign_in_step)
 
 
 def test_weights_that_a_step_writes_are_those_of_the_step() -> None:  # S-09
-    wanted = weights(train_by_hand(CLAMPS_IN_STEP(), global_batches(SAMPLES, BATCH)))
+    wanted = trained_in_plain_torch(CLAMPS_IN_STEP(), SAMPLES)
     cases: Any = [(kind, f"stage {stage}") for kind in (CLAMPS_IN_STEP, ASSIGNS_IN_STEP) for stage in (1, 2)]
     assert_trained(wanted, *cases)
 
@@ -169,6 +170,17 @@ def train_and_return(build: Build, *names: str, **options: Any) -> list[Any]:
 
 
 class Reads(Regression):
+    """Reads all parameters in a step, without gradients, and counts the bytes that they occupy then; and in a hook."""
+
+    norm, most = 0.0, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        parameters = list(self.parameters())
+        with torch.no_grad():
+            self.norm = float(sum(parameter.norm() for parameter in parameters))
+        self.most = max(self.most, sum(parameter.untyped_storage().nbytes() for parameter in parameters))
+        return self.loss(batch)
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         weight = self.net[0].weight
         self.elements = sum(parameter.numel() for parameter in self.parameters())
@@ -178,11 +190,16 @@ class Reads(Regression):
             self.values = weight.detach().clone().flatten()
 
 
-def test_hooks_find_the_shapes_of_partitioned_weights_and_gather_their_values() -> None:  # S-07
-    elements, sizes, values, trained_weights = on_ranks(train_and_return, 2, Reads, "elements", "sizes", "values")[0]
+def test_partitioned_weights_have_shapes_in_hooks_and_values_where_gathered_and_in_steps() -> None:  # S-07
+    run = partial(train_and_return, stage3_prefetch_bucket_size=0, stage3_max_reuse_distance=0)
+    names = ("elements", "sizes", "values", "norm", "most")
+    elements, sizes, values, norm, most, after = on_ranks(run, 2, Reads, *names)[0]
     assert sizes == ((8, FEATURES), 8, (8, FEATURES), 2, 8)
-    assert elements == len(trained_weights)
-    assert torch.equal(values, trained_weights[: len(values)])
+    assert elements == len(after)
+    assert torch.equal(values, after[: len(values)])
+    before_the_last_step = train_by_hand(Regression(), global_batches(SAMPLES, BATCH)[:-1])
+    assert norm == pytest.approx(float(sum(one.detach().norm() for one in before_the_last_step.parameters())))
+    assert most == 0  # a parameter that a step has read does not stay gathered
 
 
 class Penalized(Regression):
@@ -211,42 +228,15 @@ class Penalized(Regression):
 
 
 def test_a_penalty_over_partitioned_weights_has_the_value_and_gradient_of_the_whole() -> None:  # S-07
-    wanted = weights(train_by_hand(Penalized(), global_batches(SAMPLES, BATCH)))
+    wanted = trained_in_plain_torch(Penalized(), SAMPLES)
     cases: list[Any] = [
         (partial(Penalized, before), name) for name in ("stage 3", NOTHING_GATHERED) for before in (False, True)
     ]
     assert_trained(wanted, *cases, val_check_interval=2)
 
 
-class Measured(Regression):
-    """Reads all parameters without gradients, and counts the bytes that they occupy then."""
-
-    norm, most = 0.0, 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        parameters = list(self.parameters())
-        with torch.no_grad():
-            self.norm = float(sum(parameter.norm() for parameter in parameters))
-        self.most = max(self.most, sum(parameter.untyped_storage().nbytes() for parameter in parameters))
-        return self.loss(batch)
-
-
-def test_a_parameter_that_a_step_reads_without_gradients_does_not_stay_gathered() -> None:  # S-07
-    before_the_last_step = train_by_hand(Regression(), global_batches(SAMPLES, BATCH)[:-1])
-    run = partial(train_and_return, stage3_prefetch_bucket_size=0, stage3_max_reuse_distance=0)
-    norm, most, _ = on_ranks(run, 2, Measured, "norm", "most")[0]
-    assert norm == pytest.approx(float(sum(one.detach().norm() for one in before_the_last_step.parameters())))
-    assert most == 0
-
-
 class Swapping(torch.optim.SGD):
     """Holds half of the weights in evaluation."""
-
-    def eval(self) -> None:
-        self.scale(0.5)
-
-    def train(self) -> None:
-        self.scale(2.0)
 
     def scale(self, factor: float) -> None:
         for group in self.param_groups:
@@ -262,10 +252,10 @@ class Swapped(Regression):
         self.log("val", self.loss(batch))
 
     def on_validation_start(self) -> None:
-        self.optimizers().optimizer.eval()
+        self.optimizers().optimizer.scale(0.5)
 
     def on_validation_end(self) -> None:
-        self.optimizers().optimizer.train()
+        self.optimizers().optimizer.scale(2.0)
 
     def val_dataloader(self) -> Any:
         return loader(SAMPLES, BATCH // 2)
@@ -316,7 +306,7 @@ class Marked(Regression):
 def test_hooks_and_attributes_of_parameters_of_configure_model_stay() -> None:  # S-08
     module = Marked()
     module.configure_model()
-    wanted = weights(train_by_hand(module, global_batches(SAMPLES, BATCH)))
+    wanted = trained_in_plain_torch(module, SAMPLES)
     assert_trained(wanted, *((Marked, strategy) for strategy in ZERO))
 
 
