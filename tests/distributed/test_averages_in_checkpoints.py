@@ -302,18 +302,16 @@ class Observer(Callback):
 
     def __init__(self, priority: int = 0) -> None:
         self.priority = priority  # before or after what replaces the weights
-        self.at_start: dict[str, Tensor] = {}
-        self.after_step: dict[str, Tensor] = {}
-        self.at_end: dict[str, Tensor] = {}
+        self.held: dict[str, dict[str, Tensor]] = {}
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.at_start = whole(module)
+        self.held["start"] = whole(module)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.after_step = whole(module)
+        self.held["step"] = whole(module)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.at_end = whole(module)
+        self.held["end"] = whole(module)
 
 
 def _saved_while_swapped_in(strategy: str, world: int, folder: Path, evaluate: bool) -> Any:
@@ -324,7 +322,7 @@ def _saved_while_swapped_in(strategy: str, world: int, folder: Path, evaluate: b
     fitted(strategy, world, folder, ema(), first, SavesAverages(normed), normed=True)
     options: Any = {"normed": True, "max_epochs": EPOCHS + 1, "ckpt_path": normed / "validation"}
     fitted(strategy, world, folder, ema(), resumed, **options)
-    return first.after_step, resumed.at_start
+    return first.held["step"], resumed.held["start"]
 
 
 @pytest.mark.parametrize(("strategy", "world", "evaluate"), [("single", 1, False), *((*case, True) for case in CASES)])
@@ -345,14 +343,14 @@ def test_a_save_while_the_module_holds_the_averages_has_the_trained_weights_and_
         assert not torch.equal(*(trained["norm.running_mean"] for trained, _ in ranks))
 
 
-def _swa_saved_and_resumed(strategy: str, world: int, folder: Path) -> dict[str, Any]:
+def _swa_saved_and_resumed(strategy: str, world: int, folder: Path) -> Any:
     before, after, resumed = Observer(100), Observer(-100), Observer()
     average = StochasticWeightAveraging(0.3, swa_epoch_start=1)
     fitted(strategy, world, folder, average, before, after, kept(folder), SavesAverages(folder), normed=True)
     average = StochasticWeightAveraging(0.3, swa_epoch_start=1)
     options: Any = {"normed": True, "max_epochs": EPOCHS + 1, "ckpt_path": folder / "end"}
     fitted(strategy, world, folder / "resumed", average, resumed, **options)
-    return {"trained": before.at_end, "averaged": after.at_end, "resumed": resumed.at_start, "updates": average.updates}
+    return before.held["end"], after.held["end"], resumed.held["start"], average.updates
 
 
 @pytest.mark.parametrize(("strategy", "world"), CASES[:3])
@@ -360,7 +358,7 @@ def test_the_checkpoint_at_the_end_of_stochastic_averaging_is_loaded_averaged_an
     strategy: str, world: int, tmp_path: Path
 ) -> None:
     ranks = on_ranks(_swa_saved_and_resumed, world, strategy, world, tmp_path, process_group=None)
-    trained, averaged = ranks[0]["trained"], ranks[0]["averaged"]
+    trained, averaged, *_ = ranks[0]
     checkpoint = load(tmp_path / "end")
     assert not torch.equal(trained["norm.running_var"], averaged["norm.running_var"])
     assert_near(dict(checkpoint.weights()), trained)
@@ -368,11 +366,11 @@ def test_the_checkpoint_at_the_end_of_stochastic_averaging_is_loaded_averaged_an
     assert_near(whole(Noisy.load_from_checkpoint(tmp_path / "end")), averaged)
     # The best one was scored with the trained weights, because those of the averages were not ready.
     assert_near(whole(Noisy.load_from_checkpoint(newest(tmp_path))), trained)
-    for found in ranks:
-        assert_near(found["resumed"], found["trained"])
-        assert found["updates"] == EPOCHS + 1
+    for own, _, resumed, updates in ranks:
+        assert_near(resumed, own)
+        assert updates == EPOCHS + 1
     if world > 1:  # each rank has its own statistics
-        assert not torch.equal(*(found["trained"]["norm.running_mean"] for found in ranks))
+        assert not torch.equal(*(own["norm.running_mean"] for own, *_ in ranks))
 
 
 def test_a_checkpoint_without_the_record_is_read_as_its_trained_weights(tmp_path: Path) -> None:

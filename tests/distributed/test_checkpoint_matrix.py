@@ -75,18 +75,17 @@ def _saving(path: Path) -> Any:
     return LambdaCallback(on_train_batch_end=save)
 
 
-def _write(names: list[str], ranks: int, folder: Path) -> list[Any]:
-    return [_fit(name, ranks, callbacks=_saving(folder / name)) for name in names]
+def _write(ranks: int, folder: Path) -> list[Any]:
+    return [_fit(name, ranks, callbacks=_saving(folder / name)) for name in _names(ranks)]
 
 
-def _read(names: list[str], ranks: int, folder: Path) -> dict[tuple[str, str], Any]:
-    return {(writer, reader): _fit(reader, ranks, folder / writer) for reader in names for writer in STRATEGIES}
+def _read(ranks: int, folder: Path) -> dict[tuple[str, str], Any]:
+    return {(one, other): _fit(other, ranks, folder / one) for one in STRATEGIES for other in _names(ranks)}
 
 
 def _fit(name: str, ranks: int, start: Path | None = None, **options: Any) -> Any:
     module = Model()
-    strategy = STRATEGIES[name][1]()
-    trainer = quiet(strategy=strategy, devices=1 if ranks == 1 else "auto", **options)
+    trainer = quiet(strategy=STRATEGIES[name][1](), devices=1 if ranks == 1 else "auto", **options)
     trainer.fit(module, loader(SAMPLES, GLOBAL // ranks), ckpt_path=start)
     assert module.net.blocks[2].up.weight is module.net.blocks[0].up.weight  # B-07
     return weights(module), float(module.steps), trainer.global_step, trainer.samples_seen
@@ -113,9 +112,9 @@ def reference() -> Any:
 def written(tmp_path_factory: pytest.TempPathFactory, reference: Any) -> Path:
     """A checkpoint of each strategy; the runs that wrote them continued undisturbed."""
     folder = tmp_path_factory.mktemp("matrix")
-    runs = _write(_names(1), 1, folder)
-    runs += on_ranks(_write, 2, _names(2), 2, folder, timeout=150)[0]
-    runs += on_ranks(_write, 4, _names(4), 4, folder, timeout=150)[0]
+    runs = _write(1, folder)
+    runs += on_ranks(_write, 2, 2, folder, timeout=150)[0]
+    runs += on_ranks(_write, 4, 4, folder, timeout=150)[0]
     assert len(runs) == len(STRATEGIES)
     for found, *_ in runs:
         torch.testing.assert_close(found, weights(reference), **TIGHT)
@@ -125,11 +124,7 @@ def written(tmp_path_factory: pytest.TempPathFactory, reference: Any) -> Path:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_run_resumed_under_any_strategy_equals_the_reference(ranks: int, written: Path, reference: Any) -> None:
     # F-01: weights and optimizer state; B-07, B-08
-    if ranks == 1:
-        runs = [_read(_names(1), 1, written)]
-    else:
-        runs = on_ranks(_read, ranks, _names(ranks), ranks, written, timeout=300)
-    for run in runs:
+    for run in [_read(1, written)] if ranks == 1 else on_ranks(_read, ranks, ranks, written, timeout=300):
         assert len(run) == len(STRATEGIES) * len(_names(ranks))
         for cell, (found, steps, global_step, seen) in run.items():
             torch.testing.assert_close(found, weights(reference), **TIGHT, msg=about(cell))

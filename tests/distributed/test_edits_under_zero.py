@@ -238,6 +238,12 @@ def test_a_penalty_over_partitioned_weights_has_the_value_and_gradient_of_the_wh
 class Swapping(torch.optim.SGD):
     """Holds half of the weights in evaluation."""
 
+    def eval(self) -> None:
+        self.scale(0.5)
+
+    def train(self) -> None:
+        self.scale(2.0)
+
     def scale(self, factor: float) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -252,10 +258,10 @@ class Swapped(Regression):
         self.log("val", self.loss(batch))
 
     def on_validation_start(self) -> None:
-        self.optimizers().optimizer.scale(0.5)
+        self.optimizers().optimizer.eval()
 
     def on_validation_end(self) -> None:
-        self.optimizers().optimizer.scale(2.0)
+        self.optimizers().optimizer.train()
 
     def val_dataloader(self) -> Any:
         return loader(SAMPLES, BATCH // 2)
