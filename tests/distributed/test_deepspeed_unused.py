@@ -109,9 +109,9 @@ def test_experts_that_some_ranks_use() -> None:
     for (options, count), (first, logged), (second, silent) in zip(cases, *ranks, strict=True):
         assert torch.equal(first, second), options
         assert (first - _by_hand(seeded(partial(Mixture, count)))).abs().max() < 1e-5, options
-        told = [text for text in logged if "counts as zero" in text]
-        assert len(told) == (count == 3), options
-        assert all("'net.block.experts.2.norm.weight'" in text and "6 parameter(s)" in text for text in told)
+        reports = [text for text in logged if "counts as zero" in text]
+        assert len(reports) == (count == 3), options
+        assert all("'net.block.experts.2.norm.weight'" in text and "6 parameter(s)" in text for text in reports)
         assert not [text for text in silent if "counts as zero" in text]
 
 

@@ -412,8 +412,8 @@ UPDATES: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
 def test_a_teacher_that_is_updated_by_hand_is_exact_or_refused_by_name(strategy: str) -> None:  # L-01, S-07
     cases, world = UPDATES[strategy], 1 if strategy == "single" else 2
     for ranks in on_ranks(each, world, partial(_distil, strategy, world), *cases, process_group=None, timeout=120):
-        for ((where, precision), told), found in zip(cases.items(), ranks, strict=True):
-            assert isinstance(found, str) == bool(told), (where, precision, found)
-            assert all(part in found for part in told), found
-            if precision == FULL and not told:
+        for ((where, precision), parts), found in zip(cases.items(), ranks, strict=True):
+            assert isinstance(found, str) == bool(parts), (where, precision, found)
+            assert all(part in found for part in parts), found
+            if precision == FULL and not parts:
                 assert_near(found, updated_by_hand(where))
