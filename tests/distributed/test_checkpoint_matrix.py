@@ -170,8 +170,7 @@ def _saved(folder: str, strategy: str, save_async: bool) -> dict[str, float | No
     return {os.path.basename(path): score for path, score in checkpoint.best_k_models.items()}
 
 
-@pytest.mark.parametrize("save_async", [False, True])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("strategy", "save_async"), [("ddp", False), ("fsdp", True)])
 def test_a_save_that_monitors_the_validation_waits_for_it_on_all_ranks(
     strategy: str, save_async: bool, tmp_path: Path
 ) -> None:
