@@ -24,6 +24,8 @@ from drivetrain.callbacks import LambdaCallback, ReplicaCheck
 from drivetrain.errors import ConfigurationError
 from drivetrain_strategies import DDPStrategy
 from drivetrain_strategies.ddp._sync_batchnorm import SyncBatchNormSwap  # its public form needs a GPU
+from oracle.check import check
+from oracle.program import Data, Program
 from worlds import on_ranks
 
 FIND = "ddp_find_unused_parameters_true"
@@ -266,19 +268,6 @@ def test_every_way_to_call_the_module_synchronises() -> None:  # C-05
             torch.testing.assert_close(actual, reference, msg=str(case), **TIGHTER)
 
 
-class Embedded(Regression):
-    """Looks up rows of a table."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.table = seeded(lambda: nn.Embedding(10, FEATURES, **options))
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        x, y = batch
-        index = (x[:, 0].abs() * 7).long() % 10
-        return nn.functional.mse_loss(self.net(x + self.table(index)), y)
-
-
 class Drifting(Regression):
     """Changes a weight on one rank, as code that forgot the other ranks does."""
 
@@ -288,22 +277,19 @@ class Drifting(Regression):
                 self.net[0].bias[0] += 1e-3
 
 
-def _refused() -> list[Any]:
-    mapped = Regression()
+def _refused() -> list[str]:
+    mapped, normalised = Regression(), Regression()
     mapped.net.hf_device_map = {"0": "cpu", "2": "disk"}
-    checked: dict[str, Any] = {"strategy": "ddp", "callbacks": ReplicaCheck(1)}
-    modules = (mapped, Embedded(max_norm=1.0), Drifting())
-    texts = [refusal(module, loader(64, 4), **checked) for module in modules]
-    return [*texts, trained(Embedded(sparse=True), loader(68, 4), accumulate_grad_batches=3, **checked)]
+    normalised.table = nn.Embedding(10, FEATURES, max_norm=1.0)
+    modules = (mapped, normalised, Drifting())
+    return [refusal(module, loader(64, 4), strategy="ddp", callbacks=ReplicaCheck(1)) for module in modules]
 
 
-def test_modules_that_ddp_cannot_train_are_refused_by_name() -> None:  # C-04, C-06, B-20
-    reference = trained_in_plain_torch(Embedded(), 68, window=3)
-    for mapped, normalised, drifted, sparse in on_ranks(_refused, 2, process_group=None):
+def test_modules_that_ddp_cannot_train_are_refused_by_name() -> None:  # C-04, C-06, B-20; tests/parity has sparse ones
+    for mapped, normalised, drifted in on_ranks(_refused, 2, process_group=None):
         assert re.match("ConfigurationError: .*'net' was loaded with a device_map", mapped)
         assert re.match("ConfigurationError: .*'table' is an Embedding with max_norm=1.0(?s:.*)renormaliz", normalised)
         assert re.match("DistributedError: .*after step 4: parameter 'net.0.bias'", drifted)
-        torch.testing.assert_close(sparse, reference, **TIGHTER)
 
 
 def test_a_batch_norm_used_twice_is_converted_and_restored() -> None:  # C-05, C-07
@@ -330,21 +316,7 @@ def test_a_batch_norm_used_twice_is_converted_and_restored() -> None:  # C-05, C
     assert not module.first.training
 
 
-class NoneNow(Regression):
-    """A step without a loss in the micro-batches for which `none_at` returns True."""
-
-    none_at: tuple[int, ...] = ()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return None if batch_idx in self.none_at else super().training_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize("none_at", [(1,), (0, 1), (3,)])
-def test_a_step_without_a_loss_on_one_process_that_looks_for_unused_parameters(none_at: tuple[int, ...]) -> None:
-    # C-01: on a single rank a step may return None.
-    found = []
-    for strategy in (DDPStrategy(find_unused_parameters=True), "single_device"):
-        module = NoneNow()
-        module.none_at = none_at
-        found.append(trained(module, loader(16, 4), strategy=strategy, devices=1, accumulate_grad_batches=2))
-    assert torch.equal(*found)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_without_a_loss_on_one_process_that_looks_for_unused_parameters(accumulate: int) -> None:
+    # C-01: on a single rank a step may return None, in all of a window or in its last micro-batch
+    assert not check(Program(FIND, 1, missing_loss="odd", accumulate=accumulate, data=Data(samples=16)))
