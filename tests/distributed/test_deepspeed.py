@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from fsdp_nets import Block, DeepRegression, Tied, trained_in_plain_torch
-from small_runs import SHARD_EVERYTHING, STRATEGIES, TIGHT, each, failing, loader, refusal, seeded, trained, weights
+from small_runs import SHARD_EVERYTHING, STRATEGIES, TIGHT, each, failing, loader, seeded, trained, weights
 
 from drivetrain import Callback
 from drivetrain._distributed.shards import ParameterShard, Span, cut  # a state's form has no public name
@@ -177,25 +177,3 @@ def test_one_parameter_gathered() -> None:
     for sizes, head in on_ranks(_one_gathered, 2):
         assert sizes == [8, (1, 8), 1.0, 8]
         assert torch.equal(head, torch.ones(1, 8))
-
-
-class Keeping(DeepRegression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.optimizer = super().configure_optimizers()
-
-    def configure_optimizers(self) -> Any:
-        return self.optimizer
-
-
-def _train_again(stage: int) -> list[str]:
-    module, stepped = Keeping(), Keeping()
-    stepped.loss(next(iter(loader(8, 8)))).backward()
-    stepped.optimizer.step()
-    return [refusal(one, loader(40, 4), strategy=DeepSpeedStrategy(stage=stage)) for one in (module, module, stepped)]
-
-
-def test_an_optimizer_that_was_stepped_before_is_refused() -> None:
-    for _, again, stepped in on_ranks(each, 2, _train_again, (2,), (3,))[0]:
-        assert "build a new one in configure_optimizers" in again
-        assert "AdamW has state" in stepped

@@ -100,6 +100,19 @@ def _declares_closure(module: Any) -> Any:
     return {"optimizer": RequiresClosure(module.parameters(), lr=0.1), "closure": True}
 
 
+def _used_optimizer(in_a_run: bool) -> DeepRegression:
+    """Return a module whose optimizer has made steps, in a run under DeepSpeed or by hand."""
+    module = DeepRegression()
+    optimizer = module.configure_optimizers()
+    module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
+    if in_a_run:
+        trained(module, loader(16, 4), strategy=DeepSpeedStrategy(stage=2))
+    else:
+        module.loss(next(iter(loader(8, 8)))).backward()
+        optimizer.step()
+    return module
+
+
 class Refused(NamedTuple):
     """A part of the error, what is trained, settings of the strategy and of `Fit`, and stages that refuse it."""
 
@@ -149,6 +162,8 @@ REFUSED = [
     Refused("precision='64-true' under DeepSpeed", settings={"precision": "64-true"}),
     Refused("precision='bf16-true' under DeepSpeed", settings={"precision": "bf16-true"}),
     Refused("precision='32-true', but some parameters have other dtypes", lambda: DeepRegression().bfloat16()),
+    Refused("build a new one in configure_optimizers", partial(_used_optimizer, in_a_run=True)),
+    Refused("AdamW has state", partial(_used_optimizer, in_a_run=False)),
     Refused("Parameter group 1 of AdamW has nothing to train: ['net.head.weight'", lambda: _with(_frozen_group)),
     # B-20, C-06
     Refused("'table' is an Embedding with sparse=True", lambda: Sparse(sparse=True)),
@@ -228,11 +243,10 @@ def test_optimizer_scheduler_and_clipping_from_the_config() -> None:
         assert config["gradient_accumulation_steps"] == 1
 
 
-class Compiled(DeepRegression):
-    def configure_optimizers(self) -> Any:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
+def _compiled(parameters: Any) -> Any:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        return DeepSpeedCPUAdam(self.parameters(), lr=0.01)
+    return DeepSpeedCPUAdam(parameters, lr=0.01)
 
 
 def _bare(drive: str) -> Any:
@@ -243,7 +257,7 @@ def _bare(drive: str) -> Any:
     theirs = {"config": {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}}
     texts = []
     for module, options in (
-        (Compiled(), {"offload_optimizer": "cpu"}),
+        (_by(_compiled)(), {"offload_optimizer": "cpu"}),
         (_with(lambda one: None), theirs),
         (_with(lambda one: None), {"offload_optimizer": "cpu", **theirs}),
         (_with(lambda one: None), {**SHARD_EVERYTHING, **theirs}),
