@@ -46,38 +46,6 @@ class Needs(Net):
         self.save_hyperparameters()
 
 
-def test_a_removed_hyper_parameter_is_named_with_a_fix(tmp_path: Path) -> None:  # J-14
-    path = saved(tmp_path, width=3, lr=0.5)
-    with pytest.raises(CheckpointError) as caught:
-        Renamed.load_from_checkpoint(path)
-    assert caught.value.what == f"Renamed does not take 'width', which is among the hyper-parameters of {str(path)!r}."
-    assert "__init__ takes breadth, lr" in caught.value.why
-    assert "Renamed.load_from_checkpoint(path, ignore='width')" in caught.value.fix
-    # The suggested fixes work.
-    assert Renamed.load_from_checkpoint(path, ignore="width").hparams == {"breadth": 1, "lr": 0.5}
-    assert Renamed.load_from_checkpoint(path, ignore="width", breadth=3).hparams == {"breadth": 3, "lr": 0.5}
-    with pytest.raises(CheckpointError, match="Needs does not take 'width'") as caught:
-        Needs.load_from_checkpoint(path, ignore="lr")
-    assert "ignore='width', breadth=...)" in caught.value.fix
-    assert Needs.load_from_checkpoint(path, ignore=("lr", "width"), breadth=3).hparams == {"breadth": 3}
-
-
-def test_several_removed_ones_and_the_nearest_name(tmp_path: Path) -> None:  # J-14
-    path = saved(tmp_path, bredth=3, depth=2)
-    with pytest.raises(CheckpointError, match=r"does not take 'bredth', 'depth'.*Did you mean 'breadth'") as caught:
-        Renamed.load_from_checkpoint(path)
-    assert "ignore=('bredth', 'depth'))" in caught.value.fix
-    assert Renamed.load_from_checkpoint(path, ignore=("bredth", "depth", "never saved")).hparams.breadth == 1
-
-
-def test_unknown_and_missing_overrides_are_not_blamed_on_the_checkpoint(tmp_path: Path) -> None:
-    path = saved(tmp_path, breadth=3)
-    with pytest.raises(CheckpointError, match=r"does not take 'breath', which was passed.*Did you mean 'breadth'"):
-        Renamed.load_from_checkpoint(path, breath=3)
-    with pytest.raises(CheckpointError, match="Needs needs 'breadth'"):
-        Needs.load_from_checkpoint(path, ignore="breadth")
-
-
 class Base(Net):
     def __init__(self, width: int, *, depth: int = 1) -> None:
         super().__init__()
@@ -89,28 +57,82 @@ class PassesOn(Base):
         super().__init__(**rest)
 
 
-def test_one_that_a_base_class_no_longer_accepts(tmp_path: Path) -> None:  # J-14
-    """Python's own error names neither the checkpoint nor a fix."""
-    path = saved(tmp_path, lr=0.1, width=3, height=4)
-    with pytest.raises(CheckpointError, match="PassesOn does not take 'height', which is among") as caught:
-        PassesOn.load_from_checkpoint(path)
-    assert "ignore='height'" in caught.value.fix
-    assert PassesOn.load_from_checkpoint(path, ignore="height").hparams == {"lr": 0.1, "width": 3, "depth": 1}
-    with pytest.raises(CheckpointError, match="PassesOn needs 'width'"):
-        PassesOn.load_from_checkpoint(path, ignore=("height", "width"))
-    with pytest.raises(CheckpointError, match="does not take 'hight', which was passed"):
-        PassesOn.load_from_checkpoint(path, ignore="height", hight=4)
+class FixedWidth(Base):
+    """Passes a value to its base class, which is among the hyper-parameters of both and no argument of its own."""
+
+    def __init__(self, lr: float) -> None:
+        super().__init__(64)
 
 
-def test_the_name_that_python_suggests_is_not_blamed(tmp_path: Path) -> None:  # J-14
-    """Python 3.13 adds the nearest argument to its error."""
+class Suggested(Net):
+    """Fails as Python 3.13 does, whose error ends with the nearest argument."""
 
-    class Suggested(Net):
-        def __init__(self, **rest: Any) -> None:
-            raise TypeError("Net.__init__() got an unexpected keyword argument 'hight'. Did you mean 'height'?")
+    def __init__(self, **rest: Any) -> None:
+        raise TypeError("Net.__init__() got an unexpected keyword argument 'height'. Did you mean 'width'?")
 
-    with pytest.raises(CheckpointError, match="Suggested does not take 'hight', which is among"):
-        Suggested.load_from_checkpoint(saved(tmp_path, hight=4))
+
+OLD = {"width": 3, "lr": 0.5}
+MISSPELT = {"bredth": 3, "depth": 2}
+BASE = {"lr": 0.1, "width": 3, "height": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "held", "given", "what", "fix"),
+    [
+        (
+            Renamed,
+            OLD,
+            {},
+            "Renamed does not take 'width', which is among",
+            "Renamed.load_from_checkpoint(path, ignore='width')",
+        ),
+        (Needs, OLD, {"ignore": "lr"}, "Needs does not take 'width'", "ignore='width', breadth=...)"),
+        (
+            Renamed,
+            MISSPELT,
+            {},
+            "does not take 'bredth', 'depth'.*Did you mean 'breadth'",
+            "ignore=('bredth', 'depth'))",
+        ),
+        (PassesOn, BASE, {}, "PassesOn does not take 'height', which is among", "ignore='height'"),
+        (Suggested, BASE, {}, "Suggested does not take 'height', which is among", "ignore='height'"),
+        (FixedWidth, {"width": 128, "depth": 1, "lr": 0.1}, {}, "FixedWidth does not take 'width'", "ignore='width'"),
+        # Unknown and missing overrides are not blamed on the checkpoint.
+        (Renamed, {"breadth": 3}, {"breath": 3}, "not take 'breath', which was passed.*Did you mean 'breadth'", ""),
+        (PassesOn, BASE, {"ignore": "height", "hight": 4}, "does not take 'hight', which was passed", ""),
+        (Needs, {"breadth": 3}, {"ignore": "breadth"}, "Needs needs 'breadth'", ""),
+        (PassesOn, BASE, {"ignore": ("height", "width")}, "PassesOn needs 'width'", ""),
+    ],
+)
+def test_a_hyper_parameter_that_the_class_does_not_take_is_named_with_a_fix(
+    tmp_path: Path, kind: type[Net], held: dict[str, Any], given: dict[str, Any], what: str, fix: str
+) -> None:  # J-14
+    path = saved(tmp_path, **held)
+    with pytest.raises(CheckpointError, match=what) as caught:
+        kind.load_from_checkpoint(path, **given)
+    assert fix in caught.value.fix
+    if "which is among" in what:
+        assert caught.value.what.endswith(f"which is among the hyper-parameters of {str(path)!r}.")
+    if kind is Renamed:
+        assert "__init__ takes breadth, lr" in caught.value.why
+
+
+@pytest.mark.parametrize(
+    ("kind", "held", "given", "expected"),
+    [
+        (Renamed, OLD, {"ignore": "width"}, {"breadth": 1, "lr": 0.5}),
+        (Renamed, OLD, {"ignore": "width", "breadth": 3}, {"breadth": 3, "lr": 0.5}),
+        (Needs, OLD, {"ignore": ("lr", "width"), "breadth": 3}, {"breadth": 3}),
+        (Renamed, MISSPELT, {"ignore": ("bredth", "depth", "never saved")}, {"breadth": 1, "lr": 0.1}),
+        (PassesOn, BASE, {"ignore": "height"}, {"lr": 0.1, "width": 3, "depth": 1}),
+        (FixedWidth, dict(FixedWidth(0.1).hparams), {}, {"width": 64, "depth": 1, "lr": 0.1}),
+        (FixedWidth, {"width": 128, "lr": 0.1}, {"ignore": "width"}, {"width": 64, "depth": 1, "lr": 0.1}),
+    ],
+)
+def test_removed_hyper_parameters_can_be_ignored(
+    tmp_path: Path, kind: type[Net], held: dict[str, Any], given: dict[str, Any], expected: dict[str, Any]
+) -> None:  # J-14
+    assert kind.load_from_checkpoint(saved(tmp_path, **held), **given).hparams == expected
 
 
 def test_an_error_within_the_class_is_its_own(tmp_path: Path) -> None:
@@ -121,28 +143,6 @@ def test_an_error_within_the_class_is_its_own(tmp_path: Path) -> None:
 
     with pytest.raises(TypeError, match="unexpected keyword argument 'height'"):
         Wrong.load_from_checkpoint(saved(tmp_path, width=3, height=2))
-
-
-class Fixed(Base):
-    """Passes fixed arguments to its base class."""
-
-    def __init__(self, lr: float, width: int | None = None) -> None:
-        super().__init__(64 if width is None else width)
-
-
-class FixedNow(Base):
-    def __init__(self, lr: float) -> None:
-        super().__init__(64)
-
-
-def test_a_value_that_the_class_passes_to_its_base_is_no_argument(tmp_path: Path) -> None:  # J-14
-    """It is among the hyper-parameters nevertheless, since the base class saves its arguments."""
-    (tmp_path / "other").mkdir()
-    path, other = saved(tmp_path, **FixedNow(0.1).hparams), saved(tmp_path / "other", **Fixed(0.1, 128).hparams)
-    assert FixedNow.load_from_checkpoint(path).hparams == {"width": 64, "depth": 1, "lr": 0.1}
-    with pytest.raises(CheckpointError, match="FixedNow does not take 'width'"):
-        FixedNow.load_from_checkpoint(other)
-    assert FixedNow.load_from_checkpoint(other, ignore="width").hparams.width == 64
 
 
 def test_a_value_of_a_class_that_is_gone(tmp_path: Path) -> None:  # J-14
