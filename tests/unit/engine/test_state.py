@@ -1,14 +1,16 @@
-"""Process-wide state (A rows), failing cleanly (G-05, G-07), and switches."""
+"""The state of the process and of a run (A rows), failing cleanly (G-05, G-07), switches, and `RunContext`."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import pickle
 import random
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from engine_case import Regression, Tiny, fit, loader, regression
 from small_modules import calling, linear, tiny
 from torch import nn
 
-from drivetrain import Callback, ConfigurationError, Fit, NonFiniteError
+from drivetrain import Callback, ConfigurationError, Fit, NonFiniteError, RunContext
 from drivetrain.loggers import CSVLogger
 from drivetrain_strategies import SingleDeviceStrategy
 
@@ -340,19 +342,6 @@ def test_callbacks_of_the_module_replace_those_of_their_class(tmp_path: Path) ->
         fit(tmp_path).fit(tiny(configure_callbacks=lambda self: [Callback, 3]), loader(2))
 
 
-def test_states_of_a_run(tmp_path: Path) -> None:
-    seen: list[str] = []
-    runner = fit(tmp_path, callbacks=calling("setup", lambda trainer: seen.append(trainer.state)))
-    assert runner.state == "idle"
-    module = Tiny()
-    runner.fit(module, loader(2))
-    runner.validate(module, loader(2), verbose=False)
-    runner.test(module, loader(2), verbose=False)
-    runner.predict(module, loader(2))
-    assert seen == ["fitting", "validating", "testing", "predicting"]
-    assert runner.state == "finished"
-
-
 def test_all_gather_has_a_leading_dimension_in_one_process_too(tmp_path: Path) -> None:
     shapes: list[Any] = []
 
@@ -384,3 +373,65 @@ def test_a_fit_that_ran_can_be_pickled(tmp_path: Path, profiler: str | None) -> 
     module = Tiny()
     copied.fit(module, loader(4))
     assert len(module.seen) == 2
+
+
+READS = {name for name, member in vars(RunContext).items() if isinstance(member, property)}
+CALLS = {name for name, member in vars(RunContext).items() if inspect.isfunction(member) and name[0] != "_"}
+ATTRIBUTES = set(RunContext.__annotations__)
+NOT_IN_A_RUN = {"fit", "validate", "test", "predict"}
+THE_ENGINES = {"chosen_strategy", "given_profiler", "launcher", "precision_setting", "progress", "session"}
+THE_ENGINES |= {"resolved_strategy"}
+
+
+def code_of(owner: type, name: str) -> Callable[..., Any]:
+    member: Any = inspect.getattr_static(owner, name)
+    code: Any = member.fget if isinstance(member, property) else member
+    return code
+
+
+def test_fit_has_every_member_and_no_other() -> None:
+    assert set(vars(Fit())) | READS | CALLS >= ATTRIBUTES
+    own = {name for name in {*dir(Fit), *vars(Fit())} if not name.startswith("_")}
+    assert own - READS - CALLS - ATTRIBUTES == NOT_IN_A_RUN | THE_ENGINES
+    assert own >= ATTRIBUTES
+
+
+@pytest.mark.parametrize("name", sorted(READS | CALLS))
+def test_members_of_fit_have_the_same_arguments_and_docstring(name: str) -> None:
+    theirs, ours = code_of(RunContext, name), code_of(Fit, name)
+    assert ours is not theirs  # the protocol's method has no body
+    if name in READS:
+        setters = [inspect.getattr_static(owner, name).fset is not None for owner in (RunContext, Fit)]
+        assert setters[0] == setters[1]
+    else:
+        told, taken = inspect.signature(theirs).parameters.values(), inspect.signature(ours).parameters.values()
+        assert [(one.name, one.kind) for one in told] == [(one.name, one.kind) for one in taken]
+        for one, other in zip(told, taken, strict=True):
+            assert callable(one.default) or one.default == other.default
+    # Each member is documented in one place, which help() and editors show for both.
+    assert ours.__doc__ is None
+    assert theirs.__doc__
+    assert inspect.getdoc(inspect.getattr_static(Fit, name)) == inspect.getdoc(inspect.getattr_static(RunContext, name))
+
+
+def test_every_member_is_available_in_the_hooks_of_every_stage(tmp_path: Path) -> None:
+    states: list[str] = []
+    values: dict[str, Any] = {}
+
+    def read(trainer: Any) -> None:
+        values.update({name: getattr(trainer, name) for name in READS | ATTRIBUTES})
+
+    reading = calling("on_train_batch_end", read)
+    noting = calling("setup", lambda trainer: states.append(trainer.state))
+    trainer, module = fit(tmp_path, callbacks=[reading, noting], max_steps=3), Tiny()
+    assert trainer.state == "idle"
+    trainer.fit(module, loader())
+    assert values["global_step"] == values["batch_idx"] == trainer.global_step == 3
+    assert values["state"] == "fitting"
+    assert values["num_training_batches"] == 4
+    assert values["strategy"] is trainer.strategy
+    trainer.validate(module, loader(2), verbose=False)
+    trainer.test(module, loader(2), verbose=False)
+    trainer.predict(module, loader(2))
+    assert states == ["fitting", "validating", "testing", "predicting"]
+    assert trainer.state == "finished"
