@@ -85,10 +85,10 @@ def weights_of(module: nn.Module) -> torch.Tensor:
 def trained(path: Path, data: Any, validation: Any = None, **options: Any) -> torch.Tensor:
     """Train; each hook around validation draws random numbers too."""
     module = Dropping()
-    called: set[str] = set()
+    called: dict[str, float] = {}
 
     def drawing(hook: str) -> Callback:
-        return calling(hook, lambda trainer: (called.add(hook), draw()))
+        return calling(hook, lambda trainer: called.update({hook: draw()}))
 
     options = {"num_sanity_val_steps": 0, "limit_val_batches": 0 if validation is None else 1.0, **options}
     seed_generators()
@@ -125,9 +125,9 @@ class Composed:
         return x
 
 
-def both(data: Any, **options: Any) -> tuple[Any, Any]:
+def both(data: Any, shuffle: bool = False, **options: Any) -> tuple[Any, Any]:
     """Return loaders of training and of validation, which share the data set and the options."""
-    return DataLoader(data, 4, **options), DataLoader(data, 4, **options)
+    return DataLoader(data, 4, **options), DataLoader(data, 4, shuffle=shuffle, **options)
 
 
 def sampler() -> RandomSampler:
@@ -135,7 +135,7 @@ def sampler() -> RandomSampler:
 
 
 LOADERS: dict[str, Callable[[], tuple[Any, Any]]] = {
-    "data set": lambda: both(Noisy()),  # as after `random_split`
+    "data set": lambda: both(Noisy(), shuffle=True),  # as after `random_split`
     "transform": lambda: both(Noisy(Composed(Noise()))),
     "sampler": lambda: both(regression().dataset, sampler=sampler()),
     "collate_fn": lambda: both(regression().dataset, collate_fn=Noise().collate),
