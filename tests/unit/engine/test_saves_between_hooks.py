@@ -169,6 +169,10 @@ class SavesIn(Callback):
         setattr(self, hook, save)
 
 
+def saving_on_exception(folder: Path) -> Callback:
+    return SavesIn("on_exception", folder / "saved", nth=1)
+
+
 class Averaged(Callback):
     """Replaces the weights during a validation, from its start or from its first batch."""
 
@@ -371,47 +375,35 @@ class StepsByHand(Changing):
         self.at("after the step")
 
 
+def save_and_fail(trainer: Any) -> None:
+    trainer.save_checkpoint(trainer.default_root_dir + "/saved")
+    fail(trainer)
+
+
 @pytest.mark.parametrize(
-    ("module", "warning"),
+    ("module", "callback", "warning"),
     [
-        (Changing(("before the scheduler", 3), fail), "Nothing is saved after the failure"),
-        (StepsByHand(("after the step", 4), fail), "since weights had changed"),
+        (Changing(("before the scheduler", 3), fail), keeping, "Nothing is saved after the failure"),
+        (StepsByHand(("after the step", 4), fail), keeping, "since weights had changed"),
+        (Changing(("training step", 5), fail), saving_on_exception, "not kept by Checkpoint(save_on_exception=True)"),
+        (Changing(("training step", 4), save_and_fail), lambda folder: Callback(), "/saved' is not written"),
     ],
 )
-def test_a_failure_after_the_optimizers_step_is_not_saved(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, module: Changing, warning: str
+def test_half_a_step_is_not_saved_and_a_warning_states_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, module: Changing, callback: Any, warning: str
 ) -> None:
     with pytest.raises(LookupError, match="as planned"):
-        run(module, keeping(tmp_path))
+        run(module, callback(tmp_path), default_root_dir=tmp_path)
     assert warning in caplog.text
-    assert not list(tmp_path.glob("exception*"))
+    assert not list(tmp_path.rglob("manifest.json"))
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-def test_a_save_in_on_exception_is_of_a_whole_step_or_none(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, keeps: bool
-) -> None:
-    saving: Any = SavesIn("on_exception", tmp_path / "saved", nth=1)
-    saving.save_on_exception = keeps
+def test_a_save_in_on_exception_is_of_the_last_whole_step_if_that_is_kept(tmp_path: Path) -> None:
+    saving: Any = saving_on_exception(tmp_path)
+    saving.save_on_exception = True
     with pytest.raises(LookupError, match="as planned"):
         run(Changing(("training step", 5), fail), saving)
-    assert (tmp_path / "saved").exists() == keeps
-    assert ("was not kept by Checkpoint(save_on_exception=True)" in caplog.text) != keeps
-    if keeps:
-        assert run(Changing(), path=tmp_path / "saved") == undisturbed()[0]
-
-
-def test_a_requested_save_whose_step_fails_is_named_in_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def save_and_fail(trainer: Any) -> None:
-        trainer.save_checkpoint(tmp_path / "saved")
-        fail(trainer)
-
-    with pytest.raises(LookupError, match="as planned"):
-        run(Changing(("training step", 4), save_and_fail))
-    assert f"{tmp_path / 'saved'}' is not written" in caplog.text
-    assert not (tmp_path / "saved").exists()
+    assert run(Changing(), path=tmp_path / "saved") == undisturbed()[0]
 
 
 def test_after_a_failed_fit_half_a_step_is_refused_and_a_whole_one_is_saved(tmp_path: Path) -> None:

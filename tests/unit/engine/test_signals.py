@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -45,17 +44,6 @@ def sending(*numbers: int, step: int = 3, hook: str = "on_train_batch_end", paus
 
 def names(folder: Path) -> list[str]:
     return sorted(one for one in os.listdir(folder) if "step=" in one)
-
-
-@contextlib.contextmanager
-def handled(number: int) -> Iterator[list[int]]:
-    """Handle a signal as a program does by itself; yields the signals that arrived."""
-    arrived: list[int] = []
-    before = signal.signal(number, lambda number, frame: arrived.append(number))
-    try:
-        yield arrived
-    finally:
-        signal.signal(number, before)
 
 
 @pytest.mark.parametrize(
@@ -99,10 +87,9 @@ def test_a_signal_saves_and_stops_and_the_run_resumes_exactly(
 @pytest.mark.parametrize(("pause", "saved"), [(0.6, False), (0.0, True)])
 def test_a_second_signal_ends_the_run_unless_it_is_a_duplicate(tmp_path: Path, pause: float, saved: bool) -> None:
     """A launcher forwards a signal that was sent to the whole process group: one that comes at once is a duplicate."""
+    twice = sending(signal.SIGTERM, signal.SIGTERM, pause=pause)
     with pytest.raises(SystemExit) as caught:
-        fit(tmp_path, enable_checkpointing=True, callbacks=sending(signal.SIGTERM, signal.SIGTERM, pause=pause)).fit(
-            Tiny(), loader(20)
-        )
+        fit(tmp_path, enable_checkpointing=True, callbacks=twice).fit(Tiny(), loader(20))
     assert caught.value.code == 143
     folder = tmp_path / RUN / "checkpoints"
     assert (names(folder) if folder.exists() else []) == ["interrupted-step=3"] * saved
@@ -115,10 +102,14 @@ def test_a_second_signal_ends_the_run_unless_it_is_a_duplicate(tmp_path: Path, p
 def test_the_previous_handler_gets_a_signal_with_nothing_to_save_or_that_is_not_handled(
     tmp_path: Path, hook: str, step: int, setting: str | None
 ) -> None:
-    with handled(signal.SIGTERM) as arrived:
-        options: dict[str, Any] = {"preemption_signals": setting, "enable_checkpointing": setting is None}
-        run = fit(tmp_path, callbacks=sending(signal.SIGTERM, step=step, hook=hook), **options)
+    arrived: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: arrived.append(number))
+    options: dict[str, Any] = {"preemption_signals": setting, "enable_checkpointing": setting is None}
+    run = fit(tmp_path, callbacks=sending(signal.SIGTERM, step=step, hook=hook), **options)
+    try:
         run.fit(Tiny(), loader(20))
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert arrived == [signal.SIGTERM]
     assert run.state == "finished"
 
@@ -307,8 +298,12 @@ def exit_code_after_sigterm(work: Callable[[Any], object]) -> int | None:
 def test_a_process_forked_after_a_run_within_a_hook_has_the_default_handlers(tmp_path: Path) -> None:  # Q-06
     codes: list[int | None] = []
 
+    def wait(began: Any) -> None:
+        began.set()
+        time.sleep(20)
+
     def fork() -> None:
-        codes.append(exit_code_after_sigterm(lambda began: (began.set(), time.sleep(20))))
+        codes.append(exit_code_after_sigterm(wait))
 
     run = fit(tmp_path, callbacks=evaluating(tmp_path / "inner", Evaluated(), fork))
     run.fit(Regression(), regression())
@@ -328,7 +323,7 @@ def test_a_run_with_nothing_left_to_save_exits_with_143(
         def wait(trainer: Any) -> None:
             began.set()
             if hook == "setup":
-                torch.distributed.TCPStore("127.0.0.1", 0, 2, True)
+                torch.distributed.TCPStore("127.0.0.1", 0, 2, True)  # type: ignore[attr-defined]
             time.sleep(0.5 if hook == "on_train_end" else 30)
 
         run = fit(tmp_path, callbacks=calling(hook, wait), enable_checkpointing=True)
