@@ -114,20 +114,9 @@ def test_a_closure_returns_the_mean_over_the_micro_batches_with_a_loss(tmp_path:
 
     module = Closing(lambda loss, batch_idx: None if batch_idx == 1 else loss)
     fit(tmp_path, accumulate_grad_batches=3).fit(module, regression(24))
-    # Written by hand: the oracle evaluates no window again in which a loss is missing.
-    reference = Closing(lambda loss, batch_idx: loss)
-    optimizer = reference.configure_optimizers()
-    batches = list(regression(24))
-    for window in ([batches[0], batches[2]], batches[3:]):
-        x, y = (torch.cat([batch[part] for batch in window]) for part in (0, 1))
-
-        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = reference.loss((x, y))
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
+    reference, batches = Closing(lambda loss, batch_idx: loss), list(regression(24))
+    windows = [[batches[0], batches[2]], batches[3:]]
+    fit(tmp_path).fit(reference, [[torch.cat(parts) for parts in zip(*window, strict=True)] for window in windows])
     torch.testing.assert_close(module.layer.weight, reference.layer.weight, atol=1e-4, rtol=1e-4)
 
 
@@ -152,39 +141,26 @@ def test_values_logged_by_a_closure_are_those_of_the_first_evaluation(tmp_path: 
 
 
 class Manual(TrainModule):
-    """A generator and a discriminator that take turns, each with its scheduler."""
+    """Two layers take turns, each with its optimizer and scheduler."""
 
     automatic_optimization = False
 
     def __init__(self, returned: Any = None) -> None:
         super().__init__()
-        torch.manual_seed(7)
-        self.generator = nn.Linear(3, 3)
-        self.discriminator = nn.Linear(3, 1)
+        self.layers = nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1)])
         self.returned = returned
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, _ = batch
-        first, second = self.optimizers()
-        with self.toggled_optimizer(first):
-            assert not self.discriminator.weight.requires_grad
-            loss = -self.discriminator(self.generator(x)).mean()
-            first.zero_grad()
-            self.manual_backward(loss)
-            self.clip_gradients(first, 0.5, "norm")
-            first.step()
-        with self.toggled_optimizer(second):
-            loss = self.discriminator(self.generator(x).detach()).mean() - self.discriminator(x).mean()
-            second.zero_grad()
-            self.manual_backward(loss)
-            second.step()
-        for scheduler in self.lr_schedulers():
+        for layer, optimizer, scheduler in zip(self.layers, self.optimizers(), self.lr_schedulers(), strict=True):
+            with self.toggled_optimizer(optimizer):
+                optimizer.zero_grad()
+                self.manual_backward(layer(batch[0]).mean())
+                optimizer.step()
             scheduler.step()
-        self.log("loss", loss)
         return self.returned
 
     def configure_optimizers(self) -> Any:
-        optimizers = [SGD(self.generator.parameters(), lr=0.1), Adam(self.discriminator.parameters(), lr=0.01)]
+        optimizers = [SGD(self.layers[0].parameters(), lr=0.1), Adam(self.layers[1].parameters(), lr=0.01)]
         return optimizers, [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in optimizers]
 
 
