@@ -25,13 +25,9 @@ from drivetrain.loggers import CSVLogger
 LOUD: dict[str, Any] = {"enable_progress_bar": True, "enable_checkpointing": True}
 
 
-class Worsens(Tiny):
-    """Its second validation is the best."""
-
-    values = (3.0, 1.0, 2.0)
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("val_loss", self.values[self.trainer.current_epoch])
+def worsening() -> Tiny:
+    """A module whose second validation is the best."""
+    return tiny(validation_step=lambda self, *_: self.log("val_loss", [3.0, 1.0, 2.0][self.trainer.current_epoch]))
 
 
 def closing_lines(path: Path, module: Any = None, raises: Any = None, **options: Any) -> list[str]:
@@ -51,16 +47,15 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_unsaved_run_is_reported_once(tmp_path: Path) -> None:
     # L-09: the time limit is reached with the last batch of an epoch, which is saved before and after the validation
-    run = fit(tmp_path, max_epochs=-1, max_time={"seconds": 0.001})
     with captured_warnings(logging.WARNING) as lines:
-        run.fit(Tiny(), loader(), loader())
+        fit(tmp_path, max_epochs=-1, max_time={"seconds": 0.001}).fit(Tiny(), loader(), loader())
     assert sum("nothing is saved" in line for line in lines) == 1
 
 
 def test_checkpoints_and_files_are_named_relative_to_the_working_directory(tmp_path: Path) -> None:
     # L-09
     options = {"max_epochs": 3, "logger": CSVLogger(tmp_path / "runs", "one")}
-    lines = closing_lines(tmp_path, Worsens(), callbacks=Checkpoint(monitor="val_loss", keep_last=1), **options)
+    lines = closing_lines(tmp_path, worsening(), callbacks=Checkpoint(monitor="val_loss", keep_last=1), **options)
     assert lines == [
         "The run ended: max_epochs=3 is reached (3 epochs, 12 optimizer steps)",
         "  best checkpoint: runs/one/version_0/checkpoints/epoch=1-step=8 (val_loss 1)",
@@ -88,7 +83,7 @@ def test_a_preempted_run_names_its_checkpoint(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     callbacks = [calling("on_train_batch_end", leave), Checkpoint(monitor="val_loss")]
-    lines = closing_lines(tmp_path, Worsens(), SystemExit, max_epochs=3, callbacks=callbacks)
+    lines = closing_lines(tmp_path, worsening(), SystemExit, max_epochs=3, callbacks=callbacks)
     folder = "drivetrain_logs/version_0"
     assert lines == [
         "The run ended: SIGTERM asked it to save and leave (1 epoch, 7 optimizer steps)",
