@@ -183,7 +183,7 @@ def test_a_mistake_in_a_setting_shows_no_secret(
 def test_no_password_of_a_url_is_recorded_or_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     #
     class Failing(Fetching):
-        def training_step(self, batch: Any) -> Any:
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise OSError(f"cannot reach s3://me:{SECRET}@host/data")
 
     root = f"memory://u:{SECRET}@h/root"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_case import Regression, fit, loader, regression
-from small_modules import tiny
+from small_modules import linear, tiny
 from torch import nn
 from torch.optim import LBFGS, SGD, Adam
 
@@ -29,15 +29,9 @@ class Outputs(Callback):
         self.kept.append(outputs)
 
 
-class Returning(Regression):
-    """Returns the result of a function of its loss."""
-
-    def __init__(self, make: Callable[[torch.Tensor, int], Any]) -> None:
-        super().__init__()
-        self._make = make
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self._make(self.loss(batch), batch_idx)
+def returning(make: Callable[[torch.Tensor, int], Any], **methods: Any) -> Regression:
+    """A module whose step returns a function of its loss and of the index of the micro-batch."""
+    return linear(training_step=lambda self, batch, batch_idx: make(self.loss(batch), batch_idx), **methods)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
@@ -50,7 +44,7 @@ def test_a_dict_reaches_the_hooks_complete_detached_and_unscaled(tmp_path: Path,
 
     outputs = Outputs()
     run = fit(tmp_path, callbacks=outputs, accumulate_grad_batches=3, precision=precision)
-    run.fit(Returning(make), regression(12))
+    run.fit(returning(make), regression(12))
     assert len(outputs.kept) == 3
     for kept, given in zip(outputs.kept, made, strict=True):
         assert kept.keys() == given.keys()
@@ -62,9 +56,9 @@ def test_a_dict_reaches_the_hooks_complete_detached_and_unscaled(tmp_path: Path,
 
 def test_a_dict_needs_a_loss_which_may_be_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"(?s)a dict.*dict with 'loss'"):
-        fit(tmp_path).fit(Returning(lambda loss, _: {"Loss": loss}), regression(8))
+        fit(tmp_path).fit(returning(lambda loss, _: {"Loss": loss}), regression(8))
     with captured_warnings() as lines:
-        fit(tmp_path).fit(Returning(lambda loss, _: {"loss": None, "other": loss}), regression(8))
+        fit(tmp_path).fit(returning(lambda loss, _: {"loss": None, "other": loss}), regression(8))
     assert sum("made no step" in line for line in lines) == 1
 
 
@@ -88,7 +82,7 @@ def test_batch_idx_may_be_omitted_in_any_step(tmp_path: Path) -> None:
     [({1, 5}, 1, 4), ({1, 5}, 2, 3), ({0, 3, 4, 5}, 3, 1), ({2}, 4, 2)],
 )
 def test_a_window_without_a_loss_makes_no_step(tmp_path: Path, skipped: set[int], size: int, steps: int) -> None:
-    module = Returning(lambda loss, batch_idx: None if batch_idx in skipped else loss)
+    module = returning(lambda loss, batch_idx: None if batch_idx in skipped else loss)
     outputs = Outputs()
     runner = fit(tmp_path, accumulate_grad_batches=size, callbacks=outputs)
     with captured_warnings() as lines:
@@ -96,7 +90,7 @@ def test_a_window_without_a_loss_makes_no_step(tmp_path: Path, skipped: set[int]
     assert runner.global_step == steps
     assert [kept == {} for kept in outputs.kept] == [index in skipped for index in range(6)]
     windows = -(-6 // size)
-    assert sum("Returning.training_step returned None" in line for line in lines) == (steps < windows)
+    assert sum("Net.training_step returned None" in line for line in lines) == (steps < windows)
 
 
 @pytest.mark.parametrize(("precision", "accumulate"), [("32-true", 1), ("32-true", 3), ("16-mixed", 2)])
@@ -108,31 +102,29 @@ def test_a_step_is_over_the_micro_batches_with_a_loss(precision: str, accumulate
 
 
 def test_a_closure_returns_the_mean_over_the_micro_batches_with_a_loss(tmp_path: Path) -> None:  # B-16
-    class Closing(Returning):
-        def configure_optimizers(self) -> Any:
-            return LBFGS(self.parameters(), lr=0.3, max_iter=4, line_search_fn="strong_wolfe")
+    def configure_optimizers(self: Any) -> Any:
+        return LBFGS(self.parameters(), lr=0.3, max_iter=4, line_search_fn="strong_wolfe")
 
-    module = Closing(lambda loss, batch_idx: None if batch_idx == 1 else loss)
+    module = returning(
+        lambda loss, batch_idx: None if batch_idx == 1 else loss, configure_optimizers=configure_optimizers
+    )
     fit(tmp_path, accumulate_grad_batches=3).fit(module, regression(24))
-    reference, batches = Closing(lambda loss, batch_idx: loss), list(regression(24))
+    reference, batches = linear(configure_optimizers=configure_optimizers), list(regression(24))
     windows = [[batches[0], batches[2]], batches[3:]]
     fit(tmp_path).fit(reference, [[torch.cat(parts) for parts in zip(*window, strict=True)] for window in windows])
     torch.testing.assert_close(module.layer.weight, reference.layer.weight, atol=1e-4, rtol=1e-4)
 
 
 def test_values_logged_by_a_closure_are_those_of_the_first_evaluation(tmp_path: Path) -> None:  # B-16
-    class Closing(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = self.loss(batch)
-            self.log("loss", loss, on_step=True, on_epoch=True)
-            self.log("calls", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
-            return loss
+    def step(self: Any, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("calls", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+        return loss
 
-        def configure_optimizers(self) -> Any:
-            return LBFGS(self.parameters(), max_iter=5)
-
-    module, outputs = Closing(), Outputs()
-    first = float(module.loss(next(iter(regression(4)))))
+    configure = {"configure_optimizers": lambda self: LBFGS(self.parameters(), max_iter=5)}
+    module, outputs = linear(training_step=step, **configure), Outputs()
+    first = module.loss(next(iter(regression(4)))).item()
     runner = fit(tmp_path, callbacks=outputs)
     runner.fit(module, regression(4))
     assert float(outputs.kept[0]["loss"]) == pytest.approx(first)
