@@ -281,6 +281,7 @@ def exit_code_after_sigterm(work: Callable[[Any], object]) -> int | None:
     child = context.Process(target=work, args=(began,))
     child.start()
     assert began.wait(20)
+    time.sleep(0.5)  # it is in the call that blocks by then
     child.terminate()
     child.join(20)
     child.kill()
@@ -316,7 +317,7 @@ def test_a_run_with_nothing_left_to_save_exits_with_143(
             began.set()
             if hook == "setup":
                 torch.distributed.TCPStore("127.0.0.1", 0, 2, True)  # type: ignore[attr-defined]
-            time.sleep(0.5 if hook == "on_train_end" else 30)
+            time.sleep(2 if hook == "on_train_end" else 30)
 
         run = fit(tmp_path, callbacks=calling(hook, wait), enable_checkpointing=True)
         run.fit(Tiny(), loader(), loader())
