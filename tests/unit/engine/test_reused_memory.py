@@ -85,14 +85,12 @@ LOADERS: dict[str, Callable[[], Any]] = {
 
 
 class Regression(TrainModule):
-    """A two-layer network; its dropout draws from the process's generator."""
-
-    def __init__(self, *layers: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.addresses: list[int] = []
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            self.net = nn.Sequential(nn.Linear(FEATURES, 8), *layers, nn.Tanh(), nn.Linear(8, 1))
+            self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def rows(self, batch: Any) -> torch.Tensor:
         while isinstance(batch, dict):
@@ -149,34 +147,3 @@ def test_memory_that_a_device_still_reads_is_not_overwritten(options: dict[str, 
     trained = fitted(Regression(), OneArray(**options), window, accelerator="cuda", devices=1)
     expected = fitted(Regression(), list(data().split(SIZE)), window)
     torch.testing.assert_close(trained, expected, atol=1e-5, rtol=1e-4)
-
-
-class Drawing(torch.utils.data.Dataset[Any]):
-    """Draws from dropout's generator when it is read."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 0:
-            torch.manual_seed(5)  # independent of random numbers drawn before the first sample
-        return data()[index] + 0.1 * torch.randn(FEATURES + 1)
-
-
-def test_a_batch_is_read_just_before_its_use() -> None:  # I-09, B-18
-    """A data set and dropout draw alternately as in a hand-written loop, also with accumulation."""
-    loader = DataLoader(Drawing(), batch_size=SIZE)
-    with torch.random.fork_rng():
-        trained = fitted(Regression(nn.Dropout(0.5)), loader, 3, max_epochs=1)
-    # Written by hand: the order in which two places draw random numbers is what is tested.
-    reference = Regression(nn.Dropout(0.5))
-    optimizer = reference.configure_optimizers()
-    with torch.random.fork_rng():
-        for window in torch.arange(SAMPLES).split(3 * SIZE):
-            optimizer.zero_grad()
-            for indices in window.split(SIZE):
-                batch = torch.stack([loader.dataset[int(index)] for index in indices])
-                (reference.training_step(batch, 0) * (len(batch) / len(window))).backward()
-            optimizer.step()
-    expected = nn.utils.parameters_to_vector(reference.parameters()).detach()
-    torch.testing.assert_close(trained, expected, atol=1e-6, rtol=1e-5)

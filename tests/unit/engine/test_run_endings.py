@@ -1,4 +1,4 @@
-"""The closing message of a training run: why it ended, how long it took, and its files (L-09)."""
+"""How a run ends: its closing message with the reason and its files, and errors that name their place."""
 
 from __future__ import annotations
 
@@ -6,29 +6,28 @@ import logging
 import os
 import re
 import signal
+import traceback
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_case import Tiny, fit, loader
-from small_modules import calling, tiny
+from engine_case import Regression, Tiny, fit, loader, regression
+from small_modules import calling, linear, tiny
+from torch.utils.data import DataLoader, IterableDataset
 
 from captured_warnings import captured_warnings
+from drivetrain import CheckpointError, ConfigurationError, Fit
 from drivetrain.callbacks import Checkpoint
 from drivetrain.loggers import CSVLogger
 
 LOUD: dict[str, Any] = {"enable_progress_bar": True, "enable_checkpointing": True}
 
 
-class Worsens(Tiny):
-    """Its second validation is the best."""
-
-    values = (3.0, 1.0, 2.0)
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("val_loss", self.values[self.trainer.current_epoch])
+def worsening() -> Tiny:
+    """A module whose second validation is the best."""
+    return tiny(validation_step=lambda self, *_: self.log("val_loss", [3.0, 1.0, 2.0][self.trainer.current_epoch]))
 
 
 def closing_lines(path: Path, module: Any = None, raises: Any = None, **options: Any) -> list[str]:
@@ -48,16 +47,15 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_unsaved_run_is_reported_once(tmp_path: Path) -> None:
     # L-09: the time limit is reached with the last batch of an epoch, which is saved before and after the validation
-    run = fit(tmp_path, max_epochs=-1, max_time={"seconds": 0.001})
     with captured_warnings(logging.WARNING) as lines:
-        run.fit(Tiny(), loader(), loader())
+        fit(tmp_path, max_epochs=-1, max_time={"seconds": 0.001}).fit(Tiny(), loader(), loader())
     assert sum("nothing is saved" in line for line in lines) == 1
 
 
 def test_checkpoints_and_files_are_named_relative_to_the_working_directory(tmp_path: Path) -> None:
     # L-09
     options = {"max_epochs": 3, "logger": CSVLogger(tmp_path / "runs", "one")}
-    lines = closing_lines(tmp_path, Worsens(), callbacks=Checkpoint(monitor="val_loss", keep_last=1), **options)
+    lines = closing_lines(tmp_path, worsening(), callbacks=Checkpoint(monitor="val_loss", keep_last=1), **options)
     assert lines == [
         "The run ended: max_epochs=3 is reached (3 epochs, 12 optimizer steps)",
         "  best checkpoint: runs/one/version_0/checkpoints/epoch=1-step=8 (val_loss 1)",
@@ -78,15 +76,14 @@ def test_a_small_run_logs_one_line(tmp_path: Path) -> None:
     assert not any("ended" in line for line in lines)
 
 
-def leave(trainer: Any) -> None:
-    if trainer.global_step == 7:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
 def test_a_preempted_run_names_its_checkpoint(tmp_path: Path) -> None:
     # L-09
+    def leave(trainer: Any) -> None:
+        if trainer.global_step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+
     callbacks = [calling("on_train_batch_end", leave), Checkpoint(monitor="val_loss")]
-    lines = closing_lines(tmp_path, Worsens(), SystemExit, max_epochs=3, callbacks=callbacks)
+    lines = closing_lines(tmp_path, worsening(), SystemExit, max_epochs=3, callbacks=callbacks)
     folder = "drivetrain_logs/version_0"
     assert lines == [
         "The run ended: SIGTERM asked it to save and leave (1 epoch, 7 optimizer steps)",
@@ -98,10 +95,7 @@ def test_a_preempted_run_names_its_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("error", "why"),
-    [
-        (ValueError("no luck\nand more of it"), "ValueError: no luck"),
-        (KeyboardInterrupt(), "KeyboardInterrupt"),
-    ],
+    [(ValueError("no luck\nand more of it"), "ValueError: no luck"), (KeyboardInterrupt(), "KeyboardInterrupt")],
 )
 def test_a_failure_names_the_checkpoint_to_resume_from(tmp_path: Path, error: BaseException, why: str) -> None:
     # L-09
@@ -109,14 +103,11 @@ def test_a_failure_names_the_checkpoint_to_resume_from(tmp_path: Path, error: Ba
         if trainer.global_step == 6:
             raise error
 
-    failing = calling("on_train_batch_start", fail)
-    lines = closing_lines(tmp_path, raises=type(error), max_epochs=3, callbacks=failing)
-    assert lines[0] == f"The run ended: {why} (1 epoch, 6 optimizer steps)"
-    assert lines[1] == "  last checkpoint: drivetrain_logs/version_0/checkpoints/epoch=0-step=4"
-    saving = Checkpoint(save_on_exception=True)
-    lines = closing_lines(tmp_path, raises=type(error), max_epochs=3, callbacks=[failing, saving])
-    if isinstance(error, ValueError):
-        assert lines[1].endswith("checkpoints/exception-step=6")
+    for keeps, saved in ((False, "0/checkpoints/epoch=0-step=4"), (True, "1/checkpoints/exception-step=6")):
+        callbacks = [calling("on_train_batch_start", fail), Checkpoint(save_on_exception=keeps)]
+        lines = closing_lines(tmp_path, raises=type(error), max_epochs=3, callbacks=callbacks)
+        assert lines[0] == f"The run ended: {why} (1 epoch, 6 optimizer steps)"
+        assert lines[1] == f"  last checkpoint: drivetrain_logs/version_{saved}"
 
 
 def test_values_of_an_unfinished_evaluation_are_those_logged_so_far(tmp_path: Path) -> None:
@@ -149,3 +140,106 @@ def test_durations_of_any_length_are_readable(seconds: float, text: str) -> None
     from drivetrain._loops.stopping import _duration
 
     assert _duration(seconds) == text
+
+
+class PlannedError(Exception):
+    """An error that only these tests raise."""
+
+
+def failing(method: str, nth: int) -> Regression:
+    """A module that raises at the ``nth`` call of a method."""
+    calls: list[str] = []
+
+    def call(self: Any, *args: Any) -> Any:
+        calls.append(method)
+        if len(calls) == nth:
+            raise PlannedError
+        return self.loss(args[0]) if method == "training_step" else None
+
+    return linear(**{"validation_step": lambda self, batch: None, method: call})
+
+
+def location_of(run: Any) -> str:
+    with pytest.raises(PlannedError) as caught:
+        run()
+    (note,) = caught.value.__notes__
+    assert note.startswith("Where: rank 0")
+    return str(note).removeprefix("Where: rank 0")
+
+
+@pytest.mark.parametrize(
+    ("method", "nth", "where"),
+    [
+        ("training_step", 9, ", epoch 1, global step 8, batch index 2"),
+        ("on_train_batch_end", 3, ", epoch 0, global step 3, batch index 2"),
+        ("on_train_batch_start", 6, ", epoch 0, global step 5, batch index 5"),  # after a validation
+        ("validation_step", 4, ", epoch 0, global step 4, evaluation batch index 3"),
+        ("on_validation_end", 1, ", epoch 0, global step 4, after 4 batches of the epoch"),
+        ("on_train_epoch_start", 2, ", epoch 1, global step 6"),
+        ("on_train_epoch_end", 2, ", epoch 1, global step 12"),
+    ],
+)
+def test_an_error_states_the_location_of_the_run(tmp_path: Path, method: str, nth: int, where: str) -> None:  # K-04
+    run = fit(tmp_path, max_epochs=2, val_check_interval=4, num_sanity_val_steps=0)
+    assert location_of(lambda: run.fit(failing(method, nth), regression(), regression())) == where
+
+
+def test_an_error_of_an_evaluation_or_of_the_data_states_its_location(tmp_path: Path) -> None:
+    class Breaking(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            yield from [(torch.ones(3), torch.ones(1))] * 5
+            raise PlannedError
+
+    run, data, breaking = fit(tmp_path), regression(), DataLoader(Breaking(), batch_size=None)
+    assert location_of(lambda: run.validate(failing("validation_step", 3), data)) == ", evaluation batch index 2"
+    assert location_of(lambda: run.predict(failing("predict_step", 2), data)) == ", prediction batch index 1"
+    assert location_of(lambda: run.fit(Regression(), breaking)).endswith("batches of the epoch")
+
+
+def frames(error: BaseException) -> list[tuple[str, str]]:
+    """Return the file and function of each frame, outermost first."""
+    return [(Path(one.filename).name, one.name) for one in traceback.extract_tb(error.__traceback__)]
+
+
+def test_a_refusal_before_the_run_shows_only_the_call(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        Fit(max_epochs=1.5)  # type: ignore[arg-type]
+    assert len(frames(caught.value)) == 2
+    trainer = fit(tmp_path, strategy="ddp", devices=1)
+    with pytest.raises(ConfigurationError) as caught:
+        trainer.fit(Tiny(), [])
+    assert [name for _, name in frames(caught.value)][1:] == ["fit", "_launch"]
+
+
+def test_frames_of_user_code_are_kept(tmp_path: Path) -> None:  # I-17
+    def logs(module: Any) -> None:
+        module.log("note", "no number")
+
+    def step(self: Any, batch: Any, batch_idx: int) -> Any:
+        logs(self)
+
+    with pytest.raises(ConfigurationError) as caught:
+        fit(tmp_path).fit(tiny(training_step=step), loader())
+    names = [name for _, name in frames(caught.value)]
+    assert names[-2:] == ["step", "logs"]
+    assert len(names) == 5
+    assert "Where: rank 0, epoch 0" in "".join(traceback.format_exception(caught.value))
+
+
+def test_other_errors_keep_their_frames(tmp_path: Path) -> None:
+    with pytest.raises(PlannedError) as caught:
+        fit(tmp_path).fit(failing("on_train_start", 1), regression())
+    assert ("session.py", "execute") in frames(caught.value)
+
+
+def test_mismatched_weights_are_reported_once(tmp_path: Path) -> None:
+    trainer, wider = fit(tmp_path), Regression()
+    trainer.fit(Regression(), regression())
+    trainer.save_checkpoint(tmp_path / "saved")
+    wider.more = torch.nn.Linear(1, 1)
+    with pytest.raises(CheckpointError, match=r"more\.weight") as caught:
+        fit(tmp_path, max_epochs=2).fit(wider, regression(), ckpt_path=tmp_path / "saved", allow="optimizer")
+    text = "".join(traceback.format_exception(caught.value))
+    assert text.count("Traceback (most recent call last)") == 1
+    assert text.count("do not fit") == 1
+    assert frames(caught.value).count(("collective_errors.py", "run_collectively")) == 1

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_case import Regression, fit, regression
+from engine_case import Bare, Regression, fit, loader, regression
 from small_modules import linear
 from torch import nn
 
 from captured_warnings import captured_warnings
+from drivetrain import seed_everything
+
+# Private: this test process is seeded, and must look as if it were not.
+from drivetrain._engine import seeding
+from drivetrain._runtime import seed
+from drivetrain._runtime.process_state import ProcessState
+from drivetrain.callbacks import Checkpoint
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import FullPrecision
 
@@ -89,11 +97,85 @@ def test_an_algorithm_without_a_limit_is_refused_unless_it_is_read(tmp_path: Pat
 def test_a_run_that_never_validates_warns(
     tmp_path: Path, validates: bool, warnings: int, options: dict[str, Any]
 ) -> None:  # I-06
-    module = linear(validation_step=lambda self, batch: None)
+    module, validation = linear(validation_step=lambda self, batch: None), regression() if validates else None
     with captured_warnings() as lines:
-        fit(tmp_path, **{"check_val_every_n_epoch": 3, **options}).fit(
-            module, regression(), regression() if validates else None
-        )
+        fit(tmp_path, **{"check_val_every_n_epoch": 3, **options}).fit(module, regression(), validation)
     found = [line for line in lines if "check_val_every_n_epoch" in line]
     assert len(found) == warnings
     assert all("=3 is more than max_epochs=2: this run never validates." in line for line in found)
+
+
+class Line(Bare):
+    def predict_step(self, batch: Any) -> None: ...
+
+
+class Late(Line):
+    """Builds its layer in the run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = None  # type: ignore[assignment]
+
+    def configure_model(self) -> None:
+        if self.layer is None:
+            self.layer = torch.nn.Linear(2, 1)
+
+
+@pytest.fixture
+def unseeded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make the process look as if no generator had been seeded."""
+    with ProcessState(generators=True):
+        random = torch.seed() >> 11 | 2**40
+        torch.manual_seed(random)
+        monkeypatch.setattr(seed, "_seed_at_import", random)
+        monkeypatch.setattr(seed, "_last_seed", None)
+        monkeypatch.setattr(seeding, "_reported_unseeded", False)
+        yield
+
+
+def test_a_module_built_before_the_seed_is_warned_about_once_unless_it_was_built_in_a_seeded_fork(
+    unseeded: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # I-18
+    monkeypatch.setattr(seed, "_state_at_import", torch.get_rng_state())
+    with captured_warnings() as lines:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            module = Line()
+        fit(tmp_path, seed=7).fit(module, loader(4))
+        assert lines == []
+        fit(tmp_path, seed=7).fit(Line(), loader(4))
+        fit(tmp_path, seed=7).fit(Line(), loader(4))
+    (line,) = lines
+    assert line.startswith("Fit(seed=7) seeds the run, but Line was built before the run with unseeded generators")
+    assert "seed_everything(7)" in line
+    assert "configure_model" in line
+
+
+def test_no_module_is_warned_about_with_an_early_seed_or_without_one(unseeded: None, tmp_path: Path) -> None:  # I-18
+    run = fit(tmp_path, seed=7)
+    with captured_warnings() as lines:
+        fit(tmp_path, seed=None).fit(Line(), loader(4))
+        run.predict(Line(), loader(4))
+        run.fit(Late(), loader(4))
+        run.save_checkpoint(tmp_path / "saved")
+        # The weights come from the checkpoint, of another class.
+        fit(tmp_path, seed=7, max_epochs=2).fit(Line(), loader(4), ckpt_path=tmp_path / "saved", allow=("module",))
+        state = torch.get_rng_state()
+        seed_everything(1)
+        torch.set_rng_state(state)  # as `fork_rng` does
+        run.fit(Line(), loader(4))
+    assert [line for line in lines if "are allowed" not in line] == []
+
+
+def test_started_functions_know_how_their_caller_built_the_module(unseeded: None, tmp_path: Path) -> None:  # I-18
+    # Their own generators give no indication: those of a fork server are never seeded.
+    options: dict[str, Any] = {"strategy": "ddp", "devices": 2, "accelerator": "cpu", "launcher": "fork", "seed": 7}
+    options["callbacks"] = Checkpoint(save_top_k=0)  # a logs folder requires a run folder
+    trainer = fit(tmp_path, **options)
+    trainer.fit(Line(), loader(4))
+    assert sum(log.read_text().count("Fit(seed=7) seeds the run") for log in tmp_path.rglob("rank-*.log")) == 1
+    seeding._reported_unseeded = False
+    torch.manual_seed(1)
+    trainer = fit(tmp_path / "again", **options)
+    trainer.fit(Line(), loader(4))
+    assert not [log for log in (tmp_path / "again").rglob("rank-*.log") if "seeds the run" in log.read_text()]
