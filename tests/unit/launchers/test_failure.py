@@ -1,21 +1,27 @@
-"""Failures of ranks: what they say, how they travel, and that pickles which an attacker planted stay closed (J-06)."""
+"""Failures of ranks, the values that ranks exchange, and that pickles which an attacker planted stay closed (J-06)."""
 
 from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 import pickle
+import signal
 import stat
+from collections import namedtuple
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-# Private: what reads failures out of a store, without a run that fails.
+# Private: what reads failures out of a store, without a run that fails, and the form of messages between ranks.
 from drivetrain._distributed.control_group import GroupControl
+from drivetrain._distributed.plain_values import decode, encode
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.launchers import Failure, RankFailedError, first_cause
@@ -147,3 +153,40 @@ def test_a_failure_is_text_in_the_store_and_error_files_are_writable_only_for_th
         assert folder.stat().st_uid == os.getuid()
     finally:
         processes.end(kill=True)
+
+
+Named = namedtuple("Named", ["name", "number"])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, True, 3, -(2**70), 0.1, math.inf, -math.inf, "text with \udc80 and \N{SNOWMAN}", [], (), {}),
+        [1, [2.5, None], (3, (4, "x"))],
+        {"a": (1, 2), "b": {"c": [()]}},
+        {0: "a", (1, 2): {"b": (3,)}, "c": None},
+        {"$tuple": [1]},
+        {"$pairs": [[1, 2]], "x": 1},
+        [{"$tuple": [1]}, ({"$x": (1,)},)],
+    ],
+)
+def test_a_value_comes_back_equal_and_of_the_same_types(value: Any) -> None:
+    again = decode(encode(value))
+    assert repr(again) == repr(value)
+    assert again == value
+
+
+def test_nan_is_kept_and_subclasses_become_plain() -> None:
+    values: list[Any] = [math.nan, Named("x", 1), signal.SIGINT, MappingProxyType({"a": 1})]
+    nan, *again = decode(encode(values))
+    assert math.isnan(nan)
+    assert again == [("x", 1), 2, {"a": 1}]
+    assert [type(value) for value in again] == [tuple, int, dict]
+
+
+def test_other_values_and_pickles_are_refused() -> None:  # J-06
+    for value in ({1, 2}, object(), b"bytes", torch.zeros(1), torch.float32):
+        with pytest.raises(TypeError, match=type(value).__name__):
+            encode({"a": [(value,)]})
+    with pytest.raises(ValueError, match=r"decode|JSON|Expecting"):
+        decode(pickle.dumps([1]))
