@@ -51,7 +51,7 @@ EXPORTED_TO_STRATEGIES = {"strategies", "launchers", "loggers", "environments", 
 
 MAX_LINES = 600
 LONGER = {  # path: the reason why it is a single unit
-    "framework/drivetrain/run_context.py": "one interface: all that hooks and users may read and call of a run",
+    "framework/drivetrain/run_context.py": "one interface: all that hooks and users may read and call of a run"
 }
 
 

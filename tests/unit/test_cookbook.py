@@ -57,9 +57,7 @@ def recipe(name: str, *patterns: str, holds: Callable[..., bool], needs: str = "
             holds=lambda scratch, at_once, head_first: scratch < at_once < head_first and head_first > 91,
         ),
         recipe(
-            "gan",
-            "lie # from the circle, in # of its 8",
-            holds=lambda distance, parts: distance < 0.1 and parts == 8,
+            "gan", "lie # from the circle, in # of its 8", holds=lambda distance, parts: distance < 0.1 and parts == 8
         ),
         recipe(
             "ema_teacher",
