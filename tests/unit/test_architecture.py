@@ -26,7 +26,6 @@ from drivetrain.testing import requires_command, requires_package
 from drivetrain_strategies.deepspeed._library import VERSIONS, import_library
 
 ROOT = Path(__file__).parents[2]
-SOURCE_ROOTS = [ROOT / "framework", ROOT / "strategies"]
 
 # A unit (a package or a top-level module of drivetrain) may import itself and units in lower layers only.
 LAYERS: list[set[str]] = [
@@ -65,9 +64,8 @@ class Import:
 
 
 def modules() -> dict[str, Path]:
-    """Return every module of both source roots by its dotted name."""
     found = {}
-    for root in SOURCE_ROOTS:
+    for root in (ROOT / "framework", ROOT / "strategies"):
         for path in sorted(root.rglob("*.py")):
             parts = path.relative_to(root).with_suffix("").parts
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
@@ -195,9 +193,7 @@ def import_graph(imports: list[Import]) -> dict[str, set[str]]:
 
 def test_no_import_cycles() -> None:
     graphlib.TopologicalSorter(import_graph(IMPORTS)).prepare()
-    pairs = [("drivetrain.a", "drivetrain.b"), ("drivetrain.b", "drivetrain.c"), ("drivetrain.c", "drivetrain.a")]
-    ring = [Import(importer, imported, 1) for importer, imported in pairs]
-    graphlib.TopologicalSorter(import_graph(ring[:2])).prepare()
+    ring = [Import("drivetrain.a", "drivetrain.b", 1), Import("drivetrain.b", "drivetrain.a", 1)]
     with pytest.raises(graphlib.CycleError):
         graphlib.TopologicalSorter(import_graph(ring)).prepare()
 
@@ -402,8 +398,8 @@ def test_private_names_exist(owner: str, names: str) -> None:  # O-06
 
 def test_every_private_name_that_is_used_is_stated() -> None:  # O-06
     stated = {name for _, names in STATED for name in re.findall(r"`(\w+)`", names)}
-    own = {name for path in _sources() for name in _defined_in(path)}
-    found = {name: where for path in _sources() for name, where in _foreign_private_names(path)}
+    own = {name for path in MODULES.values() for name in _defined_in(path)}
+    found = {name: where for path in MODULES.values() for name, where in _foreign_private_names(path)}
     assert {name: where for name, where in found.items() if name not in stated | own} == {}
     # Each table is read.
     assert len(STATED) == len(re.findall(r"^\| `[\w.]+` \| `", PAGE, re.MULTILINE)) > 50
@@ -425,7 +421,8 @@ def test_each_package_of_an_extra_is_imported() -> None:
     requirements = [each for extra in EXTRAS.keys() - FOR_DEVELOPMENT for each in EXTRAS[extra]]
     packages = [re.split(r"[\[<>=]", requirement)[0].strip() for requirement in requirements]
     modules = {MODULE_OF.get(package, package) for package in packages} - IMPORTED_BY_OTHERS.keys()
-    assert not modules - {name for path in _sources("examples") for name in _imported_packages(path)}
+    sources = [*MODULES.values(), *(ROOT / "examples").rglob("*.py")]
+    assert not modules - {name for path in sources for name in _imported_packages(path)}
 
 
 def _imported_packages(path: Path) -> Iterator[str]:
@@ -463,11 +460,6 @@ def _names_in(path: Path) -> set[str]:
     used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     used |= {node.id for node in nodes if isinstance(node, ast.Name)}
     return used | {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-
-
-def _sources(*others: str) -> Iterator[Path]:
-    for root in ("framework", "strategies", *others):
-        yield from (ROOT / root).rglob("*.py")
 
 
 def _foreign_private_names(path: Path) -> Iterator[tuple[str, str]]:

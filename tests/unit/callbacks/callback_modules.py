@@ -142,7 +142,6 @@ def folders(path: Path) -> list[str]:
 
 
 def checkpoint_names(root: Path) -> list[str]:
-    """Return the names of the checkpoints of the first run in ``root``."""
     return folders(root / CHECKPOINTS)
 
 

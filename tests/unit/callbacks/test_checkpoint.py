@@ -45,11 +45,17 @@ WHOLE = {"filename": "{whole:.1f}", "every_n_train_steps": 8, "monitor": "whole"
         pytest.param({}, {"val_check_interval": 2}, ["0-step=2", "0-step=4", "0-step=6"], id="validations"),
         pytest.param({"every_n_epochs": 2}, {"max_epochs": 5}, ["1-step=12", "3-step=24"], id="epochs"),
         pytest.param({"train_time_interval": SOON}, {"max_epochs": 7}, ["2-step=16", "5-step=32"], id="time"),
+        pytest.param({"every_n_epochs": 0}, {}, [], id="not at epochs"),
+        pytest.param({"every_n_train_steps": 0}, {}, [], id="not at steps"),
+        pytest.param({"save_on_train_epoch_end": True}, SECOND, ["0-step=6", "1-step=12"], id="ends of epochs"),
+        pytest.param({"save_on_train_epoch_end": False}, SECOND, ["1-step=12"], id="ends of validations"),
     ],
 )
-def test_when_it_saves(when: dict[str, Any], options: dict[str, Any], saved: list[str], tmp_path: Path) -> None:
-    train(tmp_path, Checkpoint(save_top_k=-1, **when), None, loader(6, 1), loader(1, 1), **options)
-    assert checkpoint_names(tmp_path) == [f"epoch={name}" for name in saved]
+def test_when_it_saves(when: dict[str, Any], options: dict[str, Any], saved: list[str], tmp_path: Path) -> None:  # L-10
+    epochs = {"max_epochs": 2} if options is SECOND else {}
+    train(tmp_path, Checkpoint(save_top_k=-1, **when), None, loader(6, 1), loader(1, 1), **options, **epochs)
+    found = sorted(one.parent.name for one in (tmp_path / CHECKPOINTS).glob("*/manifest.json"))
+    assert found == [f"epoch={name}" for name in saved]
     if "accumulate_grad_batches" in options:
         assert load(tmp_path / CHECKPOINTS / "epoch=0-step=1").progress["batch_idx"] == 4
 
@@ -86,6 +92,9 @@ def test_what_is_kept(options: Any, scores: list[float], kept: list[int], tmp_pa
     assert checkpoint.best_model_path.endswith(f"epoch={best}")
     assert checkpoint.last_model_path.endswith(f"epoch={kept[-1]}")
     assert list(checkpoint.best_k_models.values()) == pytest.approx([scores[epoch] for epoch in kept], nan_ok=True)
+    if kept == [1, 3]:
+        assert (checkpoint.kth_value, checkpoint.current_score) == (2.0, 2.0)
+        assert checkpoint.kth_best_model_path.endswith("epoch=3")
 
 
 @pytest.mark.parametrize("another_run", [False, True])
@@ -107,9 +116,11 @@ def test_a_resumed_run_removes_what_a_killed_run_was_about_to_remove(another_run
 def test_two_callbacks_of_one_class_keep_their_own_lists(tmp_path: Path) -> None:  # F-12, F-16
     for epochs, names in ((2, ["best-epoch=0", "steps-step=10"]), (3, ["best-epoch=2", "steps-step=15"])):
         best = Checkpoint(monitor="score", filename="best-{epoch}")
-        callbacks = [best, Checkpoint(every_n_train_steps=5, filename="steps-{step}")]
+        steps = Checkpoint(every_n_train_steps=5, filename="steps-{step}")
+        callbacks = [best, steps, saving(5, tmp_path / "mine")]
         train(tmp_path, callbacks, Scored([1.0, 2.0, 0.5]), max_epochs=epochs, ckpt_path="auto")
         assert checkpoint_names(tmp_path) == names
+    assert verify(tmp_path / "mine") == []  # an explicit path is written although the step is saved
 
 
 def test_what_others_wrote_stays_and_new_names_do_not_collide(tmp_path: Path) -> None:  # F-07, F-15, F-16
@@ -176,6 +187,7 @@ def test_names_are_filled_with_values_and_a_folder_without_a_valid_one_is_refuse
     values, module = {"epoch": 3, "val/loss": 0.256}, Scored()
     named = Checkpoint(filename="{epoch:03d}-{val/loss:.2f}")
     assert named.format_checkpoint_name(values) == "epoch=003-val_loss=0.26"
+    assert named.format_checkpoint_name(values, filename="{epoch}", ver=3) == "epoch=3-v3"
     with pytest.raises(ConfigurationError, match=r"no value 'val_los' was logged.*val/loss"):
         named.format_checkpoint_name(values, "{val_los}")
     for dirpath in ("d" * 300, "é" * 200, "a\0b"):
@@ -347,12 +359,6 @@ def test_a_preemption_after_a_saved_step_writes_nothing(others: list[dict[str, A
     with pytest.raises(SystemExit):
         train(tmp_path, callbacks, ckpt_path="auto", max_steps=20)
     assert "interrupted-step=4" not in checkpoint_names(tmp_path)
-
-
-def test_an_explicit_path_is_written_although_the_step_is_saved(tmp_path: Path) -> None:
-    train(tmp_path, [Checkpoint(every_n_train_steps=4), saving(4, tmp_path / "mine")], max_steps=4)
-    assert verify(tmp_path / "mine") == []
-    assert checkpoint_names(tmp_path) == ["epoch=0-step=4"]
 
 
 @pytest.mark.parametrize("key", ["kept", "going", "interim"])

@@ -64,8 +64,6 @@ def predict(path: Any, module: Any = None, loaders: Any = None, *others: Callbac
 
 
 def cut_off(path: Any, at: int, module: Any = None, loaders: Any = None, **options: Any) -> None:
-    """Predict, and fail at a batch."""
-
     def fail(trainer: Any, module: Any, batch: Any, batch_idx: int, *loader: int) -> None:
         if batch_idx == at:
             raise RuntimeError("the machine is gone")
@@ -183,7 +181,6 @@ def test_what_cannot_be_stored_is_refused_in_the_first_batch(tmp_path: Path, mad
 
 
 def flipped(content: bytes, at: int = -1) -> bytes:
-    """Return bytes of which one has another bit."""
     changed = bytearray(content)
     changed[at] ^= 1
     return bytes(changed)

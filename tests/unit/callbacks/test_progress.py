@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import itertools
 import logging
 import math
+import os
 import pickle
 import re
+import struct
 import sys
+import termios
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,19 +21,118 @@ from typing import Any
 import pytest
 import torch
 from callback_modules import Clock, Regression, Timed, failing, loader, quiet_fit, saving
-from terminal_screen import Terminal
 
 from drivetrain import Callback, ConfigurationError
+
+# Private: the default, a terminal that fails, and texts and estimates in many situations, without a run for each.
 from drivetrain._runtime import terminal_output
 from drivetrain._runtime.terminal_output import write_output
 from drivetrain.callbacks import LambdaCallback, ProgressBar, RichProgressBar, progress_bar
 from drivetrain.callbacks._bar_line import Phase, fit_line, format_number, format_rate, format_time
 from drivetrain.callbacks._deferred_values import NamedNumbers
-
-# Private: the default, a terminal that fails, and texts and estimates in many situations, without a run for each.
 from drivetrain.callbacks._progress_default import ProgressLines
 from drivetrain.callbacks._time_left import TimeLeft
 from drivetrain.testing import requires_package
+
+
+class Screen:
+    """Interprets what a progress bar writes, as xterm, which does not wrap lines again after a resize."""
+
+    def __init__(self, columns: int) -> None:
+        self.columns = columns
+        self._rows: list[str] = [""]
+        self._row = self._column = 0
+        self._wraps = True
+        self._continuation_rows: set[int] = set()  # rows that continue the previous one
+
+    @property
+    def lines(self) -> list[str]:
+        return [row.rstrip() for row in self._rows if row.strip()]
+
+    @property
+    def paragraphs(self) -> list[str]:
+        """The lines that were written, with wrapped rows joined."""
+        lines: list[str] = []
+        for index, row in enumerate(self._rows):
+            if index in self._continuation_rows:
+                lines[-1] += row
+            else:
+                lines.append(row)
+        return [line.rstrip() for line in lines if line.strip()]
+
+    def feed(self, text: str) -> None:
+        for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[^\x1b]|\x1b", text):
+            self._process(part)
+
+    def _process(self, part: str) -> None:
+        if part == "\r":
+            self._column = 0
+        elif part == "\n":
+            self._column = 0
+            self._down()
+        elif part in ("\x1b[K", "\x1b[J"):
+            self._rows[self._row] = self._rows[self._row][: self._column]
+            if part == "\x1b[J":
+                del self._rows[self._row + 1 :]
+        elif re.fullmatch(r"\x1b\[\d*A", part):
+            self._row -= int(part[2:-1] or 1)
+            assert self._row >= 0
+        elif part in ("\x1b[?7l", "\x1b[?7h"):
+            self._wraps = part[-1] == "h"
+        elif not re.fullmatch(r"\x1b\[[\d;]*m", part):  # a color
+            assert part.isprintable(), repr(part)
+            self._put(part)
+
+    def _put(self, character: str) -> None:
+        if self._column >= self.columns:
+            if self._wraps:
+                self._column = 0
+                self._down()
+                self._continuation_rows.add(self._row)
+            else:
+                self._column = self.columns - 1
+        row = self._rows[self._row].ljust(self._column)
+        self._rows[self._row] = row[: self._column] + character + row[self._column + 1 :]
+        self._column += 1
+
+    def _down(self) -> None:
+        self._row += 1
+        self._continuation_rows.discard(self._row)
+        if self._row == len(self._rows):
+            self._rows.append("")
+
+
+class Terminal(io.StringIO):
+    """A text stream that is a terminal. ``frames`` are the lines on its screen after each write."""
+
+    def __init__(self, columns: int = 100) -> None:
+        super().__init__()
+        self.screen = Screen(columns)
+        self.frames: list[list[str]] = []
+        self._descriptors = os.openpty()  # has the size
+        self.resize(columns)
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptors[1]
+
+    def write(self, text: str) -> int:
+        self.screen.feed(text)
+        self.frames.append(self.screen.lines)
+        return super().write(text)
+
+    def resize(self, columns: int) -> None:
+        self.screen.columns = columns
+        fcntl.ioctl(self.fileno(), termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
+
+    def close(self) -> None:
+        if not self.closed:
+            for descriptor in self._descriptors:
+                os.close(descriptor)
+        super().close()
+
 
 KINDS = pytest.mark.parametrize("kind", [ProgressBar, pytest.param(RichProgressBar, marks=requires_package("rich"))])
 

@@ -22,8 +22,6 @@ _SHORT, _LONG = 100, 300
 
 
 class Terminal(StringIO):
-    """A terminal for the progress bar."""
-
     def isatty(self) -> bool:
         return True
 

@@ -36,8 +36,6 @@ def seen(batch: Any) -> Any:
 
 
 class Several(Tiny):
-    """Accepts batches of any structure."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.seen.append(seen(batch))
         return self.layer(torch.ones(1, 2)).mean()
@@ -339,7 +337,6 @@ FORMS: dict[str, Callable[[], Any]] = {
 
 
 def part(batch: Any, name: str) -> Any:
-    """Return the tensor of this name."""
     if isinstance(batch, list):
         return batch[-1][name]
     return getattr(batch, name) if isinstance(batch, Frozen) else batch[name]

@@ -18,16 +18,8 @@ from engine_case import Tiny, fit, loader
 from small_modules import metrics, tiny
 from test_logging import Kept
 
-from drivetrain import (
-    Callback,
-    CheckpointError,
-    ConfigurationError,
-    DataModule,
-    Fit,
-    rank_zero_info,
-    rank_zero_only,
-    rank_zero_warn,
-)
+import drivetrain
+from drivetrain import Callback, CheckpointError, ConfigurationError, DataModule, Fit, rank_zero_only
 from drivetrain.callbacks import Checkpoint, EarlyStopping, LearningRateMonitor, ProgressBar
 from drivetrain.loggers import CSVLogger
 
@@ -65,7 +57,6 @@ CONFIG = {"scale": 3, "deep": {"a": 1}}
 
 
 def saved(module: Any, path: Path, weights_only: bool = False, **options: Any) -> Path:
-    """Train a module, and return its checkpoint."""
     trainer = fit(path, **options)
     trainer.fit(module, loader(4))
     trainer.save_checkpoint(path / "kept", weights_only=weights_only)
@@ -232,36 +223,6 @@ def test_a_callback_logs_and_the_bar_shows_the_values_of_get_metrics(tmp_path: P
         callback.log("mine", 1.0)
 
 
-BEST: dict[str, Any] = {"monitor": "step", "mode": "max", "save_top_k": 2, "every_n_epochs": 1}
-
-
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({"every_n_epochs": 0}, []),
-        ({"every_n_train_steps": 0}, []),
-        ({"save_on_train_epoch_end": True}, [f"epoch={epoch}-step={2 * epoch + 2}" for epoch in range(4)]),
-        ({"save_on_train_epoch_end": False}, ["epoch=1-step=4", "epoch=3-step=8"]),
-        ({"save_on_train_epoch_end": False, "every_n_epochs": 4}, ["epoch=3-step=8"]),
-        (BEST, ["epoch=2-step=6", "epoch=3-step=8"]),
-        ({"filename": "{epoch:02d}_{step}", "auto_insert_metric_name": False, "save_top_k": 1}, ["03_8"]),
-    ],
-)
-def test_when_and_what_a_checkpoint_callback_saves(tmp_path: Path, options: Any, names: list[str]) -> None:  # L-10
-    kept = Checkpoint(tmp_path / "kept", **{"save_top_k": -1, **options})
-    epochs = {"max_epochs": 4, "num_sanity_val_steps": 0, "check_val_every_n_epoch": 2}
-    fit(tmp_path, callbacks=kept, enable_checkpointing=True, **epochs).fit(Logs(), loader(4), loader(2))
-    assert sorted(one.parent.name for one in tmp_path.glob("kept/*/manifest.json")) == names
-    if options is BEST:
-        assert [kept.kth_best_model_path, kept.best_model_path] == [str(tmp_path / "kept" / name) for name in names]
-        assert (kept.best_model_score, kept.kth_value, kept.current_score) == (8.0, 6.0, 8.0)
-
-
-def test_a_checkpoint_name_is_known_in_advance() -> None:  # L-10
-    values = {"epoch": 1, "val": torch.tensor(0.123)}
-    assert Checkpoint().format_checkpoint_name(values, filename="{epoch}-{val:.2f}", ver=3) == "epoch=1-val=0.12-v3"
-
-
 def test_a_module_is_built_in_the_precision_and_freezing_returns_it() -> None:  # L-10
     with Fit(accelerator="cpu", precision="64-true").init_module():
         module = Tiny()
@@ -376,9 +337,9 @@ def test_a_checkpoint_is_evaluated_at_its_step(tmp_path: Path) -> None:  # S-16
 
 def test_messages_name_the_line_that_called(caplog: pytest.LogCaptureFixture) -> None:  # Q-11
     with caplog.at_level("INFO", "drivetrain"):
-        rank_zero_info("trained for %d epochs", 3)
+        drivetrain.rank_zero_info("trained for %d epochs", 3)
     with pytest.warns(UserWarning, match="careful") as caught:
-        rank_zero_warn("careful")
+        drivetrain.rank_zero_warn("careful")
     (record,) = caplog.records
     assert (record.getMessage(), record.pathname) == ("trained for 3 epochs", __file__)
     assert caught[0].filename == __file__

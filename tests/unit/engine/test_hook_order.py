@@ -225,12 +225,7 @@ class Saver(Callback):
         self.rollbacks.append(f"after at {trainer.global_step}: {os.path.basename(path)}")
 
 
-def preempt(trainer: Any) -> None:
-    if trainer.global_step == 3:
-        signal.raise_signal(signal.SIGTERM)
-
-
-PREEMPTED = calling("on_train_batch_end", preempt)
+PREEMPTED = calling("on_train_batch_end", lambda run: run.global_step == 3 and signal.raise_signal(signal.SIGTERM))
 
 
 @pytest.mark.parametrize("leaving", ["defer_save", "save_checkpoint", "nothing"])

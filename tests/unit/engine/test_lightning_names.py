@@ -111,8 +111,6 @@ class Recorded:
             self.read(f"after {self.verb}")
 
     def reading(self) -> Callback:
-        """Return a callback that reads every name in every phase."""
-
         def trained(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.read("last.batch" if batch_idx == 2 else "batch")
 
@@ -141,7 +139,6 @@ class Recorded:
 
 
 def during(phases: Any, value: Any, other: Any) -> dict[str, Any]:
-    """Expect ``value`` in ``phases``, and ``other`` in all others."""
     return {phase: value if phase in phases else other for phase in PHASES}
 
 

@@ -38,8 +38,6 @@ class Sharded(IterableDataset[torch.Tensor]):
 
 
 class Listed(Batches):
-    """An iterable of batches that states a length."""
-
     def __iter__(self) -> Any:
         return iter(loader(self.samples))
 
@@ -49,7 +47,6 @@ def sampled(samples: int, length: int) -> DataLoader[Any]:
 
 
 def warned(caplog: Any) -> list[str]:
-    """Return the warnings of a wrong length."""
     return [one.getMessage() for one in caplog.records if "proved wrong" in one.getMessage()]
 
 
@@ -60,17 +57,6 @@ WRONG: dict[str, Any] = {  # how it is built; its samples, stated length and bat
     "an iterable of too short a length": (lambda: Listed(20, 3), 20, 3, 10),
     "the longer of two": (lambda: CombinedLoader([sampled(20, 6), loader(8)], "max_size_cycle"), 20, 6, 10),
 }
-
-
-class Seeing(FirstOfSeveral):
-    """Records the epoch and the step of each validation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.validated: list[tuple[int, int]] = []
-
-    def on_validation_end(self) -> None:
-        self.validated.append((self.current_epoch, self.global_step))
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -156,9 +142,11 @@ def test_an_endless_loader_is_warned_about_before_the_end(tmp_path: Path, caplog
 def test_validations_of_an_epoch_that_ends_before_their_interval(
     tmp_path: Path, caplog: Any, build: Any, options: dict[str, Any], expected: list[tuple[int, int]]
 ) -> None:  # I-04
-    module = Seeing()
-    fit(tmp_path, max_epochs=2, num_sanity_val_steps=0, **options).fit(module, build(), loader(4))
-    assert module.validated == expected
+    validated: list[tuple[int, int]] = []
+    note = calling("on_validation_end", lambda run: validated.append((run.current_epoch, run.global_step)))
+    settings = {"max_epochs": 2, "num_sanity_val_steps": 0, "callbacks": note}
+    fit(tmp_path, **settings, **options).fit(Tiny(), build(), loader(4))
+    assert validated == expected
     found = [one.getMessage() for one in caplog.records if "without a validation" in one.getMessage()]
     assert len(found) == (options == {"val_check_interval": 7})
     assert all("after 6 micro-batches without a validation: val_check_interval=7" in one for one in found)
@@ -175,13 +163,7 @@ SCHEDULES: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("kind", "length", "fails"),
-    [
-        ("one cycle", 6, True),
-        ("linear", 6, True),
-        ("warm-up", 6, False),
-        ("one cycle", 10, False),
-        ("linear", 10, False),
-    ],
+    [("one cycle", 6, True), ("linear", 6, True), ("warm-up", 6, False), ("linear", 10, False)],
 )
 def test_a_schedule_that_runs_out_names_the_length(tmp_path: Path, kind: str, length: int, fails: bool) -> None:  # I-04
     def configure_optimizers(self: Any) -> Any:

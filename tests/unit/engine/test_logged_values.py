@@ -56,8 +56,6 @@ def test_arrays_and_weights_that_are_used_again_are_logged_as_they_were(tmp_path
 
 
 def test_changes_to_a_read_value_have_no_effect(tmp_path: Path) -> None:  # I-01
-    """A hook that shows percents must not change what decides later."""
-
     def to_percents(trainer: Any, *_: Any) -> None:
         for read in (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics):
             for name in read:
@@ -182,8 +180,6 @@ def test_a_metric_has_its_value_when_last_logged_or_reset(
 
 
 def measuring(*keys: str) -> Any:
-    """Return a step that logs the module's metric under ``keys``."""
-
     def step(self: Any, batch: Any, batch_idx: int) -> None:
         self.mean.update(batch[:, 0])
         for key in keys:
@@ -210,8 +206,6 @@ def test_a_metric_object_has_one_name_in_one_stage(tmp_path: Path) -> None:  # S
 
 
 def test_step_values_and_the_epoch_value_may_have_keys_of_their_own(tmp_path: Path) -> None:  # I-01
-    """As in torchmetrics' documentation of Lightning."""
-
     def train(self: Any, batch: Any, batch_idx: int) -> None:
         self.mean(batch[:, 0])
         self.log("by step", self.mean)
@@ -267,8 +261,6 @@ def test_a_metric_recreated_under_its_name_is_the_same_one(tmp_path: Path) -> No
 
 
 def test_saving_a_metric_whose_value_has_a_graph(tmp_path: Path) -> None:  # I-01
-    """A metric called on the loss keeps the value that it gave: the save failed on it."""
-
     class Measuring(Metered):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = self.layer(batch).square().mean()

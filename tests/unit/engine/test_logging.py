@@ -21,8 +21,6 @@ BOTH: dict[str, Any] = {"on_step": True, "on_epoch": True}
 
 
 class Kept(Logger):
-    """A logger that records its rows."""
-
     name, version, log_dir = "kept", "0", None
 
     def __init__(self) -> None:
@@ -65,8 +63,6 @@ class Logging(Tiny):
 
 
 class Metered(Logging):
-    """Has a metric object, ``mean``."""
-
     def __init__(self, *functions: Any, **hooks: Any) -> None:
         super().__init__(*functions, **hooks)
         self.mean = torchmetrics.MeanMetric()
@@ -151,21 +147,10 @@ def test_prediction_and_modules_outside_a_run_may_not_log(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("reduce_fx", "expected"),
-    [
-        ("mean", 2.0),
-        ("sum", 7.0),
-        ("max", 4.0),
-        ("min", 0.5),
-        (torch.mean, 2.0),
-        (max, 4.0),
-        ("avg", 2.0),
-        ("MAX", 4.0),
-    ],
+    [("mean", 2), ("sum", 7), ("max", 4), ("min", 0.5), (torch.mean, 2), (max, 4), ("avg", 2), ("MAX", 4)],
 )
 @pytest.mark.parametrize("number", [False, True])
-def test_reduce_fx(tmp_path: Path, reduce_fx: Any, expected: float, number: bool) -> None:
-    """B-12: a mean is over samples, whatever the batches."""
-
+def test_reduce_fx(tmp_path: Path, reduce_fx: Any, expected: float, number: bool) -> None:  # B-12
     def step(self: Any, batch: Any, batch_idx: int) -> None:
         value = float(mean(batch)) if number else mean(batch)
         self.log("it", value, **EPOCH, reduce_fx=reduce_fx)

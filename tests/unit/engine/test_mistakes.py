@@ -1,29 +1,192 @@
-"""Newcomers' mistakes get a clear message in time (I-10, I-17), and what only resembles one is accepted."""
+"""Messages: what a run logs, once and in time (I-17), and clear ones for newcomers' mistakes (I-10)."""
 
 from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from engine_case import Tiny, fit, loader, recording_callback
-from small_modules import logs, tiny
+from engine_case import Regression, Tiny, fit, loader, recording_callback, regression
+from small_modules import Logs, calling, linear, logs, tiny
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau as Plateau
 from torch.utils.data import TensorDataset
 
 from captured_warnings import captured_warnings
-from drivetrain import Callback, ConfigurationError, DataModule, DrivetrainError, Fit
-from drivetrain.callbacks import Checkpoint, EarlyStopping
+from drivetrain import Callback, ConfigurationError, DataModule, DrivetrainError, Fit, TrainModule
+from drivetrain._runtime import console_logging  # private: a process logs a precision once, and this one has
+from drivetrain.callbacks import Checkpoint, EarlyStopping, Timer
 from drivetrain.data import CombinedLoader
 from drivetrain.loggers import CSVLogger
 from drivetrain_strategies import DDPStrategy
+
+
+def warnings_of(trainer: Fit, module: TrainModule, *loaders: Any) -> list[str]:
+    with captured_warnings() as lines:
+        trainer.fit(module, *loaders)
+    return lines
+
+
+def ending(trainer: Fit, module: TrainModule, *loaders: Any, **options: Any) -> str:
+    """Return the line with which a fit ends."""
+    with captured_warnings(logging.INFO) as lines:
+        trainer.fit(module, *loaders, **options)
+    (line,) = [one for one in lines if "run ended" in one]
+    return line
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"max_epochs": 2}, "max_epochs=2 is reached (2 epochs, 8 optimizer steps)"),
+        ({"max_epochs": 1}, "max_epochs=1 is reached (1 epoch, 4 optimizer steps)"),
+        ({"max_epochs": 1, "max_steps": 4}, "max_steps=4 and max_epochs=1 are reached (1 epoch, 4 optimizer steps)"),
+        ({"max_epochs": -1, "max_steps": 3}, "max_steps=3 is reached (0 epochs, 3 optimizer steps)"),
+        ({"max_time": timedelta(microseconds=1)}, "max_time=0:00:00.000001 is up (0 epochs, 1 optimizer step)"),
+        ({"limit_train_batches": 0}, "limit_train_batches=0 leaves nothing to train on (0 epochs, 0 optimizer steps)"),
+    ],
+)
+def test_the_limit_that_ended_a_run_is_logged(tmp_path: Path, options: dict[str, Any], reason: str) -> None:  # I-17
+    line = ending(fit(tmp_path, **options), Tiny(), loader())
+    assert re.fullmatch(re.escape(f"The run ended: {reason} after ") + r"\d\.\d s\.", line)
+
+
+def test_who_requested_a_stop_is_logged(tmp_path: Path) -> None:  # I-17
+    class Enough(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop = True
+
+    def request_and_withdraw(trainer: Any) -> None:
+        trainer.request_stop("withdrawn")
+        trainer.should_stop = False
+
+    timer, withdraws = Timer(timedelta(microseconds=1), verbose=False), calling("on_train_start", request_and_withdraw)
+    assert "Timer: the time of 0:00:00.000001 is up" in ending(fit(tmp_path, callbacks=timer), Tiny(), loader())
+    assert "Enough.on_train_batch_end" in ending(fit(tmp_path, callbacks=Enough()), Tiny(), loader())
+    assert "withdrawn" not in ending(fit(tmp_path, callbacks=withdraws), Tiny(), loader())
+    patient = fit(tmp_path, max_epochs=3, callbacks=EarlyStopping("val_loss", patience=2))
+    both = "max_epochs=3 is reached; EarlyStopping: val_loss did not improve on 1 by more than 0 in the last 2"
+    assert both in ending(patient, Logs(), loader(), loader())
+
+
+def test_a_process_logs_each_precision_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # L-09
+    monkeypatch.setattr(console_logging, "_LOGGED", set())
+    with captured_warnings(logging.INFO) as lines:
+        for precision in ("32-true", "32-true", "bf16-mixed"):
+            fit(tmp_path, precision=precision).fit(Tiny(), loader())
+    precisions = [line.partition(":")[0] for line in lines if line.startswith("Precision")]
+    assert precisions == ["Precision 32-true", "Precision bf16-mixed"]
+
+
+class HasMonitorAttribute(Callback):
+    """A user's callback with an attribute ``monitor`` of another meaning."""
+
+    monitor, filename, dirpath = "gpu", "{split}.csv", "/proc/data"
+
+
+AT_THE_END = logs(on_train_epoch_end=lambda self: self.log("at_" + "the_end", 1.0))
+
+
+@pytest.mark.parametrize(
+    ("module", "callback", "options"),
+    [
+        pytest.param(Logs(), EarlyStopping("val_loss"), {}, id="logged in the sanity check"),
+        pytest.param(Logs(), EarlyStopping("loss_epoch"), {}, id="with a suffix"),
+        pytest.param(AT_THE_END, EarlyStopping("at_the_end"), {}, id="logged at the end of the epoch"),
+        pytest.param(logs(mute=True), EarlyStopping("val_loss"), {}, id="not in the sanity check"),
+        pytest.param(Logs(), EarlyStopping("val_loss"), {"num_sanity_val_steps": 0}, id="no sanity check"),
+        pytest.param(Logs(), HasMonitorAttribute(), {}, id="an attribute of another meaning"),
+    ],
+)
+def test_a_monitor_is_not_warned_about(tmp_path: Path, module: Logs, callback: Callback, options: Any) -> None:  # I-17
+    assert warnings_of(fit(tmp_path, callbacks=callback, **options), module, loader(), loader()) == []
+
+
+def test_folders_are_probed_in_training_only_and_without_a_trace(tmp_path: Path) -> None:  # I-17
+    trainer = fit(tmp_path, callbacks=Checkpoint(dirpath=tmp_path / "a" / "b", save_top_k=0), limit_train_batches=0)
+    trainer.fit(Tiny(), loader())
+    assert [one.name for one in tmp_path.iterdir()] == ["drivetrain_logs"]  # the run's own
+    (tmp_path / "a file").write_text("")
+    assert fit(tmp_path, logger=CSVLogger(tmp_path / "a file")).predict(Tiny(), loader())
+
+
+class Manual(Regression):
+    """Manual optimization that steps every so many batches or as the epoch ends; logs its loss and another value."""
+
+    automatic_optimization = False
+    every, factor, value, wrapped, at_end = 0, 1.0, 0.0, True, False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        vars(self).update(options)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        self.log("manual_loss", loss * self.factor)
+        self.log("best_so_far", self.value)
+        if self.every and (batch_idx + 1) % self.every == 0:
+            optimizer = self.optimizers()
+            (optimizer if self.wrapped else optimizer.optimizer).step()
+
+    def on_train_epoch_end(self) -> None:
+        if self.at_end:
+            self.optimizers().step()
+
+
+class Shifted(Regression):
+    """Adds a number per batch to the loss, without changing the gradient."""
+
+    def __init__(self, *numbers: float, from_step: int = 0) -> None:
+        super().__init__()
+        self.numbers, self.from_step = numbers, from_step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        shift = self.numbers[min(batch_idx, len(self.numbers) - 1)]
+        return self.loss(batch) + (shift if self.trainer.global_step >= self.from_step else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("module", "named"),
+    [
+        (Shifted(math.inf), "In epoch 0 the loss was inf after the first micro-batch, and inf after the last"),
+        (Shifted(math.nan, from_step=7), "In epoch 2 "),
+        (Manual(every=1, factor=math.nan), "manual_loss was nan"),
+        pytest.param(Shifted(math.nan, 0.0), None, id="a single loss is not finite"),
+        pytest.param(Manual(every=1, value=math.inf), None, id="another value is not finite"),
+        pytest.param(Manual(every=6), None, id="steps rarely"),
+        pytest.param(Manual(at_end=True), None, id="steps as the epoch ends"),
+        pytest.param(Manual(every=1, wrapped=False), None, id="steps the optimizer itself"),
+    ],
+)
+def test_losses_and_steps_that_are_warned_about(tmp_path: Path, module: Any, named: str | None) -> None:  # I-17
+    lines = warnings_of(fit(tmp_path, max_epochs=4), module, regression())
+    assert len(lines) == (named is not None)
+    assert all(str(named) in line for line in lines)
+
+
+def test_a_tensor_kept_from_an_evaluation_gets_a_fix(tmp_path: Path) -> None:  # I-17
+    def keep(self: Any, batch: Any, batch_idx: int) -> None:
+        self.kept = self.layer(batch[0])
+
+    def use(self: Any, batch: Any, batch_idx: int) -> Any:
+        return (self.layer(batch[0]) * self.kept).sum()
+
+    kept, trainer = linear(training_step=use, validation_step=keep), fit(tmp_path)
+    trainer.validate(kept, regression(), verbose=False)
+    with pytest.raises(RuntimeError, match="Inference tensors") as caught:
+        trainer.fit(kept, regression())
+    assert any("Fit(inference_mode=False)" in note for note in caught.value.__notes__)
+    trainer.fit(linear(training_step=use, validation_step=keep), regression(), regression())  # not in inference mode
+
 
 BUILT = "as it is built"
 START = "before the first step"
@@ -34,8 +197,6 @@ LOADERS: Any = (loader(), loader())
 
 
 class Run(NamedTuple):
-    """A fit that contains a mistake."""
-
     trainer: Fit
     module: Any
     loaders: Any = LOADERS
@@ -59,7 +220,6 @@ def nothing(self: Any, *args: Any) -> None:
 
 
 def sgd(module: nn.Module, *parameters: nn.Parameter) -> torch.optim.Optimizer:
-    """Return an optimizer of these or all parameters."""
     return torch.optim.SGD(parameters or module.parameters(), lr=0.1)
 
 
@@ -69,7 +229,6 @@ def run(module: Any = None, loaders: Any = LOADERS, more: Any = None, **options:
 
 
 def net(*loaders: Any, **methods: Any) -> Callable[[Path], Run]:
-    """Return a run of a module with these methods."""
     return lambda path: Run(fit(path), logs(**methods), loaders or LOADERS)
 
 
@@ -84,7 +243,6 @@ def steps(does: Callable[[Any, Any], Any], **methods: Any) -> Callable[[Path], R
 
 
 def returns(loss: Callable[[torch.Tensor], Any]) -> Callable[[Path], Run]:
-    """Return a run whose training_step returns ``loss(output of the layer)``."""
     return steps(lambda self, batch: loss(self.layer(batch)))
 
 
@@ -101,13 +259,10 @@ def monitored(module: Any) -> Any:
 
 
 def optimized(configure: Callable[..., Any]) -> Callable[[Path], Run]:
-    """Return a run whose configure_optimizers calls ``configure``."""
     return net(configure_optimizers=configure)
 
 
 def scheduled(kind: Callable[[Any], Any], automatic: bool = True, **keys: Any) -> Callable[[Path], Run]:
-    """Return a run with a scheduler of this kind."""
-
     def configure(module: Any) -> Any:
         optimizer = sgd(module)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": kind(optimizer), **keys}}
@@ -116,8 +271,6 @@ def scheduled(kind: Callable[[Any], Any], automatic: bool = True, **keys: Any) -
 
 
 class ByValue:
-    """A custom scheduler."""
-
     def __init__(self, optimizer: Any) -> None: ...
 
     def step(self) -> None: ...
@@ -127,7 +280,6 @@ class ByValue:
 
 
 def calls(kind: Any, *args: Any, **options: Any) -> Callable[[Path], Run]:
-    """Return a run with a callback of this kind."""
     return lambda path: Run(fit(path, callbacks=kind(*args, **options)), logs())
 
 
@@ -156,18 +308,15 @@ LAZY = "layer.0 (LazyLinear), layer.1 (LazyBatchNorm1d)."
 
 
 def watch(*names: str) -> Callback:
-    """Return a callback with methods of these names."""
     kind: type[Callback] = type("Watch", (Callback,), dict.fromkeys(names, nothing))
     return kind()
 
 
 def data_with(name: str) -> DataModule:
-    """Return a data module with a method of this name."""
     return type("Numbers", (DataModule,), {name: nothing, "train_dataloader": lambda self: loader()})()
 
 
 def appending_in(hook: str) -> Callable[[Path], Run]:
-    """Return a run whose hook appends a callback."""
     return net(**{hook: lambda self: self.trainer.callbacks.append(watch("on_train_end"))})
 
 

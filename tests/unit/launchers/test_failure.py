@@ -94,8 +94,6 @@ def test_the_first_failure_in_a_file_is_kept_and_a_malformed_file_ignored(tmp_pa
 
 
 class _Planted:
-    """Creates a folder when it is unpickled."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 

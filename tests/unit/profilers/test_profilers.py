@@ -33,7 +33,6 @@ def fit(path: Path, **options: Any) -> Fit:
 
 
 def loader(samples: int = 8) -> DataLoader[Any]:
-    """Return batches of two vectors of two numbers."""
     return DataLoader(torch.ones(samples, 2), batch_size=2)  # type: ignore[arg-type]
 
 
@@ -70,6 +69,12 @@ class SpanningNet(Net):
             self.spans += 1
         return super().training_step(batch, batch_idx)
 
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+    def on_train_start(self) -> None:
+        pass
+
 
 def rows_by_path(profiler: SimpleProfiler) -> dict[str, Any]:
     """Return the rows of a run's profile, and check that they add up to the run's time, to the nanosecond."""
@@ -83,21 +88,13 @@ class SpanningCallback(Callback):
             pass
 
 
-class TransferringNet(SpanningNet):
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return batch
-
-    def on_train_start(self) -> None:
-        pass
-
-
 def test_every_phase_is_a_row_and_all_rows_add_up_to_the_run(tmp_path: Path) -> None:  # L-05
     profiler = SimpleProfiler()
     callbacks = [SpanningCallback(), Checkpoint(every_n_train_steps=2)]
     options: dict[str, Any] = {"enable_checkpointing": True, "logger": CSVLogger(tmp_path), "log_every_n_steps": 2}
     options |= {"gradient_clip_val": 1.0, "num_sanity_val_steps": 1, "detect_anomaly": True}
     runner = fit(tmp_path, profiler=profiler, callbacks=callbacks, **options)
-    runner.fit(TransferringNet(), loader(), loader())
+    runner.fit(SpanningNet(), loader(), loader())
     assert runner.profiler is profiler
     rows = rows_by_path(profiler)
     calls = {name: rows[name].calls for name in rows}
@@ -115,7 +112,7 @@ def test_every_phase_is_a_row_and_all_rows_add_up_to_the_run(tmp_path: Path) -> 
         "training > validation": 1,
         "training > validation > forward": 4,
         "sanity check > forward": 1,
-        "TransferringNet.on_train_start": 1,
+        "SpanningNet.on_train_start": 1,
     }
     assert {name: calls[name] for name in expected} == expected
     set_up = {"configure_optimizers", "loaders", "prepare_data", "setup_environment", "setup_module"}
@@ -286,7 +283,6 @@ def test_fast_dev_run_and_a_run_without_a_profiler_write_nothing(tmp_path: Path,
 
 
 def spans_of(trace: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """Return the complete events of that name, by their beginnings."""
     found = [one for one in trace["traceEvents"] if one["ph"] == "X" and one["name"] == name]
     return sorted(found, key=lambda one: one["ts"])
 

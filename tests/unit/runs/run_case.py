@@ -67,7 +67,6 @@ def fit(root: Path | str, **options: Any) -> Fit:
 
 
 def trained(root: Path | str, ckpt_path: Any = None, module: Net | None = None, **options: Any) -> Fit:
-    """Run a Fit, and return it."""
     trainer = fit(root, **options)
     trainer.fit(Net() if module is None else module, data(), ckpt_path=ckpt_path)
     return trainer
@@ -98,7 +97,6 @@ def record(folder: Any) -> Any:
 
 
 def edit(folder: Any, **values: Any) -> None:
-    """Edit a record."""
     (Path(folder) / "run.json").write_text(json.dumps({**record(folder), **values}))
 
 

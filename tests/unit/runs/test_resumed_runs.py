@@ -162,26 +162,34 @@ def test_a_finished_run_is_not_changed(tmp_path: Path, caplog: pytest.LogCapture
     caplog.set_level("INFO", "drivetrain")
     first = trained(tmp_path)
     before = {one: one.read_bytes() for one in tmp_path.rglob("*") if one.is_file()}
-    assert trained(tmp_path, "auto").global_step == 6
+    again = trained(tmp_path, "auto")
+    assert (again.global_step, again.state) == (6, "finished")
     assert "max_epochs=1 is reached" in caplog.text
     assert "nothing was left to train" in caplog.text
     for which in ("last", "best", Path(str(first.log_dir), "checkpoints", "epoch=0-step=6")):
         with pytest.raises(ConfigurationError, match="max_epochs=1 is reached, so that nothing is left to train"):
             trained(tmp_path, which)
+    with pytest.raises(ConfigurationError, match="max_steps=6 is reached") as caught:
+        trained(tmp_path, "last", max_epochs=9, max_steps=6)
+    assert "1 epoch(s) and 6 optimizer step(s)" in caught.value.why
     assert {one: one.read_bytes() for one in tmp_path.rglob("*") if one.is_file()} == before
     assert version(trained(tmp_path, "auto", max_epochs=2)) == "version_0"  # the limit has been raised
 
 
-def test_auto_resumes_an_early_stopped_run_with_more_patience(tmp_path: Path) -> None:  # J-13
-    def run(patience: int) -> Fit:
+def test_an_early_stopped_run_is_finished_unless_it_is_more_patient(tmp_path: Path, caplog: Any) -> None:  # J-13, I-17
+    def run(patience: int, which: str = "auto") -> Fit:
         stopping = EarlyStopping("loss_epoch", patience=patience, min_delta=100.0)
-        return trained(tmp_path, "auto", callbacks=[stopping, Checkpoint()], max_epochs=6)
+        return trained(tmp_path, which, callbacks=[stopping, Checkpoint()], max_epochs=6)
 
+    caplog.set_level("INFO", "drivetrain")
     first = run(1)
     assert first.global_step < 36
     assert record(first.log_dir)["status"] == "finished"
     assert "EarlyStopping" in record(first.log_dir)["why"]
     assert run(1).global_step == first.global_step
+    assert "EarlyStopping has ended the run" in caplog.text
+    with pytest.raises(ConfigurationError, match="EarlyStopping has ended the run: loss_epoch did not improve"):
+        run(1, "last")
     more = run(3)
     assert more.global_step > first.global_step
     assert version(more) == "version_0"

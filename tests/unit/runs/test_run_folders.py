@@ -167,8 +167,6 @@ def test_a_folder_at_a_url_has_a_unique_name() -> None:  # J-13
 
 
 class Minimal(Logger):
-    """A third-party logger."""
-
     name = "minimal"
     version = "its own"
 
@@ -346,8 +344,6 @@ def test_a_record_without_permission_is_ignored(tmp_path: Path, monkeypatch: pyt
 
 
 class Wide(Net):
-    """Logs an additional value first."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("first", 5.0)
         return super().training_step(batch, batch_idx)
