@@ -161,7 +161,6 @@ def test_the_parts_fit_into_the_available_time_and_can_be_selected() -> None:  #
     assert {"on_a_device", "strategies_on_a_device", "fsdp_cuda", "nccl_failures", "loss_scaling"} <= files
     one, four = ({piece.name for part in parts(count) for piece in part.pieces} for count in (1, 4))
     assert {"fsdp-on-all", "deepspeed_stage_3-on-all"} <= four - one
-    # Parts and pieces are selected by name.
     steps, memory = chosen(["steps", "memory/fsdp"], 1)
     assert (steps.name, memory.name) == ("steps", "memory")
     assert [piece.key for piece in memory.pieces] == ["memory/fsdp"]
@@ -205,7 +204,6 @@ def test_failures_are_in_the_report_with_their_reason(tmp_path: Path) -> None:  
     merged = json.loads((tmp_path / "report.json").read_text())
     (steps,) = (part for part in merged["parts"] if part["name"] == "steps")
     assert steps["not_run"] == ["gpt-124m-ddp", "gpt-124m-fsdp"]
-    # The report goes into the page on benchmarks.
     before = (ROOT / "docs" / "benchmarks" / "gpu.md").read_text()
     (tmp_path / "gpu.md").write_text(before)
     put(report.NAME, page.rstrip(), tmp_path / "gpu.md")

@@ -73,9 +73,7 @@ def recipe(name: str, *patterns: str, holds: Callable[..., bool], needs: str = "
         recipe(
             "several_optimizers",
             *(r"# of # parameters have trained; the learning rates ended at \[#, #\]", "Accuracy: #%"),
-            holds=lambda trained, parameters, first, second, accuracy: (
-                trained == parameters == 8 and max(first, second) < 1e-9 and accuracy > 92
-            ),
+            holds=lambda trained, of, a, b, right: trained == of == 8 and max(a, b) < 1e-9 and right > 92,
         ),
         recipe(
             "streaming_data",
@@ -90,9 +88,7 @@ def recipe(name: str, *patterns: str, holds: Callable[..., bool], needs: str = "
         recipe(
             "k_fold",
             *("# of # samples predicted, #% of them correctly", "Accuracy over 5 folds: [0-9.]+, standard deviation #"),
-            holds=lambda predicted, samples, right, deviation: (
-                predicted == samples == 178 and right > 94 and deviation < 0.05
-            ),
+            holds=lambda made, of, right, deviation: made == of == 178 and right > 94 and deviation < 0.05,
         ),
         recipe(
             "optuna_sweep",

@@ -15,8 +15,6 @@ import torch
 from drivetrain.errors import ConfigurationError
 from drivetrain.strategies import RunSettings, known_strategies, strategy_by_name
 from drivetrain_strategies import DeepSpeedStrategy
-
-# The configuration that DeepSpeed gets is visible only in DeepSpeed's engine, which takes seconds to build.
 from drivetrain_strategies.deepspeed._config import TOP_LEVEL_KEYS, combine, resolve
 from drivetrain_strategies.deepspeed._library import import_library
 from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision

@@ -247,7 +247,7 @@ def test_a_key_with_step_and_epoch_values_has_the_newer_one(tmp_path: Path) -> N
     assert scores == {"step=4": 3.0, "step=8": 7.0, "step=12": 11.0}
 
 
-def test_a_plateau_gets_no_value_twice(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_plateau_gets_no_value_twice_and_the_error_advises_a_frequency(caplog: pytest.LogCaptureFixture) -> None:
     class Sparse(Growing):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx % 4 == 1:
@@ -270,9 +270,6 @@ def test_a_plateau_gets_no_value_twice(caplog: pytest.LogCaptureFixture) -> None
     module = Twice(VALIDATED, {"strict": False})  # two stages log the same key
     run(module, **THIRDS)
     assert module.fed[2:] == [5.0, 4.0]
-
-
-def test_the_error_of_a_plateau_advises_a_frequency() -> None:
     with pytest.raises(ConfigurationError, match="'frequency': 2 with check_val_every_n_epoch=2"):
         run(Growing((1.0, 1.0), {}), max_epochs=2, check_val_every_n_epoch=2)
     module = Growing((1.0, 2.0), {"frequency": 2})

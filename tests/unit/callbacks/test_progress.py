@@ -23,8 +23,6 @@ import torch
 from callback_modules import Clock, Regression, Timed, failing, loader, quiet_fit, saving
 
 from drivetrain import Callback, ConfigurationError
-
-# Private: the default, a terminal that fails, and texts and estimates in many situations, without a run for each.
 from drivetrain._runtime import terminal_output
 from drivetrain._runtime.terminal_output import write_output
 from drivetrain.callbacks import LambdaCallback, ProgressBar, RichProgressBar, progress_bar

@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from drivetrain import ConfigurationError
-
-# Private: devices that this machine lacks are played by mocks of torch's functions.
 from drivetrain._engine.topology import refuse_shared_devices
 from drivetrain._runtime import accelerators, process_state
 from drivetrain._runtime.generators import generator_states, restore_generators

@@ -8,7 +8,6 @@ from unittest.mock import Mock
 
 import pytest
 
-# Private: the report of an error, without a process that ends with it.
 from drivetrain._distributed.failure import Failure, RankFailedError
 from drivetrain._engine import error_reporting
 from drivetrain._engine.error_reporting import OneLineHook, print_in_one_line

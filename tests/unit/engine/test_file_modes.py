@@ -17,8 +17,6 @@ from small_modules import Logs, calling, linear
 
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import consolidate, convert, verify
-
-# Private: the files in the middle of a save.
 from drivetrain.checkpoint._folders import claim_name
 from drivetrain.checkpoint._format.local_storage import LocalStorage
 from drivetrain.loggers import CSVLogger, TensorBoardLogger

@@ -194,6 +194,11 @@ def test_a_closure_under_loss_scaling_is_refused(tmp_path: Path) -> None:  # I-0
     fit(tmp_path, precision=fp16(1024.0)).fit(ByHand(_steps_with_a_closure), regression(4))
     with pytest.raises(ConfigurationError, match="Twice steps with a closure, which precision='16-mixed'"):
         fit(tmp_path, precision="16-mixed").fit(ByHand(_steps_with_a_closure, Twice), regression(4))
+    with pytest.raises(ConfigurationError, match="'16-mixed' with AscendingSGD"):
+        fit(tmp_path, precision="16-mixed").fit(Sharp(AscendingSGD), regression())
+    # fp16 refuses both ways to give one
+    with pytest.raises(ConfigurationError, match=r"(?s)without a closure.*precision='bf16-mixed' or '32-true', since"):
+        fit(tmp_path, precision="16-mixed").fit(Sharp(AscendingSGD, closure=False), regression())
 
 
 def _toggles_each(module: Any, batch: Any) -> None:
@@ -398,13 +403,6 @@ def test_a_missing_closure_names_both_ways(tmp_path: Path, module: Any, kind: An
     assert "'closure': True" in str(caught.value)
     assert "optimizer.step(closure)" in str(caught.value)
     assert isinstance(caught.value.__cause__, cause)
-
-
-def test_loss_scaling_forbids_a_closure(tmp_path: Path) -> None:  # I-06: fp16 would refuse both ways
-    with pytest.raises(ConfigurationError, match=r"(?s)without a closure.*precision='bf16-mixed' or '32-true', since"):
-        fit(tmp_path, precision="16-mixed").fit(Sharp(AscendingSGD, closure=False), regression())
-    with pytest.raises(ConfigurationError, match="'16-mixed' with AscendingSGD"):
-        fit(tmp_path, precision="16-mixed").fit(Sharp(AscendingSGD), regression())
 
 
 @pytest.mark.parametrize(

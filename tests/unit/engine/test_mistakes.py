@@ -498,13 +498,20 @@ def test_lazy_layers_train_after_one_forward(tmp_path: Path, settings: dict[str,
         assert module.layer[0].weight.shape == (4, 2)
 
 
-def test_methods_whose_names_share_a_word_with_hooks_are_accepted(tmp_path: Path) -> None:  # I-10
+def test_what_only_resembles_a_mistake_is_accepted(tmp_path: Path) -> None:  # I-10
     names = ["training_loss", "setup_layers", "step", "log_images", "get_metrics", "on_policy_loss", "on_episode"]
     names += ["test_data", "configure_heads", "predict", "_training_epoch_end", "_validation_steps", "val_step"]
-    module, callback = tiny(**dict.fromkeys(names, nothing)), watch("training_step", "backward", "on_reward", "write")
+    module: Any = tiny(**dict.fromkeys(names, nothing))
+    callback = watch("training_step", "backward", "on_reward", "write")
     with captured_warnings() as lines:
         fit(tmp_path, callbacks=callback).fit(module, datamodule=data_with("train_steps"))
     assert not [line for line in lines if "resemble hooks" in line]
+    module = tiny(valid_dataloader=lambda self: loader(2))
+    fit(tmp_path).fit(module, loader(), module.valid_dataloader())
+    assert [0, 1] in module.evaluated
+    module = logs(configure_optimizers=lambda self: {**monitored(self), "lr_scheduler": None})
+    fit(tmp_path).fit(module, loader())
+    assert len(module.seen) == 4
 
 
 def test_a_class_whose_methods_are_almost_named_as_hooks_gets_one_warning(tmp_path: Path) -> None:  # I-10
@@ -523,12 +530,6 @@ def test_a_class_whose_methods_are_almost_named_as_hooks_gets_one_warning(tmp_pa
         assert f"{name} (did you mean {hook}?)" in by_class["Net"]
     assert "on_validation_ends (did you mean on_validation_end?)" in by_class["Watch"]
     assert "prepare_datas (did you mean prepare_data?)" in by_class["Numbers"]
-
-
-def test_a_method_that_returned_the_loaders_is_accepted(tmp_path: Path) -> None:  # I-10
-    module: Any = tiny(valid_dataloader=lambda self: loader(2))
-    fit(tmp_path).fit(module, loader(), module.valid_dataloader())
-    assert [0, 1] in module.evaluated
 
 
 @pytest.mark.parametrize(
@@ -572,12 +573,6 @@ def test_a_custom_scheduler_gets_the_value_unless_it_is_missing(tmp_path: Path, 
     found = [line for line in lines if "'strict': False" in line]
     assert len(found) == (not values)
     assert all("'los'" in line and "'loss'" in line for line in found)
-
-
-def test_a_monitor_without_a_scheduler_may_be_switched_off(tmp_path: Path) -> None:  # I-10
-    module = logs(configure_optimizers=lambda self: {**monitored(self), "lr_scheduler": None})
-    fit(tmp_path).fit(module, loader())
-    assert len(module.seen) == 4
 
 
 def test_old_names_in_environment_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # I-10

@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-# Private: what reads failures out of a store, without a run that fails, and the form of messages between ranks.
 from drivetrain._distributed.control_group import GroupControl
 from drivetrain._distributed.plain_values import decode, encode
 from drivetrain.environments import Placement
@@ -174,15 +173,12 @@ def test_a_value_comes_back_equal_and_of_the_same_types(value: Any) -> None:
     assert again == value
 
 
-def test_nan_is_kept_and_subclasses_become_plain() -> None:
+def test_subclasses_become_plain_and_other_values_and_pickles_are_refused() -> None:  # J-06
     values: list[Any] = [math.nan, Named("x", 1), signal.SIGINT, MappingProxyType({"a": 1})]
     nan, *again = decode(encode(values))
     assert math.isnan(nan)
     assert again == [("x", 1), 2, {"a": 1}]
     assert [type(value) for value in again] == [tuple, int, dict]
-
-
-def test_other_values_and_pickles_are_refused() -> None:  # J-06
     for value in ({1, 2}, object(), b"bytes", torch.zeros(1), torch.float32):
         with pytest.raises(TypeError, match=type(value).__name__):
             encode({"a": [(value,)]})

@@ -354,7 +354,11 @@ def test_a_validation_within_the_traced_steps_nests_and_counts_its_batches(tmp_p
     assert len([one for one in forwards if any(is_within(one, validation) for validation in validations)]) == 2
 
 
-def test_each_cycle_of_a_schedule_has_its_own_file(tmp_path: Path) -> None:
+def test_each_cycle_of_a_schedule_has_its_own_file_and_a_run_too_short_for_it_says_so(tmp_path: Path) -> None:
+    profiler = PyTorchProfiler()
+    fit(tmp_path, profiler=profiler).fit(Net(), loader(2))
+    assert "Nothing was traced: the loop ended after 1 micro-batches" in profiler.summary()
+    assert not list(tmp_path.rglob("*.trace.json"))
     profiler = PyTorchProfiler(tmp_path, "mine", schedule=schedule(wait=1, warmup=0, active=1, repeat=3))
     fit(tmp_path, profiler=profiler).fit(Net(), loader(16))
     found = {path.name: steps_of(json.loads(path.read_text())) for path in tmp_path.glob("*.trace.json")}
@@ -375,13 +379,6 @@ def test_a_run_that_fails_while_it_is_traced_writes_the_trace(tmp_path: Path) ->
     assert steps_of(trace_in(tmp_path)) == [2, 3]
     with profile(), pytest.raises(ConfigurationError, match="one profiler at a time"):  # and no other is active now
         fit(tmp_path, profiler="pytorch").fit(Net(), loader())
-
-
-def test_a_run_too_short_for_its_schedule_says_so(tmp_path: Path) -> None:
-    profiler = PyTorchProfiler()
-    fit(tmp_path, profiler=profiler).fit(Net(), loader(2))
-    assert "Nothing was traced: the loop ended after 1 micro-batches" in profiler.summary()
-    assert not list(tmp_path.rglob("*.trace.json"))
 
 
 @pytest.mark.parametrize("column", ["cuda_time_total", "self_cuda_time_total", "cpu_memory_usage", "count"])

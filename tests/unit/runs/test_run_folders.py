@@ -349,14 +349,11 @@ class Wide(Net):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_reused_logger_starts_a_table_with_the_columns_of_its_run(tmp_path: Path) -> None:  # J-13
+def test_a_table_has_the_columns_of_its_run_or_of_the_folder_in_which_it_continues(tmp_path: Path) -> None:  # J-13
     logger = CSVLogger(tmp_path)
     trained(tmp_path, module=Wide(), logger=logger)
     again = trained(tmp_path, logger=logger)
     assert list(rows(again.log_dir)[0]) == ["step", "epoch", "loss_step", "loss_epoch"]
-
-
-def test_a_logger_that_continues_in_another_folder_keeps_its_columns(tmp_path: Path) -> None:  # J-13
     folder = Path(str(trained(tmp_path, module=Wide(), max_steps=4).log_dir))
     logger = CSVLogger(tmp_path, version="another")
     logger.log_metrics({"loss_step": 1.0}, 1)

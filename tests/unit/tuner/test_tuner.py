@@ -276,7 +276,7 @@ class LimitedNet(Net):
         return loader(30, batch_size=self.batch_size)
 
 
-def test_the_found_size_is_set_where_the_loaders_read_it() -> None:  # L-06
+def test_the_found_size_is_set_where_the_loaders_read_it_for_evaluation_too() -> None:  # L-06
     module, data = LimitedNet(), Data(30)
     assert Tuner(quiet()).scale_batch_size(module, datamodule=data, mode="binsearch", init_val=8) == 13
     assert (data.batch_size, module.batch_size) == (13, 13)
@@ -285,9 +285,6 @@ def test_the_found_size_is_set_where_the_loaders_read_it() -> None:  # L-06
     given, five = loader(30), np.int64(5)
     assert Tuner(quiet()).scale_batch_size(LimitedNet(), given, init_val=five) == 10  # type: ignore[arg-type]
     assert given.batch_size == given.batch_sampler.batch_size == 4
-
-
-def test_a_size_is_found_for_evaluation() -> None:  # L-06
     options: dict[str, Any] = {"method": "validate", "init_val": 4}
     assert Tuner(quiet()).scale_batch_size(LimitedNet(), datamodule=Data(30), **options) == 8
     assert Tuner(quiet()).scale_batch_size(LimitedNet(), dataloaders=loader(7), **options) == 7  # all samples
