@@ -76,6 +76,8 @@ class Weighted(Net):
 
 
 class LoggingFromBoth(Net):
+    """Logs a key from the host and from the device."""
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log("auxiliary", loss.detach() if batch_idx % 2 else torch.tensor(0.0), on_epoch=True)
@@ -94,25 +96,21 @@ def trained(module: Net, loader: DataLoader[Any], validation: DataLoader[Any] | 
     return fit
 
 
-def clean(seen: Seen) -> bool:
-    """Whether no memory was read too early or freed too early."""
+def assert_clean(seen: Seen) -> None:
+    """No memory was read too early or freed too early."""
     assert not seen.races, seen.report
     assert not seen.frees_in_use, seen.report
-    return True
-
-
-def _weights(accelerator: str, precision: str, optimizer: str, devices: Any) -> list[Tensor]:
-    torch.manual_seed(0)
-    module = Net(optimizer)
-    settings = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "max_epochs": 2, "log_every_n_steps": 1}
-    trained(module, rows(), rows(3), accelerator=accelerator, devices=devices, precision=precision, **settings)
-    return [value.detach().cpu() for value in module.state_dict().values()]
 
 
 def _equal(gpu: EmulatedCuda, precision: str, optimizer: str, devices: Any) -> bool:
-    there = _weights("cuda", precision, optimizer, devices)
-    here = _weights("cpu", precision, optimizer, 1)
-    return all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
+    weights = []
+    for accelerator, count in (("cuda", devices), ("cpu", 1)):
+        torch.manual_seed(0)
+        module = Net(optimizer)
+        options = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "max_epochs": 2, "log_every_n_steps": 1}
+        trained(module, rows(), rows(3), accelerator=accelerator, devices=count, precision=precision, **options)
+        weights.append([value.detach().cpu() for value in module.state_dict().values()])
+    return all(torch.equal(there, here) for there, here in zip(*weights, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +128,7 @@ def test_a_run_gives_the_cpus_weights_without_a_race(precision: str, optimizer: 
     # O-01
     seen = on_emulated_cuda(_equal, precision, optimizer, devices)
     assert seen.returned
-    assert clean(seen)
+    assert_clean(seen)
 
 
 class Rows:
@@ -151,16 +149,26 @@ class OfRows(Net):
         return super().training_step((batch.x, batch.y), batch_idx)
 
 
-def _with_rows(gpu: EmulatedCuda) -> None:
-    def collate(samples: list[Any]) -> Rows:
-        return Rows(*(torch.stack(values) for values in zip(*samples, strict=True)))
-
-    trained(OfRows("sgd"), DataLoader(rows().dataset, batch_size=8, collate_fn=collate, pin_memory=True))
+def _collate(samples: list[Any]) -> Rows:
+    return Rows(*(torch.stack(values) for values in zip(*samples, strict=True)))
 
 
-def test_memory_of_opaque_batches_is_not_overwritten_while_it_is_read() -> None:
-    # O-02: their tensors cannot be recorded, so copies wait for the steps
-    assert clean(on_emulated_cuda(_with_rows))
+def _fed(gpu: EmulatedCuda, kind: type[Net], precision: str) -> None:
+    opaque = DataLoader(rows().dataset, batch_size=8, collate_fn=_collate, pin_memory=True)
+    trained(kind("sgd"), opaque if kind is OfRows else rows(device="cuda"), precision=precision)
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        # the tensors of opaque batches cannot be recorded, so copies wait for the steps
+        (OfRows, "32-true"),
+        *((Net, "32-true"), (Net, "bf16-true"), (Augmented, "32-true")),
+    ],
+)
+def test_memory_of_opaque_batches_and_of_batches_on_the_device_is_safe(kind: type[Net], precision: str) -> None:
+    # O-01, O-02
+    assert_clean(on_emulated_cuda(_fed, kind, precision))
 
 
 CALLBACKS: dict[str, Callable[[], list[Any]]] = {
@@ -202,9 +210,9 @@ def _tables(gpu: EmulatedCuda, log_every: int) -> list[str]:
         with tempfile.TemporaryDirectory() as folder:
             torch.manual_seed(0)
             settings: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 5, "log_every_n_steps": log_every}
-            settings["callbacks"] = [LearningRateMonitor(logging_interval="step"), Checkpoint(folder)]
             settings |= {"logger": CSVLogger(folder), "enable_checkpointing": True}
-            trained(Net("sgd"), rows(), rows(3), accelerator=accelerator, **settings)
+            settings["callbacks"] = [LearningRateMonitor(logging_interval="step"), Checkpoint(folder)]
+            trained(LoggingFromBoth("sgd"), rows(), rows(3), accelerator=accelerator, **settings)
             (table,) = Path(folder).rglob("metrics.csv")
             written.append(table.read_text())
     return written
@@ -216,6 +224,7 @@ def test_loggers_get_the_same_rows_in_the_same_order(log_every: int) -> None:
     host, device = on_emulated_cuda(_tables, log_every).returned
     assert device == host
     assert len(host.splitlines()) > 16 // log_every
+    assert "auxiliary_epoch" in host
 
 
 class Spiking(Net):
@@ -259,7 +268,7 @@ def _pinned(gpu: EmulatedCuda, stage: str) -> None:
 def test_batches_of_pinned_memory_are_copied_while_the_host_goes_on(stage: str, count: int) -> None:
     # O-01
     seen = on_emulated_cuda(_pinned, stage)
-    assert clean(seen)
+    assert_clean(seen)
     # Without those of weights, which come from pageable memory.
     copies = [copy for copy in seen.copies if copy.direction == "to the device" and copy.pinned]
     assert len(copies) == count
@@ -268,42 +277,23 @@ def test_batches_of_pinned_memory_are_copied_while_the_host_goes_on(stage: str, 
     assert (stream == "cuda:0/default") == (stage != "training")
 
 
-def _resident(gpu: EmulatedCuda, kind: type[Net], precision: str) -> None:
-    trained(kind("sgd"), rows(device="cuda"), precision=precision)
-
-
-@pytest.mark.parametrize(("kind", "precision"), [(Net, "32-true"), (Net, "bf16-true"), (Augmented, "32-true")])
-def test_operations_on_device_batches_wait_for_them(kind: type[Net], precision: str) -> None:
-    # O-01
-    assert clean(on_emulated_cuda(_resident, kind, precision))
-
-
-def _on_device_1(gpu: EmulatedCuda) -> list[Any]:
-    module = Net()
-    trained(module, rows(), devices=[1])
-    return [*module.devices, torch.cuda.current_device()]
-
-
-def test_the_runs_device_becomes_current_and_is_restored() -> None:
-    # O-01
-    assert on_emulated_cuda(_on_device_1).returned == [1, 0]
-
-
-def _saved(gpu: EmulatedCuda, device: int) -> bool:
+def _saved(gpu: EmulatedCuda, device: int) -> list[int]:
+    """Return the device that was current in the run, and the one after it."""
     with tempfile.TemporaryDirectory() as folder:
         module = Net("sgd")
         checkpoint = Checkpoint(folder, save_async=True, every_n_train_steps=8)
         trained(module, rows(), devices=[device], callbacks=[checkpoint], enable_checkpointing=True)
         (path,) = [path for path in Path(folder).iterdir() if path.is_dir()]
         weights = load(path).weights()
-        return all(torch.equal(weights[name], value.cpu()) for name, value in module.state_dict().items())
+        assert all(torch.equal(weights[name], value.cpu()) for name, value in module.state_dict().items())
+        return [*module.devices, torch.cuda.current_device()]
 
 
 @pytest.mark.parametrize("device", [0, 1])
-def test_an_asynchronous_save_waits_for_its_source_device(device: int) -> None:
-    # O-01
+def test_the_runs_device_is_current_and_is_waited_for_by_an_asynchronous_save(device: int) -> None:
+    # O-01, O-02
     seen = on_emulated_cuda(_saved, device)
-    assert seen.returned  # the trained weights are written
+    assert seen.returned == [device, 0]
     saving = "checkpoint/_format/"
     copied = {copy.device for copy in seen.copies if not copy.blocking and any(saving in line for line in copy.where)}
     waited = {sync.device for sync in seen.host_syncs if any(saving in line for line in sync.where)}
@@ -324,15 +314,6 @@ def test_gradients_on_the_host_are_unscaled_by_the_scale() -> None:
     assert torch.equal(on_emulated_cuda(_offloaded).returned, torch.full((4,), 2.0))
 
 
-def _logged_from_both(gpu: EmulatedCuda) -> float:
-    return float(trained(LoggingFromBoth(), rows()).callback_metrics["auxiliary"])
-
-
-def test_a_key_can_be_logged_from_the_host_and_from_the_device() -> None:
-    # O-01
-    assert on_emulated_cuda(_logged_from_both).returned > 0
-
-
 def _written(gpu: EmulatedCuda, folder: str) -> Tensor:
     for device, path in (("cuda", "out"), ("cpu", "reference")):
         with torch.random.fork_rng(devices=[]):
@@ -350,4 +331,4 @@ def test_predictions_are_written_from_the_device(tmp_path: Path) -> None:  # L-0
     one, other = seen.returned
     assert one.device.type == "cpu"
     assert torch.equal(one, other)
-    assert clean(seen)
+    assert_clean(seen)
