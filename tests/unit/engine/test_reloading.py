@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,11 @@ import torch
 from engine_case import QUIET
 from small_modules import calling
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, random_split
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, default_collate, random_split
 
 from drivetrain import DataModule, Fit, TrainModule
 from drivetrain.callbacks import Checkpoint
+from oracle.data_loaders import Stateful
 
 SAMPLES = 24
 
@@ -144,44 +144,28 @@ class Weighted(Scheduled):
         return DataLoader(Sequences(2 + epoch), batch_size=2 + epoch, sampler=sampler)
 
 
-class Positioned:
-    """A data set with a state_dict of its position."""
-
-    def __init__(self, length: int, size: int) -> None:
-        self.data, self.size, self.at = Sequences(length), size, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        while self.at < SAMPLES:
-            samples = [self.data[index] for index in range(self.at, min(self.at + self.size, SAMPLES))]
-            self.at += self.size
-            yield torch.tensor([index for index, _ in samples]), torch.stack([x for _, x in samples])
-        self.at = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
-
-
-class Stateful(Scheduled):
+class Positioned(Scheduled):
     """Has loaders whose position is checkpointed."""
 
     def train_dataloader(self) -> Any:
-        return Positioned(2 + self.trainer.current_epoch, 2 + self.trainer.current_epoch)
+        size = 2 + self.trainer.current_epoch
+        samples = [Sequences(size)[index] for index in range(SAMPLES)]
+        batches: Any = [default_collate(samples[first : first + size]) for first in range(0, SAMPLES, size)]
+        return Stateful(batches)
 
 
-@pytest.mark.parametrize("source", [Scheduled, Weighted, Stateful])
+@pytest.mark.parametrize("source", [Scheduled, Weighted, Positioned])
 def test_a_run_preempted_within_a_window_resumes_there(source: type[Scheduled], tmp_path: Path) -> None:  # L-07
     def leave(trainer: Any) -> None:
         if (trainer.current_epoch, trainer.batch_idx) == (2, 3):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    wanted, _ = trained(source(), accumulate_grad_batches=2)
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "default_root_dir": tmp_path}
+    wanted, _ = trained(source(), **options)
     leaving = calling("on_train_batch_end", leave)
     with pytest.raises(SystemExit):
-        trained(source(), accumulate_grad_batches=2, callbacks=[leaving, Checkpoint(tmp_path)])
-    found, net = trained(source(), "last", accumulate_grad_batches=2, callbacks=[Checkpoint(tmp_path)])
+        trained(source(), callbacks=[leaving, Checkpoint(tmp_path)], **options)
+    found, net = trained(source(), "last", callbacks=[Checkpoint(tmp_path)], **options)
     assert net.seen[0][0] == 2
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 

@@ -170,49 +170,40 @@ def test_an_unknown_name_in_allow_is_refused() -> None:
         fit(Model(adam()), allow=("optimiser",))
 
 
-def test_another_learning_rate_is_logged_and_the_checkpoint_s_value_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def decaying(gamma: float) -> Configure:
+    return scheduled(adam(lr=1.0), lambda optimizer: StepLR(optimizer, 1, gamma))
+
+
+HALVING, HALVING_NOW = scheduled(adam(), halving), scheduled(adam(lr=0.16), halving)
+LR = "lr=0.01 in group 0 of AdamW, not"
+BETAS = "betas=[0.9, 0.999] in group 0 of AdamW, not [0.8, 0.9]"
+GAMMA = "gamma=0.5 of StepLR, not 0.9"
+OPTIMIZER, SCHEDULER = 'allow=("optimizer",)', 'allow=("scheduler",)'
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "allow", "logged", "rates"),
+    [
+        (adam(), adam(lr=0.5, betas=(0.8, 0.9), weight_decay=0.01), "", [f"{LR} 0.5", BETAS, OPTIMIZER], [0.01] * 9),
+        (decaying(0.5), decaying(0.9), "", [GAMMA, SCHEDULER], [0.5**step for step in range(3, 12)]),
+        (decaying(0.5), decaying(0.9), "scheduler", [], [0.125 * 0.9**step for step in range(9)]),
+        (HALVING, HALVING_NOW, "", [f"{LR} 0.16"], [0.01 * 0.5**step for step in range(3, 12)]),
+        (HALVING, HALVING_NOW, "optimizer", [], [0.16 * 0.5**step for step in range(9)]),
+    ],
+)
+def test_another_number_is_logged_and_the_checkpoint_s_goes_on_unless_the_part_starts_anew(
+    before: Configure, now: Configure, allow: str, logged: list[str], rates: list[float], tmp_path: Path, caplog: Any
 ) -> None:
     #
-    saved = save(tmp_path / "saved", adam())
-    module = Model(adam(lr=0.5, betas=(0.8, 0.9), weight_decay=0.01))
+    saved, module = save(tmp_path / "saved", before), Model(now)
     caplog.clear()
-    fit(module, ckpt_path=saved)
-    assert module.rates == [[0.01]] * (12 - SAVED_AT)
-    (line,) = [record.getMessage() for record in caplog.records if "goes on" in record.getMessage()]
-    assert "lr=0.01 in group 0 of AdamW, not 0.5" in line
-    assert "betas=[0.9, 0.999] in group 0 of AdamW, not [0.8, 0.9]" in line
-    assert 'allow=("optimizer",)' in line
-    assert "weight_decay" not in line
-
-
-def test_another_setting_of_a_scheduler_is_logged_and_can_be_allowed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    # the checkpoint's schedule goes on, unless it is to start anew
-    def decaying(gamma: float) -> Configure:
-        return scheduled(adam(lr=1.0), lambda optimizer: StepLR(optimizer, 1, gamma))
-
-    saved, module = save(tmp_path / "saved", decaying(0.5)), Model(decaying(0.9))
-    caplog.clear()
-    fit(module, ckpt_path=saved)
-    assert "gamma=0.5 of StepLR, not 0.9" in caplog.text
-    assert 'allow=("scheduler",)' in caplog.text
-    assert module.rates == [[0.5**step] for step in range(SAVED_AT, 12)]
-    module = Model(decaying(0.9))
-    fit(module, ckpt_path=saved, allow="scheduler")
-    ratios = [after[0] / before[0] for before, after in zip(module.rates, module.rates[1:], strict=False)]
-    assert ratios == pytest.approx([0.9] * len(ratios))
-
-
-@pytest.mark.parametrize("allow", [(), ("optimizer",)])
-def test_a_scheduler_starts_anew_with_its_optimizer(allow: tuple[str, ...], tmp_path: Path) -> None:
-    #
-    saved = save(tmp_path / "saved", scheduled(adam(), halving))
-    module = Model(scheduled(adam(lr=0.16), halving))
-    fit(module, ckpt_path=saved, allow=allow)
-    first, start = (0.16, 0) if allow else (0.01, SAVED_AT)
-    assert module.rates == [[pytest.approx(first * 0.5**step)] for step in range(start, start + 12 - SAVED_AT)]
+    fit(module, ckpt_path=saved, allow=(allow,) if allow else ())
+    assert module.rates == [[pytest.approx(rate)] for rate in rates]
+    lines = [record.getMessage() for record in caplog.records if "goes on" in record.getMessage()]
+    assert len(lines) == bool(logged)
+    for part in logged:
+        assert part in lines[0]
+        assert "weight_decay" not in lines[0]
 
 
 def labelled(label: str) -> Configure:
