@@ -75,13 +75,13 @@ class Weighted(Net):
         return float((batch[1] > -9).sum())
 
 
-class LoggingFromBoth(Net):
-    """Logs a key from the host and from the device."""
+class Spiking(Net):
+    """Logs a key from the host and from the device; the loss of step 13 is large, with a negligible gradient."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log("auxiliary", loss.detach() if batch_idx % 2 else torch.tensor(0.0), on_epoch=True)
-        return loss
+        return loss + (1000 if self.global_step == 13 else 0)
 
 
 def rows(batches: int = 8, device: str = "cpu", **settings: Any) -> DataLoader[Any]:
@@ -203,54 +203,32 @@ def test_the_host_waits_no_more_often_for_more_steps(what: str) -> None:
     assert not [text for text in found[8] if "batch_weight" in text]  # it is computed from the host batch
 
 
-def _tables(gpu: EmulatedCuda, log_every: int) -> list[str]:
-    """Return what a run logs on the host and on the device."""
-    written = []
+def _reported(gpu: EmulatedCuda, log_every: int) -> list[tuple[str, list[str]]]:
+    """Return what a run logs, and of which spikes it warns, on the host and on the device."""
+    reported = []
     for accelerator in ("cpu", "cuda"):
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, captured_warnings() as lines:
             torch.manual_seed(0)
             settings: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 5, "log_every_n_steps": log_every}
             settings |= {"logger": CSVLogger(folder), "enable_checkpointing": True}
-            settings["callbacks"] = [LearningRateMonitor(logging_interval="step"), Checkpoint(folder)]
-            trained(LoggingFromBoth("sgd"), rows(), rows(3), accelerator=accelerator, **settings)
+            guards = [LearningRateMonitor(logging_interval="step"), LossSpikeGuard(warmup=4, every_n_steps=2)]
+            settings["callbacks"] = [*guards, Checkpoint(folder)]
+            trained(Spiking("sgd"), rows(), rows(3), accelerator=accelerator, **settings)
             (table,) = Path(folder).rglob("metrics.csv")
-            written.append(table.read_text())
-    return written
+            reported.append((table.read_text(), [line for line in lines if line.startswith("LossSpikeGuard")]))
+    return reported
 
 
 @pytest.mark.parametrize("log_every", [1, 3])
-def test_loggers_get_the_same_rows_in_the_same_order(log_every: int) -> None:
+def test_logged_rows_and_reported_spikes_are_those_of_the_host_in_the_same_order(log_every: int) -> None:
     # O-04
-    host, device = on_emulated_cuda(_tables, log_every).returned
+    host, device = on_emulated_cuda(_reported, log_every).returned
     assert device == host
-    assert len(host.splitlines()) > 16 // log_every
-    assert "auxiliary_epoch" in host
-
-
-class Spiking(Net):
-    """The loss of step 13 is large, with a negligible gradient."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) + (1000 if batch_idx == 13 else 0)
-
-
-def _warned(gpu: EmulatedCuda) -> list[list[str]]:
-    warnings = []
-    for accelerator in ("cpu", "cuda"):
-        torch.manual_seed(0)
-        guard = LossSpikeGuard(warmup=4, every_n_steps=2)
-        with captured_warnings() as lines:
-            trained(Spiking("sgd"), rows(24), accelerator=accelerator, callbacks=[guard])
-        warnings.append([line for line in lines if line.startswith("LossSpikeGuard")])
-    return warnings
-
-
-def test_a_spike_is_reported_without_waiting_for_the_device() -> None:
-    # O-04
-    host, device = on_emulated_cuda(_warned).returned
-    assert len(host) == 1
-    assert "in the step after global_step=13" in host[0]
-    assert device == host
+    table, warnings = host
+    assert len(table.splitlines()) > 16 // log_every
+    assert "auxiliary_epoch" in table
+    assert len(warnings) == 1
+    assert "in the step after global_step=13" in warnings[0]
 
 
 def _pinned(gpu: EmulatedCuda, stage: str) -> None:

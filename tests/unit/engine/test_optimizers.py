@@ -176,48 +176,39 @@ def test_the_estimated_steps_are_those_of_the_run(
     assert runner.estimated_stepping_batches == expected
 
 
-def test_an_overridden_optimizer_step_may_warm_up_and_skip(tmp_path: Path) -> None:
-    got: list[tuple[Any, ...]] = []
+def test_an_overridden_step_may_warm_up_and_skip_and_clip_in_its_own_way(tmp_path: Path) -> None:
+    calls: list[tuple[Any, ...]] = []
 
     class WarmingUp(Regression):
         def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
             loss = optimizer_closure()
-            got.append((epoch, batch_idx, type(optimizer.optimizer).__name__, loss.requires_grad))
+            calls.append((epoch, batch_idx, type(optimizer.optimizer).__name__, loss.requires_grad))
             for group in optimizer.param_groups:
                 group["lr"] = 0.1 * (batch_idx + 1)
             if batch_idx != 1:
                 optimizer.step(closure=optimizer_closure)
 
+        def configure_gradient_clipping(
+            self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+        ) -> None:
+            calls.append((type(optimizer).__name__, gradient_clip_val, gradient_clip_algorithm))
+            self.clip_gradients(optimizer, 0.5, "value")
+
     module, reference = WarmingUp(), Regression()
-    runner = fit(tmp_path)
+    runner = fit(tmp_path, gradient_clip_val=2.0)
     runner.fit(module, regression(12))
-    assert got == [(0, index, "SGD", False) for index in range(3)]
+    assert calls == [call for index in range(3) for call in (("SGD", 2.0, "norm"), (0, index, "SGD", False))]
     assert runner.global_step == 2  # the skipped step does not count
-    # Written by hand: the rates and the skipped step are those of an overridden optimizer_step.
+    # Written by hand: the rates, the skipped step and the clipping are those of overridden hooks.
     for index, batch in enumerate(regression(12)):
         optimizer = SGD(reference.parameters(), lr=0.1 * (index + 1))
         optimizer.zero_grad()
         reference.loss(batch).backward()
+        assert nn.utils.clip_grad_norm_(reference.parameters(), math.inf) > 0.5
+        nn.utils.clip_grad_value_(reference.parameters(), 0.5)
         if index != 1:
             optimizer.step()
     torch.testing.assert_close(module.layer.weight, reference.layer.weight)
-
-
-def test_an_overridden_configure_gradient_clipping_clips(tmp_path: Path) -> None:
-    got: list[Any] = []
-
-    class Clipping(Regression):
-        def configure_gradient_clipping(
-            self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
-        ) -> None:
-            got.append((type(optimizer).__name__, gradient_clip_val, gradient_clip_algorithm))
-            self.clip_gradients(optimizer, 1e-3, "value")
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            got.append(max(float(p.grad.abs().max()) for p in self.parameters() if p.grad is not None))
-
-    fit(tmp_path, gradient_clip_val=2.0).fit(Clipping(), regression(4))
-    assert got == [("SGD", 2.0, "norm"), pytest.approx(1e-3)]
 
 
 def test_an_overridden_lr_scheduler_step_replaces_the_steps(tmp_path: Path) -> None:

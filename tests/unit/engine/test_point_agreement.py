@@ -71,7 +71,7 @@ class Schedule:
             self._conditions.pop(name, None)
 
     def _next(self) -> str:
-        ready = [name for name in self._weights if self._errors or self._conditions.get(name, _true)()]
+        ready = [name for name in self._weights if self._errors or self._conditions.get(name, lambda: True)()]
         return self._draw.choices(ready, [self._weights[name] for name in ready])[0]
 
     def _call(self, name: str, function: Callable[[], None]) -> None:
@@ -94,10 +94,6 @@ class Schedule:
             del self._weights[name]
             if self._weights:
                 self._turn[self._next()].release()
-
-
-def _true() -> bool:
-    return True
 
 
 class SimulatedRank(LocalControl):
@@ -145,9 +141,8 @@ class Ranks:
         store, arrivals, schedule = dist.HashStore(), Counter[Any](), Schedule(draw)  # type: ignore[attr-defined]
         self.controls = [SimulatedRank(rank, store, schedule, arrivals) for rank in range(RANKS)]
         self.stops = [StopRequest(control, None, None, None) for control in self.controls]
-        self.signalled = {
-            rank: draw.choice((0, 2, 8, 30)) for rank in draw.sample(range(RANKS), draw.randrange(fewest, 3))
-        }
+        signalled = draw.sample(range(RANKS), draw.randrange(fewest, 3))
+        polls_before_signal = {rank: draw.choice((0, 2, 8, 30)) for rank in signalled}
         self.passed = [0] * RANKS
         self.met = Counter[int]()  # the number of ranks that have reached each collective of the user
         self.finished = 0
@@ -160,7 +155,7 @@ class Ranks:
         def watchdog(rank: int) -> None:
             polls = 0
             while self.finished < RANKS:
-                if polls == self.signalled.get(rank):
+                if polls == polls_before_signal.get(rank):
                     self.stops[rank].leave_after(SIGNAL)
                 self.controls[rank].poll(store)
                 polls += 1
@@ -168,11 +163,8 @@ class Ranks:
                     self.latest = max(self.passed)
                 schedule.switch(f"watchdog {rank}")
 
-        functions: dict[str, Callable[[], None]] = {}
-        for rank in range(RANKS):
-            functions[f"main {rank}"] = partial(main, rank)
-            functions[f"watchdog {rank}"] = partial(watchdog, rank)
-        schedule.run(functions)
+        threads = (("main", main), ("watchdog", watchdog))
+        schedule.run({f"{name} {rank}": partial(thread, rank) for rank in range(RANKS) for name, thread in threads})
 
     def meet(self, rank: int, number: int) -> None:
         """Wait for the other ranks in a collective of the user."""
@@ -217,19 +209,16 @@ def test_ranks_of_different_lengths_leave_together() -> None:  # Q-06
         for number in range(2):
             for batch in range(lengths[number][rank]):
                 if stop.exits_at_point(apart=True):
-                    stop.release_ranks_behind(nothing)
+                    stop.release_ranks_behind(lambda: None)
                     break
                 ranks.passed[rank] += 1
                 if number:
                     ranks.meet(rank, batch)
-            stop.agree_when_all_arrive(f"loader {number}", equal_counts=False, wait_for_device=nothing)
+            stop.agree_when_all_arrive(f"loader {number}", equal_counts=False, wait_for_device=lambda: None)
             if stop.agreed_to_exit():
                 left[rank] = number
                 return
         left[rank] = 2  # the data has ended, and with it the evaluation
-
-    def nothing() -> None:
-        """There is no device to wait for."""
 
     outcomes = Counter[int]()
     for seed in range(60):
