@@ -171,14 +171,12 @@ def test_memory_of_opaque_batches_and_of_batches_on_the_device_is_safe(kind: typ
     assert_clean(on_emulated_cuda(_fed, kind, precision))
 
 
-CALLBACKS: dict[str, Callable[[], list[Any]]] = {
-    "guards": lambda: [ThroughputMonitor(), NonFiniteGuard(), LossSpikeGuard()],
-    "progress": lambda: [ProgressBar()],
-    "a logger": lambda: [LearningRateMonitor(logging_interval="step")],
-}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "a logger": {"logger": "csv", "log_every_n_steps": 1},
-    "clipping": {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2},
+RUNS: dict[str, Callable[[], dict[str, Any]]] = {
+    "nothing": dict,
+    "clipping": lambda: {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2},
+    "guards": lambda: {"callbacks": [ThroughputMonitor(), NonFiniteGuard(), LossSpikeGuard()]},
+    "progress": lambda: {"callbacks": [ProgressBar()]},
+    "a logger": lambda: {"logger": "csv", "log_every_n_steps": 1, "callbacks": [LearningRateMonitor("step")]},
 }
 
 
@@ -187,15 +185,14 @@ def _steps(gpu: EmulatedCuda, what: str) -> dict[int, list[str]]:
     found = {}
     for batches in (8, 24):
         with tempfile.TemporaryDirectory() as folder:
-            settings = {"callbacks": CALLBACKS.get(what, list)(), "default_root_dir": folder, **SETTINGS.get(what, {})}
             gpu.forget()
-            trained(Weighted(), rows(batches, pin_memory=True), **settings)
+            trained(Weighted(), rows(batches, pin_memory=True), default_root_dir=folder, **RUNS[what]())
             found[batches] = [str(sync) for sync in gpu.host_syncs]
             found[batches] += [str(copy) for copy in gpu.blocking_copies if copy.direction == "to the host"]
     return found
 
 
-@pytest.mark.parametrize("what", ["nothing", "clipping", "guards", "progress", "a logger"])
+@pytest.mark.parametrize("what", RUNS)
 def test_the_host_waits_no_more_often_for_more_steps(what: str) -> None:
     # O-04
     found = on_emulated_cuda(_steps, what).returned
