@@ -241,33 +241,19 @@ def test_weights_of_a_subclass_are_refused_before_the_first_step(tmp_path: Path)
     assert refused(module, tmp_path, r"wide\.table.*Quantised")[0] == 0
 
 
-class Wrapping(torch.optim.Optimizer):
-    """Wraps an optimizer whose groups it shares, until the optimizer loads a state, which replaces its groups."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner, self.defaults, self.param_groups = inner, inner.defaults, inner.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.inner.state
-
-    def state_dict(self) -> Any:
-        return self.inner.state_dict()
+class Wrapping(torch.optim.SGD):
+    """Keeps its groups when it loads a state, as a wrapper does whose inner optimizer replaces its own."""
 
     def load_state_dict(self, state_dict: Any) -> None:
-        self.inner.load_state_dict(state_dict)
-
-    def step(self, closure: Any = None) -> Any:
-        return self.inner.step(closure)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)
+        groups = self.param_groups
+        super().load_state_dict(state_dict)
+        self.param_groups = groups
 
 
 def test_a_wrapper_that_keeps_its_groups_when_it_loads_is_refused(tmp_path: Path) -> None:
     # Q-04: the schedule of a resumed run would not reach the optimizer within the wrapper
     def configure(params: Any) -> Any:
-        optimizer = Wrapping(torch.optim.SGD(params, lr=0.1, momentum=0.9))
+        optimizer = Wrapping(params, lr=0.1, momentum=0.9)
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
     path = saved(tmp_path, Model(configure))

@@ -25,12 +25,9 @@ Configure = Callable[["Model"], Any]
 
 
 class Model(TrainModule):
-    def __init__(
-        self, configure: Configure, save: Path | None = None, save_at: int = SAVED_AT, extra_head: bool = False
-    ) -> None:
+    def __init__(self, configure: Configure, save: Path | None = None, save_at: int = SAVED_AT) -> None:
         super().__init__()
-        self.backbone, self.head = nn.Linear(2, 3), nn.Linear(3, 1)
-        self.extra_head = nn.Linear(3, 1) if extra_head else None
+        self.backbone, self.heads = nn.Linear(2, 3), nn.ModuleList([nn.Linear(3, 1)])
         self.configure, self.save, self.save_at = configure, save, save_at
         self.seen: list[float] = []
         self.rates: list[list[float]] = []
@@ -39,8 +36,7 @@ class Model(TrainModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.seen += batch[0][:, 0].tolist()
         hidden = self.backbone(batch[0])
-        loss = self.head(hidden).square().mean()
-        return loss if self.extra_head is None else loss + self.extra_head(hidden).square().mean()
+        return torch.cat([head(hidden) for head in self.heads]).square().mean()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.rates.append([float(group["lr"]) for group in optimizer.param_groups])
@@ -88,7 +84,7 @@ def halving(optimizer: Any) -> Any:
     return LambdaLR(optimizer, lambda step: 0.5**step)
 
 
-TOGETHER, APART = grouped("backbone head"), grouped("backbone", "head")
+TOGETHER, APART = grouped("backbone heads"), grouped("backbone", "heads")
 MAXIMIZING = adam(maximize=True)
 STEPPED = scheduled(adam(), lambda optimizer: StepLR(optimizer, 9))
 COSINE = scheduled(adam(), lambda optimizer: CosineAnnealingLR(optimizer, 2))
@@ -120,7 +116,7 @@ def settings(optimizer: Any) -> list[dict[str, Any]]:
 
 
 WEIGHTED = WeightedRandomSampler([1.0] * 24, 24)
-HEAD, BACKBONE = r"'head\.weight', 'head\.bias'", r"'backbone\.weight', 'backbone\.bias'"
+HEAD, BACKBONE = r"'heads\.0\.weight', 'heads\.0\.bias'", r"'backbone\.weight', 'backbone\.bias'"
 DIFFERENT: list[tuple[str, Configure, Configure, Any, str]] = [
     ("data", adam(), adam(), data(26), "24 training samples, and this one 26"),
     ("data", adam(), adam(), data(shuffle=False), "training data shuffled, and this one in order"),
@@ -131,8 +127,8 @@ DIFFERENT: list[tuple[str, Configure, Configure, Any, str]] = [
     ("optimizer", adam(), adam(amsgrad=True), data(), "amsgrad=False in group 0 of AdamW, and this one amsgrad=True"),
     ("optimizer", MAXIMIZING, adam(), data(), "maximize=True in group 0 of AdamW, and this one maximize=False"),
     ("optimizer", APART, TOGETHER, data(), f"{HEAD} in group 1 of AdamW, and this one in group 0"),
-    ("optimizer", TOGETHER, grouped("head"), data(), f"{BACKBONE} in group 0 of AdamW, and this one in no group"),
-    ("optimizer", grouped("head"), TOGETHER, data(), f"{BACKBONE} in no group of AdamW, and this one in group 0"),
+    ("optimizer", TOGETHER, grouped("heads"), data(), f"{BACKBONE} in group 0 of AdamW, and this one in no group"),
+    ("optimizer", grouped("heads"), TOGETHER, data(), f"{BACKBONE} in no group of AdamW, and this one in group 0"),
 ]
 
 
@@ -267,10 +263,10 @@ def only_trainable(module: Model) -> Any:
     ("before", "now", "allow", "rate"),
     [
         # configure_optimizers knows nothing of the groups that were added, or finds the backbone trainable
-        pytest.param(grouped("head"), grouped("head"), (), 0.01, id="head"),
+        pytest.param(grouped("heads"), grouped("heads"), (), 0.01, id="head"),
         pytest.param(only_trainable, only_trainable, (), 0.01, id="what trains"),
         # the callback adds its group once: an optimizer that starts anew needs it to train the backbone
-        pytest.param(grouped("head"), grouped("head", lr=0.04), "optimizer", 0.04, id="anew"),
+        pytest.param(grouped("heads"), grouped("heads", lr=0.04), "optimizer", 0.04, id="anew"),
     ],
 )
 def test_a_finetuning_resumes_in_mid_schedule(
@@ -289,16 +285,15 @@ def test_a_finetuning_resumes_in_mid_schedule(
 
 def test_a_new_head_is_in_the_optimizer_or_the_error_says_so(tmp_path: Path) -> None:
     #
-    saved = save(tmp_path / "saved", adam())
-    module = Model(adam(), extra_head=True)
+    saved, module, head = save(tmp_path / "saved", adam()), Model(adam()), nn.Linear(3, 1)
+    module.heads.append(head)
     module.strict_loading = False
-    assert module.extra_head is not None
-    with pytest.raises(ConfigurationError, match=r"'extra_head\.weight', 'extra_head\.bias' in no group of AdamW"):
+    before = head.weight.detach().clone()
+    with pytest.raises(ConfigurationError, match=r"'heads\.1\.weight', 'heads\.1\.bias' in no group of AdamW"):
         fit(module, ckpt_path=saved)
-    before = module.extra_head.weight.detach().clone()
     trainer = fit(module, ckpt_path=saved, allow=("optimizer", "module"))
     assert steps_of(trainer) == {12 - SAVED_AT}
-    assert not torch.equal(module.extra_head.weight, before)
+    assert not torch.equal(head.weight, before)
 
 
 def rewrite_state(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -307,15 +302,10 @@ def rewrite_state(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     from drivetrain.checkpoint._format import Contents, save
 
     checkpoint = load(path)
-    state = checkpoint.state()
+    state, ranks, optimizers = checkpoint.state(), checkpoint.rank_state(0), [checkpoint.optimizer_state()]
     change(state["made_of"])
-    contents = Contents(
-        dict(checkpoint.weights()),
-        checkpoint.manifest.metadata,
-        optimizers=[checkpoint.optimizer_state(index) for index in range(len(checkpoint.manifest.optimizers))],
-        state=state,
-        rank_state=checkpoint.rank_state(0),
-    )
+    weights, metadata = dict(checkpoint.weights()), checkpoint.manifest.metadata
+    contents = Contents(weights, metadata, optimizers=optimizers, state=state, rank_state=ranks)
     checkpoint.close()
     save(str(path), contents, LocalControl())
 
