@@ -289,16 +289,15 @@ def test_gradients_on_the_host_are_unscaled_by_the_scale() -> None:
     assert torch.equal(on_emulated_cuda(_offloaded).returned, torch.full((4,), 2.0))
 
 
-def _written(gpu: EmulatedCuda, folder: str) -> Tensor:
-    for device, path in (("cuda", "out"), ("cpu", "reference")):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            module = Net()
-        writer = PredictionWriter(f"{folder}/{path}", part_bytes=16)
-        fit = Fit(accelerator=device, devices=1, logger=False, enable_progress_bar=False, callbacks=[writer])
+def _written(gpu: EmulatedCuda, folder: str) -> list[Tensor]:
+    written = []
+    for device in ("cuda", "cpu"):
+        torch.manual_seed(0)
+        module, path = Net(), f"{folder}/{device}"
+        fit = Fit(accelerator=device, devices=1, callbacks=[PredictionWriter(path, part_bytes=16)], **QUIET)
         fit.predict(module, rows(pin_memory=device == "cuda"), return_predictions=False)
-    one, other = (default_collate(list(read_predictions(f"{folder}/{path}"))) for path in ("out", "reference"))
-    return torch.stack([one, other])
+        written.append(default_collate(list(read_predictions(path))))
+    return written
 
 
 def test_predictions_are_written_from_the_device(tmp_path: Path) -> None:  # L-03
