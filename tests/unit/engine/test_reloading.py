@@ -119,9 +119,10 @@ def trained(source: DataModule, ckpt_path: Any = None, **options: Any) -> tuple[
     return state, net
 
 
-@pytest.mark.parametrize(
-    ("every", "settings"), [(1, {"accumulate_grad_batches": 2, "val_check_interval": 0.5}), (2, {})]
-)
+WINDOWS = {"accumulate_grad_batches": 2, "val_check_interval": 0.5}
+
+
+@pytest.mark.parametrize(("every", "settings"), [(1, WINDOWS), (2, {})])
 def test_a_resumed_run_equals_the_uninterrupted_run(every: int, settings: Any, tmp_path: Path) -> None:  # L-07
     options = {"reload_dataloaders_every_n_epochs": every, **settings}
     by_step = Checkpoint(tmp_path / "steps", filename="{step}", every_n_train_steps=1, save_top_k=-1)
@@ -136,8 +137,6 @@ def test_a_resumed_run_equals_the_uninterrupted_run(every: int, settings: Any, t
 
 
 class Weighted(Scheduled):
-    """Has a custom sampler."""
-
     def train_dataloader(self) -> Any:
         epoch = self.trainer.current_epoch
         sampler = WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, generator=torch.Generator().manual_seed(epoch))
@@ -145,8 +144,6 @@ class Weighted(Scheduled):
 
 
 class Positioned(Scheduled):
-    """Has loaders whose position is checkpointed."""
-
     def train_dataloader(self) -> Any:
         size = 2 + self.trainer.current_epoch
         samples = [Sequences(size)[index] for index in range(SAMPLES)]
