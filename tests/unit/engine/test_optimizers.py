@@ -95,17 +95,30 @@ def test_every_return_form(
         assert config.scheduler.optimizer.param_groups[0]["lr"] == pytest.approx(base * 0.5**steps)
 
 
+def _shared(module: Any) -> Any:
+    return [SGD(module.parameters(), lr=0.1), SGD(module.first.parameters(), lr=0.1)]
+
+
 def _other_scheduler(module: Any) -> Any:
     return [_one(module)], [_halving(_one(module))]
+
+
+def _plateau(module: Any) -> Any:
+    optimizer = _one(module)
+    return {"optimizer": optimizer, "lr_scheduler": ReduceLROnPlateau(optimizer)}
 
 
 @pytest.mark.parametrize(
     ("configure", "named"),
     [
+        (_shared, ["Optimizers 0 and 1 share", "'first.weight'", "automatic_optimization = False"]),
         (_other_scheduler, ["StepLR", "not returned"]),
+        (_plateau, ["ReduceLROnPlateau without a 'monitor'", "'monitor': 'val_loss'"]),
+        (lambda module: {"optimizer": _one(module), "lr_schedular": None}, ["Did you mean 'lr_scheduler'?"]),
         (lambda module: _dict(module, intervall="step"), ["'intervall'", "Did you mean 'interval'?"]),
         (lambda module: _dict(module, interval="steps"), ["interval='steps'", "Did you mean 'step'?"]),
         (lambda module: _dict(module, frequency=0), ["frequency=0", "int of 1 or more"]),
+        (lambda module: _dict(module, frequency=True), ["frequency=True"]),
         (lambda module: {"optimizer": _one(module), "lr_scheduler": {"interval": "step"}}, ["no 'scheduler'"]),
         (lambda module: {"optimizer": _one(module), "lr_scheduler": 0.1}, ["a float", "return an optimizer"]),
         (lambda module: [_one(module), "Adam"], ["a str", "return an optimizer"]),
