@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoint_case import quiet
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Callback, Fit, TrainModule
+from drivetrain import Callback, TrainModule
 from drivetrain.callbacks import Checkpoint, EarlyStopping
 
 SAVED_AT = 5  # of 8 steps: in the middle of the second epoch
@@ -39,16 +40,18 @@ class Tiny(TrainModule):
         self.first.requires_grad_(False)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def loss(self, batch: Any) -> torch.Tensor:
         x, y = batch
+        return (self.last(self.net(self.first(x))) - y).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.steps += 1
-        loss = (self.last(self.net(self.first(x))) - y).square().mean()
+        loss = self.loss(batch)
         self.log("loss", loss, on_epoch=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        self.log("val", (self.last(self.net(self.first(x))) - y).square().mean())
+        self.log("val", self.loss(batch))
 
     def configure_optimizers(self) -> Any:
         trained = [one for one in self.parameters() if one.requires_grad]
@@ -93,24 +96,13 @@ def run(strategy: str, *, save: Path | None = None, start: Path | None = None, f
     ranks = KINDS[strategy]
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(16, 3, generator=generator), torch.randn(16, 1, generator=generator))
-    counts = Counts()
+    module, counts = Tiny(), Counts()
     callbacks: list[Callback] = [counts, EarlyStopping("val", patience=50)]
     callbacks += [] if folder is None else [Checkpoint(folder, monitor="val", every_n_epochs=1)]
     callbacks += [] if save is None else [SaveAt(save)]
-    module = Tiny()
-    fit = Fit(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=1 if ranks == 1 else "auto",
-        max_epochs=2,
-        seed=3,
-        callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=folder is not None,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
+    settings: dict[str, Any] = {"max_epochs": 2, "seed": 3, "num_sanity_val_steps": 0}
+    settings |= {"devices": 1 if ranks == 1 else "auto", "enable_checkpointing": folder is not None}
+    fit = quiet(strategy=strategy, callbacks=callbacks, **settings)
     loader = DataLoader(data, batch_size=4 // ranks, shuffle=True)
     fit.fit(module, loader, DataLoader(data, batch_size=4 // ranks), ckpt_path=start)
     return {name: value.clone() for name, value in module.state_dict().items()}, counts.seen, fit.global_step
@@ -131,9 +123,6 @@ if __name__ == "__main__":
     out.mkdir(parents=True)
     ended: dict[str, torch.Tensor] = {}
     for kind, count in KINDS.items():
-        if count == 1:
-            weights, *_ = write(kind, out)
-        else:
-            weights, *_ = run_distributed(write_on_a_rank, count, kind, out)[0]
+        weights, *_ = write(kind, out) if count == 1 else run_distributed(write_on_a_rank, count, kind, out)[0]
         ended |= {f"{kind}/{name}": value for name, value in weights.items()}
     save_file(ended, out / "ended.safetensors")
