@@ -18,11 +18,9 @@ from drivetrain.errors import CheckpointError
 from faulty_store import FaultyStore
 from newest_checkpoint import newest
 
-Lineage = list[tuple[str, int]]
 
-
-def written(folder: Any, name: str, lineage: Lineage, **metadata: Any) -> str:
-    described = CheckpointMetadata(lineage=tuple(lineage), **metadata)
+def written(folder: Any, name: str, *lineage: tuple[str, int], **metadata: Any) -> str:
+    described = CheckpointMetadata(lineage=lineage, **metadata)
     return save_contents(f"{folder}/{name}", Contents({"w": torch.zeros(1)}, described, state={"a": 1}))
 
 
@@ -34,6 +32,7 @@ def found(folder: Any, **options: Any) -> str | None:
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
     monkeypatch.setattr(_discovery, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("drivetrain.checkpoint._folders._RETRY_PAUSES", (0.01, 0.01))
     return FaultyStore(tmp_path / "store").mount()
 
 
@@ -41,37 +40,46 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
 def test_a_descendant_is_newer_than_its_ancestors_whatever_the_clocks_say(
     ahead: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # J-03: with one clock an hour ahead, each restart resumed from step 12
+    # J-03
     clock = time.time
     monkeypatch.setattr("time.time", lambda: clock() + ahead)
-    written(tmp_path, "step=12", [("first", 2)])
+    written(tmp_path, "step=12", ("first", 2))
     monkeypatch.setattr("time.time", clock)
     assert found(tmp_path) == "step=12"
-    written(tmp_path, "step=18", [("first", 3)])
+    written(tmp_path, "step=18", ("first", 3))
     assert found(tmp_path) == "step=18"  # within one run
-    written(tmp_path, "step=24", [("first", 3), ("second", 1)])
+    written(tmp_path, "step=24", ("first", 3), ("second", 1))
     assert found(tmp_path) == "step=24"  # in a run that resumed from it
 
 
 def test_between_branches_the_time_decides(tmp_path: Path) -> None:
     # J-03
-    written(tmp_path, "one", [("first", 2), ("second", 9)])
-    written(tmp_path, "other", [("first", 2), ("third", 1)])
+    written(tmp_path, "one", ("first", 2), ("second", 9))
+    written(tmp_path, "other", ("first", 2), ("third", 1))
     assert found(tmp_path) == "other"
-    written(tmp_path, "alone", [])  # written before checkpoints had a lineage
+    written(tmp_path, "alone")  # written before checkpoints had a lineage
     assert found(tmp_path) == "alone"
 
 
-def test_incomplete_and_weights_only_checkpoints_are_skipped(tmp_path: Path) -> None:
-    # F-05
-    written(tmp_path, "whole", [("a", 1)])
-    written(tmp_path, "weights", [("a", 2)], weights_only=True)
+def test_what_a_run_cannot_resume_from_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # F-05, J-10: incomplete folders and weights silently, a checkpoint with an invalid value with a warning
+    written(tmp_path, "whole", ("a", 1))
+    written(tmp_path, "weights", ("a", 2), weights_only=True)
     (tmp_path / "torn").mkdir()
     (tmp_path / "planted" / "manifest.json").mkdir(parents=True)
     (tmp_path / "noise").mkdir()
     (tmp_path / "noise" / "manifest.json").write_bytes(os.urandom(100))
     assert found(tmp_path) == "whole"
     assert found(tmp_path / "nothing") is None
+    written(tmp_path, "newer", ("a", 2))
+
+    def check(checkpoint: Checkpoint) -> None:
+        if checkpoint.path.endswith("newer"):
+            raise CheckpointError("'epoch' in manifest.json is 'x'", "a run cannot go on from that", "take another")
+
+    with caplog.at_level("WARNING", logger="drivetrain"):
+        assert found(tmp_path, check=check) == "whole"
+    assert f"Skipping checkpoint {str(tmp_path / 'newer')!r}. 'epoch' in manifest.json is 'x'" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -80,20 +88,25 @@ def test_incomplete_and_weights_only_checkpoints_are_skipped(tmp_path: Path) -> 
 def test_a_failing_storage_is_asked_again_and_never_taken_for_an_empty_one(
     operation: str, pattern: str, store: FaultyStore
 ) -> None:
-    # J-03: after one 503 the run resumed from an older checkpoint, and if all requests failed, it started from scratch
-    written(store.url, "older", [("a", 1)])
-    written(store.url, "newer", [("a", 2)])
+    # J-03, J-01
+    written(store.url, "older", ("a", 1))
+    newer = written(store.url, "newer", ("a", 2))
     store.fail(operation, pattern, times=2)
     assert found(store.url, check=Checkpoint.state) == "newer"
+    store.fail("size", times=2)
+    assert is_taken(newer)
     store.fail(operation, pattern, times=None)
     with pytest.raises(StorageError, match="503 Slow Down"):
         found(store.url, check=Checkpoint.state, retry_seconds=0.05)
+    store.fail("size", times=None)
+    with pytest.raises(StorageError, match="It is unknown whether"):
+        is_taken(newer)
 
 
 def test_the_newest_checkpoint_is_found_although_the_listing_lags(store: FaultyStore) -> None:
     # J-03
-    written(store.url, "older", [("a", 1)])
-    written(store.url, "newer", [("a", 2)])
+    written(store.url, "older", ("a", 1))
+    written(store.url, "newer", ("a", 2))
     write_latest(store.url, "newer")
     for file in (store.folder / "older").iterdir():
         os.utime(file, (1, 1))
@@ -105,35 +118,6 @@ def test_the_newest_checkpoint_is_found_although_the_listing_lags(store: FaultyS
 @pytest.mark.parametrize("content", [b"", b"../elsewhere", b"gone", b"\xff\0", b"x" * 1000])
 def test_a_file_latest_with_any_content_is_tolerated(content: bytes, store: FaultyStore) -> None:
     # J-10
-    written(store.url, "one", [("a", 1)])
+    written(store.url, "one", ("a", 1))
     (store.folder / "latest").write_bytes(content)
     assert found(store.url) == "one"
-
-
-def test_whether_a_name_is_taken_is_asked_again_and_never_guessed(
-    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # J-01: fsspec's `exists` returns False on errors, so an existing checkpoint was overwritten
-    monkeypatch.setattr("drivetrain.checkpoint._folders._RETRY_PAUSES", (0.01, 0.01))
-    written(store.url, "one", [("a", 1)])
-    store.fail("size", times=2)
-    assert is_taken(f"{store.url}/one")
-    store.fail("size", times=None)
-    with pytest.raises(StorageError, match="It is unknown whether"):
-        is_taken(f"{store.url}/one")
-
-
-def test_a_checkpoint_that_cannot_be_resumed_is_skipped_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    # J-10: one invalid checkpoint does not break "auto"
-    written(tmp_path, "older", [("a", 1)])
-    written(tmp_path, "newer", [("a", 2)])
-
-    def check(checkpoint: Checkpoint) -> None:
-        if checkpoint.path.endswith("newer"):
-            raise CheckpointError("'epoch' in manifest.json is 'x'", "a run cannot go on from that", "take another")
-
-    with caplog.at_level("WARNING", logger="drivetrain"):
-        assert found(tmp_path, check=check) == "older"
-    assert f"Skipping checkpoint {str(tmp_path / 'newer')!r}. 'epoch' in manifest.json is 'x'" in caplog.text
