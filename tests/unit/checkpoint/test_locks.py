@@ -15,37 +15,31 @@ from checkpoint_case import written
 from drivetrain.checkpoint import load, verify
 from drivetrain.checkpoint._format.local_storage import claim_name
 
+FLOCK = fcntl.flock
 
-@pytest.fixture
-def _nfs(monkeypatch: pytest.MonkeyPatch) -> None:
+
+def _flock_of_nfs(descriptor: int, operation: int) -> None:
     """NFS implements `flock` as a byte-range lock, which requires a writable descriptor (flock(2), NFS details)."""
-    flock = fcntl.flock
-
-    def as_nfs(descriptor: int, operation: int) -> None:
-        exclusive = operation & fcntl.LOCK_EX
-        if exclusive and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
-            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-        flock(descriptor, operation)
-
-    monkeypatch.setattr(fcntl, "flock", as_nfs)
+    read_only = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+    if operation & fcntl.LOCK_EX and read_only:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    FLOCK(descriptor, operation)
 
 
-@pytest.fixture
-def _no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_flock(descriptor: int, operation: int) -> None:
     """A disk without locks, such as Lustre mounted without `flock`."""
-
-    def refuse(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
 
 def _next_to(claimed: Container[str]) -> str:
     return next(name for name in ("c", "c-v1", "c-v2") if name not in claimed)
 
 
-@pytest.mark.usefixtures("_nfs")
-def test_two_who_choose_at_once_choose_one_after_the_other(tmp_path: Path) -> None:
+def test_two_runs_that_choose_at_once_choose_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # J-01
+    monkeypatch.setattr(fcntl, "flock", _flock_of_nfs)
     chosen: list[tuple[str, Callable[[], None]]] = []
     second_looks = threading.Event()
 
@@ -59,6 +53,7 @@ def test_two_who_choose_at_once_choose_one_after_the_other(tmp_path: Path) -> No
         return _next_to(claimed)
 
     second = threading.Thread(target=lambda: chosen.append(claim_name(str(tmp_path), second_choice)))
+    (tmp_path / ".choosing.lock").touch()  # of a run that was killed as it chose
     chosen.append(claim_name(str(tmp_path), first_choice))
     second.join(30)
     assert sorted(name for name, _ in chosen) == ["c", "c-v1"]
@@ -67,17 +62,11 @@ def test_two_who_choose_at_once_choose_one_after_the_other(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.usefixtures("_nfs")
-def test_one_who_was_killed_as_it_chose_keeps_nobody_out(tmp_path: Path) -> None:
-    (tmp_path / ".choosing.lock").touch()
-    name, give_up = claim_name(str(tmp_path), _next_to)
-    give_up()
-    assert name == "c"
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.usefixtures("_no_locks")
-def test_without_locks_checkpoints_are_whole_and_nothing_is_cleared(tmp_path: Path) -> None:
+def test_without_locks_checkpoints_are_whole_and_nothing_is_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # J-01
+    monkeypatch.setattr(fcntl, "flock", _no_flock)
     token = "0123456789abcdef"
     (tmp_path / f".saving-{token}.lock").write_text("c")
     (tmp_path / f".saving-{token}").mkdir()

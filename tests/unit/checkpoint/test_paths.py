@@ -8,32 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_case import OneLayer, quiet
 
-from drivetrain import Fit, TrainModule
+from drivetrain import Fit
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify
 from drivetrain.checkpoint._format.storage import filesystem_of  # a chained URL needs a cache folder of its own to use
 from drivetrain.loggers import CSVLogger
 
 
-class Net(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(64, 64)
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        loss = self.layer(batch).square().mean()
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters())
-
-
-def fit(epochs: int = 1, start: str | Path | None = None, **options: Any) -> Fit:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    trainer = Fit(max_epochs=epochs, seed=1, **{**quiet, **options})
-    trainer.fit(Net(), list(torch.randn(4, 2, 64)), ckpt_path=start)
+def trained(epochs: int = 1, start: str | None = None, **options: Any) -> Fit:
+    trainer = quiet(max_epochs=epochs, seed=1, **options)
+    trainer.fit(OneLayer(64, 64), list(torch.randn(4, 2, 64)), ckpt_path=start)
     return trainer
 
 
@@ -48,29 +34,21 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_tilde_is_the_home_folder(home: Path) -> None:
-    # J-12: a folder named "~" was created
-    trainer = fit(callbacks=Checkpoint("~/kept"), logger=CSVLogger("~/logs"), log_every_n_steps=1)
+    # J-12
+    trainer = trained(callbacks=Checkpoint("~/kept"), logger=CSVLogger("~/logs"), log_every_n_steps=1)
     trainer.save_checkpoint("~/by-hand", weights_only=True)
-    fit(callbacks=Checkpoint(), default_root_dir="~/root")
+    trained(callbacks=Checkpoint(), default_root_dir="~/root")
     assert list(Path().iterdir()) == []
     assert verify("~/by-hand") == []
     assert (home / "kept/epoch=0-step=4/manifest.json").exists()
     assert (home / "root/drivetrain_logs/version_0/checkpoints/epoch=0-step=4/manifest.json").exists()
     assert len(list((home / "logs").rglob("metrics.csv"))) == 1
-    assert fit(2, "~/kept/epoch=0-step=4", callbacks=Checkpoint("~/kept")).global_step == 8
+    assert trained(2, "~/kept/epoch=0-step=4", callbacks=Checkpoint("~/kept")).global_step == 8
 
 
 @pytest.mark.usefixtures("home")
-def test_a_name_with_colons_is_a_folder() -> None:
-    # J-12: the path was treated as a URL, after an epoch
-    fit(callbacks=Checkpoint("exp::1"))
-    assert load("exp::1/epoch=0-step=4").progress["epoch"] == 1
-    assert filesystem_of("simplecache::memory://bucket/run")[0] is not None
-
-
-@pytest.mark.usefixtures("home")
-def test_a_resumed_run_closes_the_files_that_it_read() -> None:
-    # J-12: files stayed mapped, so removing them did not free their space
+def test_a_name_with_colons_is_a_folder_and_a_resumed_run_closes_the_files_that_it_read() -> None:
+    # J-12
     held: list[str] = []
 
     class OpenFiles(Checkpoint):
@@ -78,7 +56,9 @@ def test_a_resumed_run_closes_the_files_that_it_read() -> None:
             held.extend(Path("/proc/self/maps").read_text().splitlines())
             held.extend(os.readlink(one) for one in Path("/proc/self/fd").iterdir() if one.is_symlink())
 
-    fit(callbacks=Checkpoint("run"))
-    fit(2, "run/epoch=0-step=4", callbacks=OpenFiles("run"))
+    trained(callbacks=Checkpoint("exp::1"))
+    assert load("exp::1/epoch=0-step=4").progress["epoch"] == 1
+    assert filesystem_of("simplecache::memory://bucket/run")[0] is not None
+    trained(2, "exp::1/epoch=0-step=4", callbacks=OpenFiles("exp::1"))
     assert held
     assert not [line for line in held if "epoch=0-step=4" in line]
