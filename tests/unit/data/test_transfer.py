@@ -1,9 +1,10 @@
-"""Moving nested collections and counting samples; prefetching needs a GPU."""
+"""Moving and copying nested collections and counting their samples. Row I-11; prefetching needs a GPU."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from drivetrain._runtime.transfer import first_dimension, move_to
+from drivetrain.data._batch_copies import copy_batch, copy_containers
 from drivetrain.errors import ConfigurationError
 
 META = torch.device("meta")
@@ -39,7 +41,7 @@ def tensor() -> torch.Tensor:
 def test_collections_keep_their_types() -> None:
     frozen = Frozen(tensor(), "name", [tensor()])
     object.__setattr__(frozen, "late", tensor())
-    batch = {
+    batch: dict[str, Any] = {
         "tuple": (tensor(), [tensor(), "text", 3, None]),
         "point": Point(tensor(), {"deep": tensor()}),
         "ordered": OrderedDict(a=tensor()),
@@ -61,7 +63,7 @@ def test_collections_keep_their_types() -> None:
     assert moved["default"].default_factory is list
     assert (moved["frozen"].name, moved["range"]) == ("name", range(3))
     # The given batch is unchanged, and what is on the device is not copied.
-    assert frozen.x.device.type == batch["tuple"][0].device.type == "cpu"  # type: ignore[index]
+    assert frozen.x.device.type == batch["tuple"][0].device.type == "cpu"
     assert move_to((frozen.x,), torch.device("cpu"))[0] is frozen.x
 
 
@@ -80,3 +82,41 @@ def test_the_first_dimension_of_the_first_tensor_is_the_number_of_samples(batch:
     assert first_dimension(batch) == samples
     with pytest.raises(ConfigurationError, match="batch_weight"):
         first_dimension({"text": ["a", "b"]})
+
+
+class Slotted:
+    __slots__ = ("__hidden", "empty", "value")
+
+    def __init__(self, value: Any) -> None:
+        SLOT.__set__(self, value)
+        self.__hidden = value
+
+    @property
+    def hidden(self) -> Any:
+        return self.__hidden
+
+    def __copy__(self) -> Slotted:
+        return type(self)(SLOT.__get__(self))
+
+
+SLOT = vars(Slotted)["value"]
+
+
+class ReadOnly(Slotted):
+    """Reads by a property what its base keeps in a slot of that name, as Python 3.13's paths do."""
+
+    __slots__ = ()
+
+    @property
+    def value(self) -> Any:
+        return SLOT.__get__(self)
+
+
+def test_objects_with_slots_and_paths_are_copied() -> None:  # I-11, O-06
+    for kind in (Slotted, ReadOnly):
+        batch: Any = kind(torch.zeros(2))
+        kept = copy_batch({"one": batch})["one"]
+        batch.value.add_(1)
+        assert kept.value.tolist() == kept.hidden.tolist() == [0, 0]
+        assert not hasattr(kept, "empty")
+    assert copy_containers([Path("a") / "b"]) == copy_batch([Path("a/b")]) == [Path("a/b")]
