@@ -119,33 +119,36 @@ def test_outside_a_run_an_iterable_is_not_split() -> None:  # I-08
     split_by_rank([1]).set_epoch(3)
 
 
+@dataclass(frozen=True)
+class Record:
+    x: torch.Tensor
+    name: str = "a"
+
+
+class Opaque:
+    """Has nothing to tell it from others."""
+
+
 def test_digests_differ_for_other_orders_and_batches() -> None:  # I-08
-    @dataclass(frozen=True)
-    class Batch:
-        x: torch.Tensor
-        name: str
-
-    class Opaque:
-        pass
-
     assert digest_of_indices([[1, 2], [3]]) == digest_of_indices([(1, torch.tensor(2)), [3]])
     assert digest_of_indices([[1, 2], [3]]) != digest_of_indices([[1], [2, 3]])
     assert digest_of_indices([("a", 1)]) != digest_of_indices([("b", 1)])
     assert digest_of_indices([Opaque()]) == digest_of_indices([Opaque()])  # an address is no index
-    batch = {"x": [Batch(torch.zeros(2, dtype=torch.bfloat16), "a")], "y": None}
-    assert digest_of_batch(batch) == digest_of_batch({"x": [Batch(torch.zeros(2, dtype=torch.bfloat16), "a")]})
-    assert digest_of_batch(batch) != digest_of_batch({"x": [Batch(torch.zeros(2, dtype=torch.bfloat16), "b")]})
-    assert digest_of_batch(batch) != digest_of_batch({"x": [Batch(torch.ones(2), "a")]})
-    assert digest_of_batch([Opaque(), None]) is None
-    assert digest_of_batch([None]) is None
-    assert digest_of_batch({"graph": Opaque(), "task": "nodes"}) is None  # in which they may differ
-    assert digest_of_batch(Path("a")) != digest_of_batch(Path("b"))
-    dark, bright = torch.zeros(2, 3, 64, 64), torch.zeros(2, 3, 64, 64)
+    zeros, bright = torch.zeros(2, 3, 64, 64), torch.zeros(2, 3, 64, 64)
     bright[1, 2, 40] = 1  # far behind a border that is black in all
-    assert digest_of_batch(dark) != digest_of_batch(bright)
-    assert digest_of_batch(dark.numpy()) != digest_of_batch(bright.numpy())
-    assert digest_of_batch(dark) == digest_of_batch(dark.clone())
-    assert digest_of_batch(torch.ones(2).to_sparse()) != digest_of_batch(torch.zeros(3, device="meta"))
+    assert digest_of_batch(zeros) == digest_of_batch(zeros.clone())
+    assert digest_of_batch({"x": [Record(zeros)], "y": None}) == digest_of_batch({"x": [Record(zeros.clone())]})
+    for one, other in (
+        (zeros, bright),
+        (zeros.numpy(), bright.numpy()),
+        (Path("a"), Path("b")),
+        ({"x": [Record(zeros)]}, {"x": [Record(zeros, "b")]}),
+        ({"x": [Record(zeros.bfloat16())]}, {"x": [Record(zeros.bfloat16() + 1)]}),
+        (torch.ones(2).to_sparse(), torch.zeros(3, device="meta")),
+    ):
+        assert digest_of_batch(one) != digest_of_batch(other)
+    for unknown in ([Opaque(), None], [None], {"graph": Opaque(), "task": "nodes"}):  # in which they may differ
+        assert digest_of_batch(unknown) is None
 
 
 def test_fingerprints_of_subsets_differ_and_are_small() -> None:  # I-08
