@@ -1,9 +1,13 @@
-"""The newest checkpoint is found by lineage, not only by clocks; a failing storage does not count as an empty one."""
+"""A folder of checkpoints: the newest is found by lineage, and runs that save into one folder exclude each other."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import threading
 import time
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +15,10 @@ import pytest
 import torch
 from checkpoint_case import save_contents
 
-from drivetrain.checkpoint import _discovery
+from drivetrain.checkpoint import _discovery, load, verify
 from drivetrain.checkpoint._folders import children, is_taken, write_latest
 from drivetrain.checkpoint._format import Checkpoint, CheckpointMetadata, Contents, StorageError
+from drivetrain.checkpoint._format.local_storage import claim_name
 from drivetrain.errors import CheckpointError
 from faulty_store import FaultyStore
 from newest_checkpoint import newest
@@ -121,3 +126,67 @@ def test_a_file_latest_with_any_content_is_tolerated(content: bytes, store: Faul
     written(store.url, "one", ("a", 1))
     (store.folder / "latest").write_bytes(content)
     assert found(store.url) == "one"
+
+
+FLOCK = fcntl.flock
+
+
+def _flock_of_nfs(descriptor: int, operation: int) -> None:
+    """NFS implements `flock` as a byte-range lock, which requires a writable descriptor (flock(2), NFS details)."""
+    read_only = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+    if operation & fcntl.LOCK_EX and read_only:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    FLOCK(descriptor, operation)
+
+
+def _no_flock(descriptor: int, operation: int) -> None:
+    """A disk without locks, such as Lustre mounted without `flock`."""
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+
+def _next_to(claimed: Container[str]) -> str:
+    return next(name for name in ("c", "c-v1", "c-v2") if name not in claimed)
+
+
+def test_two_runs_that_choose_at_once_choose_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # J-01
+    monkeypatch.setattr(fcntl, "flock", _flock_of_nfs)
+    chosen: list[tuple[str, Callable[[], None]]] = []
+    second_looks = threading.Event()
+
+    def first_choice(claimed: Container[str]) -> str:
+        second.start()
+        second_looks.wait(0.5)  # times out unless the second run gets the lock
+        return _next_to(claimed)
+
+    def second_choice(claimed: Container[str]) -> str:
+        second_looks.set()
+        return _next_to(claimed)
+
+    second = threading.Thread(target=lambda: chosen.append(claim_name(str(tmp_path), second_choice)))
+    (tmp_path / ".choosing.lock").touch()  # of a run that was killed as it chose
+    chosen.append(claim_name(str(tmp_path), first_choice))
+    second.join(30)
+    assert sorted(name for name, _ in chosen) == ["c", "c-v1"]
+    for _, give_up in chosen:
+        give_up()
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_locks_checkpoints_are_whole_and_nothing_is_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # J-01
+    monkeypatch.setattr(fcntl, "flock", _no_flock)
+    token = "0123456789abcdef"
+    (tmp_path / f".saving-{token}.lock").write_text("c")
+    (tmp_path / f".saving-{token}").mkdir()
+    name, give_up = claim_name(str(tmp_path), _next_to)
+    path = written(tmp_path, name)
+    give_up()
+    assert name == "c-v1"
+    assert not verify(path)
+    assert load(path).state() == {"a": 1}
+    assert sorted(os.listdir(tmp_path)) == [f".saving-{token}", f".saving-{token}.lock", "c-v1"]

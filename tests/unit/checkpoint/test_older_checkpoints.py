@@ -1,6 +1,6 @@
 """Checkpoints that an earlier version wrote (``older/``): a run still resumes from them.
 
-PYTHONPATH=tests python tests/unit/checkpoint/test_older_checkpoints.py FOLDER     # writes one of each kind with the current code
+PYTHONPATH=tests python tests/unit/checkpoint/test_older_checkpoints.py FOLDER  # writes one of each kind
 """
 
 from __future__ import annotations
