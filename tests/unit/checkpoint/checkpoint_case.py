@@ -63,10 +63,10 @@ def written(path: Path | str, scale: float = 1.0) -> str:
 
 def equal(ours: Any, theirs: Any) -> bool:
     """Return whether two nested values are equal, including container types and dtypes."""
-    if isinstance(ours, torch.Tensor):
-        return isinstance(theirs, torch.Tensor) and ours.dtype == theirs.dtype and torch.equal(ours, theirs)
     if type(ours) is not type(theirs):
         return False
+    if isinstance(ours, torch.Tensor):
+        return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
     if isinstance(ours, dict):
         return list(ours) == list(theirs) and all(equal(ours[key], theirs[key]) for key in ours)
     if isinstance(ours, list | tuple):
