@@ -233,23 +233,18 @@ def test_the_nesting_of_a_merged_dcp_folder_is_removed_with_one_line(
 
 
 @pytest.mark.parametrize(
-    ("document", "names"),
+    ("document", "prefix", "names"),
     [
-        pytest.param({"model": STATE, "epoch": 3}, [*STATE], id="model"),
-        pytest.param({"model_state_dict": STATE, "epoch": 3}, [*STATE], id="model_state_dict"),
-        pytest.param({f"module.{name}": value for name, value in STATE.items()}, [*STATE], id="module."),
-        pytest.param({"state_dict": {"model.w": torch.ones(1)}}, ["model.w"], id="a module's own prefix"),
+        pytest.param({"model": STATE, "epoch": 3}, "", [*STATE], id="model"),
+        pytest.param({"model_state_dict": STATE, "epoch": 3}, "", [*STATE], id="model_state_dict"),
+        pytest.param({f"module.{name}": value for name, value in STATE.items()}, "", [*STATE], id="module."),
+        pytest.param({"state_dict": {"model.w": torch.ones(1)}}, "", ["model.w"], id="a module's own prefix"),
+        pytest.param({f"model.{name}": value for name, value in STATE.items()}, "model.", [*STATE], id="given prefix"),
     ],
 )
-def test_the_nesting_of_a_file_is_removed(document: Any, names: list[str], tmp_path: Path) -> None:
+def test_the_nesting_of_a_file_is_removed(document: Any, prefix: str, names: list[str], tmp_path: Path) -> None:
     torch.save(document, tmp_path / "a.pt")
-    convert(tmp_path / "a.pt", tmp_path / "c")
+    convert(tmp_path / "a.pt", tmp_path / "c", prefix=prefix)
     assert sorted(load(tmp_path / "c").weights()) == sorted(names)
-
-
-def test_a_prefix_can_be_chosen(tmp_path: Path) -> None:
-    torch.save({f"model.{name}": value for name, value in STATE.items()}, tmp_path / "a.pt")
-    convert(tmp_path / "a.pt", tmp_path / "c", prefix="model.")
-    Net.load_from_checkpoint(tmp_path / "c")
     with pytest.raises(CheckpointError, match="no tensors whose names begin with 'other'"):
         convert(tmp_path / "a.pt", tmp_path / "c", prefix="other")

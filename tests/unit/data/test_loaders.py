@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -127,31 +127,18 @@ class Doubling(DataLoader[Any]):
         return ((batch[0] * 2, self.text) for batch in super().__iter__())
 
 
-class Fewer(DataLoader[Any]):
-    def __iter__(self) -> Any:
-        return itertools.islice(super().__iter__(), 2)
+def yielding(change: Callable[[list[Any]], list[Any]]) -> type[DataLoader[Any]]:
+    """Return a subclass whose ``__iter__`` changes the batches."""
+    return type("Custom", (DataLoader,), {"__iter__": lambda self: iter(change(list(DataLoader.__iter__(self))))})
 
 
-class More(DataLoader[Any]):
-    def __iter__(self) -> Any:
-        batches = list(super().__iter__())
-        return iter(batches + batches)
-
-
-class Equal(DataLoader[Any]):
-    def __iter__(self) -> Any:
-        return iter(list(super().__iter__()))
-
-
-class Graphs(DataLoader[Any]):
-    """The first dimension of a batch of graphs is the number of all their nodes."""
-
-    def __iter__(self) -> Any:
-        return (torch.zeros(7 + index, 3) for index, _ in enumerate(super().__iter__()))
+FEWER, MORE, EQUAL = yielding(lambda batches: batches[:2]), yielding(lambda batches: batches * 2), yielding(list)
+GRAPHS = yielding(lambda batches: [torch.zeros(7 + index, 3) for index in range(len(batches))])
+"""The first dimension of a batch of graphs is the number of all their nodes."""
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
-@pytest.mark.parametrize(("kind", "samples"), [(Fewer, [2, 2]), (More, [2, 2, 2, 2, 1] * 2), (Graphs, [2, 2, 2, 2, 1])])
+@pytest.mark.parametrize(("kind", "samples"), [(FEWER, [2, 2]), (MORE, [2, 2, 2, 2, 1] * 2), (GRAPHS, [2, 2, 2, 2, 1])])
 def test_all_batches_of_a_subclass_are_read_and_counted_as_its_sampler_says(
     kind: type, samples: list[int], shuffled: bool
 ) -> None:
@@ -166,7 +153,7 @@ def test_a_subclass_on_several_ranks_yields_each_ranks_own_batches() -> None:
     # I-04
     doubled = []
     for rank in (0, 1):
-        source = prepare_loader(Fewer(numbers(9), 2), training=True, rank=rank, world_size=2)
+        source = prepare_loader(FEWER(numbers(9), 2), training=True, rank=rank, world_size=2)
         assert not source.shards_known
         assert [shard.total for _, shard in source.epoch(0)] == [None, None]
         # With torch's own iteration, every rank knows all shards without communication.
@@ -185,7 +172,7 @@ def test_the_sample_of_a_joining_rank_is_not_counted(training: bool, world_size:
     counted = 0
     for rank in range(world_size):
         found = []
-        for kind in (Equal, DataLoader):
+        for kind in (EQUAL, DataLoader):
             source = prepare_loader(kind(numbers(samples), 2), training=training, rank=rank, world_size=world_size)
             found.append([(shard.samples, shard.joins, shard.start) for _, shard in source.epoch(0)])
         assert found[0] == found[1]
