@@ -90,9 +90,7 @@ def test_what_a_run_cannot_resume_from_is_skipped(tmp_path: Path, caplog: pytest
 @pytest.mark.parametrize(
     ("operation", "pattern"), [("get", "*/manifest.json"), ("list", "*"), ("size", "*"), ("get", "*/state*.json")]
 )
-def test_a_failing_storage_is_asked_again_and_never_taken_for_an_empty_one(
-    operation: str, pattern: str, store: FaultyStore
-) -> None:
+def test_a_failing_storage_is_asked_again_not_taken_for_empty(operation: str, pattern: str, store: FaultyStore) -> None:
     # J-03, J-01
     written(store.url, "older", ("a", 1))
     newer = written(store.url, "newer", ("a", 2))
@@ -148,9 +146,7 @@ def _next_to(claimed: Container[str]) -> str:
     return next(name for name in ("c", "c-v1", "c-v2") if name not in claimed)
 
 
-def test_two_runs_that_choose_at_once_choose_one_after_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_runs_that_choose_a_name_at_once_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # J-01
     monkeypatch.setattr(fcntl, "flock", _flock_of_nfs)
     chosen: list[tuple[str, Callable[[], None]]] = []
@@ -175,9 +171,7 @@ def test_two_runs_that_choose_at_once_choose_one_after_the_other(
     assert not list(tmp_path.iterdir())
 
 
-def test_without_locks_checkpoints_are_whole_and_nothing_is_cleared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_locks_saves_are_whole_and_nothing_is_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # J-01
     monkeypatch.setattr(fcntl, "flock", _no_flock)
     token = "0123456789abcdef"

@@ -127,9 +127,7 @@ def test_consolidating_a_damaged_checkpoint_changes_nothing(tmp_path: Path, url:
     filesystem.rm_file(path)
 
 
-def test_consolidating_into_a_store_that_refuses_leaves_it_empty_and_outlasts_a_lost_reply(
-    store: FaultyStore, tmp_path: Path
-) -> None:
+def test_consolidating_into_a_failing_store_leaves_nothing_or_all(store: FaultyStore, tmp_path: Path) -> None:
     # J-14
     path = written(tmp_path / "c")
     store.fail("put", "out/*", **ALWAYS)

@@ -113,9 +113,8 @@ def test_several_files_have_an_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("exchanging", [True, False], ids=["exchange", "two renames"])
-def test_a_save_replaces_an_existing_checkpoint(
-    tmp_path: Path, exchanging: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:  # F-15
+def test_a_save_replaces_a_checkpoint(tmp_path: Path, exchanging: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # F-15
     if exchanging:
         for name in ("one", "two"):
             (tmp_path / name).mkdir()
@@ -210,9 +209,7 @@ def memory() -> Iterator[Any]:
     filesystem.store.clear()
 
 
-def test_a_checkpoint_in_a_store_is_replaced_and_only_its_manifest_overwritten(
-    memory: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_in_a_store_is_replaced(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # F-06, F-09
     memory.pipe_file("/place/c/notes.txt", b"mine")
     pipe, before, weights = memory.pipe_file, {}, {"layer.weight": torch.ones(2, 3)}

@@ -164,9 +164,7 @@ COMPILED: list[Any] = [((Scale, True), (Scale, False)), ((Scale, False), (Scale,
 @pytest.mark.parametrize(
     ("before", "after"), LAYERS + COMPILED, ids=["version", "renamed", "resized", "compiled", "to be compiled"]
 )
-def test_every_entry_point_loads_as_load_state_dict(
-    tmp_path: Path, before: tuple[Any, ...], after: tuple[Any, ...]
-) -> None:  # S-13
+def test_every_entry_point_loads_as_load_state_dict(tmp_path: Path, before: Any, after: Any) -> None:  # S-13
     check_every_entry_point(tmp_path, before, after)
 
 

@@ -66,9 +66,7 @@ def test_many_files_are_consolidated_into_one(tmp_path: Path) -> None:
         ("out", {"base.weight": "0" * 16}, r"lacks 'base\.weight'", "load_from_checkpoint"),  # an adapter
     ],
 )
-def test_another_format_and_an_incomplete_model_are_refused(
-    out: str, base: dict[str, str], message: str, fix: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_consolidated_is_refused(out: str, base: Any, message: str, fix: str, tmp_path: Path) -> None:
     metadata = CheckpointMetadata(base=base, weights_only=True)
     path = save_contents(tmp_path / "c", Contents({"layer.weight": torch.ones(2, 2)}, metadata))
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -215,9 +213,7 @@ def test_sources_without_plain_weights_are_refused_and_run_nothing(tmp_path: Pat
     assert not caplog.records
 
 
-def test_the_nesting_of_a_merged_dcp_folder_is_removed_with_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_nesting_of_a_merged_dcp_folder_is_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 

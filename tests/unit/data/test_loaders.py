@@ -139,9 +139,7 @@ GRAPHS = yielding(lambda batches: [torch.zeros(7 + index, 3) for index in range(
 
 @pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize(("kind", "samples"), [(FEWER, [2, 2]), (MORE, [2, 2, 2, 2, 1] * 2), (GRAPHS, [2, 2, 2, 2, 1])])
-def test_all_batches_of_a_subclass_are_read_and_counted_as_its_sampler_says(
-    kind: type, samples: list[int], shuffled: bool
-) -> None:
+def test_all_batches_of_a_subclass_are_read_and_counted(kind: type, samples: list[int], shuffled: bool) -> None:
     # I-04
     sampler = WeightedRandomSampler([1.0] * 9, 9) if shuffled else None
     source = prepare_loader(kind(numbers(9), 2, sampler=sampler), training=True)
@@ -289,9 +287,7 @@ IN_BATCHES = [list(range(start, start + 8)) for start in range(0, 3200, 8)]
     ],
     ids=["shuffled", "sequential", "several ranks", "sampler", "batch sampler", "iterable"],
 )
-def test_a_batch_costs_few_calls_above_the_plain_loader(
-    data: Any, options: dict[str, Any], world_size: int, allowed: int
-) -> None:
+def test_a_batch_costs_few_calls(data: Any, options: dict[str, Any], world_size: int, allowed: int) -> None:
     # H-01
     plain = calls_a_batch(iter(DataLoader(data, **options)))
     source = prepare_loader(DataLoader(data, **options), training=True, rank=world_size - 1, world_size=world_size)

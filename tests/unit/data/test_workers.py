@@ -162,9 +162,7 @@ def test_persistent_workers_stay_between_epochs_and_others_end_with_an_abandoned
     assert workers() <= before
 
 
-def test_a_temporary_folder_whose_name_is_too_long_for_workers_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # G-06
+def test_a_temporary_folder_with_too_long_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:  # G-06
     if sys.platform != "linux" or hasattr(multiprocessing.util, "_get_base_temp_dir"):
         pytest.skip("sockets' paths have another limit here, or Python looks after it")
     monkeypatch.delitem(multiprocessing.process.current_process()._config, "tempdir", raising=False)  # type: ignore[attr-defined]
