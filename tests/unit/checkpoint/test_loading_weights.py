@@ -56,6 +56,14 @@ class Old(nn.Module):
         return x * self.gamma
 
 
+class Narrow(Old):
+    """The old layer with one number for all features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(1))
+
+
 class Renamed(Scale):
     """The same layer afterwards, whose hook accepts the old name."""
 
@@ -215,52 +223,21 @@ def test_the_error_of_a_hook_is_reported_and_nothing_is_loaded(tmp_path: Path) -
     assert torch.equal(module.head.weight, before)
 
 
-class Headed(TrainModule):
-    """A body with named heads; one head is unused and gets no gradient."""
-
-    def __init__(self, heads: tuple[str, ...] = ("used", "unused"), width: int = 8) -> None:
-        super().__init__()
-        self.body = torch.nn.Linear(4, width)
-        self.heads = torch.nn.ModuleDict({name: torch.nn.Linear(width, 1) for name in heads})
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self.heads["used"](self.body(batch)).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.1)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = str(tmp_path_factory.mktemp("fit") / "c")
-    run = fit(1)
-    run.fit(Headed(), BATCHES)
-    run.save_checkpoint(path)
-    return path
-
-
-OTHER = ("used", "other")
-DIFFERENT = (
-    r"missing \['heads.other.weight', 'heads.other.bias'\], unexpected \['heads.unused.weight', 'heads.unused.bias'\]"
-)
-
-
-def test_names_that_differ_are_listed(saved: str) -> None:  # F-11
-    with pytest.raises(CheckpointError, match=f"do not fit Headed: {DIFFERENT}"):
-        Headed.load_from_checkpoint(saved, heads=OTHER)
-    with pytest.raises(CheckpointError, match=f"do not fit Headed: {DIFFERENT}") as caught:
-        fit(2).fit(Headed(OTHER), BATCHES, ckpt_path=saved, allow=("module", "optimizer"))
+def test_names_and_shapes_that_differ_are_listed(tmp_path: Path) -> None:  # F-11
+    path, saved = tmp_path / "c", trained(tmp_path / "c", Net(Old))
+    different = r"missing \['layer.weight'\], unexpected \['layer.gamma'\]"
+    with pytest.raises(CheckpointError, match=f"do not fit Net: {different}"):
+        Net.load_from_checkpoint(path)
+    with pytest.raises(CheckpointError, match=f"do not fit Net: {different}") as caught:
+        fit(4).fit(Net(), BATCHES, ckpt_path=path, allow=("module", "optimizer"))
     assert "load_from_checkpoint(path, strict=False)" in str(caught.value)
-    with pytest.warns(UserWarning, match=f"skipped, with strict=False: {DIFFERENT}"):
-        module = Headed.load_from_checkpoint(saved, strict=False, heads=OTHER)
-    assert torch.equal(module.body.weight, Headed.load_from_checkpoint(saved).body.weight)
-
-
-def test_another_shape_is_refused_with_and_without_strict(saved: str) -> None:  # F-11
-    message = r"of another shape \['body.weight \(\(8, 4\) instead of \(16, 4\)\)'"
+    with pytest.warns(UserWarning, match=f"skipped, with strict=False: {different}"):
+        module = Net.load_from_checkpoint(path, strict=False)
+    assert torch.equal(module.head.weight, saved.head.weight)
     for strict in (True, False):
+        message = r"of another shape \['layer.gamma \(\(4,\) instead of \(1,\)\)'"
         with pytest.raises(CheckpointError, match=message) as caught:
-            Headed.load_from_checkpoint(saved, strict=strict, width=16)
+            Net.load_from_checkpoint(path, strict=strict, layer=Narrow)
         assert "strict=False" not in str(caught.value)  # it would not help
 
 
@@ -269,22 +246,20 @@ class LoadsMismatched(Callback):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         load = trainer.strategy.load_model_state
-        whole = {name: torch.ones(value.shape) for name, value in Headed().state_dict().items()}
-        renamed = {name.replace("unused", "other"): value for name, value in whole.items()}
-        other = r"unexpected \['heads.other.weight', 'heads.other.bias'\]"
-        with pytest.raises(CheckpointError, match=other):
+        head = {"head.weight": torch.ones(1, 4), "head.bias": torch.ones(1)}
+        renamed, narrow = {**head, "layer.gamma": torch.ones(4)}, {**head, "layer.weight": torch.ones(1)}
+        with pytest.raises(CheckpointError, match=r"unexpected \['layer.gamma'\]"):
             load(renamed, strict=True)
-        with pytest.raises(CheckpointError, match=r"body.weight \(\(16, 4\) instead of \(8, 4\)\)"):
-            load({**whole, "body.weight": torch.ones(16, 4)}, strict=False)
-        with pytest.warns(UserWarning, match=f"do not fit Headed; skipped, with strict=False: .*{other}"):
+        with pytest.raises(CheckpointError, match=r"layer.weight \(\(1,\) instead of \(4,\)\)"):
+            load(narrow, strict=False)
+        with pytest.warns(UserWarning, match=r"Net; skipped, with strict=False: .*unexpected \['layer.gamma'\]"):
             load(renamed, strict=False)
 
 
 def _load_mismatched(strategies: list[str]) -> None:
     for strategy in strategies:
-        data: Any = torch.ones(8, 4)  # a tensor is a dataset, too
         run = fit(1, strategy=strategy, callbacks=LoadsMismatched())
-        run.fit(Headed(), torch.utils.data.DataLoader(data, 2))
+        run.fit(Net(), BATCHES)
         assert run.global_step == 1
 
 
