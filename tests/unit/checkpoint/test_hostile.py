@@ -96,8 +96,8 @@ def test_a_path_that_is_no_regular_file_is_named(tmp_path: Path, kind: str) -> N
         elif kind == "directory":
             path.mkdir()
         else:
-            target = {"link": elsewhere, "link to itself": path.name, "link to a device": "/dev/zero"}[kind]
-            path.symlink_to(target)
+            targets = {"link": str(elsewhere), "link to itself": path.name, "link to a device": "/dev/zero"}
+            path.symlink_to(targets[kind])
         assert name in verify(tmp_path / name)[0]
         with pytest.raises(CheckpointError, match=name):
             load(tmp_path / name).state()

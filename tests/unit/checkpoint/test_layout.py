@@ -212,7 +212,9 @@ def memory() -> Iterator[Any]:
 def test_a_checkpoint_in_a_store_is_replaced(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # F-06, F-09
     memory.pipe_file("/place/c/notes.txt", b"mine")
-    pipe, before, weights = memory.pipe_file, {}, {"layer.weight": torch.ones(2, 3)}
+    pipe = memory.pipe_file
+    before: dict[str, bytes] = {}
+    weights: Any = {"layer.weight": torch.ones(2, 3)}
 
     def check_before(path: str, content: bytes) -> None:
         assert {name: memory.cat_file(name) for name in before} == before

@@ -217,7 +217,7 @@ class Bulk(Numbers):
 def test_samplers_of_torch_are_replaced() -> None:
     expected = steps(sources(lambda: loader(50, 4, "shuffled"), 2))
     batches: Any = BatchSampler(RandomSampler(range(50)), 4, False)
-    distributed = DistributedSampler(Numbers(50), num_replicas=2, rank=1)
+    distributed: Any = DistributedSampler(Numbers(50), num_replicas=2, rank=1)
     for given in (
         lambda: DataLoader(Numbers(50), batch_sampler=batches),
         lambda: DataLoader(Numbers(50), 4, sampler=distributed),
