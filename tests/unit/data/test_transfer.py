@@ -114,9 +114,7 @@ def test_objects_with_slots_and_paths_are_copied() -> None:  # I-11, O-06
 def test_defaults_of_a_data_module() -> None:
     data = DataModule()
     assert (data.hparams, data.state_dict()) == ({}, {})
-    batch = data.on_before_batch_transfer([tensor()], 0)
-    batch = data.on_after_batch_transfer(data.transfer_batch_to_device(batch, META, 0), 0)
-    assert batch[0].device == META
+    assert data.transfer_batch_to_device([tensor()], META, 0)[0].device == META
     for stage in ("train", "val", "test", "predict"):
         with pytest.raises(NotImplementedError, match=f"DataModule has no {stage}_dataloader"):
             getattr(data, f"{stage}_dataloader")()
