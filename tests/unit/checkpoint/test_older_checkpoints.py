@@ -95,13 +95,7 @@ class Counts(Callback):
 
 
 def run(strategy: str, start: Path | None = None, out: Path | None = None) -> Any:
-    """Train for two epochs of four steps on 16 samples, 4 a step over all ranks; return the results.
-
-    Args:
-        strategy: one of `KINDS`.
-        start: the checkpoint to resume from.
-        out: the folder for checkpoints, of which one has the strategy's name.
-    """
+    """Train for two epochs of four steps on 16 samples, 4 a step over all ranks, and save into ``out`` if given."""
     ranks = KINDS[strategy]
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(16, 3, generator=generator), torch.randn(16, 1, generator=generator))
