@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 from benchmarks.calls import count_calls
 from drivetrain.data import CombinedLoader
 from drivetrain.data._loaders import prepare_loader  # private: ranks are simulated, and calls counted, without runs
-from drivetrain.data._sharding import BatchShard
+from drivetrain.data._sharding import BatchShard, ShardingOrigin
 from drivetrain.errors import ConfigurationError
 from wrong_lengths import Batches
 
@@ -259,6 +259,13 @@ def test_a_loader_is_not_started_again_at_the_end_of_the_longest() -> None:
     parts = [DataLoader(stream, 2) for stream in streams]
     assert len(list(prepare_loader(CombinedLoader(parts, "max_size_cycle"), training=True).epoch(0))) == 2
     assert [stream.started for stream in streams] == [1, 1]
+
+
+@pytest.mark.parametrize("given", [DataLoader(Stream(8), 2), [loader(8), loader(8)]], ids=["iterable", "combined"])
+def test_data_that_cannot_be_sharded_anew_is_refused(given: Any) -> None:  # F-02
+    source = prepare_loader(given, training=True, rank=0, world_size=2)
+    with pytest.raises(ConfigurationError, match="another world size"):
+        source.epoch(0, 1, ShardingOrigin(4, 1))
 
 
 def calls_a_batch(batches: Iterator[Any], count: int = 150) -> float:

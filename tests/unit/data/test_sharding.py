@@ -13,7 +13,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
@@ -192,18 +191,6 @@ def test_the_rest_of_an_epoch_is_sharded_anew(order: str, before: Any, after: An
     assert whole == seen + samples_of(rest)  # in the epoch's order
     # After a second stop within that epoch, the run resumes at any micro-batch of the new sharding.
     assert [samples_of([step]) for step in read(*after, 12, origin)] == [samples_of([step]) for step in rest[1:]]
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(torch.arange(8))
-
-
-@pytest.mark.parametrize("given", [DataLoader(Stream(), 2), [loader(8, 2), loader(8, 2)]], ids=["iterable", "combined"])
-def test_data_that_cannot_be_sharded_anew_is_refused(given: Any) -> None:
-    source = prepare_loader(given, training=True, rank=0, world_size=2)
-    with pytest.raises(ConfigurationError, match="another world size"):
-        source.epoch(0, 1, ShardingOrigin(4, 1))
 
 
 class Bulk(Numbers):
