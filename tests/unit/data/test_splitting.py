@@ -11,17 +11,19 @@ import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
     SequentialSampler,
+    Subset,
     TensorDataset,
     get_worker_info,
 )
 
 from drivetrain.data import CombinedLoader, split_by_rank
 from drivetrain.data._loaders import prepare_loader
-from drivetrain.data._order_fingerprint import digest_of_batch, digest_of_indices
+from drivetrain.data._order_fingerprint import digest_of_batch, digest_of_indices, subset_fingerprint
 from drivetrain.data.splitting import use_data_rank
 
 
@@ -147,6 +149,17 @@ def test_digests_differ_for_other_orders_and_batches() -> None:  # I-08
         assert digest_of_batch(one) != digest_of_batch(other)
     for unknown in ([Opaque(), None], [None], {"graph": Opaque(), "task": "nodes"}):  # in which they may differ
         assert digest_of_batch(unknown) is None
+
+
+def test_fingerprints_of_subsets_differ_and_are_small() -> None:  # I-08
+    data = TensorDataset(torch.zeros(100_000))
+    assert subset_fingerprint(data) is None
+    assert subset_fingerprint(ConcatDataset([data, data])) is None
+    first, second = (subset_fingerprint(Subset(data, list(range(start, 90_000)))) for start in (0, 1))
+    assert first
+    assert first[:3] == [0, 22, 44]
+    assert len(first) < 10
+    assert first != second
 
 
 def _names(loader: Any, **options: Any) -> list[str]:
