@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics
-from small_runs import FEATURES, STRATEGIES, Regression, loader, quiet
+from small_runs import FEATURES, STRATEGIES, Regression, each, loader, quiet
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -97,7 +97,7 @@ def test_a_signal_is_heard_when_fast_micro_batches_become_slow(name: str) -> Non
 
 
 class Apart(Slowing):
-    """Rank 0 is ``far`` micro-batches ahead of rank 1 when one of them is signalled, or has no data left."""
+    """Rank 0 is ``far`` micro-batches ahead of the others when a rank is signalled, or has no data left."""
 
     def __init__(self, signalled: int, far: int, pids: list[int]) -> None:
         super().__init__("none")
@@ -107,31 +107,11 @@ class Apart(Slowing):
         self.after += 1
         if self.global_rank and batch_idx == 2:
             time.sleep(1)  # rank 0 gets ahead
-            os.kill(self.pids[self.signalled], signal.SIGUSR1)
+            if self.global_rank == 1:
+                os.kill(self.pids[self.signalled], signal.SIGUSR1)
         if batch_idx >= (2 if self.global_rank else self.far):
             time.sleep(SLOW)
         return self.loss(batch)
-
-
-APART = [("validate", 1, 40), ("predict", 0, 40), ("test", 1, 1000)]
-
-
-def _apart() -> list[Any]:
-    pids: list[Any] = [None, None]
-    dist.all_gather_object(pids, os.getpid())
-    found = []
-    for entry, signalled, far in APART:
-        module = Apart(signalled, far, pids)
-        found.append((run_until_left(quiet(strategy="ddp"), entry, module, loader(140, 1)), module.after))
-    return found
-
-
-def test_ranks_that_are_many_micro_batches_apart_leave_together() -> None:  # Q-06
-    ahead, behind = run_distributed(_apart, 2, env=ENV, timeout=120)
-    for case, first, second in zip(APART, ahead, behind, strict=True):
-        assert first[0] == second[0] == LEFT, case
-        assert second[1] <= 2 + MOST, (case, second)
-        assert first[1] >= min(case[2], 70), (case, first)
 
 
 class Paired(Slowing):
@@ -151,13 +131,28 @@ class Paired(Slowing):
         return self.loss(batch)
 
 
-def _paired() -> Any:
-    module = Paired("validate")
-    return run_until_left(quiet(strategy="ddp"), "validate", module, loader(210, 1)), module.after
+APART = [("validate", 1, 40), ("predict", 0, 40), ("test", 1, 1000)]
 
 
-def test_ranks_with_collectives_of_their_own_leave_after_the_same_micro_batch() -> None:  # Q-06
-    _, first, second = run_distributed(_paired, 3, process_group=None, env=ENV, timeout=60)
+def _apart() -> list[Any]:
+    pids: list[Any] = [None] * 3
+    dist.all_gather_object(pids, os.getpid())
+    found: list[Any] = []
+    modules: list[tuple[str, Slowing]] = [(entry, Apart(signalled, far, pids)) for entry, signalled, far in APART]
+    for entry, module in [*modules, ("validate", Paired("validate"))]:
+        found.append((run_until_left(quiet(strategy="ddp"), entry, module, loader(210, 1)), module.after))
+    return found
+
+
+def test_ranks_that_are_many_micro_batches_apart_leave_together() -> None:  # Q-06
+    (*ahead, _), (*behind, first), (*others, second) = run_distributed(_apart, 3, env=ENV, timeout=120)
+    for case, far, *near in zip(APART, ahead, behind, others, strict=True):
+        assert far[0] == LEFT, case
+        assert far[1] >= min(case[2], 70), (case, far)
+        for one in near:
+            assert one[0] == LEFT, case
+            assert one[1] <= 2 + MOST, (case, one)
+    # Ranks with collectives of their own leave after the same micro-batch.
     assert first == second
     assert first[0] == LEFT
 
@@ -304,12 +299,12 @@ def _stopped(strategy: str, how: str) -> tuple[Any, ...]:
     return code, run.global_step, run.micro_batches, run.current_epoch
 
 
-@pytest.mark.parametrize("how", ["should_stop", "signal", "max_time"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_ranks_that_make_no_step_end_after_the_same_window(strategy: str, how: str) -> None:  # I-05
-    first, second = on_ranks(_stopped, 2, strategy, how)
+def test_ranks_that_make_no_step_end_after_the_same_window(strategy: str) -> None:  # I-05
+    ways = ("should_stop", "signal", "max_time")
+    first, second = on_ranks(each, 2, _stopped, *[(strategy, how) for how in ways])
     assert first == second
-    code, steps, micro_batches, epochs = first
-    assert (code, steps) == (128 + signal.SIGTERM if how == "signal" else None, 0)
-    assert 10 <= micro_batches < 300 or how == "max_time"
-    assert epochs < 200
+    for how, (code, steps, micro_batches, epochs) in zip(ways, first, strict=True):
+        assert (code, steps) == (128 + signal.SIGTERM if how == "signal" else None, 0)
+        assert 10 <= micro_batches < 300 or how == "max_time"
+        assert epochs < 200
