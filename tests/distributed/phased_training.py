@@ -177,9 +177,9 @@ def dealt(options: dict[str, Any]) -> int:
     return ranks // int(options.get("tensor_parallel", 1))
 
 
-def train(module: Phased, strategy: Any, ranks: int, **settings: Any) -> Any:
-    """Train on this rank's share; returns the `Fit`."""
+def train(module: Phased, strategy: Any, ranks: int, resume: str | None = None, **settings: Any) -> Any:
+    """Train on this rank's share, or resume from a checkpoint; returns the `Fit`."""
     fit = quiet(strategy=strategy, max_epochs=EPOCHS, **settings)
     validation = loader(4, 2) if any(place.startswith("on_validation") for place, _ in module.turns) else None
-    fit.fit(module, loader(SAMPLES, GLOBAL // ranks), validation)
+    fit.fit(module, loader(SAMPLES, GLOBAL // ranks), validation, ckpt_path=resume)
     return fit
