@@ -21,7 +21,6 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.functional import scaled_dot_product_attention
 
 from drivetrain_strategies import FSDPStrategy
-from drivetrain_strategies.fsdp._unsplit_gradients import WINDOWS, UnsplitGradients  # counts its comparisons
 from worlds import on_ranks
 
 WIDTH, HEAD = 8, 4
@@ -123,20 +122,13 @@ class Alternating(Manual):
 
 
 class Opening(Attending):
-    """The output of attention is zero before the first step, and stays so if ``closed``."""
-
-    closed = False
+    """The output of attention is zero before the first step."""
 
     def configure_model(self) -> None:
         new = self.net is None
         super().configure_model()
         for block in self.net["blocks"] if new else ():
             nn.init.zeros_(block.out.weight)
-            block.out.weight.requires_grad_(not self.closed)
-
-
-class Closed(Opening):
-    closed = True
 
 
 class Unfreezing(Attending):
@@ -258,24 +250,3 @@ def test_equal_gradients_are_accepted_and_what_the_error_advises_equals_one_proc
     ]
     for found in on_ranks(each, 4, _trained, *cases, timeout=150):
         assert not [error for error, *_ in found if error["text"]]
-
-
-def _comparisons(kind: type[Attending]) -> int:
-    """Train for twelve windows, and return in how many of them gradients were compared."""
-    compared: list[UnsplitGradients] = []
-    original = UnsplitGradients.compare
-
-    def compare(self: UnsplitGradients, *arguments: Any) -> Any:
-        compared.append(self)
-        return original(self, *arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(UnsplitGradients, "compare", compare)
-        assert _trained(kind, SUMMED, {}, {"max_epochs": 2})[1] == 12
-    return len(compared)
-
-
-def test_gradients_are_compared_in_the_first_window_only() -> None:
-    # P-07, H-01: gradients that stay zero are given up after nine windows
-    for counts in on_ranks(each, 2, _comparisons, (Attending,), (Closed,)):
-        assert counts == [1, WINDOWS]
