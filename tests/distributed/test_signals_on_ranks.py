@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import time
 from collections.abc import Iterator
@@ -13,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torchmetrics
 from small_runs import FEATURES, STRATEGIES, Regression, each, loader, quiet
-from torch import nn
+from test_resume_on_ranks import Augmented, Drawing
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from drivetrain.callbacks import Checkpoint
@@ -157,17 +155,6 @@ def test_ranks_that_are_many_micro_batches_apart_leave_together() -> None:  # Q-
     assert first[0] == LEFT
 
 
-SAMPLES = 61  # not divisible by two ranks, batches of two or windows of eight
-
-
-class Augmented(Dataset[Any]):
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.cat([torch.tensor([index / SAMPLES]), torch.rand(3) + random.random()])
-
-
 class Stream(IterableDataset[Any]):
     """Rank 1 has ``more`` times as much data on top of that of rank 0."""
 
@@ -176,24 +163,19 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         rank = int(os.environ["RANK"])
-        return (torch.full((FEATURES,), index + 0.5 * rank) for index in range(20 * (1 + self.more * rank)))
+        return (torch.full((FEATURES + 1,), index + 0.5 * rank) for index in range(20 * (1 + self.more * rank)))
 
 
-class Changing(Regression):
+class Changing(Drawing):
     """Has state that differs between ranks; rank 1 is signalled at a moment; validation steps may use a collective."""
 
     batches: torch.Tensor
 
     def __init__(self, moment: tuple[Any, ...] | None, meets: bool) -> None:
         super().__init__()
-        self.net.insert(1, nn.Dropout(0.2))
         self.register_buffer("batches", torch.zeros(()))
-        self.mean = torchmetrics.MeanMetric()
         self.moment, self.meets = moment, meets
         self.validated: list[Any] = []
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        return (self.net(batch) - batch[:, :1]).square().mean()
 
     def signal_at(self, *moment: Any) -> None:
         if moment == self.moment and self.global_rank == 1:
@@ -201,10 +183,7 @@ class Changing(Regression):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.batches += 1 + self.global_rank  # differs between ranks
-        loss = self.loss(batch)
-        self.mean.update(loss.detach())
-        self.log("loss", loss, on_epoch=True)
-        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        loss = super().training_step(batch, batch_idx)
         self.signal_at("train", self.current_epoch, batch_idx)
         return loss
 
@@ -218,16 +197,13 @@ class Changing(Regression):
     def on_validation_end(self) -> None:
         self.validated.append((self.global_step, self.trainer.batch_idx))
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.02)
-
 
 def train(folder: Path, name: str, validation: Dataset[Any], module: Changing, **options: Any) -> Any:
     """Return the exit code, and everything that the run arrives at."""
     settings = {"enable_checkpointing": True, "max_epochs": 2, "seed": 3, "accumulate_grad_batches": 8, **options}
     saver = Checkpoint(folder, every_n_train_steps=1000)
     fit = quiet(strategy=STRATEGIES[name](), callbacks=saver, default_root_dir=folder, **settings)
-    loaders = DataLoader(Augmented(), batch_size=2, shuffle=True), DataLoader(validation, batch_size=2)
+    loaders = DataLoader(AUGMENTED, batch_size=2, shuffle=True), DataLoader(validation, batch_size=2)
     code, _ = run_until_left(fit, "fit", module, *loaders, ckpt_path="auto")
     state = {name: value.tolist() for name, value in module.state_dict().items()}
     metrics = {name: float(value) for name, value in fit.callback_metrics.items()}
@@ -235,14 +211,15 @@ def train(folder: Path, name: str, validation: Dataset[Any], module: Changing, *
 
 
 UNEVEN, EVEN = Stream(1), Stream(0)
+AUGMENTED = Augmented(61)  # not divisible by two ranks, batches of two or windows of eight
 WITHIN_WINDOWS = {"val_check_interval": 5, "check_val_every_n_epoch": None}
 # Rank 0 may have reached the end of the window: without a preceding collective it need not wait for rank 1.
 MOMENTS: list[Any] = [
-    (("train", 0, 12), Augmented(), WITHIN_WINDOWS, {1, 2}),
-    (("validate", 0, 3), Augmented(), WITHIN_WINDOWS, {0, 1}),
+    (("train", 0, 12), AUGMENTED, WITHIN_WINDOWS, {1, 2}),
+    (("validate", 0, 3), AUGMENTED, WITHIN_WINDOWS, {0, 1}),
     (("validate", 0, 15), UNEVEN, {}, {2}),  # after rank 0 has finished
     (("validate", 0, 4), EVEN, {}, {2}),
-    (("train", 1, 1), Augmented(), {}, {2, 3}),
+    (("train", 1, 1), AUGMENTED, {}, {2, 3}),
     (("validate", 0, 1), UNEVEN, {}, {2}),
 ]
 
