@@ -22,47 +22,6 @@ from mergeable import MergeablePearson
 from worlds import on_ranks
 
 
-class ResetsByHand(Regression):
-    """Resets its metric object by hand in the epoch's last hook and reuses it, as code of users does."""
-
-    def __init__(self, in_step: bool) -> None:
-        super().__init__()
-        self.mean = torchmetrics.MeanMetric()
-        self.in_step = in_step
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.validation_step(batch, batch_idx)
-        return self.loss(batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.mean.update(batch[0][:, 0])
-        if self.in_step:
-            self.log("mean", self.mean, on_step=False, on_epoch=True)
-
-    def on_train_epoch_end(self) -> None:
-        if not self.in_step:
-            self.log("mean", self.mean, on_step=False, on_epoch=True)
-        self.mean.reset()
-        self.mean.update(100.0)
-
-    on_validation_epoch_end = on_train_epoch_end
-
-
-def _reset(in_step: bool, samples: int) -> list[Any]:
-    trainer, module = quiet(strategy="ddp"), ResetsByHand(in_step)
-    validated = trainer.validate(module, loader(samples, 1), verbose=False)
-    trainer.fit(module, loader(samples, 1))
-    return [*validated, {name: float(value) for name, value in trainer.callback_metrics.items()}]
-
-
-def test_a_metric_that_a_hook_resets_keeps_what_was_logged() -> None:  # I-01
-    cases = [(in_step, samples) for in_step in (False, True) for samples in (1, 5)]  # with one, rank 1 has none
-    for found in on_ranks(each, 2, _reset, *cases):
-        for (_, samples), values in zip(cases, found, strict=True):
-            mean = float(data(samples).tensors[0][:, 0].mean())
-            assert values == [{"mean": pytest.approx(mean, rel=1e-6)}] * 2
-
-
 class ListOfStates(torchmetrics.Metric):
     values: list[torch.Tensor]
     full_state_update = False

@@ -235,7 +235,7 @@ def _train_hurried(*call: Any) -> Result:
     ],
 )
 def test_a_change_on_one_rank_is_named(strategy: str, place: str, absent: str) -> None:  # I-03
-    call = (strategy, Phased, {(place, 3): "+body"}, {"only_on": 1}, {})
+    call: Any = (strategy, Phased, {(place, 3): "+body"}, {"only_on": 1}, {})
     for result in on_ranks(_train_hurried, STRATEGIES[strategy][0], *call, process_group=None):
         assert result.error.startswith(("AbsentRanksError", "RankFailedError", "DistributedError")), result.error
         assert f"a change of the trainable parameters ({BODY} unfrozen" in result.error
@@ -425,7 +425,8 @@ def test_a_resumed_run_has_the_trainable_parameters_of_the_saved_one(
 def test_freezing_at_the_start_of_a_resumed_run_is_undone_with_a_warning(strategy: str, tmp_path: Path) -> None:  # I-03
     # As in a run that freezes at the start, and unfreezes later.
     turns: Turns = {("on_train_start", 0): "-body", ("on_train_epoch_start", 3): "+body body"}
-    given, path = {"held": "neck head", "frozen": ""}, str(tmp_path / "saved")
+    given: Any = {"held": "neck head", "frozen": ""}
+    path = str(tmp_path / "saved")
     run(strategy, turns, given, **saving(6, path))
     again: list[Turns] = [{("on_train_start", 6): turn} for turn in ("-body", "body")]
     frozen, added = run_each(strategy, *[(Phased, turn, given, {"resume": path}) for turn in again])

@@ -192,16 +192,16 @@ def _evaluated(samples: int) -> tuple[dict[str, float], dict[str, str]]:
     return found, refused
 
 
-@pytest.mark.parametrize("samples", [1, 3, 17])
-def test_values_of_an_evaluation_are_reduced_over_the_ranks(samples: int) -> None:  # B-04, B-12
+def test_values_of_an_evaluation_are_reduced_over_the_ranks() -> None:  # B-04, B-12
     # A value that a hook logs once per rank has weight one on every rank, whatever the last batch's size.
-    expected, own = {"count": samples, "rank": 1.5, "twice": 2.0 * 4}, 0.0
-    for found, refused in on_ranks(_evaluated, 4, samples):
-        own += found.pop("own", 0.0)
-        assert found == pytest.approx(expected)
-        assert refused["type"] == "DistributedError"
-        assert "'only_here' on rank(s) [1] and not on [0, 2, 3]" in refused["text"]
-    assert own == samples
+    cases = [1, 3, 17]
+    by_rank = on_ranks(each, 4, _evaluated, *[(samples,) for samples in cases])
+    for samples, results in zip(cases, zip(*by_rank, strict=True), strict=True):
+        assert sum(found.pop("own", 0.0) for found, _ in results) == samples
+        for found, refused in results:
+            assert found == pytest.approx({"count": samples, "rank": 1.5, "twice": 2.0 * 4})
+            assert refused["type"] == "DistributedError"
+            assert "'only_here' on rank(s) [1] and not on [0, 2, 3]" in refused["text"]
 
 
 class Stepwise(Regression):
@@ -307,67 +307,6 @@ def test_after_a_run_all_ranks_have_the_buffers_of_rank_0(strategy: str) -> None
             assert torch.equal(buffers["seen"], seen)
 
 
-class OfWrongLength(IterableDataset[Any]):
-    """Has 5 batches of four on rank 0 and 3 on rank 1, and states another length on both."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(global_batches(64, 4)[: (5, 3)[dist.get_rank()]])
-
-
-class CountsSamples(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.validated: list[tuple[int, int]] = []
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("samples", float(len(batch[0])), reduce_fx="sum", batch_size=len(batch[0]))
-
-    def on_validation_end(self) -> None:
-        self.validated.append((self.current_epoch, self.global_step))
-
-    def predict_step(self, batch: Any, batch_idx: int) -> int:
-        return len(self.net(batch[0]))
-
-
-READ = "micro-batches per epoch, but"
-OF_WRONG_LENGTH: dict[str, tuple[Any, int, int, str]] = {  # with the steps and samples of an epoch, and the warning
-    "too much": (loader(20, 1, batch_sampler=Batches(20, 40)), 5, 20, f"20 {READ} 5 were read."),
-    "uneven": (DataLoader(OfWrongLength(3), None), 5, 32, f"3 {READ} 5 were read on rank(s) [0]."),
-    "one rank": (DataLoader(OfWrongLength(5), None), 5, 32, f"5 {READ} 3 were read on rank(s) [1]."),
-}
-
-
-def _counted(strategy: str, name: str) -> Any:
-    batches, module = OF_WRONG_LENGTH[name][0], CountsSamples()
-    run = quiet(strategy=strategy, max_epochs=2, val_check_interval=0.5)
-    with captured_warnings() as lines:
-        run.fit(module, batches, OF_WRONG_LENGTH[name][0])
-    warned = [text for text in lines if "proved wrong" in text]
-    predicted = sum(quiet(strategy=strategy).predict(module, batches))
-    counts = run.global_step, run.samples_seen, predicted, float(run.callback_metrics["samples"])
-    return counts, module.validated, warned
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_all_ranks_go_through_all_the_data(strategy: str) -> None:  # I-04
-    cases = [(strategy, name) for name in OF_WRONG_LENGTH]
-    by_rank = on_ranks(each, 2, _counted, *cases, timeout=180)
-    for name, first, second in zip(OF_WRONG_LENGTH, *by_rank, strict=True):
-        _, steps, samples, warning = OF_WRONG_LENGTH[name]
-        assert first[0] == second[0] == (2 * steps, 2 * samples, samples, samples)
-        # Once for the training loader, and once for the validation loader; on rank 0 only.
-        assert [warning in text for text in first[2]] == [True] * 2, first[2]
-        assert second[2] == []
-        if name == "too much":  # the expected half is never reached
-            assert first[1] == second[1] == [(0, 5), (1, 10)]
-
-
 class Centring(Regression):
     """Subtracts a running mean from its inputs, which each rank computes over its own data."""
 
@@ -390,55 +329,72 @@ class Centring(Regression):
         self.at_the_end = [buffer.detach().clone() for buffer in self.buffers()]
 
 
-class Swapping(Callback):
-    """Validates with another mean, as averaging callbacks do, or sets it for good; saves in a validation."""
+class OfWrongLength(IterableDataset[Any]):
+    """Has 5 batches of four on rank 0 and 3 on rank 1, and states another length on both."""
 
-    def __init__(self, for_good: bool = False, path: str = "") -> None:
-        self.for_good, self.path = for_good, path
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(global_batches(64, 4)[: (5, 3)[dist.get_rank()]])
+
+
+READ = "micro-batches per epoch, but"
+OF_WRONG_LENGTH: dict[str, Any] = {
+    f"20 {READ} 5 were read.": loader(20, 1, batch_sampler=Batches(20, 40)),
+    f"3 {READ} 5 were read on rank(s) [0].": DataLoader(OfWrongLength(3), None),
+    f"5 {READ} 3 were read on rank(s) [1].": DataLoader(OfWrongLength(5), None),
+}
+
+
+def _warned(strategy: str, warning: str) -> list[str]:
+    batches = OF_WRONG_LENGTH[warning]
+    with captured_warnings() as lines:
+        quiet(strategy=strategy, max_epochs=2).fit(Centring(), batches, batches)
+    return [text for text in lines if "proved wrong" in text]
+
+
+def test_a_wrong_length_is_warned_about_once_for_each_loader() -> None:  # I-04; the programs go through all the data
+    cases = [(strategy, warning) for strategy in ("ddp", "fsdp") for warning in OF_WRONG_LENGTH]
+    for (_, warning), first, second in zip(cases, *on_ranks(each, 2, _warned, *cases, timeout=120), strict=True):
+        assert [warning in text for text in first] == [True] * 2, first
+        assert second == []
+
+
+class ChangingTheMean(Callback):
+    """Sets the mean in a validation, or saves at the end of one."""
+
+    def __init__(self, path: str = "") -> None:
+        self.path = path
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
-        self.before = module.mean.clone()
-        module.mean.fill_(3.0)
+        if not self.path:
+            module.mean.fill_(3.0)
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
-        if not self.for_good:
-            module.mean.copy_(self.before)
         if self.path and trainer.global_step == 3:
             trainer.save_checkpoint(self.path)
 
 
-def train_centring(strategy: Any, validation: Any = None, *callbacks: Callback, **options: Any) -> list[torch.Tensor]:
+def train_centring(*callbacks: Callback, **options: Any) -> list[torch.Tensor]:
     """Return the weights and this rank's buffers of the end of training, before rank 0's replace them."""
-    module = Centring()
-    trained(module, loader(28, 2), validation, strategy=strategy, callbacks=[*callbacks], **options)
+    module, strategy = Centring(), DDPStrategy(broadcast_buffers=False)
+    trained(module, loader(28, 2), loader(4, 1), strategy=strategy, callbacks=[*callbacks], **options)
     return [weights(module), *module.at_the_end]
 
 
-def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(one, other, strict=True))
+def _changed_by_validation(path: str) -> tuple[torch.Tensor, bool]:
+    changed = train_centring(ChangingTheMean(), val_check_interval=7)
+    whole = train_centring(ChangingTheMean(path), val_check_interval=3)
+    resumed = train_centring(val_check_interval=3, ckpt_path=path)
+    equal = [torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(whole, resumed, strict=True)]
+    return changed[1], all(equal)
 
 
-def buffers_apart() -> DDPStrategy:
-    return DDPStrategy(broadcast_buffers=False)
-
-
-def _validated(path: str) -> Any:
-    compared = []
-    for build in (DDPStrategy, buffers_apart, lambda: "fsdp"):
-        without = train_centring(build(), accumulate_grad_batches=3)
-        # Of five samples one rank has two and joins once.
-        options = {"accumulate_grad_batches": 3, "val_check_interval": 2}
-        compared.append(equal(without, train_centring(build(), loader(5, 1), Swapping(), **options)))
-    validation = loader(4, 1)
-    changed = train_centring(buffers_apart(), validation, Swapping(for_good=True), val_check_interval=7)
-    whole = train_centring(buffers_apart(), validation, Swapping(path=path), val_check_interval=3)
-    resumed = train_centring(buffers_apart(), validation, ckpt_path=path, val_check_interval=3)
-    return compared, changed[1], equal(whole, resumed)
-
-
-def test_per_rank_buffers_depend_on_validation_only_if_it_changes_them_for_good(tmp_path: Path) -> None:
-    # I-13, F-02
-    for compared, mean, resumes_exactly in on_ranks(_validated, 2, str(tmp_path / "saved"), timeout=120):
-        assert compared == [True] * 3
+def test_changes_made_in_validation_persist_and_are_saved(tmp_path: Path) -> None:  # I-13, F-02
+    for mean, resumes_exactly in on_ranks(_changed_by_validation, 2, str(tmp_path / "saved")):
         assert torch.equal(mean, torch.full((FEATURES,), 3.0))
         assert resumes_exactly
