@@ -137,17 +137,6 @@ def test_a_launcher_places_devices_and_is_found_by_the_name_that_its_package_reg
     assert "'cargo_ship' (builtins:dict) made a dict, not a Launcher" in told
 
 
-def test_built_in_and_default_launchers_read_no_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(**_: Any) -> Any:
-        raise AssertionError("nobody asked for anything of another package")
-
-    monkeypatch.setattr("importlib.metadata.entry_points", read)
-    for setting in ("auto", "fork"):
-        fit = quiet(launcher=setting, strategy=SingleDeviceStrategy())
-        fit.validate(Model(), loader(8, 4), verbose=False)
-        assert fit.state == "finished"
-
-
 class Farm(Environment):
     """A scheduler with variables of its own, which has started two processes."""
 

@@ -134,27 +134,35 @@ def test_ranks_write_every_prediction_once(tmp_path: Path, ranks: int, strategy:
 
 
 @pytest.mark.parametrize(("ranks", "before", "after"), [(2, "ddp", "fsdp"), (2, "fsdp", "zero 3"), (4, "hsdp", "ddp")])
-def test_what_is_missing_is_computed_under_any_strategy(
+def test_what_is_missing_is_computed_under_any_strategy_and_other_predictions_are_refused(
     tmp_path: Path, ranks: int, before: str, after: str
 ) -> None:  # L-03
     path = str(tmp_path / "out")
     assert on_ranks(predict, ranks, path, before, None, 2, process_group=None) == ["the machine is gone"] * ranks
-    if ranks == 2:
-        for text in on_ranks(predict, 4, path, "ddp", process_group=None):
-            assert "differ in number of ranks: 2 then, 4 now" in text
+    others = 6 - ranks
+    for told, number, *case in (
+        (f"differ in number of ranks: {ranks} then, {others} now", others, "ddp"),
+        ("differ in weights", ranks, after, None, -1, Predicting(scale=2)),
+        ("differ in data", ranks, after, plain(24)),
+    ):
+        for text in on_ranks(predict, number, path, *case, process_group=None, timeout=120):
+            assert told in text
             assert "write to another path" in text
     given = on_ranks(predict, ranks, path, after, process_group=None, timeout=120)
     assert numbers(path) == list(range(23))
     assert {number for part in given for number in part} == set(range(4 * ranks, 23))
+    for text in on_ranks(predict, ranks, path, after, process_group=None, timeout=120):
+        assert "complete predictions" in text
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_own_orders_and_streams_resume_on_ranks(tmp_path: Path, strategy: str) -> None:  # L-03
-    own, streamed = [], []
+    given: list[Any] = []
     for fail_at in (2, -1):
         cases = [(str(tmp_path / "own"), strategy, own_order(), fail_at)]
         cases += [(str(tmp_path / "stream"), strategy, stream(), fail_at)]
-        own, streamed = zip(*on_ranks(each, 2, predict, *cases, process_group=None), strict=True)
+        given = on_ranks(each, 2, predict, *cases, process_group=None)
+    own, streamed = zip(*given, strict=True)
     assert numbers(tmp_path / "own") == list(range(15))
     assert not {number for part in own for number in part} & set(ORDER[:8])
     assert sorted(numbers(tmp_path / "stream")) == list(range(13))
@@ -189,20 +197,6 @@ def test_one_of_the_ranks_with_the_same_data_writes(tmp_path: Path) -> None:  # 
     assert on_ranks(_split, 2, str(tmp_path / "out"), -1, process_group=None) == [[4, 5, 6, 7, 8, 9, 10]] * 2
     assert numbers(tmp_path / "out") == list(range(11))
     assert {path.name.split("-")[2] for path in (tmp_path / "out").glob("part-*")} == {"00000"}
-
-
-def _other_weights(path: str) -> list[str]:
-    predict(path, "fsdp", fail_at=2)
-    weights, data = predict(path, "fsdp", module=Predicting(scale=2)), predict(path, "fsdp", plain(24))
-    predict(path, "fsdp")
-    return [weights, data, predict(path, "fsdp")]
-
-
-def test_every_rank_refuses_predictions_of_other_weights(tmp_path: Path) -> None:  # L-03
-    for weights, data, finished in on_ranks(_other_weights, 2, str(tmp_path / "out"), process_group=None):
-        assert "differ in weights" in weights
-        assert "differ in data" in data
-        assert "complete predictions" in finished
 
 
 def _killed(path: str, strategy: str, rank: int) -> None:

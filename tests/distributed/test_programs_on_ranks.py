@@ -10,10 +10,7 @@ import torch
 from small_runs import (
     FEATURES,
     TIGHT,
-    TIGHTER,
     Regression,
-    about,
-    data,
     each,
     global_batches,
     loader,
@@ -22,7 +19,6 @@ from small_runs import (
     trained,
     weights,
 )
-from torch.utils.data import DataLoader
 
 from drivetrain_strategies import DeepSpeedStrategy
 from oracle.check import check
@@ -48,7 +44,8 @@ SAM = Program(optimizers=(Optimizer("sam"),), data=TWELVE)
 
 def wrong_length(error: int) -> Program:
     data = Data(kind="batch_sampler", samples=20, length_error=error)
-    return Program(data=data, epochs=2, logs=EPOCH_SUM)
+    validation = Validation(kind="batch_sampler", samples=10, length_error=error)
+    return Program(data=data, epochs=2, validation=validation, logs=(*EPOCH_SUM, *VALIDATED))
 
 
 def validated(buffer: str, interval: int = 1, sanity: int = 0) -> Program:
@@ -77,6 +74,7 @@ RUNS = {
     "I-07 batches taken apart": Program(data=Data(kind="stateful", samples=14, consumes_batch=True)),
     "I-09 reused memory": REUSED,
     "I-09 reused memory, windows": replace(REUSED, accumulate=3),
+    "I-09 reused memory, token-weighted windows": replace(TOKENS, data=REUSED.data, accumulate=3),
     "I-09 reused memory, least on rank 0": replace(REUSED, data=replace(REUSED.data, fewest_on_rank_0=True)),
     "I-04 too short a length": wrong_length(-2),
     "I-04 unequal parts of a wrong length": Program(data=replace(LEAST_ON_RANK_0, length_error=-2), epochs=2),
@@ -181,35 +179,6 @@ def test_a_kept_gradient_does_not_change(strategy: str, program: Program) -> Non
     if strategy in ZERO and (program.takes_closure or any(turn.closure for turn in program.manual)):
         pytest.skip("DeepSpeed's engine steps without a closure")
     assert not check(replace(program, strategy=strategy, ranks=2, data=TWELVE))
-
-
-class Collating:
-    """Collates into the same tensors every time."""
-
-    def __init__(self) -> None:
-        self.buffers = torch.empty(4, 4), torch.empty(4, 1)
-
-    def __call__(self, samples: list[Any]) -> Any:
-        pairs = zip(self.buffers, zip(*samples, strict=True), strict=True)
-        return tuple(torch.stack(list(values), out=buffer[: len(values)]) for buffer, values in pairs)
-
-
-class Weighed(Regression):
-    def batch_weight(self, batch: Any) -> Any:
-        return len(batch[0])
-
-
-def _collated(kind: type[Regression], window: int) -> torch.Tensor:
-    batches = DataLoader(data(37), batch_size=4, collate_fn=Collating())
-    return trained(kind(), batches, strategy="ddp", accumulate_grad_batches=window)
-
-
-def test_a_collate_function_that_reuses_memory_trains_as_batches_of_their_own() -> None:  # I-09
-    cases = [(kind, window) for kind in (Regression, Weighed) for window in (1, 3)]
-    for found in on_ranks(each, 2, _collated, *cases, process_group=None):
-        for (kind, window), held in zip(cases, found, strict=True):
-            wanted = weights(train_by_hand(Regression(), global_batches(37, 8), window))
-            torch.testing.assert_close(held, wanted, **TIGHTER, msg=about((kind.__name__, window)))
 
 
 class OneParameter(Regression):
