@@ -195,8 +195,9 @@ def _leg(strategy: str, folder: Path, steps: int) -> tuple[dict[str, Any], list[
 
 def test_averages_resume_under_other_strategies_and_are_in_the_module_after_fit(tmp_path: Path) -> None:  # L-01
     folder, losses = tmp_path / "c", []
-    legs = ["single", "zero 2", "single", "ddp", "hsdp", "ddp", "fsdp", "zero 3", "zero 1", "fsdp", "hsdp", "single"]
-    for steps, strategy in enumerate(legs, 1):
+    legs = ["single", "zero 2", "single", "ddp", "hsdp", "ddp", "fsdp", "zero 3", "zero 1", "fsdp", "hsdp"]
+    # None ends at step 6 with the epoch: its validation would belong to two legs.
+    for steps, strategy in zip((1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12), legs, strict=True):
         ranks = on_ranks(_leg, dict(RANKS)[strategy], strategy, folder, steps, process_group=None)
         losses += ranks[0][1]
         for *_, sharded, updates in ranks:
