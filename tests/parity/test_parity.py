@@ -63,7 +63,8 @@ def cell(request: pytest.FixtureRequest, record_property: Callable[[str, object]
 
 @pytest.mark.parametrize("cell", TRAINED, ids=str, indirect=True)
 def test_training(cell: Cell, results: Run) -> None:
-    # B-01 to B-09, B-11 to B-17, B-20, B-21; C-01; F-02; K-01; L-01; the features say which
+    # B-01, B-02, B-03, B-04, B-05, B-06, B-07, B-08, B-09, B-11 to B-17, B-20, B-21; C-01; F-02; K-01; L-01: the
+    # features say which
     feature, precision = BY_NAME[cell.job[0]], cell.job[1]
     program = cell.candidate.program(cell.job, cell.ranks)
     run = results(cell.candidate, cell.ranks)
