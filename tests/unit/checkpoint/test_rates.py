@@ -28,7 +28,7 @@ from worlds import on_emulated_cuda
 NUMBERS = ("model.safetensors", "optimizer-0.safetensors")
 
 
-def test_a_save_and_a_load_process_each_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_and_a_load_process_each_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # F-17
     def counting(owner: Any, name: str, size: Callable[..., int]) -> list[int]:
         """Record the calls of ``owner.name`` without changing its behavior."""
         seen: list[int] = []
