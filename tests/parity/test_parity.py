@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import parity_device
@@ -124,6 +125,8 @@ def test_refused_by_name(cell: Cell, results: Run) -> None:
 
 
 def test_each_pair_of_a_strategy_and_a_feature_is_run_or_refused_with_a_reason() -> None:
+    page = (Path(__file__).parents[2] / "docs/parity.md").read_text()
+    assert [feature.name for feature in FEATURES if f"| {feature.name} |" not in page] == []
     for candidate in STRATEGIES:
         jobs = candidate.jobs(candidate.ranks)
         assert len(jobs) == len(set(jobs))
