@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import Any
 
 import pytest
@@ -71,24 +72,17 @@ def test_one_gpu_equals_the_plain_module_on_it(precision: str) -> None:
         torch.testing.assert_close(found, expected, atol=atol, rtol=1e-4, msg=about(name))
 
 
-def _late() -> Tensor:
-    return _trained(FSDPStrategy(), module=Late(), seed=3)
-
-
 def test_modules_built_without_storage_are_the_same_on_the_gpu() -> None:  # D-03: drawn on the CPU
-    (built,) = on_ranks(_late, 1, process_group=None, timeout=120)
-    by_cpu = _trained("single_device", module=Late(), seed=3, accelerator="cpu")
-    torch.testing.assert_close(built, by_cpu, atol=1e-4, rtol=1e-4)
-
-
-def _compiled() -> Tensor:
-    return _trained(FSDPStrategy(compile=True, activation_checkpointing=[Block]), module=DeepRegression())
+    train = partial(_trained, module=Late(), seed=3)
+    (built,) = on_ranks(train, 1, FSDPStrategy(), process_group=None, timeout=120)
+    torch.testing.assert_close(built, train("single_device", accelerator="cpu"), atol=1e-4, rtol=1e-4)
 
 
 def test_blocks_that_are_compiled() -> None:  # D-09; a rehearsal omits it by this name
-    (found,) = on_ranks(_compiled, 1, process_group=None, timeout=300)
-    expected = _trained("single_device", module=DeepRegression())
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    train = partial(_trained, module=DeepRegression())
+    compiled = FSDPStrategy(compile=True, activation_checkpointing=[Block])
+    (found,) = on_ranks(train, 1, compiled, process_group=None, timeout=300)
+    torch.testing.assert_close(found, train("single_device"), atol=1e-4, rtol=1e-4)
 
 
 def _places(offload: bool) -> set[tuple[str, str]]:

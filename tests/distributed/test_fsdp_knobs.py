@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_nets import WIDTH, Block, Deep, DeepRegression, TwiceDeep, trained_in_plain_torch, trained_on_shards
-from small_runs import TIGHT, loader, quiet, seeded, weights
+from small_runs import TIGHT, each, loader, quiet, seeded, trained, weights
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -27,43 +27,40 @@ from worlds import on_ranks
 IGNORED: list[str | type[nn.Module]] = ["net.head.*", nn.LayerNorm]
 
 
-class Stepped(DeepRegression):
+class Decaying(DeepRegression):
     """A hook of its optimizer applies weight decay."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.groups_seen: list[int] = []
+        self.groups_seen: list[tuple[Any, ...]] = []
 
     def configure_optimizers(self) -> Any:
-        options: dict[str, Any] = {self.kind: True}
-        self.optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-5, **options)
-        self.optimizer.register_step_post_hook(lambda optimizer, args, kwargs: self.decay())
-        return self.optimizer
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-5, **{self.kind: True})
+        optimizer.register_step_post_hook(lambda optimizer, args, kwargs: self.decay(optimizer.param_groups))
+        return optimizer
 
     @torch.no_grad()
-    def decay(self) -> None:
-        for group in self.optimizer.param_groups:
-            self.groups_seen.append(len(group["params"]))
+    def decay(self, groups: list[dict[str, Any]]) -> None:
+        for group in groups:
+            self.groups_seen.append((len(group["params"]), group["foreach"], group["fused"]))
             for one in group["params"]:
                 one.mul_(0.9)
 
 
-def _stepped(kind: str) -> tuple[Tensor, list[int], list[Any]]:
-    module, distributed = Stepped(kind), dist.is_initialized()
+def _decayed(kind: str) -> tuple[Tensor, list[tuple[Any, ...]]]:
+    module, distributed = Decaying(kind), dist.is_initialized()
     strategy = FSDPStrategy(ignored=IGNORED) if distributed else "single_device"
-    quiet(strategy=strategy).fit(module, loader(16, 4 if distributed else 8))
-    options = [(group["foreach"], group["fused"]) for group in module.optimizer.param_groups]
-    return weights(module), module.groups_seen, options
+    return trained(module, loader(16, 4 if distributed else 8), strategy=strategy), module.groups_seen
 
 
 @pytest.mark.parametrize("kind", ["foreach", "fused"])
 def test_a_step_of_shards_and_whole_parameters_is_one_step(kind: str) -> None:
     # D-08: torch refuses lists of both; on a GPU AdamW makes such lists by default
-    expected, seen, options = _stepped(kind)
-    for found, seen_there, options_there in on_ranks(_stepped, 2, kind):
+    expected, seen = _decayed(kind)
+    for found, seen_there in on_ranks(_decayed, 2, kind):
         torch.testing.assert_close(found, expected, **TIGHT)
-        assert (seen_there, options_there) == (seen, options)
+        assert seen_there == seen
 
 
 class RecordsPrefetch(Block):
@@ -95,10 +92,9 @@ def _ahead(options: dict[str, Any]) -> dict[str, list[list[int]]]:
 
 def test_how_far_ahead_units_are_gathered() -> None:
     # D-08: in the order of the module; by default torch gathers one ahead in the backward
-    assert on_ranks(_ahead, 2, {})[0]["forward"] == [[], [], [], []]
-    found = on_ranks(_ahead, 2, {"forward_prefetch": 2, "backward_prefetch": 2})[0]
-    assert found["forward"] == [[1, 2], [2, 3], [3], []]
-    assert found["backward"] == [[1, 2], [0, 1], [0], []]
+    plain, ahead = on_ranks(each, 2, _ahead, ({},), ({"forward_prefetch": 2, "backward_prefetch": 2},))[0]
+    assert plain["forward"] == [[], [], [], []]
+    assert ahead == {"forward": [[1, 2], [2, 3], [3], []], "backward": [[1, 2], [0, 1], [0], []]}
 
 
 class Typed(Block):
@@ -223,31 +219,25 @@ def _save_tanh(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Check
 
 
 def _operations(options: dict[str, Any]) -> tuple[list[int], Tensor]:
+    """Return how many products, attentions and tanh a step computes, and the weights after it."""
     net = seeded(Deep)
     net.blocks = seeded(lambda: nn.ModuleList(Attending() for _ in range(3)))
     with Operations() as operations:
         found = trained_on_shards(DeepRegression(net), options, 4, devices=1)
-    attention = "_scaled_dot_product_flash_attention_for_cpu"
-    return [operations.counts[kind] for kind in ("addmm", attention, "tanh")], found
+    kinds = ("addmm", "_scaled_dot_product_flash_attention_for_cpu", "tanh")
+    return [operations.counts[kind] for kind in kinds], found
 
 
-@pytest.mark.parametrize(
-    ("policy", "counts"),
-    [
-        ("full", [11, 6, 6]),
-        ("save_matmuls", [8, 3, 6]),
-        ("save_attention", [11, 3, 6]),
-        pytest.param(_save_tanh, [11, 6, 3], id="user-defined"),
-    ],
-)
-def test_recomputed_operations(policy: Any, counts: list[int]) -> None:
+def test_recomputed_operations() -> None:
     # D-07, D-08. Three blocks with two products each, plus the stem and the head; the second product of a block is not
     # needed again.
-    plain, expected = _operations({})
-    assert plain == [8, 3, 3]
-    found = _operations({"activation_checkpointing": [Attending], "activation_policy": policy})
-    assert found[0] == counts
-    assert torch.equal(found[1], expected)
+    counts, expected = _operations({})
+    assert counts == [8, 3, 3]
+    policies = {"full": [11, 6, 6], "save_matmuls": [8, 3, 6], "save_attention": [11, 3, 6], _save_tanh: [11, 6, 3]}
+    for policy, wanted in policies.items():
+        counts, found = _operations({"activation_checkpointing": [Attending], "activation_policy": policy})
+        assert counts == wanted, policy
+        assert torch.equal(found, expected), policy
 
 
 def test_a_cached_cast_is_repeated_in_recomputation() -> None:
@@ -260,27 +250,23 @@ def test_a_cached_cast_is_repeated_in_recomputation() -> None:
     assert torch.equal(trained_on_shards(DeepRegression(seeded(TwiceDeep)), options, 16, **settings), plain)
 
 
-_graphs: list[str] = []
-
-
-def _keep_graph(graph: Any, inputs: Any) -> Any:
-    _graphs.append(graph.code)
-    return graph.forward
-
-
 def _compiled() -> tuple[list[str], Tensor]:
+    graphs: list[str] = []
+
+    def keep_graph(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
     module = DeepRegression()
-    options = {"activation_checkpointing": [Block], "compile": {"backend": _keep_graph}}
+    options = {"activation_checkpointing": [Block], "compile": {"backend": keep_graph}}
     found = trained_on_shards(module, options, 16)
     assert not any("forward" in child.__dict__ for child in module.modules())
-    return _graphs, found
+    return graphs, found
 
 
 def test_compilation_is_around_checkpointing_and_within_sharding() -> None:
     # D-09: a block's graph includes the checkpointed part, and no gather
     graphs, found = on_ranks(_compiled, 2, timeout=120)[0]
     assert graphs
-    for code in graphs:
-        assert "checkpoint" in code
-        assert "all_gather" not in code
+    assert all("checkpoint" in code and "all_gather" not in code for code in graphs)
     torch.testing.assert_close(found, trained_in_plain_torch(DeepRegression(), 16), **TIGHT)
