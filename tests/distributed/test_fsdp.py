@@ -48,9 +48,7 @@ def restored(module: Any, options: dict[str, Any], samples: int = 40) -> Tensor:
     ours = {"_hyper_parameters", "_last_trainer"}
     assert [set(child.__dict__) - ours for child in module.modules()] == attributes
     for child in module.modules():
-        assert not child._forward_hooks
-        assert not child._forward_pre_hooks
-        assert not child._state_dict_pre_hooks
+        assert not (child._forward_hooks or child._forward_pre_hooks or child._state_dict_pre_hooks)
     copy.deepcopy(module)
     return weights(module)
 

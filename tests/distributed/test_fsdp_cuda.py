@@ -11,9 +11,7 @@ import torch
 from fsdp_nets import Block, Deep, DeepRegression, Tied
 from small_runs import about, loader, quiet, refusal, seeded, trained
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from drivetrain.callbacks import LambdaCallback
 from drivetrain.testing import requires_cuda
 from drivetrain_strategies import FSDPStrategy
 from worlds import on_ranks
@@ -83,26 +81,6 @@ def test_blocks_that_are_compiled() -> None:  # D-09; a rehearsal omits it by th
     compiled = FSDPStrategy(compile=True, activation_checkpointing=[Block])
     (found,) = on_ranks(train, 1, compiled, process_group=None, timeout=300)
     torch.testing.assert_close(found, train("single_device"), atol=1e-4, rtol=1e-4)
-
-
-def _places(offload: bool) -> set[tuple[str, str]]:
-    found: set[tuple[str, str]] = set()
-
-    def look(trainer: Any, module: Any, optimizer: Any) -> None:
-        for parameter in module.parameters():
-            assert isinstance(parameter, DTensor)
-            assert isinstance(parameter.grad, DTensor)
-            found.add((parameter.to_local().device.type, parameter.grad.to_local().device.type))
-
-    callback = LambdaCallback(on_before_optimizer_step=look)
-    _trained(FSDPStrategy(cpu_offload=offload), module=DeepRegression(), callbacks=callback)
-    return found
-
-
-@pytest.mark.parametrize(("offload", "place"), [(False, ACCELERATOR), (True, "cpu")])
-def test_devices_of_shards(offload: bool, place: str) -> None:
-    # D-08: parameters and gradients, and the optimizer's state for them
-    assert on_ranks(_places, 1, offload, process_group=None, timeout=120) == [{(place, place)}]
 
 
 def _on_two_devices() -> str:

@@ -56,6 +56,9 @@ class Split(Regression):
         self.log("metric", self.total, on_step=False, on_epoch=True)
         return loss
 
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms = [grad_norm(self, order) for order in (1, 2, "inf")]
+
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         return self.net(batch[0])
 
@@ -83,7 +86,8 @@ def _run(options: dict[str, Any], stream: bool) -> dict[str, Any]:
     assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
     assert len(dist.distributed_c10d._world.pg_map) == 1  # in a user's process group, no group of ours is left
     metrics = {name: float(value) for name, value in fit.callback_metrics.items()}
-    return {"weights": weights(module), "metrics": metrics, "seen": fit.samples_seen, "outputs": outputs}
+    found = {"weights": weights(module), "norms": module.norms, "outputs": outputs}
+    return {**found, "metrics": metrics, "seen": fit.samples_seen}
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +96,7 @@ def reference() -> Any:
     optimizer = module.configure_optimizers()
 
     def clip(*_: Any) -> None:
+        module.on_before_optimizer_step(optimizer)
         nn.utils.clip_grad_norm_(module.parameters(), 0.5)
 
     optimizer.register_step_pre_hook(clip)
@@ -109,13 +114,14 @@ TENSOR: dict[str, Any] = {"tensor_parallel": 2}
     ids=["hybrid", "tensor parallel on streams", "hybrid and tensor parallel"],
 )
 def test_two_by_two_equals_the_reference(options: dict[str, Any], stream: bool, reference: Any) -> None:
-    # D-04, D-08, B-05, B-12, B-14
+    # D-04, D-08, B-05, B-12, B-14; Q-11: norms, also of a bias of one value, of which most ranks hold nothing
     runs = on_ranks(_run, 4, options, stream)
     for run in runs:
+        assert torch.equal(run["weights"], runs[0]["weights"])
         torch.testing.assert_close(run["weights"], weights(reference), **TIGHT)
+        torch.testing.assert_close(run["norms"], reference.norms, rtol=1e-4, atol=1e-5)
         assert run["metrics"] == {"count": 40, "metric": 40}
         assert run["seen"] == 40
-        assert torch.equal(run["weights"], runs[0]["weights"])
         with torch.no_grad():
             torch.testing.assert_close(run["outputs"], reference.net(data(10).tensors[0]), atol=1e-5, rtol=1e-4)
 
@@ -152,20 +158,3 @@ def test_an_overflow_in_one_rank_s_gradient_is_skipped_everywhere(options: Any, 
         assert steps == len(scales) - 1
         assert torch.equal(found, runs[0][2])
         assert bool(found.isfinite().all())
-
-
-class Measuring(Regression):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.norms = [grad_norm(self, order) for order in (1, 2, "inf")]
-
-
-def _norms(strategy: str, batch_size: int) -> list[dict[str, Any]]:
-    module = Measuring()
-    quiet(strategy=strategy, max_steps=1).fit(module, loader(8, batch_size))
-    return module.norms
-
-
-def test_norms_of_gradients_of_which_a_rank_holds_nothing() -> None:
-    expected = _norms("auto", 8)  # a bias of one value leaves all ranks but one without a part of it
-    for norms in on_ranks(_norms, 2, "fsdp", 4):
-        torch.testing.assert_close(norms, expected, rtol=1e-5, atol=1e-6)

@@ -149,25 +149,23 @@ def test_tensors_in_lists_dicts_and_objects_have_the_values_of_an_ordinary_build
     assert module.first_frequencies is module.frequencies
 
 
-def _with_attribute(name: str, make: Callable[[nn.Linear], Any]) -> nn.Module:
+def _holding(value: Any, layer: Any = None) -> nn.Module:
     module = nn.Module()
-    module.layer = nn.Linear(2, 2)
-    setattr(module, name, make(module.layer))
+    module.layer, module.held = layer, value
     return module
+
+
+def _turned() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    return _holding(layer.weight.t(), layer)
 
 
 @pytest.mark.parametrize(
     ("build", "text"),
     [
-        (
-            lambda: _with_attribute("pair", lambda _: (torch.ones(2), torch.zeros(2))),
-            r"(?s)net\.pair\[0\], net\.pair\[1\].*meta=False",
-        ),
-        (
-            lambda: _with_attribute("layers", lambda _: [nn.Linear(2, 2)]),
-            r"(?s)layers\[0\]\._parameters\['weight'\], .*meta=False",
-        ),
-        (lambda: _with_attribute("turned", lambda layer: layer.weight.t()), r"'net\.turned'.*'net\.layer\.weight'"),
+        (lambda: _holding((torch.ones(2), torch.zeros(2))), r"(?s)net\.held\[0\], net\.held\[1\].*meta=False"),
+        (lambda: _holding([nn.Linear(2, 2)]), r"(?s)held\[0\]\._parameters\['weight'\], .*meta=False"),
+        (_turned, r"'net\.held'.*'net\.layer\.weight'"),
         (lambda: nn.Linear(2, 2).weight.sum().item(), "configure_model failed on the meta device"),
         (lambda: torch.rand(2, device="cpu"), "drew random numbers for a tensor that has storage"),
     ],
