@@ -47,8 +47,8 @@ def restored(module: Any, options: dict[str, Any], samples: int = 40) -> Tensor:
     assert [type(child) for child in module.modules()] == classes
     ours = {"_hyper_parameters", "_last_trainer"}
     assert [set(child.__dict__) - ours for child in module.modules()] == attributes
-    for child in module.modules():
-        assert not (child._forward_hooks or child._forward_pre_hooks or child._state_dict_pre_hooks)
+    children = module.modules()
+    assert not any(one._forward_hooks or one._forward_pre_hooks or one._state_dict_pre_hooks for one in children)
     copy.deepcopy(module)
     return weights(module)
 

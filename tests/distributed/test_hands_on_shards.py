@@ -140,17 +140,19 @@ class Penalized(Regression):
         return penalty if self.alone else super().loss(batch) + penalty
 
 
-class HookedLate(Regression):
-    """Registers a gradient hook as the run starts."""
+def with_hooks(kind: type[Regression] = Regression, **hooks: Any) -> Regression:
+    """A module of this kind whose methods of these names are these functions."""
+    return type("WithHooks", (kind,), hooks)()
 
-    def on_fit_start(self) -> None:
-        self.net[0].weight.register_hook(lambda gradient: gradient / 2)
+
+def halve_gradients(module: Any) -> None:
+    module.net[0].weight.register_hook(lambda gradient: gradient / 2)
 
 
 USES: dict[str, Callable[[], Regression]] = {
     **{f"S-07 {name}": partial(Penalized, name) for name in PENALTIES},
     "S-07 a loss of a penalty alone": partial(Penalized, "squares", alone=True),
-    "S-08 a hook of on_fit_start": HookedLate,
+    "S-08 a hook of on_fit_start": partial(with_hooks, on_fit_start=halve_gradients),
     "S-12 parameters that are not contiguous or empty": Odd,
 }
 
@@ -206,11 +208,6 @@ class Teaching(Regression):
         return loss
 
 
-def with_hooks(**hooks: Any) -> Regression:
-    """A regression whose methods of these names are these functions."""
-    return type("WithHooks", (Regression,), hooks)()
-
-
 @torch.no_grad()
 def write_rows(module: Any, *_: Any) -> None:
     weight = module.net[0].weight
@@ -239,13 +236,14 @@ def test_what_is_written_takes_effect_as_under_ddp(build: Any, ddp: str, fsdp: A
         torch.testing.assert_close(found, expected, atol=0 if fsdp is ROOT_ONLY else 1e-6, rtol=0)
 
 
-def hook_after_accumulation(module: Any) -> Any:
+def hook_after_accumulation(module: Any) -> None:
     module.net[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    return module
 
 
-def hooked_after_accumulation() -> Any:
-    return hook_after_accumulation(Regression())
+class HookedAfterAccumulation(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        hook_after_accumulation(self)
 
 
 def add_in_place(module: Any, batch: Any) -> torch.Tensor:
@@ -265,56 +263,48 @@ def write_a_view(module: Any, *_: Any) -> None:
     module.net[0].weight[1].zero_()
 
 
-def write_gathered_from_the_third_step_on(module: Any, batch: Any, batch_idx: int) -> Any:
+def write_late(module: Any, batch: Any, batch_idx: int) -> Any:
     if batch_idx > 1:
         with torch.no_grad():
             module.net[2].weight.mul_(0.5)
     return module.loss(batch)
 
 
-def _refusal(build: Callable[[], Any], settings: dict[str, Any]) -> str:
+def use_again(module: Any, batch: Any) -> torch.Tensor:
+    return Regression.loss(module, batch) + PENALTIES["a weight used again"](module, batch[0])
+
+
+def _refusal(kind: type[Regression], hooks: dict[str, Any], settings: dict[str, Any]) -> str:
     try:
-        quiet(**settings).fit(build(), loader(32, 4))
+        quiet(**{"strategy": "fsdp", **settings}).fit(with_hooks(kind, **hooks), loader(32, 4))
     except Exception as error:
         return "\n".join([str(error), *getattr(error, "__notes__", [])])
     return "nothing was raised"
 
 
-LATE_HOOK = "net.0.weight has a hook of register_post_accumulate_grad_hook"
+LATE_HOOK = ["net.0.weight has a hook of register_post_accumulate_grad_hook"]
+WINDOW = {"accumulate_grad_batches": 2}
+COMPILED = {"strategy": UNITS, "compile": {"backend": "eager"}}
+OF_ROOT = {"strategy": ROOT_ONLY}
+REFUSED: dict[str, tuple[type[Regression], dict[str, Any], dict[str, Any], list[str]]] = {
+    "S-08 a hook after accumulation": (HookedAfterAccumulation, {}, {}, LATE_HOOK),
+    "S-08 such a hook of on_fit_start": (Regression, {"on_fit_start": hook_after_accumulation}, {}, LATE_HOOK),
+    "S-09 data of the root unit": (Teaching, {}, {}, ["'teacher.weight'", "on_train_batch_end"]),
+    "S-09 gradients of a window": (
+        *(Regression, {"on_after_backward": edit_gradients}, WINDOW),
+        ["'net.0.weight'", "on_before_optimizer_step"],
+    ),
+    "S-09 a view": (Regression, {"on_train_batch_end": write_a_view}, OF_ROOT, ["'net.0.weight'"]),
+    "S-09 a later step": (Regression, {"training_step": write_late}, OF_ROOT, ["'net.2.weight'"]),
+    "S-12 a sum in place": (Regression, {"loss": add_in_place}, {}, ["total = total + loss"]),
+    "S-12 a compiled step": (Regression, {"loss": use_again}, COMPILED, ["parameter.full_tensor()"]),
+}
 
 
-@pytest.mark.parametrize(
-    ("build", "settings", "words"),
-    [
-        pytest.param(hooked_after_accumulation, {}, [LATE_HOOK], id="S-08 a hook after accumulation"),
-        pytest.param(
-            partial(with_hooks, on_fit_start=hook_after_accumulation), {}, [LATE_HOOK], id="S-08 one of on_fit_start"
-        ),
-        pytest.param(partial(with_hooks, loss=add_in_place), {}, ["total = total + loss"], id="S-12 a sum in place"),
-        pytest.param(Teaching, {}, ["'teacher.weight'", "on_train_batch_end"], id="S-09 data of the root unit"),
-        pytest.param(
-            partial(with_hooks, on_after_backward=edit_gradients),
-            *({"accumulate_grad_batches": 2}, ["'net.0.weight'", "on_before_optimizer_step"]),
-            id="S-09 gradients within a window",
-        ),
-        pytest.param(
-            partial(with_hooks, on_train_batch_end=write_a_view),
-            *({"strategy": ROOT_ONLY}, ["'net.0.weight'"]),
-            id="S-09 a view",
-        ),
-        pytest.param(
-            partial(with_hooks, training_step=write_gathered_from_the_third_step_on),
-            *({"strategy": ROOT_ONLY}, ["'net.2.weight'"]),
-            id="S-09 a later step",
-        ),
-        pytest.param(
-            partial(Penalized, "a weight used again"),
-            *({"strategy": UNITS, "compile": {"backend": "eager"}}, ["parameter.full_tensor()"]),
-            id="S-12 a compiled step",
-        ),
-    ],
-)
-def test_what_cannot_be_done_to_shards_is_refused_by_name(build: Any, settings: Any, words: list[str]) -> None:
+@pytest.mark.parametrize(("kind", "hooks", "settings", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_done_to_shards_is_refused_by_name(
+    kind: Any, hooks: dict[str, Any], settings: dict[str, Any], words: list[str]
+) -> None:
     # S-08, S-09, S-12
-    for text in on_ranks(_refusal, 2, build, {"strategy": "fsdp", **settings}):
+    for text in on_ranks(_refusal, 2, kind, hooks, settings):
         assert all(word in text for word in words), text
