@@ -40,7 +40,8 @@ class Decaying(DeepRegression):
         self.groups_seen: list[tuple[Any, ...]] = []
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-5, **{self.kind: True})
+        options: dict[str, Any] = {self.kind: True}
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-5, **options)
         optimizer.register_step_post_hook(lambda optimizer, args, kwargs: self.decay(optimizer.param_groups))
         return optimizer
 
@@ -67,30 +68,20 @@ def test_a_step_of_shards_and_whole_parameters_is_one_step(kind: str) -> None:
         assert seen_there == seen
 
 
-class RecordsPrefetch(Block):
-    """Records which units are being gathered while it computes."""
-
-    ask: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.ask("forward")
-        x = super().forward(x)
-        x.register_hook(lambda gradient: self.ask("backward"))
-        return x.clone()
-
-
 def _ahead(options: dict[str, Any]) -> dict[str, list[list[int]]]:
+    """Return which units are gathered while each of four computes."""
     found: dict[str, list[list[int]]] = {"forward": [], "backward": []}
-    net = seeded(lambda: Deep(4))
-    net.blocks = nn.ModuleList(RecordsPrefetch() for _ in range(4))
+    module = DeepRegression(seeded(lambda: Deep(4)))
+    blocks = module.net.blocks
 
-    def ask(direction: str) -> None:
-        groups = [_groups_of(block._get_fsdp_state())[0] for block in net.blocks]
+    def look(direction: str, *_: Any) -> None:
+        groups = [_groups_of(block._get_fsdp_state())[0] for block in blocks]
         found[direction].append([number for number, one in enumerate(groups) if one._all_gather_result is not None])
 
-    for block in net.blocks:
-        block.ask = ask
-    trained_on_shards(DeepRegression(net), {"wrap": [RecordsPrefetch], **options}, 8)
+    for block in blocks:
+        block.norm.register_forward_pre_hook(partial(look, "forward"))
+        block.down.register_full_backward_pre_hook(partial(look, "backward"))
+    trained_on_shards(module, options, 8)
     return found
 
 
@@ -99,18 +90,6 @@ def test_how_far_ahead_units_are_gathered() -> None:
     plain, ahead = on_ranks(each, 2, _ahead, ({},), ({"forward_prefetch": 2, "backward_prefetch": 2},))[0]
     assert plain["forward"] == [[], [], [], []]
     assert ahead == {"forward": [[1, 2], [2, 3], [3], []], "backward": [[1, 2], [0, 1], [0], []]}
-
-
-class Typed(Block):
-    """Records the dtypes that it computes with."""
-
-    def __init__(self, seen: dict[str, torch.dtype]) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen["input"], self.seen["weight"] = x.dtype, self.up.weight.dtype
-        return super().forward(x)
 
 
 class InOneDtype(DeepRegression):
@@ -124,20 +103,23 @@ class InOneDtype(DeepRegression):
 
 def _typed(policy: MixedPrecisionPolicy, precision: str) -> Any:
     seen: dict[str, Any] = {}
-    net = seeded(Deep)
-    net.blocks = nn.ModuleList(seeded(lambda: Typed(seen)) for _ in range(3))
+    module = InOneDtype()
+    block = module.net.blocks[0]
+
+    def note_input(norm: nn.Module, args: Any) -> None:
+        seen["input"], seen["weight"] = args[0].dtype, norm.weight.dtype
 
     def note_output(*_: Any) -> None:
         # Registered after sharding, so that the hook sees the output of the unit.
-        net.blocks[0].register_forward_hook(lambda module, args, output: seen.update(output=output.dtype))
+        block.register_forward_hook(lambda module, args, output: seen.update(output=output.dtype))
 
     def note_gradient(trainer: Any, module: Any, optimizer: Any) -> None:
         seen["gradient"] = module.net.stem.weight.grad.to_local().clone()
 
-    module = InOneDtype(net)
+    block.norm.register_forward_pre_hook(note_input)
     # All layers are units, so each casts the output of the previous one.
     ends = ("net.stem", "net.head")
-    strategy = FSDPStrategy(wrap=lambda name, module: isinstance(module, Typed) or name in ends, mixed_precision=policy)
+    strategy = FSDPStrategy(wrap=lambda name, module: isinstance(module, Block) or name in ends, mixed_precision=policy)
     look = LambdaCallback(on_train_start=note_output, on_before_optimizer_step=note_gradient)
     quiet(strategy=strategy, callbacks=look, precision=precision).fit(module, loader(8, 4))
     return seen, {parameter.dtype for parameter in module.parameters()}
@@ -373,9 +355,11 @@ def _watched(options: dict[str, Any], module: Any = None, **settings: Any) -> di
         live.peak = 0
 
     with LiveBytes() as live:
-        watch = LambdaCallback(**{hook: partial(note, point) for hook, point in WATCHED.items()})
+        hooks: dict[str, Any] = {hook: partial(note, point) for hook, point in WATCHED.items()}
         strategy = FSDPStrategy(wrap=[Matrices], gather_limit=0, **options)
-        fit = quiet(**{"strategy": strategy, "callbacks": watch, "limit_train_batches": 1, **settings})
+        fit = quiet(
+            **{"strategy": strategy, "callbacks": LambdaCallback(**hooks), "limit_train_batches": 1, **settings}
+        )
         module = Tall() if module is None else module
         fit.fit(module, loader(16, 4), loader(8, 4))
     assert not any("forward" in child.__dict__ for child in module.modules())

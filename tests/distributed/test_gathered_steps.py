@@ -98,7 +98,8 @@ class Rows(Optimizer):
 def _lamb(module: Any) -> Optimizer:
     first, *others = module.net
     rest = [parameter for layer in others for parameter in layer.parameters()]
-    return Lamb([{"params": list(first.parameters())}, {"params": rest, "lr": 0.02}], lr=0.05, eps=1e-3)
+    groups: list[dict[str, Any]] = [{"params": list(first.parameters())}, {"params": rest, "lr": 0.02}]
+    return Lamb(groups, lr=0.05, eps=1e-3)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
