@@ -129,6 +129,17 @@ class Saver(Callback):
             trainer.save_checkpoint(self.path)
 
 
+class SaveAt(Callback):
+    """Writes a checkpoint at the end of a step."""
+
+    def __init__(self, step: int, path: str) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
 def weights(module: nn.Module) -> torch.Tensor:
     """Return all parameters in one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])

@@ -11,13 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_nets import trained_on_shards
-from small_runs import Regression, global_batches, loader, quiet, seeded
+from small_runs import Regression, global_batches, seeded
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.traffic import a_step
-from drivetrain_strategies import FSDPStrategy
 from worlds import on_ranks
 
 HALF = torch.bfloat16
@@ -72,26 +71,21 @@ class Differentiating(Adapted):
 class Twice(nn.Module):
     """Runs its blocks twice, the second time in reverse order."""
 
-    def __init__(self, block: type[nn.Module]) -> None:
+    def __init__(self, block: type[nn.Module], stem: type[nn.Module] = nn.Identity) -> None:
         super().__init__()
+        self.stem = stem(8, 8)
         self.blocks = nn.ModuleList(block() for _ in range(3))
         self.head = nn.Linear(8, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
         for block in (*self.blocks, *reversed(self.blocks)):
             x = block(x)
         return self.head(x)
 
 
-class Stemmed(Twice):
-    """The blocks' inputs come from a product, so they are in half precision."""
-
-    def __init__(self, block: type[nn.Module]) -> None:
-        super().__init__(block)
-        self.stem = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.stem(x))
+STEMMED = partial(Twice, stem=nn.Linear)
+"""The blocks' inputs come from a product, so they are in half precision."""
 
 
 def _saves_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -169,9 +163,7 @@ def _sharded_by_hand(module: Reused, options: dict[str, Any], window: int) -> li
 def _by_hand_and_by_fit(block: Any, kind: Any, options: dict[str, Any], window: int, manual: bool) -> list[bool]:
     expected = _sharded_by_hand(Reused(block, kind), options, window)
     module = Reused(block, kind, manual)
-    quiet(strategy=FSDPStrategy(**options), precision="bf16-mixed", accumulate_grad_batches=window).fit(
-        module, loader(SAMPLES, 4)
-    )
+    trained_on_shards(module, options, SAMPLES, precision="bf16-mixed", accumulate_grad_batches=window)
     return [torch.equal(one, other) for one, other in zip(module.parameters(), expected, strict=True)]
 
 
@@ -191,9 +183,9 @@ def _by_hand_and_by_fit(block: Any, kind: Any, options: dict[str, Any], window: 
         pytest.param(Adapted, PairwiseCheckpointed, {"wrap": [Adapted]}, 1, False, id="frozen, own checkpointing"),
         # torch.func refuses hooks on saved tensors, and a copy uses its own weights.
         pytest.param(Differentiating, Twice, {"wrap": [Differentiating]}, 1, False, id="torch.func and a copy"),
-        pytest.param(Reusing, Stemmed, {"mixed_precision": GATHERS_HALF}, 2, False, id="gathered in half precision"),
+        pytest.param(Reusing, STEMMED, {"mixed_precision": GATHERS_HALF}, 2, False, id="gathered in half precision"),
         pytest.param(
-            *(Reusing, Stemmed, {"mixed_precision": GATHERS_HALF, "activation_checkpointing": [Reusing]}, 1, False),
+            *(Reusing, STEMMED, {"mixed_precision": GATHERS_HALF, "activation_checkpointing": [Reusing]}, 1, False),
             id="gathered in half precision, checkpointed",
         ),
     ],

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -86,13 +87,11 @@ def test_all_ranks_use_one_folder(tmp_path: Path) -> None:  # J-13
     assert [one["world_size"] for one in _record(folder)["parts"]] == [2, 2, 1]
 
 
-def _refused(root: Path) -> str:
-    return refusal(Net(), _data(), default_root_dir=root, strategy="ddp", logger=CSVLogger(root))
-
-
 def test_an_unwritable_folder_is_refused_on_every_rank(tmp_path: Path) -> None:  # J-13
-    (tmp_path / "file").write_text("")
-    first, second = on_ranks(_refused, 2, tmp_path / "file")
+    root = tmp_path / "file"
+    root.write_text("")
+    settings: dict[str, Any] = {"default_root_dir": root, "strategy": "ddp", "logger": CSVLogger(root)}
+    first, second = on_ranks(partial(refusal, **settings), 2, Net(), _data())
     assert first == second
     assert first.startswith("ConfigurationError")
     assert "CSVLogger cannot write to" in first

@@ -179,18 +179,14 @@ def test_a_killed_caller_leaves_no_processes(tmp_path: Path) -> None:  # G-02
                 os.killpg(caller.pid, signal.SIGKILL)
 
 
-def test_a_process_started_by_a_rank_is_independent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_belongs_to_the_world_only_of_the_process_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LAUNCHER_VARIABLE, "subprocess")
+    monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv(PARENT_VARIABLE, str(os.getpid()))  # alive, and not our parent
     assert current_world() is None
-
-
-def test_a_rank_without_its_caller_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
-    monkeypatch.setenv(LAUNCHER_VARIABLE, "subprocess")
     monkeypatch.setenv(PARENT_VARIABLE, str(dead.pid))
-    monkeypatch.setenv("RANK", "3")
     with pytest.raises(DistributedError, match="the process that started rank 3 has ended"):
         current_world()
 

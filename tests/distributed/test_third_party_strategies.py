@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,19 +99,19 @@ def return_the_module(strategy: Any, module: Any) -> Any:
     return module
 
 
-@pytest.mark.parametrize(
-    ("setup_module", "told"),
-    [
-        (lambda strategy, module: operator.call, "left self.module as None"),
-        (keep_a_wrapper, "left self.module as a Sequential"),
-        (return_nothing, "returned None"),
-        (return_the_module, "returned the module itself"),
-    ],
-)
-def test_an_incomplete_setup_module_is_refused(setup_module: Any, told: str) -> None:  # K-01
-    strategy = type("Incomplete", (Averaging,), {"setup_module": setup_module})()
-    text = refusal(Regression(), loader(16, 4), strategy=strategy, devices=1)
-    assert text.startswith(f"ConfigurationError: Incomplete.setup_module {told}")
+INCOMPLETE: dict[str, Any] = {
+    "left self.module as None": lambda strategy, module: operator.call,
+    "left self.module as a Sequential": keep_a_wrapper,
+    "returned None": return_nothing,
+    "returned the module itself": return_the_module,
+}
+
+
+def test_an_incomplete_setup_module_is_refused() -> None:  # K-01
+    for told, setup_module in INCOMPLETE.items():
+        strategy = type("Incomplete", (Averaging,), {"setup_module": setup_module})()
+        text = refusal(Regression(), loader(16, 4), strategy=strategy, devices=1)
+        assert text.startswith(f"ConfigurationError: Incomplete.setup_module {told}")
 
 
 class WithoutSuper(Averaging):
@@ -183,36 +182,6 @@ def toy() -> Precision:
     return made
 
 
-class Rounding(torch.autograd.Function):
-    """Rounds by hand: to float8 by a scale and back; the gradient is unchanged."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        scale = x.abs().max().clamp(min=1e-12) / 448
-        return (x / scale).to(torch.float8_e4m3fn).to(torch.float32) * scale
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return gradients[0]
-
-
-def forward_by_hand(net: Any, x: torch.Tensor) -> torch.Tensor:
-    first, _, last = net
-    hidden = (Rounding.apply(x) @ Rounding.apply(first.weight).T + first.bias).tanh()
-    return Rounding.apply(hidden) @ Rounding.apply(last.weight).T + last.bias
-
-
-def rounded_by_hand(epochs: int, ranks: int) -> Regression:
-    """Train in plain PyTorch: each rank's part of a batch of 8 separately, since each has its own scale."""
-    module = Regression()
-
-    def step(part: Any, batch_idx: int) -> torch.Tensor:
-        return functional.mse_loss(forward_by_hand(module.net, part[0]), part[1])
-
-    train_by_hand(module, global_batches(64, 8 // ranks) * epochs, window=ranks, step=step)
-    return module
-
-
 class Recomputing(Regression):
     """Runs its layers again in the backward, and predicts."""
 
@@ -235,14 +204,23 @@ def _train_toy(strategy: str, batch: int, path: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("single_device", 1), ("ddp", 2), ("fsdp", 2)])
 def test_the_precision_of_the_docs_equals_the_hand_written_loop(strategy: str, ranks: int, tmp_path: Path) -> None:
-    # K-03
-    expected = rounded_by_hand(2, ranks)
+    # K-03: each rank rounds its part of a batch of 8, by a scale of its own
+    parts, rounded, plain = global_batches(64, 8 // ranks) * 2, Regression(), Regression()
+
+    def step(part: Any, batch_idx: int) -> torch.Tensor:
+        with toy().forward_context():
+            return rounded.loss(part)
+
+    train_by_hand(rounded, parts, window=ranks, step=step)
+    train_by_hand(plain, parts, window=ranks)
+    with toy().forward_context():
+        predicted = rounded.net(parts[0][0])
     path = str(tmp_path / "saved")
     for whole, resumed, recomputed, outputs in on_ranks(_train_toy, ranks, strategy, 8 // ranks, path, timeout=150):
-        assert torch.allclose(whole, weights(expected), atol=1e-6)
+        assert torch.allclose(whole, weights(rounded), atol=1e-6)
+        assert not torch.allclose(whole, weights(plain), atol=1e-3)
         assert torch.equal(resumed, whole)
         assert torch.equal(recomputed, whole)
-        predicted = forward_by_hand(expected.net, global_batches(64, 8 // ranks)[0][0])
         assert torch.allclose(outputs, predicted, atol=1e-5)
 
 
@@ -256,21 +234,16 @@ class Doubled(MixedPrecision):
         super().backward(2 * loss)
 
 
-@pytest.mark.parametrize(
-    ("build", "called"),
-    [
-        (toy, "'float8-toy', a ToyFloat8"),
-        (Unnamed, "'Unnamed', a Unnamed"),
-        (partial(Doubled, "bf16-mixed", CPU), "Doubled"),
-    ],
-)
-def test_deepspeed_refuses_methods_that_its_engine_would_not_call(build: Any, called: str) -> None:  # K-03
-    with pytest.raises(ConfigurationError, match=f"{called}, under DeepSpeed"):
-        DeepSpeedStrategy().bind(Placement(), CPU, build())
-    strategy = DeepSpeedStrategy()
-    for precision in (resolve_precision("bf16-mixed", CPU), Precision()):  # built-in ones as objects
-        strategy.bind(Placement(), CPU, precision)
-        assert strategy.precision.name == precision.name
+def test_deepspeed_refuses_methods_that_its_engine_would_not_call() -> None:  # K-03
+    doubled = Doubled("bf16-mixed", CPU)
+    named = {"'float8-toy', a ToyFloat8": toy(), "'Unnamed', a Unnamed": Unnamed(), "Doubled": doubled}
+    for name, precision in named.items():
+        with pytest.raises(ConfigurationError, match=f"{name}, under DeepSpeed"):
+            DeepSpeedStrategy().bind(Placement(), CPU, precision)
+    for built_in in (resolve_precision("bf16-mixed", CPU), Precision()):  # as objects
+        strategy = DeepSpeedStrategy()
+        strategy.bind(Placement(), CPU, built_in)
+        assert strategy.precision.name == built_in.name
 
 
 class ReducedInHalf(Precision):

@@ -11,16 +11,7 @@ from pathlib import Path
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import FunctionLauncher, current_world
-from drivetrain.testing import requires_linux, run_distributed
-from worlds import on_ranks
-
-
-def _is_open(port: int, address: str = "127.0.0.1") -> bool:
-    try:
-        socket.create_connection((address, port), timeout=5).close()
-    except ConnectionRefusedError:
-        return False
-    return True
+from drivetrain.testing import run_distributed
 
 
 def _meet() -> str:
@@ -53,14 +44,3 @@ def test_a_node_of_another_job_is_refused_and_the_jobs_own_node_admitted(tmp_pat
     first, other, second = run_distributed(_node_of_two, 3, str(tmp_path), port, process_group=None)
     assert (first, second) == ("0", "1")
     assert f"rank 1 connected to 127.0.0.1:{port}, where the processes of another job meet" in other
-
-
-def _open_elsewhere() -> tuple[bool, bool]:
-    port = int(os.environ["MASTER_PORT"])
-    return _is_open(port), _is_open(port, "127.0.0.2")
-
-
-@requires_linux()
-def test_the_store_of_one_machine_listens_on_loopback_only() -> None:  # J-06
-    assert FunctionLauncher("fork").launch_all(Placement(0, 2, 0, 2), _open_elsewhere) == [(True, False)] * 2
-    assert on_ranks(_open_elsewhere, 2, process_group=None) == [(True, False)] * 2

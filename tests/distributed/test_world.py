@@ -91,11 +91,12 @@ def _own_group() -> float:
     return tensor.item()
 
 
-def test_a_call_sees_the_callers_current_environment_and_torchruns_variables(
+def test_a_call_sees_the_callers_current_environment_modules_and_torchruns_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ["DRIVETRAIN_TEST_CALL", *_TORCHRUN]
     before, variables = os.getcwd(), dict(os.environ)
+    (tmp_path / "made_later.py").write_text("def one():\n    return 1\n")
     with World(2) as world:
         assert world.run(_surroundings, names) == [([None] * 6, before, True)] * 2
         monkeypatch.setenv("DRIVETRAIN_TEST_CALL", "second")
@@ -103,21 +104,15 @@ def test_a_call_sees_the_callers_current_environment_and_torchruns_variables(
         of_ranks = [["second", rank, rank, "2", "2", "True"] for rank in ("0", "1")]
         assert world.run(_surroundings, names, process_group=None) == [(one, str(tmp_path), False) for one in of_ranks]
         assert world.run(_own_group, process_group=None) == [2.0, 2.0]
+        monkeypatch.syspath_prepend(str(tmp_path))
+        import made_later  # type: ignore[import-not-found]
+
+        assert world.run(made_later.one) == [1, 1]
         monkeypatch.undo()
         assert world.run(_surroundings, names) == [([None] * 6, before, True)] * 2
         [(first, *_), _] = world.run(_surroundings, names[:1], env={"DRIVETRAIN_TEST_CALL": "x"})
         assert first == ["x"]
     assert dict(os.environ) == variables
-
-
-def test_a_module_that_appears_after_the_start_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "made_later.py").write_text("def one():\n    return 1\n")
-    with World(1) as world:
-        world.run(_surroundings, [])
-        monkeypatch.syspath_prepend(str(tmp_path))
-        import made_later  # type: ignore[import-not-found]
-
-        assert world.run(made_later.one) == [1]
 
 
 def _fail_on_one(how: str) -> object:
@@ -161,9 +156,12 @@ def test_a_failed_world_is_recreated() -> None:
             before = after
 
 
-def test_a_rank_that_died_between_calls_is_reported_and_replaced() -> None:
+def test_a_rank_that_died_between_calls_is_replaced_and_one_that_cannot_get_the_function_is_not() -> None:
     with World(1) as world:
         [pid] = _pids(world)
+        with pytest.raises(ConfigurationError, match=r"(?s)cannot send.*Fix: use a function at the top level"):
+            world.run(lambda: None)
+        assert _pids(world) == [pid]
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(RankFailedError, match="Rank 0 was killed by SIGKILL"):
             world.run(_sum, 1.0)
@@ -199,11 +197,3 @@ def test_state_left_behind_is_an_error_and_removed() -> None:  # A-02, A-03
             ((names, _, initialized),) = world.run(_surroundings, ["LEFT_BEHIND"], process_group=None)
             assert (names, initialized) == ([None], False), what
             assert world.run(_defaults) == [(torch.float32, True, 1)], what
-
-
-def test_unpicklable_arguments_are_refused_without_damage() -> None:
-    with World(1) as world:
-        pids = _pids(world)
-        with pytest.raises(ConfigurationError, match=r"(?s)cannot send.*Fix: use a function at the top level"):
-            world.run(lambda: None)
-        assert _pids(world) == pids

@@ -66,9 +66,6 @@ def test_sharding_is_suggested_first_if_the_state_is_large() -> None:
     assert _advice(run, 4, state_first=False)[0].startswith("batch_size=2")
 
 
-# K-02: strategies and precisions suggest their own settings; the engine does not know them by name
-
-
 class CustomStrategy(SingleDeviceStrategy):
     """A third-party strategy with its own settings, or without any."""
 
@@ -80,6 +77,7 @@ class CustomStrategy(SingleDeviceStrategy):
 
 
 def test_a_third_party_strategy_gives_its_own_advice(tmp_path: Path) -> None:
+    # K-02
     strategy = CustomStrategy()
     lines = _note(tmp_path, strategy=strategy)
     assert [line.strip().removeprefix("then: ") for line in lines[-3:]] == [

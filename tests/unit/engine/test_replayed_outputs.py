@@ -27,7 +27,7 @@ class _Replayed(torch.autograd.Function):
 
 
 class Net(Regression):
-    def __init__(self, replays: bool) -> None:
+    def __init__(self, replays: bool = True) -> None:
         super().__init__(lr=0.1)
         self.replays = replays
 
@@ -47,6 +47,14 @@ class Net(Regression):
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.output(self.layer(batch[0]).sum())
+
+
+class NeverFinite(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.output(self.layer(batch[0]).mean() * float("inf"))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.output(torch.tensor(1.0))
 
 
 def _run(folder: Path, replays: bool) -> tuple[list[dict[str, str]], list[float]]:
@@ -71,15 +79,6 @@ def test_logged_and_predicted_values_are_those_of_their_step(tmp_path: Path, cap
     assert "the module no longer learns" not in caplog.text
 
 
-def test_a_never_finite_loss_is_reported_although_validation_overwrote_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Bad(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.output(self.layer(batch[0]).mean() * float("inf"))
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.output(torch.tensor(1.0))
-
-    fit(tmp_path).fit(Bad(replays=True), regression(8), regression(8))
+def test_a_never_finite_loss_is_reported_although_validation_overwrote_it(tmp_path: Path, caplog: Any) -> None:
+    fit(tmp_path).fit(NeverFinite(), regression(8), regression(8))
     assert "the module no longer learns" in caplog.text

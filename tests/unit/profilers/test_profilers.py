@@ -19,7 +19,7 @@ from torch.profiler import profile, schedule
 from torch.utils.data import DataLoader
 
 from drivetrain import Callback, Fit, TrainModule
-from drivetrain.callbacks import Checkpoint
+from drivetrain.callbacks import Checkpoint, LambdaCallback
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import CSVLogger
 from drivetrain.profilers import AdvancedProfiler, ProfiledRun, PyTorchProfiler, SimpleProfiler
@@ -90,7 +90,8 @@ class SpanningCallback(Callback):
 
 def test_every_phase_is_a_row_and_all_rows_add_up_to_the_run(tmp_path: Path) -> None:  # L-05
     profiler = SimpleProfiler()
-    callbacks = [SpanningCallback(), Checkpoint(every_n_train_steps=2)]
+    noting = LambdaCallback(on_train_end=lambda *_: None)
+    callbacks = [SpanningCallback(), Checkpoint(every_n_train_steps=2), noting]
     options: dict[str, Any] = {"enable_checkpointing": True, "logger": CSVLogger(tmp_path), "log_every_n_steps": 2}
     options |= {"gradient_clip_val": 1.0, "num_sanity_val_steps": 1, "detect_anomaly": True}
     runner = fit(tmp_path, profiler=profiler, callbacks=callbacks, **options)
@@ -113,6 +114,7 @@ def test_every_phase_is_a_row_and_all_rows_add_up_to_the_run(tmp_path: Path) -> 
         "training > validation > forward": 4,
         "sanity check > forward": 1,
         "SpanningNet.on_train_start": 1,
+        "callback.on_train_end": 1,
     }
     assert {name: calls[name] for name in expected} == expected
     set_up = {"configure_optimizers", "loaders", "prepare_data", "setup_environment", "setup_module"}
