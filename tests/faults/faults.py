@@ -10,8 +10,7 @@ import os
 import random
 import statistics
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 
 from drawing_run import KEPT
@@ -58,22 +57,18 @@ class Tally:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Return tables by kind and by strategy, and the places at which exceptions were raised."""
-    by_kind, by_strategy = _rows(outcomes, lambda one: one.fault.kind), _rows(outcomes, lambda one: one.strategy)
-    raised = sorted({one.fault.place for one in outcomes if one.fault.kind == "raises"})
-    places = f"exceptions were raised at {len(raised)} places: {', '.join(raised)}"
+    """Return a table by kind and by strategy, and the places at which exceptions were raised."""
     columns = "tried | survived | steps lost at most | fault to end of every process: median | longest"
-    return "\n".join([f"kind or strategy | {columns}", *by_kind, *by_strategy, places])
-
-
-def _rows(outcomes: Sequence[Outcome], key: Callable[[Outcome], str]) -> list[str]:
-    rows = []
-    for name in dict.fromkeys(key(one) for one in outcomes):
-        of_it = [one for one in outcomes if key(one) == name]
+    lines = [f"kind or strategy | {columns}"]
+    for name in dict.fromkeys([*(one.fault.kind for one in outcomes), *(one.strategy for one in outcomes)]):
+        of_it = [one for one in outcomes if name in (one.fault.kind, one.strategy)]
         waits = [one.waited for one in of_it if one.waited is not None] or [0.0]
         numbers = [len(of_it), sum(one.survived for one in of_it), max(one.lost for one in of_it)]
-        rows.append(f"{name} | {' | '.join(map(str, numbers))} | {statistics.median(waits):.1f} s | {max(waits):.1f} s")
-    return rows
+        lines.append(
+            f"{name} | {' | '.join(map(str, numbers))} | {statistics.median(waits):.1f} s | {max(waits):.1f} s"
+        )
+    raised = sorted({one.fault.place for one in outcomes if one.fault.kind == "raises"})
+    return "\n".join([*lines, f"exceptions were raised at {len(raised)} places: {', '.join(raised)}"])
 
 
 def try_faults(
@@ -88,34 +83,29 @@ def try_faults(
     """Inject at least this many faults into runs, ``first`` into one and one to three drawn ones into each other, and
     compare the results with those of an undisturbed run. With ``only``, make the runs of these numbers.
 
-    It is called on several ranks, each of which takes the next run that no other rank has taken.
+    It is called on several ranks, which take turns.
     """
     importlib.import_module(_IMPORTED.get(strategy, "torch"))
     gc.freeze()  # DeepSpeed forces garbage collections, in which modules imported so far need not be examined
-    tally, taken = Tally(), folder / "taken"
-    taken.mkdir(exist_ok=True)
-    name = f"undisturbed {os.environ['RANK']}"
-    undisturbed = Life(Run(folder / name, strategy, every=1, in_background=False)).live(Fault())
+    tally, rank, ranks = Tally(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    undisturbed = Life(Run(folder / f"undisturbed {rank}", strategy, every=1, in_background=False)).live(Fault())
     assert undisturbed.ended, undisturbed.error
-    for number in only or itertools.count():
-        if not only and sum(int(one.read_text() or 0) for one in taken.iterdir()) >= faults:
+    for number in itertools.islice(only or itertools.count(), rank, None, ranks):
+        if not only and ranks * len(tally.outcomes) >= faults:
             break
-        with suppress(FileExistsError):
-            (taken / str(number)).touch(exist_ok=False)
-            draw = random.Random(f"{strategy} {seed} {number}")
-            every, in_background = draw.choice((1, 2)), draw.random() < 0.3
-            run = Run(folder / f"run {number}", strategy, every, in_background)
-            turns = [kind for kind in kinds if run.ranks > 1 or kind not in _NOT_ALONE]
-            drawn = [turns[number % len(turns)], *draw.choices(turns, k=draw.randint(0, 2))]
-            outcomes: list[Outcome] = []
-            try:
-                _until_its_end(run, draw, [*first] if number == 0 and first else drawn, undisturbed, outcomes)
-            except Exception as error:
-                struck = "; ".join(str(one.fault) for one in outcomes)
-                tally.failed[number] = f"{run}, struck by {struck}\n{''.join(traceback.format_exception(error))}"
-                print(f"FAILED: {strategy}, run {number}: {tally.failed[number]}", flush=True)
-            tally.outcomes += outcomes
-            (taken / str(number)).write_text(str(len(outcomes)))
+        draw = random.Random(f"{strategy} {seed} {number}")
+        every, in_background = draw.choice((1, 2)), draw.random() < 0.3
+        run = Run(folder / f"run {number}", strategy, every, in_background)
+        turns = [kind for kind in kinds if run.ranks > 1 or kind not in _NOT_ALONE]
+        drawn = [turns[number % len(turns)], *draw.choices(turns, k=draw.randint(0, 2))]
+        outcomes: list[Outcome] = []
+        try:
+            _until_its_end(run, draw, [*first] if number == 0 and first else drawn, undisturbed, outcomes)
+        except Exception as error:
+            struck = "; ".join(str(one.fault) for one in outcomes)
+            tally.failed[number] = f"{run}, struck by {struck}\n{''.join(traceback.format_exception(error))}"
+            print(f"FAILED: {strategy}, run {number}: {tally.failed[number]}", flush=True)
+        tally.outcomes += outcomes
     return tally
 
 

@@ -21,7 +21,8 @@ from oracle.program import (
     Validation,
 )
 
-ddp = partial(Program, strategy="ddp", ranks=2)
+ddp, fsdp = (partial(Program, strategy=strategy, ranks=2) for strategy in ("ddp", "fsdp"))
+static_graph = partial(Program, strategy="ddp_static_graph", ranks=2)
 FOUR = Data(samples=4, batch=1)
 EPOCH_LOSS = Log(on_step=False, on_epoch=True)
 
@@ -31,9 +32,6 @@ def of_epoch(where: str, what: str, reduce_fx: str = "mean") -> Log:
 
 
 EXAMPLES: dict[str, Program] = {
-    "I-01: a loss that is added to after it was logged": Program(
-        data=Data(samples=4, batch=4), adds_to_loss=True, logs=(EPOCH_LOSS,)
-    ),
     "I-01: a value of the ranks that have data, logged in the hook that ends the epoch": Program(
         strategy="ddp",
         ranks=3,
@@ -41,27 +39,12 @@ EXAMPLES: dict[str, Program] = {
         logs=(Log("on_train_batch_start", what="number", sync_dist=True),),
         stop=Stop("skip", at=2),
     ),
-    "I-01: a number that float32 cannot hold": Program(
-        data=Data(samples=6), logs=(of_epoch("training_step", "large", reduce_fx="sum"),)
-    ),
     "I-01: a scalar of NumPy's": Program(logs=(of_epoch("on_train_batch_end", "numpy"),)),
-    "I-01: the one element that trains": Program(net=Net(scale=True), logs=(of_epoch("training_step", "parameter"),)),
-    "I-02: a second step within training_step in fp16": Program(precision="16-mixed", manual=(Turn(repeats=2),)),
     "I-02: a forward after a step under autocast": Program(precision="bf16-mixed", data=FOUR, manual=(Turn(), Turn())),
-    "I-03: the body unfrozen as the second epoch starts": Program(
-        strategy="ddp_static_graph",
-        ranks=2,
-        net=Net(frozen="body"),
-        data=Data(samples=4, batch=4),
-        epochs=2,
-        changes=(Change(part="body"),),
+    "I-03: the body unfrozen as the second epoch starts": static_graph(
+        net=Net(frozen="body"), data=Data(samples=4, batch=4), epochs=2, changes=(Change(part="body"),)
     ),
-    "I-04: a batch sampler that promises too little": Program(
-        data=Data("batch_sampler", samples=4, batch=1, length_error=-2)
-    ),
-    "I-04: samples that workers share, fewer on one rank than on the other": Program(
-        strategy="fsdp",
-        ranks=2,
+    "I-04: samples that workers share, fewer on one rank than on the other": fsdp(
         data=Data("sharded", samples=14, workers=2),
         logs=(of_epoch("validation_step", "loss"),),
         validation=Validation(kind="sharded", samples=10, workers=2),
@@ -69,31 +52,12 @@ EXAMPLES: dict[str, Program] = {
     "I-04: a schedule that goes by a length that is too short": ddp(
         data=Data("batch_sampler", samples=9, length_error=-2), schedulers=(Scheduler("linear", interval="step"),)
     ),
-    "I-04, I-07: a rank that joins in validation, whose batch was taken to pieces before": Program(
-        strategy="fsdp",
-        ranks=2,
-        data=Data(consumes_batch=True),
-        validation=Validation(kind="iterable", samples=9, batch=1, length_error=2),
+    "I-04, I-07: a rank that joins in validation, whose batch was taken to pieces before": fsdp(
+        data=Data(consumes_batch=True), validation=Validation(kind="iterable", samples=9, batch=1, length_error=2)
     ),
     "I-05: a run without a step is asked to stop": Program(
         data=Data(samples=9), missing_loss="always", stop=Stop("should_stop", hook="on_train_batch_end", at=0)
     ),
-    "I-06: an optimizer that wants its closure": Program(data=Data(samples=4, batch=4), optimizers=(Optimizer("sam"),)),
-    "I-06: an optimizer that wants its closure, by hand": Program(
-        optimizers=(Optimizer("sam"),), manual=(Turn(closure=True),)
-    ),
-    "I-07: rank 0 joins, and its buffer is another tensor after each forward": ddp(
-        net=Net(buffer="reassigned"), data=Data("iterable", fewest_on_rank_0=True), epochs=2
-    ),
-    "I-07: a joiner's batch was taken to pieces before": ddp(data=Data("iterable", consumes_batch=True)),
-    "I-09: a loader that fills one buffer again and again": Program(data=Data("reused"), accumulate=2),
-    "I-13: validation within an epoch with dropout": Program(
-        net=Net(dropout=0.3),
-        data=Data("batch_sampler", samples=4, batch=1),
-        validation=Validation(samples=1, batch=1, interval=1),
-    ),
-    "I-15: weights of 64 bits from processes that were started": ddp(precision="64-true", launcher="fork"),
-    "I-15: layers of configure_model from processes that were started": ddp(configure_model=True, launcher="fork"),
     "I-16: a correlation goes on on fewer ranks": ddp(
         data=Data(samples=12, shuffle=True),
         logs=(of_epoch("training_step", "pearson"),),
@@ -101,9 +65,6 @@ EXAMPLES: dict[str, Program] = {
     ),
     "saved after the epoch's validation, resumed on fewer ranks": ddp(
         validation=Validation(), resume=Resume("on_validation_end")
-    ),
-    "B-16: LBFGS with a rank that only joins, in double precision": ddp(
-        precision="64-true", data=Data("sampler", samples=5, batch=1), optimizers=(Optimizer("lbfgs"),)
     ),
     "H-03: a step's value to be reduced, in an epoch without a step": ddp(
         precision="16-mixed", data=FOUR, logs=(EPOCH_LOSS, Log(sync_dist=True))
@@ -124,9 +85,7 @@ EXAMPLES: dict[str, Program] = {
     "an epoch's end is logged, and the run goes on on more ranks": Program(
         data=FOUR, epochs=2, logs=(of_epoch("on_train_epoch_end", "number"),), resume=Resume(ranks=2, strategy="ddp")
     ),
-    "a static graph's buffers, accumulated and resumed": Program(
-        strategy="ddp_static_graph",
-        ranks=2,
+    "a static graph's buffers, accumulated and resumed": static_graph(
         net=Net(buffer="in_place"),
         data=Data(batch=1),
         epochs=2,
@@ -149,29 +108,11 @@ EXAMPLES: dict[str, Program] = {
         optimizers=(Optimizer("momentum"),),
         seed=1,
     ),
-    "Q-02: optimistic gradients, which keep a reference to the last ones": ddp(
-        optimizers=(Optimizer("optimistic"),), epochs=2
-    ),
-    "Q-02: optimistic gradients that ask for a closure": ddp(
-        optimizers=(Optimizer("optimistic", closure=True),), epochs=2
-    ),
-    "Q-02: Heun's method by hand": ddp(optimizers=(Optimizer("heun"),), manual=(Turn(repeats=2),), epochs=2),
-    "Q-02: SAM that adds up the gradients at both points": ddp(optimizers=(Optimizer("sam_sum"),)),
-    "Q-02: SAM that adds up the gradients at both points, by hand": ddp(
-        optimizers=(Optimizer("sam_sum"),), manual=(Turn(closure=True),)
-    ),
-    "Q-04: a resume with another learning rate": Program(epochs=2, resume=Resume(changed="lr")),
     **{
-        f"Q-04: a resume with other {changed} of the optimizer": Program(
-            optimizers=(Optimizer("adamw"),), epochs=2, resume=Resume(changed=changed)
+        f"Q-04: a resume {told} other parameters in the optimizer": Program(
+            optimizers=(Optimizer("adamw"),), epochs=2, resume=Resume(changed="members", allow=allow)
         )
-        for changed in ("groups", "members", "amsgrad")
-    },
-    **{
-        f"Q-04: a resume that may have other {changed} of the optimizer": Program(
-            optimizers=(Optimizer("adamw"),), epochs=2, resume=Resume(changed=changed, allow=True)
-        )
-        for changed in ("lr", "groups", "members", "amsgrad")
+        for told, allow in (("with", False), ("that may have", True))
     },
     **{
         f"Q-01: a checkpoint of a run with averages, by {by}": Program(
@@ -184,21 +125,13 @@ EXAMPLES: dict[str, Program] = {
         epochs=2,
         resume=Resume(ranks=2, strategy="fsdp", changed="class", allow=True),
     ),
-    "Q-01: the trained weights of a run that has ended with averages": Program(
-        average=Average(), evaluation=Evaluation(averaged=False, ranks=2, strategy="fsdp")
-    ),
-    "Q-01: the averages of a run that does not evaluate with them": Program(
-        average=Average(evaluates=False), evaluation=Evaluation("load", hook="on_train_epoch_end", averaged=True)
-    ),
     "a rank's own buffer is logged after the rank has joined": ddp(
         net=Net(buffer="reassigned"),
         data=Data("iterable", samples=12),
         epochs=2,
         logs=(Log("on_train_batch_start", what="buffer", on_epoch=True),),
     ),
-    "F-02: a key that all ranks log again after a resume on more ranks": Program(
-        strategy="fsdp",
-        ranks=2,
+    "F-02: a key that all ranks log again after a resume on more ranks": fsdp(
         data=Data("sampler", samples=4, batch=1),
         epochs=3,
         logs=(of_epoch("on_train_epoch_end", "number"),),
@@ -216,9 +149,7 @@ EXAMPLES: dict[str, Program] = {
 
 if FP16:
     EXAMPLES |= {
-        "F-02: step values of a resumed run that were not reduced yet, on fewer ranks": Program(
-            strategy="fsdp",
-            ranks=2,
+        "F-02: step values of a resumed run that were not reduced yet, on fewer ranks": fsdp(
             precision="16-mixed",
             data=FOUR,
             logs=(EPOCH_LOSS, Log(on_epoch=True, sync_dist=True)),

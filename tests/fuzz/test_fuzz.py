@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from fuzz.examples import EXAMPLES
-from fuzz.script import script
-from fuzz.search import search
+from fuzz.search import script, search
 from oracle.check import check, judge
+from oracle.compare import differences
+from oracle.interpreter import interpret
 from oracle.program import Log, Net, Program
 
 COUNT, SEED = 60, 16
@@ -34,10 +35,6 @@ def test_a_printed_script_rebuilds_its_program() -> None:
 
 
 def test_the_comparison_detects_another_program() -> None:
-    """Compare the results of a program with those of another one: each difference must be found."""
-    from oracle.compare import differences
-    from oracle.interpreter import interpret
-
     program = Program(net=Net(dropout=0.3), epochs=2, logs=(Log(),))
     expected = interpret(program)
     assert judge(program).found == []
@@ -48,8 +45,7 @@ def test_the_comparison_detects_another_program() -> None:
         replace(program, epochs=1),
     ):
         assert differences(program, expected, [interpret(other)])
-    weights = dict(expected.weights)
-    doctored = replace(expected, weights={**weights, "head.bias": weights["head.bias"] + 1e-3})
-    assert differences(program, expected, [doctored])
-    doctored = replace(expected, weights={**weights, "head.bias": weights["head.bias"].to(torch.float64)})
-    assert differences(program, expected, [doctored])
+    bias = expected.weights["head.bias"]
+    for changed in (bias + 1e-3, bias.to(torch.float64)):
+        doctored = replace(expected, weights={**expected.weights, "head.bias": changed})
+        assert differences(program, expected, [doctored])

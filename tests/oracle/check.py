@@ -9,8 +9,7 @@ from typing import Any
 
 from drivetrain.errors import DrivetrainError
 from oracle.compare import DRIVETRAIN_ERRORS, TOLERANCES, differences, evaluation_differences, tensor_differences
-from oracle.engine import launched, run
-from oracle.engine_evaluation import evaluate
+from oracle.engine import evaluate, launched, run
 from oracle.interpreter import interpret
 from oracle.outcome import Outcome
 from oracle.program import Program
@@ -28,11 +27,7 @@ class Verdict:
 
 
 def check(program: Program, plant: str = "") -> bool:
-    """Run ``program`` under the engine and by hand; return whether the engine refused it, as it may.
-
-    Raises:
-        Difference: the results differ; the message states in what.
-    """
+    """Run ``program`` both ways; return whether the engine refused it, as it may. Raises `Difference`."""
     verdict = judge(program, plant)
     if verdict.found:
         raise Difference("; ".join(verdict.found[:6]))
@@ -48,9 +43,7 @@ def judge(program: Program, plant: str = "") -> Verdict:
         try:
             plain = expected if program.resume is None else interpret(replace(program, resume=None))
             outcomes = on(program.ranks * program.tensor_parallel, run, program, root, False, plant)
-            verdict = Verdict(
-                differences(program, plain, outcomes), any(one.error in DRIVETRAIN_ERRORS for one in outcomes)
-            )
+            verdict = Verdict(differences(program, plain, outcomes), any_refused(outcomes))
             failed = any(one.error for one in outcomes)
             if not verdict.found and not failed and expected.saved_after >= 0:
                 if program.resume is not None:
@@ -87,10 +80,7 @@ def of_evaluation(program: Program, expected: Outcome, root: str, plant: str) ->
 
 
 def is_stable(program: Program, expected: Outcome) -> bool:
-    """Return whether the loop has nearly the same results after a rounding-sized change of the initial weights.
-
-    The results of other programs cannot be compared.
-    """
+    """Return whether results can be compared: a rounding-sized change of the initial weights hardly changes them."""
     if expected.error:
         return True
     tolerance = TOLERANCES[program.precision] / 4

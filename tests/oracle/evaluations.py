@@ -11,43 +11,30 @@ from oracle.rank_states import RankStates, put_buffers
 
 
 class Evaluations(RankStates):
-    """Validates, averages weights, and evaluates checkpoints."""
-
     def validate_within(self, over: bool) -> None:
-        validation = self.program.validation
+        validation = self.validation
         if validation is None or validation.interval is None or not self.due():
             return
         if self.batch_idx % self.interval() == 0:
             self.validate()
 
     def validate_at_the_end(self, cut: bool) -> None:
-        validation = self.program.validation
-        assert validation is not None
-        if not self.due():
-            return
-        if validation.interval is None or cut or self.missed():
-            if self.outcome.hooks and self.validated_at == self.micro_batches:
-                return
+        wanted = self.validation.interval is None or cut or self.missed()
+        if self.due() and wanted and self.validated_at != self.micro_batches:
             self.validate()
 
     def due(self) -> bool:
-        validation = self.program.validation
-        assert validation is not None
-        return (self.epoch + 1) % validation.every_n_epochs == 0
+        return bool((self.epoch + 1) % self.validation.every_n_epochs == 0)
 
     def interval(self) -> int:
-        validation, data = self.program.validation, self.program.data
-        assert validation is not None
-        if isinstance(validation.interval, int):
-            return validation.interval
-        assert validation.interval is not None
-        length = stated_length(data, self.world)
-        return max(1, int((2**31 if length is None else length) * validation.interval))  # None would be refused
+        interval, length = self.validation.interval, stated_length(self.program.data, self.world)
+        if isinstance(interval, int):
+            return interval
+        return max(1, int((2**31 if length is None else length) * interval))  # None would be refused
 
     def missed(self) -> bool:
         """Return whether the data ended before a validation that the stated length had promised."""
-        validation, length = self.program.validation, stated_length(self.program.data, self.world)
-        assert validation is not None
+        validation, length = self.validation, stated_length(self.program.data, self.world)
         if length is None or validation.interval is None:
             return False
         interval = self.interval()
@@ -57,8 +44,7 @@ class Evaluations(RankStates):
 
     def validate(self) -> None:
         """Validate on all ranks with rank 0's buffers; training's own buffers, generators and modes are restored."""
-        validation = self.program.validation
-        assert validation is not None
+        validation = self.validation
         self.validated_at = self.micro_batches
         own = [(rank.buffers, rank.generator) for rank in self.ranks]
         self.broadcast_buffers()

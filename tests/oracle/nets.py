@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 from oracle.program import Change, Net, Program
 
 FEATURES, WIDTH, VOCABULARY, LENGTH, PADDING = 4, 6, 7, 5, -100
+
+DEVICE = os.environ.get("PARITY_DEVICE", "cpu")
+"""The kind of device of the engine and of the interpreter: the CPU, or the one that `make cuda` requests."""
 
 Parts = tuple[Tensor, Tensor, Tensor]
 """Inputs, targets and the samples' indices."""

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from oracle.data_loaders import samples_of
 from oracle.dealing import GlobalBatch, estimated_steps
-from oracle.device import DEVICE
 from oracle.logged_values import LoggedValues
-from oracle.nets import Model, Parts, seeded_model
+from oracle.nets import DEVICE, Model, Parts, seeded_model
 from oracle.optimizers import make_optimizer, make_scheduler
 from oracle.outcome import Outcome
 from oracle.program import OWN_PARTS, Data, Program
@@ -52,6 +51,7 @@ class RankStates:
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        self.validation: Any = program.validation
         self.world = program.ranks
         self.strategy = program.strategy
         self.net = seeded_model(program).to(DEVICE)
@@ -178,10 +178,7 @@ class RankStates:
             rank.buffers = {name: one.clone() for name, one in self.ranks[0].buffers.items()}
 
     def broadcasts_buffers(self) -> bool:
-        program = self.program
-        if self.world == 1 or not self.strategy.startswith("ddp"):
-            return False
-        return program.broadcast is not False
+        return self.world > 1 and self.strategy.startswith("ddp") and self.program.broadcast is not False
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         dtype = AUTOCAST.get(self.program.precision)
