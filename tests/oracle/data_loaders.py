@@ -112,6 +112,7 @@ class Stream(IterableDataset[dict[str, Tensor]]):
 
     def __init__(self, data: Data, on_tokens: bool, ranks: int, rank: int) -> None:
         self.parts = samples_of(data, on_tokens)
+        self.indices = part_of_rank(data, ranks, rank)
         self.batches = batches_of_rank(data, ranks, rank)
         self.reuses = data.kind == "reused"
 
@@ -129,12 +130,8 @@ class Stream(IterableDataset[dict[str, Tensor]]):
             yield dict(zip(NAMES, parts, strict=True))
 
 
-class Sharded(IterableDataset[dict[str, Tensor]]):
+class Sharded(Stream):
     """An iterable data set of samples that its workers share."""
-
-    def __init__(self, data: Data, on_tokens: bool, ranks: int, rank: int) -> None:
-        self.parts = samples_of(data, on_tokens)
-        self.indices = part_of_rank(data, ranks, rank)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         worker = torch.utils.data.get_worker_info()

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,17 +15,17 @@ import torchmetrics
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from drivetrain import Callback, CheckpointError, ConfigurationError, DrivetrainError, Fit, TrainModule
+from averaging import Averaging, AveragingInContext
+from drivetrain import Callback, CheckpointError, ConfigurationError, DrivetrainError, Fit, Strategy, TrainModule
 from drivetrain.callbacks import Checkpoint, EMAWeightAveraging
 from drivetrain.loggers import Logger
+from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from oracle.data_loaders import Samples, first_of, parts_of, training_loader, validation_loader
-from oracle.nets import DEVICE, apply_change, seeded_model, write
+from oracle.nets import DEVICE, apply_change, seeded_model, split, write
 from oracle.optimizers import make_optimizer, make_scheduler
 from oracle.outcome import Evaluated, Outcome, key_of, numbers_in, scheduler_state, value_of, whole
 from oracle.planted_defects import planted
 from oracle.program import EVALUATED, WITHIN_STEPS, Average, Evaluation, Program, Validation
-from oracle.split_layers import split
-from oracle.strategies import strategy_of
 
 QUIET: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
 
@@ -172,8 +172,6 @@ class RecordingLogger(Logger):
 
 @dataclass(eq=False)
 class Recorder(Callback):
-    """Records the values to compare, and performs the program's actions in hooks."""
-
     program: Program
     outcome: Outcome
     path: str = ""
@@ -252,8 +250,7 @@ class Recorder(Callback):
             states = strategy.optimizer_state(number)["state"]
             outcome.states.append({name.removeprefix("net."): numbers_in(state) for name, state in states.items()})
         outcome.schedulers = [scheduler_state(one) for one in trainer.lr_schedulers]
-        outcome.metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
-        outcome.counts = counts(trainer)
+        outcome.counts, outcome.metrics = counts(trainer), metrics(trainer)
 
 
 def add_hook(name: str, batch_idx: int | None = None) -> None:
@@ -289,6 +286,10 @@ def counts(trainer: Any) -> dict[str, int]:
     }
 
 
+def metrics(trainer: Any) -> dict[str, float]:
+    return {key: float(value) for key, value in trainer.callback_metrics.items()}
+
+
 @contextlib.contextmanager
 def quiet_loggers() -> Iterator[None]:
     """Log only errors within the context: other tests use these ranks too."""
@@ -301,12 +302,15 @@ def quiet_loggers() -> Iterator[None]:
 
 
 def run(program: Program, root: str, resumed: bool, plant: str = "") -> Outcome:
-    """Train ``program`` on this rank, in a run folder below ``root`` if there is one, or resume in that folder."""
+    """Train ``program`` on this rank, in a run folder below ``root`` if there is one, or resume in that folder.
+
+    If `Fit` starts the processes, the outcome is what comes back to the caller.
+    """
     path = saved_in(root) if root else ""
     outcome = Outcome()
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     rank //= program.tensor_parallel
-    ranks, strategy = program.ranks, program.strategy
+    ranks, strategy = 1 if program.launcher else program.ranks, program.strategy
     reseeds = False
     allow: tuple[str, ...] = ()
     if resumed:
@@ -329,6 +333,8 @@ def run(program: Program, root: str, resumed: bool, plant: str = "") -> Outcome:
             training = training_loader(program, ranks, rank)
             validation = None if program.validation is None else validation_loader(program, ranks, rank)
             trainer.fit(module, training, validation, ckpt_path=path if resumed else None, allow=allow)
+            if program.launcher:
+                outcome.counts, outcome.metrics = counts(trainer), metrics(trainer)
             assert not root or trainer.log_dir == path.rpartition("/checkpoints/")[0]
         except Exception as error:
             if ranks > 1 and not isinstance(error, (DrivetrainError, Planned)):
@@ -354,26 +360,6 @@ def averaging(plan: Average) -> Callback:
     return EMAWeightAveraging(
         plan.decay, update_starting_at_step=plan.start or None, use_buffers=False, evaluate=plan.evaluates
     )
-
-
-def launched(program: Program, plant: str = "") -> Outcome:
-    """Train ``program`` in processes that `Fit` starts; return what comes back to the caller."""
-    outcome = Outcome()
-    with warnings.catch_warnings(), planted(plant):
-        warnings.simplefilter("ignore")
-        module = user_module(program, outcome)
-        try:
-            options = {**settings(program, outcome), "logger": False, "launcher": program.launcher}
-            options |= {"strategy": program.strategy, "devices": program.ranks}
-            trainer = Fit(callbacks=Recorder(program, outcome), **options)
-            validation = None if program.validation is None else validation_loader(program, 1, 0)
-            trainer.fit(module, training_loader(program, 1, 0), validation)
-            outcome.counts = counts(trainer)
-            outcome.metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
-        except Exception as error:
-            outcome.error, outcome.text = type(error).__name__, str(error)
-    outcome.weights = weights_of(module)
-    return outcome
 
 
 class Scored(Trained):
@@ -422,6 +408,37 @@ def evaluate_under_fit(program: Program, plan: Evaluation, root: str, averaged: 
     return Evaluated(loss, {} if plan.strategy.startswith("deepspeed") else weights_of(module))
 
 
+VARIANTS: dict[str, Callable[[], Strategy]] = {
+    # K-01: with public names only, as in a third-party package.
+    "averaging": Averaging,
+    "averaging_in_context": AveragingInContext,
+    # Several units on two by two ranks are tested in test_fsdp_meshes.py.
+    "hsdp_one_unit": lambda: FSDPStrategy(sharding="hybrid", wrap=[]),
+    "fsdp_tensor_parallel": lambda: FSDPStrategy(tensor_parallel=2, wrap=[]),
+}
+
+
+def strategy_of(name: str, program: Program) -> Any:
+    if name in VARIANTS:
+        return VARIANTS[name]()
+    if name.startswith("ddp") and program.broadcast is not None:
+        return DDPStrategy(
+            broadcast_buffers=program.broadcast,
+            static_graph=name == "ddp_static_graph",
+            find_unused_parameters=name == "ddp_find_unused_parameters_true",
+        )
+    if name.startswith("deepspeed") and not name.endswith("_offload"):
+        # A single sample is not normalised: gradients then arrive in another order, which would be refused.
+        unordered = name == "deepspeed_stage_2" and program.net.norm == "batch"
+        options: dict[str, Any] = {"find_unused_parameters": True} if unordered else {}
+        if not program.optimizers[0].is_torch:
+            options["config"] = {"zero_allow_untested_optimizer": True}
+        if name == "deepspeed_stage_3_all_sharded":  # small parameters too, which stay whole by default (E-13)
+            options["stage3_param_persistence_threshold"] = 0
+        return DeepSpeedStrategy(stage=int(name.split("_")[2]), **options) if options else name
+    return name
+
+
 def settings(program: Program, outcome: Outcome) -> dict[str, Any]:
     validation, stop = program.validation or Validation(), program.stop
     options: dict[str, Any] = {
@@ -439,6 +456,8 @@ def settings(program: Program, outcome: Outcome) -> dict[str, Any]:
         "check_val_every_n_epoch": validation.every_n_epochs,
         "inference_mode": validation.inference_mode,
     }
+    if program.launcher:
+        options |= {"logger": False, "launcher": program.launcher, "devices": program.ranks}
     if DEVICE != "cpu":
         options["devices"] = torch.distributed.get_world_size()
     if program.clip is not None:

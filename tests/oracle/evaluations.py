@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 from oracle.dealing import deal_evaluation, deal_streams, stated_length
@@ -109,20 +111,18 @@ class Evaluations(RankStates):
         self.trained = {}
 
     def evaluate_checkpoint(self, plan: Evaluation) -> Evaluated:
-        """Return what an evaluation of a checkpoint that is saved now gives."""
         average = self.program.average
         averages = plan.averaged
         if averages is None:  # as the run evaluates, or as it leaves the module
             averages = average is not None and self.updates > 0 and (average.evaluates or bool(self.trained))
         if averages and not self.updates:
             return Evaluated(refused=True)
-        before = {name: one.detach().clone() for name, one in self.net.named_parameters()}
-        trained = dict(self.trained)
-        strategy, self.strategy = self.strategy, plan.strategy
+        kept = self.net, self.parameters, self.trained, self.strategy
+        self.net, self.strategy = copy.deepcopy(self.net), plan.strategy
+        self.parameters = list(self.net.parameters())
         self.take_averages()
         if averages:
             self.put_averages()
-        buffers = dict(self.net.named_buffers())
         put_buffers(self.net, self.ranks[0].buffers)
         weights = {name: one.detach().clone() for name, one in self.net.state_dict().items()}
         self.net.eval()
@@ -133,10 +133,5 @@ class Evaluations(RankStates):
                     with torch.no_grad(), self.in_half(), self.autocast():
                         sums += len(mine) * float(self.net.loss(self.cast(EVALUATED.data, mine)))
                     samples += len(mine)
-        self.net.train()
-        put_buffers(self.net, buffers)
-        self.strategy = strategy
-        for name, one in self.net.named_parameters():
-            one.data.copy_(before[name])
-        self.trained = trained
+        self.net, self.parameters, self.trained, self.strategy = kept
         return Evaluated(loss=sums / samples, weights=weights)

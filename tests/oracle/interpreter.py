@@ -448,7 +448,6 @@ def held_by(optimizers: list[Any]) -> list[Any]:
 
 
 def clip_norm(parameters: list[Any], bound: float) -> float:
-    """Clip gradients by their norm; return the norm before."""
     gradients = [one.grad for one in parameters if one.grad is not None]
     if not any(gradient.is_sparse for gradient in gradients):
         return float(torch.nn.utils.clip_grad_norm_(parameters, bound))

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from oracle.data_loaders import samples_of
 from oracle.dealing import GlobalBatch, estimated_steps
 from oracle.logged_values import LoggedValues
-from oracle.nets import DEVICE, Model, Parts, seeded_model
+from oracle.nets import DEVICE, Model, Parts, compute_in_two, seeded_model
 from oracle.optimizers import make_optimizer, make_scheduler
 from oracle.outcome import Outcome
 from oracle.program import OWN_PARTS, Data, Program
-from oracle.split_layers import compute_in_two
 
 DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -82,7 +81,6 @@ class RankStates:
         self.trained: dict[str, Tensor] = {}  # while the network holds the averages
 
     def hook(self, name: str, micro: GlobalBatch | None = None) -> None:
-        """Call a hook: perform the program's actions in it, on all ranks."""
         raise NotImplementedError
 
     def new_rank(self, rank: int, seed: int) -> Rank:
@@ -211,7 +209,6 @@ def add_bias_to_rounded_product(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 def put_buffers(net: Model, buffers: dict[str, Tensor]) -> None:
-    """Make these tensors the network's buffers, without copying."""
     for name, value in buffers.items():
         path, _, last = name.rpartition(".")
         net.get_submodule(path)._buffers[last] = value
