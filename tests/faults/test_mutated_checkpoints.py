@@ -232,7 +232,7 @@ def _stop(*_: Any) -> None:
     raise _ReachedError
 
 
-def _fit(folder: Path, start: Path | None, **hooks: Callable[..., None]) -> Fit:
+def _fit(folder: Path, start: Path | None, **hooks: Any) -> Fit:
     monitors = EarlyStopping("val", patience=9), Checkpoint(folder / "kept", monitor="val", every_n_epochs=1)
     settings: dict[str, Any] = {"val_check_interval": 2, "num_sanity_val_steps": 0, "max_epochs": 2}
     fit = Fit(callbacks=[*monitors, LambdaCallback(**hooks)], **settings, **QUIET)
