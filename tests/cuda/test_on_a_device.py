@@ -74,19 +74,14 @@ def test_an_asynchronous_save_holds_the_state_of_its_step(tmp_path: Path) -> Non
     assert torch.equal(torch.cat([saved[name].flatten() for name in names]), kept[0])
 
 
-def checkpoint_after_four_steps(folder: Path, module: Net, **settings: Any) -> Path:
-    saves = Checkpoint(folder, every_n_train_steps=4)
-    trained(module, max_steps=4, callbacks=[saves], enable_checkpointing=True, **settings)
-    (path,) = [each for each in folder.iterdir() if each.is_dir()]
-    return path
-
-
 def test_a_resumed_run_with_dropout_is_bit_for_bit_equal(tmp_path: Path) -> None:
     # O-05: the device's generator is saved
     settings: dict[str, Any] = {"deterministic": True, "seed": 3}
     whole, resumed = Net(dropout=0.3), Net(dropout=0.3)
     trained(whole, **settings)
-    path = checkpoint_after_four_steps(tmp_path, Net(dropout=0.3), **settings)
+    saves = Checkpoint(tmp_path, every_n_train_steps=4)
+    trained(Net(dropout=0.3), max_steps=4, callbacks=[saves], enable_checkpointing=True, **settings)
+    (path,) = [each for each in tmp_path.iterdir() if each.is_dir()]
     trained(resumed, ckpt_path=path, **settings)
     assert torch.equal(weights(resumed), weights(whole))
 
