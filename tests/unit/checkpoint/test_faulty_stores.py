@@ -70,8 +70,7 @@ def test_a_save_outlasts_a_fault(store: FaultyStore, operation: str, pattern: st
 )
 def test_a_failed_save_leaves_a_whole_checkpoint(
     store: FaultyStore, pattern: str, fault: dict[str, Any], message: str, left: float
-) -> None:
-    # J-04
+) -> None:  # J-04
     written(URL, 1.0)
     store.calls.clear()
     store.fail("put", pattern, **fault)
@@ -88,8 +87,7 @@ def test_a_failed_save_leaves_a_whole_checkpoint(
 
 @pytest.mark.parametrize("exists", [True, False])
 @pytest.mark.parametrize("turn", ["*/model-*", MANIFEST])
-def test_a_save_within_another_does_not_mix_their_files(store: FaultyStore, exists: bool, turn: str) -> None:
-    # J-04
+def test_a_save_within_another_does_not_mix_their_files(store: FaultyStore, exists: bool, turn: str) -> None:  # J-04
     if exists:
         written(URL, 1.0)
     store.fail("put", turn, error=None, call=lambda: written(URL, 3.0))
@@ -127,8 +125,7 @@ def test_consolidating_a_damaged_checkpoint_changes_nothing(tmp_path: Path, url:
     filesystem.rm_file(path)
 
 
-def test_consolidating_into_a_failing_store_leaves_nothing_or_all(store: FaultyStore, tmp_path: Path) -> None:
-    # J-14
+def test_consolidating_into_a_failing_store_leaves_nothing_or_all(store: FaultyStore, tmp_path: Path) -> None:  # J-14
     path = written(tmp_path / "c")
     store.fail("put", "out/*", **ALWAYS)
     with pytest.raises(CheckpointError, match="503 Slow Down"):

@@ -98,16 +98,14 @@ WITHOUT_BATCHES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("given", "message"), WITHOUT_BATCHES.values(), ids=WITHOUT_BATCHES)
-def test_what_yields_no_batch_is_refused(given: Any, message: str) -> None:
-    # G-06
+def test_what_yields_no_batch_is_refused(given: Any, message: str) -> None:  # G-06
     with pytest.raises(ConfigurationError, match=message):
         prepare_loader(given, training=True, world_size=2)
     with pytest.raises(ConfigurationError, match="rank=2"):
         prepare_loader([torch.zeros(1)], training=True, rank=2, world_size=2)
 
 
-def test_iterables_that_yield_no_batch_are_refused_when_they_are_read() -> None:
-    # G-06
+def test_iterables_that_yield_no_batch_are_refused_when_they_are_read() -> None:  # G-06
     with pytest.raises(ConfigurationError, match="yielded no batch"):
         list(prepare_loader(DataLoader(Stream(0), 4), training=True).epoch(0))
     source = prepare_loader(iter([torch.zeros(2)]), training=True)
@@ -139,16 +137,14 @@ GRAPHS = yielding(lambda batches: [torch.zeros(7 + index, 3) for index in range(
 
 @pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize(("kind", "samples"), [(FEWER, [2, 2]), (MORE, [2, 2, 2, 2, 1] * 2), (GRAPHS, [2, 2, 2, 2, 1])])
-def test_all_batches_of_a_subclass_are_read_and_counted(kind: type, samples: list[int], shuffled: bool) -> None:
-    # I-04
+def test_all_batches_of_a_subclass_are_read_and_counted(kind: type, samples: list[int], shuffled: bool) -> None:  # I-04
     sampler = WeightedRandomSampler([1.0] * 9, 9) if shuffled else None
     source = prepare_loader(kind(numbers(9), 2, sampler=sampler), training=True)
     assert [shard.samples for _, shard in source.epoch(0)] == samples
     assert (source.length, source.length_is_exact, source.shards_known) == (5, False, True)
 
 
-def test_a_subclass_on_several_ranks_yields_each_ranks_own_batches() -> None:
-    # I-04
+def test_a_subclass_on_several_ranks_yields_each_ranks_own_batches() -> None:  # I-04
     doubled = []
     for rank in (0, 1):
         source = prepare_loader(FEWER(numbers(9), 2), training=True, rank=rank, world_size=2)
@@ -237,8 +233,7 @@ def test_a_combined_loader_iterates_outside_a_run_as_in_lightning() -> None:
 
 @pytest.mark.parametrize("mode", COMBINED)
 @pytest.mark.parametrize("wrong", [(1, 2), (1, 9), (9, 1), (7, 8)])
-def test_wrong_lengths_lose_no_batch_of_an_epoch_or_a_resumed_one(mode: str, wrong: tuple[int, int]) -> None:
-    # I-04
+def test_wrong_lengths_lose_no_batch_of_an_epoch_or_a_resumed_one(mode: str, wrong: tuple[int, int]) -> None:  # I-04
     def combined(lengths: tuple[int, int]) -> CombinedLoader:
         samplers = Batches(4, lengths[0]), Batches(6, lengths[1])
         return CombinedLoader([DataLoader(numbers(one.samples), batch_sampler=one) for one in samplers], mode)
@@ -253,8 +248,7 @@ def test_wrong_lengths_lose_no_batch_of_an_epoch_or_a_resumed_one(mode: str, wro
     assert len(list(combined(wrong))) == len(right)
 
 
-def test_a_loader_is_not_started_again_at_the_end_of_the_longest() -> None:
-    # I-04
+def test_a_loader_is_not_started_again_at_the_end_of_the_longest() -> None:  # I-04
     streams = [Stream(4), Stream(4)]
     parts = [DataLoader(stream, 2) for stream in streams]
     assert len(list(prepare_loader(CombinedLoader(parts, "max_size_cycle"), training=True).epoch(0))) == 2
@@ -294,8 +288,7 @@ IN_BATCHES = [list(range(start, start + 8)) for start in range(0, 3200, 8)]
     ],
     ids=["shuffled", "sequential", "several ranks", "sampler", "batch sampler", "iterable"],
 )
-def test_a_batch_costs_few_calls(data: Any, options: dict[str, Any], world_size: int, allowed: int) -> None:
-    # H-01
+def test_a_batch_costs_few_calls(data: Any, options: dict[str, Any], world_size: int, allowed: int) -> None:  # H-01
     plain = calls_a_batch(iter(DataLoader(data, **options)))
     source = prepare_loader(DataLoader(data, **options), training=True, rank=world_size - 1, world_size=world_size)
     assert calls_a_batch(source.epoch(0)) - plain <= allowed

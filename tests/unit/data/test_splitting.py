@@ -39,11 +39,8 @@ class Stream(IterableDataset[int]):
         return iter(range(self.length))
 
 
-class SplitsByWorker(IterableDataset[int]):
+class SplitsByWorker(Stream):
     """Splits itself by worker, as torch's documentation shows."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
 
     def __iter__(self) -> Iterator[int]:
         worker = get_worker_info()

@@ -76,8 +76,7 @@ class CustomStrategy(SingleDeviceStrategy):
         return [] if self.silent else [state, MemoryAdvice("activations", "CustomStrategy(fold=True)")]
 
 
-def test_a_third_party_strategy_gives_its_own_advice(tmp_path: Path) -> None:
-    # K-02
+def test_a_third_party_strategy_gives_its_own_advice(tmp_path: Path) -> None:  # K-02
     strategy = CustomStrategy()
     lines = _note(tmp_path, strategy=strategy)
     assert [line.strip().removeprefix("then: ") for line in lines[-3:]] == [

@@ -195,8 +195,6 @@ def test_a_loader_passed_to_fit_is_not_reloaded(caplog: pytest.LogCaptureFixture
 
 def test_an_interval_longer_than_an_epoch_becomes_the_epochs(caplog: pytest.LogCaptureFixture) -> None:  # L-07
     class Short(Scheduled):
-        """Has fewer batches in every epoch."""
-
         def train_dataloader(self) -> Any:
             return DataLoader(Sequences(2), batch_size=4 * (1 + self.trainer.current_epoch))
 

@@ -52,8 +52,7 @@ def test_an_unsaved_run_is_reported_once(tmp_path: Path) -> None:
     assert sum("nothing is saved" in line for line in lines) == 1
 
 
-def test_checkpoints_and_files_are_named_relative_to_the_working_directory(tmp_path: Path) -> None:
-    # L-09
+def test_checkpoints_and_files_are_named_relative_to_the_working_directory(tmp_path: Path) -> None:  # L-09
     options = {"max_epochs": 3, "logger": CSVLogger(tmp_path / "runs", "one")}
     lines = closing_lines(tmp_path, worsening(), callbacks=Checkpoint(monitor="val_loss", keep_last=1), **options)
     assert lines == [
@@ -76,8 +75,7 @@ def test_a_small_run_logs_one_line(tmp_path: Path) -> None:
     assert not any("ended" in line for line in lines)
 
 
-def test_a_preempted_run_names_its_checkpoint(tmp_path: Path) -> None:
-    # L-09
+def test_a_preempted_run_names_its_checkpoint(tmp_path: Path) -> None:  # L-09
     def leave(trainer: Any) -> None:
         if trainer.global_step == 7:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -97,8 +95,7 @@ def test_a_preempted_run_names_its_checkpoint(tmp_path: Path) -> None:
     ("error", "why"),
     [(ValueError("no luck\nand more of it"), "ValueError: no luck"), (KeyboardInterrupt(), "KeyboardInterrupt")],
 )
-def test_a_failure_names_the_checkpoint_to_resume_from(tmp_path: Path, error: BaseException, why: str) -> None:
-    # L-09
+def test_a_failure_names_the_checkpoint_to_resume_from(tmp_path: Path, error: BaseException, why: str) -> None:  # L-09
     def fail(trainer: Any) -> None:
         if trainer.global_step == 6:
             raise error
@@ -110,8 +107,7 @@ def test_a_failure_names_the_checkpoint_to_resume_from(tmp_path: Path, error: Ba
         assert lines[1] == f"  last checkpoint: drivetrain_logs/version_{saved}"
 
 
-def test_values_of_an_unfinished_evaluation_are_those_logged_so_far(tmp_path: Path) -> None:
-    # L-09
+def test_values_of_an_unfinished_evaluation_are_those_logged_so_far(tmp_path: Path) -> None:  # L-09
     seen: list[dict[str, float]] = []
 
     def evaluate(self: Any, batch: Any, batch_idx: int) -> None:
@@ -211,7 +207,7 @@ def test_a_refusal_before_the_run_shows_only_the_call(tmp_path: Path) -> None:
     assert [name for _, name in frames(caught.value)][1:] == ["fit", "_launch"]
 
 
-def test_frames_of_user_code_are_kept(tmp_path: Path) -> None:  # I-17
+def test_frames_of_user_code_and_those_of_other_errors_are_kept(tmp_path: Path) -> None:  # I-17
     def logs(module: Any) -> None:
         module.log("note", "no number")
 
@@ -224,12 +220,9 @@ def test_frames_of_user_code_are_kept(tmp_path: Path) -> None:  # I-17
     assert names[-2:] == ["step", "logs"]
     assert len(names) == 5
     assert "Where: rank 0, epoch 0" in "".join(traceback.format_exception(caught.value))
-
-
-def test_other_errors_keep_their_frames(tmp_path: Path) -> None:
-    with pytest.raises(PlannedError) as caught:
+    with pytest.raises(PlannedError) as planned:
         fit(tmp_path).fit(failing("on_train_start", 1), regression())
-    assert ("session.py", "execute") in frames(caught.value)
+    assert ("session.py", "execute") in frames(planned.value)
 
 
 def test_mismatched_weights_are_reported_once(tmp_path: Path) -> None:

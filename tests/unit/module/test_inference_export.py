@@ -141,8 +141,6 @@ def test_a_file_that_cannot_be_written_is_not_left_behind(tmp_path: Path) -> Non
 
 
 class ExportingCallback(Callback):
-    """Exports after each epoch, and records the refusal."""
-
     refusal = ""
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
