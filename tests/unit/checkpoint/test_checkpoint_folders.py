@@ -29,6 +29,8 @@ from drivetrain.loggers import CSVLogger
 from faulty_store import FaultyStore
 from newest_checkpoint import newest
 
+FLOCK = fcntl.flock
+
 
 def written(folder: Any, name: str, *lineage: tuple[str, int], **metadata: Any) -> str:
     described = CheckpointMetadata(lineage=lineage, **metadata)
@@ -126,9 +128,6 @@ def test_a_file_latest_with_any_content_is_tolerated(content: bytes, store: Faul
     written(store.url, "one", ("a", 1))
     (store.folder / "latest").write_bytes(content)
     assert found(store.url) == "one"
-
-
-FLOCK = fcntl.flock
 
 
 def _flock_of_nfs(descriptor: int, operation: int) -> None:

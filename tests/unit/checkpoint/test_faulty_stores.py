@@ -17,7 +17,7 @@ from drivetrain.checkpoint import consolidate, load, verify
 from drivetrain.checkpoint._format import object_storage
 from faulty_store import FaultyStore
 
-URL = "faulty://store/runs/c"
+URL, OUT = "faulty://store/runs/c", "faulty://store/out/model.safetensors"
 MANIFEST = "*/manifest.json"
 NO_RIGHT = PermissionError("no right")
 ALWAYS: dict[str, Any] = {"times": None}
@@ -102,9 +102,6 @@ def test_a_writer_whose_manifest_replaces_another_keeps_its_files(store: FaultyS
     store.fail("get", MANIFEST, error=None, after=1, call=lambda: written(URL, 3.0))
     written(URL, 2.0)
     assert (scale(), verify(URL)) == (3.0, [])
-
-
-OUT = "faulty://store/out/model.safetensors"
 
 
 @pytest.mark.usefixtures("store")

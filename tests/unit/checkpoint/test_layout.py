@@ -46,6 +46,8 @@ from drivetrain.checkpoint._format.atomic_exchange import exchange
 from drivetrain.checkpoint._format.documents import decode, dumps, encode, loads
 from drivetrain.checkpoint._format.tensor_file import DTYPES
 
+URL = "memory://place/c"
+_Pair = namedtuple("_Pair", "a b")
 PARTS = ("model", "optimizer-0", "rank-00000", "state")
 FILES = ("manifest.json", *(f"{part}.{kind}" for part in PARTS for kind in ("json", "safetensors")))
 
@@ -212,9 +214,6 @@ def test_a_missing_manifest_or_another_format_is_refused(tmp_path: Path) -> None
         load(folder)
 
 
-URL = "memory://place/c"
-
-
 @pytest.fixture
 def memory() -> Iterator[Any]:
     filesystem = fsspec.filesystem("memory")
@@ -288,9 +287,6 @@ def test_nan_and_subclasses_are_restored_as_equal_values() -> None:
     assert math.isnan(restored({"x": math.nan})["x"])
     value = {"a": numpy.float64(0.1), "b": OrderedDict(x=1), "c": torch.Size([2, 3])}
     assert restored(value) == value
-
-
-_Pair = namedtuple("_Pair", "a b")
 
 
 @pytest.mark.parametrize(

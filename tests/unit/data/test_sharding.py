@@ -183,8 +183,6 @@ def test_the_rest_of_an_epoch_is_sharded_anew(order: str, before: Any, after: An
 
 
 class Bulk(Numbers):
-    """Is read by lists of indices."""
-
     def __getitem__(self, index: Any) -> Any:
         assert type(index) is list
         return torch.tensor(index)

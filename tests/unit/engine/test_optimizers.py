@@ -19,8 +19,6 @@ from drivetrain import ConfigurationError, TrainModule
 
 
 class Pair(TrainModule):
-    """Two layers, so that two optimizers have something to share."""
-
     def __init__(self, configure: Callable[[Any], Any]) -> None:
         super().__init__()
         torch.manual_seed(5)

@@ -19,6 +19,7 @@ from drivetrain.callbacks import Checkpoint
 from oracle.data_loaders import Stateful
 
 SAMPLES = 24
+WINDOWS = {"accumulate_grad_batches": 2, "val_check_interval": 0.5}
 
 
 def quiet(**settings: Any) -> Fit:
@@ -117,9 +118,6 @@ def trained(source: DataModule, ckpt_path: Any = None, **options: Any) -> tuple[
         "val": fit.callback_metrics["val"],
     }
     return state, net
-
-
-WINDOWS = {"accumulate_grad_batches": 2, "val_check_interval": 0.5}
 
 
 @pytest.mark.parametrize(("every", "settings"), [(1, WINDOWS), (2, {})])

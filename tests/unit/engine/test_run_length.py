@@ -22,6 +22,8 @@ from drivetrain.callbacks import Checkpoint, EarlyStopping
 from drivetrain.loggers import CSVLogger
 from drivetrain.precision import MixedPrecision
 
+BATCHES = 400
+
 
 def recording_validations(found: list[Any]) -> Callback:
     """A callback that records the epoch and micro-batch of each validation, and the sanity checks."""
@@ -241,9 +243,6 @@ def test_a_second_fit_of_one_object_starts_afresh(tmp_path: Path) -> None:
     assert first == again
     assert sorted(first[:9]) == sorted(first[9:]) == list(range(9))
     assert first[:9] != first[9:]
-
-
-BATCHES = 400
 
 
 def returning(value: float | None, **methods: Any) -> Tiny:

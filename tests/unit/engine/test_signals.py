@@ -27,6 +27,8 @@ from drivetrain.loggers import Logger
 from drivetrain.testing import requires_linux
 
 RUN = "drivetrain_logs/version_0"  # the folder of the first run, below the root
+SAVED, FAILING = ["interrupted-step=3", "latest"], "echo no such job >&2; exit 1"
+Requeued = Callable[[], list[str]]
 
 
 def send(*numbers: int, pause: float = 0.0) -> None:
@@ -36,7 +38,6 @@ def send(*numbers: int, pause: float = 0.0) -> None:
 
 
 def sending(*numbers: int, step: int = 3, hook: str = "on_train_batch_end", pause: float = 0.0) -> Callback:
-    """A callback that sends this process signals at a step."""
     return calling(hook, lambda trainer: send(*(numbers if trainer.global_step == step else ()), pause=pause))
 
 
@@ -138,10 +139,6 @@ def test_a_run_that_exceeds_its_time_limit_loses_no_step(tmp_path: Path) -> None
     saver = Checkpoint(tmp_path / "c", every_n_train_steps=100)
     fit(tmp_path, max_epochs=2, callbacks=saver).fit(resumed, regression(), ckpt_path="auto")
     assert torch.equal(resumed.layer.weight, undisturbed.layer.weight)
-
-
-Requeued = Callable[[], list[str]]
-SAVED, FAILING = ["interrupted-step=3", "latest"], "echo no such job >&2; exit 1"
 
 
 @pytest.fixture
