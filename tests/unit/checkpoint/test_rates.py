@@ -27,6 +27,7 @@ NUMBERS = ("model.safetensors", "optimizer-0.safetensors")
 
 
 def test_a_save_and_a_load_process_each_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # F-17
     def counting(owner: Any, name: str, size: Callable[..., int]) -> list[int]:
         seen: list[int] = []
         work = getattr(owner, name)
