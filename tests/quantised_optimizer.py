@@ -58,8 +58,6 @@ class Quantised(torch.Tensor):
 
 
 class WithoutFlatten(Quantised):
-    """Cannot be taken apart."""
-
     __tensor_flatten__ = None  # type: ignore[assignment]
 
 

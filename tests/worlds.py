@@ -102,7 +102,6 @@ def seen(gpu: EmulatedCuda, returned: Any = None) -> Seen:
 
 
 def close_worlds() -> None:
-    """End all ranks."""
     while _worlds:
         _worlds.popitem()[1].close()
     while _emulating:

@@ -107,13 +107,10 @@ def tensor_file(header: Any, nbytes: int) -> bytes:
 
 
 def token_free(name: str) -> str:
-    """Return a file name without its unique suffix."""
     return re.sub(r"-[0-9a-f]{16}", "", name)
 
 
 class OneLayer(TrainModule):
-    """A linear layer, trained with AdamW."""
-
     def __init__(self, inputs: int = 4, outputs: int = 1) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(inputs, outputs)

@@ -13,7 +13,7 @@ from torch import nn
 from drivetrain import Fit, TrainModule
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._distributed.shards import Box, ParameterShard, Span, cut
-from drivetrain.checkpoint import load, show, verify
+from drivetrain.checkpoint import consolidate, load, show, verify
 from drivetrain.checkpoint._base_weights import base_checksums  # private: no run shards a tensor in all of these ways
 from drivetrain.errors import CheckpointError
 
@@ -116,6 +116,9 @@ def test_an_adapter_without_its_base_is_loaded_evaluated_and_resumed(adapter: tu
     assert set(checkpoint.manifest.metadata.base) == {"base.0.weight", "base.0.bias", "base.1.weight", "base.1.bias"}
     assert verify(path) == []
     assert "a base of 4 weights, which are not in it" in show(path)
+    with pytest.raises(CheckpointError, match=r"lacks 'base\.0\.bias', 'base\.0\.weight'(.|\n)*load_from_checkpoint"):
+        consolidate(path, f"{path}.out")
+    assert not Path(f"{path}.out").exists()
     assert_equal(Adapted.load_from_checkpoint(path), module)
     evaluated, resumed, uninterrupted = Adapted(), Adapted(), Adapted()
     quiet().validate(evaluated, BATCHES, ckpt_path=path, verbose=False)

@@ -29,6 +29,8 @@ from drivetrain.loggers import CSVLogger
 from faulty_store import FaultyStore
 from newest_checkpoint import newest
 
+FLOCK = fcntl.flock
+
 
 def written(folder: Any, name: str, *lineage: tuple[str, int], **metadata: Any) -> str:
     described = CheckpointMetadata(lineage=lineage, **metadata)
@@ -50,8 +52,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
 @pytest.mark.parametrize("ahead", [0.0, 3600.0])
 def test_a_descendant_is_newer_than_its_ancestors_whatever_the_clocks_say(
     ahead: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # J-03
+) -> None:  # J-03
     clock = time.time
     monkeypatch.setattr("time.time", lambda: clock() + ahead)
     written(tmp_path, "step=12", ("first", 2))
@@ -63,8 +64,7 @@ def test_a_descendant_is_newer_than_its_ancestors_whatever_the_clocks_say(
     assert found(tmp_path) == "step=24"  # in a run that resumed from it
 
 
-def test_between_branches_the_time_decides(tmp_path: Path) -> None:
-    # J-03
+def test_between_branches_the_time_decides(tmp_path: Path) -> None:  # J-03
     written(tmp_path, "one", ("first", 2), ("second", 9))
     written(tmp_path, "other", ("first", 2), ("third", 1))
     assert found(tmp_path) == "other"
@@ -112,8 +112,7 @@ def test_a_failing_storage_is_asked_again_not_taken_for_empty(operation: str, pa
         is_taken(newer)
 
 
-def test_the_newest_checkpoint_is_found_although_the_listing_lags(store: FaultyStore) -> None:
-    # J-03
+def test_the_newest_checkpoint_is_found_although_the_listing_lags(store: FaultyStore) -> None:  # J-03
     written(store.url, "older", ("a", 1))
     written(store.url, "newer", ("a", 2))
     write_latest(store.url, "newer")
@@ -125,14 +124,10 @@ def test_the_newest_checkpoint_is_found_although_the_listing_lags(store: FaultyS
 
 
 @pytest.mark.parametrize("content", [b"", b"../elsewhere", b"gone", b"\xff\0", b"x" * 1000])
-def test_a_file_latest_with_any_content_is_tolerated(content: bytes, store: FaultyStore) -> None:
-    # J-10
+def test_a_file_latest_with_any_content_is_tolerated(content: bytes, store: FaultyStore) -> None:  # J-10
     written(store.url, "one", ("a", 1))
     (store.folder / "latest").write_bytes(content)
     assert found(store.url) == "one"
-
-
-FLOCK = fcntl.flock
 
 
 def _flock_of_nfs(descriptor: int, operation: int) -> None:
@@ -208,8 +203,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def test_a_tilde_is_the_home_folder(home: Path) -> None:
-    # J-12
+def test_a_tilde_is_the_home_folder(home: Path) -> None:  # J-12
     trainer = trained(callbacks=callbacks.Checkpoint("~/kept"), logger=CSVLogger("~/logs"), log_every_n_steps=1)
     trainer.save_checkpoint("~/by-hand", weights_only=True)
     trained(callbacks=callbacks.Checkpoint(), default_root_dir="~/root")
@@ -222,8 +216,7 @@ def test_a_tilde_is_the_home_folder(home: Path) -> None:
 
 
 @pytest.mark.usefixtures("home")
-def test_a_name_with_colons_is_a_folder_and_a_resumed_run_closes_the_files_that_it_read() -> None:
-    # J-12
+def test_a_name_with_colons_is_a_folder_and_a_resumed_run_closes_the_files_that_it_read() -> None:  # J-12
     held: list[str] = []
 
     class OpenFiles(callbacks.Checkpoint):

@@ -17,7 +17,7 @@ from drivetrain.checkpoint import consolidate, load, verify
 from drivetrain.checkpoint._format import object_storage
 from faulty_store import FaultyStore
 
-URL = "faulty://store/runs/c"
+URL, OUT = "faulty://store/runs/c", "faulty://store/out/model.safetensors"
 MANIFEST = "*/manifest.json"
 NO_RIGHT = PermissionError("no right")
 ALWAYS: dict[str, Any] = {"times": None}
@@ -70,8 +70,7 @@ def test_a_save_outlasts_a_fault(store: FaultyStore, operation: str, pattern: st
 )
 def test_a_failed_save_leaves_a_whole_checkpoint(
     store: FaultyStore, pattern: str, fault: dict[str, Any], message: str, left: float
-) -> None:
-    # J-04
+) -> None:  # J-04
     written(URL, 1.0)
     store.calls.clear()
     store.fail("put", pattern, **fault)
@@ -88,8 +87,7 @@ def test_a_failed_save_leaves_a_whole_checkpoint(
 
 @pytest.mark.parametrize("exists", [True, False])
 @pytest.mark.parametrize("turn", ["*/model-*", MANIFEST])
-def test_a_save_within_another_does_not_mix_their_files(store: FaultyStore, exists: bool, turn: str) -> None:
-    # J-04
+def test_a_save_within_another_does_not_mix_their_files(store: FaultyStore, exists: bool, turn: str) -> None:  # J-04
     if exists:
         written(URL, 1.0)
     store.fail("put", turn, error=None, call=lambda: written(URL, 3.0))
@@ -104,9 +102,6 @@ def test_a_writer_whose_manifest_replaces_another_keeps_its_files(store: FaultyS
     store.fail("get", MANIFEST, error=None, after=1, call=lambda: written(URL, 3.0))
     written(URL, 2.0)
     assert (scale(), verify(URL)) == (3.0, [])
-
-
-OUT = "faulty://store/out/model.safetensors"
 
 
 @pytest.mark.usefixtures("store")
@@ -127,8 +122,7 @@ def test_consolidating_a_damaged_checkpoint_changes_nothing(tmp_path: Path, url:
     filesystem.rm_file(path)
 
 
-def test_consolidating_into_a_failing_store_leaves_nothing_or_all(store: FaultyStore, tmp_path: Path) -> None:
-    # J-14
+def test_consolidating_into_a_failing_store_leaves_nothing_or_all(store: FaultyStore, tmp_path: Path) -> None:  # J-14
     path = written(tmp_path / "c")
     store.fail("put", "out/*", **ALWAYS)
     with pytest.raises(CheckpointError, match="503 Slow Down"):

@@ -56,8 +56,7 @@ PLANTED: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("place", PLANTED)
-def test_a_malformed_manifest_is_refused_and_skipped_by_auto(tmp_path: Path, place: str) -> None:
-    # J-10, F-04
+def test_a_malformed_manifest_is_refused_and_skipped_by_auto(tmp_path: Path, place: str) -> None:  # J-10, F-04
     *above, key = place.split("/")
     written(tmp_path / "good")
     for value in PLANTED[place]:
@@ -86,8 +85,7 @@ def test_file_names_that_point_elsewhere_are_refused(tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize("kind", ["pipe", "directory", "link", "link to itself", "link to a device"])
-def test_a_path_that_is_no_regular_file_is_named(tmp_path: Path, kind: str) -> None:
-    # J-10
+def test_a_path_that_is_no_regular_file_is_named(tmp_path: Path, kind: str) -> None:  # J-10
     for name in ("manifest.json", "state.json"):
         path = Path(written(tmp_path / name)) / name
         elsewhere = path.rename(tmp_path / f"elsewhere-{name}")
@@ -134,8 +132,7 @@ HEADERS: dict[str, tuple[Any, int]] = {
 
 
 @pytest.mark.parametrize(("header", "nbytes"), HEADERS.values(), ids=HEADERS)
-def test_a_malformed_header_of_a_tensor_file_is_refused(tmp_path: Path, header: Any, nbytes: int) -> None:
-    # J-10, F-04
+def test_a_malformed_header_of_a_tensor_file_is_refused(tmp_path: Path, header: Any, nbytes: int) -> None:  # J-10, F-04
     folder = Path(written(tmp_path / "c"))
     replace_file(folder, "state.safetensors", tensor_file(header, nbytes))
     assert any("state.safetensors is not a safetensors file" in line for line in verify(folder))
@@ -168,8 +165,7 @@ def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
         assert len(os.listdir(descriptors)) <= before
 
 
-def test_a_parameter_called_metadata_is_refused_and_state_of_that_name_is_kept(tmp_path: Path) -> None:
-    # J-12
+def test_a_parameter_called_metadata_is_refused_and_state_of_that_name_is_kept(tmp_path: Path) -> None:  # J-12
     with pytest.raises(CheckpointError, match="named '__metadata__'"):
         save_contents(tmp_path / "c", Contents({"__metadata__": torch.ones(1)}))
     save_contents(tmp_path / "c", Contents({}, state={"__metadata__": torch.ones(1)}))

@@ -26,8 +26,6 @@ def fit(steps: int, **options: Any) -> Fit:
 
 
 class Scale(nn.Module):
-    """Multiplies by its weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4))
@@ -91,15 +89,11 @@ class Growing(Scale):
 
 
 class Refusing(Scale):
-    """Refuses its weights."""
-
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
         rest[-1].append("this layer cannot be converted")
 
 
 class Net(TrainModule):
-    """A linear layer over a layer of the given class."""
-
     def __init__(self, layer: Callable[[], nn.Module] = Scale, compiled: bool = False) -> None:
         super().__init__()
         self.layer: Any = layer()
@@ -120,21 +114,16 @@ class Net(TrainModule):
 
 
 class Lenient(Net):
-    """Skips weights whose names do not match."""
-
     strict_loading = False
 
 
 class OverridesLoading(Net):
-    """Renames weights in its own load_state_dict."""
-
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         state = {name.replace("layer.gamma", "layer.weight"): value for name, value in state_dict.items()}
         return super().load_state_dict(state, strict, assign)
 
 
 def trained(path: Path, module: Any, steps: int = 2, start: Path | None = None, **options: Any) -> Any:
-    """Train the module, save it at the path, and return it."""
     save = Checkpoint(path.parent, filename=path.name)
     fit(steps, enable_checkpointing=True, callbacks=[save], **options).fit(module, BATCHES, ckpt_path=start)
     return module
@@ -229,8 +218,6 @@ def test_names_and_shapes_that_differ_are_listed(tmp_path: Path) -> None:  # F-1
 
 
 class LoadsMismatched(Callback):
-    """Loads mismatched weights through the strategy during a run."""
-
     def on_train_start(self, trainer: Any, module: Any) -> None:
         load = trainer.strategy.load_model_state
         head = {"head.weight": torch.ones(1, 4), "head.bias": torch.ones(1)}

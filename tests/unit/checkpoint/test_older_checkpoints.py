@@ -111,8 +111,7 @@ def run(strategy: str, start: Path | None = None, out: Path | None = None) -> An
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_older_checkpoint_is_read_and_resumed_with_the_same_results(kind: str) -> None:
-    # F-01
+def test_an_older_checkpoint_is_read_and_resumed_with_the_same_results(kind: str) -> None:  # F-01
     checkpoint = load(OLDER / kind)
     assert verify(OLDER / kind) == []
     assert checkpoint.progress["global_step"] == SAVED_AT

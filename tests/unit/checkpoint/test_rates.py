@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import os
-import random
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,6 @@ NUMBERS = ("model.safetensors", "optimizer-0.safetensors")
 
 def test_a_save_and_a_load_process_each_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # F-17
     def counting(owner: Any, name: str, size: Callable[..., int]) -> list[int]:
-        """Record the calls of ``owner.name`` without changing its behavior."""
         seen: list[int] = []
         work = getattr(owner, name)
 
@@ -63,18 +60,6 @@ def test_a_save_and_a_load_process_each_byte_once(tmp_path: Path, monkeypatch: p
     again = [source.read() for source in sources]
     # J-10: memory of its own, not a map of the file, which others may truncate
     assert not {one.data_ptr() for one in first} & {one.data_ptr() for one in again}
-
-
-@pytest.mark.parametrize("size", [0, 1, 9, 10, 11, 95, 100])
-def test_checksums_of_blocks_do_not_depend_on_the_portions_that_are_written(size: int) -> None:
-    content = random.Random(0).randbytes(size)
-    expected = "".join(f"{zlib.crc32(content[start : start + 10]):08x}" for start in range(0, size, 10))
-    for portion in (1, 3, 10, 25, 100):
-        sums = checksums.BlockChecksums(10)
-        for start in range(0, size, portion):
-            sums.update(content[start : start + portion])
-        assert (sums.text(), sums.size) == (expected, size)
-    assert len(expected) == 8 * checksums.block_count(size, 10)
 
 
 @pytest.mark.parametrize("short", [False, True])

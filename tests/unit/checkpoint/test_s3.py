@@ -75,8 +75,7 @@ def _trained(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in module.state_dict().items()}
 
 
-def test_two_ranks_write_one_checkpoint(bucket: Any, tmp_path: Path) -> None:
-    # F-09
+def test_two_ranks_write_one_checkpoint(bucket: Any, tmp_path: Path) -> None:  # F-09
     weights = on_ranks(_trained, 2, tmp_path, timeout=100)[0]
     assert verify(PATH) == []
     checkpoint = load(PATH)
@@ -86,8 +85,6 @@ def test_two_ranks_write_one_checkpoint(bucket: Any, tmp_path: Path) -> None:
 
 
 class DeletesBucket(Callback):
-    """Deletes the bucket after a step."""
-
     def __init__(self, bucket: Any, step: int) -> None:
         self.bucket, self.step = bucket, step
 

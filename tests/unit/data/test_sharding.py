@@ -1,7 +1,11 @@
-"""Sharding for training and evaluation, with all ranks simulated in one process."""
+"""Sharding for training and evaluation, with all ranks simulated in one process, and the keyed permutation of an epoch:
+a bijection, a pure function of its key, and of constant size.
+"""
 
 from __future__ import annotations
 
+import time
+import tracemalloc
 from collections.abc import Iterator
 from itertools import accumulate, chain, product
 from typing import Any
@@ -19,6 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from drivetrain.data import KeyedPermutation, SequentialOrder, order
 from drivetrain.data._batch_source import BatchSource
 from drivetrain.data._loaders import prepare_loader  # private: all ranks are simulated in one process
 from drivetrain.data._sharding import BatchShard, ShardingOrigin
@@ -120,8 +125,7 @@ def assert_dealt(found: list[Step], dealt: list[GlobalBatch]) -> None:
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("order", ["sequential", "shuffled", "custom", "batch sampler"])
 @pytest.mark.parametrize("training", [False, True])
-def test_every_sample_is_dealt_exactly_once(order: str, drop_last: bool, training: bool) -> None:
-    # B-04, B-11
+def test_every_sample_is_dealt_exactly_once(order: str, drop_last: bool, training: bool) -> None:  # B-04, B-11
     def ranks_of(length: int, world_size: int, batch_size: int) -> list[BatchSource]:
         return sources(lambda: loader(length, batch_size, order, drop_last=drop_last), world_size, training=training)
 
@@ -147,23 +151,9 @@ def test_every_sample_is_dealt_exactly_once(order: str, drop_last: bool, trainin
         assert_dealt(found, dealt)
 
 
-def test_the_last_samples_are_dealt_evenly_and_ranks_without_one_join_in_training() -> None:
-    # B-04: 102 samples, 4 ranks, batch 8.
-    found = steps(sources(lambda: loader(102, 8, "shuffled"), 4))
-    assert [[shard.samples for _, shard in step] for step in found] == [[8] * 4] * 3 + [[2, 2, 1, 1]]
-    # 98 samples leave 2 for 4 ranks: two join in training ...
-    found = steps(sources(lambda: loader(98, 8), 4))
-    assert [batch for batch, _ in found[-1]] == [[96], [97], [96], [96]]
-    assert [shard.joins for _, shard in found[-1]] == [False, False, True, True]
-    # ... and none in evaluation.
-    found = steps(sources(lambda: loader(98, 8), 4, training=False))
-    assert [[shard.samples for _, shard in step] for step in found[-2:]] == [[5, 4, 4, 4], [5, 4, 4, 4]]
-
-
 @pytest.mark.parametrize("order", ["shuffled", "custom", "weighted", "subset", "batch sampler"])
 @pytest.mark.parametrize("training", [False, True])
-def test_starts_anywhere_without_reading_what_it_skips(order: str, training: bool) -> None:
-    # F-02, F-03
+def test_starts_anywhere_without_reading_what_it_skips(order: str, training: bool) -> None:  # F-02, F-03
     whole = steps(sources(lambda: loader(50, 4, order), 2, training=training), epoch=1)
     for start in range(len(whole) + 1):
         loaders: list[Any] = [loader(50, 4, order) for _ in range(2)]
@@ -176,8 +166,7 @@ def test_starts_anywhere_without_reading_what_it_skips(order: str, training: boo
 @pytest.mark.parametrize("order", ["sequential", "shuffled", "weighted", "batch sampler"])
 @pytest.mark.parametrize(("before", "after"), [((2, 8), (4, 8)), ((4, 4), (1, 8)), ((1, 5), (3, 7)), ((3, 7), (2, 1))])
 @pytest.mark.parametrize("done", [1, 3])
-def test_the_rest_of_an_epoch_is_sharded_anew(order: str, before: Any, after: Any, done: int) -> None:
-    # F-02
+def test_the_rest_of_an_epoch_is_sharded_anew(order: str, before: Any, after: Any, done: int) -> None:  # F-02
     def read(world_size: int, batch_size: int, *position: Any) -> list[Step]:
         ranks = sources(lambda: loader(102, batch_size, order), world_size)
         epochs = [[(batch.tolist(), shard) for batch, shard in source.epoch(3, *position)] for source in ranks]
@@ -194,8 +183,6 @@ def test_the_rest_of_an_epoch_is_sharded_anew(order: str, before: Any, after: An
 
 
 class Bulk(Numbers):
-    """Is read by lists of indices."""
-
     def __getitem__(self, index: Any) -> Any:
         assert type(index) is list
         return torch.tensor(index)
@@ -271,3 +258,53 @@ def test_a_data_set_of_batches_is_divided_by_batches() -> None:
         assert [shard.samples for _, shard in pairs] == [0 if shard.joins else len(batch) for batch, shard in pairs]
         parts += [int(batch[0]) for batch, shard in pairs if not shard.joins]
     assert sorted(parts) == list(range(7))
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 16, 1000, 2**16 - 1, 2**16, 2**16 + 1, 70_001])
+def test_an_order_is_a_permutation(length: int) -> None:
+    found = order(length, seed=1, epoch=0)(torch.arange(length))
+    assert torch.equal(found.sort().values, torch.arange(length))
+
+
+@pytest.mark.parametrize("length", [50, 100_003])
+def test_each_position_is_a_pure_function_of_length_seed_and_epoch(length: int) -> None:
+    # B-11; F-03: positions that are skipped are not computed.
+    shuffled, positions = order(length, 7, 3), torch.arange(length)
+    every = shuffled(positions)
+    torch.manual_seed(99)
+    assert torch.equal(every, order(length, 7, 3)(positions))
+    for other in (order(length, 8, 3), order(length, 7, 4)):
+        assert (every == other(positions)).float().mean() < 0.2
+    block = torch.tensor([[3, 1], [length - 1, 0]])
+    for found, expected in ((shuffled, every), (SequentialOrder(length), positions)):
+        assert [found[position] for position in (0, 1, length - 1)] == expected[[0, 1, -1]].tolist()
+        assert torch.equal(found(block), expected[block])
+        assert len(found) == length
+        with pytest.raises(IndexError):
+            found[length]
+
+
+@pytest.mark.parametrize("length", [1000, 90_000])
+def test_an_order_is_spread_evenly(length: int) -> None:
+    # Where the first position goes over many keys, and how neighbours lie, are uniform within five deviations.
+    first_positions = torch.tensor([order(length, seed, 0)[0] for seed in range(400)], dtype=torch.float64) / length
+    assert abs(float(first_positions.mean()) - 0.5) < 5 * (1 / 12) ** 0.5 / 20
+    found = order(length, 5, 5)(torch.arange(length)).double()
+    correlation = torch.corrcoef(torch.stack([found[:-1], found[1:]]))[0, 1]
+    assert abs(float(correlation)) < 5 / length**0.5
+    of_four = {tuple(order(4, seed, 0)(torch.arange(4)).tolist()) for seed in range(600)}
+    assert len(of_four) == 24  # every permutation is reached
+
+
+def test_a_billion_samples_start_at_once_in_constant_memory() -> None:  # B-11
+    tracemalloc.start()
+    began = time.perf_counter()
+    shuffled = KeyedPermutation(10**9, seed=0, epoch=0)
+    block = shuffled(torch.arange(10**9 - 64, 10**9))
+    elapsed = time.perf_counter() - began
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100_000
+    assert elapsed < 0.5
+    assert len(set(block.tolist())) == 64
+    assert 0 <= int(block.min()) <= int(block.max()) < 10**9 == len(shuffled)

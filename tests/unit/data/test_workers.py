@@ -21,7 +21,6 @@ from drivetrain.errors import ConfigurationError
 
 
 def draw() -> tuple[float, float, float]:
-    """Draw from all three generators."""
     return random.random(), float(numpy.random.rand()), float(torch.rand(()))
 
 
@@ -60,8 +59,7 @@ def draws_in(epochs: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("data", [Drawing(), DrawingInBulk()], ids=["items", "bulk"])
-def test_draws_are_a_function_of_seed_epoch_rank_and_micro_batch(data: Drawing) -> None:
-    # B-10
+def test_draws_are_a_function_of_seed_epoch_rank_and_micro_batch(data: Drawing) -> None:  # B-10
     two: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
     expected = drawn(data, num_workers=1)
     torch.manual_seed(1234)
@@ -74,23 +72,13 @@ def test_draws_are_a_function_of_seed_epoch_rank_and_micro_batch(data: Drawing) 
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_draws_of_an_iterable_data_set_differ_between_ranks_workers_and_epochs(persistent: bool) -> None:
-    # B-10
+def test_draws_of_an_iterable_data_set_differ_between_ranks_workers_and_epochs(persistent: bool) -> None:  # B-10
     options: dict[str, Any] = {"num_workers": 2, "persistent_workers": persistent}
     first = drawn(DrawingStream(), **options)
     torch.manual_seed(77)
     assert drawn(DrawingStream(), **options) == first
     draws = draws_in(first + drawn(DrawingStream(), rank=1, **options))
     assert len(draws) == len(set(draws)) == 2 * 2 * 12 * 3
-
-
-def test_without_workers_draws_come_from_the_generators_of_the_process() -> None:
-    # B-10, B-18: as a loop written by hand would.
-    random.seed(5)
-    expected = [random.random() for _ in range(26)]
-    random.seed(5)
-    source = prepare_loader(DataLoader(Drawing(), 4), training=True)
-    assert [value for batch, _ in source.epoch(0) for value in batch[1].tolist()] == expected
 
 
 class Offset(Dataset[int]):

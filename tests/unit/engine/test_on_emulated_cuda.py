@@ -85,8 +85,9 @@ class Spiking(Net):
 
 
 def rows(batches: int = 8, device: str = "cpu", **settings: Any) -> DataLoader[Any]:
+    """Batches of eight, of which the last is smaller."""
     generator = torch.Generator().manual_seed(1)
-    x, y = (torch.randn(8 * batches, width, generator=generator).to(device) for width in (8, 1))
+    x, y = (torch.randn(8 * batches - 3, width, generator=generator).to(device) for width in (8, 1))
     return DataLoader(TensorDataset(x, y), batch_size=8, **settings)
 
 
@@ -124,8 +125,7 @@ def _equal(gpu: EmulatedCuda, precision: str, optimizer: str, devices: Any) -> b
         ("16-mixed", "adamw", [1]),
     ],
 )
-def test_a_run_gives_the_cpus_weights_without_a_race(precision: str, optimizer: str, devices: Any) -> None:
-    # O-01
+def test_a_run_gives_the_cpus_weights_without_a_race(precision: str, optimizer: str, devices: Any) -> None:  # O-01
     seen = on_emulated_cuda(_equal, precision, optimizer, devices)
     assert seen.returned
     assert_clean(seen)
@@ -193,8 +193,7 @@ def _steps(gpu: EmulatedCuda, what: str) -> dict[int, list[str]]:
 
 
 @pytest.mark.parametrize("what", RUNS)
-def test_the_host_waits_no_more_often_for_more_steps(what: str) -> None:
-    # O-04
+def test_the_host_waits_no_more_often_for_more_steps(what: str) -> None:  # O-04
     found = on_emulated_cuda(_steps, what).returned
     assert len(found[24]) == len(found[8]), "\n".join(found[24])
     assert not [text for text in found[8] if "batch_weight" in text]  # it is computed from the host batch
@@ -217,8 +216,7 @@ def _reported(gpu: EmulatedCuda, log_every: int) -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize("log_every", [1, 3])
-def test_logged_rows_and_reported_spikes_are_those_of_the_host_in_the_same_order(log_every: int) -> None:
-    # O-04
+def test_logged_rows_and_reported_spikes_are_those_of_the_host_in_the_same_order(log_every: int) -> None:  # O-04
     host, device = on_emulated_cuda(_reported, log_every).returned
     assert device == host
     table, warnings = host
@@ -240,8 +238,7 @@ def _pinned(gpu: EmulatedCuda, stage: str) -> None:
 
 
 @pytest.mark.parametrize(("stage", "count"), [("training", 48), ("validation", 16), ("prediction", 16)])
-def test_batches_of_pinned_memory_are_copied_while_the_host_goes_on(stage: str, count: int) -> None:
-    # O-01
+def test_batches_of_pinned_memory_are_copied_while_the_host_goes_on(stage: str, count: int) -> None:  # O-01
     seen = on_emulated_cuda(_pinned, stage)
     assert_clean(seen)
     # Without those of weights, which come from pageable memory.
@@ -265,8 +262,7 @@ def _saved(gpu: EmulatedCuda, device: int) -> list[int]:
 
 
 @pytest.mark.parametrize("device", [0, 1])
-def test_the_runs_device_is_current_and_is_waited_for_by_an_asynchronous_save(device: int) -> None:
-    # O-01, O-02
+def test_the_runs_device_is_current_and_is_waited_for_by_an_asynchronous_save(device: int) -> None:  # O-01, O-02
     seen = on_emulated_cuda(_saved, device)
     assert seen.returned == [device, 0]
     saving = "checkpoint/_format/"
@@ -284,8 +280,7 @@ def _offloaded(gpu: EmulatedCuda) -> Tensor | None:
     return weight.grad
 
 
-def test_gradients_on_the_host_are_unscaled_by_the_scale() -> None:
-    # O-01
+def test_gradients_on_the_host_are_unscaled_by_the_scale() -> None:  # O-01
     assert torch.equal(on_emulated_cuda(_offloaded).returned, torch.full((4,), 2.0))
 
 

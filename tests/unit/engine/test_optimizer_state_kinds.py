@@ -88,8 +88,6 @@ def test_state_of_a_tensor_subclass_comes_back_as_what_it_was(configure: Any, sa
 
 
 class Keeping(torch.optim.SGD):
-    """Keeps values in the state of its parameters."""
-
     def __init__(self, params: Any, values: dict[str, Any]) -> None:
         super().__init__(params, lr=0.1)
         self.values = values
@@ -130,8 +128,7 @@ def plain(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "32-true"])
-def test_values_of_many_kinds_are_kept_as_they_are(precision: str, tmp_path: Path) -> None:
-    # Q-03
+def test_values_of_many_kinds_are_kept_as_they_are(precision: str, tmp_path: Path) -> None:  # Q-03
     path = saved(tmp_path, Model(lambda params: Keeping(params, KEPT)), precision)
     module = Model(lambda params: Keeping(params, dict.fromkeys(KEPT, "not restored")))
     (optimizer,) = fit(module, ckpt_path=path, precision=precision).optimizers
@@ -169,16 +166,14 @@ def refused(module: TrainModule, folder: Path, error: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(("value", "error"), REFUSED, ids=[str(type(value)) for value, _ in REFUSED])
-def test_other_values_are_refused_before_the_second_step(value: Any, error: str, tmp_path: Path) -> None:
-    # Q-03
+def test_other_values_are_refused_before_the_second_step(value: Any, error: str, tmp_path: Path) -> None:  # Q-03
     steps, text = refused(Model(lambda params: Keeping(params, {"kept": value})), tmp_path, error)
     assert steps == 1
     assert "ptimizer" in text
     assert "wide.weight/kept" in text
 
 
-def test_an_optimizer_that_steps_later_is_checked_after_its_own_first_step(tmp_path: Path) -> None:
-    # Q-03
+def test_an_optimizer_that_steps_later_is_checked_after_its_own_first_step(tmp_path: Path) -> None:  # Q-03
     class Turns(Model):
         automatic_optimization = False
 
@@ -204,8 +199,7 @@ def test_state_is_checked_twice_where_checkpoints_are_written(saves: bool, steps
     assert found == steps
 
 
-def test_reading_imports_no_class_that_the_checkpoint_names(tmp_path: Path) -> None:
-    # Q-03
+def test_reading_imports_no_class_that_the_checkpoint_names(tmp_path: Path) -> None:  # Q-03
     path = saved(tmp_path, Model(QuantisedMomentum))
     script = (
         "import sys; from drivetrain.checkpoint import load, verify\n"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_case import Regression, Tiny, fit, loader, numbers, regression, stream
-from small_modules import logs, tiny
+from small_modules import tiny
 from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -19,8 +19,6 @@ from drivetrain import ConfigurationError, TrainModule
 
 
 class Pair(TrainModule):
-    """Two layers, so that two optimizers have something to share."""
-
     def __init__(self, configure: Callable[[Any], Any]) -> None:
         super().__init__()
         torch.manual_seed(5)
@@ -146,17 +144,6 @@ def test_a_replaced_layer_is_not_added_to_another_optimizer(tmp_path: Path) -> N
         fit(tmp_path).fit(Replaces(_two), regression())
 
 
-def test_a_plateau_follows_a_validation_value(tmp_path: Path) -> None:
-    def configure_optimizers(self: Any) -> Any:
-        optimizer = SGD(self.parameters(), lr=1.0)
-        plateau = ReduceLROnPlateau(optimizer, patience=0, factor=0.1)
-        return {"optimizer": optimizer, "lr_scheduler": plateau, "monitor": "val_loss"}
-
-    runner = fit(tmp_path, max_epochs=3)
-    runner.fit(logs(configure_optimizers=configure_optimizers), loader(4), loader(4))
-    assert runner.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01)
-
-
 @pytest.mark.parametrize(
     ("options", "samples", "expected"),
     [
@@ -174,8 +161,7 @@ def test_a_plateau_follows_a_validation_value(tmp_path: Path) -> None:
 )
 def test_the_estimated_steps_are_those_of_the_run(
     tmp_path: Path, options: dict[str, Any], samples: int | None, expected: float
-) -> None:
-    """B-09."""
+) -> None:  # B-09
     estimates: list[float] = []
 
     def configure_optimizers(self: Any) -> Any:
@@ -274,8 +260,7 @@ def test_transfer_hooks_see_batches_in_order_and_batch_weight_those_of_the_loade
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
-def test_an_invalid_weight_is_refused_with_rank_and_batch(tmp_path: Path, weight: float) -> None:
-    """B-21."""
+def test_an_invalid_weight_is_refused_with_rank_and_batch(tmp_path: Path, weight: float) -> None:  # B-21
     module = tiny(batch_weight=lambda self, batch: weight if batch[0, 0] == 4 else 1.0)
     with pytest.raises(ConfigurationError, match=r"batch_weight returned .* on rank 0 for batch 2"):
         fit(tmp_path, accumulate_grad_batches=2).fit(module, loader(8))
@@ -284,8 +269,7 @@ def test_an_invalid_weight_is_refused_with_rank_and_batch(tmp_path: Path, weight
 @pytest.mark.parametrize(("weightless", "window", "steps"), [([4], 1, 3), ([0, 2, 4, 6], 2, 0)])
 def test_a_window_without_weight_makes_no_step_and_one_warning(
     tmp_path: Path, weightless: list[int], window: int, steps: int
-) -> None:
-    """B-21."""
+) -> None:  # B-21
     module = tiny(batch_weight=lambda self, batch: 0 if int(batch[0, 0]) in weightless else 1)
     runner = fit(tmp_path, accumulate_grad_batches=window)
     with pytest.warns(UserWarning, match="the weights of its batches sum to zero") as warned:

@@ -33,8 +33,6 @@ def packed(batch: Any) -> Any:
 
 
 class Reusing:
-    """Returns the same buffer from every step."""
-
     def __iter__(self) -> Iterator[torch.Tensor]:
         buffer = torch.zeros(2)
         for value in range(3):

@@ -76,5 +76,5 @@ def with_a_position(accumulate: int, at: int) -> Program:
         pytest.param(saved_in("on_before_optimizer_step", 1, accumulate=2), id="S-01 saved before a step"),
     ],
 )
-def test_a_run_equals_the_plain_loop(program: Program) -> None:
+def test_a_run_equals_the_plain_loop(program: Program) -> None:  # B-02, B-03
     assert not check(program), "the engine refused the program"

@@ -18,8 +18,6 @@ from faulty_store import FaultyStore
 
 
 class Stateful(Callback):
-    """Has a given state, or saves it in on_save_checkpoint."""
-
     def __init__(self, state: Any = None, extra: Any = None) -> None:
         self.state, self.extra = state, extra
 

@@ -19,6 +19,7 @@ from drivetrain.callbacks import Checkpoint
 from oracle.data_loaders import Stateful
 
 SAMPLES = 24
+WINDOWS = {"accumulate_grad_batches": 2, "val_check_interval": 0.5}
 
 
 def quiet(**settings: Any) -> Fit:
@@ -119,9 +120,6 @@ def trained(source: DataModule, ckpt_path: Any = None, **options: Any) -> tuple[
     return state, net
 
 
-WINDOWS = {"accumulate_grad_batches": 2, "val_check_interval": 0.5}
-
-
 @pytest.mark.parametrize(("every", "settings"), [(1, WINDOWS), (2, {})])
 def test_a_resumed_run_equals_the_uninterrupted_run(every: int, settings: Any, tmp_path: Path) -> None:  # L-07
     options = {"reload_dataloaders_every_n_epochs": every, **settings}
@@ -195,8 +193,6 @@ def test_a_loader_passed_to_fit_is_not_reloaded(caplog: pytest.LogCaptureFixture
 
 def test_an_interval_longer_than_an_epoch_becomes_the_epochs(caplog: pytest.LogCaptureFixture) -> None:  # L-07
     class Short(Scheduled):
-        """Has fewer batches in every epoch."""
-
         def train_dataloader(self) -> Any:
             return DataLoader(Sequences(2), batch_size=4 * (1 + self.trainer.current_epoch))
 

@@ -135,8 +135,7 @@ DIFFERENT: list[tuple[str, Configure, Configure, Any, str]] = [
 @pytest.mark.parametrize(("consent", "before", "now", "batches", "difference"), DIFFERENT)
 def test_differences_are_refused_by_name_unless_they_are_allowed(
     consent: str, before: Configure, now: Configure, batches: Any, difference: str, tmp_path: Path, caplog: Any
-) -> None:
-    # J-07, Q-04
+) -> None:  # J-07, Q-04
     saved = save(tmp_path / "saved", before)
     module = OtherModel(now) if consent == "module" else Model(now)
     weights = {name: value.clone() for name, value in module.state_dict().items()}
@@ -189,8 +188,7 @@ OPTIMIZER, SCHEDULER = 'allow=("optimizer",)', 'allow=("scheduler",)'
 )
 def test_another_number_is_logged_and_the_checkpoint_s_goes_on_unless_the_part_starts_anew(
     before: Configure, now: Configure, allow: str, logged: list[str], rates: list[float], tmp_path: Path, caplog: Any
-) -> None:
-    #
+) -> None:
     saved, module = save(tmp_path / "saved", before), Model(now)
     caplog.clear()
     fit(module, ckpt_path=saved, allow=(allow,) if allow else ())
@@ -234,8 +232,7 @@ def test_what_changes_no_update_is_no_difference(
 
 def test_a_setting_that_a_scheduler_or_a_callback_has_changed_is_no_difference(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    #
+) -> None:
     def decay(trainer: Any) -> None:
         trainer.optimizers[0].param_groups[0]["weight_decay"] = 0.25
 
@@ -271,8 +268,7 @@ def only_trainable(module: Model) -> Any:
 )
 def test_a_finetuning_resumes_in_mid_schedule(
     before: Configure, now: Configure, allow: Any, rate: float, tmp_path: Path
-) -> None:
-    # Q-04, L-02
+) -> None:  # Q-04, L-02
     def unfreezing() -> Callback:
         return BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.002)
 
@@ -283,8 +279,7 @@ def test_a_finetuning_resumes_in_mid_schedule(
     assert steps_of(trainer) == ({4} if allow else {6, 12})
 
 
-def test_a_new_head_is_in_the_optimizer_or_the_error_says_so(tmp_path: Path) -> None:
-    #
+def test_a_new_head_is_in_the_optimizer_or_the_error_says_so(tmp_path: Path) -> None:
     saved, module, head = save(tmp_path / "saved", adam()), Model(adam()), nn.Linear(3, 1)
     module.heads.append(head)
     module.strict_loading = False
@@ -310,8 +305,7 @@ def rewrite_state(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     save(str(path), contents, LocalControl())
 
 
-def test_a_checkpoint_of_a_version_that_did_not_record_options_resumes(tmp_path: Path) -> None:
-    #
+def test_a_checkpoint_of_a_version_that_did_not_record_options_resumes(tmp_path: Path) -> None:
     saved = save(tmp_path / "saved", adam())
     rewrite_state(saved, lambda made_of: made_of.pop("optimizer_groups"))
     module = Model(adam(lr=0.5, amsgrad=False))
@@ -337,8 +331,7 @@ def test_a_malformed_record_is_a_checkpoint_error(name: str, malformed: Any, err
         fit(Model(scheduled(adam(), halving)), ckpt_path=saved)
 
 
-def test_a_rollback_to_a_checkpoint_with_another_optimizer_is_refused(tmp_path: Path) -> None:
-    #
+def test_a_rollback_to_a_checkpoint_with_another_optimizer_is_refused(tmp_path: Path) -> None:
     saved = save(tmp_path / "saved", adam())
     going_back = calling("on_train_batch_end", lambda trainer: trainer.roll_back(str(saved)))
     with pytest.raises(ConfigurationError, match=r"cannot go back to .*: it had .*AdamW?, and this run RMSprop"):

@@ -22,6 +22,8 @@ from drivetrain.callbacks import Checkpoint, EarlyStopping
 from drivetrain.loggers import CSVLogger
 from drivetrain.precision import MixedPrecision
 
+BATCHES = 400
+
 
 def recording_validations(found: list[Any]) -> Callback:
     """A callback that records the epoch and micro-batch of each validation, and the sanity checks."""
@@ -170,8 +172,7 @@ def test_a_run_validates_where_lightning_does(
 )
 def test_intervals_and_limits_that_do_not_fit_the_epoch_are_refused(
     tmp_path: Path, options: dict[str, Any], train: Any, error: str
-) -> None:
-    """G-06."""
+) -> None:  # G-06
     with pytest.raises(ConfigurationError, match=error):
         fit(tmp_path, **options).fit(Tiny(), train, loader(4))
 
@@ -242,9 +243,6 @@ def test_a_second_fit_of_one_object_starts_afresh(tmp_path: Path) -> None:
     assert first == again
     assert sorted(first[:9]) == sorted(first[9:]) == list(range(9))
     assert first[:9] != first[9:]
-
-
-BATCHES = 400
 
 
 def returning(value: float | None, **methods: Any) -> Tiny:
@@ -320,8 +318,7 @@ def test_max_time_ends_the_run_and_the_first_epoch_is_warned_about(
     assert run.global_step == 0
 
 
-def test_an_epoch_that_is_resumed_after_its_only_step_is_not_warned_about(tmp_path: Path) -> None:
-    # I-05
+def test_an_epoch_that_is_resumed_after_its_only_step_is_not_warned_about(tmp_path: Path) -> None:  # I-05
     def step(self: Any, batch: Any, batch_idx: int) -> Any:
         self.seen.append(batch_idx)
         return self.layer(batch).mean() if batch_idx == 0 else None

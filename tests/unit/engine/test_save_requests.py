@@ -21,8 +21,6 @@ from drivetrain.checkpoint._format import CheckpointMetadata, Contents, save
 
 
 class Net(TrainModule):
-    """Has one layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(2, 1)
@@ -56,8 +54,6 @@ def test_values_that_json_cannot_represent_are_refused_by_name(value: Any) -> No
 
 
 class Trained(Regression):
-    """Predicts its weight."""
-
     def __init__(self, lr: float = 0.05) -> None:
         super().__init__(lr)
         self.save_hyperparameters()
@@ -100,8 +96,12 @@ def test_weights_alone_do_not_resume(tmp_path: Path) -> None:
 
 
 class Counting(Callback):
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, count: int, key: str) -> None:
+        self.count, self.key = count, key
+
+    @property
+    def state_key(self) -> str:
+        return self.key
 
     def state_dict(self) -> dict[str, Any]:
         return {"count": self.count}
@@ -110,11 +110,13 @@ class Counting(Callback):
         self.count = state_dict["count"]
 
 
-def test_a_resumed_run_skips_the_sanity_check_and_restores_each_of_two_callbacks(tmp_path: Path) -> None:  # F-12
+@pytest.mark.parametrize("keys", [("same", "same"), ("one", "other")])
+def test_a_resumed_run_skips_the_sanity_check_and_restores_each_of_two_callbacks(tmp_path: Path, keys: Any) -> None:
+    # F-12
     sanity: list[bool] = []
     watching = calling("on_validation_start", lambda trainer: sanity.append(trainer.sanity_checking))
     for path, counts in ((None, [10, 20]), (tmp_path / "c", [0, 0])):
-        counting = [Counting(count) for count in counts]  # with one ``state_key``
+        counting = [Counting(count, key) for count, key in zip(counts, keys, strict=True)]
         run = fit(tmp_path, callbacks=[*counting, saving(tmp_path / "c"), watching])
         run.fit(Trained(), regression(), regression(), ckpt_path=path)
     assert sanity == [True, False, False]

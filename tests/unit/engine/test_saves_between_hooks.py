@@ -24,6 +24,7 @@ from drivetrain.checkpoint import load
 from drivetrain.errors import ConfigurationError
 
 SAMPLES = 22  # 11 micro-batches of two per epoch
+WITHIN_WINDOWS = {"accumulate_grad_batches": 4, "val_check_interval": 6, "check_val_every_n_epoch": None}
 
 
 class Augmented(Dataset[Any]):
@@ -253,9 +254,6 @@ def test_a_save_between_two_changes_of_the_state_resumes_exactly(
     expected, _ = undisturbed(**options)
     assert run(Changing(moment, lambda trainer: trainer.save_checkpoint(saved)), **options) == expected
     assert run(Changing(), path=saved, **options) == expected
-
-
-WITHIN_WINDOWS = {"accumulate_grad_batches": 4, "val_check_interval": 6, "check_val_every_n_epoch": None}
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,6 @@ SECRET = "sk-very-secret"
 
 
 class Fetching(Bare):
-    """Takes a token, and saves all its arguments."""
-
     def __init__(self, api_token: str, width: int = 3, login: Any = None, pad_token: str = "<pad>") -> None:
         super().__init__()
         self.save_hyperparameters()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
 import os
 import signal
@@ -20,7 +19,7 @@ from small_modules import calling
 
 from drivetrain import Callback, ConfigurationError
 
-# Private: from outside, the thread that notices a signal cannot be told from the main thread.
+# Private: the grace after a first signal cannot be set.
 from drivetrain._engine import signals
 from drivetrain.callbacks import Checkpoint, LambdaCallback, PredictionWriter
 from drivetrain.data import read_predictions
@@ -28,17 +27,17 @@ from drivetrain.loggers import Logger
 from drivetrain.testing import requires_linux
 
 RUN = "drivetrain_logs/version_0"  # the folder of the first run, below the root
+SAVED, FAILING = ["interrupted-step=3", "latest"], "echo no such job >&2; exit 1"
+Requeued = Callable[[], list[str]]
 
 
 def send(*numbers: int, pause: float = 0.0) -> None:
-    """Send this process signals, with a pause after each."""
     for number in numbers:
         os.kill(os.getpid(), number)
         time.sleep(pause)
 
 
 def sending(*numbers: int, step: int = 3, hook: str = "on_train_batch_end", pause: float = 0.0) -> Callback:
-    """A callback that sends this process signals at a step."""
     return calling(hook, lambda trainer: send(*(numbers if trainer.global_step == step else ()), pause=pause))
 
 
@@ -142,10 +141,6 @@ def test_a_run_that_exceeds_its_time_limit_loses_no_step(tmp_path: Path) -> None
     assert torch.equal(resumed.layer.weight, undisturbed.layer.weight)
 
 
-Requeued = Callable[[], list[str]]
-SAVED = ["interrupted-step=3", "latest"]
-
-
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Requeued]:
     """Runs are in job 77, and ``scontrol`` runs a given line; returns what was saved and asked for until then."""
@@ -165,13 +160,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Re
     ("number", "hook", "answer", "asked", "warning"),
     [
         (signal.SIGUSR1, "on_train_batch_end", "exit 0", [*SAVED, "requeue 77"], ": the job is queued again."),
-        (
-            signal.SIGUSR1,
-            "on_train_batch_end",
-            "echo no such job >&2; exit 1",
-            [*SAVED, "requeue 77"],
-            ": no such job.",
-        ),
+        (signal.SIGUSR1, "on_train_batch_end", FAILING, [*SAVED, "requeue 77"], ": no such job."),
         (signal.SIGUSR1, "setup", "exit 0", ["requeue 77"], ": the job is queued again."),  # it had not begun training
         (signal.SIGTERM, "on_train_batch_end", "exit 0", [], None),
     ],
@@ -206,13 +195,10 @@ class Evaluated(Regression):
 
 
 class Ended(Logger):
-    """Records the status with which a run ends."""
-
     name, version = "ended", 0
     status: str | None = None
 
-    def log_metrics(self, metrics: Any, step: int) -> None:
-        """Nothing is recorded."""
+    def log_metrics(self, metrics: Any, step: int) -> None: ...
 
     def finalize(self, status: str) -> None:
         self.status = status
@@ -344,16 +330,3 @@ def test_a_preempted_prediction_is_resumed_and_only_then_requeued(
     predict(resumed)
     assert (leaving.batches, resumed.batches) == (3, 6 if returned else 3)
     assert len(read_predictions(tmp_path / "p")) == 24
-
-
-def test_a_signal_is_noticed_while_the_main_thread_runs_no_python() -> None:  # Q-06
-    """Other ranks then need not wait until this rank's micro-batch ends."""
-    threads: list[str] = []
-    with signals.Signals([signal.SIGTERM], lambda _: threads.append(threading.current_thread().name)) as handling:
-        handling.defer_to_run()
-        sender = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM))
-        sender.start()
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000)  # half a second without Python
-        sender.join()
-        handling.handled = True
-    assert threads[0] == "drivetrain-signals"

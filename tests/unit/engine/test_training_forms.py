@@ -20,8 +20,6 @@ from oracle.program import Data, Program
 
 
 class Outputs(Callback):
-    """Records the outputs that on_train_batch_end receives."""
-
     def __init__(self) -> None:
         self.kept: list[Any] = []
 
@@ -102,14 +100,12 @@ def test_a_step_is_over_the_micro_batches_with_a_loss(precision: str, accumulate
 
 
 def test_a_closure_returns_the_mean_over_the_micro_batches_with_a_loss(tmp_path: Path) -> None:  # B-16
-    def configure_optimizers(self: Any) -> Any:
-        return LBFGS(self.parameters(), lr=0.3, max_iter=4, line_search_fn="strong_wolfe")
-
-    module = returning(
-        lambda loss, batch_idx: None if batch_idx == 1 else loss, configure_optimizers=configure_optimizers
-    )
+    searching = {
+        "configure_optimizers": lambda self: LBFGS(self.parameters(), 0.3, max_iter=4, line_search_fn="strong_wolfe")
+    }
+    module = returning(lambda loss, batch_idx: None if batch_idx == 1 else loss, **searching)
     fit(tmp_path, accumulate_grad_batches=3).fit(module, regression(24))
-    reference, batches = linear(configure_optimizers=configure_optimizers), list(regression(24))
+    reference, batches = linear(**searching), list(regression(24))
     windows = [[batches[0], batches[2]], batches[3:]]
     fit(tmp_path).fit(reference, [[torch.cat(parts) for parts in zip(*window, strict=True)] for window in windows])
     torch.testing.assert_close(module.layer.weight, reference.layer.weight, atol=1e-4, rtol=1e-4)

@@ -51,8 +51,6 @@ class Noisy(Dataset[Any]):
 
 
 class Dropping(Regression):
-    """Draws random numbers in training and validation."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)

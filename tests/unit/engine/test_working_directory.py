@@ -18,7 +18,6 @@ from drivetrain.profilers import SimpleProfiler
 
 
 def moving(hook: str, folder: Path) -> Callback:
-    """A callback that changes the working directory in a hook."""
     return calling(hook, lambda trainer: os.chdir(folder))
 
 

@@ -110,20 +110,19 @@ class NoForward(Net):
 
 
 def test_an_impossible_export_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:  # L-08
-    module = Net()
-    with pytest.raises(ConfigurationError, match="NoForward has no forward"):
-        NoForward().to_onnx()
-    with pytest.raises(ConfigurationError, match="omit dynamo"):
-        module.to_onnx(dynamo=False)
-    with pytest.raises(ConfigurationError, match=r"use export\(\)"):
-        module.to_torchscript("net.pt")
-    with pytest.raises(ConfigurationError, match="omit the size from dynamic_shapes"):
-        module.to_onnx(io.BytesIO(), dynamic_shapes={"x": {1: "features"}})
-    with pytest.raises(ConfigurationError, match="are on the meta device"):
-        Net().to("meta").export()
-    module.example_input_array = None
-    with pytest.raises(ConfigurationError, match=r"set self\.example_input_array"):
-        module.export()
+    without_example = Net()
+    without_example.example_input_array = None
+    exports: dict[str, Callable[[], Any]] = {
+        "NoForward has no forward": NoForward().to_onnx,
+        "omit dynamo": lambda: Net().to_onnx(dynamo=False),
+        r"use export\(\)": lambda: Net().to_torchscript("net.pt"),
+        "omit the size from dynamic_shapes": lambda: Net().to_onnx(io.BytesIO(), dynamic_shapes={"x": {1: "features"}}),
+        "are on the meta device": Net().to("meta").export,
+        r"set self\.example_input_array": without_example.export,
+    }
+    for message, export in exports.items():
+        with pytest.raises(ConfigurationError, match=message):
+            export()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match="pip install onnx onnxscript"):
         Net().to_onnx()
@@ -141,8 +140,6 @@ def test_a_file_that_cannot_be_written_is_not_left_behind(tmp_path: Path) -> Non
 
 
 class ExportingCallback(Callback):
-    """Exports after each epoch, and records the refusal."""
-
     refusal = ""
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:

@@ -19,7 +19,6 @@ DEVICE = torch.device("cuda")
 
 
 def source_line(where: tuple[str, ...]) -> str:
-    """Return the source text of the innermost line."""
     path, line = where[0].partition(" in ")[0].rsplit(":", 1)
     return linecache.getline(path, int(line)).strip()
 
