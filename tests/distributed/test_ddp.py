@@ -260,25 +260,18 @@ def test_modules_that_ddp_cannot_train_are_refused_by_name() -> None:  # C-04, C
 
 
 def test_a_batch_norm_used_twice_is_converted_and_restored() -> None:  # C-05, C-07
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.BatchNorm1d(3)
-            self.second = self.first
-            self.other = nn.Sequential(nn.BatchNorm2d(2))
-
-    module = Twice()
+    norm = nn.BatchNorm1d(3)
+    module: Any = nn.ModuleDict({"first": norm, "second": norm, "other": nn.Sequential(nn.BatchNorm2d(2))})
     before = dict(module.named_modules(remove_duplicate=False))
     parameters = list(module.parameters())
     swap = SyncBatchNormSwap(module)
     assert isinstance(module.first, nn.SyncBatchNorm)
-    assert isinstance(module.second, nn.SyncBatchNorm)
+    assert module.second is module.first
     assert [id(p) for p in module.parameters()] == [id(p) for p in parameters]
-    module.first.running_mean.fill_(3.0)  # type: ignore[union-attr]
+    module.first.running_mean.fill_(3.0)
     module.eval()
     swap.undo()
     assert dict(module.named_modules(remove_duplicate=False)) == before
-    assert module.second.running_mean is not None
     assert module.second.running_mean.tolist() == [3.0] * 3
     assert not module.first.training
 
