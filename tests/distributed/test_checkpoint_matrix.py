@@ -68,7 +68,7 @@ class Model(Regression):
 
 
 def _write(ranks: int, folder: Path) -> list[Any]:
-    return [_fit(name, ranks, callbacks=SaveAt(STOP, folder / name)) for name in _names(ranks)]
+    return [_fit(name, ranks, callbacks=SaveAt(STOP, str(folder / name))) for name in _names(ranks)]
 
 
 def _read(ranks: int, folder: Path) -> dict[tuple[str, str], Any]:

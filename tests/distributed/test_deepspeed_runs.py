@@ -549,7 +549,7 @@ PROGRAMS = {
     "one process": Program(ranks=1, accumulate=2),  # E-01
     # E-04, I-02
     "manual optimization": Program(manual=(Turn(repeats=2, clips=1), Turn(toggles=True, closure=True))),
-    "manual optimization, bf16": Program(manual=(Turn(repeats=2),), precision="bf16-mixed"),
+    "manual optimization, bf16": Program(manual=(Turn(repeats=2, clips=1),), precision="bf16-mixed"),
     # E-05: torch holds weak references to a GRU's weights, and does not swap referenced tensors
     "recurrent layers built in configure_model": Program(net=Net(family="gru"), configure_model=True),
     # B-04, E-05: within the run, and alone, without an optimizer

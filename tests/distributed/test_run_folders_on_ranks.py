@@ -81,7 +81,6 @@ def test_all_ranks_use_one_folder(tmp_path: Path) -> None:  # J-13
     assert second[0] == second[1] == (*first[0][:3], 12)
     assert [one["to_step"] for one in _record(folder)["parts"]] == [6, 12]
     assert os.listdir(tmp_path / "drivetrain_logs") == ["version_0"]
-    # Also at another world size.
     assert _run(tmp_path, "auto", {"max_epochs": 3, "strategy": "auto"})[0] == str(folder)
     assert [one["world_size"] for one in _record(folder)["parts"]] == [2, 2, 1]
 
