@@ -324,9 +324,7 @@ def test_a_trainable_parameter_in_no_optimizer_is_named_once_and_nothing_is_left
     ("build", "refused"),
     [
         (lambda one: lr_scheduler.LambdaLR(one, lambda epoch: 0.9**epoch), "LambdaLR"),
-        (lambda one: lr_scheduler.MultiplicativeLR(one, lambda epoch: 0.9), "MultiplicativeLR"),
         (lambda one: lr_scheduler.OneCycleLR(one, 0.1, total_steps=20), "OneCycleLR"),
-        (lambda one: lr_scheduler.CyclicLR(one, 0.01, 0.1, cycle_momentum=False), "CyclicLR"),
         (lambda one: lr_scheduler.CosineAnnealingWarmRestarts(one, 3), "CosineAnnealingWarmRestarts"),
         (lambda one: lr_scheduler.SequentialLR(one, [lr_scheduler.StepLR(one, 2)] * 2, [2]), "SequentialLR"),
         (lambda one: lr_scheduler.ReduceLROnPlateau(one, min_lr=[1e-4]), "ReduceLROnPlateau"),
