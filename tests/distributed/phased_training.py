@@ -1,6 +1,4 @@
-"""A module whose layers are frozen, unfrozen and added to the optimizer during the run, with the equivalent manual
-loop.
-"""
+"""A module whose layers are frozen, unfrozen and added to the optimizer during the run, and the loop by hand."""
 
 from __future__ import annotations
 
@@ -90,8 +88,6 @@ class Phased(TrainModule):
             optimizer.step()
         return loss
 
-    # Places at which changes are made
-
     def take(self, place: str, step: int, optimizer: Any = None) -> None:
         if self.only_on is not None and self.global_rank != self.only_on:
             return
@@ -133,10 +129,7 @@ for _hook in (
 
 
 def by_hand(module: Phased) -> dict[str, torch.Tensor]:
-    """Train the same in plain PyTorch, on the whole batches.
-
-    Written by hand: programs of the oracle have neither layers that are replaced nor changes in all of these hooks.
-    """
+    """Written by hand: programs of the oracle neither replace layers nor make changes in all of these hooks."""
     optimizer = module.configure_optimizers()
     batches = global_batches(SAMPLES, GLOBAL)
     step = 0

@@ -10,54 +10,36 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import STRATEGIES, assert_near, quiet
+from small_runs import STRATEGIES, assert_near, data, loader, quiet
+from test_weight_averaging import BATCH, SAMPLES, Net, by_hand
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
 
 from drivetrain import Callback, CheckpointError, ConfigurationError, TrainModule
 from drivetrain.callbacks import Checkpoint, EMAWeightAveraging, StochasticWeightAveraging
 from drivetrain.checkpoint import consolidate, load, show
 from drivetrain.checkpoint.__main__ import main
 from drivetrain.checkpoint._format.sealed_json import dump_with_checksum
+from oracle.outcome import whole
 from worlds import DEEPSPEED, on_ranks, preload
 
 preload(*DEEPSPEED)
 
-SAMPLES, BATCH, EPOCHS = 48, 8, 2
+EPOCHS = 2
 CASES = [("single", 1), ("ddp", 2), ("fsdp", 2), ("zero 1", 2), ("zero 3", 2)]
 
 
-class Noisy(TrainModule):
+class Noisy(Net):
     """Trained with a large learning rate on random targets, so that its weights differ much from their average."""
-
-    running_seen: Tensor
 
     def __init__(self, normed: bool = False) -> None:
         super().__init__()
         self.save_hyperparameters()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.frozen = nn.Linear(4, 4).requires_grad_(False)
-            self.inner, self.tied, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
-        self.tied.weight = self.inner.weight
         self.norm: nn.Module = nn.BatchNorm1d(4, momentum=0.3) if normed else nn.Identity()
-        self.register_buffer("running_seen", torch.zeros(()))
-        self.validated: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.inner(torch.tanh(self.frozen(x))))
-        return self.head(torch.tanh(self.tied(self.norm(hidden)))).squeeze(1)
-
-    def loss(self, batch: Any) -> Tensor:
-        return nn.functional.mse_loss(self(batch[0]), batch[1])
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.running_seen += 1
-        return self.loss(batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", self.loss(batch), sync_dist=True)
+        return super().forward(self.norm(x))
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test", self.loss(batch), sync_dist=True)
@@ -65,42 +47,19 @@ class Noisy(TrainModule):
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self(batch[0])
 
-    def on_validation_end(self) -> None:
-        self.validated.append(float(self.trainer.callback_metrics["val"]))
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.3)
 
 
-def rows() -> TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(SAMPLES, 4, generator=generator), 3 * torch.randn(SAMPLES, generator=generator))
-
-
 def everything() -> DataLoader[Any]:
-    return DataLoader(rows(), batch_size=SAMPLES)
-
-
-def by_hand() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the trained weights and their average. Written by hand: the average is torch's."""
-    model = Noisy()
-    optimizer = model.configure_optimizers()
-    averaged: Any = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
-    for _ in range(EPOCHS):
-        for batch in DataLoader(rows(), batch_size=BATCH):
-            model.running_seen += 1
-            optimizer.zero_grad()
-            model.loss(batch).backward()
-            optimizer.step()
-            averaged.update_parameters(model)
-    return model.state_dict(), averaged.module.state_dict()
+    return loader(SAMPLES, SAMPLES)
 
 
 def loss_of(state: dict[str, Tensor]) -> float:
     model = Noisy()
     model.load_state_dict(state)
     with torch.no_grad():
-        return float(model.eval().loss(rows()[:]))
+        return float(model.eval().loss(data(SAMPLES).tensors))
 
 
 def same_loss(found: float, state: dict[str, Tensor]) -> bool:
@@ -119,7 +78,7 @@ def fitted(
     settings["enable_checkpointing"] = any(isinstance(one, Checkpoint) for one in callbacks)
     settings |= {"devices": world, "default_root_dir": folder, "callbacks": list(callbacks)}
     fit = quiet(strategy=STRATEGIES[strategy](), **{"max_epochs": EPOCHS, **settings})
-    fit.fit(module, DataLoader(rows(), batch_size=BATCH // world), everything(), ckpt_path=ckpt_path)
+    fit.fit(module, loader(SAMPLES, BATCH // world), everything(), ckpt_path=ckpt_path)
     return fit, module
 
 
@@ -145,21 +104,19 @@ def loss_from(path: str, averaged: bool | None = None, fit: Any = None) -> float
     return values["test"]
 
 
-def whole(module: TrainModule) -> dict[str, Tensor]:
-    state: Any = module.state_dict()
-    values = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
-    return {name: value.detach().clone() for name, value in values.items()}
+def state_of(module: TrainModule) -> dict[str, Tensor]:
+    return {name: whole(value) for name, value in module.state_dict().items()}
 
 
-TRAINED, AVERAGE = by_hand()
-assert abs(loss_of(TRAINED) - loss_of(AVERAGE)) > 0.2  # so that a test can tell them apart
+AVERAGE, TRAINED, _ = by_hand(get_ema_multi_avg_fn(0.9), model=Noisy())
+assert abs(loss_of(TRAINED) - loss_of(AVERAGE)) > 0.05  # so that a test can tell them apart
 
 
 def _tested(strategy: str, world: int, folder: Path) -> dict[str, Any]:
     fit, module = fitted(strategy, world, folder, ema(), kept(folder))
     found: dict[str, Any] = {"validated": module.validated[-1]}
     (values,) = fit.test(dataloaders=everything(), verbose=False)
-    found |= {"after fit": values["test"], "module": whole(module)}
+    found |= {"after fit": values["test"], "module": state_of(module)}
     (values,) = fit.test(dataloaders=everything(), ckpt_path="best", averaged=False, verbose=False)
     found["trained"] = values["test"]
     other, path = quiet(strategy=STRATEGIES[strategy](), devices=world, default_root_dir=folder), newest(folder)
@@ -181,7 +138,7 @@ def test_a_checkpoint_is_evaluated_and_loaded_with_the_averages_that_the_run_eva
             assert same_loss(found[entry], AVERAGE), entry
         assert same_loss(found["trained"], TRAINED)
         assert_near(found["module"], AVERAGE, rtol=1e-4)
-        torch.testing.assert_close(found["predictions"], model(rows()[:][0]).detach(), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(found["predictions"], model(data(SAMPLES).tensors[0]).detach(), atol=1e-5, rtol=1e-4)
     path = newest(tmp_path)
     checkpoint = load(path)
     assert_near(checkpoint.weights(), TRAINED, rtol=1e-4)
@@ -189,7 +146,7 @@ def test_a_checkpoint_is_evaluated_and_loaded_with_the_averages_that_the_run_eva
     assert checkpoint.averages().keys() == checkpoint.weights().keys() == AVERAGE.keys()
     stored = AVERAGE.keys() - {"tied.weight", "running_seen"}
     for averaged, wanted in ((None, AVERAGE), (True, AVERAGE), (False, TRAINED)):
-        loaded = whole(Noisy.load_from_checkpoint(path, averaged=averaged))
+        loaded = state_of(Noisy.load_from_checkpoint(path, averaged=averaged))
         assert_near(loaded, wanted, rtol=1e-4)
         file = load_file(consolidate(path, tmp_path / "out", averaged=averaged, overwrite=True))
         assert_near({name: file[name] for name in stored}, {name: wanted[name] for name in stored}, rtol=1e-4)
@@ -228,7 +185,7 @@ def test_weights_that_the_run_did_not_evaluate_with_are_not_chosen(tmp_path: Pat
     path = saved(tmp_path, evaluate=False)
     assert same_loss(loss_from(path), TRAINED)
     assert same_loss(loss_from(path, averaged=True), AVERAGE)
-    assert_near(whole(Noisy.load_from_checkpoint(path)), TRAINED, rtol=1e-4)
+    assert_near(state_of(Noisy.load_from_checkpoint(path)), TRAINED, rtol=1e-4)
 
 
 def test_averages_that_are_not_there_cannot_be_chosen(tmp_path: Path) -> None:  # Q-01
@@ -305,13 +262,13 @@ class Observer(Callback):
         self.held: dict[str, dict[str, Tensor]] = {}
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.held["start"] = whole(module)
+        self.held["start"] = state_of(module)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.held["step"] = whole(module)
+        self.held["step"] = state_of(module)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.held["end"] = whole(module)
+        self.held["end"] = state_of(module)
 
 
 def _saved_while_swapped_in(strategy: str, world: int, folder: Path, evaluate: bool) -> Any:
@@ -363,9 +320,9 @@ def test_the_checkpoint_at_the_end_of_stochastic_averaging_is_loaded_averaged_an
     assert not torch.equal(trained["norm.running_var"], averaged["norm.running_var"])
     assert_near(dict(checkpoint.weights()), trained)
     assert_near(dict(checkpoint.averages()), averaged)
-    assert_near(whole(Noisy.load_from_checkpoint(tmp_path / "end")), averaged)
+    assert_near(state_of(Noisy.load_from_checkpoint(tmp_path / "end")), averaged)
     # The best one was scored with the trained weights, because those of the averages were not ready.
-    assert_near(whole(Noisy.load_from_checkpoint(newest(tmp_path))), trained)
+    assert_near(state_of(Noisy.load_from_checkpoint(newest(tmp_path))), trained)
     for own, _, resumed, updates in ranks:
         assert_near(resumed, own)
         assert updates == EPOCHS + 1
@@ -379,7 +336,7 @@ def test_a_checkpoint_without_the_record_is_read_as_its_trained_weights(tmp_path
     document = json.loads(manifest.read_text())
     del document["averages"], document["crc32"]
     manifest.write_bytes(dump_with_checksum(document))
-    assert_near(whole(Noisy.load_from_checkpoint(path)), TRAINED, rtol=1e-4)
+    assert_near(state_of(Noisy.load_from_checkpoint(path)), TRAINED, rtol=1e-4)
     assert same_loss(loss_from(path), TRAINED)
     with pytest.raises(CheckpointError, match=r"callback_tensors\('EMAWeightAveraging'\)"):
         load(path).averages()

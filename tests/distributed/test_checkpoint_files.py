@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from small_runs import failing
 from drivetrain._distributed.control_group import GroupControl
 from drivetrain._distributed.shards import Box, ParameterShard, Region, Span, cut
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint._format import CheckpointMetadata, Contents, Sizes, commit, run_collectively, save, stage
+from drivetrain.checkpoint._format import CheckpointMetadata, Contents, Sizes, run_collectively, save
 from drivetrain.testing import requires_linux
 from worlds import on_ranks
 
@@ -253,30 +252,6 @@ def test_all_ranks_refuse_a_checkpoint_that_one_finds_damaged(tmp_path: Path) ->
     for error in on_ranks(_damaged_for_one, 2, str(path)):
         assert error.startswith("CheckpointError")
         assert f"{index['buffer']} was altered" in error
-
-
-def _in_the_background(folder: str) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    talk = control()
-    beside = talk.clone()
-    contents = sharded("mixed")
-    staged = stage(contents, rank, world_size, snapshot=True, sizes=SMALL)
-    for value in contents.weights.values():
-        (value.local if isinstance(value, ParameterShard) else value).zero_()
-    thread = threading.Thread(target=commit, args=(f"{folder}/c", staged, beside))
-    thread.start()
-    for number in range(200):  # meanwhile the ranks communicate, in another order than the thread
-        assert talk.all_gather(torch.tensor([number * world_size + rank])).shape == (world_size, 1)
-    thread.join()
-    talk.detach()
-
-
-def test_saving_in_a_thread_with_a_group_of_its_own(tmp_path: Path) -> None:
-    # F-08: the saved state is that at the time of the call
-    on_ranks(_in_the_background, 2, str(tmp_path))
-    assert verify(tmp_path / "c") == []
-    weights = load(tmp_path / "c").weights()
-    assert all(torch.equal(weights[name], value) for name, value in truth().items())
 
 
 def _peak(path: str) -> int:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from fsdp_nets import Tied
 from safetensors.torch import load_model
-from small_runs import TIGHT, Regression, about, global_batches, loader, quiet, seeded, weights
+from small_runs import TIGHT, Regression, SaveAt, about, global_batches, loader, quiet, seeded, weights
 from torch import nn
 
 from averaging import Averaging
-from drivetrain.callbacks import Checkpoint, LambdaCallback
+from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify
 from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 from worlds import on_ranks
@@ -67,16 +67,8 @@ class Model(Regression):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-def _saving(path: Path) -> Any:
-    def save(trainer: Any, *_: Any) -> None:
-        if trainer.global_step == STOP:
-            trainer.save_checkpoint(path)
-
-    return LambdaCallback(on_train_batch_end=save)
-
-
 def _write(ranks: int, folder: Path) -> list[Any]:
-    return [_fit(name, ranks, callbacks=_saving(folder / name)) for name in _names(ranks)]
+    return [_fit(name, ranks, callbacks=SaveAt(STOP, str(folder / name))) for name in _names(ranks)]
 
 
 def _read(ranks: int, folder: Path) -> dict[tuple[str, str], Any]:

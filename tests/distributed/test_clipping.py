@@ -11,6 +11,7 @@ from small_runs import each
 from torch import Tensor, nn
 
 from drivetrain.precision import FullPrecision, MixedPrecision
+from oracle.outcome import whole
 from worlds import on_ranks
 
 # No size is divisible by the number of ranks, and one parameter has fewer rows than there are ranks.
@@ -61,11 +62,6 @@ def spread_parameters(case: str) -> dict[str, nn.Parameter]:
 def split_optimizers(parameters: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
     values = list(parameters.values())
     return [torch.optim.SGD(values[:2], lr=1.0), torch.optim.SGD(values[2:], lr=1.0)]
-
-
-def whole(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def clip_on_a_rank(case: str, limit: float, algorithm: str) -> tuple[Tensor, list[Tensor]]:

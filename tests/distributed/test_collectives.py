@@ -98,8 +98,7 @@ def test_a_bare_fit_issues_only_ddps_collectives() -> None:  # H-01, B-02, B-12
             assert sum(found[name][0].values()) <= sum(by_hand.values()) + found[name][0]["broadcast"]
         assert sum(found["bare"][0].values()) == sum(by_hand.values())
         assert found["bare"][1] == Counter(allreduce=10)
-        # No synchronization within a window: one for each of the three steps. A static graph is planned in the first
-        # (C-02).
+        # C-02: one for each of three steps, none within a window; a static graph is planned in the first
         assert found["accumulated"][0]["allreduce"] == found["accumulated"][1]["allreduce"] == 3
         assert found["static"][0]["allreduce"] == 3 + found["static by hand"]["allreduce"] - 10
         assert found["static"][1]["allreduce"] == 3

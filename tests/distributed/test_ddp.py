@@ -7,7 +7,6 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
 from typing import Any
@@ -184,88 +183,56 @@ def test_every_argument_reaches_torch_or_is_refused() -> None:  # C-03, C-07
         assert "GroupNorm" in found["sync_batchnorm"]
 
 
-class Checkpointed(Regression):
-    """Recomputes its inner layer in the backward."""
+class ModelOutput(OrderedDict[str, Any]):
+    """Like Hugging Face's class."""
 
-    def __init__(self, reentrant: bool, times: int = 1) -> None:
+
+class Checkpointed(Regression):
+    """Calls its layers instead of `forward`, recomputes one in the backward, and has outputs in the given form."""
+
+    def __init__(self, reentrant: bool, times: int = 1, form: type | None = None) -> None:
         super().__init__()
         self.inner = seeded(lambda: nn.Linear(8, 8))
         self.reentrant = reentrant
         self.times = times
+        self.form = form
 
-    def loss(self, batch: Any) -> torch.Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
         hidden = torch.tanh(self.net[0](x))
         for _ in range(self.times):
             hidden = hidden + torch.tanh(checkpoint(self.inner, hidden, use_reentrant=self.reentrant))
-        return nn.functional.mse_loss(self.net[2](hidden), y)
+        loss = nn.functional.mse_loss(self.net[2](hidden), y)
+        return loss if self.form is None else self.form(loss=loss, hidden=hidden)
 
 
 CHECKPOINTED = [
-    # the strategy, whether it is re-entrant, how often the layer is used, and a part of the error
-    ("ddp_static_graph", True, 2, ""),
-    ("ddp", True, 1, ""),
-    (FIND, False, 2, ""),
-    (FIND, True, 1, "use_reentrant=False"),
-    ("ddp", True, 2, "use_reentrant"),
+    # the strategy, whether it is re-entrant, how often the layer is used, the outputs, and a part of the error
+    ("ddp_static_graph", True, 2, ModelOutput, ""),
+    ("ddp", True, 1, dict, ""),
+    ("ddp", False, 2, ModelOutput, ""),
+    (FIND, False, 2, ModelOutput, ""),
+    (FIND, True, 1, None, "use_reentrant=False"),
+    ("ddp", True, 2, None, "use_reentrant"),
 ]
 
 
-def _checkpointed(strategy: str, reentrant: bool, times: int, _: str) -> tuple[str, torch.Tensor]:
-    module = Checkpointed(reentrant, times)
+def _checkpointed(strategy: str, reentrant: bool, times: int, form: type | None, _: str) -> tuple[str, torch.Tensor]:
+    module = Checkpointed(reentrant, times, form)
     error = refusal(module, loader(64, 4), strategy=strategy, callbacks=ReplicaCheck(every_n_steps=1))
     return error, weights(module)
 
 
-def test_reentrant_checkpointing() -> None:  # C-03, C-04
+def test_layers_used_twice_or_recomputed_and_outputs_of_every_form() -> None:  # C-03, C-04, C-05
     references = {times: trained_in_plain_torch(Checkpointed(False, times), 64) for times in (1, 2)}
     for found in on_ranks(each, 2, _checkpointed, *CHECKPOINTED, process_group=None):
-        for (strategy, _, times, part), (error, after) in zip(CHECKPOINTED, found, strict=True):
+        for (strategy, _, times, _, part), (error, after) in zip(CHECKPOINTED, found, strict=True):
             if part:
                 assert error.startswith(("ConfigurationError", "DistributedError")), (strategy, error)
                 assert part in error
             else:
                 assert error.startswith("nothing was raised"), (strategy, error)
                 torch.testing.assert_close(after, references[times], **TIGHTER)
-
-
-@dataclass
-class Output:
-    loss: torch.Tensor
-    hidden: torch.Tensor
-
-
-class ModelOutput(OrderedDict[str, Any]):
-    """Like Hugging Face's class."""
-
-
-class Forms(Regression):
-    """Uses a layer twice, calls submodules instead of `forward`, and has outputs in the given form."""
-
-    def __init__(self, form: type) -> None:
-        super().__init__()
-        self.shared = seeded(lambda: nn.Linear(8, 8))
-        self.form = form
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        hidden = torch.tanh(self.shared(torch.tanh(self.shared(torch.tanh(self.net[0](x))))))
-        output = self.form(loss=nn.functional.mse_loss(self.net[2](hidden), y), hidden=hidden)
-        return output.loss if self.form is Output else output
-
-
-FORMS = [("ddp", Output), ("ddp", dict), *((name, ModelOutput) for name in ("ddp", "ddp_static_graph", FIND))]
-
-
-def _form(strategy: str, form: type) -> torch.Tensor:
-    return trained(Forms(form), loader(48, 4), strategy=strategy)
-
-
-def test_every_way_to_call_the_module_synchronises() -> None:  # C-05
-    reference = trained_in_plain_torch(Forms(Output), 48)
-    for found in on_ranks(each, 2, _form, *FORMS, process_group=None):
-        for case, actual in zip(FORMS, found, strict=True):
-            torch.testing.assert_close(actual, reference, msg=str(case), **TIGHTER)
 
 
 class Drifting(Regression):
@@ -293,26 +260,20 @@ def test_modules_that_ddp_cannot_train_are_refused_by_name() -> None:  # C-04, C
 
 
 def test_a_batch_norm_used_twice_is_converted_and_restored() -> None:  # C-05, C-07
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.BatchNorm1d(3)
-            self.second = self.first
-            self.other = nn.Sequential(nn.BatchNorm2d(2))
-
-    module = Twice()
+    norm = nn.BatchNorm1d(3)
+    module: Any = nn.ModuleDict({"first": norm, "second": norm, "other": nn.Sequential(nn.BatchNorm2d(2))})
     before = dict(module.named_modules(remove_duplicate=False))
     parameters = list(module.parameters())
     swap = SyncBatchNormSwap(module)
     assert isinstance(module.first, nn.SyncBatchNorm)
-    assert isinstance(module.second, nn.SyncBatchNorm)
+    assert module.second is module.first
     assert [id(p) for p in module.parameters()] == [id(p) for p in parameters]
-    module.first.running_mean.fill_(3.0)  # type: ignore[union-attr]
+    module.first.running_mean.fill_(3.0)
     module.eval()
     swap.undo()
     assert dict(module.named_modules(remove_duplicate=False)) == before
-    assert module.second.running_mean is not None
-    assert module.second.running_mean.tolist() == [3.0] * 3
+    assert norm.running_mean is not None
+    assert norm.running_mean.tolist() == [3.0] * 3
     assert not module.first.training
 
 

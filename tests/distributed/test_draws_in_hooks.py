@@ -17,7 +17,6 @@ from drivetrain_strategies import FSDPStrategy
 from worlds import on_ranks
 
 BEFORE = ["on_fit_start", "on_train_start", "on_train_epoch_start"]
-"""Hooks before the first batch."""
 
 
 class Draws(Callback):

@@ -34,8 +34,6 @@ from torch import Tensor, nn
 from drivetrain import TrainModule
 from drivetrain.errors import ConfigurationError
 from drivetrain_strategies import DeepSpeedStrategy, FSDPStrategy
-from oracle.check import check
-from oracle.program import Data, Program, Write
 from worlds import DEEPSPEED, on_ranks, preload
 
 preload(*DEEPSPEED)
@@ -72,24 +70,6 @@ def assert_trained(wanted: torch.Tensor, *cases: tuple[Build, str], **options: A
     for case, found in zip(cases, results(*cases, **options), strict=True):
         assert isinstance(found, torch.Tensor), f"{case}: {found}"
         torch.testing.assert_close(found, wanted, **TIGHT, msg=about(case))
-
-
-BEFORE_STEP, AFTER_BACKWARD = (Write("gradients", f"on_{at}", 1) for at in ("before_optimizer_step", "after_backward"))
-OFFLOADED = [f"deepspeed_stage_{stage}_offload" for stage in (2, 3)]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "writes"),
-    [
-        *((strategy, BEFORE_STEP) for strategy in (*OFFLOADED, "deepspeed_stage_3_all_sharded")),
-        ("deepspeed_stage_3_all_sharded", AFTER_BACKWARD),
-        *((strategy, Write("assigned", at=1)) for strategy in OFFLOADED),
-    ],
-    ids=str,
-)
-def test_what_a_hook_writes_takes_effect_in_offloaded_and_in_sharded_state(strategy: str, writes: Write) -> None:
-    # S-09; test_programs_on_ranks.py has the other strategies
-    assert not check(Program(strategy, 2, data=Data(samples=16), writes=writes))
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from drivetrain.callbacks import Checkpoint
 from drivetrain.loggers import CSVLogger
 from drivetrain.testing import requires_package
 from mergeable import MergeablePearson
+from oracle.outcome import whole
 from worlds import on_ranks
 
 
@@ -213,13 +214,8 @@ class LogsHistograms(Regression):
         self.trainer.log_histogram("own", own, step=7, bins=4)
         self.trainer.log_histogram("one", own if self.global_rank else None, bins=2)
         self.trainer.log_histogram("none", torch.full((3,), float("nan")))
-        self.wholes["own"] = np.array([0.0, 1, 2, 10, 11, 12])
-        self.wholes["one"] = np.array([10.0, 11, 12])
-
-
-def whole(value: Any) -> np.ndarray[Any, Any]:
-    full = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return full.detach().clone().float().numpy()
+        self.wholes["own"] = torch.tensor([0.0, 1, 2, 10, 11, 12])
+        self.wholes["one"] = torch.tensor([10.0, 11, 12])
 
 
 def _histograms(strategy: str, precision: str) -> Any:
@@ -243,5 +239,5 @@ def test_histograms_are_of_the_whole_tensors(strategy: str, precision: str) -> N
     assert found.keys() == wholes.keys()  # nothing for "none", which has no finite number
     assert len(wholes) > (20 if strategy.startswith("deepspeed") else 40)
     for name, values in wholes.items():
-        counts, edges = np.histogram(values, {"own": 4, "one": 2}.get(name, 16))
+        counts, edges = np.histogram(values.float().numpy(), {"own": 4, "one": 2}.get(name, 16))
         assert found[name] == (7 if name == "own" else 2, counts.tolist(), edges.tolist()), name

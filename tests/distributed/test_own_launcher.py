@@ -61,9 +61,6 @@ class Model(Regression):
     def on_train_epoch_end(self) -> None:
         self.log("nice", float(os.nice(0)))
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", self.net(batch[0]).mean())
-
 
 def test_ranks_behind_another_program_train_the_callers_module(tmp_path: Path) -> None:
     module = Model()

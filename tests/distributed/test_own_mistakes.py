@@ -9,7 +9,6 @@ import torch
 from small_runs import SHARD_EVERYTHING, Regression, data, each, loader, quiet, refusal
 from torch import nn
 
-from drivetrain import TrainModule
 from drivetrain_strategies import DeepSpeedStrategy
 from worlds import on_ranks
 
@@ -20,7 +19,7 @@ REFUSED = "[Errno 111] Connection refused"
 STRATEGIES = ("ddp", "fsdp", "ZeRO 2", "ZeRO 3")
 
 
-def _strategy(name: str) -> Any:
+def strategy_named(name: str) -> Any:
     if not name.startswith("ZeRO"):
         return name
     options = SHARD_EVERYTHING if name == "ZeRO 3" else {"stage": 2}
@@ -61,6 +60,9 @@ class Buggy(Regression):
             hidden.register_hook(_raise)
         return nn.functional.mse_loss(self.net[2](hidden), y)
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+
     def configure_optimizers(self) -> Any:
         if self.where == "configure_optimizers":
             _raise()
@@ -68,7 +70,7 @@ class Buggy(Regression):
 
 
 def _error(name: str, where: str, ranks: tuple[int, ...]) -> str:
-    return refusal(Buggy(where, ranks), loader(16, 4), strategy=_strategy(name))
+    return refusal(Buggy(where, ranks), loader(16, 4), strategy=strategy_named(name))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -134,7 +136,7 @@ UNTRAINABLE = {  # with the strategies that refuse it, and the parameter that th
 
 def _untrainable(name: str, kind: str) -> str:
     module: Regression = Empty() if kind == "empty" else Slope(kind == "inner step")
-    return refusal(module, loader(16, 4), strategy=_strategy(name))
+    return refusal(module, loader(16, 4), strategy=strategy_named(name))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -149,9 +151,9 @@ def test_what_a_strategy_cannot_train_is_refused_by_name(name: str) -> None:  # 
                 assert text == "nothing was raised: ", kind
 
 
-def test_what_fit_lacks_is_named(caplog: pytest.LogCaptureFixture) -> None:  # G-06
-    lacking = type("Lacking", (Regression,), {"configure_optimizers": TrainModule.configure_optimizers})
-    assert "ConfigurationError: Lacking has no configure_optimizers" in refusal(lacking(), loader(8, 4))
+def test_a_data_set_instead_of_a_loader_and_a_validation_without_a_step_are_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # G-06
     for batches in ([data(8)], {"a": data(8)}):
         text = refusal(Regression(), batches)
         assert text.startswith("ConfigurationError")

@@ -7,18 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import (
-    FEATURES,
-    TIGHT,
-    Regression,
-    each,
-    global_batches,
-    loader,
-    seeded,
-    train_by_hand,
-    trained,
-    weights,
-)
+from fsdp_nets import trained_in_plain_torch
+from small_runs import FEATURES, TIGHT, Regression, each, loader, seeded, trained
 
 from drivetrain_strategies import DeepSpeedStrategy
 from oracle.check import check
@@ -82,6 +72,7 @@ RUNS = {
     "I-04 shared by workers": Program(data=Data(kind="sharded", samples=20, workers=2), logs=EPOCH_SUM),
     "I-13 buffers written to": validated("in_place"),
     "I-13 buffers replaced": validated("reassigned"),
+    "I-13 F-02 saved in a validation": replace(validated("in_place"), resume=Resume("on_validation_end", 0, 2, "ddp")),
     "I-13 a sanity check": validated("in_place", interval=2, sanity=1),
     "I-02 B-13 optimizers in turn": by_hand(IN_TURN, Turn(1, toggles=True), Turn(toggles=True)),
     "I-02 without toggles, bf16": by_hand(IN_TURN, Turn(1), Turn(), precision="bf16-mixed"),
@@ -146,10 +137,19 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("program", WRITES.values(), ids=WRITES)
-def test_what_a_hook_writes_takes_effect_under_zero(program: Program, stage: int) -> None:  # S-09
-    assert not check(replace(program, strategy=f"deepspeed_stage_{stage}", ranks=2, data=SIXTEEN))
+ZERO = [f"deepspeed_stage_{stage}" for stage in (1, 2, 3)]
+OFFLOADED, SHARDED = ["deepspeed_stage_2_offload", "deepspeed_stage_3_offload"], "deepspeed_stage_3_all_sharded"
+WRITTEN = [
+    *((strategy, name) for name in WRITES for strategy in ZERO),
+    *((strategy, "gradients, clipped") for strategy in (*OFFLOADED, SHARDED)),
+    (SHARDED, "gradients after backward, bf16"),
+    *((strategy, "assigned weights") for strategy in OFFLOADED),
+]
+
+
+@pytest.mark.parametrize(("strategy", "name"), WRITTEN)
+def test_what_a_hook_writes_takes_effect_under_zero(strategy: str, name: str) -> None:  # S-09
+    assert not check(replace(WRITES[name], strategy=strategy, ranks=2, data=SIXTEEN))
 
 
 OPTIMISTIC, WITH_CLOSURE = Program(optimizers=(Optimizer("optimistic"),)), (Optimizer("optimistic", closure=True),)
@@ -166,9 +166,6 @@ KEPT = {
     "manual sam": by_hand(SAM_SUM, Turn(closure=True)),
 }
 """Optimizers that keep references to gradients: what they kept stays as it was."""
-
-
-ZERO = [f"deepspeed_stage_{stage}" for stage in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_static_graph", "fsdp", *ZERO])
@@ -202,7 +199,7 @@ def test_a_kept_gradient_of_one_parameter_and_of_offloaded_state_does_not_change
     cases: list[Any] = ["ddp", "fsdp", *({"stage": stage} for stage in (1, 2, 3))]
     # DeepSpeed writes every window's gradients into the same buffers here, too.
     cases += [{"stage": stage, "offload_optimizer": "cpu"} for stage in (1, 2, 3)]
-    expected = weights(train_by_hand(OneParameter(), global_batches(24, 8)))
+    expected = trained_in_plain_torch(OneParameter(), 24)
     for found in on_ranks(each, 2, _train_one_parameter, *((case,) for case in cases), timeout=120):
         for case, actual in zip(cases, found, strict=True):
             torch.testing.assert_close(actual, expected, **TIGHT, msg=str(case))

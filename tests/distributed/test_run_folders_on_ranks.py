@@ -56,13 +56,12 @@ def _fit(root: Path, **options: Any) -> Fit:
     return quiet(default_root_dir=root, enable_checkpointing=True, **{**settings, **options})
 
 
-def _data() -> Any:
-    return loader(24, 2)
+BATCHES = loader(24, 2)
 
 
 def _run(root: Path, ckpt_path: str | None, options: dict[str, Any]) -> Any:
     trainer = _fit(root, **options)
-    trainer.fit(Net(), _data(), ckpt_path=ckpt_path)
+    trainer.fit(Net(), BATCHES, ckpt_path=ckpt_path)
     logger = trainer.logger
     return trainer.log_dir, trainer.run_id, None if logger is None else logger.log_dir, trainer.global_step
 
@@ -82,7 +81,6 @@ def test_all_ranks_use_one_folder(tmp_path: Path) -> None:  # J-13
     assert second[0] == second[1] == (*first[0][:3], 12)
     assert [one["to_step"] for one in _record(folder)["parts"]] == [6, 12]
     assert os.listdir(tmp_path / "drivetrain_logs") == ["version_0"]
-    # Also at another world size.
     assert _run(tmp_path, "auto", {"max_epochs": 3, "strategy": "auto"})[0] == str(folder)
     assert [one["world_size"] for one in _record(folder)["parts"]] == [2, 2, 1]
 
@@ -91,7 +89,7 @@ def test_an_unwritable_folder_is_refused_on_every_rank(tmp_path: Path) -> None: 
     root = tmp_path / "file"
     root.write_text("")
     settings: dict[str, Any] = {"default_root_dir": root, "strategy": "ddp", "logger": CSVLogger(root)}
-    first, second = on_ranks(partial(refusal, **settings), 2, Net(), _data())
+    first, second = on_ranks(partial(refusal, **settings), 2, Net(), BATCHES)
     assert first == second
     assert first.startswith("ConfigurationError")
     assert "CSVLogger cannot write to" in first
@@ -99,7 +97,7 @@ def test_an_unwritable_folder_is_refused_on_every_rank(tmp_path: Path) -> None: 
 
 
 def _killed(root: Path) -> None:
-    _fit(root).fit(Dying(), _data())
+    _fit(root).fit(Dying(), BATCHES)
 
 
 def test_runs_that_start_at_once_resume_a_killed_one_and_share_no_folder(tmp_path: Path) -> None:  # J-13
@@ -144,7 +142,7 @@ def _of_a_node(root: Path) -> Any:
     node = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": rank, "GROUP_WORLD_SIZE": "2"}
     with mock.patch.dict(os.environ, node):
         trainer = _fit(root, num_nodes=2)
-        trainer.fit(Warns(), _data())
+        trainer.fit(Warns(), BATCHES)
     return trainer.log_dir, trainer.run_id, trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
 
 

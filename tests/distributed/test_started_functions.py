@@ -10,19 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from small_runs import (
-    FEATURES,
-    TIGHTER,
-    Counting,
-    Regression,
-    data,
-    global_batches,
-    loader,
-    quiet,
-    seeded,
-    train_by_hand,
-    weights,
-)
+from small_runs import FEATURES, TIGHTER, Counting, Regression, data, loader, quiet, seeded, train_by_hand, weights
+from test_own_mistakes import Buggy
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -97,7 +86,7 @@ def launched(launcher: str, **settings: Any) -> Fit:
 
 def by_hand(module: Regression) -> Regression:
     module.configure_model()
-    return train_by_hand(module, global_batches(SAMPLES, 8), step=lambda batch, _: module.loss(batch))
+    return train_by_hand(module, [*loader(SAMPLES, 8)], step=lambda batch, _: module.loss(batch))
 
 
 @pytest.mark.parametrize(("launcher", "strategy"), [("fork", "fsdp"), ("forkserver", "ddp")])
@@ -255,24 +244,13 @@ def test_the_best_checkpoint_is_known_after_a_run_in_other_processes(tmp_path: P
     assert kept.dirpath == f"{trainer.log_dir}/checkpoints"
 
 
-class Failing(Regression):
-    """Fails on rank 1, unless it runs again."""
-
-    fails = True
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 2 and self.global_rank == 1 and self.fails:
-            raise LookupError("no such thing")
-        return super().training_step(batch, batch_idx)
-
-
 def test_a_failed_run_changes_no_weights_and_the_next_one_trains() -> None:  # G-01, G-07
-    module = Failing()
+    module = Buggy("second forward", ranks=(1,))
     before = weights(module).clone()
-    told = "(?s)Rank 1 failed with LookupError: no such thing.*in training_step"
+    told = "(?s)Rank 1 failed with RuntimeError: mat1 and mat2 shapes.*in training_step"
     with pytest.raises(DistributedError, match=told):
         launched("fork").fit(module, loader(SAMPLES, 4))
     assert torch.equal(weights(module), before)
-    module.fails = False
+    module.where = "nowhere"
     launched("fork").fit(module, loader(SAMPLES, 4))
     torch.testing.assert_close(weights(module), weights(by_hand(Regression())))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from small_runs import Regression, each, loader, quiet, refusal, weights
+from test_own_mistakes import Buggy
 from torch import nn
 
 from drivetrain.callbacks import LearningRateFinder
@@ -100,23 +101,16 @@ def test_the_batch_size_fits_on_every_rank() -> None:  # L-06
     assert on_ranks(_sizes, 2, process_group=None, timeout=150) == [[11, 11, 1, 11]] * 2
 
 
-class FailsOnRank1(Regression):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if (self.trainer.global_step, self.trainer.global_rank) == (6, 1):
-            raise RuntimeError("a broken sample")
-        return super().training_step(batch, batch_idx)
-
-
 def _losses(batch_size: int) -> list[float]:
     options: dict[str, Any] = {"min_lr": 1e-3, "max_lr": 0.1, "num_training": 11, "update_attr": False}
     return Tuner(quiet()).lr_find(Regression(), loader(42, batch_size), **options).results["loss"]
 
 
 def _searching() -> tuple[list[float], float, float | None]:
-    module = FailsOnRank1()
-    with pytest.raises(Exception, match="a broken sample"):
+    module = Buggy("second forward", ranks=(1,))
+    with pytest.raises(Exception, match="mat1 and mat2 shapes"):
         Tuner(quiet(strategy="ddp")).lr_find(module, loader(64, 4))
-    assert torch.equal(weights(module), weights(FailsOnRank1()))
+    assert torch.equal(weights(module), weights(Regression()))
     finder, sound = LearningRateFinder(num_training_steps=15), Regression()
     assert refusal(sound, loader(64, 4), strategy="ddp", callbacks=[finder]).startswith("nothing was raised")
     assert finder.optimal_lr is not None

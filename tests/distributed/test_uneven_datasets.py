@@ -1,11 +1,13 @@
-"""Uneven data on several ranks: joining, evaluation, logged values, buffers, lengths (see the programs, too)."""
+"""Data of several ranks, uneven or in wrong orders: joining, values, buffers, lengths (see the programs, too). I-08."""
 
 from __future__ import annotations
 
+import os
+import random
+import re
 from collections import UserDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,11 +30,11 @@ from small_runs import (
     trained,
     weights,
 )
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, random_split
 
 from captured_warnings import captured_warnings
-from drivetrain import Callback
-from drivetrain.callbacks import ReplicaCheck
+from drivetrain.callbacks import LambdaCallback, ReplicaCheck
+from drivetrain.data import split_by_rank
 from drivetrain_strategies import DDPStrategy
 from worlds import on_ranks
 from wrong_lengths import Batches
@@ -315,7 +317,6 @@ class Centring(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(FEATURES))
-        self.register_buffer("seen", torch.tensor(float("nan")))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -326,7 +327,7 @@ class Centring(Regression):
         self.loss(batch)
 
     def on_train_end(self) -> None:
-        self.at_the_end = [buffer.detach().clone() for buffer in self.buffers()]
+        self.at_the_end = self.mean.clone()  # before rank 0's buffers replace those of the others
 
 
 class OfWrongLength(IterableDataset[Any]):
@@ -364,37 +365,105 @@ def test_a_wrong_length_is_warned_about_once_for_each_loader() -> None:  # I-04;
         assert second == []
 
 
-class ChangingTheMean(Callback):
-    """Sets the mean in a validation, or saves at the end of one."""
-
-    def __init__(self, path: str = "") -> None:
-        self.path = path
-
-    def on_validation_start(self, trainer: Any, module: Any) -> None:
-        if not self.path:
-            module.mean.fill_(3.0)
-
-    def on_validation_end(self, trainer: Any, module: Any) -> None:
-        if self.path and trainer.global_step == 3:
-            trainer.save_checkpoint(self.path)
-
-
-def train_centring(*callbacks: Callback, **options: Any) -> list[torch.Tensor]:
-    """Return the weights and this rank's buffers of the end of training, before rank 0's replace them."""
+def _set_in_a_validation() -> torch.Tensor:
     module, strategy = Centring(), DDPStrategy(broadcast_buffers=False)
-    trained(module, loader(28, 2), loader(4, 1), strategy=strategy, callbacks=[*callbacks], **options)
-    return [weights(module), *module.at_the_end]
+    callback = LambdaCallback(on_validation_start=lambda trainer, module: module.mean.fill_(3.0))
+    trained(module, loader(28, 2), loader(4, 1), strategy=strategy, callbacks=callback, val_check_interval=7)
+    return module.at_the_end
 
 
-def _changed_by_validation(path: str) -> tuple[torch.Tensor, bool]:
-    changed = train_centring(ChangingTheMean(), val_check_interval=7)
-    whole = train_centring(ChangingTheMean(path), val_check_interval=3)
-    resumed = train_centring(val_check_interval=3, ckpt_path=path)
-    equal = [torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(whole, resumed, strict=True)]
-    return changed[1], all(equal)
-
-
-def test_changes_made_in_validation_persist_and_are_saved(tmp_path: Path) -> None:  # I-13, F-02
-    for mean, resumes_exactly in on_ranks(_changed_by_validation, 2, str(tmp_path / "saved")):
+def test_buffers_that_a_hook_of_validation_writes_persist() -> None:  # I-13
+    for mean in on_ranks(_set_in_a_validation, 2):
         assert torch.equal(mean, torch.full((FEATURES,), 3.0))
-        assert resumes_exactly
+
+
+class Shuffled(Sampler[int]):
+    """Shuffles with a generator of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.random.sample(range(24), 24))
+
+    def __len__(self) -> int:
+        return 24
+
+
+class Lines(IterableDataset[Any]):
+    """The data set as a stream that every rank reads completely."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(data(24))
+
+
+class Recording(Regression):
+    """Records the first number of every sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, list[float]] = {"train": [], "validate": []}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen["train"] += batch[0][:, 0].tolist()
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen["validate"] += batch[0][:, 0].tolist()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch[0][:, 0]
+
+
+def _shuffling(seed: int) -> DataLoader[Any]:
+    return DataLoader(data(24), batch_size=3, sampler=Shuffled(seed))
+
+
+def _runs() -> dict[str, Any]:
+    rank, module = int(os.environ["RANK"]), Recording()
+    found: dict[str, Any] = {"training": refusal(module, _shuffling(rank), strategy="ddp")}
+    found["trained on before that"] = len(module.seen["train"])
+    weighed = {"a": _shuffling(0), "b": _shuffling(rank)}
+    found["weighed"] = refusal(Recording(), weighed, strategy="ddp", accumulate_grad_batches=2)
+    found["validation"] = refusal(Recording(), _shuffling(0), _shuffling(rank), strategy="ddp")
+    part, _ = random_split(data(32), [24, 8], torch.Generator().manual_seed(rank))
+    found["split"] = refusal(Recording(), DataLoader(part, batch_size=3, shuffle=True), strategy="ddp")
+    with captured_warnings() as found["alike, warnings"]:
+        alike = Recording()
+        quiet(strategy="ddp", max_epochs=2).fit(alike, _shuffling(5), _shuffling(6))
+        found["alike"] = alike.seen
+        quiet(strategy="ddp", use_distributed_sampler=False, limit_val_batches=0).fit(Recording(), _shuffling(rank))
+    with captured_warnings() as found["whole, warnings"]:
+        whole = DataLoader(Lines(), batch_size=4)
+        quiet(strategy="ddp", max_epochs=2).fit(Recording(), whole, whole)
+    with captured_warnings() as found["split, warnings"]:
+        module = Recording()
+        loaders = [DataLoader(split_by_rank(Lines()), batch_size=4, num_workers=workers) for workers in (2, 0)]
+        quiet(strategy="ddp").fit(module, loaders[0], loaders[1])
+        found["parts"] = module.seen
+        found["predicted"] = torch.cat(quiet(strategy="ddp").predict(module, loaders[1])).tolist()
+    return found
+
+
+def test_ranks_that_wrongly_read_the_same_data_are_warned() -> None:  # I-08
+    ranks = on_ranks(_runs, 2, process_group=None)
+    numbers = sorted(data(24).tensors[0][:, 0].tolist())
+    for found in ranks:
+        for name, whose in (("training", "training"), ("weighed", "training"), ("validation", "validation")):
+            assert found[name].startswith("ConfigurationError"), (name, found[name])
+            for part in (f"the order of Shuffled, the sampler of the {whose} loader", "rank(s) [0]; ", "rank(s) [1]"):
+                assert part in found[name], (name, found[name])
+        assert found["trained on before that"] == 0
+        assert re.match("DistributedError: (?s:.*)training subset", found["split"]), found["split"]
+        assert found["alike, warnings"] == []
+        assert found["split, warnings"] == []
+        assert sorted(found["predicted"]) == numbers
+    for name, stage, epochs in (("alike", "train", 2), ("alike", "validate", 2), ("parts", "train", 1)):
+        seen = [number for found in ranks for number in found[name][stage]]
+        assert sorted(seen) == sorted(numbers * epochs), (name, stage)
+    warned, silent = (found["whole, warnings"] for found in ranks)
+    assert silent == []
+    assert len(warned) == 2  # once for each loader, whatever the number of epochs
+    for line, whose in zip(warned, ("training", "validation"), strict=True):
+        assert line.startswith(f"The first batch of the {whose} loader is the same on all ranks.")
+        assert "split_by_rank(Lines(...))" in line

@@ -9,15 +9,7 @@ import torch
 import torch.distributed as dist
 from small_runs import TIGHT, Regression, each, failing, global_batches, loader, quiet, train_by_hand, weights
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Replicate, Shard, parallel
 from torch.nn.functional import scaled_dot_product_attention
 
 from drivetrain_strategies import FSDPStrategy
@@ -26,25 +18,25 @@ from worlds import on_ranks
 WIDTH, HEAD = 8, 4
 BLOCK = "blocks.*"
 SPLIT: dict[str, Any] = {
-    f"{BLOCK}.query": ColwiseParallel(),
-    f"{BLOCK}.key": ColwiseParallel(),
-    f"{BLOCK}.value": ColwiseParallel(),
-    f"{BLOCK}.out": RowwiseParallel(),
+    f"{BLOCK}.query": parallel.ColwiseParallel(),
+    f"{BLOCK}.key": parallel.ColwiseParallel(),
+    f"{BLOCK}.value": parallel.ColwiseParallel(),
+    f"{BLOCK}.out": parallel.RowwiseParallel(),
 }
-HEADS = SequenceParallel(sequence_dim=2, use_local_output=True)  # (samples, tokens, heads, head)
+HEADS = parallel.SequenceParallel(sequence_dim=2, use_local_output=True)  # (samples, tokens, heads, head)
 SUMMED = {**SPLIT, f"{BLOCK}.query_norm": HEADS, f"{BLOCK}.key_norm": HEADS}
 TOKENS = {
     "blocks": [
-        PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True),
-        PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate()),
+        parallel.PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True),
+        parallel.PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate()),
     ],
-    **dict.fromkeys(list(SPLIT)[:3], ColwiseParallel(input_layouts=Shard(1))),
-    f"{BLOCK}.out": RowwiseParallel(output_layouts=Shard(1)),
+    **dict.fromkeys(list(SPLIT)[:3], parallel.ColwiseParallel(input_layouts=Shard(1))),
+    f"{BLOCK}.out": parallel.RowwiseParallel(output_layouts=Shard(1)),
     f"{BLOCK}.query_norm": HEADS,
     f"{BLOCK}.key_norm": HEADS,
 }
 """Also splits the tokens between the layers, but for the blocks' first norm."""
-SEQUENCE = {**TOKENS, f"{BLOCK}.norm": SequenceParallel()}
+SEQUENCE = {**TOKENS, f"{BLOCK}.norm": parallel.SequenceParallel()}
 NORMS = [f"net.blocks.{block}.{norm}.weight" for block in range(2) for norm in ("query_norm", "key_norm")]
 
 
@@ -81,7 +73,7 @@ class Attending(Regression):
         if self.plan is not None:
             for name, styles in self.plan.items():
                 for style in styles if isinstance(styles, list) else [styles]:
-                    parallelize_module(self.net, self.device_mesh["tensor"], {name: style})
+                    parallel.parallelize_module(self.net, self.device_mesh["tensor"], {name: style})
 
     def loss(self, batch: Any) -> torch.Tensor:
         x, y = batch
@@ -237,7 +229,7 @@ def test_equal_gradients_are_accepted_and_what_the_error_advises_equals_one_proc
     reference.configure_model()
     train_by_hand(reference, global_batches(48, 8))
     # Attention does not depend on the bias of its keys, so the bias's gradient is zero but for rounding.
-    whole = {"stem": ColwiseParallel(output_layouts=Replicate())}
+    whole = {"stem": parallel.ColwiseParallel(output_layouts=Replicate())}
     cases: Any = [(Attending, SUMMED, {}, {}), (Attending, SEQUENCE, {}, {}), (Rounding, whole, {}, {})]
     for found in on_ranks(each, 2, _trained, *cases):
         assert not [error for error, *_ in found if error["text"]]

@@ -65,12 +65,9 @@ class Net(TrainModule):
         return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=0.05)
 
 
-def by_hand(average: Any = EMA, starts: int = 0, every: int = 1) -> Any:
-    """Return the module's state after the run, the trained weights and the losses of validation.
-
-    Written by hand: torch's AveragedModel defines which tensors are averaged, and how.
-    """
-    model, step = Net(), 0
+def by_hand(average: Any = EMA, starts: int = 0, every: int = 1, model: Net | None = None) -> Any:
+    """Return the state after the run, the trained one, and the losses. Written by hand: the average is torch's."""
+    model, step = model or Net(), 0
     optimizer = model.configure_optimizers()
     averaged: Any = AveragedModel(model, multi_avg_fn=average, use_buffers=True)
     validated = []
@@ -368,10 +365,7 @@ class Stochastic(TrainModule):
 def stochastic_by_hand(
     annealing: int = 2, shape: Any = "cos", normed: bool = False
 ) -> tuple[dict[str, Tensor], list[Any]]:
-    """Return the averages, and the learning rates of each epoch.
-
-    Written by hand: the classes of torch define them.
-    """
+    """Return the averages, and the rates of each epoch. Written by hand: the classes of torch define them."""
     model, rates = Stochastic(normed), []
     (optimizer,), (scheduler,) = model.configure_optimizers()
     averaged: Any = AveragedModel(model)

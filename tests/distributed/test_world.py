@@ -8,10 +8,12 @@ import os
 import random
 import resource
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
-from drivetrain.launchers import RankFailedError
+from drivetrain.launchers import FunctionLauncher, RankFailedError, current_world
 from drivetrain.testing import World, run_distributed
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
@@ -197,3 +200,35 @@ def test_state_left_behind_is_an_error_and_removed() -> None:  # A-02, A-03
             ((names, _, initialized),) = world.run(_surroundings, ["LEFT_BEHIND"], process_group=None)
             assert (names, initialized) == ([None], False), what
             assert world.run(_defaults) == [(torch.float32, True, 1)], what
+
+
+def _meet() -> str:
+    world = current_world()
+    assert world is not None
+    world.store("test").set(os.environ["RANK"], "here")
+    world.store("test").wait(["0", "1"])
+    return os.environ["RANK"]
+
+
+def _node_of_two(folder: str, port: int) -> str:
+    """Start node 0, a node 1 of another job, and node 1, each of which starts its own process."""
+    number = int(os.environ["RANK"])
+    for name in [name for name in os.environ if name.startswith(("TORCHELASTIC", "GROUP", "ROLE"))]:
+        del os.environ[name]
+    os.environ["TORCHELASTIC_RUN_ID"] = "B" if number == 1 else "A"
+    while number == 2 and not Path(folder, "refused").exists():
+        time.sleep(0.01)
+    node = min(number, 1)
+    try:
+        return str(FunctionLauncher("fork").launch(Placement(node, 2, 0, 1, node, 2), _meet, port=port))
+    except ConfigurationError as error:
+        Path(folder, "refused").touch()
+        return str(error)
+
+
+def test_a_node_of_another_job_is_refused_and_the_jobs_own_node_admitted(tmp_path: Path) -> None:  # J-05
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        port = listener.getsockname()[1]
+    first, other, second = run_distributed(_node_of_two, 3, str(tmp_path), port, process_group=None)
+    assert (first, second) == ("0", "1")
+    assert f"rank 1 connected to 127.0.0.1:{port}, where the processes of another job meet" in other
