@@ -242,17 +242,32 @@ def test_only_a_declared_optimizer_steps_plain_shards(strategy: str, declared: b
         assert_near(trained, _by_hand("rows"), rtol=1e-5)
 
 
-def _with_limit(name: str, limit: int) -> str:
-    return refusal(Module(name), loader(SAMPLES, BATCH // 2), strategy=FSDPStrategy(gather_limit=limit))
+class Unfreezing(Module):
+    """The last layer trains from the start of the run on, in a group that is added then."""
+
+    def configure_optimizers(self) -> Any:
+        self.net[3].requires_grad_(False)
+        self.net[0].weight.tag = "first"  # type: ignore[assignment]
+        return Lamb([parameter for parameter in self.parameters() if parameter.requires_grad])
+
+    def on_train_start(self) -> None:
+        self.net[3].requires_grad_(True)
+        self.trainer.optimizers[0].add_param_group({"params": list(self.net[3].parameters())})
+
+
+def _with_limit(module: Module, limit: int) -> str:
+    return refusal(module, loader(SAMPLES, BATCH // 2), strategy=FSDPStrategy(gather_limit=limit))
 
 
 def test_parameters_above_the_limit_are_refused_with_both_ways_out() -> None:  # B-17
     nbytes = 4 * sum(parameter.numel() for parameter in Module("lamb").parameters())
-    for text, allowed in on_ranks(each, 2, _with_limit, ("lamb", nbytes - 1), ("AdamW", nbytes - 1)):
-        assert text.startswith("ConfigurationError: Lamb holds 252 bytes of sharded parameters"), text
-        assert "gather_limit=251" in text
-        assert "'elementwise': True" in text
-        assert "raise FSDPStrategy(gather_limit=...)" in text
+    modules = Module("lamb"), Unfreezing("lamb"), Module("AdamW")
+    for *refused, allowed in on_ranks(each, 2, _with_limit, *((module, nbytes - 1) for module in modules)):
+        for text in refused:
+            assert text.startswith("ConfigurationError: Lamb holds 252 bytes of sharded parameters"), text
+            assert "gather_limit=251" in text
+            assert "'elementwise': True" in text
+            assert "raise FSDPStrategy(gather_limit=...)" in text
         assert allowed.startswith("nothing was raised")
 
 
