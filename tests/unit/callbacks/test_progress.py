@@ -155,6 +155,7 @@ class Printing(Timed):
         if batch_idx == 4:
             print(" print")
             print("from the module to stderr", file=sys.stderr)
+            logging.getLogger("drivetrain").warning("a logged line")
         if (self.current_epoch, batch_idx) == (1, 6):
             self.terminal.resize(60)
         return super().training_step(batch, batch_idx)
@@ -165,15 +166,16 @@ def test_what_is_printed_stays_readable(has_rich: bool, clock: Clock, monkeypatc
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(logging.getLogger("drivetrain"), "propagate", False)  # as if nothing had configured logging
     if not has_rich:
         monkeypatch.setitem(sys.modules, "rich", None)
     fit = quiet_fit(max_epochs=2, enable_progress_bar=True, num_sanity_val_steps=1)
     fit.fit(Printing(clock, terminal), loader(), loader(12))
     print("after the run")
     # No bar is left over, and all printed and logged lines are complete.
-    printed = ["a line from the step", "a plain print", "from the module to stderr"]
+    printed = ["a line from the step", "a plain print", "from the module to stderr", "a logged line"]
     ends = [rf"Epoch {epoch}/2: 10 batches, 0:10, 1.0 it/s.*, train_loss=\S+, val_loss=1" for epoch in (1, 2)]
-    expected = [*printed, ends[0], *printed, ends[1], "after the run"]
+    expected = [*printed, ends[0], *printed, ends[1], "The run ended: max_epochs=2 is reached .*", "after the run"]
     lines = terminal.screen.paragraphs
     assert re.fullmatch("\n".join(expected), "\n".join(lines[-len(expected) :])), lines
     # Each frame has one bar of each kind, within the width of the terminal.
