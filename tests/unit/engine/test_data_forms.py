@@ -127,6 +127,8 @@ def test_streams_train_validate_and_predict(tmp_path: Path) -> None:
     assert trainer.num_training_batches == float("inf")
     assert (trainer.samples_seen, trainer.global_step) == (10, 4)
     assert trainer.predict(module, stream(5)) == [[0, 1], [2, 3], [4]]
+    # All samples, in the order of the data set.
+    assert trainer.predict(module, loader(7, shuffle=True, drop_last=True)) == [[0, 1], [2, 3], [4, 5], [6]]
     limited = fit(tmp_path, limit_train_batches=2, limit_val_batches=1)
     limited.fit(module, stream(20), stream(20))
     assert module.seen[6:] == [[0, 1], [2, 3]]
