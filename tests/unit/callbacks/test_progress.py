@@ -260,7 +260,6 @@ def test_it_counts_up_to_the_size_of_the_epoch(clock: Clock) -> None:  # S-03
 
     terminal = Terminal()
     quiet_fit(max_epochs=2, callbacks=ProgressBar(stream=terminal)).fit(Grows(clock), DataLoader(samples, 2))
-    print(repr(terminal.getvalue()))
     assert set(re.findall(r"Epoch (\d)/2 .*?/(\d+) \[", terminal.getvalue())) == {("1", "2"), ("2", "4")}
 
 

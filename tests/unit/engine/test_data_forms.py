@@ -7,6 +7,7 @@ import warnings
 from array import array
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -164,10 +165,21 @@ def test_a_long_list_of_batches_is_not_iterated(tmp_path: Path) -> None:
 
 def test_the_modules_methods_give_loaders(tmp_path: Path) -> None:
     loaders = {"train": loader(4), "val": [loader(2), loader(2)], "test": loader(6), "predict": loader(8)}
-    module = tiny(**{f"{stage}_dataloader": lambda self, stage=stage: loaders[stage] for stage in loaders})
+    asked: list[str] = []
+    estimates: list[float] = []
+
+    def give(self: Any, stage: str) -> Any:
+        asked.append(stage)
+        return loaders[stage]
+
+    def setup(self: Any, stage: str) -> None:
+        estimates.append(self.trainer.estimated_stepping_batches)
+
+    module = tiny(setup=setup, **{f"{stage}_dataloader": partialmethod(give, stage) for stage in loaders})
     trainer = fit(tmp_path, num_sanity_val_steps=0)
     trainer.fit(module)
     assert (len(module.seen), len(module.evaluated)) == (2, 2)
+    assert (estimates, sorted(asked)) == ([2], ["train", "val"])  # the loader of the estimate is read
     trainer.validate(module, verbose=False)
     trainer.test(module, verbose=False)
     assert len(module.evaluated) == 7

@@ -59,7 +59,7 @@ def test_files_and_folders_follow_the_umask(tmp_path: Path, mask: int, save_asyn
 
 
 def test_files_of_ranks_follow_the_umask(tmp_path: Path) -> None:  # J-11
-    with files_with(0o077, tmp_path) as folder:
+    with files_with(0o027, tmp_path) as folder:
         ranks: dict[str, Any] = {"strategy": "ddp", "devices": 2, "accelerator": "cpu", "launcher": "fork"}
         warns = linear(on_fit_start=lambda self: logging.getLogger("drivetrain").warning("rank %d", self.global_rank))
         fit(folder, callbacks=Checkpoint(folder / "c"), **ranks).fit(warns, regression())
