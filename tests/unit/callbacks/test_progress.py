@@ -252,7 +252,7 @@ def test_a_part_of_an_epoch_counts_as_long_as_it_is(clock: Clock, tmp_path: Path
 
 
 def test_it_counts_up_to_the_size_of_the_epoch(clock: Clock) -> None:  # S-03
-    samples = [(torch.ones(4), torch.ones(1))] * 2
+    samples: Any = [(torch.ones(4), torch.ones(1))] * 2
 
     class Grows(Timed):
         def on_train_epoch_start(self) -> None:
