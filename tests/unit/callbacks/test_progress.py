@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from callback_modules import Clock, Regression, Timed, failing, loader, quiet_fit, saving
+from torch.utils.data import DataLoader
 
 from drivetrain import Callback, ConfigurationError
 from drivetrain._runtime import terminal_output
@@ -250,6 +251,18 @@ def test_a_part_of_an_epoch_counts_as_long_as_it_is(clock: Clock, tmp_path: Path
     bar = ProgressBar(stream=resumed)
     quiet_fit(callbacks=bar, accumulate_grad_batches=2).fit(Timed(clock), loader(), ckpt_path=tmp_path / "saved")
     assert resumed.getvalue().startswith("Epoch 1/1: 10 batches, 0:04, 1.0 it/s")
+
+
+def test_it_counts_up_to_the_size_of_the_epoch(clock: Clock) -> None:  # S-03
+    samples: Any = [(torch.ones(4), torch.ones(1))] * 2
+
+    class Grows(Timed):
+        def on_train_epoch_start(self) -> None:
+            samples.extend(samples)
+
+    terminal = Terminal()
+    quiet_fit(max_epochs=2, callbacks=ProgressBar(stream=terminal)).fit(Grows(clock), DataLoader(samples, 2))
+    assert set(re.findall(r"Epoch (\d)/2 .*?/(\d+) \[", terminal.getvalue())) == {("1", "2"), ("2", "4")}
 
 
 @KINDS
