@@ -105,9 +105,10 @@ def test_a_writer_whose_manifest_replaces_another_keeps_its_files(store: FaultyS
 
 
 @pytest.mark.usefixtures("store")
-@pytest.mark.parametrize("url", [OUT, "memory://out/model.safetensors"])
-def test_consolidating_a_damaged_checkpoint_changes_nothing(tmp_path: Path, url: str) -> None:
+@pytest.mark.parametrize("url", [OUT, "memory://out/model.safetensors", "out/model.safetensors"])
+def test_consolidating_a_damaged_checkpoint_changes_nothing(tmp_path: Path, url: str, monkeypatch: Any) -> None:
     # J-14: 32 MB with damage near the end, found after most of it has been read
+    monkeypatch.chdir(tmp_path)
     weights = {f"w{number}": torch.ones(2**20) for number in range(8)}
     save_contents(tmp_path / "damaged", replace(contents(), weights=weights))
     flip(tmp_path / "damaged" / "model.safetensors", -5)

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import zlib
 from collections import Counter, OrderedDict, namedtuple
 from collections.abc import Iterator
 from dataclasses import replace
@@ -156,6 +157,16 @@ def test_a_save_replaces_a_checkpoint(tmp_path: Path, exchanging: bool, monkeypa
     assert [name for name in names_in(tmp_path) if name.startswith(".")] == []
     save_contents(tmp_path / "c", Contents({"w": torch.ones(1)}))
     assert names_in(tmp_path / "c") == ["manifest.json", "model.safetensors"]
+
+
+def test_a_file_url_is_a_path_on_the_local_disk(tmp_path: Path) -> None:  # F-09
+    url = f"file://{tmp_path}/c"
+    for scale in (1.0, 2.0):
+        written(url, scale)
+    assert names_in(tmp_path / "c") == list(FILES)
+    assert verify(tmp_path / "c") == verify(url) == []
+    for path in (url, tmp_path / "c"):
+        assert load(path).weights()["layer.weight"][0, 1] == 2
 
 
 @pytest.mark.parametrize("foreign", ["notes.txt", "model.bin", ".hidden"])
@@ -315,6 +326,22 @@ def test_documents_have_the_documented_form() -> None:
         "d": {"e": {"$tensor": "d/e~2"}},
     }
     assert equal(tensors, {"d/e": torch.ones(1), "d/e~2": torch.zeros(1)})
+
+
+def test_checksums_aliases_and_extra_state_have_the_documented_form(tmp_path: Path) -> None:
+    """As docs/checkpoint-format.md says, so that other readers can verify the files and read all weights."""
+    folder = Path(save_contents(tmp_path / "c", contents(size=2**19)))
+    text = (folder / "manifest.json").read_bytes()
+    manifest, blocks = json.loads(text), {}
+    assert manifest["crc32"] == f"{zlib.crc32(text[: text.rindex(b',')]):08x}"
+    for name, file in manifest["files"].items():
+        content, size = (folder / name).read_bytes(), manifest["block_size"]
+        blocks[name] = [content[start : start + size] for start in range(0, len(content), size)]
+        assert file == {"size": len(content), "crc32": "".join(f"{zlib.crc32(block):08x}" for block in blocks[name])}
+    assert (set(blocks), len(blocks["model.safetensors"])) == ({*FILES} - {"manifest.json"}, 2)
+    assert manifest["aliases"] == {"head.weight": "layer.weight"}
+    document = json.loads((folder / manifest["weights"]["document"]).read_text())
+    assert document == {"quantizer._extra_state": {"range": {"$tuple": [0.0, 1.0]}}}
 
 
 WITH_DIGESTS = replace(contents(), digest="sha256")

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_case import OneLayer, contents, equal, quiet, token_free, written
+from checkpoint_case import OneLayer, contents, equal, quiet, save_contents, token_free, written
 
 from drivetrain import Callback, CheckpointError, ConfigurationError, Fit
+from drivetrain._distributed.shards import Span  # what strategies request of a tensor
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify
+from drivetrain.checkpoint._format import Contents
 from drivetrain.testing import requires_package
 from worlds import on_ranks
 
@@ -66,6 +68,14 @@ def test_a_checkpoint_is_read_back_equal_and_replaced(bucket: Any) -> None:
     after = names(bucket)
     assert sorted(map(token_free, after)) == sorted(map(token_free, before))
     assert set(after) & set(before) == {"manifest.json"}
+
+
+def test_a_tensor_of_several_uploads_and_blocks_is_read_whole_and_in_part(bucket: Any) -> None:  # F-09
+    value = torch.arange(15 * 2**20, dtype=torch.int32)  # 60 MiB
+    source = load(save_contents(PATH, Contents({"w": value}))).weights().sources()["w"]
+    start, stop = 4 * 2**20 - 5, 4 * 2**20 + 5  # across a block
+    assert torch.equal(source.read(Span(start, stop)), value[start:stop])
+    assert torch.equal(source.read(), value)
 
 
 def _trained(folder: Path) -> dict[str, torch.Tensor]:

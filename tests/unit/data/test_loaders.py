@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -372,6 +373,26 @@ def test_spawned_workers_know_their_rank_and_need_not_share_its_part() -> None: 
     assert sorted(_read(loader, 1, 2)) == [1, 3, 5, 7]
     dataset = split_by_rank(range(6), by_worker=False)
     assert _read(DataLoader(dataset, batch_size=3, num_workers=2), 1, 2) == [1, 3, 5] * 2  # each worker reads all
+
+
+class AroundReads(IterableDataset[bool]):
+    """Yields whether a worker knows itself after reads that are under way, abandoned, failed and complete."""
+
+    def __iter__(self) -> Iterator[bool]:
+        elements = iter(split_by_rank(SplitsByWorker(8)))
+        next(elements)
+        yield get_worker_info() is not None
+        del elements
+        yield get_worker_info() is not None
+        with suppress(ZeroDivisionError):
+            list(split_by_rank(1 // number for number in (0, 0)))
+        yield get_worker_info() is not None
+        yield len(list(split_by_rank(SplitsByWorker(8)))) == 4
+        yield get_worker_info() is not None
+
+
+def test_a_worker_knows_itself_again_after_each_read() -> None:  # Q-07
+    assert list(DataLoader(AroundReads(), batch_size=None, num_workers=2)) == [True] * 10
 
 
 def test_outside_a_run_an_iterable_is_not_split() -> None:  # I-08

@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 import tracemalloc
 from collections.abc import Iterator
-from itertools import accumulate, chain, product
+from itertools import accumulate, chain, cycle, islice, product
 from typing import Any
 
 import pytest
@@ -217,6 +217,35 @@ def test_a_sampler_of_one_ranks_part_is_not_sharded_again() -> None:
         assert [(shard.samples, shard.total) for _, shard in pairs] == [(4, None), (4, None), (2, None)]
         read += [index for batch, _ in pairs for index in batch.tolist()]
     assert sorted(read) == list(range(20))
+
+
+class Endless(Sampler[int]):
+    """As the infinite samplers of detection recipes: it never ends and has no length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return cycle(range(5))
+
+
+def test_an_endless_sampler_is_sharded_without_being_read_to_its_end() -> None:
+    ranks = sources(lambda: loader(5, 2, sampler=Endless()), 2)
+    assert [source.length for source in ranks] == [None, None]
+    epochs = [[(batch.tolist(), shard) for batch, shard in islice(source.epoch(0), 70)] for source in ranks]
+    samples = list(islice(cycle(range(5)), 70 * 4))
+    assert_dealt(list(map(list, zip(*epochs, strict=True))), deal(Data("map", len(samples), 2), samples, 2))
+
+
+def test_a_sampler_with_its_own_generator_draws_by_seed_and_epoch_and_leaves_the_generator_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    before = generator.get_state()
+
+    def read(world_size: int, seed: int = 3, epoch: int = 0) -> list[int]:
+        sampler = WeightedRandomSampler(range(1, 21), 30, generator=generator)
+        return samples_of(steps(sources(lambda: loader(20, 4, sampler=sampler), world_size, seed=seed), epoch))
+
+    drawn = read(2)
+    assert (len(drawn), read(2), read(1)) == (30, drawn, drawn)
+    assert drawn not in (read(2, seed=4), read(2, epoch=1))
+    assert torch.equal(generator.get_state(), before)
 
 
 def test_set_epoch_of_a_custom_sampler_is_called() -> None:

@@ -71,6 +71,14 @@ def test_draws_are_a_function_of_seed_epoch_rank_and_micro_batch(data: Drawing) 
     assert len(draws) == len(set(draws)) == 2 * 26 * 3
 
 
+def test_without_workers_a_data_set_draws_from_the_generators_of_the_process() -> None:  # B-18
+    random.seed(5)
+    expected = [random.random() for _ in range(13)]
+    random.seed(5)
+    (batches,) = drawn(Drawing(), epochs=(0,))
+    assert [value for batch in batches for value in batch[1]] == expected
+
+
 @pytest.mark.parametrize("persistent", [False, True])
 def test_draws_of_an_iterable_data_set_differ_between_ranks_workers_and_epochs(persistent: bool) -> None:  # B-10
     options: dict[str, Any] = {"num_workers": 2, "persistent_workers": persistent}
@@ -106,6 +114,16 @@ def test_worker_init_fn_gets_the_users_data_set(context: str) -> None:
     source = prepare_loader(loader, training=True)
     assert [batch.tolist() for batch, _ in source.epoch(0)] == [[100, 101, 102], [103, 104, 105]]
     source.close()
+
+
+class Failing(Drawing):
+    def __getitem__(self, index: int) -> Any:
+        raise ConfigurationError("the file is gone")
+
+
+def test_an_error_in_a_worker_reaches_the_user_with_its_text() -> None:
+    with pytest.raises(Exception, match="the file is gone"):
+        drawn(Failing(), num_workers=1)
 
 
 def workers() -> set[int | None]:

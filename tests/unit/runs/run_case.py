@@ -119,14 +119,14 @@ def left_running(folder: Any, **process: Any) -> None:
     edit(folder, status="running", ended=None, why=None, process={**record(folder)["process"], **process})
 
 
-def watched(monkeypatch: pytest.MonkeyPatch, folder: Any, alive: bool) -> None:
-    """Let runs watch others for a short time; a run that is ``alive`` changes the heartbeat in its record."""
+def watched(monkeypatch: pytest.MonkeyPatch, folder: Any, alive: bool, **values: Any) -> None:
+    """Let runs watch others briefly; a run that is ``alive`` changes its heartbeat and values in its record."""
     monkeypatch.setattr(_liveness, "WATCH_SECONDS", 0.4)
     original = _liveness.HeartbeatWatch.poll
 
     def poll(self: Any, pause: float) -> None:
         if alive:
-            edit(folder, heartbeat=now())
+            edit(folder, heartbeat=now(), **values)
         original(self, pause)
 
     monkeypatch.setattr(_liveness.HeartbeatWatch, "poll", poll)

@@ -19,6 +19,7 @@ import pytest
 from jsonschema import Draft202012Validator, ValidationError
 from run_case import Net, data, every, fit, folders, record, rows, trained
 
+from drivetrain import Callback
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import _discovery
 from drivetrain.checkpoint._format import StorageError
@@ -71,7 +72,9 @@ class Configured(Net):
 
 def test_a_record_describes_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # J-13, N-06
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.1", "--api_token", "hush", "--db.password=hush"])
-    monkeypatch.setenv("DRIVETRAIN_GRADIENT_CLIP_VAL", "0.5")
+    job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "SLURM_STEP_ID": "0", "TORCHELASTIC_RUN_ID": "mine"}
+    for name, value in {**job, "DRIVETRAIN_GRADIENT_CLIP_VAL": "0.5"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     meanwhile: list[dict[str, Any]] = []
     module, savers = Configured(), [Checkpoint(), Checkpoint(tmp_path / "elsewhere")]
@@ -96,6 +99,7 @@ def test_a_record_describes_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (found["strategy"], found["world_size"], found["device"]) == ("single_device", 1, "cpu")
     assert "32-true" in found["precision"]
     assert found["process"]["pid"] == os.getpid()
+    assert [(one["kind"], one["name"]) for one in found["job"]] == [("slurm", "7"), ("elastic", "mine")]
     assert found["data"] == {"samples": 24, "order": ["shuffled"], "batches": 6, "batch_size": 4}
     assert {(one["path"], one["step"], one["epoch"]) for one in found["checkpoints"]} == {
         ("checkpoints/epoch=1-step=12", 12, 2),
@@ -173,6 +177,7 @@ def test_the_schema_describes_every_field_and_refuses_invalid_records(tmp_path: 
     for wrong in wrongs:
         with pytest.raises(ValidationError):
             OPEN.validate(found | wrong)
+    assert validated(trained(tmp_path, "best", max_epochs=2).log_dir)["parent"] == found["id"]
     evaluating = fit(tmp_path / "evaluation")
     evaluating.test(Net(), data(), verbose=False)
     assert validated(evaluating.log_dir)["data"] is None
@@ -229,6 +234,27 @@ def test_two_runs_in_one_folder_are_warned(tmp_path: Path, caplog: pytest.LogCap
     trainer.fit(Net(at_step=at), data())
     assert caplog.text.count("now belongs to another run") == 1
     assert record(trainer.log_dir) == theirs[0]
+
+
+@pytest.mark.parametrize("another_writes", [False, True])
+def test_a_resume_that_fails_before_training_restores_the_record_but_not_over_anothers(
+    tmp_path: Path, another_writes: bool
+) -> None:  # J-13
+    first = trained(tmp_path)
+    expected = record(first.log_dir)
+
+    class Failing(Callback):
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            found = record(first.log_dir)
+            assert (found["status"], len(found["parts"])) == (RUNNING, 2)
+            if another_writes:
+                expected.update(found, parts=[*found["parts"], {"token": "theirs"}])
+                (Path(str(first.log_dir)) / "run.json").write_text(json.dumps(expected))
+            raise ValueError("before training")
+
+    with pytest.raises(ValueError, match="before training"):
+        trained(tmp_path, "auto", max_epochs=2, callbacks=[Checkpoint(), Failing()])
+    assert record(first.log_dir) == expected
 
 
 HOSTILE = [

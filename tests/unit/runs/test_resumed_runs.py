@@ -217,16 +217,30 @@ def test_a_requeued_job_without_checkpoints_restarts_in_its_folder(tmp_path: Pat
     assert folders(tmp_path) == ["version_0"]
 
 
-@pytest.mark.parametrize("alive", [False, True])
+@pytest.mark.parametrize(
+    ("alive", "ended", "folder"),
+    [(False, {}, "version_0"), (True, {}, "version_1"), (True, {"status": "finished"}, "version_0")],
+    ids=["silent", "alive", "ends meanwhile"],
+)
 def test_runs_on_other_machines_are_judged_by_heartbeats(
-    tmp_path: Path, alive: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, alive: bool, ended: dict[str, str], folder: str, monkeypatch: Any, caplog: Any
 ) -> None:  # J-13
     first = trained(tmp_path)
     left_running(first.log_dir, host="another")
-    run_case.watched(monkeypatch, first.log_dir, alive)
+    run_case.watched(monkeypatch, first.log_dir, alive, **ended)
     again = trained(tmp_path, "auto", max_epochs=2)
     assert "version_0 may be under way on another machine. This run watches the record of that run for" in caplog.text
-    assert version(again) == ("version_1" if alive else "version_0")
+    assert version(again) == folder
+
+
+def test_only_a_run_to_be_resumed_is_watched(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:  # J-13
+    older, _ = trained(tmp_path), trained(tmp_path)
+    left_running(older.log_dir, host="another")
+    monkeypatch.setattr(_liveness, "WATCH_SECONDS", 1000.0)
+    newer = trained(tmp_path, "auto", max_epochs=2)
+    path = Path(str(newer.log_dir), "checkpoints", "epoch=1-step=12")
+    assert [version(one) for one in (newer, trained(tmp_path, path, max_epochs=3))] == ["version_1"] * 2
+    assert "watches the record" not in caplog.text
 
 
 def test_heartbeats_are_written_during_a_long_step(tmp_path: Path, monkeypatch: Any) -> None:  # J-13, N-06

@@ -155,15 +155,18 @@ def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
 
 def test_a_folder_at_a_url_has_a_unique_name() -> None:  # J-13
     root = "memory://run-folders"
-    places = [str(trained(root).log_dir) for _ in range(2)]
-    assert len(set(places)) == 2
-    bucket = fsspec.filesystem("memory")
+    shared = CSVLogger(root)  # starts a new table for each run
+    places = [str(trained(root, logger=logger).log_dir) for logger in (CSVLogger(root), shared, shared)]
+    assert len(set(places)) == 3
+    bucket, tables = fsspec.filesystem("memory"), set()
     for place in places:
         assert place.startswith(f"{root}/drivetrain_logs/")
         found = {one["name"].rpartition("/")[2] for one in bucket.ls(place.removeprefix("memory:/"))}
         assert {"run.json", "metrics.csv", "checkpoints"} <= found
+        tables.add(bucket.cat_file(f"{place}/metrics.csv"))
+    assert len(tables) == 1
     assert trained(root, "auto", max_epochs=2).log_dir == places[-1]
-    assert len(bucket.ls("/run-folders/drivetrain_logs")) == 2
+    assert len(bucket.ls("/run-folders/drivetrain_logs")) == 3
 
 
 class Minimal(Logger):
