@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from drivetrain.callbacks import Checkpoint, EMAWeightAveraging, StochasticWeigh
 from drivetrain.checkpoint import consolidate, load, show
 from drivetrain.checkpoint.__main__ import main
 from drivetrain.checkpoint._format.sealed_json import dump_with_checksum
+from drivetrain.checkpoint._format.tensor_reader import TensorSource
 from oracle.outcome import whole
 from worlds import DEEPSPEED, on_ranks, preload
 
@@ -152,9 +154,18 @@ def test_a_checkpoint_is_evaluated_and_loaded_with_the_averages_that_the_run_eva
         assert_near({name: file[name] for name in stored}, {name: wanted[name] for name in stored}, rtol=1e-4)
 
 
-def _evaluated(strategy: str, world: int, path: str) -> list[float]:
-    fit = quiet(strategy=STRATEGIES[strategy](), devices=world)
-    return [loss_from(path, averaged, fit) for averaged in (None, True, False)]
+def _evaluated(strategy: str, world: int, path: str) -> tuple[list[float], Counter[str]]:
+    """Return the losses, and how many elements of each weight this rank read, trained and averaged."""
+    fit, read, original = quiet(strategy=STRATEGIES[strategy](), devices=world), Counter[str](), TensorSource.read
+
+    def counting(source: TensorSource, region: Any = None) -> Tensor:
+        value = original(source, region)
+        read[source.entry.name] += value.numel()
+        return value
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TensorSource, "read", counting)
+        return [loss_from(path, averaged, fit) for averaged in (None, True, False)], read
 
 
 def _only_fit(strategy: str, world: int, folder: Path, options: dict[str, bool]) -> None:
@@ -175,9 +186,13 @@ def test_averages_of_every_kind_of_checkpoint_are_evaluated_under_another_strate
     first: tuple[str, int], second: tuple[str, int], options: dict[str, bool], tmp_path: Path
 ) -> None:  # Q-01
     on_ranks(_only_fit, first[1], *first, tmp_path, options, process_group=None)
-    for found in on_ranks(_evaluated, second[1], *second, newest(tmp_path), process_group=None):
+    ranks = on_ranks(_evaluated, second[1], *second, newest(tmp_path), process_group=None)
+    for found, _ in ranks:
         assert [same_loss(value, AVERAGE) for value in found] == [True, True, False]
         assert same_loss(found[2], TRAINED)
+    if second[0] in ("fsdp", "zero 3"):  # in each evaluation, a rank reads its part of one of the two
+        for name in ("inner.weight", "head.weight"):
+            assert sum(read[name] for _, read in ranks) == 3 * AVERAGE[name].numel()
     assert ("frozen.weight" in load(newest(tmp_path)).averages()) == ("trainable_only" not in options)
 
 
