@@ -360,7 +360,7 @@ class MeanOfEpochs(WeightAveraging):
 
 
 def _mean_of_epochs(strategy: str, world: int, folder: Path) -> Any:
-    def leg(**settings: Any) -> TrainModule:
+    def leg(**settings: Any) -> Any:
         saver = Checkpoint(folder / "c", save_top_k=-1, monitor="val")
         return fitted(strategy, world, folder, MeanOfEpochs(), saver, **settings)[1]
 
