@@ -272,8 +272,8 @@ def test_validation_sees_the_weights_that_a_hook_swapped_in() -> None:  # S-09
         halved = Halving()
         halved.load_state_dict({name: 0.5 * value for name, value in module.state_dict().items()})
         validated.append(float(halved.loss(global_batches(32, 32)[0]).detach()))
-    for ranks in on_ranks(each, 2, _validate_swapped, ("fsdp",), (UNITS,)):
-        for found, values in ranks:
+    for cases in on_ranks(each, 2, _validate_swapped, ("fsdp",), (UNITS,)):
+        for found, values in cases:
             torch.testing.assert_close(found, weights(module), atol=1e-6, rtol=1e-5)
             assert values == pytest.approx(validated, rel=1e-5)
 
