@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,22 @@ def test_two_callbacks_of_one_class_keep_their_own_lists(tmp_path: Path) -> None
         train(tmp_path, callbacks, Scored([1.0, 2.0, 0.5]), max_epochs=epochs, ckpt_path="auto")
         assert checkpoint_names(tmp_path) == names
     assert verify(tmp_path / "mine") == []  # an explicit path is written although the step is saved
+
+
+def test_a_clock_that_was_ahead_does_not_hold_a_run_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # J-03: the first checkpoint has the latest time
+    clock = time.time
+    monkeypatch.setattr("time.time", lambda: clock() + 3600)
+    for epochs in (1, 2, 3, 4):
+        module = Scored()
+        train(tmp_path, Checkpoint(save_top_k=-1), module, max_epochs=epochs, ckpt_path="auto")
+        assert module.started == [epochs - 1]
+        monkeypatch.setattr("time.time", clock)
+    saved = [
+        load(tmp_path / CHECKPOINTS / f"epoch={epoch}-step={6 * epoch + 6}").manifest.metadata for epoch in range(4)
+    ]
+    assert [len(one.lineage) for one in saved] == [1, 2, 3, 4]
+    assert [one.parent for one in saved[1:]] == [one.identifier for one in saved[:-1]]
 
 
 def test_what_others_wrote_stays_and_new_names_do_not_collide(tmp_path: Path) -> None:  # F-07, F-15, F-16
@@ -256,6 +273,8 @@ def test_a_value_that_will_not_come_ends_the_run(tmp_path: Path) -> None:
         fit(tmp_path, Checkpoint(monitor="val_los", every_n_train_steps=4), [0.7])
     with pytest.raises(ConfigurationError, match="monitor='val_loss'"):
         fit(tmp_path, Checkpoint(**AWAITED), [0.7], limit_val_batches=0)
+    with pytest.raises(ConfigurationError, match="monitor='val_loss'"):
+        train(tmp_path, Checkpoint(**AWAITED), Whole([0.7]), loader())
 
 
 def test_a_resumed_run_saves_at_the_validation_that_the_earlier_run_waited_for(tmp_path: Path) -> None:
@@ -388,6 +407,30 @@ def test_an_edited_list_removes_nothing(key: str, planted: Any, tmp_path: Path) 
     assert (unrelated / "thesis.txt").read_text() == "years of work"
     assert (tmp_path / CHECKPOINTS / "linked").is_symlink()
     assert "epoch=1-step=12" in checkpoint_names(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        pytest.param(lambda url: {"name": "..", "identifier": "a" * 32}, id="the folder above"),
+        pytest.param(lambda url: {"name": "others", "identifier": "a" * 32}, id="another run's"),
+        pytest.param(lambda url: {"path": f"{url}/others"}, id="an older path"),
+    ],
+)
+def test_an_edited_list_removes_nothing_at_a_url(planted: Any, tmp_path: Path) -> None:  # J-01
+    bucket, url = fsspec.filesystem("memory"), f"memory://{tmp_path.name}/run"
+
+    class Edited(Checkpoint):
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "going": [planted(url)]}
+
+    bucket.pipe_file(f"/{tmp_path.name}/thesis.txt", b"years of work")
+    train(tmp_path, Checkpoint(url, "others"))
+    before = set(bucket.find(f"/{tmp_path.name}"))
+    train(tmp_path, Edited(url))
+    train(tmp_path, Edited(url), max_epochs=2, ckpt_path=f"{url}/epoch=0-step=6")
+    assert before <= set(bucket.find(f"/{tmp_path.name}"))
+    assert load(f"{url}/epoch=1-step=12").progress["epoch"] == 2
 
 
 def test_other_files_in_a_checkpoint_stay(tmp_path: Path) -> None:  # J-01

@@ -111,7 +111,11 @@ def test_a_batch_without_items_may_have_no_loss() -> None:  # B-21
     x, y = torch.ones(16, 4), torch.ones(16, 1)
     y[4:8] = -1
     options: dict[str, Any] = {"accumulate_grad_batches": 2, "callbacks": NonFiniteGuard(check_gradients=True)}
-    quiet_fit(**options).fit(Weighed(), DataLoader(TensorDataset(x, y), batch_size=4))
+    data = DataLoader(TensorDataset(x, y), batch_size=4)
+    quiet_fit(**options).fit(Weighed(), data)
+    x[8] = NAN
+    with pytest.raises(NonFiniteError, match="The loss is nan on rank 0 at batch index 2"):
+        quiet_fit(**options).fit(Weighed(), data)
 
 
 def _found_on_ranks(bad_by_rank: dict[int, dict[int, float]]) -> str:

@@ -269,7 +269,11 @@ class Several(Regression):
         self.more = nn.ParameterList(nn.Parameter(torch.zeros(2)) for _ in range(4))
         first, second, third, fourth = self.more
         groups = [{"params": [second], "lr": 0.2}, {"params": [third], "lr": 0.3, "name": "head"}]
-        return [AdamW([first], lr=0.1), AdamW(groups), SGD([fourth], lr=0.5, momentum=0.9, weight_decay=0.01)]
+        return [
+            AdamW([first], lr=0.1),
+            AdamW(groups),
+            SGD([fourth], lr=torch.tensor(0.5), momentum=0.9, weight_decay=0.01),
+        ]
 
 
 def test_every_group_of_every_optimizer_has_a_key(tmp_path: Path) -> None:
@@ -281,6 +285,7 @@ def test_every_group_of_every_optimizer_has_a_key(tmp_path: Path) -> None:
     assert {name: float(fit.callback_metrics[name]) for name in more} == pytest.approx(more)
     assert len(fit.callback_metrics) == 12
     assert monitor.lrs == {name: [value] for name, value in rates.items()}
+    assert type(monitor.lrs["lr-SGD"][0]) is float  # and not the optimizer's tensor, which a scheduler changes
 
 
 class Scheduled(Regression):

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from callback_modules import Clock, Regression, Timed, failing, loader, quiet_fit, saving
+from torch.utils.data import DataLoader
 
 from drivetrain import Callback, ConfigurationError
 from drivetrain._runtime import terminal_output
@@ -155,6 +156,7 @@ class Printing(Timed):
         if batch_idx == 4:
             print(" print")
             print("from the module to stderr", file=sys.stderr)
+            logging.getLogger("drivetrain").warning("a logged line")
         if (self.current_epoch, batch_idx) == (1, 6):
             self.terminal.resize(60)
         return super().training_step(batch, batch_idx)
@@ -165,15 +167,16 @@ def test_what_is_printed_stays_readable(has_rich: bool, clock: Clock, monkeypatc
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(logging.getLogger("drivetrain"), "propagate", False)  # as if nothing had configured logging
     if not has_rich:
         monkeypatch.setitem(sys.modules, "rich", None)
     fit = quiet_fit(max_epochs=2, enable_progress_bar=True, num_sanity_val_steps=1)
     fit.fit(Printing(clock, terminal), loader(), loader(12))
     print("after the run")
     # No bar is left over, and all printed and logged lines are complete.
-    printed = ["a line from the step", "a plain print", "from the module to stderr"]
+    printed = ["a line from the step", "a plain print", "from the module to stderr", "a logged line"]
     ends = [rf"Epoch {epoch}/2: 10 batches, 0:10, 1.0 it/s.*, train_loss=\S+, val_loss=1" for epoch in (1, 2)]
-    expected = [*printed, ends[0], *printed, ends[1], "after the run"]
+    expected = [*printed, ends[0], *printed, ends[1], "The run ended: max_epochs=2 is reached .*", "after the run"]
     lines = terminal.screen.paragraphs
     assert re.fullmatch("\n".join(expected), "\n".join(lines[-len(expected) :])), lines
     # Each frame has one bar of each kind, within the width of the terminal.
@@ -248,6 +251,18 @@ def test_a_part_of_an_epoch_counts_as_long_as_it_is(clock: Clock, tmp_path: Path
     bar = ProgressBar(stream=resumed)
     quiet_fit(callbacks=bar, accumulate_grad_batches=2).fit(Timed(clock), loader(), ckpt_path=tmp_path / "saved")
     assert resumed.getvalue().startswith("Epoch 1/1: 10 batches, 0:04, 1.0 it/s")
+
+
+def test_it_counts_up_to_the_size_of_the_epoch(clock: Clock) -> None:  # S-03
+    samples: Any = [(torch.ones(4), torch.ones(1))] * 2
+
+    class Grows(Timed):
+        def on_train_epoch_start(self) -> None:
+            samples.extend(samples)
+
+    terminal = Terminal()
+    quiet_fit(max_epochs=2, callbacks=ProgressBar(stream=terminal)).fit(Grows(clock), DataLoader(samples, 2))
+    assert set(re.findall(r"Epoch (\d)/2 .*?/(\d+) \[", terminal.getvalue())) == {("1", "2"), ("2", "4")}
 
 
 @KINDS

@@ -7,6 +7,7 @@ import warnings
 from array import array
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,8 @@ def test_streams_train_validate_and_predict(tmp_path: Path) -> None:
     assert trainer.num_training_batches == float("inf")
     assert (trainer.samples_seen, trainer.global_step) == (10, 4)
     assert trainer.predict(module, stream(5)) == [[0, 1], [2, 3], [4]]
+    # All samples, in the order of the data set.
+    assert trainer.predict(module, loader(7, shuffle=True, drop_last=True)) == [[0, 1], [2, 3], [4, 5], [6]]
     limited = fit(tmp_path, limit_train_batches=2, limit_val_batches=1)
     limited.fit(module, stream(20), stream(20))
     assert module.seen[6:] == [[0, 1], [2, 3]]
@@ -162,10 +165,21 @@ def test_a_long_list_of_batches_is_not_iterated(tmp_path: Path) -> None:
 
 def test_the_modules_methods_give_loaders(tmp_path: Path) -> None:
     loaders = {"train": loader(4), "val": [loader(2), loader(2)], "test": loader(6), "predict": loader(8)}
-    module = tiny(**{f"{stage}_dataloader": lambda self, stage=stage: loaders[stage] for stage in loaders})
+    asked: list[str] = []
+    estimates: list[float] = []
+
+    def give(self: Any, stage: str) -> Any:
+        asked.append(stage)
+        return loaders[stage]
+
+    def setup(self: Any, stage: str) -> None:
+        estimates.append(self.trainer.estimated_stepping_batches)
+
+    module = tiny(setup=setup, **{f"{stage}_dataloader": partialmethod(give, stage) for stage in loaders})
     trainer = fit(tmp_path, num_sanity_val_steps=0)
     trainer.fit(module)
     assert (len(module.seen), len(module.evaluated)) == (2, 2)
+    assert (estimates, sorted(asked)) == ([2], ["train", "val"])  # the loader of the estimate is read
     trainer.validate(module, verbose=False)
     trainer.test(module, verbose=False)
     assert len(module.evaluated) == 7

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import stat
@@ -55,6 +56,15 @@ def test_files_and_folders_follow_the_umask(tmp_path: Path, mask: int, save_asyn
     names = {path.name for path in folder.rglob("*")}
     assert {"latest", "manifest.json", "model.safetensors", "metrics.csv", "hparams.json", "all.safetensors"} <= names
     assert any(name.startswith("events.out") for name in names)
+
+
+def test_files_of_ranks_follow_the_umask(tmp_path: Path) -> None:  # J-11
+    with files_with(0o027, tmp_path) as folder:
+        ranks: dict[str, Any] = {"strategy": "ddp", "devices": 2, "accelerator": "cpu", "launcher": "fork"}
+        warns = linear(on_fit_start=lambda self: logging.getLogger("drivetrain").warning("rank %d", self.global_rank))
+        fit(folder, callbacks=Checkpoint(folder / "c"), **ranks).fit(warns, regression())
+    names = {path.name for path in folder.rglob("*")}
+    assert {"run.json", "rank-0.log", "rank-1.log", "manifest.json"} <= names
 
 
 def test_temporary_files_follow_the_umask(tmp_path: Path) -> None:  # J-11

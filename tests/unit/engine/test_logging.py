@@ -278,6 +278,10 @@ def test_the_sanity_check_leaves_nothing(tmp_path: Path) -> None:
     assert (seen, logger.rows) == ([{}], [])
 
 
+def by_loader(self: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+    self.log(("first", "second")[dataloader_idx], 1.0 + dataloader_idx, add_dataloader_idx=False)
+
+
 @pytest.mark.parametrize(
     ("module", "expected"),
     [
@@ -285,6 +289,11 @@ def test_the_sanity_check_leaves_nothing(tmp_path: Path) -> None:
         (Logging(None, logs(**BOTH)), [{"it_epoch/dataloader_idx_0": 1.5}, {"it_epoch/dataloader_idx_1": 0.5}]),
         # Without the index a key is over all loaders, and present once.
         (Logging(None, logs(add_dataloader_idx=False)), [{"it": pytest.approx((0 + 1 + 2 + 3 + 0 + 1) / 6)}, {}]),
+        # Present in the result of the only loader that logs it.
+        (
+            tiny(validation_step=by_loader, on_validation_epoch_end=logs(3.0, "both")),
+            [{"first": 1.0, "both": 3.0}, {"second": 2.0, "both": 3.0}],
+        ),
         # Values of no loader are in all results.
         (
             Logging(None, logs(), on_validation_epoch_end=logs(9.0, "all")),
@@ -292,7 +301,7 @@ def test_the_sanity_check_leaves_nothing(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_names_for_several_loaders(tmp_path: Path, module: Logging, expected: Any) -> None:  # L-10
+def test_names_for_several_loaders(tmp_path: Path, module: Tiny, expected: Any) -> None:  # L-10
     assert fit(tmp_path).validate(module, [loader(4), loader(2)], verbose=False) == expected
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import re
@@ -160,6 +161,7 @@ class Shifted(Regression):
         (Shifted(math.inf), "In epoch 0 the loss was inf after the first micro-batch, and inf after the last"),
         (Shifted(math.nan, from_step=7), "In epoch 2 "),
         (Manual(every=1, factor=math.nan), "manual_loss was nan"),
+        (Manual(), "Manual.training_step went through epoch 0 and did not call step()"),
         pytest.param(Shifted(math.nan, 0.0), None, id="a single loss is not finite"),
         pytest.param(Manual(every=1, value=math.inf), None, id="another value is not finite"),
         pytest.param(Manual(every=6), None, id="steps rarely"),
@@ -307,19 +309,28 @@ FORKED: dict[str, Any] = {"devices": 2, "launcher": "fork", "accelerator": "cpu"
 LAZY = "layer.0 (LazyLinear), layer.1 (LazyBatchNorm1d)."
 
 
-def watch(*names: str) -> Callback:
-    kind: type[Callback] = type("Watch", (Callback,), dict.fromkeys(names, nothing))
+def no_arguments(self: Any) -> None:
+    """Stand in for a hook that does not take what it is called with."""
+
+
+def watch(*names: str, **methods: Any) -> Callback:
+    kind: type[Callback] = type("Watch", (Callback,), {**dict.fromkeys(names, nothing), **methods})
     return kind()
 
 
-def data_with(name: str) -> DataModule:
-    return type("Numbers", (DataModule,), {name: nothing, "train_dataloader": lambda self: loader()})()
+def data_with(name: str, method: Callable[..., Any] = nothing) -> DataModule:
+    return type("Numbers", (DataModule,), {name: method, "train_dataloader": lambda self: loader()})()
 
 
 def appending_in(hook: str) -> Callable[[Path], Run]:
     return net(**{hook: lambda self: self.trainer.callbacks.append(watch("on_train_end"))})
 
 
+def calls_it(self: Any) -> None:
+    self.training_epoch_end([])
+
+
+CALLS_IT_ITSELF = net(training_epoch_end=nothing, on_train_epoch_end=calls_it)
 UNLIKE = "looks like a hook but is not one"
 NEVER_RUN = "its code would not run"
 ARGUMENTS = "calls the method with these arguments"
@@ -362,6 +373,7 @@ ERRORS: dict[str, list[Row]] = {
         Row("'resume_from_checkpoint'", "or is set in", "ckpt_path=", run(resume_from_checkpoint="last")),
         Row("'progress_bar_refresh_rate'", "=10 has", "(refresh_rate=...)", run(progress_bar_refresh_rate=10)),
         *(Row(f"Watch.{name} {UNLIKE}", NEVER_RUN, fix, calls(watch, name)) for name, fix in OF_CALLBACKS.items()),
+        Row("Watch.on_train_start()", ARGUMENTS, "(self, trainer, module)", calls(watch, on_train_start=no_arguments)),
     ],
     START: [
         Row("=9", "never run", "lower val_check_interval", run(val_check_interval=9)),
@@ -392,9 +404,10 @@ ERRORS: dict[str, list[Row]] = {
             Row(f"Numbers.{name} {UNLIKE}", NEVER_RUN, fix, run(loaders=[data_with(name)]))
             for name, fix in OF_DATA_MODULES.items()
         ),
+        Row("Net.training_epoch_end", NEVER_RUN, "rename it or prefix its name with an underscore", CALLS_IT_ITSELF),
         Row("(outputs, batch, batch_idx)", ARGUMENTS, "(self, outputs", net(on_train_batch_end=lambda self, a: None)),
         Row("with (): missing", ARGUMENTS, "on_train_start(self)", net(on_train_start=lambda self, trainer: None)),
-        Row("Net.setup()", ARGUMENTS, "def setup(self, stage)", net(setup=lambda self: None)),
+        Row("Net.setup()", ARGUMENTS, "def setup(self, stage)", net(setup=no_arguments)),
         Row("Net.optimizer_step", ARGUMENTS, "optimizer_closure", net(optimizer_step=lambda self, epoch: None)),
         Row("optimizers(lr)", ARGUMENTS, "configure_optimizers(self)", optimized(lambda self, lr: None)),
         Row("with a batch", "and dataloader_idx if", "batch_idx)", net(training_step=lambda self, a, b, c, d: None)),
@@ -509,9 +522,30 @@ def test_what_only_resembles_a_mistake_is_accepted(tmp_path: Path) -> None:  # I
     module = tiny(valid_dataloader=lambda self: loader(2))
     fit(tmp_path).fit(module, loader(), module.valid_dataloader())
     assert [0, 1] in module.evaluated
+    assert warnings_of(fit(tmp_path, limit_val_batches=0), tiny(), loader()) == []  # a validation_step without a loader
     module = logs(configure_optimizers=lambda self: {**monitored(self), "lr_scheduler": None})
     fit(tmp_path).fit(module, loader())
     assert len(module.seen) == 4
+
+
+def test_a_loader_method_is_checked_in_runs_that_call_it(tmp_path: Path) -> None:  # I-10
+    data = data_with("test_dataloader", lambda self, split: loader())
+    fit(tmp_path).fit(tiny(), datamodule=data)
+    with pytest.raises(ConfigurationError, match=r"Numbers\.test_dataloader\(split\) cannot be called"):
+        fit(tmp_path).test(tiny(), datamodule=data)
+    module: Any = tiny(train_dataloader=loader(), test_dataloader=loader())  # not methods
+    fit(tmp_path).fit(module, module.train_dataloader)
+    assert len(module.seen) == 4
+
+
+def test_a_decorator_may_pass_a_hook_more_arguments(tmp_path: Path) -> None:  # I-10
+    def with_trainer(hook: Callable[..., None]) -> Callable[..., None]:
+        return functools.wraps(hook)(lambda self: hook(self, self.trainer))
+
+    given: list[Any] = []
+    trainer = fit(tmp_path)
+    trainer.fit(tiny(on_train_start=with_trainer(lambda self, trainer: given.append(trainer))), loader())
+    assert given == [trainer]
 
 
 def test_a_class_whose_methods_are_almost_named_as_hooks_gets_one_warning(tmp_path: Path) -> None:  # I-10

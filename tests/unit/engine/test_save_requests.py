@@ -186,6 +186,7 @@ BASE = {"lr": 0.1, "width": 3, "height": 4}
         (PassesOn, BASE, {"ignore": "height", "hight": 4}, "does not take 'hight', which was passed", ""),
         (Needs, {"breadth": 3}, {"ignore": "breadth"}, "Needs needs 'breadth'", ""),
         (PassesOn, BASE, {"ignore": ("height", "width")}, "PassesOn needs 'width'", ""),
+        (Needs, {}, {}, "Needs needs 'breadth'", "save_hyperparameters()"),
     ],
 )
 def test_a_hyper_parameter_that_the_class_does_not_take_is_named_with_a_fix(

@@ -15,6 +15,7 @@ from torch.optim import LBFGS, SGD, Adam
 
 from captured_warnings import captured_warnings
 from drivetrain import Callback, ConfigurationError, TrainModule
+from drivetrain.callbacks import LambdaCallback
 from oracle.check import check
 from oracle.program import Data, Program
 
@@ -212,6 +213,14 @@ def test_an_overridden_zero_grad_is_called_once_per_window(tmp_path: Path, make:
 def test_gradients_of_every_group_are_freed_before_the_next_forward(tmp_path: Path) -> None:
     """The memory of old gradients is free for the forward's activations."""
     seen: list[bool] = []
+    hooks: dict[str, list[Any]] = {"on_before_zero_grad": [], "on_before_optimizer_step": []}
+
+    def recording(hook: str) -> Any:
+        def record(trainer: Any, module: Any, optimizer: Any) -> None:
+            assert optimizer is trainer.optimizers[0]
+            hooks[hook].append((module.layer.bias.grad is not None, trainer.global_step))
+
+        return record
 
     def configure_optimizers(self: Any) -> Any:
         optimizer = SGD([self.layer.weight], lr=0.1)
@@ -226,5 +235,8 @@ def test_gradients_of_every_group_are_freed_before_the_next_forward(tmp_path: Pa
     module: Any = tiny(configure_optimizers=configure_optimizers, training_step=step)
     module.unused, module.frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     module.frozen.grad = torch.ones(2)
-    fit(tmp_path, max_steps=3).fit(module, loader())
+    callback = LambdaCallback(**{hook: recording(hook) for hook in hooks})
+    fit(tmp_path, max_steps=3, callbacks=callback).fit(module, loader())
     assert seen == [True] * 9
+    assert hooks["on_before_zero_grad"] == [(False, 0), (True, 1), (True, 2)]
+    assert hooks["on_before_optimizer_step"] == [(True, 0), (True, 1), (True, 2)]  # not counted yet

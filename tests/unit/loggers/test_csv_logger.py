@@ -32,6 +32,7 @@ def _rows(logger: CSVLogger) -> list[dict[str, str]]:
 def test_a_step_makes_one_row_unless_a_value_would_be_lost_and_no_file_comes_before_it(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, prefix="a")
     assert logger.log_dir == f"{tmp_path}/drivetrain_logs/version_0"
+    logger.rewind(3)
     logger.save()
     logger.finalize("success")
     assert list(tmp_path.iterdir()) == []
@@ -40,6 +41,9 @@ def test_a_step_makes_one_row_unless_a_value_would_be_lost_and_no_file_comes_bef
     logger.save()
     assert [path.name for path in Path(logger.log_dir).iterdir()] == ["metrics.csv"]
     assert read_table(logger.log_dir) == ["step,a-loss,a-lr", "5,1.0,0.5", "5,2.0,"]
+    (Path(logger.log_dir) / "metrics.csv").unlink()  # during the run: the table begins anew, with its header
+    log_steps(logger, 6).save()
+    assert read_table(logger.log_dir) == ["step,a-loss,a-lr", "6,3.0,"]
 
 
 def test_rows_are_held_back_for_the_configured_number_of_steps(tmp_path: Path) -> None:
@@ -250,6 +254,8 @@ def test_a_missing_permission_is_reported_at_once(store: FaultyStore) -> None:
 @pytest.mark.parametrize("lost", [False, True])
 @pytest.mark.parametrize("operation", ["put", "get"])
 def test_a_rewind_is_retried_before_it_fails(store: FaultyStore, operation: str, lost: bool) -> None:  # J-13
+    logger_at_the_store().rewind(4)
+    assert store.objects() == []
     log_steps(logger_at_the_store(), *range(1, 7)).save()
     store.fail(operation, lost=lost, times=2)
     logger_at_the_store().rewind(4)

@@ -31,6 +31,7 @@ def _events(logger: TensorBoardLogger) -> Any:
 def test_scalars_are_written_and_nothing_before_the_first(tmp_path: Path) -> None:
     assert isinstance(Fit(accelerator="cpu", default_root_dir=tmp_path).logger, TensorBoardLogger)  # the default
     logger = TensorBoardLogger(tmp_path, prefix="run")
+    logger.rewind(3)
     logger.save()
     logger.finalize("success")
     assert list(tmp_path.iterdir()) == []
@@ -168,6 +169,14 @@ def test_a_rewind_to_the_beginning(logger: Any, again: Any, step: int, kept: lis
     again.log_hyperparams({"lr": 0.1})
     log_steps(again, 1).finalize("failed")
     assert scalars(again.log_dir) == [*kept, (1, 0.5)]
+    assert scalars(again.log_dir, "hp_metric") == [(0, -1.0)]
+
+
+def test_a_resumed_run_that_had_another_logger_gets_initial_values(tmp_path: Path, again: TensorBoardLogger) -> None:
+    CSVLogger(tmp_path, version=0).log_hyperparams({"lr": 0.1})
+    again.rewind(1)
+    again.log_hyperparams({"lr": 0.1})
+    log_steps(again, 2).finalize("success")
     assert scalars(again.log_dir, "hp_metric") == [(0, -1.0)]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from services import assert_no_file_has, folder_of, log_all_media, log_steps, offline
@@ -96,7 +97,8 @@ def test_metrics_parameters_and_settings_but_no_secrets_are_at_wandb(tmp_path: P
     assert not list(tmp_path.iterdir())  # building it writes nothing
     params: dict[Any, Any] = {"lr": 0.1, "net": {"width": 3, 0: "cat"}, 5: 1}  # names that are numbers become text
     logger.log_hyperparams({**params, "api_token": secret})
-    logger.log_metrics({"loss": 1.5, "epoch": 0}, 3)
+    loss: Any = np.float32(1.5)
+    logger.log_metrics({"loss": loss, "epoch": 0}, 3)
     logger.log_metrics({"loss": math.nan}, 6)
     folder = folder_of(logger)
     assert logger.experiment.id == "a1"
