@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 from drivetrain import Callback, CheckpointError, ConfigurationError, TrainModule
-from drivetrain.callbacks import Checkpoint, EMAWeightAveraging, StochasticWeightAveraging
+from drivetrain.callbacks import Checkpoint, EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from drivetrain.checkpoint import consolidate, load, show
 from drivetrain.checkpoint.__main__ import main
 from drivetrain.checkpoint._format.sealed_json import dump_with_checksum
+from drivetrain.checkpoint._format.tensor_reader import TensorSource
 from oracle.outcome import whole
 from worlds import DEEPSPEED, on_ranks, preload
 
@@ -152,9 +154,18 @@ def test_a_checkpoint_is_evaluated_and_loaded_with_the_averages_that_the_run_eva
         assert_near({name: file[name] for name in stored}, {name: wanted[name] for name in stored}, rtol=1e-4)
 
 
-def _evaluated(strategy: str, world: int, path: str) -> list[float]:
-    fit = quiet(strategy=STRATEGIES[strategy](), devices=world)
-    return [loss_from(path, averaged, fit) for averaged in (None, True, False)]
+def _evaluated(strategy: str, world: int, path: str) -> tuple[list[float], Counter[str]]:
+    """Return the losses, and how many elements of each weight this rank read, trained and averaged."""
+    fit, read, original = quiet(strategy=STRATEGIES[strategy](), devices=world), Counter[str](), TensorSource.read
+
+    def counting(source: TensorSource, region: Any = None) -> Tensor:
+        value = original(source, region)
+        read[source.entry.name] += value.numel()
+        return value
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TensorSource, "read", counting)
+        return [loss_from(path, averaged, fit) for averaged in (None, True, False)], read
 
 
 def _only_fit(strategy: str, world: int, folder: Path, options: dict[str, bool]) -> None:
@@ -175,9 +186,13 @@ def test_averages_of_every_kind_of_checkpoint_are_evaluated_under_another_strate
     first: tuple[str, int], second: tuple[str, int], options: dict[str, bool], tmp_path: Path
 ) -> None:  # Q-01
     on_ranks(_only_fit, first[1], *first, tmp_path, options, process_group=None)
-    for found in on_ranks(_evaluated, second[1], *second, newest(tmp_path), process_group=None):
+    ranks = on_ranks(_evaluated, second[1], *second, newest(tmp_path), process_group=None)
+    for found, _ in ranks:
         assert [same_loss(value, AVERAGE) for value in found] == [True, True, False]
         assert same_loss(found[2], TRAINED)
+    if second[0] in ("fsdp", "zero 3"):  # in each evaluation, a rank reads its part of one of the two
+        for name in ("inner.weight", "head.weight"):
+            assert sum(read[name] for _, read in ranks) == 3 * AVERAGE[name].numel()
     assert ("frozen.weight" in load(newest(tmp_path)).averages()) == ("trainable_only" not in options)
 
 
@@ -223,10 +238,17 @@ def test_one_line_says_which_weights_are_used(tmp_path: Path, caplog: pytest.Log
             assert f"averaged={averaged is not None} " in line  # how to choose the others
 
 
-def test_the_command_line_chooses_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # Q-01
+def test_the_command_line_chooses_the_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:  # Q-01
     path, out = saved(tmp_path), str(tmp_path / "out.safetensors")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # without pytest's own
+    capsys.readouterr()
     for flags, wanted in (([], AVERAGE), (["--averaged"], AVERAGE), (["--no-averaged"], TRAINED)):
         assert main(["consolidate", "--overwrite", path, out, *flags]) == 0
+        printed = capsys.readouterr()
+        assert f"the {'trained weights' if wanted is TRAINED else 'averages'} are used" in printed.err
+        assert printed.out == f"{out}\n"
         torch.testing.assert_close(load_file(out)["head.weight"], wanted["head.weight"], atol=1e-5, rtol=1e-4)
     text = show(path)
     assert "EMAWeightAveraging: averages of 6 weights, with which the run evaluated" in text
@@ -328,6 +350,37 @@ def test_the_checkpoint_at_the_end_of_stochastic_averaging_is_loaded_averaged_an
         assert updates == EPOCHS + 1
     if world > 1:  # each rank has its own statistics
         assert not torch.equal(*(own["norm.running_mean"] for own, *_ in ranks))
+
+
+class MeanOfEpochs(WeightAveraging):
+    """The mean of the weights at the ends of the epochs, as in docs/averaging.md."""
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return epoch_idx is not None
+
+
+def _mean_of_epochs(strategy: str, world: int, folder: Path) -> Any:
+    def leg(**settings: Any) -> Any:
+        saver = Checkpoint(folder / "c", save_top_k=-1, monitor="val")
+        return fitted(strategy, world, folder, MeanOfEpochs(), saver, **settings)[1]
+
+    first, last = leg(), max((folder / "c").glob("epoch=*"))
+    resumed, paths = leg(max_epochs=EPOCHS + 1, ckpt_path=last), sorted((folder / "c").glob("epoch=*"))
+    evaluating = quiet(strategy=STRATEGIES[strategy](), devices=world)
+    tested = [loss_from(str(path), fit=evaluating) for path in paths]
+    return first.validated + resumed.validated, tested, state_of(resumed)
+
+
+@pytest.mark.parametrize(("strategy", "world"), CASES[:3])
+def test_averages_of_epoch_ends_are_saved_as_they_were_validated(
+    strategy: str, world: int, tmp_path: Path
+) -> None:  # Q-01
+    ranks = on_ranks(_mean_of_epochs, world, strategy, world, tmp_path, process_group=None)
+    trained = [load(path).weights() for path in (tmp_path / "c").glob("epoch=*")]
+    means = {name: sum(state[name] for state in trained) / (EPOCHS + 1) for name in dict(Noisy().named_parameters())}
+    for validated, tested, module in ranks:
+        assert tested == pytest.approx(validated, rel=1e-4)
+        assert_near({name: module[name] for name in means}, means, rtol=1e-4)
 
 
 def test_a_checkpoint_without_the_record_is_read_as_its_trained_weights(tmp_path: Path) -> None:  # Q-01

@@ -15,10 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from small_runs import failing
+from small_runs import Regression, failing, loader, quiet
 
+from drivetrain import Callback
 from drivetrain._distributed.control_group import GroupControl
 from drivetrain._distributed.shards import Box, ParameterShard, Region, Span, cut
+from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify
 from drivetrain.checkpoint._format import CheckpointMetadata, Contents, Sizes, run_collectively, save
 from drivetrain.testing import requires_linux
@@ -107,7 +109,9 @@ def sharded(layout: str) -> Contents:
 
 
 def _save(path: str, layout: str) -> None:
-    save(path, sharded(layout), control(), sizes=SMALL)
+    contents = sharded(layout)
+    contents.digest = "sha256" if dist.get_rank() == 0 else None  # rank 0's choice applies to the files of all
+    save(path, contents, control(), sizes=SMALL)
 
 
 def _read(path: str, layout: str) -> None:
@@ -140,10 +144,10 @@ def _read(path: str, layout: str) -> None:
 def test_the_parts_of_all_ranks_are_a_complete_checkpoint_of_which_each_reads_its_part(
     tmp_path: Path, layout: str, ranks: int, read: str, readers: int
 ) -> None:
-    # F-01: the files are the same for all layouts; F-13: in pieces
+    # F-01: the files are the same for all layouts; F-13: in pieces; J-11: each with a digest
     path = tmp_path / "c"
     on_ranks(_save, ranks, str(path), layout)
-    assert verify(path) == []
+    assert verify(path, digest="sha256") == []
     checkpoint = load(path)
     weights, values = checkpoint.weights(), truth()
     assert set(weights) == set(values)
@@ -229,6 +233,28 @@ def test_all_ranks_refuse_state_that_one_cannot_save(tmp_path: Path) -> None:
             assert verify(tmp_path / harm / "c") == []
             assert sorted(os.listdir(tmp_path / harm)) == ["0", "1", "c"]
             assert os.listdir(tmp_path / harm / "0") == []
+
+
+class Odd(Callback):
+    """The state that rank 1 would save cannot be stored."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": {1} if dist.get_rank() == 1 else [1]}
+
+
+def _train_with_odd_state(folder: Path) -> tuple[str, int]:
+    fit = quiet(strategy="ddp", enable_checkpointing=True, callbacks=[Checkpoint(folder), Odd()])
+    with failing() as error:
+        fit.fit(Regression(), loader(8, 2))
+    return f"{error['type']}: {error['text']}", fit.global_step
+
+
+def test_state_that_one_rank_cannot_save_is_refused_before_the_first_step(tmp_path: Path) -> None:  # J-08
+    for error, steps in on_ranks(_train_with_odd_state, 2, tmp_path / "c"):
+        assert error.startswith("CheckpointError")
+        assert "callbacks/Odd/state/seen', a set" in error
+        assert steps == 0
+    assert not (tmp_path / "c").exists()
 
 
 def _damaged_for_one(path: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -156,6 +157,13 @@ def test_ranks_that_differ_after_the_first_step_are_refused_unless_they_may() ->
         assert "'net.block.experts." in refused
         assert "find_unused_parameters=True" in refused
         assert all(text.startswith("nothing was raised") for text in allowed)
+
+
+def test_ranks_that_differ_after_the_first_step_at_stage_3_end_with_an_error() -> None:
+    # D-11: no hang; ranks that gather different parameters fail in gloo, which may end a process
+    with suppress(RankFailedError):
+        for text in on_ranks(_error, 2, SHARD_EVERYTHING, LATE):
+            assert text.startswith(("ConfigurationError", "RuntimeError", "DistributedError")), text
 
 
 class Reentrant(nn.Module):

@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial, reduce
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from fsdp_nets import trained_on_shards
-from small_runs import Regression, global_batches, seeded
+from small_runs import Regression, Saver, global_batches, seeded
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.traffic import a_step
+from drivetrain.checkpoint import load
 from worlds import on_ranks
 
-HALF = torch.bfloat16
+HALF, MOMENTS = torch.bfloat16, ("exp_avg", "exp_avg_sq")
 
 
 class Reusing(nn.Module):
@@ -237,6 +239,27 @@ def test_gathering_in_half_precision_equals_casting_by_autocast(
 ) -> None:
     for with_it, without in on_ranks(_with_and_without_policy, 2, build, precision, dtype, samples):
         torch.testing.assert_close(with_it, without, atol=atol, rtol=0)
+
+
+def _saved_and_resumed(path: str) -> list[torch.Tensor]:
+    def run(options: dict[str, Any], **settings: Any) -> torch.Tensor:
+        return trained_on_shards(Reused(Reusing, STEMMED), options, **{"max_epochs": 2, **settings})
+
+    half: dict[str, Any] = {"mixed_precision": GATHERS_HALF}
+    through = run(half, precision="bf16-mixed", callbacks=Saver(path))
+    return [through, run(half, precision="bf16-mixed", ckpt_path=path), run({}, ckpt_path=path)]
+
+
+def test_checkpoints_of_weights_gathered_in_half_precision_are_float32_and_resume(tmp_path: Path) -> None:
+    # D-09: not values of bfloat16 stored as float32
+    for through, resumed, in_float32 in on_ranks(_saved_and_resumed, 2, str(tmp_path / "c")):
+        assert torch.equal(resumed, through)
+        torch.testing.assert_close(in_float32, through, atol=3e-2, rtol=0)
+    checkpoint = load(tmp_path / "c")
+    moments = [state[name] for state in checkpoint.optimizer_state()["state"].values() for name in MOMENTS]
+    for values in ([*checkpoint.weights().values()], moments):
+        assert {value.dtype for value in values} == {torch.float32}
+        assert any(not torch.equal(value, value.to(HALF).float()) for value in values)
 
 
 def _sent(options: dict[str, Any]) -> Any:

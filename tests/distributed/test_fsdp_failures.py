@@ -17,13 +17,13 @@ from small_runs import TIGHT, failing, loader, quiet, seeded, trained
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from drivetrain.callbacks import Checkpoint
+from drivetrain.callbacks import Checkpoint, LambdaCallback
 from drivetrain.errors import ConfigurationError
 from drivetrain_strategies import FSDPStrategy
 from worlds import on_ranks
 
 
-def _raise(gradient: Tensor) -> None:
+def _raise(*arguments: Any) -> None:
     raise ValueError("on purpose")
 
 
@@ -111,6 +111,19 @@ def test_a_failed_run_leaves_no_weights_and_names_the_checkpoint(
             assert f"pass ckpt_path={newest!r}, or call Failing.load_from_checkpoint({newest!r})" in text
         torch.testing.assert_close(found, trained_in_plain_torch(DeepRegression()), **TIGHT)
         assert groups == 1
+
+
+def _retry_after_setup() -> tuple[str, Tensor]:
+    module: Any = DeepRegression()
+    with failing() as caught:
+        quiet(strategy="fsdp", callbacks=LambdaCallback(setup=_raise)).fit(module, loader(32, 4))
+    return caught["type"], trained(module, loader(32, 4), strategy="fsdp")
+
+
+def test_a_run_that_fails_in_setup_leaves_the_module_as_it_was() -> None:  # I-15
+    for error, found in on_ranks(_retry_after_setup, 2):
+        assert error == "ValueError"
+        torch.testing.assert_close(found, trained_in_plain_torch(DeepRegression()), **TIGHT)
 
 
 # On four ranks, in groups of two: a failure must also reach the peers of peers.

@@ -77,8 +77,15 @@ class Stream(IterableDataset[Any]):
 
 
 def _run(options: dict[str, Any], stream: bool) -> dict[str, Any]:
-    module = Split()
-    fit = quiet(strategy=FSDPStrategy(**options), accumulate_grad_batches=2, gradient_clip_val=0.5)
+    module, parts = Split(), {}
+
+    def record_parts(trainer: Any, module: Any, optimizer: Any) -> None:
+        for layer in ("blocks.0.up", "blocks.0.down", "stem"):
+            weight = module.net.get_submodule(layer).weight
+            parts[layer] = [one.to_local().numel() / one.numel() for one in (weight, weight.grad)]
+
+    settings: dict[str, Any] = {"callbacks": LambdaCallback(on_before_optimizer_step=record_parts)}
+    fit = quiet(strategy=FSDPStrategy(**options), accumulate_grad_batches=2, gradient_clip_val=0.5, **settings)
     batches = DataLoader(Stream(), batch_size=None) if stream else loader(40, 4 if "tensor_parallel" in options else 2)
     fit.fit(module, batches)
     outputs = torch.cat(quiet(strategy=FSDPStrategy(**options)).predict(module, loader(10, 2)))
@@ -87,7 +94,7 @@ def _run(options: dict[str, Any], stream: bool) -> dict[str, Any]:
     assert len(dist.distributed_c10d._world.pg_map) == 1  # in a user's process group, no group of ours is left
     metrics = {name: float(value) for name, value in fit.callback_metrics.items()}
     found = {"weights": weights(module), "norms": module.norms, "outputs": outputs}
-    return {**found, "metrics": metrics, "seen": fit.samples_seen}
+    return {**found, "metrics": metrics, "seen": fit.samples_seen, "parts": parts}
 
 
 @pytest.fixture(scope="module")
@@ -109,12 +116,18 @@ TENSOR: dict[str, Any] = {"tensor_parallel": 2}
 
 
 @pytest.mark.parametrize(
-    ("options", "stream"),
-    [({**HYBRID, "wrap": [Block]}, False), (TENSOR, True), ({**TENSOR, **HYBRID}, False)],
+    ("options", "stream", "split", "whole"),  # what a rank holds of a layer that may be split, and of another one
+    [
+        ({**HYBRID, "wrap": [Block]}, False, 1 / 2, 1 / 2),
+        (TENSOR, True, 1 / 4, 1 / 2),
+        ({**TENSOR, **HYBRID}, False, 1 / 2, 1),
+    ],
     ids=["hybrid", "tensor parallel on streams", "hybrid and tensor parallel"],
 )
-def test_two_by_two_equals_the_reference(options: dict[str, Any], stream: bool, reference: Any) -> None:
-    # D-04, D-08, B-05, B-12, B-14; Q-11: norms, also of a bias of one value, of which most ranks hold nothing
+def test_two_by_two_equals_the_reference(
+    options: dict[str, Any], stream: bool, split: float, whole: float, reference: Any
+) -> None:
+    # D-01, D-04, D-08, B-05, B-12, B-14; Q-11: norms, also of a bias of one value, of which most ranks hold nothing
     runs = on_ranks(_run, 4, options, stream)
     for run in runs:
         assert torch.equal(run["weights"], runs[0]["weights"])
@@ -122,6 +135,7 @@ def test_two_by_two_equals_the_reference(options: dict[str, Any], stream: bool, 
         torch.testing.assert_close(run["norms"], reference.norms, rtol=1e-4, atol=1e-5)
         assert run["metrics"] == {"count": 40, "metric": 40}
         assert run["seen"] == 40
+        assert run["parts"] == {"blocks.0.up": [split] * 2, "blocks.0.down": [split] * 2, "stem": [whole] * 2}
         with torch.no_grad():
             torch.testing.assert_close(run["outputs"], reference.net(data(10).tensors[0]), atol=1e-5, rtol=1e-4)
 

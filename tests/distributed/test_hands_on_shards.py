@@ -236,6 +236,48 @@ def test_what_is_written_takes_effect_as_under_ddp(build: Any, ddp: str, fsdp: A
         torch.testing.assert_close(found, expected, atol=0 if fsdp is ROOT_ONLY else 1e-6, rtol=0)
 
 
+class Halving(Regression):
+    """Validates with half of the weights, and trains on from the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[float] = []
+
+    @torch.no_grad()
+    def on_validation_start(self) -> None:
+        self.kept = [parameter.clone() for parameter in self.parameters()]
+        for parameter, kept in zip(self.parameters(), self.kept, strict=True):
+            parameter.copy_(0.5 * kept)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch), sync_dist=True)
+
+    @torch.no_grad()
+    def on_validation_end(self) -> None:
+        self.validated.append(float(self.trainer.callback_metrics["val"]))
+        for parameter, kept in zip(self.parameters(), self.kept, strict=True):
+            parameter.copy_(kept)
+
+
+def _validate_swapped(strategy: Any) -> tuple[torch.Tensor, list[float]]:
+    module = Halving()
+    found = trained(module, loader(32, 4), loader(32, 4), strategy=strategy, max_epochs=2)
+    return found, module.validated
+
+
+def test_validation_sees_the_weights_that_a_hook_swapped_in() -> None:  # S-09
+    module, validated = Halving(), []
+    for _ in range(2):
+        train_by_hand(module, global_batches(32, 8))
+        halved = Halving()
+        halved.load_state_dict({name: 0.5 * value for name, value in module.state_dict().items()})
+        validated.append(float(halved.loss(global_batches(32, 32)[0]).detach()))
+    for cases in on_ranks(each, 2, _validate_swapped, ("fsdp",), (UNITS,)):
+        for found, values in cases:
+            torch.testing.assert_close(found, weights(module), atol=1e-6, rtol=1e-5)
+            assert values == pytest.approx(validated, rel=1e-5)
+
+
 def hook_after_accumulation(module: Any) -> None:
     module.net[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
 

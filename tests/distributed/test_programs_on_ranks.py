@@ -133,6 +133,7 @@ WRITES = {
     "gradients by hand": Program(writes=BEFORE_STEP, manual=(Turn(),)),
     "weights, bf16": Program(writes=Write("data", at=1), precision="bf16-mixed"),
     "assigned weights": Program(writes=Write("assigned", at=1)),
+    "weights after the last step": Program(writes=Write("data", at=3)),
     "saved weights": Program(writes=Write("data", at=1), evaluation=Evaluation("validate", "on_train_batch_end", 1)),
 }
 

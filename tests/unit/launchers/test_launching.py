@@ -163,6 +163,16 @@ def test_slurm_is_detected_only_in_processes_that_srun_started(variables: dict[s
     assert environment.placement().local_world_size == max(ranks, 1)
 
 
+def test_a_process_without_a_device_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:  # A-06, O-01
+    devices, visible = Devices("cuda", (2,), chosen=False), Mock(return_value=2)
+    monkeypatch.setattr(torch.cuda, "device_count", visible)
+    assert devices.of(0) == torch.device("cuda", 2)
+    with pytest.raises(ConfigurationError, match=r"(?s)Process 1 of this node has no device .*start 1 process"):
+        devices.of(1)
+    visible.return_value = 1  # a job scheduler shows each process one device, which is its own
+    assert devices.of(1) == torch.device("cuda", 0)
+
+
 def test_slurms_first_node_hosts_the_store_at_a_port_of_the_step() -> None:
     firsts = {"host0": "host0", "host0,host1": "host0", "gpu[008-010,012]": "gpu008", "login1,gpu[3,5-7]": "login1"}
     firsts |= {"rack[1-2]n[03-05,9],gpu7": "rack1n03", "n[1-2]-ib": "n1-ib"}
