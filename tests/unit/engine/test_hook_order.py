@@ -97,7 +97,7 @@ def test_overridden_hooks_set_the_modes_that_steps_see(tmp_path: Path) -> None: 
 
         on_predict_model_eval = on_validation_model_eval
 
-        def note(self, *args: Any) -> None:
+        def note(self, batch: Any = None, batch_idx: int = 0, dataloader_idx: int = 0) -> None:
             seen.append((self.training, self.noise.training))
 
         validation_step = test_step = predict_step = on_train_epoch_end = note
