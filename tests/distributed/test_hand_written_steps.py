@@ -122,7 +122,23 @@ class Together(Regression):
             one.step(optimizer_closure)
 
 
-@pytest.mark.parametrize("kind", [Penalized, Probed, Clearing, Together])
+class Wrapping(torch.optim.Optimizer):
+    """Has not called ``Optimizer.__init__``, so that no hook can be registered."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.defaults = inner, inner.defaults
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+class Wrapped(Regression):
+    def configure_optimizers(self) -> Any:
+        return Wrapping(super().configure_optimizers())
+
+
+@pytest.mark.parametrize("kind", [Penalized, Probed, Clearing, Together, Wrapped])
 def test_what_is_no_step_by_hand_is_trained(kind: type[Regression]) -> None:  # Q-10
     fit, module = quiet(), kind()
     before = [parameter.detach().clone() for parameter in module.parameters()]

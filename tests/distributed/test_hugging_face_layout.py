@@ -173,6 +173,19 @@ def test_a_model_with_adapters_is_left_to_its_own_save_pretrained(tmp_path: Path
     assert torch.equal(logits(PeftModel.from_pretrained(llama(), tmp_path / "out")), logits(expected))
 
 
+class OfAnotherLibrary(torch.nn.Linear):
+    config = "none of Hugging Face's"
+
+    def save_pretrained(self) -> None:
+        raise AssertionError
+
+
+class Plain(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = OfAnotherLibrary(2, 2)
+
+
 @pytest.mark.parametrize(
     ("plain", "options", "told"),
     [
@@ -193,8 +206,9 @@ def test_unsupported_settings_are_refused_by_name(
     checkpoint, out = by_one_process, tmp_path / "out"
     if plain:
         checkpoint, fit = tmp_path / "plain", quiet()
-        fit.fit(Regression(), loader(4, 4))
+        fit.fit(Plain(), loader(4, 4))
         fit.save_checkpoint(checkpoint)
+        assert load(checkpoint).manifest.metadata.pretrained == {}
     arguments = {"out": out, "to": "hf", **options}
     with pytest.raises(CheckpointError, match=told):
         convert(checkpoint, arguments.pop("out"), **arguments)

@@ -169,14 +169,15 @@ KEPT = {
 """Optimizers that keep references to gradients: what they kept stays as it was."""
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_static_graph", "fsdp", *ZERO])
+@pytest.mark.parametrize("strategy", ["single_device", "ddp", "ddp_static_graph", "fsdp", *ZERO])
 @pytest.mark.parametrize("program", KEPT.values(), ids=KEPT)
 def test_a_kept_gradient_does_not_change(strategy: str, program: Program) -> None:  # Q-02
     if program.manual and strategy == "ddp_static_graph":
         pytest.skip("a static graph is refused in manual optimization")
     if strategy in ZERO and (program.takes_closure or any(turn.closure for turn in program.manual)):
         pytest.skip("DeepSpeed's engine steps without a closure")
-    assert not check(replace(program, strategy=strategy, ranks=2, data=TWELVE))
+    ranks = 1 if strategy == "single_device" else 2
+    assert not check(replace(program, strategy=strategy, ranks=ranks, data=TWELVE))
 
 
 class OneParameter(Regression):

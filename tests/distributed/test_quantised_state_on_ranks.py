@@ -53,6 +53,7 @@ class Module(TrainModule):
 
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
+    "single": lambda: "single_device",
     "ddp": lambda: "ddp",
     "fsdp": lambda: FSDPStrategy(wrap=[nn.Linear]),
     "hybrid": lambda: FSDPStrategy(wrap=[nn.Linear], sharding="hybrid", replicate_size=2, shard_size=1),
@@ -113,6 +114,12 @@ def test_blocks_are_not_cut_anew(before: str, after: str, told: list[str], tmp_p
     for refused, allowed in on_ranks(_resume_elsewhere, 2, before, after, str(tmp_path / "saved"), timeout=120):
         assert all(part in refused["error"] for part in told), refused
         assert (allowed["step"], allowed["error"]) == ((0, refused["error"]) if after == "hybrid" else (8, ""))
+
+
+def test_blocks_that_replicas_hold_whole_resume_on_one_device(tmp_path: Path) -> None:
+    on_ranks(fit, 2, "ddp", on_some_ranks, Saver(str(tmp_path / "saved")), timeout=120)
+    resumed = fit("single", ckpt_path=str(tmp_path / "saved"))
+    assert (resumed["step"], resumed["error"]) == (4 + 8, "")
 
 
 @requires_package("deepspeed")

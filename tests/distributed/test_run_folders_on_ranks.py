@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 from small_runs import Regression, loader, quiet, refusal
 
+from captured_warnings import captured_warnings
 from drivetrain import Fit
 from drivetrain.callbacks import Checkpoint
 from drivetrain.errors import DistributedError
@@ -35,6 +36,12 @@ class Net(Regression):
 class Warns(Net):
     def on_train_start(self) -> None:
         logging.getLogger("drivetrain").warning("from node %d", self.trainer.node_rank)
+
+
+class Fetching(Warns):
+    def __init__(self, api_token: str, rate: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
 
 
 class Dying(Net):
@@ -151,3 +158,21 @@ def test_nodes_use_one_folder(tmp_path: Path) -> None:  # J-13
     assert first == second
     for rank in range(2):
         assert f"from node {rank}" in (Path(first[0]) / "logs" / f"rank-{rank}.log").read_text()
+
+
+SECRET = "sk-very-secret"
+
+
+def _warnings_of_secrets(root: Path) -> list[str]:
+    with captured_warnings() as lines:
+        _fit(root, strategy="fsdp").fit(Fetching(SECRET), BATCHES)
+    return [line for line in lines if "api_token" in line]
+
+
+def test_one_rank_warns_of_secrets_and_no_rank_writes_them(tmp_path: Path) -> None:  # J-11
+    (warning,), others = on_ranks(_warnings_of_secrets, 2, tmp_path)
+    assert others == []
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"rank-0.log", "rank-1.log", "hparams.json", "manifest.json"} <= {path.name for path in files}
+    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+    assert SECRET not in warning

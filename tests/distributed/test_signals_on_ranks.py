@@ -253,6 +253,31 @@ def test_a_signal_within_a_window_or_a_validation_loses_nothing(tmp_path: Path, 
             assert equal, moment
 
 
+class StopsBeforeLeaving(Changing):
+    """Rank 1 requests a stop after its second micro-batch. The ranks are never more than a micro-batch apart."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.trainer.strategy.barrier()
+        time.sleep(0.1 if batch_idx > 2 else 0)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.moment is not None and (self.global_rank, batch_idx) == (1, 1):
+            self.trainer.should_stop = True
+
+
+def _stop_and_leave(folder: Path) -> tuple[Any, ...]:
+    window = {"accumulate_grad_batches": 16}  # an epoch
+    code, _ = train(folder, "ddp", AUGMENTED, StopsBeforeLeaving(("train", 0, 2), False), **window)
+    saved = [one.name for one in folder.iterdir() if "step=" in one.name]
+    _, (_, _, steps, _, _) = train(folder, "ddp", AUGMENTED, StopsBeforeLeaving(None, False), **window)
+    return code, saved, steps
+
+
+def test_a_stop_that_one_rank_requested_before_a_signal_ends_the_resumed_run(tmp_path: Path) -> None:  # J-09
+    for found in on_ranks(_stop_and_leave, 2, tmp_path, process_group=None, env=ENV):
+        assert found == (LEFT[0], ["interrupted-step=0"], 1)  # of two steps
+
+
 class StopsWithoutSteps(Regression):
     """Makes no step; rank 1 requests a stop after its tenth micro-batch."""
 

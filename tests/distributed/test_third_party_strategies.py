@@ -204,6 +204,23 @@ def test_the_precision_of_the_docs_equals_the_hand_written_loop(strategy: str, r
         assert torch.allclose(outputs, predicted, atol=1e-5)
 
 
+class DoublesInputs(Precision):
+    updates = 0
+
+    def convert_batch(self, batch: Any) -> Any:
+        return 2 * batch[0], batch[1]
+
+    def update(self) -> None:
+        self.updates += 1
+
+
+def test_overridden_methods_of_a_precision_are_called_without_a_flag() -> None:  # K-03
+    precision = DoublesInputs()
+    reference = train_by_hand(Regression(), [(2 * x, y) for x, y in global_batches(16, 4)])
+    assert torch.allclose(trained(Regression(), loader(16, 4), precision=precision), weights(reference), atol=1e-6)
+    assert precision.updates == 4
+
+
 class Unnamed(Precision):
     def backward(self, loss: torch.Tensor) -> None:
         super().backward(2 * loss)

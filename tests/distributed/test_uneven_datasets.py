@@ -8,6 +8,7 @@ import re
 from collections import UserDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, random_split
 from captured_warnings import captured_warnings
 from drivetrain.callbacks import LambdaCallback, ReplicaCheck
 from drivetrain.data import split_by_rank
-from drivetrain_strategies import DDPStrategy
+from drivetrain_strategies import DDPStrategy, FSDPStrategy
 from worlds import on_ranks
 from wrong_lengths import Batches
 
@@ -261,15 +262,20 @@ def test_a_loss_over_the_samples_of_all_ranks() -> None:  # B-16
 
 
 class ChangesBuffers(Regression):
-    """Training creates a buffer and lets one grow; prediction and validation count."""
+    """Training creates a buffer, lets one grow and writes to others; prediction and validation count."""
 
     first: torch.Tensor
     seen: torch.Tensor
     count: torch.Tensor
     mean: torch.Tensor
+    mask: torch.Tensor
+    turned: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
+        self.register_buffer("nothing", torch.zeros(0))
+        self.register_buffer("mask", torch.zeros(3, dtype=torch.bool))
+        self.register_buffer("turned", torch.zeros(2, 3).T)
         self.register_buffer("first", None)
         self.register_buffer("seen", torch.zeros(0, FEATURES), persistent=False)
         self.register_buffer("count", torch.zeros(()))
@@ -279,6 +285,8 @@ class ChangesBuffers(Regression):
         if self.first is None:
             self.first = batch[0][0].clone()
         self.seen = torch.cat([self.seen, batch[0]])
+        self.mask[self.global_rank] = True
+        self.turned += self.global_rank
         return self.loss(batch)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
@@ -289,14 +297,17 @@ class ChangesBuffers(Regression):
     validation_step = predict_step
 
 
-def _change_buffers(strategy: str, stage: str, samples: int) -> dict[str, torch.Tensor]:
+def _change_buffers(strategy: Any, stage: str, samples: int) -> dict[str, torch.Tensor]:
     module = ChangesBuffers()
-    getattr(quiet(strategy=strategy), stage)(module, loader(samples, 4))
+    getattr(quiet(strategy=strategy()), stage)(module, loader(samples, 4))
     return dict(module.named_buffers())
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_after_a_run_all_ranks_have_the_buffers_of_rank_0(strategy: str) -> None:  # I-07, B-08
+UNSHARED = partial(DDPStrategy, broadcast_buffers=False)
+
+
+@pytest.mark.parametrize("strategy", [DDPStrategy, UNSHARED, FSDPStrategy], ids=["ddp", "no broadcasts", "fsdp"])
+def test_after_a_run_all_ranks_have_the_buffers_of_rank_0(strategy: Any) -> None:  # I-07, B-08
     # With one sample rank 1 joins; under a strategy whose forward is collective in an evaluation, too.
     cases = [(strategy, *case) for case in (("validate", 1), ("predict", 1), ("fit", 1), ("fit", 9))]
     x, one = data(9).tensors[0], data(1).tensors[0]
@@ -307,6 +318,8 @@ def test_after_a_run_all_ranks_have_the_buffers_of_rank_0(strategy: str) -> None
         for buffers, seen in ((short, one), (long, torch.cat([x[:4], x[8:]]))):  # rank 0's first four and the last
             assert torch.equal(buffers["first"], seen[0])
             assert torch.equal(buffers["seen"], seen)
+            assert buffers["mask"].tolist() == [True, False, False]
+            assert torch.equal(buffers["turned"], torch.zeros(3, 2))
 
 
 class Centring(Regression):

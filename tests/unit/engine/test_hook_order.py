@@ -79,6 +79,38 @@ def test_the_full_order_of_evaluation(tmp_path: Path, verb: str, stage: str) -> 
     ]
 
 
+def test_overridden_hooks_set_the_modes_that_steps_see(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    class SetsModes(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.noise = torch.nn.Dropout()
+
+        def on_validation_model_eval(self) -> None:
+            super().on_validation_model_eval()
+            self.noise.train()
+
+        def on_validation_model_train(self) -> None:
+            super().on_validation_model_train()
+            self.noise.eval()
+
+        on_predict_model_eval = on_validation_model_eval
+
+        def note(self, batch: Any = None, batch_idx: int = 0, dataloader_idx: int = 0) -> None:
+            seen.append((self.training, self.noise.training))
+
+        validation_step = test_step = predict_step = on_train_epoch_end = note
+
+    module, trainer = SetsModes(), fit(tmp_path, num_sanity_val_steps=0)
+    trainer.fit(module, loader(2), loader(2))
+    assert seen == [(False, True), (True, False)]  # training goes on in the modes that the hook left
+    assert all(layer.training for layer in module.modules())  # as before the run
+    trainer.test(module, loader(2), verbose=False)
+    trainer.predict(module, loader(2))
+    assert seen[2:] == [(False, False), (False, True)]
+
+
 def test_callbacks_run_by_descending_priority_then_in_the_given_order(tmp_path: Path) -> None:
     calls: list[str] = []
     priorities = {"a": 0, "b": 5, "c": -2, "d": 0, "e": -1}

@@ -187,16 +187,15 @@ def test_an_overridden_step_may_warm_up_and_skip_and_clip_in_its_own_way(tmp_pat
             if batch_idx != 1:
                 optimizer.step(closure=optimizer_closure)
 
-        def configure_gradient_clipping(
-            self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
-        ) -> None:
-            calls.append((type(optimizer).__name__, gradient_clip_val, gradient_clip_algorithm))
+        def configure_gradient_clipping(self, optimizer: Any, **options: Any) -> None:  # type: ignore[override]
+            calls.append((type(optimizer).__name__, options))
             self.clip_gradients(optimizer, 0.5, "value")
 
     module, reference = WarmingUp(), Regression()
     runner = fit(tmp_path, gradient_clip_val=2.0)
     runner.fit(module, regression(12))
-    assert calls == [call for index in range(3) for call in (("SGD", 2.0, "norm"), (0, index, "SGD", False))]
+    clipping = {"gradient_clip_val": 2.0, "gradient_clip_algorithm": "norm"}  # by name, Q-11
+    assert calls == [call for index in range(3) for call in (("SGD", clipping), (0, index, "SGD", False))]
     assert runner.global_step == 2  # the skipped step does not count
     # Written by hand: the rates, the skipped step and the clipping are those of overridden hooks.
     for index, batch in enumerate(regression(12)):
