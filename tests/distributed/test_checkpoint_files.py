@@ -266,8 +266,7 @@ def _damaged_for_one(path: str) -> str:
     return f"{error['type']}: {error['text']}"
 
 
-def test_all_ranks_refuse_a_checkpoint_that_one_finds_damaged(tmp_path: Path) -> None:
-    # F-06
+def test_all_ranks_refuse_a_checkpoint_that_one_finds_damaged(tmp_path: Path) -> None:  # F-06
     path = tmp_path / "c"
     on_ranks(_save, 2, str(path), "rows")
     index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
@@ -300,8 +299,7 @@ def _peak(path: str) -> int:
 
 
 @requires_linux()
-def test_a_save_holds_a_few_pieces_instead_of_whole_tensors(tmp_path: Path) -> None:
-    # F-13
+def test_a_save_holds_a_few_pieces_instead_of_whole_tensors(tmp_path: Path) -> None:  # F-13
     for grown in on_ranks(_peak, 2, str(tmp_path / "c")):
         assert grown < 40 * 2**20
     weight = load(tmp_path / "c").weights()["w"]

@@ -124,8 +124,7 @@ def test_a_run_resumed_under_any_strategy_equals_the_reference(ranks: int, writt
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_the_weights_open_without_drivetrain(name: str, written: Path) -> None:
-    # F-10, F-04, F-06
+def test_the_weights_open_without_drivetrain(name: str, written: Path) -> None:  # F-10, F-04, F-06
     path = written / name
     assert verify(path) == []
     assert {one.suffix for one in path.iterdir()} <= {".json", ".safetensors"}
@@ -165,8 +164,7 @@ def _saved(folder: str, strategy: str, save_async: bool) -> dict[str, float | No
 @pytest.mark.parametrize(("strategy", "save_async"), [("ddp", False), ("fsdp", True)])
 def test_a_save_that_monitors_the_validation_waits_for_it_on_all_ranks(
     strategy: str, save_async: bool, tmp_path: Path
-) -> None:
-    #
+) -> None:
     first, second = on_ranks(_saved, 2, str(tmp_path), strategy, save_async)
     assert first == second
     assert list(first) == ["step=4-of_rank_0=1", "step=8-of_rank_0=1"]  # S-04: after validations

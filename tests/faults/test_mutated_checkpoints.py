@@ -199,8 +199,7 @@ def _bounded(read: Callable[[Path], object], path: Path, what: str, *also: type[
 
 @pytest.mark.timeout(300 + 5 * FAULTS)
 @pytest.mark.parametrize("kind", ["single_device", "ddp"])
-def test_reading_ends_in_a_value_or_a_checkpoint_error(kind: str, tmp_path: Path) -> None:
-    # J-10
+def test_reading_ends_in_a_value_or_a_checkpoint_error(kind: str, tmp_path: Path) -> None:  # J-10
     path = tmp_path / "checkpoints" / kind
     shutil.copytree(OLDER / kind, path)
     (path.parent / "latest").write_bytes(b"\xff\0../..")
@@ -242,8 +241,7 @@ def _fit(folder: Path, start: Path | None, **hooks: Any) -> Fit:
 
 
 @pytest.mark.timeout(300 + 5 * FAULTS)
-def test_a_run_resumes_or_names_what_is_malformed(tmp_path: Path) -> None:
-    # J-10
+def test_a_run_resumes_or_names_what_is_malformed(tmp_path: Path) -> None:  # J-10
     path = tmp_path / "checkpoint"
 
     def save(fit: Fit, *_: Any) -> None:

@@ -454,8 +454,7 @@ def test_a_fit_after_a_search_equals_the_fit_without_one(
 )
 def test_a_search_that_fails_or_gets_a_signal_changes_nothing(
     cause: Any, kind: Any, tmp_path: Path, caplog: Any
-) -> None:
-    # L-06
+) -> None:  # L-06
     class FailingNet(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if self.trainer.global_step == 4:
