@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from captured_warnings import captured_warnings
-from drivetrain import Fit, TrainModule
+from drivetrain import Callback, Fit, TrainModule
 from drivetrain.callbacks import (
     Checkpoint,
     LearningRateMonitor,
@@ -282,6 +283,32 @@ def _offloaded(gpu: EmulatedCuda) -> Tensor | None:
 
 def test_gradients_on_the_host_are_unscaled_by_the_scale() -> None:  # O-01
     assert torch.equal(on_emulated_cuda(_offloaded).returned, torch.full((4,), 2.0))
+
+
+class Watching(Callback):
+    """Records the devices of outputs, and how many are in memory at once."""
+
+    def __init__(self) -> None:
+        self.devices: list[str] = []
+        self.alive: list[int] = []
+        self.outputs: list[weakref.ref[Tensor]] = []
+
+    def on_predict_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.devices.append(outputs.device.type)
+        self.outputs.append(weakref.ref(outputs))
+        self.alive.append(sum(output() is not None for output in self.outputs))
+
+
+def _predicted(gpu: EmulatedCuda) -> tuple[list[str], int, list[str]]:
+    watching = Watching()
+    outputs = Fit(accelerator="cuda", devices=1, callbacks=[watching], **QUIET).predict(Net(), rows())
+    return watching.devices, max(watching.alive), [output.device.type for output in outputs]
+
+
+def test_predictions_leave_the_device_as_they_come() -> None:  # I-14
+    devices, alive, returned = on_emulated_cuda(_predicted).returned
+    assert (devices, returned) == (["cuda"] * 8, ["cpu"] * 8)
+    assert alive <= 2
 
 
 def _written(gpu: EmulatedCuda, folder: str) -> list[Tensor]:
