@@ -299,19 +299,9 @@ class Watching(Callback):
         self.alive.append(sum(output() is not None for output in self.outputs))
 
 
-def _predicted(gpu: EmulatedCuda) -> tuple[list[str], int, list[str]]:
+def _predicted(gpu: EmulatedCuda, folder: str) -> tuple[list[str], int, list[str], list[Tensor]]:
     watching = Watching()
     outputs = Fit(accelerator="cuda", devices=1, callbacks=[watching], **QUIET).predict(Net(), rows())
-    return watching.devices, max(watching.alive), [output.device.type for output in outputs]
-
-
-def test_predictions_leave_the_device_as_they_come() -> None:  # I-14
-    devices, alive, returned = on_emulated_cuda(_predicted).returned
-    assert (devices, returned) == (["cuda"] * 8, ["cpu"] * 8)
-    assert alive <= 2
-
-
-def _written(gpu: EmulatedCuda, folder: str) -> list[Tensor]:
     written = []
     for device in ("cuda", "cpu"):
         torch.manual_seed(0)
@@ -319,12 +309,14 @@ def _written(gpu: EmulatedCuda, folder: str) -> list[Tensor]:
         fit = Fit(accelerator=device, devices=1, callbacks=[PredictionWriter(path, part_bytes=16)], **QUIET)
         fit.predict(module, rows(pin_memory=device == "cuda"), return_predictions=False)
         written.append(default_collate(list(read_predictions(path))))
-    return written
+    return watching.devices, max(watching.alive), [output.device.type for output in outputs], written
 
 
-def test_predictions_are_written_from_the_device(tmp_path: Path) -> None:  # L-03
-    seen = on_emulated_cuda(_written, str(tmp_path))
-    one, other = seen.returned
+def test_predictions_leave_the_device_as_they_come_and_are_written_from_it(tmp_path: Path) -> None:  # I-14, L-03
+    seen = on_emulated_cuda(_predicted, str(tmp_path))
+    devices, alive, returned, (one, other) = seen.returned
+    assert (devices, returned) == (["cuda"] * 8, ["cpu"] * 8)
+    assert alive <= 2
     assert one.device.type == "cpu"
     assert torch.equal(one, other)
     assert_clean(seen)
