@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from captured_warnings import captured_warnings
-from drivetrain import Fit, TrainModule
+from drivetrain import Callback, Fit, TrainModule
 from drivetrain.callbacks import (
     Checkpoint,
     LearningRateMonitor,
@@ -284,7 +285,23 @@ def test_gradients_on_the_host_are_unscaled_by_the_scale() -> None:  # O-01
     assert torch.equal(on_emulated_cuda(_offloaded).returned, torch.full((4,), 2.0))
 
 
-def _written(gpu: EmulatedCuda, folder: str) -> list[Tensor]:
+class Watching(Callback):
+    """Records the devices of outputs, and how many are in memory at once."""
+
+    def __init__(self) -> None:
+        self.devices: list[str] = []
+        self.alive: list[int] = []
+        self.outputs: list[weakref.ref[Tensor]] = []
+
+    def on_predict_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.devices.append(outputs.device.type)
+        self.outputs.append(weakref.ref(outputs))
+        self.alive.append(sum(output() is not None for output in self.outputs))
+
+
+def _predicted(gpu: EmulatedCuda, folder: str) -> tuple[list[str], int, list[str], list[Tensor]]:
+    watching = Watching()
+    outputs = Fit(accelerator="cuda", devices=1, callbacks=[watching], **QUIET).predict(Net(), rows())
     written = []
     for device in ("cuda", "cpu"):
         torch.manual_seed(0)
@@ -292,12 +309,14 @@ def _written(gpu: EmulatedCuda, folder: str) -> list[Tensor]:
         fit = Fit(accelerator=device, devices=1, callbacks=[PredictionWriter(path, part_bytes=16)], **QUIET)
         fit.predict(module, rows(pin_memory=device == "cuda"), return_predictions=False)
         written.append(default_collate(list(read_predictions(path))))
-    return written
+    return watching.devices, max(watching.alive), [output.device.type for output in outputs], written
 
 
-def test_predictions_are_written_from_the_device(tmp_path: Path) -> None:  # L-03
-    seen = on_emulated_cuda(_written, str(tmp_path))
-    one, other = seen.returned
+def test_predictions_leave_the_device_as_they_come_and_are_written_from_it(tmp_path: Path) -> None:  # I-14, L-03
+    seen = on_emulated_cuda(_predicted, str(tmp_path))
+    devices, alive, returned, (one, other) = seen.returned
+    assert (devices, returned) == (["cuda"] * 8, ["cpu"] * 8)
+    assert alive <= 2
     assert one.device.type == "cpu"
     assert torch.equal(one, other)
     assert_clean(seen)

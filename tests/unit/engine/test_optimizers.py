@@ -191,12 +191,17 @@ def test_an_overridden_step_may_warm_up_and_skip_and_clip_in_its_own_way(tmp_pat
             calls.append((type(optimizer).__name__, options))
             self.clip_gradients(optimizer, 0.5, "value")
 
+        def configure_optimizers(self) -> Any:
+            optimizer = SGD(self.parameters(), lr=0.05)
+            return [optimizer], [{"scheduler": _halving(optimizer), "interval": "step"}]
+
     module, reference = WarmingUp(), Regression()
     runner = fit(tmp_path, gradient_clip_val=2.0)
     runner.fit(module, regression(12))
     clipping = {"gradient_clip_val": 2.0, "gradient_clip_algorithm": "norm"}  # by name, Q-11
     assert calls == [call for index in range(3) for call in (("SGD", clipping), (0, index, "SGD", False))]
     assert runner.global_step == 2  # the skipped step does not count
+    assert runner.lr_schedulers[0].last_epoch == 2  # B-09
     # Written by hand: the rates, the skipped step and the clipping are those of overridden hooks.
     for index, batch in enumerate(regression(12)):
         optimizer = SGD(reference.parameters(), lr=0.1 * (index + 1))

@@ -191,16 +191,30 @@ def test_a_loader_passed_to_fit_is_not_reloaded(caplog: pytest.LogCaptureFixture
     assert {length for _, _, length in net.seen} == {3}
 
 
-def test_an_interval_longer_than_an_epoch_becomes_the_epochs(caplog: pytest.LogCaptureFixture) -> None:  # L-07
-    class Short(Scheduled):
+@pytest.mark.parametrize(
+    ("batch_sizes", "interval", "validations", "warning"),
+    [
+        ([4, 8, 12], 3, [3, 6, 9, 11], "val_check_interval=3 is more than the 2 micro-batches"),
+        ([8, 4], 5, [3, 8], "val_check_interval=5 is more than the 3 micro-batches"),
+    ],
+)
+def test_an_interval_longer_than_an_epoch_becomes_the_epochs(
+    batch_sizes: list[int], interval: int, validations: list[int], warning: str, tmp_path: Path, caplog: Any
+) -> None:  # L-07
+    class Resized(Scheduled):
         def train_dataloader(self) -> Any:
-            return DataLoader(Sequences(2), batch_size=4 * (1 + self.trainer.current_epoch))
+            return DataLoader(Sequences(2), batch_size=batch_sizes[self.trainer.current_epoch])
 
     steps: list[int] = []
     counting = calling("on_validation_end", lambda trainer: steps.append(trainer.global_step))
-    quiet(max_epochs=3, val_check_interval=3, callbacks=counting).fit(Net(), datamodule=Short())
-    assert steps == [3, 6, 9, 11]
-    assert caplog.text.count("val_check_interval=3 is more than the 2 micro-batches") == 1
+    saving = Checkpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    options = {"max_epochs": len(batch_sizes), "val_check_interval": interval}
+    wanted, net = trained(Resized(), callbacks=[counting, saving], **options)
+    assert steps == validations
+    assert caplog.text.count(warning) == 1
+    found, rest = trained(Resized(), tmp_path / f"step={len(net.seen) - 1}", **options)
+    assert len(rest.seen) == 1
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 def test_workers_end_with_their_loader() -> None:  # L-07

@@ -4,6 +4,7 @@ configure_optimizers gives (Q-04).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, St
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from drivetrain import Callback, CheckpointError, ConfigurationError, Fit, TrainModule
-from drivetrain.callbacks import BackboneFinetuning
+from drivetrain.callbacks import BackboneFinetuning, Checkpoint
 from drivetrain.checkpoint import load
 
 SAVED_AT = 3
@@ -187,17 +188,29 @@ OPTIMIZER, SCHEDULER = 'allow=("optimizer",)', 'allow=("scheduler",)'
     ],
 )
 def test_another_number_is_logged_and_the_checkpoint_s_goes_on_unless_the_part_starts_anew(
-    before: Configure, now: Configure, allow: str, logged: list[str], rates: list[float], tmp_path: Path, caplog: Any
+    before: Configure,
+    now: Configure,
+    allow: str,
+    logged: list[str],
+    rates: list[float],
+    tmp_path: Path,
+    caplog: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     saved, module = save(tmp_path / "saved", before), Model(now)
     caplog.clear()
-    fit(module, ckpt_path=saved, allow=(allow,) if allow else ())
+    fit(module, Checkpoint(), ckpt_path=saved, allow=(allow,) if allow else ())
     assert module.rates == [[pytest.approx(rate)] for rate in rates]
     lines = [record.getMessage() for record in caplog.records if "goes on" in record.getMessage()]
     assert len(lines) == bool(logged)
     for part in logged:
         assert part in lines[0]
         assert "weight_decay" not in lines[0]
+    (record,) = tmp_path.rglob("run.json")
+    events = json.loads(record.read_text())["events"]
+    kept = [event["text"] for event in events if event["kind"] == "kept settings"]
+    assert kept == [line.partition(" To start with")[0] for line in lines]
 
 
 def labelled(label: str) -> Configure:

@@ -10,6 +10,7 @@ import logging
 import os
 import pickle
 import re
+import shutil
 import signal
 import traceback
 from contextlib import nullcontext
@@ -81,11 +82,23 @@ def test_a_small_run_logs_one_line(tmp_path: Path) -> None:
     # L-09: the message stays short if a hundred fits wrote to the folder
     ended = "The run ended: max_epochs=1 is reached (1 epoch, 4 optimizer steps)"
     assert closing_lines(tmp_path, enable_checkpointing=False) == [ended]
+    save = calling("on_train_epoch_end", lambda trainer: trainer.save_checkpoint("removed"))
+    remove = calling("on_train_end", lambda trainer: shutil.rmtree("removed"))
+    assert closing_lines(tmp_path, enable_checkpointing=False, callbacks=[save, remove]) == [ended]
     assert closing_lines(tmp_path, enable_progress_bar=False, logger=CSVLogger(tmp_path, "quiet")) == [ended]
-    assert [line.partition(":")[0] for line in closing_lines(tmp_path)[1:]] == ["  last checkpoint", "  files"]
+    for lines, named in (
+        (closing_lines(tmp_path), "last checkpoint"),
+        (closing_lines(tmp_path, worsening(), callbacks=Checkpoint(monitor="val_loss")), "best and last checkpoint"),
+    ):
+        assert [line.partition(":")[0] for line in lines[1:]] == [f"  {named}", "  files"]
     with captured_warnings(logging.INFO) as lines:
         fit(tmp_path, **LOUD).validate(Tiny(), loader(), verbose=False)
     assert not any("ended" in line for line in lines)
+
+    def refuse(trainer: Any) -> None:
+        raise ConfigurationError("no")
+
+    assert closing_lines(tmp_path, raises=ConfigurationError, callbacks=calling("on_fit_start", refuse)) == []
 
 
 def test_a_preempted_run_names_its_checkpoint(tmp_path: Path) -> None:  # L-09
@@ -102,6 +115,7 @@ def test_a_preempted_run_names_its_checkpoint(tmp_path: Path) -> None:  # L-09
         f"  last checkpoint: {folder}/checkpoints/interrupted-step=7",
         f"  files: {folder} (checkpoints/, run.json)",
     ]
+    assert all(Path(re.sub(r" \(.*", "", line.partition(": ")[2])).is_dir() for line in lines[1:])
 
 
 @pytest.mark.parametrize(

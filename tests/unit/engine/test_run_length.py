@@ -218,7 +218,7 @@ def test_fast_dev_run_runs_every_stage_and_writes_nothing(tmp_path: Path, settin
     module = Tiny()
     logger = CSVLogger(tmp_path / "logs")
     options = {"logger": logger, "num_sanity_val_steps": 2, "max_epochs": 7, "val_check_interval": 2}
-    runner = fit(tmp_path, fast_dev_run=setting, **options)
+    runner = fit(tmp_path, fast_dev_run=setting, overfit_batches=2, **options)
     runner.fit(module, loader(16), loader(16))
     assert (runner.global_step, len(module.evaluated)) == (batches, batches)
     runner.test(module, loader(16), verbose=False)

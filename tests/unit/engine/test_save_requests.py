@@ -160,6 +160,12 @@ class FixedWidth(Base):
         super().__init__(64)
 
 
+class ByPosition(Net):
+    def __init__(self, width: int, depth: int = 2, /, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
 class Suggested(Net):
     """Fails as Python 3.13 does, whose error ends with the nearest argument."""
 
@@ -213,6 +219,7 @@ def test_a_hyper_parameter_that_the_class_does_not_take_is_named_with_a_fix(
         (PassesOn, BASE, {"ignore": "height"}, {"lr": 0.1, "width": 3, "depth": 1}),
         (FixedWidth, dict(FixedWidth(0.1).hparams), {}, {"width": 64, "depth": 1, "lr": 0.1}),
         (FixedWidth, {"width": 128, "lr": 0.1}, {"ignore": "width"}, {"width": 64, "depth": 1, "lr": 0.1}),
+        (ByPosition, dict(ByPosition(3, 4, lr=0.5).hparams), {}, {"width": 3, "depth": 4, "lr": 0.5}),
     ],
 )
 def test_removed_hyper_parameters_can_be_ignored(

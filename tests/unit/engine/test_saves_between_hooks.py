@@ -291,6 +291,28 @@ def test_a_signal_within_a_window_stops_at_once_and_resumes_exactly(
     assert leaving.reached + resumed.reached == reached
 
 
+def test_a_run_that_is_preempted_twice_within_a_window_resumes_exactly(tmp_path: Path) -> None:  # J-09
+    expected, _ = undisturbed(accumulate_grad_batches=8)
+    for nth in (6, 3):
+        with pytest.raises(SystemExit):
+            run(Changing(("training step", nth), preempt), keeping(tmp_path), path="auto", accumulate_grad_batches=8)
+        assert [saved.name for saved in tmp_path.glob("interrupted*")] == ["interrupted-step=0"]
+    assert run(Changing(), keeping(tmp_path), path="auto", accumulate_grad_batches=8) == expected
+
+
+def quantized(value: torch.Tensor) -> torch.Tensor:
+    return torch.quantize_per_tensor(value, 0.1, 0, torch.quint8)
+
+
+@pytest.mark.parametrize("convert", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr, quantized])
+def test_a_module_with_a_sparse_or_quantized_parameter_trains_and_validates(convert: Any) -> None:  # J-09
+    module = Changing()
+    module.odd = nn.Parameter(convert(torch.eye(2)), requires_grad=False)
+    trainer = Fit(**QUIET, max_epochs=1, accelerator="cpu", num_sanity_val_steps=0)
+    trainer.fit(module, DataLoader(Augmented(), batch_size=2), DataLoader(Augmented(), batch_size=8))
+    assert (trainer.global_step, int(module.batches), int(module.validated)) == (11, 11, 3)
+
+
 @pytest.mark.parametrize("hook", ["on_validation_start", "on_validation_batch_start"])
 def test_temporary_weights_of_hooks_are_not_saved(tmp_path: Path, hook: str) -> None:  # J-09
     """The validation runs to its end, where the hooks put the trained weights back."""

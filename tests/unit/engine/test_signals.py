@@ -104,7 +104,12 @@ def test_a_second_signal_ends_the_run_unless_it_is_a_duplicate(tmp_path: Path, p
 
 @pytest.mark.parametrize(
     ("hook", "step", "setting"),
-    [("on_train_end", 10, "auto"), ("setup", 0, "auto"), ("on_train_batch_end", 3, None)],
+    [
+        ("on_train_end", 10, "auto"),
+        ("setup", 0, "auto"),
+        ("on_train_batch_end", 3, None),
+        ("on_test_start", 0, None),
+    ],
 )
 def test_the_previous_handler_gets_a_signal_with_nothing_to_save_or_that_is_not_handled(
     tmp_path: Path, hook: str, step: int, setting: str | None
@@ -112,12 +117,13 @@ def test_the_previous_handler_gets_a_signal_with_nothing_to_save_or_that_is_not_
     arrived: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: arrived.append(number))
     options: dict[str, Any] = {"preemption_signals": setting, "enable_checkpointing": setting is None}
-    run = fit(tmp_path, callbacks=sending(signal.SIGTERM, step=step, hook=hook), **options)
+    run, module = fit(tmp_path, callbacks=sending(signal.SIGTERM, step=step, hook=hook), **options), Tiny()
     try:
-        run.fit(Tiny(), loader(20))
+        (run.test if hook == "on_test_start" else run.fit)(module, loader(20))
     finally:
         signal.signal(signal.SIGTERM, before)
     assert arrived == [signal.SIGTERM]
+    assert len(module.seen + module.evaluated) == 10
     assert run.state == "finished"
 
 

@@ -326,6 +326,14 @@ def test_a_compiled_step_computes_the_same_and_is_removed_afterwards(tmp_path: P
     assert "training_step" not in module.__dict__
     runner.fit(module, regression())
 
+    def set_on_the_instance(batch: Any, batch_idx: int) -> Any:
+        return module.loss(batch) * 2
+
+    module.training_step = set_on_the_instance  # type: ignore[method-assign]
+    for compiled in (False, {"backend": "eager"}):
+        fit(tmp_path, compile=compiled).fit(module, regression())
+        assert module.__dict__["training_step"] is set_on_the_instance
+
 
 def test_callbacks_of_the_module_replace_those_of_their_class(tmp_path: Path) -> None:
     class First(Callback):
