@@ -220,7 +220,8 @@ def test_a_fit_that_fails_and_is_resumed_continues_its_runs_at_the_services(root
     rows = csv.DictReader((folder / "metrics.csv").open())
     curve = [(int(row["step"]), float(row["loss"])) for row in rows]
     assert [step for step, _ in curve] == list(range(1, 9))
-    assert wandb_curve(folder, "loss") == [curve[:5], curve[4:]]  # two parts of one run: the checkpoint is of step 4
+    assert wandb_curve(folder, "loss") == [curve[:5], curve[4:]]  # the checkpoint is of step 4
+    assert len({path.name for path in folder.glob("wandb/*/run-*.wandb")}) == 1  # both parts are of one run
     assert mlflow_run(root, folder).info.status == "FINISHED"
     assert mlflow_curve(root, folder, "loss") == sorted([*curve, curve[4]])
 
