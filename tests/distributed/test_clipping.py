@@ -129,20 +129,22 @@ def test_an_overflow_in_one_shard_skips_every_rank(case: str, second: str) -> No
             torch.testing.assert_close(result["weights"], expected, rtol=1e-6, atol=0)
 
 
-def overflow_on_one_rank(reduces: bool) -> tuple[bool, float]:
+def overflow_on_one_rank(reduces: bool, has_gradient: bool = True) -> tuple[bool, float]:
     precision = fp16()
     if reduces:
         precision.found_inf_reducer = lambda found: dist.all_reduce(found, dist.ReduceOp.MAX)
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     precision.backward((weight * (float("inf") if dist.get_rank() == 1 else 1.0)).sum())
+    if dist.get_rank() == 0 and not has_gradient:
+        weight.grad = None
     stepped = precision.step(optimizer)
     precision.update()
     return stepped, precision.state_dict()["scale"]
 
 
 def test_the_reducer_shares_an_overflow() -> None:
-    # B-06: gradients that no wrapper averages
-    first, second = on_ranks(each, 2, overflow_on_one_rank, (True,), (False,))
-    assert first == [(False, 512.0), (True, 1024.0)]
-    assert second == [(False, 512.0), (False, 512.0)]
+    # B-06: gradients that no wrapper averages, and a rank that has none
+    first, second = on_ranks(each, 2, overflow_on_one_rank, (True,), (False,), (True, False))
+    assert first == [(False, 512.0), (True, 1024.0), (False, 512.0)]
+    assert second == [(False, 512.0)] * 3

@@ -23,7 +23,7 @@ from oracle.optimizers import make_optimizer, make_scheduler
 from oracle.outcome import Outcome
 from oracle.program import OWN_PARTS, Data, Program
 
-DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}
+DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 

@@ -127,7 +127,7 @@ def test_a_migrated_script_runs(tmp_path: Path) -> None:  # L-10, Q-11
         "import {pytorch_lightning|drivetrain}.loggers\n{pytorch_lightning|drivetrain}.loggers.CSVLogger\n",
         # strings that contain Python code
         "from {lightning|drivetrain} import {Trainer|Fit}\nimport {lightning|drivetrain} as L\n"
-        "def f(a: '{Trainer|Fit} | None') -> \"list[L.{Trainer|Fit}]\": return f'Trainer'\n",
+        "def f(a: '{Trainer|Fit} | None') -> \"list[L.{Trainer|Fit}]\": return f'{{Trainer|Fit}} Trainer'\n",
         # not a call of self.log
         "from {lightning|drivetrain} import {Trainer|Fit}\nnp.log(1, 2, 3)\nlogging.log(1, 'a', 2)\n",
         # Q-11: a checkpoint that is read

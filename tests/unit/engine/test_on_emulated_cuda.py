@@ -175,6 +175,7 @@ def test_memory_of_opaque_batches_and_of_batches_on_the_device_is_safe(kind: typ
 RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     "nothing": dict,
     "clipping": lambda: {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2},
+    "clipping by value": lambda: {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
     "guards": lambda: {"callbacks": [ThroughputMonitor(), NonFiniteGuard(), LossSpikeGuard()]},
     "progress": lambda: {"callbacks": [ProgressBar()]},
     "a logger": lambda: {"logger": "csv", "log_every_n_steps": 1, "callbacks": [LearningRateMonitor("step")]},

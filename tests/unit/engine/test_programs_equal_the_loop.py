@@ -51,6 +51,7 @@ def with_a_position(accumulate: int, at: int) -> Program:
     [
         pytest.param(Program(data=UNEVEN, accumulate=4, epochs=2), id="B-02 B-03 uneven windows"),
         pytest.param(Program(data=UNEVEN, clip=0.02, clip_by="value"), id="B-05 clipped by value"),
+        pytest.param(Program(data=UNEVEN, precision="16-true", clip=0.02), id="B-01 B-05 16-true"),
         pytest.param(Program(data=UNEVEN, optimizers=TWO, clip=0.02), id="B-05 B-17 two optimizers, clipped together"),
         pytest.param(
             Program(data=UNEVEN, accumulate=2, epochs=2, schedulers=(Scheduler(interval="step", frequency=2),)),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import logging
 import math
 import pickle
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,11 @@ import numpy as np
 import pytest
 import torch
 from services import OFFLINE, assert_no_file_has, folder_of, log_all_media, log_steps, offline
+from test_wandb_logger import wandb_curve
+from torch.utils.data import DataLoader
 
+from drivetrain import Fit, TrainModule
+from drivetrain.callbacks import Checkpoint
 from drivetrain.errors import ConfigurationError, DrivetrainError
 from drivetrain.loggers import MLFlowLogger, WandbLogger
 from drivetrain.testing import requires_package
@@ -182,6 +188,42 @@ def test_a_resumed_run_continues_at_mlflow_under_its_id(root: Path, caplog: Any)
     chosen.finalize("success")
     assert chosen.run_id == run_id
     assert mlflow_curve(root, folder, "loss")[-1] == (9, 4.5)
+
+
+class Net(TrainModule):
+    def __init__(self, fails_at: int) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.fails_at = fails_at
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == self.fails_at:
+            raise RuntimeError("killed")
+        loss = self.layer(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@WANDB
+def test_a_fit_that_fails_and_is_resumed_continues_its_runs_at_the_services(root: Path) -> None:  # J-13, L-04
+    data: Any = DataLoader(torch.ones(8, 1))  # type: ignore[arg-type]
+    options: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 1, "seed": 0, "log_every_n_steps": 1}
+    options |= {"enable_progress_bar": False, "enable_model_summary": False, "logger": ["csv", "wandb", "mlflow"]}
+    for fails_at in (5, -1):
+        fit = Fit(default_root_dir=root, callbacks=Checkpoint(every_n_train_steps=4), **options)
+        with nullcontext() if fails_at < 0 else pytest.raises(RuntimeError, match="killed"):
+            fit.fit(Net(fails_at), data, ckpt_path="auto")
+    folder = root / "drivetrain_logs" / "version_0"
+    rows = csv.DictReader((folder / "metrics.csv").open())
+    curve = [(int(row["step"]), float(row["loss"])) for row in rows]
+    assert [step for step, _ in curve] == list(range(1, 9))
+    assert wandb_curve(folder, "loss") == [curve[:5], curve[4:]]  # the checkpoint is of step 4
+    assert len({path.name for path in folder.glob("wandb/*/run-*.wandb")}) == 1  # both parts are of one run
+    assert mlflow_run(root, folder).info.status == "FINISHED"
+    assert mlflow_curve(root, folder, "loss") == sorted([*curve, curve[4]])
 
 
 def test_names_that_mlflow_refuses_are_replaced(root: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -139,3 +139,18 @@ def test_mixed_precision_has_float32_master_weights(name: str) -> None:
     assert module[0].weight.dtype is torch.float32
     assert module[1].weight is module[0].weight
     assert module[2].weight.dtype is torch.bfloat16
+
+
+def test_weights_frozen_in_bfloat16_give_the_same_bits_as_in_float32() -> None:  # D-01
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        base, head, x = nn.Linear(4, 8).requires_grad_(False).to(dtype), nn.Linear(8, 1), torch.randn(4, 4)
+        precision = resolve_precision("bf16-mixed", CPU)
+        module = precision.convert_module(nn.Sequential(base, nn.Tanh(), head))
+        with precision.forward_context():
+            output = module(x)
+        precision.backward(output.float().square().mean())
+        assert base.weight.dtype is dtype
+        found.append([output, head.weight.grad, head.bias.grad])
+    torch.testing.assert_close(*found, rtol=0, atol=0)

@@ -6,6 +6,7 @@ import cProfile
 import json
 import pickle
 import pstats
+import re
 import threading
 from collections import defaultdict
 from contextlib import nullcontext
@@ -22,7 +23,7 @@ from drivetrain import Callback, Fit, TrainModule
 from drivetrain.callbacks import Checkpoint, LambdaCallback
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import CSVLogger
-from drivetrain.profilers import AdvancedProfiler, ProfiledRun, PyTorchProfiler, SimpleProfiler
+from drivetrain.profilers import AdvancedProfiler, ProfiledRun, Profiler, PyTorchProfiler, SimpleProfiler
 
 
 def fit(path: Path, **options: Any) -> Fit:
@@ -136,9 +137,11 @@ def test_the_summary_shows_the_rows_and_is_in_the_runs_folder(tmp_path: Path, ca
     lines = text.splitlines()
     assert lines[0].startswith("Profile of fit on cpu: ")
     rows = runner.profiler.rows()
-    shown = [line.split("  0.") for line in lines if "  0." in line]
-    assert [name.strip() for name, *_ in shown] == [*(row.path[-1] for row in rows), "total"]
-    assert [cells[0].split()[0] for _, *cells in shown[:-1]] == [f"{row.self_ns / 1e9:.6f}"[2:] for row in rows]
+    shown = re.findall(r"^ *(\S.*?)  +(\d+\.\d{6})", text, re.MULTILINE)
+    assert [name for name, _ in shown] == [*(row.path[-1] for row in rows), "total"]
+    assert [seconds for _, seconds in shown[:-1]] == [f"{row.self_ns / 1e9:.6f}" for row in rows]
+    runner.validate(Net(), loader(), verbose=False)
+    assert sorted(tmp_path.rglob("*.txt")) == [file, file.with_name("validate-simple-rank-0.txt")]
 
 
 class ManualNet(Net):
@@ -187,6 +190,46 @@ def test_a_second_run_begins_anew_and_a_used_profiler_can_be_sent_to_another_pro
     with profiler.profile("outside"):  # of a run
         pass
     assert sent.rows() == profiler.rows()
+
+
+class LoadingNet(Net):
+    def train_dataloader(self) -> Any:
+        return loader()
+
+    def val_dataloader(self) -> Any:
+        return loader(4)
+
+
+def test_a_resumed_run_is_profiled_from_its_checkpoint_and_with_rebuilt_loaders(tmp_path: Path) -> None:  # L-05, L-07
+    profiler, saving = SimpleProfiler(), Checkpoint(tmp_path / "kept")
+    options: dict[str, Any] = {"enable_checkpointing": True, "reload_dataloaders_every_n_epochs": 1}
+    fit(tmp_path, callbacks=[saving], **options).fit(LoadingNet())
+    fit(tmp_path, profiler=profiler, max_epochs=3, **options).fit(LoadingNet(), ckpt_path=saving.last_model_path)
+    calls = {name: row.calls for name, row in rows_by_path(profiler).items()}
+    expected = {"training > forward": 8, "training > data": 10, "training > validation > data": 6}
+    expected["set-up > checkpoint"] = 1
+    assert {name: calls[name] for name in expected} == expected
+
+
+class CountingProfiler(Profiler):
+    def __init__(self) -> None:  # does not call that of the base class
+        self.phases = 0
+
+    def start(self, phase: str) -> None:
+        self.phases += 1
+
+    def stop(self, phase: str) -> None: ...
+
+    def summary(self) -> str:
+        return f"{self.phases} phases"
+
+
+def test_a_profiler_of_the_users_measures_a_run(tmp_path: Path) -> None:  # K-03
+    profiler = CountingProfiler()
+    fit(tmp_path, profiler=profiler).fit(Net(), loader())
+    (file,) = tmp_path.rglob("profile/fit-counting-rank-0.txt")
+    assert profiler.phases > 20
+    assert file.read_text() == f"{profiler.phases} phases"
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
@@ -417,6 +460,10 @@ class BusyNet(Net):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         expensive(3)
+
+    def on_train_start(self) -> None:
+        with pytest.raises(ConfigurationError, match="without a start"):
+            self.trainer.profiler.stop("optimizer")  # and the profile goes on
 
 
 def calls_of(path: Path, function: str) -> int:

@@ -23,6 +23,7 @@ from drivetrain import ConfigurationError, DataModule, Fit, TrainModule
 from drivetrain.callbacks import BatchSizeFinder, Checkpoint, LambdaCallback, LearningRateFinder
 from drivetrain.callbacks._batch_size_search import search_largest
 from drivetrain.loggers import CSVLogger
+from drivetrain.precision import MixedPrecision
 from drivetrain.tuner import LRFind, Tuner
 
 FEATURES = 4
@@ -517,6 +518,14 @@ def test_a_stream_keeps_its_position_and_layers_of_configure_model_are_not_built
     assert stream.position == 7
     assert module.net is None
     assert list(module.parameters()) == []
+
+
+def test_a_precision_and_a_loader_with_workers_are_as_they_were() -> None:  # L-06
+    precision = MixedPrecision("16-mixed", "cpu")
+    workers = loader(num_workers=1, persistent_workers=True)
+    before = precision.state_dict(), vars(workers).copy()
+    Tuner(quiet(precision=precision)).lr_find(Net(), workers, num_training=12)
+    assert (precision.state_dict(), vars(workers)) == before
 
 
 @pytest.mark.parametrize("profiler", ["simple", "pytorch"])
