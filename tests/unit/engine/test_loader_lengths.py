@@ -89,6 +89,9 @@ def test_validation_within_fit_warns_once(tmp_path: Path, caplog: Any) -> None: 
     assert sum(map(len, module.evaluated)) == 3 * (4 + 10) + 4 + 4
     (line,) = warned(caplog)
     assert "validation loader 1 proved wrong: it is 3 micro-batches per epoch, but 5 were read" in line
+    module = Tiny()
+    fit(tmp_path, max_epochs=1, num_sanity_val_steps=3, limit_val_batches=1).fit(module, loader(4), loader(8))
+    assert len(module.evaluated) == 1 + 1  # the limit holds for the sanity check too
 
 
 @pytest.mark.parametrize(
