@@ -11,12 +11,8 @@ from contextlib import contextmanager
 def captured_warnings(level: int = logging.WARNING) -> Iterator[list[str]]:
     """Collect the lines that the logger "drivetrain" receives at ``level`` or above."""
     lines: list[str] = []
-
-    class Listening(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    handler, logger = Listening(level), logging.getLogger("drivetrain")
+    handler, logger = logging.Handler(level), logging.getLogger("drivetrain")
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     before = logger.level
     logger.addHandler(handler)
     logger.setLevel(min(level, before or level))

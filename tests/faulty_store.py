@@ -16,40 +16,22 @@ from typing import Any, ClassVar
 import fsspec
 from fsspec.spec import AbstractFileSystem
 
-OPERATIONS = ("put", "get", "size", "list", "remove")
-
 _PARTIAL_PREFIX = ".partial-"  # the prefix of names of files that are still being written
 
 
 @dataclass
 class StoreFault:
-    """A fault of an operation on some of a store's objects.
+    """A fault of an operation on some of a store's objects."""
 
-    Attributes:
-        operation: one of "put", "get", "size", "list", "remove", or "*" for all operations.
-        pattern: an `fnmatch` pattern that is matched with the key of an object, or with the prefix for "list".
-        error: the exception to raise; None raises nothing.
-        times: how often the fault occurs; None means that the fault occurs without limit.
-        after: the number of matching operations that succeed before the first fault.
-        lost: whether the operation takes effect before the error is raised, as if only the response were lost.
-        seconds: an additional duration of the operation.
-        age: the age in seconds below which listings omit an object.
-        call: a function to call before the operation, for example to act as another writer or to end this process.
-    """
-
-    operation: str
-    pattern: str = "*"
-    error: Exception | None = field(default_factory=lambda: OSError("503 Slow Down"))
-    times: int | None = 1
-    after: int = 0
-    lost: bool = False
-    seconds: float = 0.0
-    age: float = 0.0
-    call: Callable[[], object] | None = None
-
-    def __post_init__(self) -> None:
-        if self.operation not in (*OPERATIONS, "*"):
-            raise ValueError(f"{self.operation!r} is none of {', '.join(OPERATIONS)} and '*'")
+    operation: str  # "put", "get", "size", "list" or "remove", or "*" for all of them
+    pattern: str = "*"  # matched with the key of an object, or with the prefix for "list"
+    error: Exception | None = field(default_factory=lambda: OSError("503 Slow Down"))  # None raises nothing
+    times: int | None = 1  # how often the fault occurs; None: without limit
+    after: int = 0  # how many matching operations succeed before the first fault
+    lost: bool = False  # whether the operation takes effect before the error, as if only the response were lost
+    seconds: float = 0.0  # an additional duration of the operation
+    age: float = 0.0  # the age in seconds below which listings omit an object
+    call: Callable[[], object] | None = None  # called before the operation, for example to act as another writer
 
     def takes(self, operation: str, key: str) -> bool:
         """Return True if the fault applies to this operation, and count it."""
@@ -69,22 +51,14 @@ class FaultyStore:
 
     As in an object store, there are keys but no folders. Puts are atomic, objects cannot be renamed, and an object can
     be read and listed as soon as it was put. Each process has separate faults and recorded calls.
-
-    Args:
-        folder: the folder for the objects.
-        protocol: the protocol of the store's URLs.
-
-    Attributes:
-        calls: every operation and its key, in order.
-        url: the URL of the store's root.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], protocol: str = "faulty") -> None:
+    url = "faulty://store"
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.protocol = protocol
-        self.url = f"{protocol}://store"
-        self.calls: list[tuple[str, str]] = []
+        self.calls: list[tuple[str, str]] = []  # every operation and its key, in order
         self._faults: list[StoreFault] = []
         self._lock = threading.Lock()
 
@@ -100,27 +74,18 @@ class FaultyStore:
 
     def objects(self) -> list[str]:
         """Return the keys of all objects, including those of other processes."""
-        files = [
-            path for path in self.folder.rglob("*") if path.is_file() and not path.name.startswith(_PARTIAL_PREFIX)
-        ]
-        return sorted(path.relative_to(self.folder).as_posix() for path in files)
+        files = [path for path in self.folder.rglob("*") if path.is_file()]
+        whole = [path for path in files if not path.name.startswith(_PARTIAL_PREFIX)]
+        return sorted(path.relative_to(self.folder).as_posix() for path in whole)
 
     def mount(self) -> FaultyStore:
         """Register this store for URLs of its protocol in this process, and return it."""
-        filesystem = type("FaultyFileSystem", (_FileSystem,), {"protocol": self.protocol, "store": self})
-        fsspec.register_implementation(self.protocol, filesystem, clobber=True)
+        filesystem = type("FaultyFileSystem", (_FileSystem,), {"protocol": "faulty", "store": self})
+        fsspec.register_implementation("faulty", filesystem, clobber=True)
         return self
 
-    # Operations, called by `_FileSystem`
-
     def do(self, operation: str, key: str, work: Callable[[float], Any]) -> Any:
-        """Record an operation and execute it, with the first fault that matches.
-
-        Args:
-            operation: one of `OPERATIONS`.
-            key: the key of an object, or the prefix for "list".
-            work: executes the operation. The argument is the `age` of the fault, or 0.
-        """
+        """Record an operation and execute it with the first fault that matches: ``work`` gets the fault's age, or 0."""
         with self._lock:
             self.calls.append((operation, key))
             fault = next((candidate for candidate in self._faults if candidate.takes(operation, key)), None)
@@ -136,14 +101,6 @@ class FaultyStore:
         if fault.error is not None:
             raise fault.error
         return result
-
-    def put(self, key: str, content: bytes) -> None:
-        """Write an object atomically."""
-        path = self.folder / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial_file = path.with_name(f"{_PARTIAL_PREFIX}{secrets.token_hex(8)}")
-        partial_file.write_bytes(content)
-        os.replace(partial_file, path)
 
 
 class _FileSystem(AbstractFileSystem):
@@ -171,19 +128,13 @@ class _FileSystem(AbstractFileSystem):
         return content[start:end]
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
-        self.store.do("put", self._key(path), lambda age: self.store.put(self._key(path), bytes(value)))
+        self.store.do("put", self._key(path), lambda age: self._write(self._file(path), bytes(value)))
 
     def rm_file(self, path: str) -> None:
-        self.store.do("remove", self._key(path), lambda age: (self.store.folder / self._key(path)).unlink())
+        self.store.do("remove", self._key(path), lambda age: self._file(path).unlink())
 
     def cp_file(self, path1: str, path2: str, **options: Any) -> None:
         self.pipe_file(path2, self.cat_file(path1))
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Do nothing: an object store has no folders."""
-
-    def rmdir(self, path: str) -> None:
-        """Do nothing: an object store has no folders."""
 
     def _open(self, path: str, mode: str = "rb", *args: Any, **options: Any) -> Any:
         return io.BytesIO(self.cat_file(path)) if mode == "rb" else _Upload(self, path)
@@ -191,14 +142,23 @@ class _FileSystem(AbstractFileSystem):
     def _key(self, path: str) -> str:
         return str(self._strip_protocol(path)).partition("/")[2].rstrip("/")
 
+    def _file(self, path: str) -> Path:
+        return self.store.folder / self._key(path)
+
     def _content(self, path: str) -> bytes:
         try:
-            return (self.store.folder / self._key(path)).read_bytes()
+            return self._file(path).read_bytes()
         except (IsADirectoryError, NotADirectoryError):
             raise FileNotFoundError(path) from None
 
+    def _write(self, file: Path, content: bytes) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial_file = file.with_name(f"{_PARTIAL_PREFIX}{secrets.token_hex(8)}")
+        partial_file.write_bytes(content)
+        os.replace(partial_file, file)
+
     def _info(self, path: str) -> dict[str, Any]:
-        name, file = self._strip_protocol(path), self.store.folder / self._key(path)
+        name, file = self._strip_protocol(path), self._file(path)
         if file.is_file():
             return {"name": name, "size": file.stat().st_size, "type": "file"}
         if not self._listed(path, 0.0):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -59,20 +58,11 @@ class Quantised(torch.Tensor):
 
 
 class WithoutFlatten(Quantised):
-    """Cannot be taken apart."""
-
     __tensor_flatten__ = None  # type: ignore[assignment]
 
 
 class QuantisedMomentum(Optimizer):
-    """SGD with a momentum that is rounded to 8 bits, if a parameter's part on this rank has enough elements.
-
-    Args:
-        params: as those of SGD.
-        lr: the learning rate.
-        smallest: the number of elements from which on a momentum is rounded.
-        kind: the class of the momentum.
-    """
+    """SGD with a momentum that is rounded to 8 bits, if a parameter's part on this rank has ``smallest`` elements."""
 
     def __init__(self, params: Any, lr: float = 0.1, smallest: int = 0, kind: type[Quantised] = Quantised) -> None:
         super().__init__(params, {"lr": lr})
@@ -89,30 +79,16 @@ class QuantisedMomentum(Optimizer):
         state, gradient = self.state[parameter], local(parameter.grad)
         momentum = gradient.clone()
         if "momentum" in state:
-            momentum += 0.5 * dequantised(state["momentum"])
+            before = local(state["momentum"])
+            momentum += 0.5 * (before.dequantise() if isinstance(before, Quantised) else before)
         local(parameter).sub_(momentum, alpha=lr)
         rounded = self.kind.of(momentum) if momentum.numel() >= max(1, self.smallest) else momentum
         state["momentum"] = rounded
         if isinstance(parameter, DTensor):
-            state["momentum"] = DTensor.from_local(
-                rounded,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
+            layout: Any = {"device_mesh": parameter.device_mesh, "placements": parameter.placements}
+            layout |= {"shape": parameter.shape, "stride": parameter.stride()}
+            state["momentum"] = DTensor.from_local(rounded, run_check=False, **layout)
 
 
 def local(value: Any) -> torch.Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
-
-
-def dequantised(value: Any) -> torch.Tensor:
-    part = local(value)
-    return part.dequantise() if isinstance(part, Quantised) else part
-
-
-def momenta(optimizer: Optimizer) -> Sequence[torch.Tensor]:
-    """Return this rank's dequantised momenta, in the parameters' order."""
-    return [dequantised(state["momentum"]) for state in optimizer.state.values()]

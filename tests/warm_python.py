@@ -22,14 +22,11 @@ from worlds import preloaded
 
 _LIMIT = 150.0  # seconds
 
+# What a line contains if it is a warning, except those of torch's anomaly detection, or advice on settings.
 _HINT = re.compile(
     r"unseeded|is not seeded|does not validate|stays sharded|"
     r"UserWarning: (?!Error detected in)|RuntimeWarning: |^\[drivetrain warning\]"
 )
-"""What a line contains if it is a warning, or advice that the framework prints for settings that could be better.
-
-``Error detected in`` is the report of torch's anomaly detection.
-"""
 
 
 def hints_in(printed: str) -> list[str]:

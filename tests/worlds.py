@@ -37,9 +37,7 @@ def preload(*modules: str) -> None:
 
 
 def preloaded() -> list[str]:
-    """Return the modules inherited by ranks and by scripts that tests run: both use the fork server started by the
-    first.
-    """
+    """Return the modules inherited by ranks and by scripts that tests run, which share a fork server."""
     return [*_preload]
 
 
@@ -104,7 +102,6 @@ def seen(gpu: EmulatedCuda, returned: Any = None) -> Seen:
 
 
 def close_worlds() -> None:
-    """End all ranks."""
     while _worlds:
         _worlds.popitem()[1].close()
     while _emulating:

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 
 class Batches:
-    """A batch sampler that states a wrong number of batches."""
-
     def __init__(self, samples: int, said: int) -> None:
         self.samples, self.said = samples, said
 

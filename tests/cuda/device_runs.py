@@ -17,8 +17,6 @@ REHEARSED = "REHEARSED_DEVICES" in os.environ
 
 
 class Net(TrainModule):
-    """Two layers, with optional dropout between them."""
-
     def __init__(self, dropout: float = 0.0, width: int = 16, fused: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -33,9 +31,6 @@ class Net(TrainModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("validation", nn.functional.mse_loss(self.net(batch[0]).float(), batch[1].float()), sync_dist=True)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.net(batch[0])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), 1e-2, eps=1e-5, fused=self.fused)

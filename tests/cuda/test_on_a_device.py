@@ -35,8 +35,7 @@ def full_precision() -> Any:
     ("precision", "fused", "tolerance"),
     [("32-true", False, 1e-4), ("64-true", True, 1e-9), ("bf16-mixed", False, 2e-2), ("16-mixed", True, 2e-2)],
 )
-def test_a_run_gives_the_weights_of_the_cpu(precision: str, fused: bool, tolerance: float) -> None:
-    # O-05
+def test_a_run_gives_the_weights_of_the_cpu(precision: str, fused: bool, tolerance: float) -> None:  # O-05
     found = []
     settings: dict[str, Any] = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "max_epochs": 2}
     for accelerator in ("cuda", "cpu"):
@@ -47,8 +46,7 @@ def test_a_run_gives_the_weights_of_the_cpu(precision: str, fused: bool, toleran
     assert not torch.equal(found[0], weights(Net()))
 
 
-def test_the_requested_device_is_used_and_the_current_one_restored() -> None:
-    # O-05, O-02
+def test_the_requested_device_is_used_and_the_current_one_restored() -> None:  # O-05, O-02
     last, seen = torch.cuda.device_count() - 1, []
     looks = LambdaCallback(on_train_batch_end=lambda *_: seen.append(torch.cuda.current_device()))
     trained(Net(), devices=[last], callbacks=[looks])
@@ -74,19 +72,14 @@ def test_an_asynchronous_save_holds_the_state_of_its_step(tmp_path: Path) -> Non
     assert torch.equal(torch.cat([saved[name].flatten() for name in names]), kept[0])
 
 
-def checkpoint_after_four_steps(folder: Path, module: Net, **settings: Any) -> Path:
-    saves = Checkpoint(folder, every_n_train_steps=4)
-    trained(module, max_steps=4, callbacks=[saves], enable_checkpointing=True, **settings)
-    (path,) = [each for each in folder.iterdir() if each.is_dir()]
-    return path
-
-
 def test_a_resumed_run_with_dropout_is_bit_for_bit_equal(tmp_path: Path) -> None:
     # O-05: the device's generator is saved
     settings: dict[str, Any] = {"deterministic": True, "seed": 3}
     whole, resumed = Net(dropout=0.3), Net(dropout=0.3)
     trained(whole, **settings)
-    path = checkpoint_after_four_steps(tmp_path, Net(dropout=0.3), **settings)
+    saves = Checkpoint(tmp_path, every_n_train_steps=4)
+    trained(Net(dropout=0.3), max_steps=4, callbacks=[saves], enable_checkpointing=True, **settings)
+    (path,) = [each for each in tmp_path.iterdir() if each.is_dir()]
     trained(resumed, ckpt_path=path, **settings)
     assert torch.equal(weights(resumed), weights(whole))
 
@@ -106,8 +99,7 @@ def test_no_step_waits_for_the_device(tmp_path: Path, profiler: str | None) -> N
     assert fit.global_step == 16
 
 
-def test_throughput_is_logged_and_peak_flops_are_known() -> None:
-    # O-05
+def test_throughput_is_logged_and_peak_flops_are_known() -> None:  # O-05
     fit = trained(Net(), rows(16), callbacks=[ThroughputMonitor()], log_every_n_steps=4)
     assert fit.global_step == 16
     for dtype in (torch.float32, torch.bfloat16):
@@ -137,8 +129,7 @@ def test_processes_forked_by_a_notebook_can_use_their_devices(tmp_path: Path) ->
     assert "it has trained" in done.stdout, done.stderr[-3000:]
 
 
-def test_a_profile_includes_the_device(tmp_path: Path) -> None:
-    # O-05, L-05
+def test_a_profile_includes_the_device(tmp_path: Path) -> None:  # O-05, L-05
     simple = SimpleProfiler()
     trained(Net(), profiler=simple, default_root_dir=tmp_path)
     assert sum(row.self_ns for row in simple.rows()) == simple.total_ns

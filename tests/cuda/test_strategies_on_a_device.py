@@ -39,8 +39,7 @@ def _trained(strategy: str, ranks: int, precision: str) -> Tensor:
     [*((precision, 1) for precision in TOLERANCE), pytest.param("bf16-mixed", 2, marks=requires_cuda(2))],
 )
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_rank_has_the_weights_of_one_device(strategy: str, precision: str, ranks: int) -> None:
-    # O-05, B-01
+def test_every_rank_has_the_weights_of_one_device(strategy: str, precision: str, ranks: int) -> None:  # O-05, B-01
     if REHEARSED and not FP16 and strategy.startswith("deepspeed") and precision == "16-mixed":
         pytest.skip("the processor of this rehearsal has no fp16, which ZeRO needs")
     found = on_ranks(_trained, ranks, strategy, ranks, precision, process_group=None, timeout=150)
@@ -59,8 +58,7 @@ def _saved(folder: str, strategy: str, ranks: int) -> Tensor:
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_checkpoint_of_a_strategy_resumes_in_one_process(strategy: str, ranks: int) -> None:
-    # O-05
+def test_a_checkpoint_of_a_strategy_resumes_in_one_process(strategy: str, ranks: int) -> None:  # O-05
     with tempfile.TemporaryDirectory() as folder:
         found = on_ranks(_saved, ranks, folder, strategy, ranks, process_group=None, timeout=150)
         (path,) = Path(folder).glob("*step=2")

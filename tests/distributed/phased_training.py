@@ -1,6 +1,4 @@
-"""A module whose layers are frozen, unfrozen and added to the optimizer during the run, with the equivalent manual
-loop.
-"""
+"""A module whose layers are frozen, unfrozen and added to the optimizer during the run, and the loop by hand."""
 
 from __future__ import annotations
 
@@ -46,7 +44,6 @@ class Phased(TrainModule):
         only_on: the only rank on which changes are made; None for all.
         split: layers are split by hand (tensor parallelism).
         manual: backward and step by hand.
-        adam: AdamW with decay rather than SGD with momentum.
     """
 
     def __init__(
@@ -57,11 +54,9 @@ class Phased(TrainModule):
         only_on: int | None = None,
         split: bool = False,
         manual: bool = False,
-        adam: bool = True,
     ) -> None:
         super().__init__()
         self.turns, self.held, self.only_on, self.split = turns, held, only_on, split
-        self.adam = adam
         self.automatic_optimization = not manual
         self.net = seeded(Stack)
         for name in frozen.split():
@@ -75,11 +70,9 @@ class Phased(TrainModule):
     def configure_optimizers(self) -> Any:
         layers = [self.net] if self.held is None else [self.net.get_submodule(name) for name in self.held.split()]
         parameters = [one for layer in layers for one in layer.parameters()]
-        if self.adam:
-            # Fused: half the time under FSDP. It does not support whole parameters and shards together.
-            fused = len({isinstance(one, DTensor) for one in parameters}) == 1
-            return torch.optim.AdamW(parameters, lr=0.02, eps=1e-5, weight_decay=0.1, fused=fused)
-        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+        # Fused: half the time under FSDP. It does not support whole parameters and shards together.
+        fused = len({isinstance(one, DTensor) for one in parameters}) == 1
+        return torch.optim.AdamW(parameters, lr=0.02, eps=1e-5, weight_decay=0.1, fused=fused)
 
     def loss(self, batch: Any) -> torch.Tensor:
         x, y = batch
@@ -94,8 +87,6 @@ class Phased(TrainModule):
             self.manual_backward(loss)
             optimizer.step()
         return loss
-
-    # Places at which changes are made
 
     def take(self, place: str, step: int, optimizer: Any = None) -> None:
         if self.only_on is not None and self.global_rank != self.only_on:
@@ -137,17 +128,14 @@ for _hook in (
     setattr(Phased, _hook, _take_in_hook(_hook))
 
 
-def by_hand(module: Phased, epochs: int = EPOCHS) -> dict[str, torch.Tensor]:
-    """Train the same in plain PyTorch, on the whole batches.
-
-    Written by hand: programs of the oracle have neither layers that are replaced nor changes in all of these hooks.
-    """
+def by_hand(module: Phased) -> dict[str, torch.Tensor]:
+    """Written by hand: programs of the oracle neither replace layers nor make changes in all of these hooks."""
     optimizer = module.configure_optimizers()
     batches = global_batches(SAMPLES, GLOBAL)
     step = 0
     for place in ("on_fit_start", "on_train_start"):
         module.take(place, step, optimizer)
-    for _ in range(epochs):
+    for _ in range(EPOCHS):
         module.take("on_train_epoch_start", step, optimizer)
         for batch in batches:
             for place in ("on_train_batch_start", "on_before_zero_grad"):
@@ -177,9 +165,9 @@ def dealt(options: dict[str, Any]) -> int:
     return ranks // int(options.get("tensor_parallel", 1))
 
 
-def train(module: Phased, strategy: Any, ranks: int, **settings: Any) -> Any:
-    """Train on this rank's share; returns the `Fit`."""
+def train(module: Phased, strategy: Any, ranks: int, resume: str | None = None, **settings: Any) -> Any:
+    """Train on this rank's share, or resume from a checkpoint; returns the `Fit`."""
     fit = quiet(strategy=strategy, max_epochs=EPOCHS, **settings)
     validation = loader(4, 2) if any(place.startswith("on_validation") for place, _ in module.turns) else None
-    fit.fit(module, loader(SAMPLES, GLOBAL // ranks), validation)
+    fit.fit(module, loader(SAMPLES, GLOBAL // ranks), validation, ckpt_path=resume)
     return fit

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Callback, Fit, TrainModule
 from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
-from worlds import on_ranks
 
 FEATURES = 4
 
@@ -129,6 +128,17 @@ class Saver(Callback):
             trainer.save_checkpoint(self.path)
 
 
+class SaveAt(Callback):
+    """Writes a checkpoint at the end of a step."""
+
+    def __init__(self, step: int, path: str) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
 def weights(module: nn.Module) -> torch.Tensor:
     """Return all parameters in one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
@@ -172,13 +182,6 @@ def global_batches(samples: int, size: int) -> list[Any]:
 def each(run: Callable[..., Any], *cases: tuple[Any, ...]) -> list[Any]:
     """Return what ``run`` returns for each case, in one start of the processes."""
     return [run(*case) for case in cases]
-
-
-def same_on_two_ranks(run: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return what ``run`` returns on two ranks, after checking that both are bit for bit equal."""
-    first, second = on_ranks(run, 2, timeout=150)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    return first
 
 
 class failing:

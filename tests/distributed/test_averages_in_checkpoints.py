@@ -4,109 +4,64 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import STRATEGIES, assert_near, quiet
+from small_runs import STRATEGIES, assert_near, data, loader, quiet
+from test_weight_averaging import BATCH, SAMPLES, Net, by_hand
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
 
-from drivetrain import Callback, CheckpointError, ConfigurationError, DataModule, TrainModule
-from drivetrain.callbacks import Checkpoint, EMAWeightAveraging, StochasticWeightAveraging
+from drivetrain import Callback, CheckpointError, ConfigurationError, TrainModule
+from drivetrain.callbacks import Checkpoint, EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from drivetrain.checkpoint import consolidate, load, show
 from drivetrain.checkpoint.__main__ import main
 from drivetrain.checkpoint._format.sealed_json import dump_with_checksum
+from drivetrain.checkpoint._format.tensor_reader import TensorSource
+from oracle.outcome import whole
 from worlds import DEEPSPEED, on_ranks, preload
 
 preload(*DEEPSPEED)
 
-SAMPLES, BATCH, EPOCHS, STEPS = 48, 8, 2, 12
+EPOCHS = 2
 CASES = [("single", 1), ("ddp", 2), ("fsdp", 2), ("zero 1", 2), ("zero 3", 2)]
 
 
-class Noisy(TrainModule):
+class Noisy(Net):
     """Trained with a large learning rate on random targets, so that its weights differ much from their average."""
-
-    running_seen: Tensor
 
     def __init__(self, normed: bool = False) -> None:
         super().__init__()
         self.save_hyperparameters()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.frozen = nn.Linear(4, 4).requires_grad_(False)
-            self.inner, self.tied, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
-        self.tied.weight = self.inner.weight
         self.norm: nn.Module = nn.BatchNorm1d(4, momentum=0.3) if normed else nn.Identity()
-        self.register_buffer("running_seen", torch.zeros(()))
-        self.validated: list[float] = []
-        self.fails_at = -1
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.inner(torch.tanh(self.frozen(x))))
-        return self.head(torch.tanh(self.tied(self.norm(hidden)))).squeeze(1)
-
-    def loss(self, batch: Any) -> Tensor:
-        return nn.functional.mse_loss(self(batch[0]), batch[1])
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.running_seen += 1
-        return self.loss(batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", self.loss(batch), sync_dist=True)
+        return super().forward(self.norm(x))
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test", self.loss(batch), sync_dist=True)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if batch_idx == self.fails_at:
-            raise RuntimeError("killed")
         return self(batch[0])
-
-    def on_validation_end(self) -> None:
-        self.validated.append(float(self.trainer.callback_metrics["val"]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.3)
 
 
-def rows() -> TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(SAMPLES, 4, generator=generator), 3 * torch.randn(SAMPLES, generator=generator))
-
-
 def everything() -> DataLoader[Any]:
-    return DataLoader(rows(), batch_size=SAMPLES)
-
-
-def by_hand(decay: float = 0.9) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the trained weights and their average.
-
-    Written by hand: the average is that of torch's AveragedModel.
-    """
-    model = Noisy()
-    optimizer = model.configure_optimizers()
-    averaged: Any = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
-    for _ in range(EPOCHS):
-        for batch in DataLoader(rows(), batch_size=BATCH):
-            model.running_seen += 1
-            optimizer.zero_grad()
-            model.loss(batch).backward()
-            optimizer.step()
-            averaged.update_parameters(model)
-    return model.state_dict(), averaged.module.state_dict()
+    return loader(SAMPLES, SAMPLES)
 
 
 def loss_of(state: dict[str, Tensor]) -> float:
     model = Noisy()
     model.load_state_dict(state)
     with torch.no_grad():
-        return float(model.eval().loss(rows()[:]))
+        return float(model.eval().loss(data(SAMPLES).tensors))
 
 
 def same_loss(found: float, state: dict[str, Tensor]) -> bool:
@@ -118,33 +73,20 @@ def ema(**options: Any) -> EMAWeightAveraging:
 
 
 def fitted(
-    strategy: str,
-    world: int,
-    folder: Path,
-    *callbacks: Callback,
-    module: Any = None,
-    ckpt_path: Any = None,
-    epochs: int = EPOCHS,
-    **settings: Any,
+    strategy: str, world: int, folder: Path, *callbacks: Callback, ckpt_path: Any = None, **settings: Any
 ) -> tuple[Any, Any]:
     """Train and return the `Fit` and its module; the checkpoints are in ``folder / "c"``."""
-    fit = quiet(
-        strategy=STRATEGIES[strategy](),
-        devices=world,
-        max_epochs=epochs,
-        default_root_dir=folder,
-        enable_checkpointing=any(isinstance(one, Checkpoint) for one in callbacks),
-        callbacks=list(callbacks),
-        **settings,
-    )
-    module = Noisy() if module is None else module
-    fit.fit(module, DataLoader(rows(), batch_size=BATCH // world), everything(), ckpt_path=ckpt_path)
+    module = Noisy(settings.pop("normed", False))
+    settings["enable_checkpointing"] = any(isinstance(one, Checkpoint) for one in callbacks)
+    settings |= {"devices": world, "default_root_dir": folder, "callbacks": list(callbacks)}
+    fit = quiet(strategy=STRATEGIES[strategy](), **{"max_epochs": EPOCHS, **settings})
+    fit.fit(module, loader(SAMPLES, BATCH // world), everything(), ckpt_path=ckpt_path)
     return fit, module
 
 
-def kept(folder: Path) -> Checkpoint:
+def kept(folder: Path, **options: Any) -> Checkpoint:
     """Keep the checkpoint of the last epoch only, as the best by the validation's value."""
-    return Checkpoint(folder / "c", monitor="epoch", mode="max")
+    return Checkpoint(folder / "c", monitor="epoch", mode="max", **options)
 
 
 def newest(folder: Path) -> str:
@@ -158,38 +100,32 @@ def saved(folder: Path, **options: Any) -> str:
     return newest(folder)
 
 
-def whole(module: TrainModule) -> dict[str, Tensor]:
-    state: Any = module.state_dict()
-    values = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
-    return {name: value.detach().clone() for name, value in values.items()}
+def loss_from(path: str, averaged: bool | None = None, fit: Any = None) -> float:
+    """Return the loss of a checkpoint's weights in a new module."""
+    (values,) = (fit or quiet()).test(Noisy(), everything(), ckpt_path=path, averaged=averaged, verbose=False)
+    return values["test"]
 
 
-TRAINED, AVERAGE = by_hand()
+def state_of(module: TrainModule) -> dict[str, Tensor]:
+    return {name: whole(value) for name, value in module.state_dict().items()}
 
 
-assert abs(loss_of(TRAINED) - loss_of(AVERAGE)) > 0.2  # so that a test can tell them apart
-
-
-class Rows(DataModule):
-    def test_dataloader(self) -> Any:
-        return everything()
+AVERAGE, TRAINED, _ = by_hand(get_ema_multi_avg_fn(0.9), model=Noisy())
+assert abs(loss_of(TRAINED) - loss_of(AVERAGE)) > 0.05  # so that a test can tell them apart
 
 
 def _tested(strategy: str, world: int, folder: Path) -> dict[str, Any]:
     fit, module = fitted(strategy, world, folder, ema(), kept(folder))
     found: dict[str, Any] = {"validated": module.validated[-1]}
-    (values,) = fit.test(datamodule=Rows(), verbose=False)
-    found["after fit"], found["module"] = values["test"], whole(module)
+    (values,) = fit.test(dataloaders=everything(), verbose=False)
+    found |= {"after fit": values["test"], "module": state_of(module)}
     (values,) = fit.test(dataloaders=everything(), ckpt_path="best", averaged=False, verbose=False)
     found["trained"] = values["test"]
-    other = quiet(strategy=STRATEGIES[strategy](), devices=world, default_root_dir=folder)
-    (values,) = other.test(Noisy(), everything(), ckpt_path=newest(folder), verbose=False)
-    found["fresh"] = values["test"]
-    (values,) = other.validate(Noisy(), everything(), ckpt_path=newest(folder), verbose=False)
-    found["validate"] = values["val"]
-    outputs: Any = other.predict(Noisy(), everything(), ckpt_path=newest(folder))
-    found["predictions"] = torch.cat(outputs)
-    return found
+    other, path = quiet(strategy=STRATEGIES[strategy](), devices=world, default_root_dir=folder), newest(folder)
+    found["fresh"] = loss_from(path, fit=other)
+    (values,) = other.validate(Noisy(), everything(), ckpt_path=path, verbose=False)
+    outputs: Any = other.predict(Noisy(), everything(), ckpt_path=path)
+    return {**found, "validate": values["val"], "predictions": torch.cat(outputs)}
 
 
 @pytest.mark.parametrize(("strategy", "world"), CASES)
@@ -204,7 +140,7 @@ def test_a_checkpoint_is_evaluated_and_loaded_with_the_averages_that_the_run_eva
             assert same_loss(found[entry], AVERAGE), entry
         assert same_loss(found["trained"], TRAINED)
         assert_near(found["module"], AVERAGE, rtol=1e-4)
-        torch.testing.assert_close(found["predictions"], model(rows()[:][0]).detach(), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(found["predictions"], model(data(SAMPLES).tensors[0]).detach(), atol=1e-5, rtol=1e-4)
     path = newest(tmp_path)
     checkpoint = load(path)
     assert_near(checkpoint.weights(), TRAINED, rtol=1e-4)
@@ -212,54 +148,67 @@ def test_a_checkpoint_is_evaluated_and_loaded_with_the_averages_that_the_run_eva
     assert checkpoint.averages().keys() == checkpoint.weights().keys() == AVERAGE.keys()
     stored = AVERAGE.keys() - {"tied.weight", "running_seen"}
     for averaged, wanted in ((None, AVERAGE), (True, AVERAGE), (False, TRAINED)):
-        loaded = whole(Noisy.load_from_checkpoint(path, averaged=averaged))
+        loaded = state_of(Noisy.load_from_checkpoint(path, averaged=averaged))
         assert_near(loaded, wanted, rtol=1e-4)
         file = load_file(consolidate(path, tmp_path / "out", averaged=averaged, overwrite=True))
         assert_near({name: file[name] for name in stored}, {name: wanted[name] for name in stored}, rtol=1e-4)
 
 
-def _evaluated(strategy: str, world: int, path: str) -> list[float]:
-    found = []
-    for averaged in (None, True, False):
-        fit = quiet(strategy=STRATEGIES[strategy](), devices=world)
-        (values,) = fit.test(Noisy(), everything(), ckpt_path=path, averaged=averaged, verbose=False)
-        found.append(values["test"])
-    return found
+def _evaluated(strategy: str, world: int, path: str) -> tuple[list[float], Counter[str]]:
+    """Return the losses, and how many elements of each weight this rank read, trained and averaged."""
+    fit, read, original = quiet(strategy=STRATEGIES[strategy](), devices=world), Counter[str](), TensorSource.read
+
+    def counting(source: TensorSource, region: Any = None) -> Tensor:
+        value = original(source, region)
+        read[source.entry.name] += value.numel()
+        return value
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TensorSource, "read", counting)
+        return [loss_from(path, averaged, fit) for averaged in (None, True, False)], read
+
+
+def _only_fit(strategy: str, world: int, folder: Path, options: dict[str, bool]) -> None:
+    fitted(strategy, world, folder, ema(), kept(folder, **options))
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
-    [(("fsdp", 2), ("single", 1)), (("single", 1), ("zero 3", 2)), (("zero 3", 2), ("ddp", 2))],
+    ("first", "second", "options"),
+    [
+        (("fsdp", 2), ("single", 1), {"trainable_only": True}),
+        (("single", 1), ("zero 3", 2), {"save_weights_only": True}),
+        (("zero 3", 2), ("ddp", 2), {"save_async": True}),
+        (("fsdp", 2), ("fsdp", 2), {"save_weights_only": True, "save_async": True}),
+    ],
     ids=str,
 )
-def test_averages_are_evaluated_under_another_strategy_and_world_size(
-    first: tuple[str, int], second: tuple[str, int], tmp_path: Path
+def test_averages_of_every_kind_of_checkpoint_are_evaluated_under_another_strategy_and_world_size(
+    first: tuple[str, int], second: tuple[str, int], options: dict[str, bool], tmp_path: Path
 ) -> None:  # Q-01
-    on_ranks(_only_fit, first[1], *first, tmp_path, process_group=None)
-    for found in on_ranks(_evaluated, second[1], *second, newest(tmp_path), process_group=None):
+    on_ranks(_only_fit, first[1], *first, tmp_path, options, process_group=None)
+    ranks = on_ranks(_evaluated, second[1], *second, newest(tmp_path), process_group=None)
+    for found, _ in ranks:
         assert [same_loss(value, AVERAGE) for value in found] == [True, True, False]
         assert same_loss(found[2], TRAINED)
-
-
-def _only_fit(strategy: str, world: int, folder: Path, **options: Any) -> None:
-    fitted(strategy, world, folder, ema(), Checkpoint(folder / "c", monitor="epoch", mode="max", **options))
+    if second[0] in ("fsdp", "zero 3"):  # in each evaluation, a rank reads its part of one of the two
+        for name in ("inner.weight", "head.weight"):
+            assert sum(read[name] for _, read in ranks) == 3 * AVERAGE[name].numel()
+    assert ("frozen.weight" in load(newest(tmp_path)).averages()) == ("trainable_only" not in options)
 
 
 def test_weights_that_the_run_did_not_evaluate_with_are_not_chosen(tmp_path: Path) -> None:  # Q-01
     path = saved(tmp_path, evaluate=False)
-    found = _evaluated("single", 1, path)
-    assert same_loss(found[0], TRAINED)
-    assert same_loss(found[1], AVERAGE)
-    assert_near(whole(Noisy.load_from_checkpoint(path)), TRAINED, rtol=1e-4)
+    assert same_loss(loss_from(path), TRAINED)
+    assert same_loss(loss_from(path, averaged=True), AVERAGE)
+    assert_near(state_of(Noisy.load_from_checkpoint(path)), TRAINED, rtol=1e-4)
 
 
 def test_averages_that_are_not_there_cannot_be_chosen(tmp_path: Path) -> None:  # Q-01
     path = saved(tmp_path, update_starting_at_step=100)
     assert load(path).manifest.metadata.averages is None
-    (values,) = quiet().test(Noisy(), everything(), ckpt_path=path, verbose=False)
-    assert same_loss(values["test"], TRAINED)
+    assert same_loss(loss_from(path), TRAINED)
     for use in (
-        lambda: quiet().test(Noisy(), everything(), ckpt_path=path, averaged=True, verbose=False),
+        lambda: loss_from(path, averaged=True),
         lambda: Noisy.load_from_checkpoint(path, averaged=True),
         lambda: consolidate(path, tmp_path / "out", averaged=True, overwrite=True),
     ):
@@ -274,25 +223,32 @@ def test_averages_that_are_not_there_cannot_be_chosen(tmp_path: Path) -> None:  
 
 def test_one_line_says_which_weights_are_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # Q-01
     path = saved(tmp_path)
-    with caplog.at_level(logging.INFO, logger="drivetrain"):
-        for use in (
-            lambda averaged: quiet().test(Noisy(), everything(), ckpt_path=path, averaged=averaged, verbose=False),
-            lambda averaged: Noisy.load_from_checkpoint(path, averaged=averaged),
-            lambda averaged: consolidate(path, tmp_path / "out", averaged=averaged, overwrite=True),
-        ):
-            for averaged, used in ((None, "averages"), (False, "trained weights")):
-                caplog.clear()
+    for use in (
+        lambda averaged: loss_from(path, averaged),
+        lambda averaged: Noisy.load_from_checkpoint(path, averaged=averaged),
+        lambda averaged: consolidate(path, tmp_path / "out", averaged=averaged, overwrite=True),
+    ):
+        for averaged, used in ((None, "averages"), (False, "trained weights")):
+            caplog.clear()
+            with caplog.at_level(logging.INFO, logger="drivetrain"):
                 use(averaged)
-                (line,) = [text for text in caplog.messages if "averaged=" in text]
-                assert path in line
-                assert f"the {used} are used" in line
-                assert f"averaged={averaged is not None} " in line  # how to choose the others
+            (line,) = [text for text in caplog.messages if "averaged=" in text]
+            assert path in line
+            assert f"the {used} are used" in line
+            assert f"averaged={averaged is not None} " in line  # how to choose the others
 
 
-def test_the_command_line_chooses_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # Q-01
+def test_the_command_line_chooses_the_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:  # Q-01
     path, out = saved(tmp_path), str(tmp_path / "out.safetensors")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # without pytest's own
+    capsys.readouterr()
     for flags, wanted in (([], AVERAGE), (["--averaged"], AVERAGE), (["--no-averaged"], TRAINED)):
         assert main(["consolidate", "--overwrite", path, out, *flags]) == 0
+        printed = capsys.readouterr()
+        assert f"the {'trained weights' if wanted is TRAINED else 'averages'} are used" in printed.err
+        assert printed.out == f"{out}\n"
         torch.testing.assert_close(load_file(out)["head.weight"], wanted["head.weight"], atol=1e-5, rtol=1e-4)
     text = show(path)
     assert "EMAWeightAveraging: averages of 6 weights, with which the run evaluated" in text
@@ -304,62 +260,55 @@ def test_the_command_line_chooses_the_weights(tmp_path: Path, capsys: pytest.Cap
     assert "holds no averages" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("strategy", "world", "options"),
-    [
-        ("single", 1, {"save_weights_only": True}),
-        ("fsdp", 2, {"trainable_only": True}),
-        ("zero 3", 2, {"save_async": True}),
-        ("fsdp", 2, {"save_weights_only": True, "save_async": True}),
-    ],
-    ids=str,
-)
-def test_smaller_and_background_checkpoints_hold_the_averages(
-    strategy: str, world: int, options: dict[str, bool], tmp_path: Path
-) -> None:  # Q-01
-    on_ranks(_fit_with_options, world, strategy, world, tmp_path, options, process_group=None)
-    for found in on_ranks(_evaluated, world, strategy, world, newest(tmp_path), process_group=None):
-        assert same_loss(found[0], AVERAGE)
-        assert same_loss(found[2], TRAINED)
-    if "trainable_only" in options:
-        assert "frozen.weight" not in load(newest(tmp_path)).averages()
-
-
-def _fit_with_options(strategy: str, world: int, folder: Path, options: dict[str, bool]) -> None:
-    _only_fit(strategy, world, folder, **options)
-
-
-class SavesInValidation(Callback):
-    """Saves while the module holds the averages."""
+class SavesAverages(Callback):
+    """Saves while the module holds the averages: in the last epoch's validation, and at the end."""
 
     priority = -100
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
         if trainer.current_epoch == EPOCHS - 1:
-            trainer.save_checkpoint(self.path)
-
-
-class SavesAtTheEnd(SavesInValidation):
-    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
-        """Saves nothing."""
+            trainer.save_checkpoint(self.folder / "validation")
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        trainer.save_checkpoint(self.path)
+        trainer.save_checkpoint(self.folder / "end")
 
 
-def _saved_while_swapped_in(strategy: str, world: int, folder: Path, evaluate: bool) -> None:
-    saves = [SavesInValidation(folder / "validation"), SavesAtTheEnd(folder / "end")]
-    fitted(strategy, world, folder, ema(evaluate=evaluate), *saves)
+class Observer(Callback):
+    """Keeps what the module holds as a run starts, after its last step, and at its end."""
+
+    def __init__(self, priority: int = 0) -> None:
+        self.priority = priority  # before or after what replaces the weights
+        self.held: dict[str, dict[str, Tensor]] = {}
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.held["start"] = state_of(module)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.held["step"] = state_of(module)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.held["end"] = state_of(module)
+
+
+def _saved_while_swapped_in(strategy: str, world: int, folder: Path, evaluate: bool) -> Any:
+    fitted(strategy, world, folder, ema(evaluate=evaluate), SavesAverages(folder))
+    if strategy.startswith("zero"):
+        return {}, {}
+    first, resumed, normed = Observer(), Observer(), folder / "normed"
+    fitted(strategy, world, folder, ema(), first, SavesAverages(normed), normed=True)
+    options: Any = {"normed": True, "max_epochs": EPOCHS + 1, "ckpt_path": normed / "validation"}
+    fitted(strategy, world, folder, ema(), resumed, **options)
+    return first.held["step"], resumed.held["start"]
 
 
 @pytest.mark.parametrize(("strategy", "world", "evaluate"), [("single", 1, False), *((*case, True) for case in CASES)])
-def test_weights_are_the_trained_ones_while_the_module_holds_the_averages(
+def test_a_save_while_the_module_holds_the_averages_has_the_trained_weights_and_statistics_of_each_rank(
     strategy: str, world: int, evaluate: bool, tmp_path: Path
 ) -> None:  # Q-01
-    on_ranks(_saved_while_swapped_in, world, strategy, world, tmp_path, evaluate, process_group=None)
+    ranks = on_ranks(_saved_while_swapped_in, world, strategy, world, tmp_path, evaluate, process_group=None)
     for name in ("validation", "end"):
         checkpoint = load(tmp_path / name)
         assert_near(checkpoint.weights(), TRAINED, rtol=1e-4)
@@ -367,36 +316,20 @@ def test_weights_are_the_trained_ones_while_the_module_holds_the_averages(
         record = checkpoint.manifest.metadata.averages
         assert record is not None
         assert record.evaluated == (evaluate or name == "end")
+    for trained, resumed in ranks:
+        assert_near(resumed, trained)
+    if strategy in ("ddp", "fsdp"):
+        assert not torch.equal(*(trained["norm.running_mean"] for trained, _ in ranks))
 
 
-class Observer(Callback):
-    """Keeps what the module holds as a run starts, after its last step, and at its end."""
-
-    def __init__(self, priority: int) -> None:
-        self.priority = priority  # before or after what replaces the weights
-        self.at_start: dict[str, Tensor] = {}
-        self.after_step: dict[str, Tensor] = {}
-        self.at_end: dict[str, Tensor] = {}
-
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.at_start = whole(module)
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.after_step = whole(module)
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.at_end = whole(module)
-
-
-def _swa_saved_and_resumed(strategy: str, world: int, folder: Path) -> dict[str, Any]:
-    before, after, resumed = Observer(100), Observer(-100), Observer(0)
+def _swa_saved_and_resumed(strategy: str, world: int, folder: Path) -> Any:
+    before, after, resumed = Observer(100), Observer(-100), Observer()
     average = StochasticWeightAveraging(0.3, swa_epoch_start=1)
-    saves = [kept(folder), SavesAtTheEnd(folder / "end")]
-    fitted(strategy, world, folder, average, before, after, *saves, module=Noisy(True))
+    fitted(strategy, world, folder, average, before, after, kept(folder), SavesAverages(folder), normed=True)
     average = StochasticWeightAveraging(0.3, swa_epoch_start=1)
-    options: Any = {"module": Noisy(True), "epochs": EPOCHS + 1, "ckpt_path": folder / "end"}
+    options: Any = {"normed": True, "max_epochs": EPOCHS + 1, "ckpt_path": folder / "end"}
     fitted(strategy, world, folder / "resumed", average, resumed, **options)
-    return {"trained": before.at_end, "averaged": after.at_end, "resumed": resumed.at_start, "updates": average.updates}
+    return before.held["end"], after.held["end"], resumed.held["start"], average.updates
 
 
 @pytest.mark.parametrize(("strategy", "world"), CASES[:3])
@@ -404,38 +337,50 @@ def test_the_checkpoint_at_the_end_of_stochastic_averaging_is_loaded_averaged_an
     strategy: str, world: int, tmp_path: Path
 ) -> None:  # Q-01
     ranks = on_ranks(_swa_saved_and_resumed, world, strategy, world, tmp_path, process_group=None)
-    trained, averaged = ranks[0]["trained"], ranks[0]["averaged"]
+    trained, averaged, *_ = ranks[0]
     checkpoint = load(tmp_path / "end")
     assert not torch.equal(trained["norm.running_var"], averaged["norm.running_var"])
     assert_near(dict(checkpoint.weights()), trained)
     assert_near(dict(checkpoint.averages()), averaged)
-    assert_near(whole(Noisy.load_from_checkpoint(tmp_path / "end")), averaged)
+    assert_near(state_of(Noisy.load_from_checkpoint(tmp_path / "end")), averaged)
     # The best one was scored with the trained weights, because those of the averages were not ready.
-    assert_near(whole(Noisy.load_from_checkpoint(newest(tmp_path))), trained)
-    for found in ranks:
-        assert_near(found["resumed"], found["trained"])
-        assert found["updates"] == EPOCHS + 1
+    assert_near(state_of(Noisy.load_from_checkpoint(newest(tmp_path))), trained)
+    for own, _, resumed, updates in ranks:
+        assert_near(resumed, own)
+        assert updates == EPOCHS + 1
     if world > 1:  # each rank has its own statistics
-        assert not torch.equal(*(found["trained"]["norm.running_mean"] for found in ranks))
+        assert not torch.equal(*(own["norm.running_mean"] for own, *_ in ranks))
 
 
-def _resumed_within_validation(strategy: str, world: int, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    first, resumed = Observer(0), Observer(0)
-    fitted(strategy, world, folder, ema(), first, SavesInValidation(folder / "validation"), module=Noisy(True))
-    options: Any = {"module": Noisy(True), "epochs": EPOCHS + 1, "ckpt_path": folder / "validation"}
-    fitted(strategy, world, folder, ema(), resumed, **options)
-    return first.after_step, resumed.at_start
+class MeanOfEpochs(WeightAveraging):
+    """The mean of the weights at the ends of the epochs, as in docs/averaging.md."""
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return epoch_idx is not None
+
+
+def _mean_of_epochs(strategy: str, world: int, folder: Path) -> Any:
+    def leg(**settings: Any) -> Any:
+        saver = Checkpoint(folder / "c", save_top_k=-1, monitor="val")
+        return fitted(strategy, world, folder, MeanOfEpochs(), saver, **settings)[1]
+
+    first, last = leg(), max((folder / "c").glob("epoch=*"))
+    resumed, paths = leg(max_epochs=EPOCHS + 1, ckpt_path=last), sorted((folder / "c").glob("epoch=*"))
+    evaluating = quiet(strategy=STRATEGIES[strategy](), devices=world)
+    tested = [loss_from(str(path), fit=evaluating) for path in paths]
+    return first.validated + resumed.validated, tested, state_of(resumed)
 
 
 @pytest.mark.parametrize(("strategy", "world"), CASES[:3])
-def test_a_run_resumes_from_within_a_validation_with_the_trained_statistics_of_each_rank(
+def test_averages_of_epoch_ends_are_saved_as_they_were_validated(
     strategy: str, world: int, tmp_path: Path
 ) -> None:  # Q-01
-    ranks = on_ranks(_resumed_within_validation, world, strategy, world, tmp_path, process_group=None)
-    for trained, resumed in ranks:
-        assert_near(resumed, trained)
-    if world > 1:
-        assert not torch.equal(*(trained["norm.running_mean"] for trained, _ in ranks))
+    ranks = on_ranks(_mean_of_epochs, world, strategy, world, tmp_path, process_group=None)
+    trained = [load(path).weights() for path in (tmp_path / "c").glob("epoch=*")]
+    means = {name: sum(state[name] for state in trained) / (EPOCHS + 1) for name in dict(Noisy().named_parameters())}
+    for validated, tested, module in ranks:
+        assert tested == pytest.approx(validated, rel=1e-4)
+        assert_near({name: module[name] for name in means}, means, rtol=1e-4)
 
 
 def test_a_checkpoint_without_the_record_is_read_as_its_trained_weights(tmp_path: Path) -> None:  # Q-01
@@ -444,14 +389,13 @@ def test_a_checkpoint_without_the_record_is_read_as_its_trained_weights(tmp_path
     document = json.loads(manifest.read_text())
     del document["averages"], document["crc32"]
     manifest.write_bytes(dump_with_checksum(document))
-    assert_near(whole(Noisy.load_from_checkpoint(path)), TRAINED, rtol=1e-4)
-    (values,) = quiet().test(Noisy(), everything(), ckpt_path=path, verbose=False)
-    assert same_loss(values["test"], TRAINED)
+    assert_near(state_of(Noisy.load_from_checkpoint(path)), TRAINED, rtol=1e-4)
+    assert same_loss(loss_from(path), TRAINED)
     with pytest.raises(CheckpointError, match=r"callback_tensors\('EMAWeightAveraging'\)"):
         load(path).averages()
     average = ema()
-    fitted("single", 1, tmp_path, average, epochs=EPOCHS + 1, ckpt_path=path)
-    assert average.updates == STEPS + len(rows()) // BATCH
+    fitted("single", 1, tmp_path, average, max_epochs=EPOCHS + 1, ckpt_path=path)
+    assert average.updates == (EPOCHS + 1) * SAMPLES // BATCH
 
 
 class Mean(Callback):

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from small_runs import FEATURES, Regression, quiet
 from torch.utils.data import DataLoader, Dataset
 
-from drivetrain import Callback, DistributedError
+from drivetrain import DistributedError
 from worlds import on_ranks
 
 
@@ -26,51 +27,45 @@ class Buffer(Dataset[Any]):
         return torch.full((FEATURES,), float(index)), torch.ones(1)
 
 
-class Resizes(Callback):
+class Resizing(Regression):
     """Gives training data the size of the epoch, and evaluation data twice that size."""
 
-    def __init__(self, data: Buffer, evaluated: Buffer, sizes: tuple[int, ...]) -> None:
-        self.data, self.evaluated, self.sizes = data, evaluated, sizes
-        self.seen: list[tuple[int, int]] = []
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.sizes, self.data, self.evaluated = sizes, Buffer(sizes[0]), Buffer(4)
+        self.trained: list[tuple[int, int]] = []
         self.measured: list[int] = []
 
-    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        self.data.size = self.sizes[trainer.current_epoch]
+    def on_train_epoch_start(self) -> None:
+        self.data.size = self.sizes[self.current_epoch]
         self.evaluated.size = 2 * self.data.size
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if not trainer.joining:
-            self.seen += [(trainer.current_epoch, int(row[0])) for row in batch[0]]
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if not self.trainer.joining:
+            self.trained += [(self.current_epoch, int(row[0])) for row in batch[0]]
 
-    def on_predict_start(self, trainer: Any, module: Any) -> None:
+    def on_predict_start(self) -> None:
         self.evaluated.size = self.sizes[-1]
 
-    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.measured += [int(row[0]) for row in batch[0]]
 
-
-class Predicts(Regression):
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         return batch[0][:, 0]
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        return None
-
 
 def _run(sizes_by_rank: list[tuple[int, ...]], strategy: str, evaluate_only: bool) -> Any:
-    import torch.distributed as dist
-
-    own = sizes_by_rank[dist.get_rank() % len(sizes_by_rank)]
-    data, evaluated = Buffer(own[0]), Buffer(4)
-    resizes = Resizes(data, evaluated, own)
-    trainer = quiet(strategy=strategy, max_epochs=len(own), callbacks=resizes, accumulate_grad_batches=2)
+    sizes = sizes_by_rank[dist.get_rank() % len(sizes_by_rank)]
+    module = Resizing(sizes)
+    evaluated = DataLoader(module.evaluated, 2)
+    trainer = quiet(strategy=strategy, max_epochs=len(sizes), accumulate_grad_batches=2)
     try:
         if not evaluate_only:
-            trainer.fit(Predicts(), DataLoader(data, 2, shuffle=True), DataLoader(evaluated, 2))
-        outputs = trainer.predict(Predicts(), DataLoader(evaluated, 2))
+            trainer.fit(module, DataLoader(module.data, 2, shuffle=True), evaluated)
+        outputs = trainer.predict(module, evaluated)
     except DistributedError as error:
         return str(error)
-    return resizes.seen, resizes.measured, torch.cat(outputs).tolist()
+    return module.trained, module.measured, torch.cat(outputs).tolist()
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -1,7 +1,8 @@
-"""A checkpoint written under any strategy and world size can be resumed under any other: F-01."""
+"""Checkpoints of runs on ranks: those of any strategy and world size resume under any other (F-01), or wait (Q-05)."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,11 @@ import pytest
 import torch
 from fsdp_nets import Tied
 from safetensors.torch import load_model
-from small_runs import TIGHT, Regression, about, global_batches, loader, quiet, seeded, weights
+from small_runs import TIGHT, Regression, SaveAt, about, global_batches, loader, quiet, seeded, weights
 from torch import nn
 
 from averaging import Averaging
-from drivetrain.callbacks import LambdaCallback
+from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify
 from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 from worlds import on_ranks
@@ -66,26 +67,17 @@ class Model(Regression):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-def _saving(path: Path) -> Any:
-    def save(trainer: Any, *_: Any) -> None:
-        if trainer.global_step == STOP:
-            trainer.save_checkpoint(path)
-
-    return LambdaCallback(on_train_batch_end=save)
+def _write(ranks: int, folder: Path) -> list[Any]:
+    return [_fit(name, ranks, callbacks=SaveAt(STOP, str(folder / name))) for name in _names(ranks)]
 
 
-def _write(names: list[str], ranks: int, folder: Path) -> list[Any]:
-    return [_fit(name, ranks, callbacks=_saving(folder / name)) for name in names]
-
-
-def _read(names: list[str], ranks: int, folder: Path) -> dict[tuple[str, str], Any]:
-    return {(writer, reader): _fit(reader, ranks, folder / writer) for reader in names for writer in STRATEGIES}
+def _read(ranks: int, folder: Path) -> dict[tuple[str, str], Any]:
+    return {(one, other): _fit(other, ranks, folder / one) for one in STRATEGIES for other in _names(ranks)}
 
 
 def _fit(name: str, ranks: int, start: Path | None = None, **options: Any) -> Any:
     module = Model()
-    strategy = STRATEGIES[name][1]()
-    trainer = quiet(strategy=strategy, devices=1 if ranks == 1 else "auto", **options)
+    trainer = quiet(strategy=STRATEGIES[name][1](), devices=1 if ranks == 1 else "auto", **options)
     trainer.fit(module, loader(SAMPLES, GLOBAL // ranks), ckpt_path=start)
     assert module.net.blocks[2].up.weight is module.net.blocks[0].up.weight  # B-07
     return weights(module), float(module.steps), trainer.global_step, trainer.samples_seen
@@ -112,9 +104,9 @@ def reference() -> Any:
 def written(tmp_path_factory: pytest.TempPathFactory, reference: Any) -> Path:
     """A checkpoint of each strategy; the runs that wrote them continued undisturbed."""
     folder = tmp_path_factory.mktemp("matrix")
-    runs = _write(_names(1), 1, folder)
-    runs += on_ranks(_write, 2, _names(2), 2, folder, timeout=150)[0]
-    runs += on_ranks(_write, 4, _names(4), 4, folder, timeout=150)[0]
+    runs = _write(1, folder)
+    runs += on_ranks(_write, 2, 2, folder, timeout=150)[0]
+    runs += on_ranks(_write, 4, 4, folder, timeout=150)[0]
     assert len(runs) == len(STRATEGIES)
     for found, *_ in runs:
         torch.testing.assert_close(found, weights(reference), **TIGHT)
@@ -124,11 +116,7 @@ def written(tmp_path_factory: pytest.TempPathFactory, reference: Any) -> Path:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_run_resumed_under_any_strategy_equals_the_reference(ranks: int, written: Path, reference: Any) -> None:
     # F-01: weights and optimizer state; B-07, B-08
-    if ranks == 1:
-        runs = [_read(_names(1), 1, written)]
-    else:
-        runs = on_ranks(_read, ranks, _names(ranks), ranks, written, timeout=300)
-    for run in runs:
+    for run in [_read(1, written)] if ranks == 1 else on_ranks(_read, ranks, ranks, written, timeout=300):
         assert len(run) == len(STRATEGIES) * len(_names(ranks))
         for cell, (found, steps, global_step, seen) in run.items():
             torch.testing.assert_close(found, weights(reference), **TIGHT, msg=about(cell))
@@ -136,8 +124,7 @@ def test_a_run_resumed_under_any_strategy_equals_the_reference(ranks: int, writt
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_the_weights_open_without_drivetrain(name: str, written: Path) -> None:
-    # F-10, F-04, F-06
+def test_the_weights_open_without_drivetrain(name: str, written: Path) -> None:  # F-10, F-04, F-06
     path = written / name
     assert verify(path) == []
     assert {one.suffix for one in path.iterdir()} <= {".json", ".safetensors"}
@@ -156,3 +143,30 @@ def test_the_weights_open_without_drivetrain(name: str, written: Path) -> None:
     for key, values in state["state"].items():
         assert values["exp_avg"].shape == expected.get_parameter(key).shape
         assert float(values["step"]) == STOP
+
+
+class Logs(Regression):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+        if self.global_rank == 0:
+            self.log("of_rank_0", 1.0, sync_dist=False)
+
+
+def _saved(folder: str, strategy: str, save_async: bool) -> dict[str, float | None]:
+    options: dict[str, Any] = {"every_n_train_steps": 3, "save_top_k": -1, "save_async": save_async}
+    checkpoint = Checkpoint(folder, "{step}-{of_rank_0:.0f}", "val_loss", **options)
+    settings: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": folder, "max_epochs": 2}
+    batches = loader(16, 2)
+    quiet(strategy=strategy, callbacks=checkpoint, **settings).fit(Logs(), batches, batches)
+    return {os.path.basename(path): score for path, score in checkpoint.best_k_models.items()}
+
+
+@pytest.mark.parametrize(("strategy", "save_async"), [("ddp", False), ("fsdp", True)])
+def test_a_save_that_monitors_the_validation_waits_for_it_on_all_ranks(
+    strategy: str, save_async: bool, tmp_path: Path
+) -> None:  # Q-05
+    first, second = on_ranks(_saved, 2, str(tmp_path), strategy, save_async)
+    assert first == second
+    assert list(first) == ["step=4-of_rank_0=1", "step=8-of_rank_0=1"]  # S-04: after validations
+    assert all(score is not None for score in first.values())
+    assert [verify(tmp_path / name) for name in first] == [[]] * len(first)

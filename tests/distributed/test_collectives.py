@@ -1,40 +1,29 @@
-"""Communication between ranks: its amount, and agreements between them. Rows A-08, A-10, B-02, B-19, H-01."""
+"""Communication between ranks: its amount, and agreements between them. Rows A-08, A-10, B-02, B-19, H-01, I-17."""
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import time
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from small_runs import (
-    FEATURES,
-    Regression,
-    counting_collectives,
-    data,
-    failing,
-    loader,
-    quiet,
-    refusal,
-    seeded,
-    trained,
-    weights,
-)
+from small_runs import Regression, counting_collectives, data, failing, loader, quiet, refusal, seeded, trained, weights
 from torch import nn
 from torch.utils.data import DataLoader, random_split
 
+from captured_warnings import captured_warnings
 from drivetrain import Callback
 from drivetrain._engine import collective_calls  # to shorten its timeout, which is no setting
 from drivetrain._loops import train  # likewise
 from drivetrain.callbacks import EarlyStopping, LambdaCallback
 from worlds import on_ranks
-
-# H-01, B-02: number of collectives
 
 
 def _by_hand(steps: int, **options: Any) -> Counter[str]:
@@ -58,9 +47,8 @@ class Logging(Regression):
         self.epoch = epoch
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss, on_epoch=self.epoch)
-        self.log("norm", 1.0, on_epoch=self.epoch)
+        loss = self.loss(batch)
+        self.log_dict({"loss": loss, "norm": 1.0}, on_epoch=self.epoch)
         return loss
 
 
@@ -81,14 +69,15 @@ class Window(Callback):
 
 def _counted() -> dict[str, Any]:
     found: dict[str, Any] = {"by hand": _by_hand(10), "static by hand": _by_hand(10, static_graph=True)}
-    for name, module, settings in (
-        ("bare", Regression(), {}),
-        ("logged", Logging(), {}),
-        ("accumulated", Regression(), {"accumulate_grad_batches": 4}),
-        ("static", Regression(), {"accumulate_grad_batches": 4, "strategy": "ddp_static_graph"}),
+    for name, module, strategy, accumulated in (
+        ("bare", Regression(), "ddp", 1),
+        ("logged", Logging(), "ddp", 1),
+        ("accumulated", Regression(), "ddp", 4),
+        ("static", Regression(), "ddp_static_graph", 4),
     ):
         window = Window()
-        quiet(**{"strategy": "ddp", "max_epochs": 2, "callbacks": window, **settings}).fit(module, loader(80, 4))
+        settings: dict[str, Any] = {"callbacks": window, "accumulate_grad_batches": accumulated, "max_epochs": 2}
+        trained(module, loader(80, 4), strategy=strategy, **settings)
         found[name] = window.counts
     for name, module in (("whole run", Regression()), ("whole run, logged by epoch", Logging(epoch=True))):
         with counting_collectives() as found[name]:
@@ -109,8 +98,7 @@ def test_a_bare_fit_issues_only_ddps_collectives() -> None:  # H-01, B-02, B-12
             assert sum(found[name][0].values()) <= sum(by_hand.values()) + found[name][0]["broadcast"]
         assert sum(found["bare"][0].values()) == sum(by_hand.values())
         assert found["bare"][1] == Counter(allreduce=10)
-        # No synchronization within a window: one for each of the three steps. A static graph is planned in the first
-        # (C-02).
+        # C-02: one for each of three steps, none within a window; a static graph is planned in the first
         assert found["accumulated"][0]["allreduce"] == found["accumulated"][1]["allreduce"] == 3
         assert found["static"][0]["allreduce"] == 3 + found["static by hand"]["allreduce"] - 10
         assert found["static"][1]["allreduce"] == 3
@@ -121,7 +109,7 @@ def test_a_bare_fit_issues_only_ddps_collectives() -> None:  # H-01, B-02, B-12
         assert found["whole run, logged by epoch"]["allgather"] == found["whole run"]["allgather"] + 2
 
 
-def _stop_at(step: int, ranks: tuple[int, ...]) -> Callback:
+def _stop_at(step: int, *ranks: int) -> Callback:
     def request(trainer: Any, *arguments: Any) -> None:
         if trainer.global_step == step and trainer.global_rank in ranks:
             trainer.should_stop = True
@@ -132,17 +120,17 @@ def _stop_at(step: int, ranks: tuple[int, ...]) -> Callback:
 def _stopping() -> dict[str, Any]:
     of_this_rank = timedelta(microseconds=1 if dist.get_rank() else 3600 * 10**6)
     found: dict[str, Any] = {}
-    for name, step, ranks, settings in (
-        ("rank 1", 5, (1,), {}),
-        ("both", 5, (0, 1), {}),
-        ("late", 30, (0,), {}),
-        ("min_steps", 5, (1,), {"min_steps": 60}),
-        ("min_epochs", 5, (1,), {"min_epochs": 2, "max_epochs": 4}),
-        ("max_time on rank 1", -1, (), {"max_time": of_this_rank, "max_epochs": -1}),
-        ("end of the epoch", 100, (1,), {"max_epochs": 3}),
-    ):
-        trainer = quiet(**{"strategy": "ddp", "callbacks": _stop_at(step, ranks), **settings})
-        module = Regression()
+    cases: dict[str, tuple[Callback, dict[str, Any]]] = {
+        "rank 1": (_stop_at(5, 1), {}),
+        "both": (_stop_at(5, 0, 1), {}),
+        "late": (_stop_at(30, 0), {}),
+        "min_steps": (_stop_at(5, 1), {"min_steps": 60}),
+        "min_epochs": (_stop_at(5, 1), {"min_epochs": 2, "max_epochs": 4}),
+        "max_time on rank 1": (Callback(), {"max_time": of_this_rank, "max_epochs": -1}),
+        "end of the epoch": (_stop_at(100, 1), {"max_epochs": 3}),
+    }
+    for name, (stop, settings) in cases.items():
+        trainer, module = quiet(strategy="ddp", callbacks=stop, **settings), Regression()
         trainer.fit(module, loader(400, 2))
         found[name] = (trainer.global_step, trainer.current_epoch, weights(module))
     return found
@@ -158,6 +146,50 @@ def test_a_stop_requested_on_one_rank_stops_all_after_the_same_step() -> None:  
     assert first["min_steps"][0] == 60
     assert first["min_epochs"][:2] == (200, 2)
     assert first["end of the epoch"][:2] == (100, 1)
+
+
+class NeverSteps(Regression):
+    """Uses manual optimization without a step, and has a validation_step without a loader."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+
+def _request_on_rank_1(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    if batch_idx == 1 and trainer.global_rank == 1:
+        trainer.request_stop("a value of rank 1's")
+
+
+def _stop_on_rank_1(trainer: Any, module: Any) -> None:
+    trainer.should_stop = trainer.global_rank == 1
+
+
+def _messages() -> list[list[str]]:
+    within = LambdaCallback(on_train_batch_end=_request_on_rank_1)
+    between = LambdaCallback(on_train_epoch_end=_stop_on_rank_1)
+    found = []
+    for module, callback, epochs in ((Regression(), within, 9), (Regression(), between, 9), (NeverSteps(), [], 1)):
+        with captured_warnings(logging.INFO) as lines:
+            quiet(strategy="ddp", callbacks=callback, max_epochs=epochs).fit(module, loader(200, 2))
+        found.append([line for line in lines if not line.startswith("Precision")])
+    return found
+
+
+def test_a_message_is_logged_once_whichever_rank_caused_it() -> None:  # I-17
+    (within, between, never_steps), silent = on_ranks(_messages, 2)
+    for lines, part in (
+        (within, "The run ended: a value of rank 1's (0 epochs, "),
+        (between, "The run ended: trainer.should_stop was set in _stop_on_rank_1 (1 epoch, "),
+        (never_steps, "did not call step() of any"),
+        (never_steps, "no validation loader"),
+        (never_steps, "The run ended: max_epochs=1 is reached"),
+    ):
+        assert sum(part in line for line in lines) == 1, lines
+    assert silent == [[], [], []]
 
 
 class Monitored(Regression):
@@ -194,61 +226,47 @@ class Monitored(Regression):
 
 def _monitored() -> dict[str, Any]:
     found: dict[str, Any] = {}
+    batches = loader(16, 4)
     for how in ("reduced", "sync_dist=False", "a step's value", "only rank 0"):
         stopping = EarlyStopping("value", patience=3, check_on_train_epoch_end=True)
         trainer = quiet(strategy="ddp", max_epochs=8, callbacks=stopping)
-        trainer.fit(Monitored(how), loader(16, 4), loader(16, 4))
+        trainer.fit(Monitored(how), batches, batches)
         rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
         found[how] = (trainer.current_epoch, rates)
+    only_here = [EarlyStopping("value", patience=3)] if dist.get_rank() == 0 else []
+    began = time.monotonic()
+    text = refusal(Monitored("reduced"), batches, batches, strategy="ddp", max_epochs=2, callbacks=only_here)
+    found["stops one rank only"] = text, time.monotonic() - began
     return found
 
 
-def test_a_monitored_value_is_the_same_on_all_ranks() -> None:  # B-19
-    first, second = on_ranks(_monitored, 2)
+def test_a_monitored_value_is_the_same_on_all_ranks_and_a_callback_that_stops_one_is_named() -> None:  # B-19
+    first, second = ranks = on_ranks(_monitored, 2)
+    for text, seconds in (found.pop("stops one rank only") for found in ranks):
+        assert "\"the value of 'value', on which a decision depends\" on rank(s) [0]" in text
+        assert seconds < 20
     assert first == second
     for how, (epochs, rates) in first.items():
         assert epochs == 4, how  # the first epoch is the best, and patience allows three more
         assert rates == [0.1 / 2**3], how
 
 
-def _stopping_on_rank_0() -> dict[str, Any]:
-    only_here = [EarlyStopping("value", patience=3)] if dist.get_rank() == 0 else []
-    began = time.monotonic()
-    batches = loader(16, 4)
-    text = refusal(Monitored("reduced"), batches, batches, strategy="ddp", max_epochs=2, callbacks=only_here)
-    return {"text": text, "seconds": time.monotonic() - began}
+def _skip_at(batch_idx: int, *ranks: int) -> Callback:
+    def skip(trainer: Any, module: Any, batch: Any, at: int) -> int | None:
+        return -1 if at == batch_idx and trainer.global_rank in ranks else None
 
-
-def test_a_callback_that_stops_one_rank_only_is_named_without_a_hang() -> None:  # B-19
-    for found in on_ranks(_stopping_on_rank_0, 2):
-        assert "\"the value of 'value', on which a decision depends\" on rank(s) [0]" in found["text"]
-        assert found["seconds"] < 20
-
-
-class Skipping(Regression):
-    """Ends the epoch before a micro-batch, on some ranks."""
-
-    def __init__(self, ranks: tuple[int, ...], at: int = 2) -> None:
-        super().__init__()
-        self.ranks = ranks
-        self.at = at
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        return -1 if batch_idx == self.at and self.global_rank in self.ranks else None
+    return LambdaCallback(on_train_batch_start=skip)
 
 
 def _skipping(folder: str) -> dict[str, Any]:
     train._SKIP_TIMEOUT = timedelta(seconds=1)
     found: dict[str, Any] = {}
-    for name, module in (
-        ("both", Skipping((0, 1))),
-        ("rank 1", Skipping((1,))),
-        ("rank 0 at the end", Skipping((0,), at=7)),
-    ):
-        trainer = quiet(strategy="ddp", max_epochs=2, default_root_dir=os.path.join(folder, name))
+    callbacks = {"both": _skip_at(2, 0, 1), "rank 1": _skip_at(2, 1), "rank 0 at the end": _skip_at(7, 0)}
+    for name, callback in callbacks.items():
+        trainer = quiet(strategy="ddp", max_epochs=2, default_root_dir=f"{folder}/{name}", callbacks=callback)
         began = time.monotonic()
         with failing() as error:
-            trainer.fit(module, loader(64, 4))
+            trainer.fit(Regression(), loader(64, 4))
         found[name] = (error, trainer.global_step, time.monotonic() - began)
     return found
 
@@ -272,38 +290,28 @@ def test_minus_one_on_one_rank_is_named_without_a_hang(tmp_path: Path) -> None: 
     assert not (tmp_path / "both").exists()  # nothing is dumped if there is no problem
 
 
-class Alone(Regression):
-    """Makes a collective call inside ``if is_global_zero``."""
-
-    def __init__(self, call: str, folder: str) -> None:
-        super().__init__()
-        self.call = call
-        self.folder = folder
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx != 1 or not self.trainer.is_global_zero:
-            return
-        if self.call == "all_gather":
-            self.all_gather(torch.ones(2))
-        elif self.call == "save_checkpoint":
-            self.trainer.save_checkpoint(f"{self.folder}/alone")
-        elif self.call == "validate":
-            self.trainer.validate(self, loader(16, 4))  # type: ignore[attr-defined]  # no hook should
-
-    def on_train_epoch_end(self) -> None:
-        if self.call == "all_gather at the end" and self.trainer.is_global_zero:
-            self.all_gather(1.0)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch))
+ALONE: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
+    "all_gather": ("on_train_batch_end", lambda module, folder: module.all_gather(torch.ones(2))),
+    "save_checkpoint": ("on_train_batch_end", lambda module, folder: module.trainer.save_checkpoint(f"{folder}/alone")),
+    "validate": ("on_train_batch_end", lambda module, folder: module.trainer.validate(module, loader(16, 4))),
+    "all_gather at the end": ("on_train_epoch_end", lambda module, folder: module.all_gather(1.0)),
+}
+"""The hook in which only rank 0 makes a collective call."""
 
 
 def _alone(folder: str) -> dict[str, Any]:
     collective_calls._ARRIVAL_TIMEOUT = timedelta(seconds=1)
     found: dict[str, Any] = {}
-    for call in ("all_gather", "save_checkpoint", "validate", "all_gather at the end"):
+    for name, (hook, call) in ALONE.items():
+
+        def alone(trainer: Any, module: Any, *_: Any, call: Any = call) -> None:
+            if trainer.is_global_zero:
+                call(module, folder)
+
+        hooks: dict[str, Any] = {hook: alone}
         began = time.monotonic()
-        found[call] = refusal(Alone(call, folder), loader(64, 4), strategy="ddp"), time.monotonic() - began
+        text = refusal(Monitored("reduced"), loader(64, 4), strategy="ddp", callbacks=LambdaCallback(**hooks))
+        found[name] = text, time.monotonic() - began
     trained(Regression(), loader(64, 4), strategy="ddp")
     return found
 
@@ -320,24 +328,22 @@ def test_collective_calls_under_is_global_zero_are_refused(tmp_path: Path) -> No
 
 
 class Shaped(Regression):
-    """Differs between ranks in the given way."""
+    """Differs on rank 1 in the given way."""
 
     def __init__(self, way: str, rank: int) -> None:
         super().__init__()
-        odd = rank == 1
+        self.odd = way if rank == 1 else ""
         if way == "shape":
-            self.head = seeded(lambda: nn.Linear(FEATURES, 2 if odd else 1))
-        if way == "dtype" and odd:
-            self.net[2].double()
-        if way == "requires_grad" and odd:
-            self.net[0].bias.requires_grad_(False)
-        if way == "more" and odd:
-            self.extra = nn.Linear(1, 1)
+            self.head = seeded(lambda: nn.Linear(1, 1 + rank))
         if way == "order":
-            names = ["b", "a"] if odd else ["a", "b"]
+            names = ["b", "a"] if self.odd else ["a", "b"]
             self.parts = nn.ModuleDict({name: seeded(lambda: nn.Linear(1, 1)) for name in names})
-
-        self.odd = way if odd else ""
+        if self.odd == "dtype":
+            self.net[2].double()
+        elif self.odd == "requires_grad":
+            self.net[0].bias.requires_grad_(False)
+        elif self.odd == "more":
+            self.extra = nn.Linear(1, 1)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch))
@@ -371,14 +377,15 @@ def _different() -> dict[str, Any]:
     for way in NAMED:
         found[way] = refusal(Shaped(way, rank), loader(64, 4), strategy="ddp")
     for name, values in FIT_SETTINGS.items():
-        settings = {"strategy": "ddp", name: values[rank]}
-        found[name] = refusal(Shaped("", rank), loader(64, 4), loader(16, 4), **settings)
-    more = loader(16 + 16 * rank, 4)
+        found[name] = refusal(Shaped("", rank), loader(64, 4), loader(16, 4), **{"strategy": "ddp", name: values[rank]})
     # Equal numbers of micro-batches, but not of samples.
     part, _ = random_split(data(64), [48 - 8 * rank, 16 + 8 * rank])
-    found["training micro-batches"] = refusal(Shaped("", rank), loader(64 + 16 * rank, 4), strategy="ddp")
-    found["validate micro-batches"] = refusal(Shaped("", rank), loader(64, 4), more, strategy="ddp")
-    found["training samples"] = refusal(Shaped("", rank), DataLoader(part, batch_size=8), strategy="ddp")
+    for name, *loaders in (
+        ("training micro-batches", loader(64 + 16 * rank, 4)),
+        ("validate micro-batches", loader(64, 4), loader(16 + 16 * rank, 4)),
+        ("training samples", DataLoader(part, batch_size=8)),
+    ):
+        found[name] = refusal(Shaped("", rank), *loaders, strategy="ddp")
     with failing() as error:
         getattr(quiet(strategy="ddp"), "validate" if rank else "fit")(Shaped("", rank), loader(16, 4))
     found["stage"] = f"{error['type']}: {error['text']}"

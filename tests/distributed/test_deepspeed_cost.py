@@ -8,18 +8,14 @@ from typing import Any
 
 import pytest
 from small_runs import each
+from test_traffic import G, P, narrow
 
 from benchmarks.calls import python_calls_a_step
 from benchmarks.deepspeed_by_hand import STAGES
-from benchmarks.nets import GPT
 from benchmarks.strategies import loops_of
 from benchmarks.traffic import a_step
 from drivetrain.testing import run_distributed
 
-narrow = partial(GPT, width=16, heads=2)
-"""Has all layers of the GPT that is timed: as many calls and collectives, in a fraction of the time."""
-
-P = G = sum(parameter.nbytes for parameter in narrow().parameters())
 SENT = {"deepspeed_stage_1": (2 * G + P) / 2, "deepspeed_stage_2": (2 * G + P) / 2, "deepspeed_stage_3": (P + G) / 2}
 CALLS_OVER = 60
 """Python functions that a step of stage 2 may call beyond the 2,350 of the loop by hand.

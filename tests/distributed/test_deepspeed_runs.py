@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_nets import Deep, DeepRegression
-from small_runs import (
-    FEATURES,
-    SHARD_EVERYTHING,
-    STRATEGIES,
-    TIGHT,
-    Saver,
-    each,
-    failing,
-    global_batches,
-    loader,
-    quiet,
-    refusal,
-    seeded,
-    train_by_hand,
-    trained,
-    weights,
-)
+from fsdp_nets import Deep, DeepRegression, trained_in_plain_torch
+from small_runs import FEATURES, SHARD_EVERYTHING, TIGHT, Saver, each, loader, quiet, refusal, seeded, trained, weights
 from torch import nn
 
 from captured_warnings import captured_warnings
@@ -41,7 +25,7 @@ from drivetrain.callbacks import LambdaCallback
 from drivetrain_strategies import DeepSpeedStrategy
 from drivetrain_strategies.deepspeed._library import import_library
 from oracle.check import check
-from oracle.program import Evaluation, Log, Net, Optimizer, Program, Turn, Validation
+from oracle.program import Data, Evaluation, Log, Net, Optimizer, Program, Turn, Validation
 from worlds import on_ranks
 
 UNTESTED: dict[str, Any] = {"config": {"zero_allow_untested_optimizer": True}}
@@ -61,10 +45,7 @@ class UserAdamW(torch.optim.AdamW):
 
 
 def _two(module: Any) -> Any:
-    return [
-        torch.optim.AdamW(module.net.stem.parameters()),
-        torch.optim.AdamW([*module.net.blocks.parameters(), *module.net.head.parameters()]),
-    ]
+    return [torch.optim.AdamW(part.parameters()) for part in (module.net.stem, module.net.head)]
 
 
 def _frozen_group(module: Any) -> Any:
@@ -84,10 +65,8 @@ class Sparse(DeepRegression):
 
 
 ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-5, "weight_decay": 0.1, "torch_adam": True}}
-WARM_UP: dict[str, Any] = {
-    "type": "WarmupLR",
-    "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.01, "warmup_type": "linear"},
-}
+RISING: dict[str, Any] = {"warmup_num_steps": 4, "warmup_max_lr": 0.01, "warmup_type": "linear"}
+WARM_UP = {"type": "WarmupLR", "params": RISING}
 
 
 class RequiresClosure(torch.optim.SGD):
@@ -121,13 +100,26 @@ def _declares_closure(module: Any) -> Any:
     return {"optimizer": RequiresClosure(module.parameters(), lr=0.1), "closure": True}
 
 
+def _used_optimizer(in_a_run: bool) -> DeepRegression:
+    """Return a module whose optimizer has made steps, in a run under DeepSpeed or by hand."""
+    module = DeepRegression()
+    optimizer = module.configure_optimizers()
+    module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
+    if in_a_run:
+        trained(module, loader(16, 4), strategy=DeepSpeedStrategy(stage=2))
+    else:
+        module.loss(next(iter(loader(8, 8)))).backward()
+        optimizer.step()
+    return module
+
+
 class Refused(NamedTuple):
     """A part of the error, what is trained, settings of the strategy and of `Fit`, and stages that refuse it."""
 
     text: str
     build: Callable[[], Any] = DeepRegression
-    options: dict[str, Any] = {}  # noqa: RUF012
-    settings: dict[str, Any] = {}  # noqa: RUF012
+    options: Mapping[str, Any] = {}
+    settings: Mapping[str, Any] = {}
     stages: tuple[int, ...] = (2, 3)
 
 
@@ -170,6 +162,8 @@ REFUSED = [
     Refused("precision='64-true' under DeepSpeed", settings={"precision": "64-true"}),
     Refused("precision='bf16-true' under DeepSpeed", settings={"precision": "bf16-true"}),
     Refused("precision='32-true', but some parameters have other dtypes", lambda: DeepRegression().bfloat16()),
+    Refused("build a new one in configure_optimizers", partial(_used_optimizer, in_a_run=True)),
+    Refused("AdamW has state", partial(_used_optimizer, in_a_run=False)),
     Refused("Parameter group 1 of AdamW has nothing to train: ['net.head.weight'", lambda: _with(_frozen_group)),
     # B-20, C-06
     Refused("'table' is an Embedding with sparse=True", lambda: Sparse(sparse=True)),
@@ -186,20 +180,17 @@ if not FP16:
     REFUSED.append(Refused("precision='16-mixed' under DeepSpeed on 'cpu'", settings={"precision": "16-mixed"}))
 
 
-def _refused(stage: int) -> list[Refused]:
-    return [case for case in REFUSED if stage in case.stages]
-
-
-def _refusals(stage: int) -> list[str]:
+def _refusals(stage: int) -> list[tuple[str, str]]:
     texts = []
-    for case in _refused(stage):
-        module = case.build()
-        before = copy.deepcopy(module.state_dict())
-        strategy = DeepSpeedStrategy(stage=stage, **case.options)
-        texts.append(refusal(module, loader(16, 4), strategy=strategy, **case.settings))
-        # Nothing was wrapped: the weights are at their original location.
-        assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-        assert not any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+    for case in REFUSED:
+        if stage in case.stages:
+            module = case.build()
+            before = copy.deepcopy(module.state_dict())
+            strategy = DeepSpeedStrategy(stage=stage, **case.options)
+            texts.append((case.text, refusal(module, loader(16, 4), strategy=strategy, **case.settings)))
+            # Nothing was wrapped: the weights are at their original location.
+            assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+            assert not any(hasattr(parameter, "ds_id") for parameter in module.parameters())
     trained(DeepRegression(), loader(16, 4), strategy=DeepSpeedStrategy(stage=stage))  # G-07
     return texts
 
@@ -208,72 +199,54 @@ def _refusals(stage: int) -> list[str]:
 def test_unsupported_training_is_refused_by_name(stage: int) -> None:
     # E-02, E-03, E-04, E-06, E-09, I-02, I-06, B-05, B-13, B-17, B-20
     for texts in on_ranks(_refusals, 2, stage):
-        for text, case in zip(texts, _refused(stage), strict=True):
-            assert text.startswith("ConfigurationError"), (case.text, text)
-            assert case.text in text
-
-
-def _reaches_deepspeed() -> list[torch.Tensor]:
-    own = _with(lambda module: UserAdamW(module.parameters(), lr=0.01, eps=1e-5, weight_decay=0.1))
-    return [
-        trained(own, loader(40, 4), strategy=DeepSpeedStrategy(**UNTESTED)),
-        trained(DeepRegression(), loader(40, 4), strategy=DeepSpeedStrategy(stage=2), gradient_clip_val=0.1),
-        trained(DeepRegression(), loader(40, 4), strategy=DeepSpeedStrategy(config={"gradient_clipping": 0.1})),
-    ]
-
-
-def test_a_user_defined_optimizer_is_allowed_and_the_config_clips_as_fit_does() -> None:
-    # B-05, B-17, E-09
-    for own, by_fit, by_config in on_ranks(_reaches_deepspeed, 2):
-        torch.testing.assert_close(own, _by_hand(DeepRegression()), **TIGHT)
-        assert torch.equal(by_fit, by_config)
-        assert not torch.equal(by_fit, own)
-
-
-def _by_hand(module: Any) -> torch.Tensor:
-    return weights(train_by_hand(module, global_batches(40, 8)))
+        for part, text in texts:
+            assert text.startswith("ConfigurationError"), (part, text)
+            assert part in text
 
 
 def _from_config(stage: int) -> Any:
     module = _with(lambda one: None)
     rates: list[float] = []
-    note = LambdaCallback(
-        on_train_batch_end=lambda trainer, *_: rates.append(trainer.optimizers[0].param_groups[0]["lr"])
-    )
-    strategy = DeepSpeedStrategy(stage=stage, config={"optimizer": ADAMW, "scheduler": WARM_UP})
-    quiet(strategy=strategy, callbacks=note, accumulate_grad_batches=2).fit(module, loader(48, 4))
+
+    def note(trainer: Any, *_: Any) -> None:
+        rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    config = {"optimizer": ADAMW, "scheduler": WARM_UP, "gradient_clipping": 0.1}
+    strategy = DeepSpeedStrategy(stage=stage, config=config)
+    callback = LambdaCallback(on_train_batch_end=note)
+    quiet(strategy=strategy, callbacks=callback, accumulate_grad_batches=2).fit(module, loader(48, 4))
     return weights(module), rates, strategy.resolved_config
 
 
-def test_optimizer_and_scheduler_from_the_config() -> None:
-    # E-02, B-09: the scheduler steps once per step, not per micro-batch
+def test_optimizer_scheduler_and_clipping_from_the_config() -> None:
+    # E-02, E-09, B-05, B-09: the scheduler steps once per step, not per micro-batch
     import_library()
     from deepspeed.runtime.lr_schedules import WarmupLR
 
     # Written by hand: the scheduler is DeepSpeed's.
     module = DeepRegression()
     optimizer = module.configure_optimizers()
-    scheduler = WarmupLR(optimizer, **WARM_UP["params"])
+    scheduler = WarmupLR(optimizer, **RISING)
     rates = []
-    for batch in global_batches(48, 16):
+    for batch in loader(48, 16):
         optimizer.zero_grad()
         module.loss(batch).backward()
         rates.append(optimizer.param_groups[0]["lr"])
+        assert nn.utils.clip_grad_norm_(module.parameters(), 0.1) > 0.1
         optimizer.step()
         scheduler.step()
         rates.append(optimizer.param_groups[0]["lr"])
-    for found, seen, config in chain.from_iterable(on_ranks(each, 2, _from_config, (1,), (3,))):
+    for found, seen, config in itertools.chain.from_iterable(on_ranks(each, 2, _from_config, (1,), (3,))):
         torch.testing.assert_close(found, weights(module), **TIGHT)
         assert seen == pytest.approx(rates)
         assert config["optimizer"] == ADAMW
         assert config["gradient_accumulation_steps"] == 1
 
 
-class Compiled(DeepRegression):
-    def configure_optimizers(self) -> Any:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
+def _compiled(parameters: Any) -> Any:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        return DeepSpeedCPUAdam(self.parameters(), lr=0.01)
+    return DeepSpeedCPUAdam(parameters, lr=0.01)
 
 
 def _bare(drive: str) -> Any:
@@ -284,7 +257,7 @@ def _bare(drive: str) -> Any:
     theirs = {"config": {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}}
     texts = []
     for module, options in (
-        (Compiled(), {"offload_optimizer": "cpu"}),
+        (_by(_compiled)(), {"offload_optimizer": "cpu"}),
         (_with(lambda one: None), theirs),
         (_with(lambda one: None), {"offload_optimizer": "cpu", **theirs}),
         (_with(lambda one: None), {**SHARD_EVERYTHING, **theirs}),
@@ -302,7 +275,7 @@ def test_torch_optimizers_need_no_compiler(tmp_path: Path) -> None:
     bare = {"PATH": "/nowhere", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     for found, texts in on_ranks(_bare, 2, str(tmp_path), env=bare):
         for actual in found:
-            torch.testing.assert_close(actual, _by_hand(DeepRegression()), **TIGHT)
+            torch.testing.assert_close(actual, trained_in_plain_torch(DeepRegression(), 40), **TIGHT)
         for text in texts:
             assert text.startswith("ConfigurationError: DeepSpeed could not build one of its operations"), text
             assert "install g++ and ninja" in text
@@ -324,11 +297,9 @@ def _state_left_behind() -> Any:
                 if fails:
                     raise ValueError("on every rank")
 
-            with failing() as caught:
-                quiet(strategy=DeepSpeedStrategy(**options), callbacks=LambdaCallback(on_train_batch_end=fail)).fit(
-                    module, loader(16, 4)
-                )
-            assert caught["type"] == ("ValueError" if fails else "nothing was raised"), caught
+            callback = LambdaCallback(on_train_batch_end=fail)
+            text = refusal(module, loader(16, 4), strategy=DeepSpeedStrategy(**options), callbacks=callback)
+            assert text.startswith("ValueError" if fails else "nothing was raised"), text
             assert module.mine  # attributes of the user are kept
             del module.mine
             assert _attributes(module) == state
@@ -338,7 +309,6 @@ def _state_left_behind() -> Any:
             assert nn.functional.linear is linear
             assert dict(os.environ) == environment
             assert set(dist.distributed_c10d._world.pg_map) == groups
-            assert dist.is_initialized()
             assert dist.get_world_size() == 2
             copy.deepcopy(module)
             # Later work in the process is not affected: another strategy, and the same one again.
@@ -368,55 +338,37 @@ def _attributes(module: nn.Module) -> Any:
 
 def test_nothing_is_left_behind() -> None:
     # E-12, A-02, A-03, G-07: after success and after failure, in the user's process group
-    expected = _by_hand(DeepRegression())
+    expected = trained_in_plain_torch(DeepRegression(), 40)
     for report in on_ranks(_state_left_behind, 2, timeout=150):
         assert len(report) == 8
         for entry in report:
             torch.testing.assert_close(entry, expected, **TIGHT)
 
 
-def _own_group() -> Any:
-    assert not dist.is_initialized()
+def _left_over(path: str) -> Any:
     module = DeepRegression()
-    for options in ({"stage": 2}, SHARD_EVERYTHING):
-        quiet(strategy=DeepSpeedStrategy(**options), devices=2).fit(module, loader(16, 4))
-        assert not dist.is_initialized()
-    from deepspeed.comm import comm
-    from deepspeed.utils import groups
-
-    assert comm.cdb is None
-    assert groups._WORLD_GROUP is None
-    return weights(module)
-
-
-def test_a_group_of_ours_ends_with_the_run() -> None:
-    # A-02
-    first, second = on_ranks(_own_group, 2, process_group=None)
-    assert torch.equal(first, second)
-
-
-def _left_over(path: str) -> list[Any]:
-    module = DeepRegression()
-    strategy = DeepSpeedStrategy(**SHARD_EVERYTHING, gather_limit=10)
-    quiet(strategy=strategy, callbacks=Saver(path)).fit(module, loader(16, 4))
-    texts = [str(tuple(module.net.stem.weight.shape))]
-    texts += [refusal(module, loader(16, 4), strategy=name) for name in (DeepSpeedStrategy(**SHARD_EVERYTHING), "fsdp")]
-    resumed = DeepSpeedStrategy(**SHARD_EVERYTHING)
-    return [texts, trained(module, loader(16, 4), ckpt_path=path, strategy=resumed, max_epochs=2)]
+    limited = DeepSpeedStrategy(**SHARD_EVERYTHING, gather_limit=10)
+    trained(module, loader(16, 4), strategy=limited, callbacks=Saver(path))
+    assert tuple(module.net.stem.weight.shape) == (8, 4)
+    every = DeepSpeedStrategy(**SHARD_EVERYTHING)
+    texts = [refusal(module, loader(16, 4), strategy=strategy) for strategy in (every, "fsdp")]
+    return texts, trained(module, loader(16, 4), ckpt_path=path, strategy=every, max_epochs=2)
 
 
 def test_above_the_limit_the_weights_are_in_the_checkpoint(tmp_path: Path) -> None:  # I-15
     path = str(tmp_path / "end")
-    module = train_by_hand(DeepRegression(), 2 * global_batches(16, 8))
-    for (shape, *texts), found in on_ranks(_left_over, 2, path):
-        assert shape == "(8, 4)"
+    wanted = trained_in_plain_torch(DeepRegression(), 16, epochs=2)
+    for texts, found in on_ranks(_left_over, 2, path):
         for text in texts:
             assert "DeepRegression has no weights: its parameters are on the meta device." in text
             assert f"The newest checkpoint is {path!r}." in text
-        torch.testing.assert_close(found, weights(module), **TIGHT)
+        torch.testing.assert_close(found, wanted, **TIGHT)
 
 
 def _log_messages() -> Any:
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             kept.append((record.levelno, record.getMessage()))
@@ -426,25 +378,39 @@ def _log_messages() -> Any:
     theirs.setLevel(logging.DEBUG)
     theirs.addHandler(Keep())
     theirs.propagate = False
-    quiet(strategy=DeepSpeedStrategy(stage=1), precision="bf16-mixed").fit(DeepRegression(), loader(16, 4))
-    return kept
+    module = DeepRegression()
+    for options in ({"stage": 1}, SHARD_EVERYTHING):
+        quiet(strategy=DeepSpeedStrategy(**options), devices=2, precision="bf16-mixed").fit(module, loader(16, 4))
+        assert not dist.is_initialized()
+    assert comm.cdb is None
+    assert groups._WORLD_GROUP is None
+    return kept, weights(module)
 
 
-def test_deepspeeds_banner_appears_on_request(capfd: pytest.CaptureFixture[str]) -> None:
-    # E-12: its bf16 optimizer prints a memory report at every log level
-    kept, _ = on_ranks(_log_messages, 2)
+def test_a_group_of_ours_ends_with_the_run_and_deepspeeds_banner_appears_on_request(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    # A-02, E-12: its bf16 optimizer prints a memory report at every log level
+    (kept, first), (_, second) = on_ranks(_log_messages, 2, process_group=None)
+    assert torch.equal(first, second)
     assert any("DeepSpeed info: version" in text for _, text in kept)
     assert any("CPU Virtual Memory" in text for _, text in kept)
     assert {level for level, _ in kept} == {logging.DEBUG}
-    said = capfd.readouterr()
-    assert said.out == ""
-    assert "DeepSpeed info" not in said.err
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert "DeepSpeed info" not in printed.err
 
 
 class Infinite(DeepRegression):
+    """The loss is infinite on rank 1 in a micro-batch, or everywhere."""
+
+    def __init__(self, at: int | None = None) -> None:
+        super().__init__()
+        self.at = at
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return loss * torch.inf if batch_idx == 1 and self.global_rank == 1 else loss
+        infinite = self.at is None or (batch_idx == self.at and self.global_rank == 1)
+        return self.loss(batch) * (torch.inf if infinite else 1.0)
 
 
 def _infinite(options: dict[str, Any], precision: str) -> Any:
@@ -459,15 +425,14 @@ def _infinite(options: dict[str, Any], precision: str) -> Any:
     callback = LambdaCallback(on_train_batch_end=look)
     strategy = DeepSpeedStrategy(**options)
     with captured_warnings() as logged:
-        trained(Infinite(), loader(32, 4), strategy=strategy, precision=precision, callbacks=callback)
+        trained(Infinite(1), loader(32, 4), strategy=strategy, precision=precision, callbacks=callback)
     return steps, seen, logged
 
 
 def test_a_step_that_deepspeed_skips_is_logged() -> None:
     # E-06, E-11: DeepSpeed skips it silently, on every rank; here it is not counted, and one line reports it
-    cases: list[tuple[dict[str, Any], str]]
-    cases = [({"stage": 1}, "bf16-mixed"), *(({"stage": stage}, "32-true") for stage in (2, 3))]
-    cases.append(({"stage": 2, "offload_optimizer": "cpu"}, "bf16-mixed"))
+    in_half: Any = [({"stage": 1}, "bf16-mixed"), ({"stage": 2, "offload_optimizer": "cpu"}, "bf16-mixed")]
+    cases = [*in_half, ({"stage": 2}, "32-true"), ({"stage": 3}, "32-true")]
     for found in on_ranks(each, 2, _infinite, *cases):
         for case, (steps, seen, logged) in zip(cases, found, strict=True):
             assert steps == [1, 1, 2, 3], case
@@ -479,58 +444,49 @@ def test_a_step_that_deepspeed_skips_is_logged() -> None:
 class Normed(DeepRegression):
     """The first layer is a norm whose input is the batch, in float32."""
 
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
-        self.norm = norm
+        self.norm: Any = norm(FEATURES)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, *rest = batch
-        return super().training_step((self.norm(x), *rest), batch_idx)
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss((self.norm(batch[0]), batch[1]))
 
 
-def _normed(stage: int, precision: str) -> Any:
-    size = FEATURES
-    norms = nn.LayerNorm(size), nn.GroupNorm(1, size), nn.BatchNorm1d(size)
-    found = []
-    for norm in norms:
-        module = seeded(partial(Normed, norm))
-        every = trained(module, loader(32, 4), strategy=DeepSpeedStrategy(stage=stage), precision=precision)
-        found.append((module.norm.weight.detach().clone(), every))
-    return found
+NORMS = nn.LayerNorm, partial(nn.GroupNorm, 1), nn.BatchNorm1d
+
+
+def _normed(stage: int, precision: str, norm: Callable[[int], nn.Module]) -> tuple[torch.Tensor, torch.Tensor]:
+    module = Normed(norm)
+    found = trained(module, loader(32, 4), strategy=DeepSpeedStrategy(stage=stage), precision=precision)
+    return module.norm.weight.detach().clone(), found
 
 
 def test_a_norm_in_half_precision_accepts_an_input_in_float32() -> None:
     # E-06: torch's CPU kernels refuse half-precision weights with such an input; plain autocast keeps them in float32
-    cases = [(stage, precision) for stage in (2, 3) for precision in ("32-true", "bf16-mixed")]
-    for found in on_ranks(each, 2, _normed, *cases):
-        for exact, half in (found[:2], found[2:]):
-            for (norm, all_exact), (norm_in_half, all_in_half) in zip(exact, half, strict=True):
-                assert not torch.equal(norm, torch.ones_like(norm))
-                torch.testing.assert_close(norm_in_half, norm, atol=5e-3, rtol=0)
-                torch.testing.assert_close(all_in_half, all_exact, atol=2e-2, rtol=0)
+    cases = [*itertools.product((2, 3), ("32-true", "bf16-mixed"), NORMS)]
+    for ranks in on_ranks(each, 2, _normed, *cases):
+        found = dict(zip(cases, ranks, strict=True))
+        for stage, norm in itertools.product((2, 3), NORMS):
+            (exact, all_exact), (half, all_half) = (found[stage, one, norm] for one in ("32-true", "bf16-mixed"))
+            assert not torch.equal(exact, torch.ones_like(exact))
+            torch.testing.assert_close(half, exact, atol=5e-3, rtol=0)
+            torch.testing.assert_close(all_half, all_exact, atol=2e-2, rtol=0)
 
 
-class Hopeless(DeepRegression):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) * torch.nan
-
-
-def _hopeless(options: dict[str, Any]) -> Any:
-    fit = quiet(strategy=DeepSpeedStrategy(**options), precision="16-mixed", max_epochs=1)
-    with captured_warnings() as heard:
-        fit.fit(Hopeless(), loader(45 * 8, 4))
-    return fit.global_step, heard
+def _always_infinite(stage: int) -> Any:
+    fit = quiet(strategy=DeepSpeedStrategy(stage=stage), precision="16-mixed")
+    with captured_warnings() as logged:
+        fit.fit(Infinite(), loader(45 * 8, 4))
+    return fit.global_step, logged
 
 
 @pytest.mark.skipif(not FP16, reason="ZeRO refuses fp16 on a processor without it")
 def test_a_loss_scale_at_its_floor_is_logged_and_the_run_continues() -> None:
     # I-05, E-06: 2^16 halved at each of 45 overflows, until it is 2^-24, as under every other strategy
-    cases = {"stage": 1}, {"stage": 3}
-    for rank, found in enumerate(on_ranks(each, 2, _hopeless, *((options,) for options in cases))):
-        for options, (steps, heard) in zip(cases, found, strict=True):
-            assert steps == 0, options
-            said = [text for text in heard if "has fallen to its floor, 2^-24" in text]
-            assert len(said) == (rank == 0), (options, heard)
+    for rank, found in enumerate(on_ranks(each, 2, _always_infinite, (1,), (3,))):
+        for steps, logged in found:
+            assert steps == 0
+            assert sum("has fallen to its floor, 2^-24" in text for text in logged) == (rank == 0), logged
 
 
 class BuiltLate(DeepRegression):
@@ -573,10 +529,10 @@ def test_layers_built_in_configure_model() -> None:
     torch.manual_seed(7)
     module = BuiltLate()
     module.configure_model()
-    reference = _by_hand(module)
+    reference = trained_in_plain_torch(module, 40)
     numel = sum(one.numel() for one in module.parameters())
     cases = [(options,) for options in ({"stage": 2}, SHARD_EVERYTHING, {**SHARD_EVERYTHING, "meta": False})]
-    for found, numels in chain.from_iterable(on_ranks(each, 2, _built, *cases)):
+    for found, numels in itertools.chain.from_iterable(on_ranks(each, 2, _built, *cases)):
         torch.testing.assert_close(found, reference, **TIGHT)
         if numels:
             whole, part = numels
@@ -584,11 +540,12 @@ def test_layers_built_in_configure_model() -> None:
             assert part <= numel / 2 + len(list(module.parameters()))
 
 
-HEAD = (Optimizer("adamw", of="head"),)
-STAGES = [f"deepspeed_stage_{stage}" for stage in (1, 2, 3)]
 PROGRAMS = {
+    # E-01, E-09, B-02, B-03: SGD shows wrong gradient scales; Adam would compensate for them. Last windows are short.
+    **{f"windows of {size}": Program(data=Data(samples=20), accumulate=size) for size in (1, 2, 4)},
+    "weighted": Program(data=Data(samples=20), accumulate=2, token_weighted=True, net=Net(family="gru")),
     # E-11: the others stay unchanged, whichever part of them a rank holds
-    "an optimizer over some of the parameters": Program(optimizers=HEAD),
+    "an optimizer over some of the parameters": Program(optimizers=(Optimizer("adamw", of="head"),)),
     "one process": Program(ranks=1, accumulate=2),  # E-01
     # E-04, I-02
     "manual optimization": Program(manual=(Turn(repeats=2, clips=1), Turn(toggles=True, closure=True))),
@@ -602,10 +559,10 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-@pytest.mark.parametrize("strategy", STAGES)
-def test_programs_equal_the_oracle(strategy: str, program: Program) -> None:
-    ranks = 1 if program.ranks == 1 and program.accumulate == 2 else 2
-    assert not check(replace(program, strategy=strategy, ranks=ranks))
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_programs_equal_the_oracle(stage: int, program: Program) -> None:
+    ranks = 1 if program == PROGRAMS["one process"] else 2
+    assert not check(replace(program, strategy=f"deepspeed_stage_{stage}", ranks=ranks))
 
 
 class StepsTwice(DeepRegression):
@@ -619,35 +576,14 @@ class StepsTwice(DeepRegression):
             optimizer.step()
 
 
-def _in_bf16(strategy: str) -> torch.Tensor:
-    return trained(StepsTwice(), loader(16, 4), strategy=STRATEGIES[strategy](), precision="bf16-mixed")
+def _in_bf16(options: dict[str, Any]) -> torch.Tensor:
+    strategy = DeepSpeedStrategy(**options) if options else "ddp"
+    return trained(StepsTwice(), loader(16, 4), strategy=strategy, precision="bf16-mixed")
 
 
 def test_several_manual_steps_in_bf16_are_near_to_those_of_ddp() -> None:
     # I-02: the second forward uses the weights that the first step changed
-    for by_ddp, *found in on_ranks(each, 2, _in_bf16, ("ddp",), ("zero 1",), ("zero 2",), ("zero 3",)):
+    for by_ddp, *found in on_ranks(each, 2, _in_bf16, ({},), ({"stage": 1},), ({"stage": 2},), (SHARD_EVERYTHING,)):
         moved = (by_ddp - weights(StepsTwice())).norm()
         for actual in found:
             assert (actual - by_ddp).norm() < 0.05 * moved
-
-
-class MixedOutputs(DeepRegression):
-    """Outputs of every kind: DeepSpeed's module hooks traverse all inputs and outputs."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        return {"loss": loss, "number": 3.0, "nothing": None, "batch": batch}
-
-    def validation_step(self, batch: Any, batch_idx: int) -> float:
-        return 1.0
-
-
-def _mixed_outputs() -> Any:
-    outputs: list[Any] = []
-    keep = LambdaCallback(on_train_batch_end=lambda trainer, module, output, *_: outputs.append(output))
-    quiet(strategy=STRATEGIES["zero 3"](), callbacks=keep).fit(MixedOutputs(), loader(16, 4), loader(8, 4))
-    return [(one["number"], one["nothing"]) for one in outputs]
-
-
-def test_outputs_of_every_kind() -> None:  # C-05, for stage 3
-    assert on_ranks(_mixed_outputs, 2) == [[(3.0, None)] * 2] * 2

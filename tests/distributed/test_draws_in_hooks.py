@@ -12,11 +12,11 @@ import torch
 from small_runs import Regression, each, loader, quiet, trained
 
 from drivetrain import Callback
+from drivetrain.callbacks import LambdaCallback
 from drivetrain_strategies import FSDPStrategy
 from worlds import on_ranks
 
 BEFORE = ["on_fit_start", "on_train_start", "on_train_epoch_start"]
-"""Hooks before the first batch."""
 
 
 class Draws(Callback):
@@ -80,17 +80,12 @@ def test_steps_draw_as_without_hooks_unless_a_hook_seeds() -> None:  # S-10
         assert not set(one["noise"]) & set(other["noise"])
 
 
-class SavesAtStep5(Callback):
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *arguments: Any) -> None:
-        if trainer.global_step == 5:
-            trainer.defer_save(lambda: trainer.write_checkpoint(self.path))
-
-
 def _trained(path: str, ckpt_path: str | None) -> torch.Tensor:
-    callbacks = [Draws("on_train_batch_end"), SavesAtStep5(path)]
+    def save(trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 5:
+            trainer.defer_save(lambda: trainer.write_checkpoint(path))
+
+    callbacks = [Draws("on_train_batch_end"), LambdaCallback(on_train_batch_end=save)]
     options: dict[str, Any] = {"strategy": "ddp", "callbacks": callbacks, "max_epochs": 2, "seed": 3}
     return trained(Noisy(), loader(32, 4), ckpt_path=ckpt_path, **options)
 
@@ -101,25 +96,23 @@ def test_draws_in_hooks_are_the_same_after_a_resume(tmp_path: Path) -> None:  # 
         assert torch.equal(whole, resumed)
 
 
-class KeepsParts(Callback):
-    priority = -1
+def _parts(hook: str, options: dict[str, Any]) -> list[torch.Tensor]:
+    parts: list[torch.Tensor] = []
 
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        weight: Any = module.net[0].weight
-        self.parts = weight.to_local().detach().clone(), weight.full_tensor().detach()
+    def keep(trainer: Any, module: Any) -> None:
+        weight = module.net[0].weight
+        parts.extend([weight.to_local().detach().clone(), weight.full_tensor().detach()])
 
-
-def _parts(hook: str, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    keeps = KeepsParts()
-    quiet(strategy=FSDPStrategy(**options), callbacks=[Draws(hook), keeps], seed=3).fit(Noisy(), loader(16, 1))
-    return keeps.parts
+    callbacks = [Draws(hook), LambdaCallback(priority=-1, on_train_end=keep)]
+    quiet(strategy=FSDPStrategy(**options), callbacks=callbacks, seed=3).fit(Noisy(), loader(16, 1))
+    return parts
 
 
-@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_end"])
 @pytest.mark.parametrize(("ranks", "options"), [(2, {}), (4, {"sharding": "hybrid", "replicate_size": 2})])
-def test_shards_are_drawn_apart_and_their_replicas_alike(ranks: int, options: Any, hook: str) -> None:  # S-10
-    parts = on_ranks(_parts, ranks, hook, options)
-    whole = parts[0][1]
-    assert all(torch.equal(other, whole) for _, other in parts)
-    assert len({tuple(row) for row in whole.tolist()}) == len(whole)
-    assert len({tuple(local.flatten().tolist()) for local, _ in parts}) == 2
+def test_shards_are_drawn_apart_and_their_replicas_alike(ranks: int, options: Any) -> None:  # S-10
+    cases = [(hook, options) for hook in ("on_fit_start", "on_train_end")]
+    for parts in zip(*on_ranks(each, ranks, _parts, *cases), strict=True):
+        whole = parts[0][1]
+        assert all(torch.equal(other, whole) for _, other in parts)
+        assert len({tuple(row) for row in whole.tolist()}) == len(whole)
+        assert len({tuple(local.flatten().tolist()) for local, _ in parts}) == 2

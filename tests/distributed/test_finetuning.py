@@ -27,33 +27,37 @@ STRATEGIES: dict[str, tuple[int, Callable[[], Any]]] = {
     "fsdp": (2, FSDPStrategy),
     "hsdp": (4, lambda: FSDPStrategy(sharding="hybrid")),
     "fsdp x tp": (4, lambda: FSDPStrategy(tensor_parallel=2)),
+    "hsdp x tp": (4, lambda: FSDPStrategy(sharding="hybrid", replicate_size=2, tensor_parallel=2)),
 }
 
 
 class Net(TrainModule):
-    def __init__(self) -> None:
+    """A backbone, which may have a norm, and a head; ``rates`` are those of each epoch's start."""
+
+    def __init__(self, norm: bool = False, all_at_once: bool = False) -> None:
         super().__init__()
         self.backbone = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()))
+        if norm:
+            self.backbone[1] = nn.BatchNorm1d(4)
         self.head = seeded(lambda: nn.Linear(4, 1))
+        self.all_at_once = all_at_once
+        self.rates: list[list[float]] = []
 
     def configure_model(self) -> None:
         mesh = self.trainer.strategy.device_mesh
         if mesh is not None and "tensor" in mesh.mesh_dim_names:
             parallelize_module(self.backbone, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
+    def on_train_epoch_start(self) -> None:
+        self.rates.append([group["lr"] for group in self.trainer.optimizers[0].param_groups])
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return nn.functional.mse_loss(self.head(self.backbone(batch[0])), batch[1])
 
     def configure_optimizers(self) -> Any:
-        trained = [(name, one) for name, one in self.named_parameters() if one.requires_grad]
+        trained = [(name, one) for name, one in self.named_parameters() if self.all_at_once or one.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=0.1)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)]
-
-
-class WithNorm(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone[1] = nn.BatchNorm1d(4)
 
 
 @pytest.fixture(scope="module")
@@ -101,54 +105,51 @@ def _run(strategy: str, folder: Path, save_at: int, resumed_at: int = 0) -> tupl
     ranks, make = STRATEGIES[strategy]
     path = f"epoch=*-step={resumed_at}" if resumed_at else ""
     settings: dict[str, Any] = {"strategy": make(), "devices": ranks, "save_at": save_at}
-    module, rates = Net(), []
-
-    def record_rates(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 0:
-            rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])
-
-    callbacks = [BackboneFinetuning(AT, lambda epoch: 4.0), LambdaCallback(on_train_batch_start=record_rates)]
-    fitted(module, callbacks, folder, path, 2 if "tp" in strategy else ranks, **settings)
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}, rates
+    module = Net()
+    fitted(
+        module, [BackboneFinetuning(AT, lambda epoch: 4.0)], folder, path, 2 if "tp" in strategy else ranks, **settings
+    )
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}, module.rates
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_finetuning_equals_the_hand_written_loop(strategy: str, tmp_path: Path, by_hand: Any) -> None:
+@pytest.mark.parametrize(
+    ("first", "step", "second"),
+    [
+        pytest.param("single", 2, "fsdp", id="resumed frozen"),
+        pytest.param("ddp", 3, "single", id="resumed between two epochs, where it is unfrozen"),
+        pytest.param("fsdp", 5, "fsdp x tp", id="resumed in the first epoch of the backbone"),
+        pytest.param("fsdp x tp", 8, "ddp", id="resumed in the second epoch of the backbone"),
+        pytest.param("ddp, static graph", 100, "", id="static graph"),
+        pytest.param("hsdp", 4, "hsdp x tp", id="hsdp"),
+        pytest.param("hsdp x tp", 7, "hsdp", id="hsdp and tensor parallel"),
+    ],
+)
+def test_finetuning_equals_the_hand_written_loop_and_resumes_in_mid_schedule(
+    first: str, step: int, second: str, tmp_path: Path, by_hand: Any
+) -> None:  # L-02
     wanted, rates = by_hand
-    for found, seen in on_ranks(_run, STRATEGIES[strategy][0], strategy, tmp_path, 100, process_group=None):
+    for found, seen in on_ranks(_run, STRATEGIES[first][0], first, tmp_path, step, process_group=None):
         assert_near(found, wanted)
         assert [len(one) for one in seen] == [1, 2, 2, 2]
         for one, other in zip(seen, rates, strict=True):
             assert one == pytest.approx(other)
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "step"),
-    [
-        pytest.param("single", "fsdp", 2, id="frozen"),
-        pytest.param("ddp", "single", 3, id="between two epochs, where it is unfrozen"),
-        pytest.param("fsdp", "fsdp x tp", 5, id="in the first epoch of the backbone"),
-        pytest.param("fsdp x tp", "ddp", 8, id="in the second epoch of the backbone"),
-    ],
-)
-def test_finetuning_resumes_in_mid_schedule(first: str, second: str, step: int, tmp_path: Path, by_hand: Any) -> None:
-    on_ranks(_run, STRATEGIES[first][0], first, tmp_path, step, process_group=None)
-    for found, _ in on_ranks(_run, STRATEGIES[second][0], second, tmp_path, 100, step, process_group=None):
-        assert_near(found, by_hand[0])
+    if second:
+        for found, _ in on_ranks(_run, STRATEGIES[second][0], second, tmp_path, 100, step, process_group=None):
+            assert_near(found, wanted)
 
 
 @pytest.mark.parametrize("train_bn", [True, False])
 def test_batch_normalisation_trains_from_the_start_or_never(train_bn: bool, tmp_path: Path) -> None:
-    module = WithNorm()
+    module = Net(norm=True)
     norm: Any = module.backbone[1]
     before = [one.clone() for one in (norm.weight, norm.running_mean)]
     trains: list[bool] = []
 
-    class RecordsTraining(BackboneFinetuning):
-        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            trains.extend((module.backbone[0].weight.requires_grad, norm.weight.requires_grad))
+    def record(trainer: Any, module: Any) -> None:
+        trains.extend((module.backbone[0].weight.requires_grad, norm.weight.requires_grad))
 
-    fit = fitted(module, [RecordsTraining(1, train_bn=train_bn)], tmp_path, max_epochs=2)
+    callbacks = [BackboneFinetuning(1, train_bn=train_bn), LambdaCallback(on_train_epoch_end=record)]
+    fit = fitted(module, callbacks, tmp_path, max_epochs=2)
     assert trains == [False, train_bn, True, train_bn]
     moved = [not torch.equal(one, other) for one, other in zip((norm.weight, norm.running_mean), before, strict=True)]
     assert moved == [train_bn, train_bn]
@@ -193,7 +194,7 @@ class Gradual(BaseFinetuning):
 def test_a_schedule_resumes_in_one_process_with_the_names_of_its_groups(
     make: Callable[[], Any], rates: list[float], tmp_path: Path
 ) -> None:
-    module, resumed = WithNorm(), WithNorm()
+    module, resumed = Net(norm=True), Net(norm=True)
     fit = fitted(module, [make()], tmp_path)
     again = fitted(resumed, [make()], tmp_path, "epoch=1-step=6")
     groups = fit.optimizers[0].param_groups
@@ -205,12 +206,8 @@ def test_a_schedule_resumes_in_one_process_with_the_names_of_its_groups(
 
 
 def test_parameters_already_in_the_optimizer_are_not_added(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    class All(Net):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    fit = fitted(All(), [BackboneFinetuning(1)], tmp_path, max_epochs=3)
-    assert [group["lr"] for group in fit.optimizers[0].param_groups] == [0.1]
+    fit = fitted(Net(all_at_once=True), [BackboneFinetuning(1)], tmp_path, max_epochs=3)
+    assert [group["lr"] for group in fit.optimizers[0].param_groups] == [0.05]
     assert "4 of the 4 parameters to unfreeze are in the optimizer already" in caplog.text
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_nets import Block, Deep, DeepRegression, Experts, Tied, TwiceDeep, trained_in_plain_torch
-from small_runs import TIGHT, data, failing, loader, quiet, refusal, seeded, train_by_hand, weights
+from small_runs import TIGHT, Regression, data, loader, quiet, refusal, seeded, train_by_hand, weights
 from small_runs import trained as trained_with
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -47,10 +47,8 @@ def restored(module: Any, options: dict[str, Any], samples: int = 40) -> Tensor:
     assert [type(child) for child in module.modules()] == classes
     ours = {"_hyper_parameters", "_last_trainer"}
     assert [set(child.__dict__) - ours for child in module.modules()] == attributes
-    for child in module.modules():
-        assert not child._forward_hooks
-        assert not child._forward_pre_hooks
-        assert not child._state_dict_pre_hooks
+    children = module.modules()
+    assert not any(one._forward_hooks or one._forward_pre_hooks or one._state_dict_pre_hooks for one in children)
     copy.deepcopy(module)
     return weights(module)
 
@@ -86,8 +84,8 @@ def test_every_setting_and_structure_equals_plain_torch(net: type[Deep], options
 
 def test_three_ranks_divide_by_three() -> None:
     # D-06: gloo has no premultiplied sum; the factor is no power of two
-    found = on_ranks(restored, 3, DeepRegression(), {}, 60)[0]
-    torch.testing.assert_close(found, trained_in_plain_torch(DeepRegression(), 60, ranks=3, window=2), **TIGHT)
+    found = on_ranks(restored, 3, Regression(), {}, 60)[0]
+    torch.testing.assert_close(found, trained_in_plain_torch(Regression(), 60, ranks=3, window=2), **TIGHT)
 
 
 NORMS = [f"net.blocks.{number}.norm.{kind}" for number in range(3) for kind in ("weight", "bias")]
@@ -233,16 +231,9 @@ def test_what_fsdp_does_not_support_is_refused_by_name() -> None:  # B-20, C-06,
             assert part in text
 
 
-class EarlyOptimizer(KeptOptimizer):
-    """Builds its optimizer in __init__."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.configure_optimizers()
-
-
 def _early() -> Tensor:
-    module = EarlyOptimizer()
+    module = KeptOptimizer()
+    module.configure_optimizers()
     quiet(strategy="fsdp").fit(module, loader(32, 4))
     held = module.optimizer.param_groups[0]["params"]
     assert all(one is other for one, other in zip(held, module.parameters(), strict=True))
@@ -253,7 +244,7 @@ def _early() -> Tensor:
 
 def test_an_optimizer_built_before_sharding_holds_the_shards() -> None:
     found = on_ranks(_early, 2)[0]
-    torch.testing.assert_close(found, trained_in_plain_torch(EarlyOptimizer(), epochs=2), **TIGHT)
+    torch.testing.assert_close(found, trained_in_plain_torch(KeptOptimizer(), epochs=2), **TIGHT)
 
 
 def _one_expert_per_rank() -> TensorDataset:
@@ -279,18 +270,16 @@ def test_experts_that_some_ranks_use(options: dict[str, Any]) -> None:
     torch.testing.assert_close(first, weights(module), **TIGHT)
 
 
-def _different_units() -> dict[str, str]:
-    module = DeepRegression(seeded(Experts))
-    with failing() as caught:
-        quiet(strategy=FSDPStrategy(wrap=[Block])).fit(module, DataLoader(_one_expert_per_rank(), batch_size=4))
-    return caught
+def _different_units() -> str:
+    batches = DataLoader(_one_expert_per_rank(), batch_size=4)
+    return refusal(DeepRegression(seeded(Experts)), batches, strategy=FSDPStrategy(wrap=[Block]))
 
 
 def test_units_that_only_some_ranks_run_raise_instead_of_hanging() -> None:  # D-11
-    for caught in on_ranks(_different_units, 2):
-        assert caught["type"] == "DistributedError"
-        assert "the forward of 'net.experts.0'" in caught["text"]
-        assert "the forward of 'net.experts.1'" in caught["text"]
+    for text in on_ranks(_different_units, 2):
+        assert text.startswith("DistributedError")
+        assert "the forward of 'net.experts.0'" in text
+        assert "the forward of 'net.experts.1'" in text
 
 
 def test_one_process_equals_plain_torch() -> None:
@@ -301,20 +290,20 @@ def test_one_process_equals_plain_torch() -> None:
     assert not any(isinstance(child, FSDPModule) for child in module.modules())
 
 
-class Validated(DeepRegression):
+class Validated(TrainModule):
+    """Has a network, or nothing to shard."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", self.loss(batch))
+        self.log("val", self.net(batch[0]).sum())
 
 
-class Weightless(TrainModule):
-    """Logs a metric, and has nothing to shard."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", batch[0].sum())
-
-
-@pytest.mark.parametrize("kind", [Validated, Weightless])
-def test_one_process_evaluates(kind: Any) -> None:
+@pytest.mark.parametrize("net", [Deep, nn.Identity])
+def test_one_process_evaluates(net: Any) -> None:
     # several batches: parameters are gathered again for each
-    scores = [quiet(strategy=one, devices=1).validate(kind(), loader(10, 2)) for one in ("fsdp", "single_device")]
+    kinds, module = ("fsdp", "single_device"), Validated(seeded(net))
+    scores = [quiet(strategy=kind, devices=1).validate(module, loader(10, 2)) for kind in kinds]
     assert scores[0][0]["val"] == pytest.approx(scores[1][0]["val"], abs=1e-6)

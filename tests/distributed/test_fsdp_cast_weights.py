@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial, reduce
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from fsdp_nets import trained_on_shards
-from small_runs import Regression, global_batches, loader, quiet, seeded
+from small_runs import Regression, Saver, global_batches, seeded
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.traffic import a_step
-from drivetrain_strategies import FSDPStrategy
+from drivetrain.checkpoint import load
 from worlds import on_ranks
 
-HALF = torch.bfloat16
+HALF, MOMENTS = torch.bfloat16, ("exp_avg", "exp_avg_sq")
 
 
 class Reusing(nn.Module):
@@ -72,26 +73,21 @@ class Differentiating(Adapted):
 class Twice(nn.Module):
     """Runs its blocks twice, the second time in reverse order."""
 
-    def __init__(self, block: type[nn.Module]) -> None:
+    def __init__(self, block: type[nn.Module], stem: type[nn.Module] = nn.Identity) -> None:
         super().__init__()
+        self.stem = stem(8, 8)
         self.blocks = nn.ModuleList(block() for _ in range(3))
         self.head = nn.Linear(8, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
         for block in (*self.blocks, *reversed(self.blocks)):
             x = block(x)
         return self.head(x)
 
 
-class Stemmed(Twice):
-    """The blocks' inputs come from a product, so they are in half precision."""
-
-    def __init__(self, block: type[nn.Module]) -> None:
-        super().__init__(block)
-        self.stem = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.stem(x))
+STEMMED = partial(Twice, stem=nn.Linear)
+"""The blocks' inputs come from a product, so they are in half precision."""
 
 
 def _saves_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -169,9 +165,7 @@ def _sharded_by_hand(module: Reused, options: dict[str, Any], window: int) -> li
 def _by_hand_and_by_fit(block: Any, kind: Any, options: dict[str, Any], window: int, manual: bool) -> list[bool]:
     expected = _sharded_by_hand(Reused(block, kind), options, window)
     module = Reused(block, kind, manual)
-    quiet(strategy=FSDPStrategy(**options), precision="bf16-mixed", accumulate_grad_batches=window).fit(
-        module, loader(SAMPLES, 4)
-    )
+    trained_on_shards(module, options, SAMPLES, precision="bf16-mixed", accumulate_grad_batches=window)
     return [torch.equal(one, other) for one, other in zip(module.parameters(), expected, strict=True)]
 
 
@@ -191,17 +185,16 @@ def _by_hand_and_by_fit(block: Any, kind: Any, options: dict[str, Any], window: 
         pytest.param(Adapted, PairwiseCheckpointed, {"wrap": [Adapted]}, 1, False, id="frozen, own checkpointing"),
         # torch.func refuses hooks on saved tensors, and a copy uses its own weights.
         pytest.param(Differentiating, Twice, {"wrap": [Differentiating]}, 1, False, id="torch.func and a copy"),
-        pytest.param(Reusing, Stemmed, {"mixed_precision": GATHERS_HALF}, 2, False, id="gathered in half precision"),
+        pytest.param(Reusing, STEMMED, {"mixed_precision": GATHERS_HALF}, 2, False, id="gathered in half precision"),
         pytest.param(
-            *(Reusing, Stemmed, {"mixed_precision": GATHERS_HALF, "activation_checkpointing": [Reusing]}, 1, False),
+            *(Reusing, STEMMED, {"mixed_precision": GATHERS_HALF, "activation_checkpointing": [Reusing]}, 1, False),
             id="gathered in half precision, checkpointed",
         ),
     ],
 )
 def test_bits_equal_fully_shard_under_autocast(
     block: Any, kind: Any, options: dict[str, Any], window: int, manual: bool
-) -> None:
-    # B-08, D-01, D-07, D-08, D-09
+) -> None:  # B-08, D-01, D-07, D-08, D-09
     for same in on_ranks(_by_hand_and_by_fit, 2, block, kind, options, window, manual):
         assert all(same), same
 
@@ -245,6 +238,27 @@ def test_gathering_in_half_precision_equals_casting_by_autocast(
 ) -> None:
     for with_it, without in on_ranks(_with_and_without_policy, 2, build, precision, dtype, samples):
         torch.testing.assert_close(with_it, without, atol=atol, rtol=0)
+
+
+def _saved_and_resumed(path: str) -> list[torch.Tensor]:
+    def run(options: dict[str, Any], **settings: Any) -> torch.Tensor:
+        return trained_on_shards(Reused(Reusing, STEMMED), options, **{"max_epochs": 2, **settings})
+
+    half: dict[str, Any] = {"mixed_precision": GATHERS_HALF}
+    through = run(half, precision="bf16-mixed", callbacks=Saver(path))
+    return [through, run(half, precision="bf16-mixed", ckpt_path=path), run({}, ckpt_path=path)]
+
+
+def test_checkpoints_of_weights_gathered_in_half_precision_are_float32_and_resume(tmp_path: Path) -> None:
+    # D-09: not values of bfloat16 stored as float32
+    for through, resumed, in_float32 in on_ranks(_saved_and_resumed, 2, str(tmp_path / "c")):
+        assert torch.equal(resumed, through)
+        torch.testing.assert_close(in_float32, through, atol=3e-2, rtol=0)
+    checkpoint = load(tmp_path / "c")
+    moments = [state[name] for state in checkpoint.optimizer_state()["state"].values() for name in MOMENTS]
+    for values in ([*checkpoint.weights().values()], moments):
+        assert {value.dtype for value in values} == {torch.float32}
+        assert any(not torch.equal(value, value.to(HALF).float()) for value in values)
 
 
 def _sent(options: dict[str, Any]) -> Any:

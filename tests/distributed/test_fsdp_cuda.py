@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +11,7 @@ import torch
 from fsdp_nets import Block, Deep, DeepRegression, Tied
 from small_runs import about, loader, quiet, refusal, seeded, trained
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from drivetrain.callbacks import LambdaCallback
 from drivetrain.testing import requires_cuda
 from drivetrain_strategies import FSDPStrategy
 from worlds import on_ranks
@@ -71,44 +70,17 @@ def test_one_gpu_equals_the_plain_module_on_it(precision: str) -> None:
         torch.testing.assert_close(found, expected, atol=atol, rtol=1e-4, msg=about(name))
 
 
-def _late() -> Tensor:
-    return _trained(FSDPStrategy(), module=Late(), seed=3)
-
-
 def test_modules_built_without_storage_are_the_same_on_the_gpu() -> None:  # D-03: drawn on the CPU
-    (built,) = on_ranks(_late, 1, process_group=None, timeout=120)
-    by_cpu = _trained("single_device", module=Late(), seed=3, accelerator="cpu")
-    torch.testing.assert_close(built, by_cpu, atol=1e-4, rtol=1e-4)
-
-
-def _compiled() -> Tensor:
-    return _trained(FSDPStrategy(compile=True, activation_checkpointing=[Block]), module=DeepRegression())
+    train = partial(_trained, module=Late(), seed=3)
+    (built,) = on_ranks(train, 1, FSDPStrategy(), process_group=None, timeout=120)
+    torch.testing.assert_close(built, train("single_device", accelerator="cpu"), atol=1e-4, rtol=1e-4)
 
 
 def test_blocks_that_are_compiled() -> None:  # D-09; a rehearsal omits it by this name
-    (found,) = on_ranks(_compiled, 1, process_group=None, timeout=300)
-    expected = _trained("single_device", module=DeepRegression())
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-
-
-def _places(offload: bool) -> set[tuple[str, str]]:
-    found: set[tuple[str, str]] = set()
-
-    def look(trainer: Any, module: Any, optimizer: Any) -> None:
-        for parameter in module.parameters():
-            assert isinstance(parameter, DTensor)
-            assert isinstance(parameter.grad, DTensor)
-            found.add((parameter.to_local().device.type, parameter.grad.to_local().device.type))
-
-    callback = LambdaCallback(on_before_optimizer_step=look)
-    _trained(FSDPStrategy(cpu_offload=offload), module=DeepRegression(), callbacks=callback)
-    return found
-
-
-@pytest.mark.parametrize(("offload", "place"), [(False, ACCELERATOR), (True, "cpu")])
-def test_devices_of_shards(offload: bool, place: str) -> None:
-    # D-08: parameters and gradients, and the optimizer's state for them
-    assert on_ranks(_places, 1, offload, process_group=None, timeout=120) == [{(place, place)}]
+    train = partial(_trained, module=DeepRegression())
+    compiled = FSDPStrategy(compile=True, activation_checkpointing=[Block])
+    (found,) = on_ranks(train, 1, compiled, process_group=None, timeout=300)
+    torch.testing.assert_close(found, train("single_device"), atol=1e-4, rtol=1e-4)
 
 
 def _on_two_devices() -> str:

@@ -17,22 +17,28 @@ from small_runs import TIGHT, failing, loader, quiet, seeded, trained
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from drivetrain.callbacks import Checkpoint
+from drivetrain.callbacks import Checkpoint, LambdaCallback
 from drivetrain.errors import ConfigurationError
 from drivetrain_strategies import FSDPStrategy
 from worlds import on_ranks
 
 
-def _raise(gradient: Tensor) -> None:
+def _raise(*arguments: Any) -> None:
     raise ValueError("on purpose")
 
 
 class Failing(DeepRegression):
-    """Raises in one place, if that is not "nowhere"."""
+    """Raises in one place, if that is not "nowhere"; its layers may be built in `configure_model`."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, late: bool) -> None:
         super().__init__()
         self.where = where
+        self.net: Any = None if late else self.net
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = seeded(Deep)
+        self.fail("building")
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
@@ -55,22 +61,9 @@ class Failing(DeepRegression):
             raise ValueError("on purpose")
 
 
-class BuiltLate(Failing):
-    """Builds its layers in `configure_model`."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__(where)
-        self.net: Any = None
-
-    def configure_model(self) -> None:
-        if self.net is None:
-            self.net = seeded(Deep)
-        self.fail("building")
-
-
-def _retry(kind: type[Failing], where: str, strategy: str, folder: str) -> Any:
-    module = kind(where)
-    if module.net is not None:
+def _retry(where: str, late: bool, strategy: str, folder: str) -> Any:
+    module = Failing(where, late)
+    if not late:
         module.net.stem.weight.mine = "the user's"
     saving = Checkpoint(dirpath=folder, every_n_train_steps=1)
     with failing() as caught:
@@ -87,38 +80,50 @@ def _retry(kind: type[Failing], where: str, strategy: str, folder: str) -> Any:
     if not newest:
         module.load_state_dict(DeepRegression().state_dict(), assign=True)
     found = trained(module, loader(32, 4), None, newest or None, strategy=strategy)
-    assert not newest or kind is BuiltLate or module.net.stem.weight.mine == "the user's"
+    assert not newest or late or module.net.stem.weight.mine == "the user's"
     return caught["type"], texts, newest, found, len(dist.distributed_c10d._world.pg_map)
 
 
 @pytest.mark.parametrize(
-    ("kind", "where", "strategy"),
+    ("where", "late", "strategy"),
     [
-        (Failing, "step", "fsdp"),
-        (Failing, "backward", "hsdp"),
-        (Failing, "optimizers", "fsdp"),
-        (BuiltLate, "building", "fsdp"),
-        (BuiltLate, "hook", "fsdp"),
+        ("step", False, "fsdp"),
+        ("backward", False, "hsdp"),
+        ("optimizers", False, "fsdp"),
+        ("building", True, "fsdp"),
+        ("hook", True, "fsdp"),
     ],
 )
 def test_a_failed_run_leaves_no_weights_and_names_the_checkpoint(
-    kind: type[Failing], where: str, strategy: str, tmp_path: Path
+    where: str, late: bool, strategy: str, tmp_path: Path
 ) -> None:
     # I-15, G-07, A-02: in the user's process group, with the same result on every rank
-    for error, texts, newest, found, groups in on_ranks(_retry, 2, kind, where, strategy, str(tmp_path)):
+    for error, texts, newest, found, groups in on_ranks(_retry, 2, where, late, strategy, str(tmp_path)):
         assert error == "ValueError"
         (text,) = texts
-        name = kind.__name__
-        assert text.startswith(f"ConfigurationError: {name} has no weights")
+        assert text.startswith("ConfigurationError: Failing has no weights")
         if where in ("optimizers", "building"):
             assert not newest
             assert "No checkpoint was saved." in text
         else:
             assert newest.endswith("step=1")
             assert f"The newest checkpoint is {newest!r}." in text
-            assert f"pass ckpt_path={newest!r}, or call {name}.load_from_checkpoint({newest!r})" in text
+            assert f"pass ckpt_path={newest!r}, or call Failing.load_from_checkpoint({newest!r})" in text
         torch.testing.assert_close(found, trained_in_plain_torch(DeepRegression()), **TIGHT)
         assert groups == 1
+
+
+def _retry_after_setup() -> tuple[str, Tensor]:
+    module: Any = DeepRegression()
+    with failing() as caught:
+        quiet(strategy="fsdp", callbacks=LambdaCallback(setup=_raise)).fit(module, loader(32, 4))
+    return caught["type"], trained(module, loader(32, 4), strategy="fsdp")
+
+
+def test_a_run_that_fails_in_setup_leaves_the_module_as_it_was() -> None:  # I-15
+    for error, found in on_ranks(_retry_after_setup, 2):
+        assert error == "ValueError"
+        torch.testing.assert_close(found, trained_in_plain_torch(DeepRegression()), **TIGHT)
 
 
 # On four ranks, in groups of two: a failure must also reach the peers of peers.

@@ -16,7 +16,7 @@ from small_runs import TIGHT, Regression, Saver, global_batches, loader, quiet, 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from drivetrain import Callback, TrainModule
+from drivetrain.callbacks import LambdaCallback
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import resolve_precision
 from drivetrain.testing import assert_close_states
@@ -96,13 +96,13 @@ def _lazy() -> nn.Module:
     return net
 
 
-class Built(TrainModule):
-    """Builds a module in `configure_model`, and uses it for nothing."""
+class Built(Regression):
+    """Builds its network in `configure_model`."""
 
     def __init__(self, build: Callable[[], Any]) -> None:
-        super().__init__()
+        super().__init__(0.05)
         self.build = build
-        self.net: Any = None
+        self.net = None
         self.draw: Tensor | None = None
 
     def configure_model(self) -> None:
@@ -149,25 +149,23 @@ def test_tensors_in_lists_dicts_and_objects_have_the_values_of_an_ordinary_build
     assert module.first_frequencies is module.frequencies
 
 
-def _with_attribute(name: str, make: Callable[[nn.Linear], Any]) -> nn.Module:
+def _holding(value: Any, layer: Any = None) -> nn.Module:
     module = nn.Module()
-    module.layer = nn.Linear(2, 2)
-    setattr(module, name, make(module.layer))
+    module.layer, module.held = layer, value
     return module
+
+
+def _turned() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    return _holding(layer.weight.t(), layer)
 
 
 @pytest.mark.parametrize(
     ("build", "text"),
     [
-        (
-            lambda: _with_attribute("pair", lambda _: (torch.ones(2), torch.zeros(2))),
-            r"(?s)net\.pair\[0\], net\.pair\[1\].*meta=False",
-        ),
-        (
-            lambda: _with_attribute("layers", lambda _: [nn.Linear(2, 2)]),
-            r"(?s)layers\[0\]\._parameters\['weight'\], .*meta=False",
-        ),
-        (lambda: _with_attribute("turned", lambda layer: layer.weight.t()), r"'net\.turned'.*'net\.layer\.weight'"),
+        (lambda: _holding((torch.ones(2), torch.zeros(2))), r"(?s)net\.held\[0\], net\.held\[1\].*meta=False"),
+        (lambda: _holding([nn.Linear(2, 2)]), r"(?s)held\[0\]\._parameters\['weight'\], .*meta=False"),
+        (_turned, r"'net\.held'.*'net\.layer\.weight'"),
         (lambda: nn.Linear(2, 2).weight.sum().item(), "configure_model failed on the meta device"),
         (lambda: torch.rand(2, device="cpu"), "drew random numbers for a tensor that has storage"),
     ],
@@ -185,33 +183,27 @@ def test_a_module_without_initialisation_is_refused_by_name() -> None:
     assert "net.weight, net.bias" in text
 
 
-class LateTabular(Regression):
-    """Builds tables that steps need, factorised weights, and a layer that loads its state by a method of its own."""
+class Scaled(nn.Module):
+    """Holds tables that its forward needs, factorised weights, and a layer that loads its state by its own method."""
 
     def __init__(self) -> None:
-        super().__init__(0.05)
-        self.net = None
-
-    def configure_model(self) -> None:
-        if self.net is not None:
-            return
+        super().__init__()
         self.scales: list[Any] = [torch.linspace(1, 2, 4), {"offset": torch.full((4,), 0.5)}]
         head = nn.Linear(4, 1)
         with torch.no_grad():
             head.weight.copy_(torch.linalg.svd(torch.randn(4, 4))[2][:1])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch has a newer weight_norm
-            self.net = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), nn.BatchNorm1d(4), head)
+            self.layers = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), nn.BatchNorm1d(4), head)
 
-    def loss(self, batch: Any) -> Tensor:
-        x, y = batch
-        return super().loss((x * self.scales[0] + self.scales[1]["offset"], y))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x * self.scales[0] + self.scales[1]["offset"])
 
 
 def _whole_and_resumed(strategy: str, path: str) -> list[dict[str, Tensor]]:
     states = []
     for ckpt_path in (None, path):
-        module = LateTabular()
+        module = Built(Scaled)
         fit = quiet(strategy=strategy, devices=2, max_epochs=2, seed=5, callbacks=[] if ckpt_path else [Saver(path)])
         fit.fit(module, loader(16, 2), ckpt_path=ckpt_path)
         states.append({name: value.clone() for name, value in module.state_dict().items()})
@@ -225,72 +217,59 @@ def test_a_late_module_is_trained_as_by_ddp_and_resumed(strategy: str, tmp_path:
         on_ranks(_whole_and_resumed, 2, one, str(tmp_path / one), process_group=None) for one in (strategy, "ddp")
     )
     for (whole, resumed), (by_ddp, _) in zip(found, wanted, strict=True):
-        assert int(resumed["net.1.num_batches_tracked"]) == 8
+        assert int(resumed["net.layers.1.num_batches_tracked"]) == 8
         assert_close_states(resumed, whole)
         assert_close_states(whole, by_ddp)
 
 
-class Late(Regression):
-    """Has ties and scalars, and an initialisation of its own at the end."""
-
-    def __init__(self) -> None:
-        super().__init__(0.05)
-        self.net = None
-
-    def configure_model(self) -> None:
-        if self.net is not None:
-            return
-        self.net = Tied()
-        for matrix in (parameter for parameter in self.net.parameters() if parameter.dim() == 2):
-            nn.init.normal_(matrix, std=0.3)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.05, eps=1e-5)
+def _tied() -> nn.Module:
+    """Build ties and scalars, with an initialisation of their own at the end."""
+    net = Tied()
+    for matrix in (parameter for parameter in net.parameters() if parameter.dim() == 2):
+        nn.init.normal_(matrix, std=0.3)
+    return net
 
 
-class First(Callback):
-    """Records the first values, which parameters are whole on this rank, and a number drawn in training."""
-
-    def on_fit_start(self, trainer: Any, module: Any) -> None:
-        named = dict(module.named_parameters())
-        self.whole = [name for name, value in named.items() if not isinstance(value, DTensor) and value.dim()]
-        self.values = {
-            name: value.full_tensor() if isinstance(value, DTensor) else value.detach().clone()
-            for name, value in named.items()
-        }
-
-    def on_train_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
-        self.number = float(torch.rand(()))
-
-
-def _late(strategy: Any, seed: int | None, precision: str = "32-true") -> tuple[First, Tensor]:
+def _trained(strategy: Any, seed: int | None, precision: str = "32-true") -> dict[str, Any]:
+    """Return the first values, which of them are whole on this rank, a number drawn in training, and the weights."""
     if seed is None:
         torch.manual_seed(20 + dist.get_rank())
-    first, module = First(), Late()
+    found: dict[str, Any] = {}
+
+    def look(trainer: Any, module: nn.Module) -> None:
+        named: dict[str, Any] = dict(module.named_parameters())
+        sharded = {name for name, value in named.items() if isinstance(value, DTensor)}
+        found["whole"] = [name for name, value in named.items() if name not in sharded and value.dim()]
+        found["first"] = {
+            name: value.full_tensor() if name in sharded else value.detach().clone() for name, value in named.items()
+        }
+
+    def draw(*_: Any) -> None:
+        found["number"] = float(torch.rand(()))
+
+    module, callback = Built(_tied), LambdaCallback(on_fit_start=look, on_train_batch_start=draw)
     strategy = FSDPStrategy(**strategy) if isinstance(strategy, dict) else strategy
-    fit = quiet(strategy=strategy, callbacks=first, seed=seed, precision=precision)
-    fit.fit(module, loader(16, 4))
+    quiet(strategy=strategy, callbacks=callback, seed=seed, precision=precision).fit(module, loader(16, 4))
     assert not any(parameter.is_meta for parameter in module.parameters())
-    return first, weights(module)
+    return {**found, "weights": weights(module)}
 
 
 @pytest.mark.parametrize(("seed", "precision"), [(7, "32-true"), (7, "bf16-true"), (None, "32-true")])
 def test_initialisation_is_that_of_a_build_with_storage(seed: int | None, precision: str) -> None:
     # D-03, B-18: with a seed; and without one, equal to rank 0's
-    runs, eager = (on_ranks(_late, 2, options, seed, precision) for options in ({}, {"meta": False}))
-    for (first, found), (expected, wanted) in zip(runs, eager, strict=True):
-        assert not first.whole
-        assert_close_states(first.values, expected.values, atol=0, rtol=0)
-        assert torch.equal(found, wanted)
+    runs, eager = (on_ranks(_trained, 2, options, seed, precision) for options in ({}, {"meta": False}))
+    for found, expected in zip(runs, eager, strict=True):
+        assert not found["whole"]
+        assert_close_states(found["first"], expected["first"], atol=0, rtol=0)
+        assert torch.equal(found["weights"], expected["weights"])
     if seed is None:
         return
     torch.manual_seed(seed)
     with resolve_precision(precision, torch.device("cpu")).module_init_context():
-        module = Late()
+        module = Built(_tied)
         module.configure_model()
-    assert_close_states(runs[0][0].values, dict(module.named_parameters()), atol=0, rtol=0)
+    assert_close_states(runs[0]["first"], dict(module.named_parameters()), atol=0, rtol=0)
     if precision == "32-true":
-        by_ddp = on_ranks(_late, 2, "ddp", seed)  # B-18: the generator continues as if the module had been built whole
-        assert [first.number for first, _ in runs] == [first.number for first, _ in by_ddp]
-        expected_weights = weights(train_by_hand(module, global_batches(16, 8)))
-        torch.testing.assert_close(runs[0][1], expected_weights, **TIGHT)
+        by_ddp = on_ranks(_trained, 2, "ddp", seed)  # B-18: the generator continues as after a build with storage
+        assert [found["number"] for found in runs] == [found["number"] for found in by_ddp]
+        torch.testing.assert_close(runs[0]["weights"], weights(train_by_hand(module, global_batches(16, 8))), **TIGHT)

@@ -6,6 +6,7 @@ import os
 import time
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 from small_runs import Regression, failing, loader, quiet
@@ -17,6 +18,7 @@ from worlds import on_ranks
 BY_ALL = "gathered.append(module.all_gather(batch_idx).tolist())"
 PAIRED = {"a text for each rank", "compiled for each batch"}
 OTHER = "module.all_gather(1) if module.global_rank else module.trainer.save_checkpoint('nowhere')"
+WAITS_ONE_SECOND = mock.patch.object(collective_calls, "_ARRIVAL_TIMEOUT", timedelta(seconds=1))
 ALONE = "batch_idx == 2 and module.trainer.is_global_zero and module.all_gather(1)"
 
 
@@ -43,10 +45,9 @@ def _run(text: str, file: str = "<string>", anew: bool = False) -> dict[str, Any
     return {"gathered": module.gathered, "seconds": time.monotonic() - began, **error}
 
 
-def _all_cases() -> dict[str, dict[str, Any]]:
-    rank, arrive = int(os.environ["RANK"]), collective_calls._ARRIVAL_TIMEOUT
-    collective_calls._ARRIVAL_TIMEOUT = timedelta(seconds=1)
-    try:
+def _paired_and_alone() -> dict[str, dict[str, Any]]:
+    rank = int(os.environ["RANK"])
+    with WAITS_ONE_SECOND:
         return {
             "a text for each rank": _run(f"{'pass; ' * rank}{BY_ALL}", f"<cell {rank}>"),
             "compiled for each batch": _run(BY_ALL, anew=True),
@@ -54,27 +55,23 @@ def _all_cases() -> dict[str, dict[str, Any]]:
             "alone at the end": _run(f"{BY_ALL}; {ALONE.replace('2', '3')}"),
             "another call": _run(OTHER),
         }
-    finally:
-        collective_calls._ARRIVAL_TIMEOUT = arrive
 
 
 def test_calls_in_generated_code_are_paired_or_refused() -> None:
-    ranks = on_ranks(_all_cases, 2, process_group=None)
-    everywhere = [[batch, batch] for batch in range(4)]
-    for rank, found in enumerate(ranks):
-        for case in PAIRED:
-            assert found[case]["type"] == "nothing was raised", (rank, case, found[case])
-            assert found[case]["gathered"] == everywhere, (rank, case)
-            assert found[case]["seconds"] < 5, (rank, case)
-        for case in found.keys() - PAIRED:
-            error = found[case]
-            assert error["type"] != "nothing was raised", (rank, case)
-            assert error["seconds"] < 15, (rank, case, error)
-            assert "rank(s) [1]" in error["text"], (rank, case, error)
-            assert "is_global_zero" in error["text"], (rank, case, error)
-        assert 'agree on the next call: "all_gather (training batch 3' in found["alone at the end"]["text"]
-        assert "Rank 0 reached all_gather (training batch 2, epoch 0, global step 3)" in found["alone"]["text"]
-        assert 'agree on the next call: "save_checkpoint' in found["another call"]["text"]
+    for rank, cases in enumerate(on_ranks(_paired_and_alone, 2, process_group=None)):
+        for case, found in cases.items():
+            if case in PAIRED:
+                assert found["type"] == "nothing was raised", (rank, case, found)
+                assert found["gathered"] == [[batch, batch] for batch in range(4)], (rank, case)
+                assert found["seconds"] < 5, (rank, case)
+            else:
+                assert found["type"] != "nothing was raised", (rank, case)
+                assert found["seconds"] < 15, (rank, case, found)
+                assert "rank(s) [1]" in found["text"], (rank, case, found)
+                assert "is_global_zero" in found["text"], (rank, case, found)
+        assert 'agree on the next call: "all_gather (training batch 3' in cases["alone at the end"]["text"]
+        assert "Rank 0 reached all_gather (training batch 2, epoch 0, global step 3)" in cases["alone"]["text"]
+        assert 'agree on the next call: "save_checkpoint' in cases["another call"]["text"]
 
 
 class Contrastive(Regression):
@@ -110,18 +107,13 @@ def _waits(module: Contrastive, *validation: Any, **settings: Any) -> dict[str, 
         purposes.append(purpose)
         return agree(self, purpose, *flags, **options)
 
-    GroupControl.agree = noted  # type: ignore[method-assign]
-    try:
-        with failing() as error:
-            quiet(strategy="ddp", accumulate_grad_batches=2, **settings).fit(module, loader(32, 4), *validation)
-    finally:
-        GroupControl.agree = agree  # type: ignore[method-assign]
+    with mock.patch.object(GroupControl, "agree", noted), failing() as error:
+        quiet(strategy="ddp", accumulate_grad_batches=2, **settings).fit(module, loader(32, 4), *validation)
     return {"calls": [text.partition(",")[0] for text in purposes if text.startswith("all_gather")], **error}
 
 
 def _steps() -> dict[str, dict[str, Any]]:
-    arrive, collective_calls._ARRIVAL_TIMEOUT = collective_calls._ARRIVAL_TIMEOUT, timedelta(seconds=1)
-    try:
+    with WAITS_ONE_SECOND:
         return {
             "everywhere": _waits(Contrastive(), loader(16, 4)),
             "in the step": _waits(Contrastive(in_hook=False)),
@@ -129,8 +121,6 @@ def _steps() -> dict[str, dict[str, Any]]:
             "alone": _waits(Contrastive(alone_at=1)),
             "alone, saving": _waits(Contrastive(alone_at=2, saves=True)),
         }
-    finally:
-        collective_calls._ARRIVAL_TIMEOUT = arrive
 
 
 def test_calls_in_steps_wait_only_in_the_first_window() -> None:  # A-08
@@ -139,8 +129,6 @@ def test_calls_in_steps_wait_only_in_the_first_window() -> None:  # A-08
         assert found["in the step"]["calls"] == found["compiled"]["calls"] == batches[:2]
         evaluated = [f"all_gather (evaluation batch {number}" for number in range(2)]
         assert found["everywhere"]["calls"] == [*(batches[0:1] * 2), *(batches[1:2] * 2), *batches[2:], *evaluated]
-        for case in ("everywhere", "in the step", "compiled"):
-            assert found[case]["type"] == "nothing was raised", found[case]
-        for case in ("alone", "alone, saving"):
-            assert found[case]["type"] != "nothing was raised"
-            assert "is_global_zero" in found[case]["text"]
+        for case, one in found.items():
+            assert (one["type"] == "nothing was raised") == ("alone" not in case), one
+            assert ("is_global_zero" in one["text"]) == ("alone" in case)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -106,75 +106,53 @@ class Odd(Regression):
         return super().loss(batch) + self.empty.sum()
 
 
+def squares(parameters: Iterable[torch.Tensor]) -> Any:
+    return sum(one.square().sum() for one in parameters)
+
+
+def whole(weight: torch.Tensor) -> torch.Tensor:
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
 PENALTIES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
-    "squares": lambda module, x: sum(one.square().sum() for one in module.parameters()),
+    "squares": lambda module, x: squares(module.parameters()),
+    "squares of a list": lambda module, x: squares(module.kept),
     "norms": lambda module, x: sum(one.norm() for one in module.parameters()),
     "stacked means": lambda module, x: torch.stack([one.abs().mean() for one in module.parameters()]).mean(),
     "a weight used again": lambda module, x: nn.functional.linear(x, module.net[0].weight).square().mean(),
     "orthogonality": lambda module, x: (module.net[0].weight.T @ module.net[0].weight - torch.eye(4)).square().sum(),
     "a layer that is not called": lambda module, x: module.spare.weight.square().sum(),
+    "a weight gathered by torch": lambda module, x: (x @ whole(module.spare.weight)).square().mean(),
 }
 
 
 class Penalized(Regression):
-    """Adds a penalty to the loss. Its head is smaller than the number of ranks, and one of its layers is not called."""
+    """The loss is a penalty, and by default an error too. The head is smaller than the number of ranks."""
 
-    def __init__(self, penalty: str) -> None:
+    def __init__(self, penalty: str, alone: bool = False) -> None:
         super().__init__()
-        self.spare = seeded(lambda: nn.Linear(4, 4))
-        self.penalty = penalty
+        self.spare = seeded(lambda: nn.Linear(4, 4))  # is never called
+        self.kept = list(self.net.parameters())
+        self.penalty, self.alone = penalty, alone
 
     def loss(self, batch: Any) -> torch.Tensor:
-        return super().loss(batch) + 0.5 * PENALTIES[self.penalty](self, batch[0])
+        penalty = 0.5 * PENALTIES[self.penalty](self, batch[0])
+        return penalty if self.alone else super().loss(batch) + penalty
 
 
-class Bare(Penalized):
-    """Its loss is a penalty alone."""
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        return sum(one.square().sum() for one in self.net.parameters())
+def with_hooks(kind: type[Regression] = Regression, **hooks: Any) -> Regression:
+    """A module of this kind whose methods of these names are these functions."""
+    return type("WithHooks", (kind,), hooks)()
 
 
-class Kept(Penalized):
-    """Keeps its parameters in a list from the beginning."""
-
-    def __init__(self) -> None:
-        super().__init__("squares")
-        self.kept = [list(self.net.parameters())]
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        return Regression.loss(self, batch) + 0.5 * sum(one.square().sum() for one in self.kept[0])
-
-
-class Gathering(Penalized):
-    """Gathers a weight by torch's own method, and uses it with its batch."""
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        weight: Any = self.spare.weight
-        weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        return super().loss(batch) + (batch[0] @ weight).square().mean()
-
-
-def _train(build: Callable[[], Regression], strategy: Any) -> torch.Tensor:
-    return trained(build(), loader(32, 4), strategy=strategy)
-
-
-class HookedLate(Regression):
-    """Registers a gradient hook as the run starts."""
-
-    def on_fit_start(self) -> None:
-        self.mark()
-
-    def mark(self) -> None:
-        self.net[0].weight.register_hook(lambda gradient: gradient / 2)
+def halve_gradients(module: Any) -> None:
+    module.net[0].weight.register_hook(lambda gradient: gradient / 2)
 
 
 USES: dict[str, Callable[[], Regression]] = {
     **{f"S-07 {name}": partial(Penalized, name) for name in PENALTIES},
-    "S-07 a loss of a penalty alone": partial(Bare, "squares"),
-    "S-07 parameters in a list": Kept,
-    "S-07 gathered by torch": partial(Gathering, "squares"),
-    "S-08 a hook of on_fit_start": HookedLate,
+    "S-07 a loss of a penalty alone": partial(Penalized, "squares", alone=True),
+    "S-08 a hook of on_fit_start": partial(with_hooks, on_fit_start=halve_gradients),
     "S-12 parameters that are not contiguous or empty": Odd,
 }
 
@@ -193,8 +171,7 @@ def test_steps_that_use_shards_equal_one_process(wraps: bool, window: int) -> No
     ranks = on_ranks(each, 2, _use, *[(use, wraps, window) for use in USES])
     for number, (use, build) in enumerate(USES.items()):
         reference = build()
-        if isinstance(reference, HookedLate):
-            reference.mark()
+        reference.on_fit_start()
         train_by_hand(reference, global_batches(32, 8 // window), window)
         for found in ranks:
             torch.testing.assert_close(found[number], weights(reference), atol=1e-6, rtol=0, msg=about(use))
@@ -209,19 +186,12 @@ class Manual(Penalized):
         optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
-        self.manual_backward(PENALTIES["squares"](self, batch[0]))
+        self.manual_backward(squares(self.parameters()))
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(0.5)
                 parameter.grad.add_(torch.full(parameter.shape, 0.01))
         optimizer.step()
-
-
-def test_gradients_of_two_backwards_are_edited() -> None:  # S-07, S-09: 1e-2 off
-    build = partial(Manual, "orthogonality")
-    cases = [(build, "ddp_find_unused_parameters_true"), (build, "fsdp")]
-    for expected, found in on_ranks(each, 2, _train, *cases):
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
 
 class Teaching(Regression):
@@ -238,106 +208,144 @@ class Teaching(Regression):
         return loss
 
 
-def test_data_assigned_in_a_step_is_kept_within_units() -> None:  # S-09
-    reference = train_by_hand(Teaching(), global_batches(32, 8))
-    for found in on_ranks(_train, 2, Teaching, UNITS):
-        torch.testing.assert_close(found, weights(reference), atol=1e-6, rtol=0)
+@torch.no_grad()
+def write_rows(module: Any, *_: Any) -> None:
+    weight = module.net[0].weight
+    weight[1] = 0.25
+    weight[2:4] = 0.5 * weight[2:4]
+    assert weight.max() >= 0.25
 
 
-class WritesRows(Regression):
-    """Writes rows of a weight after each batch."""
-
-    @torch.no_grad()
-    def on_train_batch_end(self, *arguments: Any) -> None:
-        weight: Any = self.net[0].weight
-        weight[1] = 0.25
-        weight[2:4] = 0.5 * weight[2:4]
-        assert weight.max() >= 0.25
+def _train(build: Callable[[], Regression], strategy: Any) -> torch.Tensor:
+    return trained(build(), loader(32, 4), strategy=strategy)
 
 
-def test_rows_of_a_shard_are_written() -> None:  # S-09: 0.2 to 0.6 off
-    for expected, found in on_ranks(each, 2, _train, (WritesRows, "ddp"), (WritesRows, ROOT_ONLY)):
-        assert torch.equal(found, expected)
+@pytest.mark.parametrize(
+    ("build", "ddp", "fsdp"),
+    [
+        pytest.param(
+            *(partial(Manual, "orthogonality"), "ddp_find_unused_parameters_true", "fsdp"),
+            id="gradients of two backwards",
+        ),
+        pytest.param(Teaching, "ddp", UNITS, id="data assigned in a step, within units"),
+        pytest.param(partial(with_hooks, on_train_batch_end=write_rows), "ddp", ROOT_ONLY, id="rows of a shard"),
+    ],
+)
+def test_what_is_written_takes_effect_as_under_ddp(build: Any, ddp: str, fsdp: Any) -> None:  # S-07, S-09
+    for expected, found in on_ranks(each, 2, _train, (build, ddp), (build, fsdp)):
+        torch.testing.assert_close(found, expected, atol=0 if fsdp is ROOT_ONLY else 1e-6, rtol=0)
 
 
-class HookAfterAccumulation(Regression):
+class Halving(Regression):
+    """Validates with half of the weights, and trains on from the whole."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.net[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
-
-
-class LateHookAfterAccumulation(Regression):
-    def on_fit_start(self) -> None:
-        self.net[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
-
-
-class AddedUp(Penalized):
-    """Adds to a sum of penalties in place."""
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        total = sum(one.square().sum() for one in self.net.parameters())
-        total += super().loss(batch)
-        return total
-
-
-class EditsEarly(Regression):
-    def on_after_backward(self) -> None:
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(0.5)
-
-
-class WritesAView(Regression):
-    @torch.no_grad()
-    def on_train_batch_end(self, *arguments: Any) -> None:
-        self.net[0].weight[1].zero_()
-
-
-class WritesLate(Regression):
-    """Writes a gathered weight in a step, from the third one on."""
+        self.validated: list[float] = []
 
     @torch.no_grad()
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx > 1:
-            self.net[2].weight.mul_(0.5)
-        with torch.enable_grad():
-            return self.loss(batch)
+    def on_validation_start(self) -> None:
+        self.kept = [parameter.clone() for parameter in self.parameters()]
+        for parameter, kept in zip(self.parameters(), self.kept, strict=True):
+            parameter.copy_(0.5 * kept)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch), sync_dist=True)
+
+    @torch.no_grad()
+    def on_validation_end(self) -> None:
+        self.validated.append(float(self.trainer.callback_metrics["val"]))
+        for parameter, kept in zip(self.parameters(), self.kept, strict=True):
+            parameter.copy_(kept)
 
 
-def _refusal(build: Callable[[], Any], settings: dict[str, Any]) -> str:
+def _validate_swapped(strategy: Any) -> tuple[torch.Tensor, list[float]]:
+    module = Halving()
+    found = trained(module, loader(32, 4), loader(32, 4), strategy=strategy, max_epochs=2)
+    return found, module.validated
+
+
+def test_validation_sees_the_weights_that_a_hook_swapped_in() -> None:  # S-09
+    module, validated = Halving(), []
+    for _ in range(2):
+        train_by_hand(module, global_batches(32, 8))
+        halved = Halving()
+        halved.load_state_dict({name: 0.5 * value for name, value in module.state_dict().items()})
+        validated.append(float(halved.loss(global_batches(32, 32)[0]).detach()))
+    for cases in on_ranks(each, 2, _validate_swapped, ("fsdp",), (UNITS,)):
+        for found, values in cases:
+            torch.testing.assert_close(found, weights(module), atol=1e-6, rtol=1e-5)
+            assert values == pytest.approx(validated, rel=1e-5)
+
+
+def hook_after_accumulation(module: Any) -> None:
+    module.net[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+class HookedAfterAccumulation(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        hook_after_accumulation(self)
+
+
+def add_in_place(module: Any, batch: Any) -> torch.Tensor:
+    total = squares(module.net.parameters())
+    total += Regression.loss(module, batch)
+    return total
+
+
+def edit_gradients(module: Any) -> None:
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+@torch.no_grad()
+def write_a_view(module: Any, *_: Any) -> None:
+    module.net[0].weight[1].zero_()
+
+
+def write_late(module: Any, batch: Any, batch_idx: int) -> Any:
+    if batch_idx > 1:
+        with torch.no_grad():
+            module.net[2].weight.mul_(0.5)
+    return module.loss(batch)
+
+
+def use_again(module: Any, batch: Any) -> torch.Tensor:
+    return Regression.loss(module, batch) + PENALTIES["a weight used again"](module, batch[0])
+
+
+def _refusal(kind: type[Regression], hooks: dict[str, Any], settings: dict[str, Any]) -> str:
     try:
-        quiet(**settings).fit(build(), loader(32, 4))
+        quiet(**{"strategy": "fsdp", **settings}).fit(with_hooks(kind, **hooks), loader(32, 4))
     except Exception as error:
         return "\n".join([str(error), *getattr(error, "__notes__", [])])
     return "nothing was raised"
 
 
-LATE_HOOK = "net.0.weight has a hook of register_post_accumulate_grad_hook"
+LATE_HOOK = ["net.0.weight has a hook of register_post_accumulate_grad_hook"]
+WINDOW = {"accumulate_grad_batches": 2}
+COMPILED = {"strategy": UNITS, "compile": {"backend": "eager"}}
+OF_ROOT = {"strategy": ROOT_ONLY}
+REFUSED: dict[str, tuple[type[Regression], dict[str, Any], dict[str, Any], list[str]]] = {
+    "S-08 a hook after accumulation": (HookedAfterAccumulation, {}, {}, LATE_HOOK),
+    "S-08 such a hook of on_fit_start": (Regression, {"on_fit_start": hook_after_accumulation}, {}, LATE_HOOK),
+    "S-09 data of the root unit": (Teaching, {}, {}, ["'teacher.weight'", "on_train_batch_end"]),
+    "S-09 gradients of a window": (
+        *(Regression, {"on_after_backward": edit_gradients}, WINDOW),
+        ["'net.0.weight'", "on_before_optimizer_step"],
+    ),
+    "S-09 a view": (Regression, {"on_train_batch_end": write_a_view}, OF_ROOT, ["'net.0.weight'"]),
+    "S-09 a later step": (Regression, {"training_step": write_late}, OF_ROOT, ["'net.2.weight'"]),
+    "S-12 a sum in place": (Regression, {"loss": add_in_place}, {}, ["total = total + loss"]),
+    "S-12 a compiled step": (Regression, {"loss": use_again}, COMPILED, ["parameter.full_tensor()"]),
+}
 
 
-@pytest.mark.parametrize(
-    ("build", "settings", "words"),
-    [
-        pytest.param(HookAfterAccumulation, {}, [LATE_HOOK], id="S-08 a hook after accumulation"),
-        pytest.param(LateHookAfterAccumulation, {}, [LATE_HOOK], id="S-08 such a hook of on_fit_start"),
-        pytest.param(partial(AddedUp, "squares"), {}, ["total = total + loss"], id="S-12 a sum in place"),
-        pytest.param(Teaching, {}, ["'teacher.weight'", "on_train_batch_end"], id="S-09 data of the root unit"),
-        pytest.param(
-            EditsEarly,
-            *({"accumulate_grad_batches": 2}, ["'net.0.weight'", "on_before_optimizer_step"]),
-            id="S-09 gradients within a window",
-        ),
-        pytest.param(WritesAView, {"strategy": ROOT_ONLY}, ["'net.0.weight'"], id="S-09 a view"),
-        pytest.param(WritesLate, {"strategy": ROOT_ONLY}, ["'net.2.weight'"], id="S-09 a later step"),
-        pytest.param(
-            partial(Penalized, "a weight used again"),
-            *({"strategy": UNITS, "compile": {"backend": "eager"}}, ["parameter.full_tensor()"]),
-            id="S-12 a compiled step",
-        ),
-    ],
-)
-def test_what_cannot_be_done_to_shards_is_refused_by_name(build: Any, settings: Any, words: list[str]) -> None:
-    # S-08, S-09, S-12
-    for text in on_ranks(_refusal, 2, build, {"strategy": "fsdp", **settings}):
-        for one in words:
-            assert one in text, text
+@pytest.mark.parametrize(("kind", "hooks", "settings", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_done_to_shards_is_refused_by_name(
+    kind: Any, hooks: dict[str, Any], settings: dict[str, Any], words: list[str]
+) -> None:  # S-08, S-09, S-12
+    for text in on_ranks(_refusal, 2, kind, hooks, settings):
+        assert all(word in text for word in words), text

@@ -10,7 +10,7 @@ import fsspec
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import STRATEGIES, quiet, seeded
+from small_runs import STRATEGIES, Regression, loader, quiet, seeded
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -173,17 +173,24 @@ def test_a_model_with_adapters_is_left_to_its_own_save_pretrained(tmp_path: Path
     assert torch.equal(logits(PeftModel.from_pretrained(llama(), tmp_path / "out")), logits(expected))
 
 
-class WithoutModel(Language):
+class OfAnotherLibrary(torch.nn.Linear):
+    config = "none of Hugging Face's"
+
+    def save_pretrained(self) -> None:
+        raise AssertionError
+
+
+class Plain(Regression):
     def __init__(self) -> None:
-        TrainModule.__init__(self)
-        self.head = torch.nn.Linear(LENGTH, 1)
+        super().__init__()
+        self.head = OfAnotherLibrary(2, 2)
 
 
 @pytest.mark.parametrize(
     ("plain", "options", "told"),
     [
         (True, {}, "unclear which Hugging Face model .* has no model configuration"),
-        (True, {"prefix": "head."}, "has no configuration of 'head.'"),
+        (True, {"prefix": "net."}, "has no configuration of 'net.'"),
         (True, {"prefix": "tail", "config": {"model_type": "llama"}}, "begin with 'tail.'"),
         (False, {"prefix": "modle."}, "Did you mean 'model'"),
         (False, {"config": Path("none.json")}, "cannot be read"),
@@ -198,10 +205,10 @@ def test_unsupported_settings_are_refused_by_name(
 ) -> None:  # L-08
     checkpoint, out = by_one_process, tmp_path / "out"
     if plain:
-        checkpoint, tokens = tmp_path / "plain", torch.zeros(4, 3)
-        fit = quiet(limit_train_batches=0)
-        fit.fit(WithoutModel(), DataLoader(tokens))  # type: ignore[arg-type]
+        checkpoint, fit = tmp_path / "plain", quiet()
+        fit.fit(Plain(), loader(4, 4))
         fit.save_checkpoint(checkpoint)
+        assert load(checkpoint).manifest.metadata.pretrained == {}
     arguments = {"out": out, "to": "hf", **options}
     with pytest.raises(CheckpointError, match=told):
         convert(checkpoint, arguments.pop("out"), **arguments)

@@ -12,77 +12,15 @@ import pytest
 import torch
 import torchmetrics
 from fsdp_nets import Deep
-from small_runs import Regression, data, failing, loader, quiet, refusal, seeded, weights
+from small_runs import Regression, data, each, failing, loader, quiet, refusal, seeded, weights
 
 from drivetrain import Logger
 from drivetrain.callbacks import Checkpoint
 from drivetrain.loggers import CSVLogger
 from drivetrain.testing import requires_package
 from mergeable import MergeablePearson
+from oracle.outcome import whole
 from worlds import on_ranks
-
-
-class ResetsByHand(Regression):
-    """Resets its metric object by hand in the epoch's last hook and reuses it, as code of users does."""
-
-    def __init__(self, in_step: bool) -> None:
-        super().__init__()
-        self.mean = torchmetrics.MeanMetric()
-        self.in_step = in_step
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.validation_step(batch, batch_idx)
-        return self.loss(batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.mean.update(batch[0][:, 0])
-        if self.in_step:
-            self.log("mean", self.mean, on_step=False, on_epoch=True)
-
-    def on_train_epoch_end(self) -> None:
-        if not self.in_step:
-            self.log("mean", self.mean, on_step=False, on_epoch=True)
-        self.mean.reset()
-        self.mean.update(100.0)
-
-    on_validation_epoch_end = on_train_epoch_end
-
-
-def _reset(in_step: bool, samples: int) -> list[Any]:
-    trainer, module = quiet(strategy="ddp"), ResetsByHand(in_step)
-    validated = trainer.validate(module, loader(samples, 1), verbose=False)
-    trainer.fit(module, loader(samples, 1))
-    return [*validated, {name: float(value) for name, value in trainer.callback_metrics.items()}]
-
-
-@pytest.mark.parametrize("samples", [1, 5])  # with one sample, the second rank has none
-@pytest.mark.parametrize("in_step", [False, True])
-def test_a_metric_that_a_hook_resets_keeps_what_was_logged(in_step: bool, samples: int) -> None:  # I-01
-    expected = {"mean": pytest.approx(float(data(samples).tensors[0][:, 0].mean()), rel=1e-6)}
-    assert on_ranks(_reset, 2, in_step, samples) == [[expected] * 2] * 2
-
-
-class LogsAShard(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.tensor([0.5]))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch) * self.scale.square().sum()
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.log("scale", self.scale)
-
-
-def _log_a_shard(folder: Path) -> str:
-    return refusal(LogsAShard(), loader(8, 2), strategy="fsdp", default_root_dir=folder)
-
-
-def test_a_shard_of_one_element_is_refused(tmp_path: Path) -> None:  # I-01, H-03
-    for text in on_ranks(_log_a_shard, 2, tmp_path):
-        assert text.startswith("ConfigurationError")
-        assert "log('scale') was given a DTensor" in text
-        assert "full_tensor()" in text
 
 
 class ListOfStates(torchmetrics.Metric):
@@ -100,48 +38,59 @@ class ListOfStates(torchmetrics.Metric):
         return torch.cat([value.reshape(-1) for value in self.values]).mean()
 
 
-class UpdatedOnRank0(Regression):
-    def __init__(self) -> None:
+class LogsOddly(Regression):
+    """Logs a shard, a list of states that rank 0 alone updates, a list, or a value that is NaN on rank 1."""
+
+    def __init__(self, what: str) -> None:
         super().__init__()
+        self.what = what
+        self.scale = torch.nn.Parameter(torch.tensor([0.5]))
         self.states = ListOfStates()
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        if self.global_rank == 0:
-            self.states.update(batch[0][:, 0])
-        self.log("states", self.states)
-
-
-def _validate() -> dict[str, str]:
-    with failing() as found:
-        quiet(strategy="ddp").validate(UpdatedOnRank0(), loader(8, 2), verbose=False)
-    return found
-
-
-def test_a_list_of_states_that_one_rank_never_updated_is_refused_by_name() -> None:  # S-06
-    for found in on_ranks(_validate, 2):
-        assert found["type"] == "ConfigurationError"
-        assert "state 'values' of the ListOfStates 'states'" in found["text"]
-        assert "2, 0" in found["text"]
-
-
-class WithoutTargets(Regression):
-    """The second rank has no targets, so its mean is NaN."""
+    def on_train_start(self) -> None:
+        if self.what == "list":
+            listed = [1] if self.global_rank else torch.ones(1)
+            self.trainer.log_histogram("weights", {"a": torch.ones(1), "b": listed})
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        value, count = (3.0, 2) if self.global_rank == 0 else (float("nan"), 0)
-        weight: Any = torch.tensor(count)
-        self.log("value", torch.tensor(value), on_step=True, on_epoch=True, sync_dist=True, batch_size=weight)
-        return super().training_step(batch, batch_idx)
+        if self.what == "without targets":
+            value, count = (3.0, 2) if self.global_rank == 0 else (float("nan"), 0)
+            weight: Any = torch.tensor(count)
+            self.log("value", torch.tensor(value), on_step=True, on_epoch=True, sync_dist=True, batch_size=weight)
+        return self.loss(batch) * self.scale.square().sum()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.what == "shard":
+            self.log("scale", self.scale)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.what == "states":
+            if self.global_rank == 0:
+                self.states.update(batch[0][:, 0])
+            self.log("states", self.states)
 
 
-def _train_without_targets() -> dict[str, float]:
-    runner = quiet(strategy="ddp", log_every_n_steps=1)
-    runner.fit(WithoutTargets(), loader(8, 2))
-    return {name: float(value) for name, value in runner.callback_metrics.items() if "value" in name}
+def _log_oddly() -> tuple[list[str], dict[str, float]]:
+    batches, runner = loader(8, 2), quiet(strategy="ddp", log_every_n_steps=1)
+    shard = refusal(LogsOddly("shard"), batches, strategy="fsdp")
+    states = refusal(LogsOddly("states"), batches, batches, strategy="ddp")
+    listed = refusal(LogsOddly("list"), batches, strategy="ddp", logger=Listing())
+    runner.fit(LogsOddly("without targets"), batches)
+    values = {name: float(value) for name, value in runner.callback_metrics.items() if "value" in name}
+    return [shard, states, listed], values
 
 
-def test_a_rank_without_weight_does_not_enter_step_values_nor_epoch_values() -> None:  # S-06
-    assert on_ranks(_train_without_targets, 2) == [{"value_step": 3.0, "value_epoch": 3.0, "value": 3.0}] * 2
+def test_values_that_ranks_cannot_combine_are_refused_and_those_without_weight_do_not_enter() -> None:
+    # I-01, H-03, S-06
+    for (shard, states, listed), values in on_ranks(_log_oddly, 2):
+        assert shard.startswith("ConfigurationError")
+        assert "log('scale') was given a DTensor" in shard
+        assert "full_tensor()" in shard
+        assert states.startswith("ConfigurationError")
+        assert "state 'values' of the ListOfStates 'states'" in states
+        assert "2, 0" in states
+        assert "weights/b: a list" in listed
+        assert values == {"value_step": 3.0, "value_epoch": 3.0, "value": 3.0}
 
 
 SAMPLES = 24
@@ -171,27 +120,16 @@ def _run(kind: Any, folder: Path, start: Path | None, max_steps: int) -> Any:
     return caught, found, torch.equal(before, weights(module))
 
 
-SAVED = "epoch=0-step=2"
-
-
-def assert_resumed(runs: list[Any]) -> None:
+def test_a_mergeable_metric_resumes_and_another_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    # I-16: with three ranks' states on two ranks, one rank gets two states, and the other could resume
+    kinds = {"mergeable": MergeablePearson, "plain": torchmetrics.PearsonCorrCoef}
+    on_ranks(each, 3, _run, *[(kind, tmp_path / name, None, 2) for name, kind in kinds.items()])
+    starts = [(kind, tmp_path / f"{name} 2", tmp_path / name / "epoch=0-step=2", -1) for name, kind in kinds.items()]
     x, y = data(SAMPLES).tensors
     expected = float(torch.corrcoef(torch.stack([x[:, 0], y[:, 0]]))[0, 1])
-    for caught, found, _ in runs:
-        assert caught["type"] == "nothing was raised", caught
+    for (none, found, _), (caught, _, unchanged) in on_ranks(each, 2, _run, *starts):
+        assert none["type"] == "nothing was raised", none
         assert found["pearson"] == pytest.approx(expected, abs=1e-5)
-
-
-def test_a_mergeable_metric_resumes(tmp_path: Path) -> None:  # I-16
-    on_ranks(_run, 3, MergeablePearson, tmp_path / "a", None, 2)
-    assert_resumed(on_ranks(_run, 2, MergeablePearson, tmp_path / "b", tmp_path / "a" / SAVED, -1))
-
-
-def test_an_unmergeable_metric_is_refused_on_every_rank_before_anything_changes(tmp_path: Path) -> None:
-    # I-16: with three ranks' states on two ranks, one rank gets two states, and the other could resume
-    plain = torchmetrics.PearsonCorrCoef
-    on_ranks(_run, 3, plain, tmp_path / "a", None, 2)
-    for caught, _, unchanged in on_ranks(_run, 2, plain, tmp_path / "b", tmp_path / "a" / SAVED, -1):
         assert caught["type"] == "CheckpointError"
         assert "PearsonCorrCoef 'pearson'" in caught["text"]
         assert "merge_state" in caught["text"]
@@ -276,13 +214,8 @@ class LogsHistograms(Regression):
         self.trainer.log_histogram("own", own, step=7, bins=4)
         self.trainer.log_histogram("one", own if self.global_rank else None, bins=2)
         self.trainer.log_histogram("none", torch.full((3,), float("nan")))
-        self.wholes["own"] = np.array([0.0, 1, 2, 10, 11, 12])
-        self.wholes["one"] = np.array([10.0, 11, 12])
-
-
-def whole(value: Any) -> np.ndarray[Any, Any]:
-    full = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return full.detach().clone().float().numpy()
+        self.wholes["own"] = torch.tensor([0.0, 1, 2, 10, 11, 12])
+        self.wholes["one"] = torch.tensor([10.0, 11, 12])
 
 
 def _histograms(strategy: str, precision: str) -> Any:
@@ -306,18 +239,5 @@ def test_histograms_are_of_the_whole_tensors(strategy: str, precision: str) -> N
     assert found.keys() == wholes.keys()  # nothing for "none", which has no finite number
     assert len(wholes) > (20 if strategy.startswith("deepspeed") else 40)
     for name, values in wholes.items():
-        counts, edges = np.histogram(values, {"own": 4, "one": 2}.get(name, 16))
+        counts, edges = np.histogram(values.float().numpy(), {"own": 4, "one": 2}.get(name, 16))
         assert found[name] == (7 if name == "own" else 2, counts.tolist(), edges.tolist()), name
-
-
-class LogsAList(Regression):
-    def on_train_start(self) -> None:
-        self.trainer.log_histogram("weights", {"a": torch.ones(1), "b": [1] if self.global_rank else torch.ones(1)})
-
-
-def _log_a_list() -> str:
-    return refusal(LogsAList(), loader(8, 4), strategy="ddp", devices=2, logger=Listing())
-
-
-def test_a_value_that_is_no_tensor_is_refused_on_every_rank() -> None:
-    assert all("weights/b: a list" in text for text in on_ranks(_log_a_list, 2))

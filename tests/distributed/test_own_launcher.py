@@ -61,9 +61,6 @@ class Model(Regression):
     def on_train_epoch_end(self) -> None:
         self.log("nice", float(os.nice(0)))
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", self.net(batch[0]).mean())
-
 
 def test_ranks_behind_another_program_train_the_callers_module(tmp_path: Path) -> None:
     module = Model()
@@ -74,10 +71,9 @@ def test_ranks_behind_another_program_train_the_callers_module(tmp_path: Path) -
     assert fit.callback_metrics["nice"] == os.nice(0) + 3
 
 
-def test_a_launcher_that_starts_nothing_is_refused() -> None:
+def test_a_launcher_that_starts_nothing_is_refused() -> None:  # K-03
     with pytest.raises(TypeError, match="Lazy implements neither launch, which returns a World, nor run"):
         type("Lazy", (Launcher,), {})
-    # K-03: previously fit succeeded without training
     runs: dict[str, Any] = {
         "Lazy.run returned without executing the run": lambda *_, **where: None,
         "The function passed to work.run_in_other_processes returned a NoneType": (
@@ -109,13 +105,6 @@ class Cluster(Launcher):
         raise ConfigurationError("The cluster is full")
 
 
-def test_a_launcher_that_places_devices_is_asked_for_them() -> None:
-    cluster = Cluster()
-    with pytest.raises(ConfigurationError, match="The cluster is full"):
-        quiet(strategy="ddp", accelerator="gpu", devices=3, num_nodes=2, launcher=cluster).fit(Model(), loader(8, 4))
-    assert cluster.asked == [("gpu", 3), 3, ("cuda", 6, 2)]
-
-
 def _install(folder: Path, entry_points: str) -> None:
     info = folder / "cargo-1.0.dist-info"
     info.mkdir(exist_ok=True)
@@ -123,32 +112,26 @@ def _install(folder: Path, entry_points: str) -> None:
     (info / "entry_points.txt").write_text(entry_points)
 
 
-def test_a_launcher_is_found_by_the_name_that_its_package_registers(
+def test_a_launcher_places_devices_and_is_found_by_the_name_that_its_package_registers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    batches, cluster = loader(8, 4), Cluster()
+    settings: dict[str, Any] = {"accelerator": "gpu", "devices": 3, "num_nodes": 2}
+    full = "ConfigurationError: The cluster is full"
+    assert refusal(Model(), batches, strategy="ddp", launcher=cluster, **settings).startswith(full)
+    assert cluster.asked == [("gpu", 3), 3, ("cuda", 6, 2)]
     monkeypatch.syspath_prepend(tmp_path)
     _install(tmp_path, f"[drivetrain.launchers]\ncargo_ship = {__name__}:Cluster\nfork = builtins:dict\n")
-    with pytest.raises(ConfigurationError, match="The cluster is full"):
-        quiet(strategy="ddp", devices=3, launcher="cargo_ship").fit(Model(), loader(8, 4))
+    assert refusal(Model(), batches, strategy="ddp", devices=3, launcher="cargo_ship").startswith(full)
     unknown = r"(?s)'cargo_shipp' is unknown. Did you mean 'cargo_ship'.*subprocess"
     with pytest.raises(ConfigurationError, match=unknown):
         quiet(launcher="cargo_shipp")
     assert isinstance(named_launcher("fork"), Launcher)  # built-in names cannot be replaced
     _install(tmp_path, "[drivetrain.launchers]\ncargo_ship = builtins:dict\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigurationError, match=r"'cargo_ship' \(builtins:dict\) made a dict, not a Launcher"):
-        quiet(strategy="ddp", devices=2, launcher="cargo_ship").fit(Model(), loader(8, 4))
-
-
-def test_built_in_and_default_launchers_read_no_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(**_: Any) -> Any:
-        raise AssertionError("nobody asked for anything of another package")
-
-    monkeypatch.setattr("importlib.metadata.entry_points", read)
-    for setting in ("auto", "fork"):
-        fit = quiet(launcher=setting, strategy=SingleDeviceStrategy())
-        fit.validate(Model(), loader(8, 4), verbose=False)
-        assert fit.state == "finished"
+    told = refusal(Model(), batches, strategy="ddp", devices=2, launcher="cargo_ship")
+    assert told.startswith("ConfigurationError")
+    assert "'cargo_ship' (builtins:dict) made a dict, not a Launcher" in told
 
 
 class Farm(Environment):
@@ -209,23 +192,18 @@ class Desk(Environment):
         return Placement()
 
 
-@pytest.mark.parametrize("environment", [Desk(), "plain"])
-def test_missing_processes_are_started(environment: Any) -> None:
-    module = Regression()
-    fit = quiet(strategy="ddp", devices=2, launcher="fork", environment=environment)
-    fit.fit(module, loader(16, 4))
-    assert weights(module).allclose(weights(train_by_hand(Regression(), global_batches(16, 8))), atol=1e-6)
-    assert (fit.world_size, fit.environment) == (2, environment)
-
-
-def test_only_several_nodes_require_the_node_rank() -> None:
-    assert refusal(Regression(), loader(16, 4), devices=1, environment=Desk()) == "nothing was raised: "
-    told = refusal(Regression(), loader(16, 4), strategy="ddp", devices=1, num_nodes=2, environment=Desk())
+def test_missing_processes_are_started_and_what_does_not_fit_is_refused_by_name() -> None:
+    batches, reference = loader(16, 4), weights(train_by_hand(Regression(), global_batches(16, 8)))
+    for environment in (Desk(), "plain"):
+        module, fit = Regression(), quiet(strategy="ddp", devices=2, launcher="fork", environment=environment)
+        fit.fit(module, batches)
+        assert weights(module).allclose(reference, atol=1e-6)
+        assert (fit.world_size, fit.environment) == (2, environment)
+    # Only several nodes require the node's rank.
+    assert refusal(Regression(), batches, devices=1, environment=Desk()) == "nothing was raised: "
+    told = refusal(Regression(), batches, strategy="ddp", devices=1, num_nodes=2, environment=Desk())
     assert told.startswith("ConfigurationError: num_nodes=2 with environment='Desk'")
     assert "Desk.first_placement_on_node" in told
-
-
-def test_a_strategy_for_one_process_is_refused_by_its_own_name() -> None:
     alone = type("Alone", (SingleDeviceStrategy,), {"name": "alone"})
-    told = refusal(Regression(), loader(16, 4), strategy=alone(), devices=2)
+    told = refusal(Regression(), batches, strategy=alone(), devices=2)
     assert told.startswith("ConfigurationError: strategy='alone' with 2 devices")

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import SHARD_EVERYTHING, Regression, data, loader, quiet, refusal
+from small_runs import SHARD_EVERYTHING, Regression, data, each, loader, quiet, refusal
 from torch import nn
 
-from drivetrain import ConfigurationError, TrainModule
 from drivetrain_strategies import DeepSpeedStrategy
 from worlds import on_ranks
 
@@ -20,7 +19,7 @@ REFUSED = "[Errno 111] Connection refused"
 STRATEGIES = ("ddp", "fsdp", "ZeRO 2", "ZeRO 3")
 
 
-def _strategy(name: str) -> Any:
+def strategy_named(name: str) -> Any:
     if not name.startswith("ZeRO"):
         return name
     options = SHARD_EVERYTHING if name == "ZeRO 3" else {"stage": 2}
@@ -61,6 +60,9 @@ class Buggy(Regression):
             hidden.register_hook(_raise)
         return nn.functional.mse_loss(self.net[2](hidden), y)
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+
     def configure_optimizers(self) -> Any:
         if self.where == "configure_optimizers":
             _raise()
@@ -68,22 +70,20 @@ class Buggy(Regression):
 
 
 def _error(name: str, where: str, ranks: tuple[int, ...]) -> str:
-    return refusal(Buggy(where, ranks), loader(16, 4), strategy=_strategy(name))
+    return refusal(Buggy(where, ranks), loader(16, 4), strategy=strategy_named(name))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_mistake_of_the_user_is_reported_as_it_was_raised(name: str) -> None:
-    # S-12: at stage 3, a product of wrong shapes was "these ranks used different parameters", with leaf_modules as the
-    # way out; an error in an optimizer's step was a missing closure; a word in a message made it a failed compilation
-    for where in ("forward", "second forward", "backward", "step", "configure_optimizers", "configure_model"):
-        message = "mat1 and mat2 shapes" if "forward" in where else MESSAGE
-        for text in on_ranks(_error, 2, name, where, (0, 1)):
+def test_a_mistake_of_the_user_is_reported_as_it_was_raised(name: str) -> None:  # S-12
+    places = ("forward", "second forward", "backward", "step", "configure_optimizers", "configure_model")
+    for texts in on_ranks(each, 2, _error, *[(name, where, (0, 1)) for where in places]):
+        for where, text in zip(places, texts, strict=True):
+            message = "mat1 and mat2 shapes" if "forward" in where else MESSAGE
             assert text.startswith(f"RuntimeError: {message}"), where
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_mistake_on_one_rank_is_the_error_of_all_ranks(name: str) -> None:
-    # S-12: a rank explained the end of the other one as a use of different parameters, or as a lost connection
+def test_a_mistake_on_one_rank_is_the_error_of_all_ranks(name: str) -> None:  # S-12
     for where, message in (
         ("forward", "RuntimeError: mat1 and mat2 shapes"),
         ("backward", f"RuntimeError: {MESSAGE}"),
@@ -127,20 +127,22 @@ class Slope(Regression):
         return nn.functional.mse_loss(torch.func.functional_call(self.net, moved, (x,)), y)
 
 
+UNTRAINABLE = {  # with the strategies that refuse it, and the parameter that they name
+    "empty": (("ZeRO 2", "ZeRO 3"), "'none'"),
+    "slope": (("fsdp", "ZeRO 3"), "'net."),
+    "inner step": (("fsdp", "ZeRO 3"), "'net."),
+}
+
+
 def _untrainable(name: str, kind: str) -> str:
     module: Regression = Empty() if kind == "empty" else Slope(kind == "inner step")
-    return refusal(module, loader(16, 4), strategy=_strategy(name))
+    return refusal(module, loader(16, 4), strategy=strategy_named(name))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_what_a_strategy_cannot_train_is_refused_by_name(name: str) -> None:
-    # S-12: raw errors of torch, as "mat2 must be a matrix" at stage 3
-    for kind, refusing, parameter in (
-        ("empty", ("ZeRO 2", "ZeRO 3"), "'none'"),
-        ("slope", ("fsdp", "ZeRO 3"), "'net."),
-        ("inner step", ("fsdp", "ZeRO 3"), "'net."),
-    ):
-        for text in on_ranks(_untrainable, 2, name, kind):
+def test_what_a_strategy_cannot_train_is_refused_by_name(name: str) -> None:  # S-12
+    for texts in on_ranks(each, 2, _untrainable, *[(name, kind) for kind in UNTRAINABLE]):
+        for text, (kind, (refusing, parameter)) in zip(texts, UNTRAINABLE.items(), strict=True):
             if name in refusing:
                 assert text.startswith("ConfigurationError"), (kind, text)
                 assert parameter in text, kind
@@ -149,18 +151,12 @@ def test_what_a_strategy_cannot_train_is_refused_by_name(name: str) -> None:
                 assert text == "nothing was raised: ", kind
 
 
-def test_a_module_without_optimizers_is_refused() -> None:  # G-06
-    lacking = type("Lacking", (Regression,), {"configure_optimizers": TrainModule.configure_optimizers})
-    with pytest.raises(ConfigurationError, match="Lacking has no configure_optimizers"):
-        quiet().fit(lacking(), loader(8, 4))
-
-
-@pytest.mark.parametrize("loaders", [[data(8)], {"a": data(8)}], ids=["list", "dict"])
-def test_a_data_set_in_place_of_a_loader_is_refused(loaders: object) -> None:
-    with pytest.raises(ConfigurationError, match="TensorDataset, which is a data set"):
-        quiet().fit(Regression(), loaders)
-
-
-def test_a_validation_loader_without_a_validation_step_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_data_set_instead_of_a_loader_and_a_validation_without_a_step_are_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # G-06
+    for batches in ([data(8)], {"a": data(8)}):
+        text = refusal(Regression(), batches)
+        assert text.startswith("ConfigurationError")
+        assert "TensorDataset, which is a data set" in text
     quiet().fit(Regression(), loader(8, 4), loader(8, 4))
     assert "Regression has no validation_step: nothing is validated" in caplog.text

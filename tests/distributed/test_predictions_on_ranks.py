@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import STRATEGIES, failing, quiet, seeded
+from small_runs import STRATEGIES, each, failing, quiet, seeded
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -97,17 +97,29 @@ def numbers(path: Any, **options: Any) -> list[int]:
 FORMS = {"plain 1": 1, "plain 5": 5, "plain 11": 11, "plain 16": 16, "shuffled": 11, "own": 15}
 
 
-def _all_forms(folder: str, strategy: str) -> None:
+class KeepsIndices(BasePredictionWriter):
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, batch_indices: Any) -> None:
+        (self.indices,) = batch_indices
+        assert [one["number"].tolist() for one in predictions] == self.indices
+
+
+def _all_forms(folder: str, strategy: str) -> Any:
     for name, samples in FORMS.items():
         loaders = DataLoader(numbered(samples), batch_size=2, shuffle=name == "shuffled")
         predict(f"{folder}/{name}", strategy, own_order() if name == "own" else loaders)
     predict(f"{folder}/several", strategy, [plain(7), own_order()])
     predict(f"{folder}/stream", strategy, stream(11))
+    writer = KeepsIndices("epoch")
+    fit = quiet(strategy=STRATEGIES[strategy](), callbacks=[writer])
+    fit.predict(Predicting(), own_order(), return_predictions=False)
+    return writer.indices
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (2, "fsdp"), (2, "zero 3"), (4, "hsdp")])
 def test_ranks_write_every_prediction_once(tmp_path: Path, ranks: int, strategy: str) -> None:  # L-03
-    on_ranks(_all_forms, ranks, str(tmp_path), strategy, process_group=None, timeout=120)
+    indices = on_ranks(_all_forms, ranks, str(tmp_path), strategy, process_group=None, timeout=120)
+    assert [index for one in indices for index in one[0]] == ORDER[: 2 * ranks]
+    assert {index for one in indices for batch in one for index in batch} == set(range(15))
     for name, samples in FORMS.items():
         read = read_predictions(tmp_path / name)
         assert [int(one["number"]) for one in read] == list(range(samples)), name
@@ -122,38 +134,40 @@ def test_ranks_write_every_prediction_once(tmp_path: Path, ranks: int, strategy:
 
 
 @pytest.mark.parametrize(("ranks", "before", "after"), [(2, "ddp", "fsdp"), (2, "fsdp", "zero 3"), (4, "hsdp", "ddp")])
-def test_what_is_missing_is_computed_under_any_strategy(
+def test_what_is_missing_is_computed_under_any_strategy_and_other_predictions_are_refused(
     tmp_path: Path, ranks: int, before: str, after: str
 ) -> None:  # L-03
     path = str(tmp_path / "out")
     assert on_ranks(predict, ranks, path, before, None, 2, process_group=None) == ["the machine is gone"] * ranks
+    others = 6 - ranks
+    for told, number, *case in (
+        (f"differ in number of ranks: {ranks} then, {others} now", others, "ddp"),
+        ("differ in weights", ranks, after, None, -1, Predicting(scale=2)),
+        ("differ in data", ranks, after, plain(24)),
+    ):
+        for text in on_ranks(predict, number, path, *case, process_group=None, timeout=120):
+            assert told in text
+            assert "write to another path" in text
     given = on_ranks(predict, ranks, path, after, process_group=None, timeout=120)
     assert numbers(path) == list(range(23))
     assert {number for part in given for number in part} == set(range(4 * ranks, 23))
-
-
-def test_another_number_of_ranks_does_not_resume(tmp_path: Path) -> None:  # L-03
-    path = str(tmp_path / "out")
-    on_ranks(predict, 2, path, "ddp", None, 2, process_group=None)
-    for ranks, strategy in ((1, "single"), (4, "ddp")):
-        for text in on_ranks(predict, ranks, path, strategy, process_group=None):
-            assert f"differ in number of ranks: 2 then, {ranks} now" in text
-            assert "write to another path" in text
-    given = on_ranks(predict, 2, path, "ddp", process_group=None)
-    assert sorted(number for part in given for number in part) == list(range(8, 23))
+    for text in on_ranks(predict, ranks, path, after, process_group=None, timeout=120):
+        assert "complete predictions" in text
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_own_orders_and_streams_resume_on_ranks(tmp_path: Path, strategy: str) -> None:  # L-03
-    given = []
-    for path, loaders in ((tmp_path / "own", own_order()), (tmp_path / "stream", stream())):
-        on_ranks(predict, 2, str(path), strategy, loaders, 2, process_group=None)
-        given.append(on_ranks(predict, 2, str(path), strategy, loaders, process_group=None))
+    given: list[Any] = []
+    for fail_at in (2, -1):
+        cases = [(str(tmp_path / "own"), strategy, own_order(), fail_at)]
+        cases += [(str(tmp_path / "stream"), strategy, stream(), fail_at)]
+        given = on_ranks(each, 2, predict, *cases, process_group=None)
+    own, streamed = zip(*given, strict=True)
     assert numbers(tmp_path / "own") == list(range(15))
-    assert not {number for own in given[0] for number in own} & set(ORDER[:8])
+    assert not {number for part in own for number in part} & set(ORDER[:8])
     assert sorted(numbers(tmp_path / "stream")) == list(range(13))
     # One rank has three samples left, in two batches, the other two in one; under FSDP it joins with that batch again.
-    assert [len(streamed) for streamed in given[1]] == ([3, 2] if strategy == "ddp" else [3, 4])
+    assert [len(part) for part in streamed] == ([3, 2] if strategy == "ddp" else [3, 4])
 
 
 class Split(Predicting):
@@ -185,20 +199,6 @@ def test_one_of_the_ranks_with_the_same_data_writes(tmp_path: Path) -> None:  # 
     assert {path.name.split("-")[2] for path in (tmp_path / "out").glob("part-*")} == {"00000"}
 
 
-def _other_weights(path: str) -> list[str]:
-    predict(path, "fsdp", fail_at=2)
-    weights, data = predict(path, "fsdp", module=Predicting(scale=2)), predict(path, "fsdp", plain(24))
-    predict(path, "fsdp")
-    return [weights, data, predict(path, "fsdp")]
-
-
-def test_every_rank_refuses_predictions_of_other_weights(tmp_path: Path) -> None:  # L-03
-    for weights, data, finished in on_ranks(_other_weights, 2, str(tmp_path / "out"), process_group=None):
-        assert "differ in weights" in weights
-        assert "differ in data" in data
-        assert "complete predictions" in finished
-
-
 def _killed(path: str, strategy: str, rank: int) -> None:
     module = Predicting()
     module.kill_at = 3 if int(os.environ["RANK"]) == rank else -1
@@ -215,24 +215,6 @@ def test_a_killed_rank_loses_nothing_that_was_written(tmp_path: Path, strategy: 
     # The progress of the other rank is undefined.
     written = {4 * batch + 2 * victim + number for batch in range(3) for number in range(2)}
     assert not written & {number for part in given for number in part}
-
-
-class KeepsIndices(BasePredictionWriter):
-    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, batch_indices: Any) -> None:
-        (self.indices,) = batch_indices
-        assert [one["number"].tolist() for one in predictions] == self.indices
-
-
-def _indices() -> Any:
-    writer = KeepsIndices("epoch")
-    quiet(strategy="ddp", callbacks=[writer]).predict(Predicting(), own_order(), return_predictions=False)
-    return writer.indices
-
-
-def test_batch_indices_are_those_of_this_rank() -> None:  # L-03
-    first, second = on_ranks(_indices, 2, process_group=None)
-    assert [*first[0], *second[0]] == ORDER[:4]
-    assert sorted(index for batch in (*first, *second) for index in batch) == list(range(15))
 
 
 class Found:

@@ -66,34 +66,31 @@ def test_each_rank_has_a_table_and_a_trace(tmp_path: Path, strategy: str) -> Non
         assert {"backward", "optimizer", "ProfilerStep#2"} <= {*names}
 
 
-def _on_one_rank(root: Path, what: str) -> str:
-    first = torch.distributed.get_rank() == 0
-    profiler, options = None, {}
-    if what == "callback":
-        options["callbacks"] = [] if first else [Checkpoint()]
-    else:
-        profiler = "simple" if first else None
-    with failing() as caught:
-        fit(root, "ddp", profiler, enable_checkpointing=what == "profiler and checkpoints", **options)
-    return f"{caught['type']}: {caught['text']}"
+def _on_one_rank(root: Path) -> list[str]:
+    first, told = torch.distributed.get_rank() == 0, []
+    for profiler, checkpoints, callbacks in (
+        ("simple" if first else None, True, []),
+        ("simple" if first else None, False, []),
+        (None, False, [] if first else [Checkpoint()]),
+    ):
+        with failing() as caught:
+            fit(root, "ddp", profiler, enable_checkpointing=checkpoints, callbacks=callbacks)
+        told.append(f"{caught['type']}: {caught['text']}")
+    return told
 
 
-@pytest.mark.parametrize(
-    ("what", "told"),
-    [
-        ("profiler and checkpoints", ["profiler", "SimpleProfiler"]),
-        # Ranks without loggers or checkpoints do not take part in choosing the run's folder.
-        (
-            "profiler",
-            ["what needs a folder for the run", '"SimpleProfiler" on rank(s) [0]', '"nothing" on rank(s) [1]'],
-        ),
-        ("callback", ["what needs a folder for the run", '"Checkpoint" on rank(s) [1]', '"nothing" on rank(s) [0]']),
-    ],
-)
-def test_what_one_rank_alone_has_is_refused_by_name(tmp_path: Path, what: str, told: list[str]) -> None:  # L-05
-    for text in on_ranks(_on_one_rank, 2, tmp_path, what):
-        assert text.startswith("DistributedError")
-        assert all(part in text for part in told), text
+def test_what_one_rank_alone_has_is_refused_by_name(tmp_path: Path) -> None:  # L-05
+    # Ranks without loggers or checkpoints do not take part in choosing the run's folder.
+    alone = "what needs a folder for the run"
+    wanted = (
+        ["profiler", "SimpleProfiler"],
+        [alone, '"SimpleProfiler" on rank(s) [0]', '"nothing" on rank(s) [1]'],
+        [alone, '"Checkpoint" on rank(s) [1]', '"nothing" on rank(s) [0]'],
+    )
+    for texts in on_ranks(_on_one_rank, 2, tmp_path):
+        for text, parts in zip(texts, wanted, strict=True):
+            assert text.startswith("DistributedError")
+            assert all(part in text for part in parts), text
 
 
 def _on_a_device(gpu: EmulatedCuda, root: Path) -> tuple[dict[str, int], str, list[int]]:

@@ -99,7 +99,6 @@ def test_unavailable_resources_are_refused() -> None:  # A-06, G-06
 
 
 def test_several_devices_within_a_task_are_refused() -> None:  # G-01
-    # For example in a trial of Ray Tune: its worker previously ran its program again and was "killed by SIGKILL".
     search = sys.path
 
     @ray.remote  # type: ignore[untyped-decorator]  # Ray brings it with what it refers to; this file is one that its worker does not find

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ from unittest import mock
 import pytest
 from small_runs import Regression, loader, quiet, refusal
 
+from captured_warnings import captured_warnings
 from drivetrain import Fit
 from drivetrain.callbacks import Checkpoint
 from drivetrain.errors import DistributedError
@@ -36,6 +38,12 @@ class Warns(Net):
         logging.getLogger("drivetrain").warning("from node %d", self.trainer.node_rank)
 
 
+class Fetching(Warns):
+    def __init__(self, api_token: str, rate: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
 class Dying(Net):
     """Kills all ranks at step 5."""
 
@@ -55,13 +63,12 @@ def _fit(root: Path, **options: Any) -> Fit:
     return quiet(default_root_dir=root, enable_checkpointing=True, **{**settings, **options})
 
 
-def _data() -> Any:
-    return loader(24, 2)
+BATCHES = loader(24, 2)
 
 
 def _run(root: Path, ckpt_path: str | None, options: dict[str, Any]) -> Any:
     trainer = _fit(root, **options)
-    trainer.fit(Net(), _data(), ckpt_path=ckpt_path)
+    trainer.fit(Net(), BATCHES, ckpt_path=ckpt_path)
     logger = trainer.logger
     return trainer.log_dir, trainer.run_id, None if logger is None else logger.log_dir, trainer.global_step
 
@@ -81,18 +88,15 @@ def test_all_ranks_use_one_folder(tmp_path: Path) -> None:  # J-13
     assert second[0] == second[1] == (*first[0][:3], 12)
     assert [one["to_step"] for one in _record(folder)["parts"]] == [6, 12]
     assert os.listdir(tmp_path / "drivetrain_logs") == ["version_0"]
-    # Also at another world size.
     assert _run(tmp_path, "auto", {"max_epochs": 3, "strategy": "auto"})[0] == str(folder)
     assert [one["world_size"] for one in _record(folder)["parts"]] == [2, 2, 1]
 
 
-def _refused(root: Path) -> str:
-    return refusal(Net(), _data(), default_root_dir=root, strategy="ddp", logger=CSVLogger(root))
-
-
 def test_an_unwritable_folder_is_refused_on_every_rank(tmp_path: Path) -> None:  # J-13
-    (tmp_path / "file").write_text("")
-    first, second = on_ranks(_refused, 2, tmp_path / "file")
+    root = tmp_path / "file"
+    root.write_text("")
+    settings: dict[str, Any] = {"default_root_dir": root, "strategy": "ddp", "logger": CSVLogger(root)}
+    first, second = on_ranks(partial(refusal, **settings), 2, Net(), BATCHES)
     assert first == second
     assert first.startswith("ConfigurationError")
     assert "CSVLogger cannot write to" in first
@@ -100,7 +104,7 @@ def test_an_unwritable_folder_is_refused_on_every_rank(tmp_path: Path) -> None: 
 
 
 def _killed(root: Path) -> None:
-    _fit(root).fit(Dying(), _data())
+    _fit(root).fit(Dying(), BATCHES)
 
 
 def test_runs_that_start_at_once_resume_a_killed_one_and_share_no_folder(tmp_path: Path) -> None:  # J-13
@@ -145,7 +149,7 @@ def _of_a_node(root: Path) -> Any:
     node = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": rank, "GROUP_WORLD_SIZE": "2"}
     with mock.patch.dict(os.environ, node):
         trainer = _fit(root, num_nodes=2)
-        trainer.fit(Warns(), _data())
+        trainer.fit(Warns(), BATCHES)
     return trainer.log_dir, trainer.run_id, trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
 
 
@@ -154,3 +158,21 @@ def test_nodes_use_one_folder(tmp_path: Path) -> None:  # J-13
     assert first == second
     for rank in range(2):
         assert f"from node {rank}" in (Path(first[0]) / "logs" / f"rank-{rank}.log").read_text()
+
+
+SECRET = "sk-very-secret"
+
+
+def _warnings_of_secrets(root: Path) -> list[str]:
+    with captured_warnings() as lines:
+        _fit(root, strategy="fsdp").fit(Fetching(SECRET), BATCHES)
+    return [line for line in lines if "api_token" in line]
+
+
+def test_one_rank_warns_of_secrets_and_no_rank_writes_them(tmp_path: Path) -> None:  # J-11
+    (warning,), others = on_ranks(_warnings_of_secrets, 2, tmp_path)
+    assert others == []
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"rank-0.log", "rank-1.log", "hparams.json", "manifest.json"} <= {path.name for path in files}
+    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+    assert SECRET not in warning

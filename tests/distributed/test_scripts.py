@@ -76,17 +76,30 @@ if fit.is_global_zero:
 
 _JOINED = """
 import torch.distributed as dist
+from drivetrain_strategies import DDPStrategy
+
+def assert_refused(told, **settings):
+    error = refusal(module, loader(64, 4), **settings)
+    assert error.startswith("ConfigurationError") and told in error, error
+
 for _ in range(2):
     module, fit = Model(), quiet()
     fit.fit(module, loader(64, 4), loader(18, 4))
     assert (near(weights(module)), fit.world_size, dist.is_initialized()) == (True, 2, False)
 for devices in (1, 3):
-    assert refusal(module, loader(64, 4), devices=devices).startswith("ConfigurationError"), devices
-# The user's own group, created as is usual under torchrun.
+    assert_refused(f"{devices}", devices=devices)
+# The user's own group, created as is usual under torchrun, is used and kept.
 dist.init_process_group("gloo")
-group = dist.group.WORLD
-quiet().fit(Model(), loader(64, 4))
-assert dist.group.WORLD is group
+group, groups = dist.group.WORLD, {*dist.distributed_c10d._world.pg_map}
+for settings in ({}, {"strategy": "ddp"}):
+    assert near(trained(Model(), loader(64, 4), **settings))
+assert refusal(Failing((0, 1)), loader(64, 4)) == f"ValueError: boom on {RANK}"
+assert_refused("1", devices=1)
+assert_refused("2 processes", devices=3)
+assert_refused("'nccl'", strategy=DDPStrategy(process_group_backend="nccl"))
+assert (dist.group.WORLD, {*dist.distributed_c10d._world.pg_map}) == (group, groups)
+dist.all_reduce(total := torch.ones(()))
+assert total == 2
 assert os.environ == BEFORE
 dist.destroy_process_group()
 say("done")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import time
 from collections.abc import Iterator
@@ -13,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torchmetrics
-from small_runs import FEATURES, STRATEGIES, Regression, loader, quiet
-from torch import nn
+from small_runs import FEATURES, STRATEGIES, Regression, each, loader, quiet
+from test_resume_on_ranks import Augmented, Drawing
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from drivetrain.callbacks import Checkpoint
@@ -97,7 +95,7 @@ def test_a_signal_is_heard_when_fast_micro_batches_become_slow(name: str) -> Non
 
 
 class Apart(Slowing):
-    """Rank 0 is ``far`` micro-batches ahead of rank 1 when one of them is signalled, or has no data left."""
+    """Rank 0 is ``far`` micro-batches ahead of the others when a rank is signalled, or has no data left."""
 
     def __init__(self, signalled: int, far: int, pids: list[int]) -> None:
         super().__init__("none")
@@ -107,31 +105,11 @@ class Apart(Slowing):
         self.after += 1
         if self.global_rank and batch_idx == 2:
             time.sleep(1)  # rank 0 gets ahead
-            os.kill(self.pids[self.signalled], signal.SIGUSR1)
+            if self.global_rank == 1:
+                os.kill(self.pids[self.signalled], signal.SIGUSR1)
         if batch_idx >= (2 if self.global_rank else self.far):
             time.sleep(SLOW)
         return self.loss(batch)
-
-
-APART = [("validate", 1, 40), ("predict", 0, 40), ("test", 1, 1000)]
-
-
-def _apart() -> list[Any]:
-    pids: list[Any] = [None, None]
-    dist.all_gather_object(pids, os.getpid())
-    found = []
-    for entry, signalled, far in APART:
-        module = Apart(signalled, far, pids)
-        found.append((run_until_left(quiet(strategy="ddp"), entry, module, loader(140, 1)), module.after))
-    return found
-
-
-def test_ranks_that_are_many_micro_batches_apart_leave_together() -> None:  # Q-06
-    ahead, behind = run_distributed(_apart, 2, env=ENV, timeout=120)
-    for case, first, second in zip(APART, ahead, behind, strict=True):
-        assert first[0] == second[0] == LEFT, case
-        assert second[1] <= 2 + MOST, (case, second)
-        assert first[1] >= min(case[2], 70), (case, first)
 
 
 class Paired(Slowing):
@@ -151,26 +129,30 @@ class Paired(Slowing):
         return self.loss(batch)
 
 
-def _paired() -> Any:
-    module = Paired("validate")
-    return run_until_left(quiet(strategy="ddp"), "validate", module, loader(210, 1)), module.after
+APART = [("validate", 1, 40), ("predict", 0, 40), ("test", 1, 1000)]
 
 
-def test_ranks_with_collectives_of_their_own_leave_after_the_same_micro_batch() -> None:  # Q-06
-    _, first, second = run_distributed(_paired, 3, process_group=None, env=ENV, timeout=60)
+def _apart() -> list[Any]:
+    pids: list[Any] = [None] * 3
+    dist.all_gather_object(pids, os.getpid())
+    found: list[Any] = []
+    modules: list[tuple[str, Slowing]] = [(entry, Apart(signalled, far, pids)) for entry, signalled, far in APART]
+    for entry, module in [*modules, ("validate", Paired("validate"))]:
+        found.append((run_until_left(quiet(strategy="ddp"), entry, module, loader(210, 1)), module.after))
+    return found
+
+
+def test_ranks_that_are_many_micro_batches_apart_leave_together() -> None:  # Q-06
+    (*ahead, _), (*behind, first), (*others, second) = run_distributed(_apart, 3, env=ENV, timeout=120)
+    for case, far, *near in zip(APART, ahead, behind, others, strict=True):
+        assert far[0] == LEFT, case
+        assert far[1] >= min(case[2], 70), (case, far)
+        for one in near:
+            assert one[0] == LEFT, case
+            assert one[1] <= 2 + MOST, (case, one)
+    # Ranks with collectives of their own leave after the same micro-batch.
     assert first == second
     assert first[0] == LEFT
-
-
-SAMPLES = 61  # not divisible by two ranks, batches of two or windows of eight
-
-
-class Augmented(Dataset[Any]):
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.cat([torch.tensor([index / SAMPLES]), torch.rand(3) + random.random()])
 
 
 class Stream(IterableDataset[Any]):
@@ -181,24 +163,19 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         rank = int(os.environ["RANK"])
-        return (torch.full((FEATURES,), index + 0.5 * rank) for index in range(20 * (1 + self.more * rank)))
+        return (torch.full((FEATURES + 1,), index + 0.5 * rank) for index in range(20 * (1 + self.more * rank)))
 
 
-class Changing(Regression):
+class Changing(Drawing):
     """Has state that differs between ranks; rank 1 is signalled at a moment; validation steps may use a collective."""
 
     batches: torch.Tensor
 
     def __init__(self, moment: tuple[Any, ...] | None, meets: bool) -> None:
         super().__init__()
-        self.net.insert(1, nn.Dropout(0.2))
         self.register_buffer("batches", torch.zeros(()))
-        self.mean = torchmetrics.MeanMetric()
         self.moment, self.meets = moment, meets
         self.validated: list[Any] = []
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        return (self.net(batch) - batch[:, :1]).square().mean()
 
     def signal_at(self, *moment: Any) -> None:
         if moment == self.moment and self.global_rank == 1:
@@ -206,10 +183,7 @@ class Changing(Regression):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.batches += 1 + self.global_rank  # differs between ranks
-        loss = self.loss(batch)
-        self.mean.update(loss.detach())
-        self.log("loss", loss, on_epoch=True)
-        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        loss = super().training_step(batch, batch_idx)
         self.signal_at("train", self.current_epoch, batch_idx)
         return loss
 
@@ -223,16 +197,13 @@ class Changing(Regression):
     def on_validation_end(self) -> None:
         self.validated.append((self.global_step, self.trainer.batch_idx))
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.02)
-
 
 def train(folder: Path, name: str, validation: Dataset[Any], module: Changing, **options: Any) -> Any:
     """Return the exit code, and everything that the run arrives at."""
     settings = {"enable_checkpointing": True, "max_epochs": 2, "seed": 3, "accumulate_grad_batches": 8, **options}
     saver = Checkpoint(folder, every_n_train_steps=1000)
     fit = quiet(strategy=STRATEGIES[name](), callbacks=saver, default_root_dir=folder, **settings)
-    loaders = DataLoader(Augmented(), batch_size=2, shuffle=True), DataLoader(validation, batch_size=2)
+    loaders = DataLoader(AUGMENTED, batch_size=2, shuffle=True), DataLoader(validation, batch_size=2)
     code, _ = run_until_left(fit, "fit", module, *loaders, ckpt_path="auto")
     state = {name: value.tolist() for name, value in module.state_dict().items()}
     metrics = {name: float(value) for name, value in fit.callback_metrics.items()}
@@ -240,14 +211,15 @@ def train(folder: Path, name: str, validation: Dataset[Any], module: Changing, *
 
 
 UNEVEN, EVEN = Stream(1), Stream(0)
+AUGMENTED = Augmented(61)  # not divisible by two ranks, batches of two or windows of eight
 WITHIN_WINDOWS = {"val_check_interval": 5, "check_val_every_n_epoch": None}
 # Rank 0 may have reached the end of the window: without a preceding collective it need not wait for rank 1.
 MOMENTS: list[Any] = [
-    (("train", 0, 12), Augmented(), WITHIN_WINDOWS, {1, 2}),
-    (("validate", 0, 3), Augmented(), WITHIN_WINDOWS, {0, 1}),
+    (("train", 0, 12), AUGMENTED, WITHIN_WINDOWS, {1, 2}),
+    (("validate", 0, 3), AUGMENTED, WITHIN_WINDOWS, {0, 1}),
     (("validate", 0, 15), UNEVEN, {}, {2}),  # after rank 0 has finished
     (("validate", 0, 4), EVEN, {}, {2}),
-    (("train", 1, 1), Augmented(), {}, {2, 3}),
+    (("train", 1, 1), AUGMENTED, {}, {2, 3}),
     (("validate", 0, 1), UNEVEN, {}, {2}),
 ]
 
@@ -281,6 +253,31 @@ def test_a_signal_within_a_window_or_a_validation_loses_nothing(tmp_path: Path, 
             assert equal, moment
 
 
+class StopsBeforeLeaving(Changing):
+    """Rank 1 requests a stop after its second micro-batch. The ranks are never more than a micro-batch apart."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.trainer.strategy.barrier()
+        time.sleep(0.1 if batch_idx > 2 else 0)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.moment is not None and (self.global_rank, batch_idx) == (1, 1):
+            self.trainer.should_stop = True
+
+
+def _stop_and_leave(folder: Path) -> tuple[Any, ...]:
+    window = {"accumulate_grad_batches": 16}  # an epoch
+    code, _ = train(folder, "ddp", AUGMENTED, StopsBeforeLeaving(("train", 0, 2), False), **window)
+    saved = [one.name for one in folder.iterdir() if "step=" in one.name]
+    _, (_, _, steps, _, _) = train(folder, "ddp", AUGMENTED, StopsBeforeLeaving(None, False), **window)
+    return code, saved, steps
+
+
+def test_a_stop_that_one_rank_requested_before_a_signal_ends_the_resumed_run(tmp_path: Path) -> None:  # J-09
+    for found in on_ranks(_stop_and_leave, 2, tmp_path, process_group=None, env=ENV):
+        assert found == (LEFT[0], ["interrupted-step=0"], 1)  # of two steps
+
+
 class StopsWithoutSteps(Regression):
     """Makes no step; rank 1 requests a stop after its tenth micro-batch."""
 
@@ -304,12 +301,12 @@ def _stopped(strategy: str, how: str) -> tuple[Any, ...]:
     return code, run.global_step, run.micro_batches, run.current_epoch
 
 
-@pytest.mark.parametrize("how", ["should_stop", "signal", "max_time"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_ranks_that_make_no_step_end_after_the_same_window(strategy: str, how: str) -> None:  # I-05
-    first, second = on_ranks(_stopped, 2, strategy, how)
+def test_ranks_that_make_no_step_end_after_the_same_window(strategy: str) -> None:  # I-05
+    ways = ("should_stop", "signal", "max_time")
+    first, second = on_ranks(each, 2, _stopped, *[(strategy, how) for how in ways])
     assert first == second
-    code, steps, micro_batches, epochs = first
-    assert (code, steps) == (128 + signal.SIGTERM if how == "signal" else None, 0)
-    assert 10 <= micro_batches < 300 or how == "max_time"
-    assert epochs < 200
+    for how, (code, steps, micro_batches, epochs) in zip(ways, first, strict=True):
+        assert (code, steps) == (128 + signal.SIGTERM if how == "signal" else None, 0)
+        assert 10 <= micro_batches < 300 or how == "max_time"
+        assert epochs < 200

@@ -101,6 +101,17 @@ elif CASE == "another outlives the caller":
         time.sleep(60)
     time.sleep(0.3)
     say(worlds[0].ended())
+elif CASE == "through another program":
+    class Nice(SubprocessLauncher):
+        def command(self):
+            return ["nice", "-n", "4", *super().command()]
+
+    world = Nice().launch(place(2))
+    note_pid(world.placement.rank)
+    if world.is_caller:
+        say(int(world.store("nice").get("1")) - os.nice(0))
+    else:
+        world.store("nice").set("1", str(os.nice(0)))
 else:
     world = launch(2, grace_after_failure=0.2)
     if world.placement.rank == 1:
@@ -114,13 +125,13 @@ else:
 
 
 def test_failures_reach_the_caller_and_no_rank_is_left(tmp_path: Path) -> None:  # G-01, G-02
-    cases = ("others fail", "another outlives the caller", "the caller fails")
+    cases = ("others fail", "another outlives the caller", "the caller fails", "through another program")
     runs = run_cases(tmp_path, _ENDING, cases, head=_HEAD)
     ended = time.monotonic()
-    assert [run.code for run in runs.values()] == [1, 1, 1]  # also if the caller itself succeeded
-    for number in range(3):
+    assert [run.code for run in runs.values()] == [1, 1, 1, 0]  # also if the caller itself succeeded
+    for number in range(4):
         _assert_gone(tmp_path / str(number))
-    failed, outlived, caller = runs.values()
+    failed, outlived, caller, niced = runs.values()
     assert failed.said == [
         "1 1 None ValueError from rank one",
         "2 -9 SIGKILL None killed by SIGKILL",
@@ -134,6 +145,7 @@ def test_failures_reach_the_caller_and_no_rank_is_left(tmp_path: Path) -> None: 
     assert "ValueError: from the caller" in caller.errors
     assert "did not end" not in caller.errors
     assert ended - float(caller.said[0]) < 15
+    assert niced.said == [str(min(4, 19 - os.nice(0)))]
 
 
 _WAITING = {
@@ -179,18 +191,14 @@ def test_a_killed_caller_leaves_no_processes(tmp_path: Path) -> None:  # G-02
                 os.killpg(caller.pid, signal.SIGKILL)
 
 
-def test_a_process_started_by_a_rank_is_independent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_belongs_to_the_world_only_of_the_process_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LAUNCHER_VARIABLE, "subprocess")
+    monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv(PARENT_VARIABLE, str(os.getpid()))  # alive, and not our parent
     assert current_world() is None
-
-
-def test_a_rank_without_its_caller_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
-    monkeypatch.setenv(LAUNCHER_VARIABLE, "subprocess")
     monkeypatch.setenv(PARENT_VARIABLE, str(dead.pid))
-    monkeypatch.setenv("RANK", "3")
     with pytest.raises(DistributedError, match="the process that started rank 3 has ended"):
         current_world()
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from small_runs import Regression, each, loader, quiet, refusal, weights
+from test_own_mistakes import Buggy
 from torch import nn
 
 from drivetrain.callbacks import LearningRateFinder
@@ -105,32 +106,22 @@ def _losses(batch_size: int) -> list[float]:
     return Tuner(quiet()).lr_find(Regression(), loader(42, batch_size), **options).results["loss"]
 
 
-def test_the_losses_are_over_the_samples_of_all_ranks() -> None:  # L-06
-    assert on_ranks(_losses, 2, 4, process_group=None, timeout=60) == [pytest.approx(_losses(8), rel=1e-5)] * 2
-
-
-class FailsOnRank1(Regression):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if (self.trainer.global_step, self.trainer.global_rank) == (6, 1):
-            raise RuntimeError("a broken sample")
-        return super().training_step(batch, batch_idx)
-
-
-def _failing() -> tuple[float, float | None]:
-    module = FailsOnRank1()
-    with pytest.raises(Exception, match="a broken sample"):
+def _searching() -> tuple[list[float], float, float | None]:
+    module = Buggy("second forward", ranks=(1,))
+    with pytest.raises(Exception, match="mat1 and mat2 shapes"):
         Tuner(quiet(strategy="ddp")).lr_find(module, loader(64, 4))
-    assert torch.equal(weights(module), weights(FailsOnRank1()))
+    assert torch.equal(weights(module), weights(Regression()))
     finder, sound = LearningRateFinder(num_training_steps=15), Regression()
     assert refusal(sound, loader(64, 4), strategy="ddp", callbacks=[finder]).startswith("nothing was raised")
     assert finder.optimal_lr is not None
-    return sound.lr, finder.optimal_lr.suggestion()
+    return _losses(4), sound.lr, finder.optimal_lr.suggestion()
 
 
-def test_an_error_on_one_rank_fails_on_all_and_leaves_nothing() -> None:  # L-06
-    first, second = on_ranks(_failing, 2, process_group=None, timeout=100)
+def test_losses_are_over_the_samples_of_all_ranks_and_an_error_on_one_fails_on_all() -> None:  # L-06
+    first, second = on_ranks(_searching, 2, process_group=None, timeout=100)
     assert first == second
-    assert first[0] == first[1]
+    assert first[0] == pytest.approx(_losses(8), rel=1e-5)
+    assert first[1] == first[2]
 
 
 def test_started_processes_return_the_result_of_a_search() -> None:  # L-06

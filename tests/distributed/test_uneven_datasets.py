@@ -1,11 +1,14 @@
-"""Uneven data on several ranks: joining, evaluation, logged values, buffers, lengths (see the programs, too)."""
+"""Data of several ranks, uneven or in wrong orders: joining, values, buffers, lengths (see the programs, too). I-08."""
 
 from __future__ import annotations
 
+import os
+import random
+import re
 from collections import UserDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,12 +31,12 @@ from small_runs import (
     trained,
     weights,
 )
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, random_split
 
 from captured_warnings import captured_warnings
-from drivetrain import Callback
-from drivetrain.callbacks import ReplicaCheck
-from drivetrain_strategies import DDPStrategy
+from drivetrain.callbacks import LambdaCallback, ReplicaCheck
+from drivetrain.data import split_by_rank
+from drivetrain_strategies import DDPStrategy, FSDPStrategy
 from worlds import on_ranks
 from wrong_lengths import Batches
 
@@ -99,12 +102,6 @@ class NaNWhenJoining(Regression):
         return loss * float("nan") if self.trainer.joining else loss
 
 
-@dataclass
-class Pair:
-    x: torch.Tensor
-    y: torch.Tensor | None
-
-
 class Stream(IterableDataset[Any]):
     """As many batches of four on each rank as ``counts`` says, from its own part of 64 samples, in a container."""
 
@@ -120,64 +117,59 @@ def own_batches(rank: int, count: int) -> list[Any]:
     return global_batches(64, 4)[8 * rank : 8 * rank + count]
 
 
+def streamed(*counts: int, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Stream(*counts, **options), batch_size=None)
+
+
+@dataclass
+class Pair:
+    x: torch.Tensor
+    y: torch.Tensor | None
+
+
+def containers(x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
+    return {"mapping": UserDict(x=x), "nested": [x, {"y": y}], "pair": Pair(x, y)}
+
+
+class TakesBatchesApart(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, pair = batch["mapping"].pop("x"), batch.pop("nested").pop().pop("y"), batch["pair"]
+        assert torch.equal(pair.y, y)
+        pair.y = None
+        return self.loss((x, y))
+
+
 def _edge_cases() -> dict[str, Any]:
     found: dict[str, Any] = {"nan": trained(NaNWhenJoining(), loader(17, 4), strategy="ddp")}
     limited = quiet(strategy="ddp", limit_train_batches=4)
-    limited.fit(Regression(), DataLoader(Stream(5, 3), batch_size=None))
+    limited.fit(Regression(), streamed(5, 3))
     found["limited"] = limited.global_step, limited.samples_seen, limited.micro_batches
-    for name, stream in (("none", Stream(3, 0)), ("none at all", Stream(0, 0))):
-        found[name] = refusal(Regression(), DataLoader(stream, batch_size=None), strategy="ddp")
+    for name, stream in (("none", streamed(3, 0)), ("none at all", streamed(0, 0))):
+        found[name] = refusal(Regression(), stream, strategy="ddp")
     found["afterwards"] = trained(Regression(), loader(16, 4), strategy="ddp")
+    apart = streamed(2, 5, make=containers)
+    found["taken apart"] = trained(TakesBatchesApart(), apart, strategy="ddp", accumulate_grad_batches=2)
     return found
 
 
-def test_ranks_without_data_and_losses_that_are_not_numbers() -> None:  # B-04, G-07
+def test_ranks_without_data_losses_that_are_not_numbers_and_batches_taken_apart() -> None:  # B-04, G-07, I-07
+    expected = {
+        name: weights(train_by_hand(Regression(), global_batches(samples, 8)))
+        for name, samples in (("nan", 17), ("afterwards", 16))
+    }
+    windows = [[*own_batches(0, 2), *own_batches(1, 2)], own_batches(1, 5)[2:4], own_batches(1, 5)[4:]]
+    batches = [tuple(torch.cat([batch[at] for batch in window]) for at in range(2)) for window in windows]
+    expected["taken apart"] = weights(train_by_hand(Regression(), batches))
     ranks = on_ranks(_edge_cases, 2, process_group=None)
     for found in ranks:
-        for name, samples in (("nan", 17), ("afterwards", 16)):
-            expected = weights(train_by_hand(Regression(), global_batches(samples, 8)))
-            torch.testing.assert_close(found[name], expected, **TIGHTER)
+        for name, wanted in expected.items():
+            torch.testing.assert_close(found[name], wanted, msg=about(name), **TIGHTER)
         assert found["limited"] == (4, 4 * 7, 4)
         assert "yielded no batch" in found["none"]
         assert "yielded no batch" in found["none at all"]
     assert ranks[1]["none"].startswith("ConfigurationError")
     assert ranks[0]["none"].startswith("RankFailedError")
     assert "Rank 1" in ranks[0]["none"]
-
-
-class TakesBatchesApart(Regression):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if isinstance(batch, Pair):
-            x, y = batch.x, batch.y
-            batch.y = None
-            assert y is not None
-        elif "given" in batch:
-            x, y = batch["given"].pop(0), batch["given"].pop(0).pop("y")
-        else:
-            x, y = batch["x"], batch.pop("y")
-        return self.loss((x, y))
-
-
-CONTAINERS: list[Any] = [
-    lambda x, y: {"x": x, "y": y},
-    lambda x, y: UserDict(x=x, y=y),
-    lambda x, y: {"given": [x, {"y": y}]},
-    Pair,
-]
-
-
-def _taken_apart() -> list[torch.Tensor]:
-    loaders = [DataLoader(Stream(2, 5, make=make), batch_size=None) for make in CONTAINERS]
-    return [trained(TakesBatchesApart(), batches, strategy="ddp", accumulate_grad_batches=2) for batches in loaders]
-
-
-def test_a_joining_rank_gets_containers_of_its_own() -> None:  # I-07
-    windows = [[*own_batches(0, 2), *own_batches(1, 2)], own_batches(1, 5)[2:4], own_batches(1, 5)[4:]]
-    batches = [tuple(torch.cat([batch[at] for batch in window]) for at in range(2)) for window in windows]
-    expected = weights(train_by_hand(Regression(), batches))
-    for found in on_ranks(_taken_apart, 2, process_group=None):
-        for number, actual in enumerate(found):
-            torch.testing.assert_close(actual, expected, msg=about(number), **TIGHTER)
 
 
 class Measured(Regression):
@@ -203,16 +195,16 @@ def _evaluated(samples: int) -> tuple[dict[str, float], dict[str, str]]:
     return found, refused
 
 
-@pytest.mark.parametrize("samples", [1, 3, 17])
-def test_values_of_an_evaluation_are_reduced_over_the_ranks(samples: int) -> None:  # B-04, B-12
+def test_values_of_an_evaluation_are_reduced_over_the_ranks() -> None:  # B-04, B-12
     # A value that a hook logs once per rank has weight one on every rank, whatever the last batch's size.
-    expected, own = {"count": samples, "rank": 1.5, "twice": 2.0 * 4}, 0.0
-    for found, refused in on_ranks(_evaluated, 4, samples):
-        own += found.pop("own", 0.0)
-        assert found == pytest.approx(expected)
-        assert refused["type"] == "DistributedError"
-        assert "'only_here' on rank(s) [1] and not on [0, 2, 3]" in refused["text"]
-    assert own == samples
+    cases = [1, 3, 17]
+    by_rank = on_ranks(each, 4, _evaluated, *[(samples,) for samples in cases])
+    for samples, results in zip(cases, zip(*by_rank, strict=True), strict=True):
+        assert sum(found.pop("own", 0.0) for found, _ in results) == samples
+        for found, refused in results:
+            assert found == pytest.approx({"count": samples, "rank": 1.5, "twice": 2.0 * 4})
+            assert refused["type"] == "DistributedError"
+            assert "'only_here' on rank(s) [1] and not on [0, 2, 3]" in refused["text"]
 
 
 class Stepwise(Regression):
@@ -269,14 +261,33 @@ def test_a_loss_over_the_samples_of_all_ranks() -> None:  # B-16
         torch.testing.assert_close(found, weights(module), atol=1e-5, rtol=1e-4)
 
 
-class CountsInEvaluation(Regression):
+class ChangesBuffers(Regression):
+    """Training creates a buffer, lets one grow and writes to others; prediction and validation count."""
+
+    first: torch.Tensor
+    seen: torch.Tensor
     count: torch.Tensor
     mean: torch.Tensor
+    mask: torch.Tensor
+    turned: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
+        self.register_buffer("nothing", torch.zeros(0))
+        self.register_buffer("mask", torch.zeros(3, dtype=torch.bool))
+        self.register_buffer("turned", torch.zeros(2, 3).T)
+        self.register_buffer("first", None)
+        self.register_buffer("seen", torch.zeros(0, FEATURES), persistent=False)
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("mean", torch.zeros(FEATURES))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.first is None:
+            self.first = batch[0][0].clone()
+        self.seen = torch.cat([self.seen, batch[0]])
+        self.mask[self.global_rank] = True
+        self.turned += self.global_rank
+        return self.loss(batch)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         self.count = self.count + len(batch[0])
@@ -286,52 +297,50 @@ class CountsInEvaluation(Regression):
     validation_step = predict_step
 
 
-def _evaluated_buffers(strategy: str, stage: str) -> tuple[torch.Tensor, torch.Tensor]:
-    module = CountsInEvaluation()
-    # A sample for rank 0 only: under a strategy whose forward is collective rank 1 runs along.
-    getattr(quiet(strategy=strategy), stage)(module, loader(1, 1))
-    return module.count, module.mean
+def _change_buffers(strategy: Any, stage: str, samples: int) -> dict[str, torch.Tensor]:
+    module = ChangesBuffers()
+    getattr(quiet(strategy=strategy()), stage)(module, loader(samples, 4))
+    return dict(module.named_buffers())
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("stage", ["validate", "predict"])
-def test_evaluation_leaves_no_trace_on_a_joining_rank(strategy: str, stage: str) -> None:  # I-07
-    # After the run rank 0's buffers are used on all ranks; they contain rank 0's samples.
-    for count, mean in on_ranks(_evaluated_buffers, 2, strategy, stage, process_group=None):
-        assert int(count) == 1
-        assert torch.equal(mean, data(1).tensors[0][0])
+UNSHARED = partial(DDPStrategy, broadcast_buffers=False)
 
 
-class Growing(Regression):
-    first: torch.Tensor
-    seen: torch.Tensor
+@pytest.mark.parametrize("strategy", [DDPStrategy, UNSHARED, FSDPStrategy], ids=["ddp", "no broadcasts", "fsdp"])
+def test_after_a_run_all_ranks_have_the_buffers_of_rank_0(strategy: Any) -> None:  # I-07, B-08
+    # With one sample rank 1 joins; under a strategy whose forward is collective in an evaluation, too.
+    cases = [(strategy, *case) for case in (("validate", 1), ("predict", 1), ("fit", 1), ("fit", 9))]
+    x, one = data(9).tensors[0], data(1).tensors[0]
+    for *evaluated, short, long in on_ranks(each, 2, _change_buffers, *cases, process_group=None):
+        for buffers in evaluated:
+            assert int(buffers["count"]) == 1
+            assert torch.equal(buffers["mean"], one[0])
+        for buffers, seen in ((short, one), (long, torch.cat([x[:4], x[8:]]))):  # rank 0's first four and the last
+            assert torch.equal(buffers["first"], seen[0])
+            assert torch.equal(buffers["seen"], seen)
+            assert buffers["mask"].tolist() == [True, False, False]
+            assert torch.equal(buffers["turned"], torch.zeros(3, 2))
+
+
+class Centring(Regression):
+    """Subtracts a running mean from its inputs, which each rank computes over its own data."""
+
+    mean: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("first", None)
-        self.register_buffer("seen", torch.zeros(0, FEATURES), persistent=False)
+        self.register_buffer("mean", torch.zeros(FEATURES))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.first is None:
-            self.first = batch[0][0].clone()
-        self.seen = torch.cat([self.seen, batch[0]])
-        return self.loss(batch)
+        x, y = batch
+        self.mean.copy_(0.5 * self.mean + 0.5 * x.mean(0))
+        return self.loss((x - self.mean, y))
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
 
-def _grown(strategy: str, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-    module = Growing()
-    trained(module, loader(samples, 4), strategy=strategy)
-    return module.first, module.seen
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("samples", [1, 9])
-def test_buffers_that_differ_in_form_become_rank_0s(strategy: str, samples: int) -> None:  # I-07, B-08
-    x = data(samples).tensors[0]
-    for first, seen in on_ranks(_grown, 2, strategy, samples, process_group=None):
-        # Of nine samples rank 0 gets the first four and the last.
-        assert torch.equal(first, x[0])
-        assert torch.equal(seen, torch.cat([x[:4], x[8:]]))
+    def on_train_end(self) -> None:
+        self.at_the_end = self.mean.clone()  # before rank 0's buffers replace those of the others
 
 
 class OfWrongLength(IterableDataset[Any]):
@@ -347,138 +356,127 @@ class OfWrongLength(IterableDataset[Any]):
         return iter(global_batches(64, 4)[: (5, 3)[dist.get_rank()]])
 
 
-class CountsSamples(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.validated: list[tuple[int, int]] = []
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("samples", float(len(batch[0])), reduce_fx="sum", batch_size=len(batch[0]))
-
-    def on_validation_end(self) -> None:
-        self.validated.append((self.current_epoch, self.global_step))
-
-    def predict_step(self, batch: Any, batch_idx: int) -> int:
-        return len(self.net(batch[0]))
-
-
 READ = "micro-batches per epoch, but"
-OF_WRONG_LENGTH: dict[str, tuple[Any, int, int, str]] = {  # with the steps and samples of an epoch, and the warning
-    "too much": (loader(20, 1, batch_sampler=Batches(20, 40)), 5, 20, f"20 {READ} 5 were read."),
-    "uneven": (DataLoader(OfWrongLength(3), None), 5, 32, f"3 {READ} 5 were read on rank(s) [0]."),
-    "one rank": (DataLoader(OfWrongLength(5), None), 5, 32, f"5 {READ} 3 were read on rank(s) [1]."),
+OF_WRONG_LENGTH: dict[str, Any] = {
+    f"20 {READ} 5 were read.": loader(20, 1, batch_sampler=Batches(20, 40)),
+    f"3 {READ} 5 were read on rank(s) [0].": DataLoader(OfWrongLength(3), None),
+    f"5 {READ} 3 were read on rank(s) [1].": DataLoader(OfWrongLength(5), None),
 }
 
 
-def _counted(strategy: str, name: str) -> Any:
-    batches, module = OF_WRONG_LENGTH[name][0], CountsSamples()
-    run = quiet(strategy=strategy, max_epochs=2, val_check_interval=0.5)
+def _warned(strategy: str, warning: str) -> list[str]:
+    batches = OF_WRONG_LENGTH[warning]
     with captured_warnings() as lines:
-        run.fit(module, batches, OF_WRONG_LENGTH[name][0])
-    warned = [text for text in lines if "proved wrong" in text]
-    predicted = sum(quiet(strategy=strategy).predict(module, batches))
-    counts = run.global_step, run.samples_seen, predicted, float(run.callback_metrics["samples"])
-    return counts, module.validated, warned
+        quiet(strategy=strategy, max_epochs=2).fit(Centring(), batches, batches)
+    return [text for text in lines if "proved wrong" in text]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("name", OF_WRONG_LENGTH)
-def test_all_ranks_go_through_all_the_data(strategy: str, name: str) -> None:  # I-04
-    _, steps, samples, warning = OF_WRONG_LENGTH[name]
-    first, second = on_ranks(_counted, 2, strategy, name, timeout=120)
-    assert first[0] == second[0] == (2 * steps, 2 * samples, samples, samples)
-    # Once for the training loader, and once for the validation loader; on rank 0 only.
-    assert [warning in text for text in first[2]] == [True] * 2, first[2]
-    assert second[2] == []
-    if name == "too much":  # the expected half is never reached
-        assert first[1] == second[1] == [(0, 5), (1, 10)]
+def test_a_wrong_length_is_warned_about_once_for_each_loader() -> None:  # I-04; the programs go through all the data
+    cases = [(strategy, warning) for strategy in ("ddp", "fsdp") for warning in OF_WRONG_LENGTH]
+    for (_, warning), first, second in zip(cases, *on_ranks(each, 2, _warned, *cases, timeout=120), strict=True):
+        assert [warning in text for text in first] == [True] * 2, first
+        assert second == []
 
 
-class Centring(Regression):
-    """Subtracts a running mean from its inputs, which each rank computes over its own data."""
+def _set_in_a_validation() -> torch.Tensor:
+    module, strategy = Centring(), DDPStrategy(broadcast_buffers=False)
+    callback = LambdaCallback(on_validation_start=lambda trainer, module: module.mean.fill_(3.0))
+    trained(module, loader(28, 2), loader(4, 1), strategy=strategy, callbacks=callback, val_check_interval=7)
+    return module.at_the_end
 
-    mean: torch.Tensor
+
+def test_buffers_that_a_hook_of_validation_writes_persist() -> None:  # I-13
+    for mean in on_ranks(_set_in_a_validation, 2):
+        assert torch.equal(mean, torch.full((FEATURES,), 3.0))
+
+
+class Shuffled(Sampler[int]):
+    """Shuffles with a generator of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.random.sample(range(24), 24))
+
+    def __len__(self) -> int:
+        return 24
+
+
+class Lines(IterableDataset[Any]):
+    """The data set as a stream that every rank reads completely."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(data(24))
+
+
+class Recording(Regression):
+    """Records the first number of every sample."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.zeros(FEATURES))
-        self.register_buffer("seen", torch.tensor(float("nan")))
+        self.seen: dict[str, list[float]] = {"train": [], "validate": []}
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        self.mean.copy_(0.5 * self.mean + 0.5 * x.mean(0))
-        return self.loss((x - self.mean, y))
+        self.seen["train"] += batch[0][:, 0].tolist()
+        return self.loss(batch)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.loss(batch)
+        self.seen["validate"] += batch[0][:, 0].tolist()
 
-    def on_train_end(self) -> None:
-        self.at_the_end = [buffer.detach().clone() for buffer in self.buffers()]
-
-
-class Swapping(Callback):
-    """Validates with another mean, as averaging callbacks do, or sets it for good."""
-
-    def __init__(self, for_good: bool = False) -> None:
-        self.for_good = for_good
-
-    def on_validation_start(self, trainer: Any, module: Any) -> None:
-        self.before = module.mean.clone()
-        module.mean.fill_(3.0)
-
-    def on_validation_end(self, trainer: Any, module: Any) -> None:
-        if not self.for_good:
-            module.mean.copy_(self.before)
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch[0][:, 0]
 
 
-class SavesInValidation(Callback):
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_validation_end(self, trainer: Any, module: Any) -> None:
-        if trainer.global_step == 3:
-            trainer.save_checkpoint(self.path)
+def _shuffling(seed: int) -> DataLoader[Any]:
+    return DataLoader(data(24), batch_size=3, sampler=Shuffled(seed))
 
 
-def train_centring(module: Centring, strategy: Any, validation: Any, *callbacks: Callback, **options: Any) -> Any:
-    """Return the weights and this rank's buffers of the end of training, before rank 0's replace them."""
-    trained(module, loader(28, 2), validation, strategy=strategy, callbacks=[*callbacks], **options)
-    return [weights(module), *module.at_the_end]
+def _runs() -> dict[str, Any]:
+    rank, module = int(os.environ["RANK"]), Recording()
+    found: dict[str, Any] = {"training": refusal(module, _shuffling(rank), strategy="ddp")}
+    found["trained on before that"] = len(module.seen["train"])
+    weighed = {"a": _shuffling(0), "b": _shuffling(rank)}
+    found["weighed"] = refusal(Recording(), weighed, strategy="ddp", accumulate_grad_batches=2)
+    found["validation"] = refusal(Recording(), _shuffling(0), _shuffling(rank), strategy="ddp")
+    part, _ = random_split(data(32), [24, 8], torch.Generator().manual_seed(rank))
+    found["split"] = refusal(Recording(), DataLoader(part, batch_size=3, shuffle=True), strategy="ddp")
+    with captured_warnings() as found["alike, warnings"]:
+        alike = Recording()
+        quiet(strategy="ddp", max_epochs=2).fit(alike, _shuffling(5), _shuffling(6))
+        found["alike"] = alike.seen
+        quiet(strategy="ddp", use_distributed_sampler=False, limit_val_batches=0).fit(Recording(), _shuffling(rank))
+    with captured_warnings() as found["whole, warnings"]:
+        whole = DataLoader(Lines(), batch_size=4)
+        quiet(strategy="ddp", max_epochs=2).fit(Recording(), whole, whole)
+    with captured_warnings() as found["split, warnings"]:
+        module = Recording()
+        loaders = [DataLoader(split_by_rank(Lines()), batch_size=4, num_workers=workers) for workers in (2, 0)]
+        quiet(strategy="ddp").fit(module, loaders[0], loaders[1])
+        found["parts"] = module.seen
+        found["predicted"] = torch.cat(quiet(strategy="ddp").predict(module, loaders[1])).tolist()
+    return found
 
 
-def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(one, other, strict=True))
-
-
-def buffers_apart() -> DDPStrategy:
-    return DDPStrategy(broadcast_buffers=False)
-
-
-STRATEGIES = {"ddp": DDPStrategy, "ddp, buffers apart": buffers_apart, "fsdp": lambda: "fsdp"}
-
-
-def _without_and_with_validation(strategy: str) -> list[Any]:
-    build, options = STRATEGIES[strategy], {"accumulate_grad_batches": 3}
-    without = train_centring(Centring(), build(), None, **options)
-    # Of five samples one rank has two and joins once.
-    return [without, train_centring(Centring(), build(), loader(5, 1), Swapping(), val_check_interval=2, **options)]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_per_rank_buffers_do_not_depend_on_validation(strategy: str) -> None:  # I-13
-    for without, with_validation in on_ranks(_without_and_with_validation, 2, strategy):
-        assert equal(with_validation, without)
-
-
-def _changed_by_validation(path: str) -> tuple[torch.Tensor, bool]:
-    validation, options = loader(4, 1), {"val_check_interval": 3}
-    changed = train_centring(Centring(), buffers_apart(), validation, Swapping(for_good=True), val_check_interval=7)
-    whole = train_centring(Centring(), buffers_apart(), validation, SavesInValidation(path), **options)
-    resumed = train_centring(Centring(), buffers_apart(), validation, ckpt_path=path, **options)
-    return changed[1], equal(whole, resumed)
-
-
-def test_changes_made_in_validation_persist_and_are_saved(tmp_path: Path) -> None:  # I-13, F-02
-    for mean, resumes_exactly in on_ranks(_changed_by_validation, 2, str(tmp_path / "saved")):
-        assert torch.equal(mean, torch.full((FEATURES,), 3.0))
-        assert resumes_exactly
+def test_ranks_that_wrongly_read_the_same_data_are_warned() -> None:  # I-08
+    ranks = on_ranks(_runs, 2, process_group=None)
+    numbers = sorted(data(24).tensors[0][:, 0].tolist())
+    for found in ranks:
+        for name, whose in (("training", "training"), ("weighed", "training"), ("validation", "validation")):
+            assert found[name].startswith("ConfigurationError"), (name, found[name])
+            for part in (f"the order of Shuffled, the sampler of the {whose} loader", "rank(s) [0]; ", "rank(s) [1]"):
+                assert part in found[name], (name, found[name])
+        assert found["trained on before that"] == 0
+        assert re.match("DistributedError: (?s:.*)training subset", found["split"]), found["split"]
+        assert found["alike, warnings"] == []
+        assert found["split, warnings"] == []
+        assert sorted(found["predicted"]) == numbers
+    for name, stage, epochs in (("alike", "train", 2), ("alike", "validate", 2), ("parts", "train", 1)):
+        seen = [number for found in ranks for number in found[name][stage]]
+        assert sorted(seen) == sorted(numbers * epochs), (name, stage)
+    warned, silent = (found["whole, warnings"] for found in ranks)
+    assert silent == []
+    assert len(warned) == 2  # once for each loader, whatever the number of epochs
+    for line, whose in zip(warned, ("training", "validation"), strict=True):
+        assert line.startswith(f"The first batch of the {whose} loader is the same on all ranks.")
+        assert "split_by_rank(Lines(...))" in line

@@ -9,43 +9,34 @@ import torch
 import torch.distributed as dist
 from small_runs import TIGHT, Regression, each, failing, global_batches, loader, quiet, train_by_hand, weights
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Replicate, Shard, parallel
 from torch.nn.functional import scaled_dot_product_attention
 
 from drivetrain_strategies import FSDPStrategy
-from drivetrain_strategies.fsdp._unsplit_gradients import WINDOWS, UnsplitGradients  # counts its comparisons
 from worlds import on_ranks
 
 WIDTH, HEAD = 8, 4
 BLOCK = "blocks.*"
 SPLIT: dict[str, Any] = {
-    f"{BLOCK}.query": ColwiseParallel(),
-    f"{BLOCK}.key": ColwiseParallel(),
-    f"{BLOCK}.value": ColwiseParallel(),
-    f"{BLOCK}.out": RowwiseParallel(),
+    f"{BLOCK}.query": parallel.ColwiseParallel(),
+    f"{BLOCK}.key": parallel.ColwiseParallel(),
+    f"{BLOCK}.value": parallel.ColwiseParallel(),
+    f"{BLOCK}.out": parallel.RowwiseParallel(),
 }
-HEADS = SequenceParallel(sequence_dim=2, use_local_output=True)  # (samples, tokens, heads, head)
+HEADS = parallel.SequenceParallel(sequence_dim=2, use_local_output=True)  # (samples, tokens, heads, head)
 SUMMED = {**SPLIT, f"{BLOCK}.query_norm": HEADS, f"{BLOCK}.key_norm": HEADS}
 TOKENS = {
     "blocks": [
-        PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True),
-        PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate()),
+        parallel.PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True),
+        parallel.PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate()),
     ],
-    **dict.fromkeys(list(SPLIT)[:3], ColwiseParallel(input_layouts=Shard(1))),
-    f"{BLOCK}.out": RowwiseParallel(output_layouts=Shard(1)),
+    **dict.fromkeys(list(SPLIT)[:3], parallel.ColwiseParallel(input_layouts=Shard(1))),
+    f"{BLOCK}.out": parallel.RowwiseParallel(output_layouts=Shard(1)),
     f"{BLOCK}.query_norm": HEADS,
     f"{BLOCK}.key_norm": HEADS,
 }
 """Also splits the tokens between the layers, but for the blocks' first norm."""
-SEQUENCE = {**TOKENS, f"{BLOCK}.norm": SequenceParallel()}
+SEQUENCE = {**TOKENS, f"{BLOCK}.norm": parallel.SequenceParallel()}
 NORMS = [f"net.blocks.{block}.{norm}.weight" for block in range(2) for norm in ("query_norm", "key_norm")]
 
 
@@ -82,7 +73,7 @@ class Attending(Regression):
         if self.plan is not None:
             for name, styles in self.plan.items():
                 for style in styles if isinstance(styles, list) else [styles]:
-                    parallelize_module(self.net, self.device_mesh["tensor"], {name: style})
+                    parallel.parallelize_module(self.net, self.device_mesh["tensor"], {name: style})
 
     def loss(self, batch: Any) -> torch.Tensor:
         x, y = batch
@@ -123,20 +114,13 @@ class Alternating(Manual):
 
 
 class Opening(Attending):
-    """The output of attention is zero before the first step, and stays so if ``closed``."""
-
-    closed = False
+    """The output of attention is zero before the first step."""
 
     def configure_model(self) -> None:
         new = self.net is None
         super().configure_model()
         for block in self.net["blocks"] if new else ():
             nn.init.zeros_(block.out.weight)
-            block.out.weight.requires_grad_(not self.closed)
-
-
-class Closed(Opening):
-    closed = True
 
 
 class Unfreezing(Attending):
@@ -149,111 +133,6 @@ class Unfreezing(Attending):
         for name, parameter in self.named_parameters():
             if name in NORMS:
                 parameter.requires_grad_(self.trainer.current_epoch > 0)
-
-
-def _refused(kind: type[Attending], options: dict[str, Any], settings: dict[str, Any]) -> Any:
-    plan = options.pop("plan", SPLIT)
-    fit = quiet(strategy=FSDPStrategy(**{"tensor_parallel": 2, **options}), **settings)
-    with failing() as error:
-        fit.fit(kind(plan), loader(48, 4))
-    return error, fit.global_step
-
-
-def _names(error: dict[str, str]) -> list[str]:
-    assert error["type"] == "ConfigurationError", error
-    listed = error["text"].partition("the gradients of ")[2].partition(" differ between")[0]
-    return [name.strip("'") for name in listed.split(", ")]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "kind", "options", "settings"),
-    [
-        (2, Attending, {}, {}),
-        (2, Attending, {"wrap": []}, {"precision": "bf16-mixed"}),
-        (2, Attending, {}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
-        (2, Attending, {"ignored": ["*query_norm*"]}, {}),
-        (2, Manual, {}, {}),
-        (4, Attending, {}, {"precision": "16-mixed"}),
-        (4, Attending, {"sharding": "hybrid", "replicate_size": 2}, {}),
-        (4, Attending, {"cpu_offload": True}, {}),
-    ],
-)
-def test_norms_of_split_heads_are_refused_before_the_first_step(
-    ranks: int, kind: type[Attending], options: dict[str, Any], settings: dict[str, Any]
-) -> None:  # P-07
-    for error, step in on_ranks(_refused, ranks, kind, options, settings, timeout=150):
-        assert _names(error) == NORMS
-        assert step == 0
-        assert "SequenceParallel(sequence_dim=2, use_local_output=True)" in error["text"]
-
-
-def test_a_gradient_that_shows_nothing_is_compared_in_a_later_window() -> None:
-    # P-07: it is zero, is not finite, or is None since the weight is frozen or its optimizer's turn comes later
-    cases: Any = [
-        (Opening, {}, {}),
-        (Poisoned, {}, {"precision": "16-mixed"}),
-        (Unfreezing, {}, {"max_epochs": 2, "limit_train_batches": 3}),
-        (Alternating, {}, {}),
-    ]
-    for refused in on_ranks(each, 2, _refused, *cases):
-        assert [_names(error) for error, _ in refused] == [NORMS] * 4
-        assert [step for _, step in refused] == [1, 0, 3, 0]
-
-
-def test_under_sequence_parallelism_a_norm_that_sees_some_tokens_only_is_refused() -> None:
-    # P-07: the plan has no style for it
-    for ((error, step),) in on_ranks(each, 2, _refused, (Attending, {"plan": TOKENS}, {})):
-        assert _names(error) == ["net.blocks.0.norm.weight", "net.blocks.1.norm.weight"]
-        assert step == 0
-
-
-def _trained(kind: type[Attending], plan: Any, options: dict[str, Any], settings: dict[str, Any]) -> torch.Tensor:
-    module = kind(plan)
-    quiet(strategy=FSDPStrategy(**{"tensor_parallel": 2, **options}), **settings).fit(module, loader(48, 8))
-    return weights(module)
-
-
-def test_what_the_error_advises_equals_one_process() -> None:  # P-07
-    reference = Attending()
-    reference.configure_model()
-    train_by_hand(reference, global_batches(48, 8))
-    cases: Any = [(Attending, plan, {}, {}) for plan in (SUMMED, SEQUENCE)]
-    for found in on_ranks(each, 2, _trained, *cases):
-        for held in found:
-            torch.testing.assert_close(held, weights(reference), **TIGHT)
-
-
-def _watched(method: str, run: tuple[Any, ...]) -> list[Any]:
-    """Train, and return the results of each call of a method of `UnsplitGradients`."""
-    results: list[Any] = []
-    original = getattr(UnsplitGradients, method)
-
-    def watched(self: UnsplitGradients, *arguments: Any) -> Any:
-        results.append(original(self, *arguments))
-        return results[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(UnsplitGradients, method, watched)
-        _trained(*run)
-    return results
-
-
-def _largest_difference(*run: Any) -> float:
-    """Return the largest squared difference of gradients that were compared, relative to their size."""
-    squares = [one.tolist() for one in _watched("_squares", run)]
-    return max(difference / size if size else 0.0 for difference, size in squares)
-
-
-def test_equal_gradients_do_not_differ_by_rounding() -> None:
-    # P-07: biases of split layers and norms
-    hybrid = {"sharding": "hybrid", "replicate_size": 2}
-    cases: list[Any] = [
-        *[(Attending, SEQUENCE, hybrid, {"precision": precision}) for precision in ("32-true", "bf16-mixed")],
-        (Alternating, SUMMED, {}, {}),
-        (Dropping, SUMMED, {}, {}),  # ranks of a group draw the same masks, without a seed of the run too
-    ]
-    for found in on_ranks(each, 4, _largest_difference, *cases, timeout=150):
-        assert found == [0.0] * len(cases)
 
 
 class Dropping(Attending):
@@ -280,19 +159,86 @@ def _rounded(layer: nn.Module, gradients: Any) -> Any:
     return tuple(one * (1 + 1e-7 * torch.randn(one.shape, generator=generator)) for one in gradients)
 
 
-def test_a_gradient_of_rounding_errors_shows_nothing() -> None:
-    # P-07: attention does not depend on the bias of its keys, so the bias's gradient is zero but for rounding
-    plan = {"stem": ColwiseParallel(output_layouts=Replicate())}
-    for error, _ in on_ranks(_refused, 2, Rounding, {"plan": plan}, {}):
-        assert error["type"] == "nothing was raised", error
+def _trained(kind: type[Attending], plan: Any, options: dict[str, Any], settings: dict[str, Any]) -> Any:
+    """Train; return the error and the number of steps, with the weights."""
+    module, fit = kind(plan), quiet(strategy=FSDPStrategy(**{"tensor_parallel": 2, **options}), **settings)
+    with failing() as error:
+        fit.fit(module, loader(48, 8))
+    return error, fit.global_step, None if error["text"] else weights(module)
 
 
-def _comparisons(kind: type[Attending]) -> int:
-    """Train for twelve windows, and return in how many of them gradients were compared."""
-    return len(_watched("compare", (kind, SUMMED, {}, {"max_epochs": 2})))
+def _names(error: dict[str, str]) -> list[str]:
+    assert error["type"] == "ConfigurationError", error
+    listed = error["text"].partition("the gradients of ")[2].partition(" differ between")[0]
+    return [name.strip("'") for name in listed.split(", ")]
 
 
-def test_gradients_are_compared_in_the_first_window_only() -> None:
-    # P-07, H-01: gradients that stay zero are given up after nine windows
-    for counts in on_ranks(each, 2, _comparisons, (Attending,), (Closed,)):
-        assert counts == [1, WINDOWS]
+HYBRID: dict[str, Any] = {"sharding": "hybrid", "replicate_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        (
+            2,
+            [
+                (Attending, SPLIT, {}, {}),
+                (Attending, SPLIT, {"wrap": []}, {"precision": "bf16-mixed"}),
+                (Attending, SPLIT, {}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
+                (Attending, SPLIT, {"ignored": ["*query_norm*"]}, {}),
+                (Manual, SPLIT, {}, {}),
+            ],
+        ),
+        (
+            4,
+            [
+                (Attending, SPLIT, {}, {"precision": "16-mixed"}),
+                (Attending, SPLIT, HYBRID, {}),
+                (Attending, SPLIT, {"cpu_offload": True}, {}),
+            ],
+        ),
+    ],
+)
+def test_norms_of_split_heads_are_refused_before_the_first_step(ranks: int, cases: list[Any]) -> None:  # P-07
+    for refused in on_ranks(each, ranks, _trained, *cases, timeout=150):
+        for error, step, _ in refused:
+            assert _names(error) == NORMS
+            assert step == 0
+            assert "SequenceParallel(sequence_dim=2, use_local_output=True)" in error["text"]
+
+
+def test_a_gradient_that_shows_nothing_is_compared_in_a_later_window() -> None:
+    # P-07: it is zero, is not finite, or is None since the weight is frozen or its optimizer's turn comes later
+    cases: Any = [
+        (Opening, SPLIT, {}, {}),
+        (Poisoned, SPLIT, {}, {"precision": "16-mixed"}),
+        (Unfreezing, SPLIT, {}, {"max_epochs": 2, "limit_train_batches": 3}),
+        (Alternating, SPLIT, {}, {}),
+        (Attending, TOKENS, {}, {}),  # sequence parallelism, without a style for a norm that sees some tokens only
+    ]
+    for *refused, (error, step, _) in on_ranks(each, 2, _trained, *cases):
+        assert [_names(one) for one, *_ in refused] == [NORMS] * 4
+        assert [steps for _, steps, _ in refused] == [1, 0, 3, 0]
+        assert _names(error) == ["net.blocks.0.norm.weight", "net.blocks.1.norm.weight"]
+        assert step == 0
+
+
+def test_equal_gradients_are_accepted_and_what_the_error_advises_equals_one_process() -> None:
+    # P-07: biases of split layers and norms
+    reference = Attending()
+    reference.configure_model()
+    train_by_hand(reference, global_batches(48, 8))
+    # Attention does not depend on the bias of its keys, so the bias's gradient is zero but for rounding.
+    whole = {"stem": parallel.ColwiseParallel(output_layouts=Replicate())}
+    cases: Any = [(Attending, SUMMED, {}, {}), (Attending, SEQUENCE, {}, {}), (Rounding, whole, {}, {})]
+    for found in on_ranks(each, 2, _trained, *cases):
+        assert not [error for error, *_ in found if error["text"]]
+        for _, _, held in found[:2]:
+            torch.testing.assert_close(held, weights(reference), **TIGHT)
+    cases = [
+        *[(Attending, SEQUENCE, HYBRID, {"precision": precision}) for precision in ("32-true", "bf16-mixed")],
+        (Alternating, SUMMED, {}, {}),
+        (Dropping, SUMMED, {}, {}),  # ranks of a group draw the same masks, without a seed of the run too
+    ]
+    for found in on_ranks(each, 4, _trained, *cases, timeout=150):
+        assert not [error for error, *_ in found if error["text"]]

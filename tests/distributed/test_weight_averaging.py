@@ -1,4 +1,4 @@
-"""Weight averaging under every strategy equals torch's AveragedModel in a hand-written loop (L-01)."""
+"""Weight averaging under every strategy equals torch's AveragedModel, SWALR and update_bn in a loop (L-01)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from phased_training import dealt, state
-from small_runs import STRATEGIES, Saver, assert_near, global_batches, loader, quiet, seeded
+from small_runs import STRATEGIES, assert_near, data, global_batches, loader, quiet, seeded
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from drivetrain import Callback, Fit, TrainModule
-from drivetrain.callbacks import Checkpoint, EMAWeightAveraging, WeightAveraging
+from drivetrain.callbacks import Checkpoint, EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from drivetrain.checkpoint import load
+from drivetrain.errors import ConfigurationError
 from oracle import program as plan
 from oracle.check import check
 from worlds import DEEPSPEED, on_ranks, preload
@@ -64,12 +65,9 @@ class Net(TrainModule):
         return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=0.05)
 
 
-def by_hand(average: Any = EMA, starts: int = 0, every: int = 1) -> Any:
-    """Return the module's state after the run, the trained weights and the losses of validation.
-
-    Written by hand: torch's AveragedModel defines which tensors are averaged, and how.
-    """
-    model, step = Net(), 0
+def by_hand(average: Any = EMA, starts: int = 0, every: int = 1, model: Net | None = None) -> Any:
+    """Return the state after the run, the trained one, and the losses. Written by hand: the average is torch's."""
+    model, step = model or Net(), 0
     optimizer = model.configure_optimizers()
     averaged: Any = AveragedModel(model, multi_avg_fn=average, use_buffers=True)
     validated = []
@@ -108,24 +106,31 @@ def test_unfrozen_parameters_are_averaged_from_then_on(strategy: str, ranks: int
 
 
 class Recording(Callback):
-    """Records the exact weights after every step."""
+    """Records what this rank holds of the state after every step, and at the start of every batch of validation."""
+
+    priority = -10
 
     def __init__(self) -> None:
-        self.weights: list[list[float]] = []
+        self.after: list[dict[str, Tensor]] = []
+        self.validated: list[dict[str, Tensor]] = []
+
+    def held(self, trainer: Any) -> dict[str, Tensor]:
+        shards = {name: trainer.strategy.shard_of(one) for name, one in trainer.strategy.model_state().items()}
+        return {name: getattr(shard, "local", shard).detach().clone() for name, shard in shards.items()}
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        held = (trainer.strategy.shard_of(one) for one in trainer.strategy.model_state().values())
-        self.weights.append(torch.cat([getattr(one, "local", one).double().reshape(-1) for one in held]).tolist())
+        self.after.append(self.held(trainer))
+
+    def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int, *_: int) -> None:
+        self.validated.append(self.held(trainer))
 
 
-def _with_and_without(strategy: str, precision: str) -> list[list[list[float]]]:
-    found = []
-    for others in ([], [ema()]):
-        recording = Recording()
-        settings: dict[str, Any] = {"accumulate_grad_batches": 2, "val_check_interval": 3, "precision": precision}
-        run(Net(), recording, *others, strategy=strategy, **settings)
-        found.append(recording.weights)
-    return found
+def _with_and_without(strategy: str, precision: str) -> list[list[dict[str, Tensor]]]:
+    settings: dict[str, Any] = {"accumulate_grad_batches": 2, "val_check_interval": 3, "precision": precision}
+    recordings = Recording(), Recording()
+    run(Net(), recordings[0], strategy=strategy, **settings)
+    run(Net(), recordings[1], ema(), strategy=strategy, **settings)
+    return [recording.after for recording in recordings]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +145,8 @@ def test_validation_on_the_averages_changes_no_bit_of_training(
 ) -> None:  # L-01: also within accumulation windows
     for plain, averaged in on_ranks(_with_and_without, ranks, strategy, precision, process_group=None):
         assert len(plain) == 12
-        assert plain == averaged
+        for one, other in zip(plain, averaged, strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_a_validation_that_fails_leaves_what_was_trained() -> None:  # L-01
@@ -176,67 +182,44 @@ class Parts(EMAWeightAveraging):
         return "EMAWeightAveraging"
 
 
-def _saved(strategy: str, folder: Path, steps: int = 4) -> None:
-    run(Net(), ema(), Checkpoint(folder / "c", every_n_train_steps=4), strategy=strategy, max_steps=steps)
-
-
-def _resumed(strategy: str, folder: Path) -> tuple[dict[str, Any], list[float], int, int]:
+def _leg(strategy: str, folder: Path, steps: int) -> tuple[dict[str, Any], list[float], int, int]:
+    """Resume the run in the folder, if there is one, up to a step."""
     module, averaging = Net(), Parts(0.8)
-    run(module, averaging, Checkpoint(folder / "c", every_n_train_steps=4), strategy=strategy, path="last")
+    saver, path = Checkpoint(folder, every_n_train_steps=1), "last" if folder.exists() else None
+    run(module, averaging, saver, strategy=strategy, path=path, max_steps=steps)
     return state(module), module.validated, averaging.sharded, averaging.updates
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (("single", 1), ("zero 2", 2)),
-        (("zero 2", 2), ("single", 1)),
-        (("ddp", 2), ("hsdp", 4)),
-        (("hsdp", 4), ("ddp", 2)),
-        (("fsdp", 2), ("zero 3", 2)),
-        (("zero 3", 2), ("zero 1", 2)),
-        (("zero 1", 2), ("fsdp", 4)),
-    ],
-    ids=str,
-)
-def test_averages_resume_under_another_strategy_and_are_in_the_module_after_fit(
-    first: tuple[str, int], second: tuple[str, int], tmp_path: Path
-) -> None:  # L-01
-    on_ranks(_saved, first[1], first[0], tmp_path, process_group=None)
-    wanted, _, losses = by_hand()
-    for found, validated, sharded, updates in on_ranks(_resumed, second[1], second[0], tmp_path, process_group=None):
-        assert_near(found, wanted)
-        torch.testing.assert_close(validated, losses, atol=1e-6, rtol=1e-6)
-        assert updates == 12
-        assert (sharded > 0) == (second[0] not in ("single", "ddp"))  # each rank reads its own part
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero 3"])
-def test_the_averages_are_in_the_checkpoint_in_float32(strategy: str, tmp_path: Path) -> None:  # L-01
-    on_ranks(_saved, 2, strategy, tmp_path, 12, process_group=None)
-    checkpoint = load(max((tmp_path / "c").glob("epoch=*-step=12")))
+def test_averages_resume_under_other_strategies_and_are_in_the_module_after_fit(tmp_path: Path) -> None:  # L-01
+    folder, losses = tmp_path / "c", []
+    legs = ["single", "zero 2", "single", "ddp", "hsdp", "ddp", "fsdp", "zero 3", "zero 1", "fsdp", "hsdp"]
+    # None ends at step 6 with the epoch: its validation would belong to two legs.
+    for steps, strategy in zip((1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12), legs, strict=True):
+        ranks = on_ranks(_leg, dict(RANKS)[strategy], strategy, folder, steps, process_group=None)
+        losses += ranks[0][1]
+        for *_, sharded, updates in ranks:
+            assert updates == steps
+            if steps > 1:  # each rank reads its own part
+                assert (sharded > 0) == (strategy not in ("single", "ddp")), strategy
+    wanted, trained, expected = by_hand()
+    assert_near(ranks[0][0], wanted)
+    torch.testing.assert_close(losses, expected, atol=1e-6, rtol=1e-6)
+    checkpoint = load(max(folder.glob("epoch=*-step=12")))
     averages = dict(checkpoint.callback_tensors("EMAWeightAveraging"))
-    wanted, trained, _ = by_hand()
     assert {one.dtype for one in averages.values()} == {torch.float32}
     assert_near(averages, {name: wanted[name] for name in AVERAGED})
     weights = {name: value for name, value in checkpoint.weights().items() if name != "running_seen"}  # the rank's own
     assert_near(weights, {name: trained[name] for name in weights})
 
 
-def test_a_checkpoint_with_averages_is_replaced_by_the_next_at_its_path(tmp_path: Path) -> None:  # L-01
-    class Again(Saver):
-        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            trainer.save_checkpoint(self.path)
-
-    run(Net(), ema(), Again(str(tmp_path / "c")))
-    assert load(tmp_path / "c").progress["global_step"] == 12
-    assert load(tmp_path / "c").callback_tensors("EMAWeightAveraging")
-
-
 def test_unused_averages_are_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # L-01
-    _saved("single", tmp_path)
+    run(Net(), ema(), Checkpoint(tmp_path / "c", every_n_train_steps=4), max_steps=4)
     run(Net(), Checkpoint(tmp_path / "c", every_n_train_steps=4), path="last")
     assert "has tensors of callbacks that this run does not have: 'EMAWeightAveraging'." in caplog.text
+
+
+def running_mean(average: Any, weight: Any, updates: Any) -> Any:
+    return average + (weight - average) / (updates + 1)
 
 
 @pytest.mark.parametrize(
@@ -247,11 +230,7 @@ def test_unused_averages_are_warned_about(tmp_path: Path, caplog: pytest.LogCapt
         pytest.param(ema(update_starting_at_epoch=1), EMA, 6, 1, id="from an epoch on"),
         pytest.param(ema(update_starting_at_step=100), EMA, 100, 1, id="never: the trained weights stay"),
         pytest.param(WeightAveraging(), None, 0, 1, id="the mean"),
-        pytest.param(
-            WeightAveraging(lambda average, weight, updates: average + (weight - average) / (updates + 1)),
-            *(None, 0, 1),
-            id="a function of the user's",
-        ),
+        pytest.param(WeightAveraging(running_mean), None, 0, 1, id="a function of the user's"),
     ],
 )
 def test_the_average_is_of_the_chosen_steps(averaging: Any, average: Any, starts: int, every: int) -> None:  # L-01
@@ -264,16 +243,12 @@ def test_the_average_is_of_the_chosen_steps(averaging: Any, average: Any, starts
 
 def test_the_average_changes_in_half_precision(tmp_path: Path) -> None:
     # L-01: in bfloat16 an average with decay 0.999 never changes
-    class Weights(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            after.append(state(module))
-
-    after: list[dict[str, Tensor]] = []
-    run(Net(), Weights(), ema(0.999), Checkpoint(tmp_path / "c", every_n_train_steps=12), precision="bf16-true")
+    recording, saver = Recording(), Checkpoint(tmp_path / "c", every_n_train_steps=12)
+    run(Net(), recording, ema(0.999), saver, precision="bf16-true")
     averages = load(max((tmp_path / "c").glob("epoch=*-step=12"))).callback_tensors("EMAWeightAveraging")
     for name in ("inner.weight", "head.bias"):
-        wanted = first = after[0][name].float()
-        for one in after[1:]:
+        wanted = first = recording.after[0][name].float()
+        for one in recording.after[1:]:
             wanted = wanted.lerp(one[name].float(), 1 - 0.999)
         assert averages[name].dtype == torch.float32
         assert torch.equal(averages[name], wanted)
@@ -291,28 +266,13 @@ class Normed(Net):
         return super().forward(self.norm(x))
 
 
-class Statistics(Callback):
-    """Records the running mean after each step of training, and in each batch of validation."""
-
-    priority = -10
-
-    def __init__(self) -> None:
-        self.after: list[Tensor] = []
-        self.validated: list[Tensor] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.after.append(module.norm.running_mean.clone())
-
-    def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int, *_: int) -> None:
-        self.validated.append(module.norm.running_mean.clone())
-
-
 def _normed(strategy: str) -> tuple[list[Tensor], list[Tensor], list[str]]:
-    statistics = Statistics()
+    recording = Recording()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run(Normed(), statistics, ema(), strategy=strategy)
-    return statistics.after, statistics.validated, [str(one.message) for one in caught]
+        run(Normed(), recording, ema(), strategy=strategy)
+    after, validated = ([one["norm.running_mean"] for one in held] for held in (recording.after, recording.validated))
+    return after, validated, [str(one.message) for one in caught]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero 1", "zero 3"])
@@ -335,7 +295,6 @@ class Assigning(Net):
     def __init__(self) -> None:
         super().__init__()
         self.wave = nn.Parameter(seeded(lambda: torch.randn((), dtype=torch.complex64)))
-        self.after: list[dict[str, Tensor]] = []
 
     def loss(self, batch: Any) -> Tensor:
         return super().loss(batch) * self.wave.abs()
@@ -347,19 +306,16 @@ class Assigning(Net):
     def on_before_zero_grad(self, optimizer: Any) -> None:
         self.head.bias.data = self.head.bias.data.clamp(-0.05, 0.05)
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.after.append({name: self.state_dict()[name].clone() for name in ("running_seen", "head.bias", "wave")})
-
 
 @pytest.mark.parametrize("settings", [{"limit_val_batches": 0}, {}], ids=["", "validated"])
 def test_reassigned_and_complex_tensors_are_averaged(settings: dict[str, Any]) -> None:  # L-01
-    module = Assigning()
-    run(module, ema(), **settings)
-    wanted = module.after[0]
-    for later in module.after[1:]:
-        wanted = {name: one + (later[name] - one) * 0.2 for name, one in wanted.items()}
-    for name, value in wanted.items():
-        torch.testing.assert_close(module.state_dict()[name], value, msg=name)
+    module, recording = Assigning(), Recording()
+    run(module, recording, ema(), **settings)
+    for name in ("running_seen", "head.bias", "wave"):
+        wanted, *later = [one[name] for one in recording.after]
+        for one in later:
+            wanted = wanted + (one - wanted) * 0.2
+        torch.testing.assert_close(module.state_dict()[name], wanted, msg=name)
 
 
 class Growing(Net):
@@ -376,3 +332,197 @@ def test_a_buffer_that_grows_is_averaged_from_then_on() -> None:  # L-01
     run(module, ema(), max_epochs=1)
     # It is 2 after the step that creates it, where its average starts, and increases by one in each step.
     torch.testing.assert_close(module.running_seen, torch.full((2,), 2 + 0.2 + 0.2 * (2 - 0.2)))
+
+
+EPOCHS, FIRST = 6, 3  # of stochastic averaging, and the first epoch whose weights are averaged
+
+
+class Stochastic(TrainModule):
+    """Has two groups of parameters, a schedule, and batch normalization if ``normed``."""
+
+    def __init__(self, normed: bool = False) -> None:
+        super().__init__()
+        self.norm: Any = nn.BatchNorm1d(4, momentum=0.3) if normed else nn.Identity()
+        self.net = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.norm(x))
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(self(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        first, last = self.net[0].parameters(), self.net[2].parameters()
+        optimizer = torch.optim.SGD([{"params": first}, {"params": last, "lr": 0.05}], lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+
+
+def stochastic_by_hand(
+    annealing: int = 2, shape: Any = "cos", normed: bool = False
+) -> tuple[dict[str, Tensor], list[Any]]:
+    """Return the averages, and the rates of each epoch. Written by hand: the classes of torch define them."""
+    model, rates = Stochastic(normed), []
+    (optimizer,), (scheduler,) = model.configure_optimizers()
+    averaged: Any = AveragedModel(model)
+    for epoch in range(EPOCHS):
+        if epoch == FIRST:
+            scheduler = SWALR(optimizer, [0.02, 0.04], annealing, shape)  # type: ignore[arg-type]  # one for each group
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        for batch in global_batches(SAMPLES, BATCH):
+            optimizer.zero_grad()
+            model.loss(batch).backward()
+            optimizer.step()
+        if epoch >= FIRST:
+            averaged.update_parameters(model)
+        scheduler.step()
+    if normed:
+        update_bn(loader(SAMPLES, BATCH), averaged)
+    return averaged.module.state_dict(), rates
+
+
+class Rates(Callback):
+    """Records the learning rates in the last batch of each epoch."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[float]] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 5:
+            self.seen.append([float(group["lr"]) for group in trainer.optimizers[0].param_groups])
+
+
+def _stochastic(
+    strategy: str, folder: Path, annealing: int = 2, shape: str = "cos", normed: bool = False, resume: int = 0
+) -> tuple[dict[str, Tensor], list[list[float]]]:
+    """Train, or resume from the checkpoint of a step; return the weights and the learning rates."""
+    module, rates = Stochastic(normed), Rates()
+    averaging = StochasticWeightAveraging([0.02, 0.04], FIRST + 1, annealing, shape)
+    checkpoints = Checkpoint(folder / "c", every_n_train_steps=9, save_top_k=-1)
+    path = next((folder / "c").glob(f"epoch=*-step={resume}")) if resume else None
+    run(module, averaging, rates, checkpoints, strategy=strategy, path=path, max_epochs=EPOCHS, default_root_dir=folder)
+    return state(module), rates.seen
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "annealing", "shape"),
+    [
+        *[("single", 1, 4, "linear"), ("single", 1, 0, "cos"), ("single", 1, 1, "linear")],
+        ("single, normed", 1, 2, "cos"),
+        *[(strategy, 2, 2, "cos") for strategy in ("ddp", "fsdp", "zero 1", "zero 3")],
+    ],
+)
+def test_stochastic_averages_and_learning_rates_equal_the_hand_written_loop(
+    strategy: str, ranks: int, annealing: int, shape: str, tmp_path: Path
+) -> None:  # L-01
+    normed = strategy == "single, normed"  # the statistics of batch normalization are the averages'
+    wanted, rates = stochastic_by_hand(annealing, shape, normed)
+    case = (strategy.split(",")[0], tmp_path, annealing, shape, normed)
+    for found, seen in on_ranks(_stochastic, ranks, *case, process_group=None):
+        assert_near(found, wanted)
+        torch.testing.assert_close(torch.tensor(seen), torch.tensor(rates))
+
+
+@pytest.mark.parametrize(("first", "second", "ranks"), [("fsdp", "single", 1), ("ddp", "zero 3", 2)])
+def test_stochastic_averaging_resumes_in_mid_schedule(
+    first: str, second: str, ranks: int, tmp_path: Path
+) -> None:  # L-01
+    on_ranks(_stochastic, 2, first, tmp_path, process_group=None)
+    wanted, _ = stochastic_by_hand()
+    for step in (9, 27):  # before the first epoch of the averages, and within
+        case = (second, tmp_path, 2, "cos", False, step)
+        for found, _ in on_ranks(_stochastic, ranks, *case, process_group=None):
+            assert_near(found, wanted)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_statistics_of_stochastic_averages_are_over_all_ranks_micro_batches(
+    strategy: str, tmp_path: Path
+) -> None:  # L-01
+    x = data(SAMPLES).tensors[0].split(BATCH // 2)
+    mean, variance = torch.stack([one.mean(0) for one in x]).mean(0), torch.stack([one.var(0) for one in x]).mean(0)
+    for found, _ in on_ranks(_stochastic, 2, strategy, tmp_path, 2, "cos", True, process_group=None):
+        torch.testing.assert_close(found["norm.running_mean"], mean)
+        torch.testing.assert_close(found["norm.running_var"], variance)
+        assert found["norm.num_batches_tracked"] == len(x)
+
+
+class PartlyFrozen(Stochastic):
+    """Has four batch normalizations: one in eval mode, one that is not called, one frozen and one trained."""
+
+    def __init__(self) -> None:
+        super().__init__(normed=True)
+        layers: Any = [nn.BatchNorm1d(4) for _ in range(3)]
+        self.kept, self.idle, self.frozen = layers
+        self.frozen.track_running_stats = False  # as left by finetuning with train_bn=False
+        for layer in layers:
+            layer.running_mean.fill_(0.5)
+
+    def on_train_epoch_start(self) -> None:
+        self.kept.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.kept(x) + self.frozen(x))
+
+
+def test_statistics_of_inactive_layers_stay() -> None:  # L-01
+    module = PartlyFrozen()
+    quiet(max_epochs=5, callbacks=[StochasticWeightAveraging(0.05)]).fit(module, loader(SAMPLES, BATCH))
+    for layer in (module.kept, module.idle, module.frozen):
+        assert layer.running_mean.tolist() == [0.5] * 4
+        assert layer.running_var.tolist() == [1.0] * 4
+    assert int(module.norm.num_batches_tracked) == SAMPLES // BATCH
+    assert torch.isfinite(module.norm.running_mean).all()
+
+
+class Manual(Stochastic):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+
+
+def test_stochastic_averaging_in_manual_optimization_and_from_a_fraction_of_the_epochs() -> None:  # L-01
+    averaging = StochasticWeightAveraging([0.05, 0.05])
+    quiet(max_epochs=5, callbacks=[averaging]).fit(Manual(), loader(SAMPLES, BATCH))
+    assert averaging.updates == 2
+    averaging = StochasticWeightAveraging(0.1)
+    quiet(max_epochs=10, callbacks=[averaging]).fit(Stochastic(), loader(SAMPLES, 24))
+    assert averaging.updates == 3  # from the eighth epoch on
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("swa_lrs", 0.0), ("swa_lrs", []), ("swa_lrs", [0.1, -1.0])],
+        *[("swa_epoch_start", 0), ("swa_epoch_start", 1.5)],
+        *[("annealing_epochs", -1), ("annealing_epochs", 2.0), ("annealing_strategy", "cosine")],
+    ],
+)
+def test_a_wrong_argument_of_stochastic_averaging_is_refused_by_name(name: str, value: Any) -> None:  # L-01
+    with pytest.raises(ConfigurationError, match=rf"StochasticWeightAveraging\({name}="):
+        StochasticWeightAveraging(**{"swa_lrs": 0.1, name: value})
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "settings", "words"),
+    [
+        (Stochastic(), (0.1,), {"max_epochs": None, "max_steps": 3}, "a fraction of max_epochs"),
+        (Stochastic(), (0.1, 7), {"max_epochs": 6}, "nothing is averaged"),
+        (Stochastic(), ([0.1], 1), {"max_epochs": 1}, r"the optimizers have 2 group\(s\)"),
+        (Manual(normed=True), ([0.1, 0.1],), {"max_epochs": 5}, "batch normalization and uses manual optimization"),
+    ],
+)
+def test_settings_that_do_not_fit_the_run_are_refused_before_it_trains(
+    module: Stochastic, arguments: Any, settings: dict[str, Any], words: str
+) -> None:  # L-01
+    averaging = StochasticWeightAveraging(*arguments)
+    fit = quiet(callbacks=[averaging], **settings)
+    with pytest.raises(ConfigurationError, match=words):
+        fit.fit(module, loader(SAMPLES, BATCH))
+    assert (fit.global_step, averaging.updates) == (0, 0)

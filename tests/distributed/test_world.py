@@ -8,10 +8,12 @@ import os
 import random
 import resource
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
-from drivetrain.launchers import RankFailedError
+from drivetrain.launchers import FunctionLauncher, RankFailedError, current_world
 from drivetrain.testing import World, run_distributed
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
@@ -91,11 +94,12 @@ def _own_group() -> float:
     return tensor.item()
 
 
-def test_a_call_sees_the_callers_current_environment_and_torchruns_variables(
+def test_a_call_sees_the_callers_current_environment_modules_and_torchruns_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ["DRIVETRAIN_TEST_CALL", *_TORCHRUN]
     before, variables = os.getcwd(), dict(os.environ)
+    (tmp_path / "made_later.py").write_text("def one():\n    return 1\n")
     with World(2) as world:
         assert world.run(_surroundings, names) == [([None] * 6, before, True)] * 2
         monkeypatch.setenv("DRIVETRAIN_TEST_CALL", "second")
@@ -103,21 +107,15 @@ def test_a_call_sees_the_callers_current_environment_and_torchruns_variables(
         of_ranks = [["second", rank, rank, "2", "2", "True"] for rank in ("0", "1")]
         assert world.run(_surroundings, names, process_group=None) == [(one, str(tmp_path), False) for one in of_ranks]
         assert world.run(_own_group, process_group=None) == [2.0, 2.0]
+        monkeypatch.syspath_prepend(str(tmp_path))
+        import made_later  # type: ignore[import-not-found]
+
+        assert world.run(made_later.one) == [1, 1]
         monkeypatch.undo()
         assert world.run(_surroundings, names) == [([None] * 6, before, True)] * 2
         [(first, *_), _] = world.run(_surroundings, names[:1], env={"DRIVETRAIN_TEST_CALL": "x"})
         assert first == ["x"]
     assert dict(os.environ) == variables
-
-
-def test_a_module_that_appears_after_the_start_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "made_later.py").write_text("def one():\n    return 1\n")
-    with World(1) as world:
-        world.run(_surroundings, [])
-        monkeypatch.syspath_prepend(str(tmp_path))
-        import made_later  # type: ignore[import-not-found]
-
-        assert world.run(made_later.one) == [1]
 
 
 def _fail_on_one(how: str) -> object:
@@ -161,9 +159,12 @@ def test_a_failed_world_is_recreated() -> None:
             before = after
 
 
-def test_a_rank_that_died_between_calls_is_reported_and_replaced() -> None:
+def test_a_rank_that_died_between_calls_is_replaced_and_one_that_cannot_get_the_function_is_not() -> None:
     with World(1) as world:
         [pid] = _pids(world)
+        with pytest.raises(ConfigurationError, match=r"(?s)cannot send.*Fix: use a function at the top level"):
+            world.run(lambda: None)
+        assert _pids(world) == [pid]
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(RankFailedError, match="Rank 0 was killed by SIGKILL"):
             world.run(_sum, 1.0)
@@ -201,9 +202,33 @@ def test_state_left_behind_is_an_error_and_removed() -> None:  # A-02, A-03
             assert world.run(_defaults) == [(torch.float32, True, 1)], what
 
 
-def test_unpicklable_arguments_are_refused_without_damage() -> None:
-    with World(1) as world:
-        pids = _pids(world)
-        with pytest.raises(ConfigurationError, match=r"(?s)cannot send.*Fix: use a function at the top level"):
-            world.run(lambda: None)
-        assert _pids(world) == pids
+def _meet() -> str:
+    world = current_world()
+    assert world is not None
+    world.store("test").set(os.environ["RANK"], "here")
+    world.store("test").wait(["0", "1"])
+    return os.environ["RANK"]
+
+
+def _node_of_two(folder: str, port: int) -> str:
+    """Start node 0, a node 1 of another job, and node 1, each of which starts its own process."""
+    number = int(os.environ["RANK"])
+    for name in [name for name in os.environ if name.startswith(("TORCHELASTIC", "GROUP", "ROLE"))]:
+        del os.environ[name]
+    os.environ["TORCHELASTIC_RUN_ID"] = "B" if number == 1 else "A"
+    while number == 2 and not Path(folder, "refused").exists():
+        time.sleep(0.01)
+    node = min(number, 1)
+    try:
+        return str(FunctionLauncher("fork").launch(Placement(node, 2, 0, 1, node, 2), _meet, port=port))
+    except ConfigurationError as error:
+        Path(folder, "refused").touch()
+        return str(error)
+
+
+def test_a_node_of_another_job_is_refused_and_the_jobs_own_node_admitted(tmp_path: Path) -> None:  # J-05
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        port = listener.getsockname()[1]
+    first, other, second = run_distributed(_node_of_two, 3, str(tmp_path), port, process_group=None)
+    assert (first, second) == ("0", "1")
+    assert f"rank 1 connected to 127.0.0.1:{port}, where the processes of another job meet" in other

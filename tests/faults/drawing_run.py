@@ -20,6 +20,8 @@ from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, 
 FEATURES = 4
 SAMPLES = 41  # not divisible by two ranks, batches of three or windows of two
 KEPT = 2
+QUIET: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+QUIET["accelerator"] = "cpu"
 
 STRATEGIES: dict[str, Any] = {
     "single": lambda step_timeout=None: SingleDeviceStrategy(),
@@ -86,10 +88,9 @@ def train(
         striker = Striker(fault, tell, folder)
         module, data, more = striker.module(module), striker.data(data), striker.settings()
     callbacks: list[Any] = [saver] if fault is None else [saver, striker.callback()]
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    settings: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 2, "accumulate_grad_batches": 2, "seed": 3}
+    settings: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 2, "seed": 3}
     plan = STRATEGIES[strategy](**more)
-    trainer = Fit(strategy=plan, callbacks=callbacks, default_root_dir=folder, **settings, **quiet)
+    trainer = Fit(strategy=plan, callbacks=callbacks, default_root_dir=folder, **settings, **QUIET)
     validation: Any = None if fault is None else DataLoader(torch.zeros(4, 1), batch_size=2)  # type: ignore[arg-type]
     trainer.fit(module, DataLoader(data, batch_size=3, shuffle=True), validation, ckpt_path="auto")
     if fault is not None:

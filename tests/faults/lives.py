@@ -82,11 +82,9 @@ class Life:
 
     @property
     def ended(self) -> bool:
-        """Whether all ranks finished."""
         return len(self.results) == self.run.ranks
 
     def live(self, fault: Fault) -> Life:
-        """Run until all ranks have ended."""
         pipes = [multiprocessing.Pipe(duplex=False) for _ in range(self.run.ranks)]
         watcher = _Watcher(self, [ours for ours, _ in pipes], fault)
         watcher.start()

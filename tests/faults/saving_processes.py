@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,13 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from drivetrain._distributed.control_group import GroupControl
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._distributed.shards import ParameterShard, Span
 from drivetrain.checkpoint import load, verify
 from drivetrain.checkpoint._format import CheckpointMetadata, Contents, save
 from drivetrain.checkpoint._format.local_storage import LocalStorage
 from drivetrain.launchers.function_launcher import PRELOAD
+
+
+def control_of_ranks() -> GroupControl:
+    store = dist.distributed_c10d._get_default_store()
+    return GroupControl(dist.new_group(backend="gloo"), store, dist.get_rank(), dist.get_world_size())
 
 
 def numbered(number: int, rank: int = 0, ranks: int = 1, elements: int = 40_000) -> Contents:
@@ -48,30 +54,20 @@ def number_in(path: str | Path) -> int:
     return number
 
 
-def save_and_save(pipe: Connection, path: str, exchanging: bool = True) -> None:
-    """Save number 0, 1, 2, ... to one path, reporting each, until the process is killed."""
+def save_when_told(pipe: Connection, path: str, exchanging: bool = True, count: int = sys.maxsize) -> None:
+    """Save number 0, 1, 2, ... to one path, reporting each; the process may be killed before the last."""
     if not exchanging:
         import drivetrain.checkpoint._format.local_storage as module
 
         module.exchange = lambda first, second: False  # type: ignore[attr-defined]
-    number = 0
-    while True:
-        save(path, numbered(number), LocalControl())
-        pipe.send(number)
-        number += 1
-
-
-def save_some(pipe: Connection, path: str, count: int) -> None:
-    """Save ``count`` times to one path, while another process does too."""
     pipe.send("ready")
     pipe.recv()
     for number in range(count):
         save(path, numbered(number), LocalControl())
-    pipe.send("done")
+        pipe.send(number)
 
 
 def begin_and_wait(pipe: Connection, path: str) -> None:
-    """Stop in the middle of a save."""
     place = LocalStorage.begin(path)
     with place.open("model.safetensors") as stream:
         stream.write(b"half of it")
@@ -91,7 +87,6 @@ class Saving:
         theirs.close()
 
     def told(self) -> list[Any]:
-        """Return everything that it has reported so far."""
         found = []
         with suppress(EOFError):
             while self.pipe.poll():
@@ -99,7 +94,5 @@ class Saving:
         return found
 
     def kill(self) -> None:
-        """Kill it, whatever it is doing."""
-        assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.kill()
         self.process.join()

@@ -38,8 +38,7 @@ OTHERS = ["state_dict", "training_step", "validation_step", "configure_optimizer
 _WRITING = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate"}
 
 
-class Struck(Exception):
-    """Raised on a rank by a fault."""
+class Struck(Exception): ...
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,6 @@ class Striker:
             self._strike()
 
     def at(self, place: str) -> None:
-        """Record a call, and strike if it is the given one."""
         if self._rehearses:
             return
         self.calls[place] += 1
@@ -95,25 +93,21 @@ class Striker:
             self.at("writing")
 
     def settings(self) -> dict[str, Any]:
-        """Return options of the strategy."""
         return {"step_timeout": STEP_TIMEOUT} if self._fault.kind == "stalls" else {}
 
     def callback(self) -> Callback:
-        """Return a callback in which every hook is a place."""
         callback = Callback()
         for name in [*HOOKS, "state_dict", "load_state_dict"]:
             setattr(callback, name, self._then(name, getattr(callback, name)))
         return callback
 
     def module(self, module: Any) -> Any:
-        """Return the module, with its steps as places."""
         module.validation_step = lambda batch, batch_idx: None
         for name in ("training_step", "validation_step", "configure_optimizers"):
             setattr(module, name, self._then(name, getattr(module, name)))
         return module
 
     def data(self, data: Any) -> Any:
-        """Return the data set, with reading as a place."""
         plain = type(data)
 
         class Read(plain):  # type: ignore[valid-type,misc]

@@ -1,4 +1,4 @@
-"""Saves that are interrupted: by a kill at any instant, a full disk, or a denied permission. F-05."""
+"""Saves that are interrupted, by a kill, a full disk or a denied permission, or happen at the same time: F-05, F-07."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from saving_processes import Saving, begin_and_wait, number_in, numbered, save_and_save, save_some
+from drawing_run import KEPT, QUIET, Augmented, Drawing
+from saving_processes import Saving, begin_and_wait, control_of_ranks, number_in, numbered, save_when_told
 
-from drivetrain import CheckpointError
-from drivetrain._distributed.control_group import GroupControl
+from drivetrain import CheckpointError, Fit
 from drivetrain._distributed.control_plane import LocalControl
-from drivetrain.checkpoint import load
+from drivetrain.callbacks import Checkpoint, LambdaCallback
+from drivetrain.checkpoint import load, verify
 from drivetrain.checkpoint._format import Contents, disk_space, save
 from drivetrain.testing import requires_linux, run_distributed
 
@@ -36,8 +38,9 @@ def test_a_kill_at_any_instant(tmp_path: Path, exchanging: bool) -> None:
     instants = random.Random(5)
     seen = set()
     for _ in range(KILLS):
-        saving = Saving(save_and_save, str(tmp_path / "c"), exchanging)
-        assert saving.pipe.recv() == 0
+        saving = Saving(save_when_told, str(tmp_path / "c"), exchanging)
+        saving.pipe.send("go")
+        assert [saving.pipe.recv(), saving.pipe.recv()] == ["ready", 0]
         time.sleep(instants.uniform(0, 0.1))
         saving.kill()
         last = max([0, *saving.told()])
@@ -78,14 +81,14 @@ def test_a_kill_between_two_renames(tmp_path: Path) -> None:
 
 
 def test_simultaneous_saves_to_one_path(tmp_path: Path) -> None:
-    writers = [Saving(save_some, str(tmp_path / "c"), 15) for _ in range(3)]
+    writers = [Saving(save_when_told, str(tmp_path / "c"), True, 15) for _ in range(3)]
     for writer in writers:
         assert writer.pipe.recv() == "ready"
     for writer in writers:
         writer.pipe.send("go")
     for writer in writers:
-        assert writer.pipe.recv() == "done"
         writer.process.join()
+        assert writer.told() == [*range(15)]
     assert number_in(tmp_path / "c") == 14
     assert leftovers(tmp_path) == []
 
@@ -132,11 +135,10 @@ def test_a_path_that_cannot_be_written(path: str) -> None:
 
 
 def _limited(path: str) -> str:
-    rank = dist.get_rank()
-    control = GroupControl(dist.new_group(backend="gloo"), dist.distributed_c10d._get_default_store(), rank, 2)
-    save(path, numbered(1, rank, 2), control)
+    control = control_of_ranks()
+    save(path, numbered(1, control.rank, 2), control)
     contents = Contents({f"w{number}": torch.zeros(20 * 2**20) for number in range(2)})
-    if rank == 1:
+    if control.rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
     try:
@@ -144,3 +146,34 @@ def _limited(path: str) -> str:
     except CheckpointError as error:
         return str(error)
     return "saved"
+
+
+def _save_beside_another_run(folder: Path) -> Any:
+    seed = dist.get_rank() + 1
+    dist.destroy_process_group()  # the runs differ from here on
+    store = dist.FileStore(f"{folder}.store", 2)  # type: ignore[attr-defined]
+
+    def begin_with_the_other(fit: Any, *_: Any) -> None:
+        step = f"step {fit.global_step}"
+        store.add(step, 1)
+        while store.add(step, 0) < 2:
+            time.sleep(0.0001)
+
+    saver = Checkpoint(folder, every_n_train_steps=1, save_async=seed == 2, keep_last=KEPT)
+    callbacks = [LambdaCallback(on_train_batch_start=begin_with_the_other), saver]
+    module = Drawing(lambda *words: None)
+    fit = Fit(callbacks=callbacks, default_root_dir=folder, max_epochs=2, seed=seed, **QUIET)
+    fit.fit(module, torch.utils.data.DataLoader(Augmented(), batch_size=3, shuffle=True))
+    return seed, sorted(saver.best_k_models), [parameter.detach() for parameter in module.parameters()]
+
+
+def test_two_runs_that_save_into_one_folder_leave_each_others_files(tmp_path: Path) -> None:
+    for seed, kept, trained in run_distributed(_save_beside_another_run, 2, tmp_path):
+        assert len(kept) == KEPT
+        for path in kept:
+            assert verify(path) == []
+            assert load(path).state()["data"]["seed"] == seed, f"{path} is the other's"
+        newest = load(max(kept, key=lambda path: load(path).progress["global_step"])).weights()
+        assert all(torch.equal(one, other) for one, other in zip(newest.values(), trained, strict=True))
+    assert len(os.listdir(tmp_path)) == 2 * KEPT + 2  # "latest", and the folder of runs
+    assert len(os.listdir(tmp_path / "drivetrain_logs")) == 2

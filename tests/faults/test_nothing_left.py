@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import pytest
+from drivetrain.testing import requires_linux
 
 SCRIPT = """
 import json, os, socket, sys, threading
@@ -65,7 +65,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="it reads /proc")
+@requires_linux()
 def test_a_run_leaves_no_process_thread_socket_or_file(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

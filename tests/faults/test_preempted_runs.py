@@ -1,4 +1,4 @@
-"""Preempted runs save, end in order, and resume as if they had not been interrupted: G-03."""
+"""Preempted runs save, end in order, and resume as if they had not been interrupted: G-03, S-15, J-09."""
 
 from __future__ import annotations
 
@@ -24,29 +24,46 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import Fit, TrainModule
 from drivetrain.callbacks import PredictionWriter
 
+what, launcher, moment, method = sys.argv[1:]  # ... when the signal is to come, and how workers start
+
+def reached(rank):
+    open(f"at-{rank}-{os.getpid()}", "w").close()
+
+class Rows(TensorDataset):
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        if moment == "starting":
+            reached(0)
+            time.sleep(1)
+    def __getitem__(self, index):
+        if moment == "reading" and index == 8:
+            reached(0)
+            time.sleep(6)  # longer than torch's check for living workers
+        return super().__getitem__(index)
+
 class Net(TrainModule):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)  # predictions are resumed with the same weights only
         self.layer = torch.nn.Linear(4, 1)
     def predict_step(self, batch, batch_idx):
-        if batch_idx == 3 and not resumed:
-            open(f"at-{self.global_rank}-{os.getpid()}", "w").close()
-        time.sleep(0 if resumed else 0.02)
+        if moment == "step" and batch_idx == 3:
+            reached(self.global_rank)
+        time.sleep(0 if moment == "resumed" else 0.02)
         return self.layer(batch[0])
     def training_step(self, batch, batch_idx):
         return self.predict_step(batch, batch_idx).square().mean()
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
-what, launcher, resumed = sys.argv[1], sys.argv[2], len(sys.argv) > 3
-
 if __name__ == "__main__":
-    options = {} if launcher == "torchrun" else {"launcher": launcher, "devices": 2}
+    options = {"preemption_signals": ["SIGTERM", "SIGUSR1"]} if launcher == "alone" else {"strategy": "ddp"}
+    if launcher not in ("alone", "torchrun"):
+        options |= {"launcher": launcher, "devices": 2}
     if what == "predict":
         options["callbacks"] = PredictionWriter("predictions")
-    fit = Fit(strategy="ddp", accelerator="cpu", logger=False, enable_progress_bar=False, max_epochs=9, **options)
-    loader = DataLoader(TensorDataset(torch.ones(4000, 4)), batch_size=2, num_workers=1)
+    fit = Fit(accelerator="cpu", logger=False, enable_progress_bar=False, max_epochs=9, **options)
+    loader = DataLoader(Rows(torch.ones(4000, 4)), batch_size=2, num_workers=1, multiprocessing_context=method)
     try:
         if what == "fit":
             fit.fit(Net(), loader, ckpt_path="auto")
@@ -56,6 +73,22 @@ if __name__ == "__main__":
         sys.stdout.write(f"{fit.state} {fit.global_step}\\n")  # in one piece, or it mixes with the other rank's
         sys.stdout.flush()
 """
+
+
+VARIABLES = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def _start(folder: Path, command: list[str]) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    (folder / "script.py").write_text(_SCRIPT)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *command], cwd=folder, env=VARIABLES, start_new_session=True, **pipes)
+
+
+def _wait_for_marks(count: int, folder: Path, process: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 60
+    while len(list(folder.glob("at-*"))) < count and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 @requires_linux()
@@ -73,17 +106,12 @@ def test_a_preempted_script_saves_and_exits(
     tmp_path: Path, what: str, launcher: str, number: signal.Signals, to: str, code: int | None
 ) -> None:  # Q-06
     """Data-loading workers are in the process group that gets the signal, and are still needed."""
-    (tmp_path / "script.py").write_text(_SCRIPT)
-    command = [sys.executable, "script.py", what, launcher]
+    command = ["script.py", what, launcher]
     if launcher == "torchrun":
-        command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, cwd=tmp_path, env=variables, start_new_session=True, **pipes)
+        command[:0] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    process = _start(tmp_path, [*command, "step", "fork"])
     try:
-        until = time.monotonic() + 60
-        while len(list(tmp_path.glob("at-*"))) < 2 and process.poll() is None and time.monotonic() < until:
-            time.sleep(0.05)
+        _wait_for_marks(2, tmp_path, process)
         if to == "group":
             os.killpg(process.pid, number)
         elif to == "one rank":
@@ -108,8 +136,29 @@ def test_a_preempted_script_saves_and_exits(
     assert len(list((tmp_path / "predictions").glob("part-*"))) == 2  # each rank has written what it had
     if launcher == "subprocess":
         assert "Traceback" not in errors
-        subprocess.run([*command, "resumed"], cwd=tmp_path, env=variables, check=True, capture_output=True, timeout=90)
+        again = _start(tmp_path, [*command, "resumed", "fork"])
+        _, errors = again.communicate(timeout=90)
+        assert again.returncode == 0, errors
         assert len(read_predictions(tmp_path / "predictions")) == 4000
+
+
+@requires_linux()
+def test_a_signal_ends_a_run_whose_workers_start_or_read_with_one_checkpoint(tmp_path: Path) -> None:  # S-15
+    runs = {}
+    for method, moment, number in (
+        ("fork", "reading", signal.SIGUSR1),
+        ("spawn", "starting", signal.SIGTERM),
+        ("forkserver", "reading", signal.SIGTERM),
+    ):
+        runs[method] = _start(tmp_path / method, ["script.py", "fit", "alone", moment, method]), number
+    for method, (process, number) in runs.items():
+        _wait_for_marks(1, tmp_path / method, process)
+        os.killpg(process.pid, number)
+    for method, (process, number) in runs.items():
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 128 + number, (method, errors)
+        (saved,) = [path.parent.name for path in (tmp_path / method).rglob("manifest.json")]
+        assert saved.startswith("interrupted-step="), method
 
 
 def _stuck(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Saves into a store with seeded failures lose nothing and mix no checkpoints. J-04, J-08."""
+"""Saves into a store with seeded failures lose nothing and mix no checkpoints."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-import torch
-from saving_processes import Saving, number_in, numbered
+from saving_processes import Saving, control_of_ranks, number_in, numbered
 
 from drivetrain import CheckpointError
-from drivetrain._distributed.control_group import GroupControl
 from drivetrain._distributed.control_plane import ControlPlane, LocalControl
 from drivetrain.checkpoint._format import Contents, Sizes, object_storage, save
 from drivetrain.testing import requires_linux, run_distributed
@@ -123,10 +121,7 @@ def _try(folder: Path, kind: str, number: int, control: ControlPlane) -> Tried:
 
 def _try_all(folder: Path, count: int, ranks: int) -> list[Tried]:
     object_storage._PAUSES = (0.001, 0.002, 0.003)  # type: ignore[assignment]  # one less than ours
-    control: ControlPlane = LocalControl()
-    if ranks > 1:
-        store = torch.distributed.distributed_c10d._get_default_store()
-        control = GroupControl(torch.distributed.new_group(backend="gloo"), store, torch.distributed.get_rank(), ranks)
+    control: ControlPlane = control_of_ranks() if ranks > 1 else LocalControl()
     draws = [(kind, number) for kind in KINDS for number in range(count)]
     return [_try(folder / str(place), kind, number, control) for place, (kind, number) in enumerate(draws)]
 
@@ -151,23 +146,18 @@ def _killed(folder: Path, number: int) -> Tried:
     return Tried(KILLED, number, saved, problem or _problem({4}))
 
 
-def table(tried: Sequence[Tried]) -> str:
-    lines = ["kind | tried | the save returned | lost or mixed"]
-    for kind in dict.fromkeys(one.kind for one in tried):
-        of_it = [one for one in tried if one.kind == kind]
-        lost = sum(one.problem is not None for one in of_it)
-        lines.append(f"{kind} | {len(of_it)} | {sum(one.saved for one in of_it)} | {lost}")
-    return "\n".join(lines)
-
-
 @requires_linux()
 @pytest.mark.timeout(60 + 2 * FAULTS)
-def test_no_checkpoint_is_lost_or_mixed(tmp_path: Path) -> None:
+def test_no_checkpoint_is_lost_or_mixed(tmp_path: Path) -> None:  # J-04, J-08
     tried = [_killed(tmp_path / f"killed-{number}", number) for number in range(EACH)]
     for ranks in (1, 2):
         told = run_distributed(_try_all, ranks, tmp_path / str(ranks), EACH, ranks, timeout=60 + 2 * FAULTS)
         tried += told[0]
-    print(f"\n{table(tried)}")
+    print("\nkind | tried | the save returned | lost or mixed")
+    for kind in dict.fromkeys(one.kind for one in tried):
+        of_it = [one for one in tried if one.kind == kind]
+        lost = sum(one.problem is not None for one in of_it)
+        print(f"{kind} | {len(of_it)} | {sum(one.saved for one in of_it)} | {lost}")
     problems = [f"{one.kind}, number {one.number}: {one.problem}" for one in tried if one.problem is not None]
     again = f"again: FAULTS={FAULTS} FAULTS_SEED={SEED} make faults ARGS='-k mixed'"
     assert not problems, "\n".join([again, *problems])

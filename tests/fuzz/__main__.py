@@ -1,4 +1,4 @@
-"""``make fuzz COUNT=2000 SEED=...``: checks the given number of programs; prints findings as runnable scripts."""
+"""``make fuzz COUNT=2000 SEED=...``: checks the given number of programs; prints a finding as a runnable script."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ sys.path[:0] = [str(Path(__file__).parent.parent)]
 import torch  # noqa: E402
 
 from fuzz.draw import STRATEGIES, ZERO  # noqa: E402
-from fuzz.script import script  # noqa: E402
-from fuzz.search import search  # noqa: E402
+from fuzz.search import script, search  # noqa: E402
 from oracle.check import Difference, check, judge  # noqa: E402
 from oracle.planted_defects import PLANTS  # noqa: E402
 from oracle.program import Program  # noqa: E402
@@ -35,7 +34,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(2**32), help="of what is drawn")
     parser.add_argument("--strategies", default=",".join(STRATEGIES), help="of these, 'hsdp' or 'zero'")
     parser.add_argument("--seeds", type=int, default=len(PRESET_SEEDS), help="preset seeds that plants are tried with")
-    parser.add_argument("--findings", type=int, default=1, help="end after so many")
     parser.add_argument("--plant", default="", help=f"count what finding it takes: all, or of {', '.join(PLANTS)}")
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -44,7 +42,7 @@ def main() -> int:
         if asked.plant:
             names = list(PLANTS) if asked.plant == "all" else asked.plant.split(",")
             return find_plants(names, asked.count, strategies, PRESET_SEEDS[: asked.seeds])
-        return find(asked.count, asked.seed, strategies, asked.findings)
+        return find(asked.count, asked.seed, strategies)
     finally:
         close_worlds()
 
@@ -57,7 +55,6 @@ class Tally:
     check: Callable[[Program], bool]
     ran: int = 0  # different programs that ran, without those that the search shrank a finding to
     refused: int = 0  # those that were refused
-    _searches: int = 0
     _passed: set[str] = field(default_factory=set)
     _shrinks: bool = False
 
@@ -65,14 +62,11 @@ class Tally:
         self, count: int, seed: int, strategies: tuple[str, ...], shrinks: bool = True
     ) -> tuple[Program, str] | None:
         """Go on until at least ``count`` programs ran, or one of them differed; return that one, with what differs."""
-        while self.ran < count:
-            self._shrinks = False
-            drawn_from = seed * 1_000_003 + self._searches
-            self._searches += 1
-            one = search(_AT_ONCE, drawn_from, strategies, shrinks=shrinks, attempt=self._attempt)
-            if one is not None:
-                return one
-        return None
+        one, drawn_from = None, seed * 1_000_003
+        while one is None and self.ran < count:
+            one = search(_AT_ONCE, drawn_from, strategies, shrinks, self._attempt)
+            drawn_from += 1
+        return one
 
     def _attempt(self, program: Program) -> None:
         key = repr(program)
@@ -88,15 +82,14 @@ class Tally:
         self._passed.add(key)
 
 
-def find(count: int, seed: int, strategies: tuple[str, ...], findings: int) -> int:
-    """Run ``count`` different programs and print the differences; returns the number of findings."""
+def find(count: int, seed: int, strategies: tuple[str, ...]) -> int:
+    """Run ``count`` different programs, until one differs, which is printed; returns the number of findings."""
     print(f"COUNT={count} SEED={seed}, under {', '.join(strategies)}", flush=True)
-    began, found, tally = time.monotonic(), 0, Tally(check)
-    while found < findings and (one := tally.search(count, seed, strategies)) is not None:
-        found += 1
-        print(script(*one), flush=True)
-        print(f"This was program {tally.ran}.", flush=True)
-    took = time.monotonic() - began
+    began, tally = time.monotonic(), Tally(check)
+    one = tally.search(count, seed, strategies)
+    if one is not None:
+        print(script(*one))
+    found, took = int(one is not None), time.monotonic() - began
     print(f"{tally.ran} programs, {tally.refused} refused, {found} findings ({took:.0f} s)", flush=True)
     return found
 

@@ -1,4 +1,4 @@
-"""Draws and runs programs."""
+"""Draws and runs programs, and prints one as a script that runs it."""
 
 from __future__ import annotations
 
@@ -48,3 +48,36 @@ def search(
         program, text = failed[-1]
         return program, f"{text}\n\nIt came out right when it was run again."
     return None
+
+
+_SCRIPT = '''\
+"""{text}
+
+Run it from the repository's root: .venv/bin/python program.py
+"""
+
+import os
+import sys
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path[:0] = ["tests"]
+
+from oracle.check import check
+from oracle.program import *
+from worlds import close_worlds
+
+PROGRAM = {program}
+
+if __name__ == "__main__":
+    try:
+        check(PROGRAM)
+        print("Nothing differs.")
+    finally:
+        close_worlds()
+'''
+
+
+def script(program: Program, text: str) -> str:
+    """Return the program as a script; ``text`` describes the finding."""
+    escaped = text.replace("\\", "\\\\").replace('"""', "'''")
+    return _SCRIPT.format(text=escaped, program=program)

@@ -90,8 +90,15 @@ class _Part:
 
 
 class _OnDemand(Loader):
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
+    """Finds the compiler, and lets Python create its module without executing it."""
+
+    loader: Loader
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name == _COMPILER else None
+        if spec is not None and spec.loader is not None:
+            self.loader, spec.loader = spec.loader, self
+        return spec
 
     def create_module(self, spec: ModuleSpec) -> None:
         """Return None: Python creates an ordinary module."""
@@ -101,18 +108,7 @@ class _OnDemand(Loader):
         del module.__path__  # so that importing one of its submodules counts as a use
 
 
-class _Finder:
-    @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != _COMPILER:
-            return None
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _OnDemand(spec.loader)
-        return spec
-
-
 _executing = threading.RLock()
 _told: list[tuple[str, tuple[Any, ...]]] = []
 _disabled: list[tuple[Callable[..., Any], bool]] = []
-sys.meta_path.insert(0, _Finder)
+sys.meta_path.insert(0, _OnDemand())

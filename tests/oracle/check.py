@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 from drivetrain.errors import DrivetrainError
 from oracle.compare import DRIVETRAIN_ERRORS, TOLERANCES, differences, evaluation_differences, tensor_differences
-from oracle.engine import launched, run
-from oracle.engine_evaluation import evaluate
+from oracle.engine import evaluate, run
 from oracle.interpreter import interpret
 from oracle.outcome import Outcome
 from oracle.program import Program
 from worlds import on_ranks
+
+on = partial(on_ranks, timeout=120)
 
 
 class Difference(AssertionError):
@@ -28,11 +28,7 @@ class Verdict:
 
 
 def check(program: Program, plant: str = "") -> bool:
-    """Run ``program`` under the engine and by hand; return whether the engine refused it, as it may.
-
-    Raises:
-        Difference: the results differ; the message states in what.
-    """
+    """Run ``program`` both ways; return whether the engine refused it, as it may. Raises `Difference`."""
     verdict = judge(program, plant)
     if verdict.found:
         raise Difference("; ".join(verdict.found[:6]))
@@ -42,19 +38,17 @@ def check(program: Program, plant: str = "") -> bool:
 def judge(program: Program, plant: str = "") -> Verdict:
     expected = interpret(program)
     if program.launcher:
-        return Verdict(differences(program, expected, [launched(program, plant)]))
+        return Verdict(differences(program, expected, [run(program, "", False, plant)]))
     with tempfile.TemporaryDirectory(prefix="drivetrain-fuzz-") as folder:
         root = folder if program.saving is not None else ""
         try:
             plain = expected if program.resume is None else interpret(replace(program, resume=None))
-            outcomes = on(program.ranks * program.tensor_parallel, run, program, root, False, plant)
-            verdict = Verdict(
-                differences(program, plain, outcomes), any(one.error in DRIVETRAIN_ERRORS for one in outcomes)
-            )
+            outcomes = on(run, program.ranks * program.tensor_parallel, program, root, False, plant)
+            verdict = Verdict(differences(program, plain, outcomes), any_refused(outcomes))
             failed = any(one.error for one in outcomes)
             if not verdict.found and not failed and expected.saved_after >= 0:
                 if program.resume is not None:
-                    outcomes = on(program.resume.ranks, run, program, root, True, plant)
+                    outcomes = on(run, program.resume.ranks, program, root, True, plant)
                     failed = any(one.error for one in outcomes)
                     verdict = of_resumed(program, expected, outcomes)
                 elif program.evaluation is not None:
@@ -81,23 +75,16 @@ def of_evaluation(program: Program, expected: Outcome, root: str, plant: str) ->
     plan = program.evaluation
     assert plan is not None
     assert expected.evaluated is not None
-    held = on(plan.ranks, evaluate, program, root, plant)
+    held = on(evaluate, plan.ranks, program, root, plant)
     found = evaluation_differences(program, expected.evaluated, held)
     return Verdict([f"evaluated: {what}" for what in found], any(one.refused for one in held))
 
 
 def is_stable(program: Program, expected: Outcome) -> bool:
-    """Return whether the loop has nearly the same results after a rounding-sized change of the initial weights.
-
-    The results of other programs cannot be compared.
-    """
+    """Return whether results can be compared: a rounding-sized change of the initial weights hardly changes them."""
     if expected.error:
         return True
     tolerance = TOLERANCES[program.precision] / 4
     return not any(
         tensor_differences(expected.weights, interpret(program, nudged=seed).weights, tolerance) for seed in range(3)
     )
-
-
-def on(ranks: int, fn: Callable[..., Any], *arguments: Any) -> list[Any]:
-    return on_ranks(fn, ranks, *arguments, timeout=120)

@@ -17,9 +17,7 @@ NAMES = ("x", "y", "index")
 
 
 def numbers(samples: int, on_tokens: bool, first: int = 0) -> Parts:
-    """Return inputs, targets and indices of ``samples`` samples from ``first`` on; a sample depends only on its
-    index.
-    """
+    """Return inputs, targets and indices of samples, which depend only on their index."""
     generator = torch.Generator().manual_seed(11)
     count = first + samples
     index = torch.arange(count)
@@ -92,9 +90,7 @@ def part_of_rank(data: Data, ranks: int, rank: int) -> list[int]:
 
 
 def batches_of_rank(data: Data, ranks: int, rank: int) -> list[list[int]]:
-    """Return the batches of that part; if workers share its samples, each makes its own batches, and they take
-    turns.
-    """
+    """Return the batches of that part; workers that share its samples make their own batches, and take turns."""
     own = part_of_rank(data, ranks, rank)
     if data.kind == "sharded":
         parts = [in_batches(own[worker :: data.workers], data.batch) for worker in range(data.workers)]
@@ -116,6 +112,7 @@ class Stream(IterableDataset[dict[str, Tensor]]):
 
     def __init__(self, data: Data, on_tokens: bool, ranks: int, rank: int) -> None:
         self.parts = samples_of(data, on_tokens)
+        self.indices = part_of_rank(data, ranks, rank)
         self.batches = batches_of_rank(data, ranks, rank)
         self.reuses = data.kind == "reused"
 
@@ -133,12 +130,8 @@ class Stream(IterableDataset[dict[str, Tensor]]):
             yield dict(zip(NAMES, parts, strict=True))
 
 
-class Sharded(IterableDataset[dict[str, Tensor]]):
+class Sharded(Stream):
     """An iterable data set of samples that its workers share."""
-
-    def __init__(self, data: Data, on_tokens: bool, ranks: int, rank: int) -> None:
-        self.parts = samples_of(data, on_tokens)
-        self.indices = part_of_rank(data, ranks, rank)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         worker = torch.utils.data.get_worker_info()
@@ -202,10 +195,8 @@ def training_loader(program: Program, ranks: int, rank: int) -> Any:
     if data.kind == "sampler":
         return DataLoader(dataset, data.batch, sampler=Backwards(data.samples), **options)
     if data.kind == "batch_sampler":
-        ragged = Ragged(data)
-        return DataLoader(
-            dataset, batch_sampler=ragged if data.length_error is not None else with_length(ragged, None), **options
-        )
+        ragged = Ragged(data) if data.length_error is not None else with_length(Ragged(data), None)
+        return DataLoader(dataset, batch_sampler=ragged, **options)
     return DataLoader(dataset, data.batch, shuffle=data.shuffle, drop_last=data.drop_last, **options)
 
 
@@ -214,8 +205,7 @@ def validation_loader(program: Program, ranks: int, rank: int) -> Any:
     on_tokens = program.net.on_tokens
     if program.validation.kind != "map":
         return part_loader(program.validation.data, on_tokens, ranks, rank)
-    dataset = Samples(program.validation.data, on_tokens)
-    return DataLoader(dataset, program.validation.batch)
+    return DataLoader(Samples(program.validation.data, on_tokens), program.validation.batch)
 
 
 def first_of(batch: Any) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Runs the program under `Fit`, on one rank."""
+"""Runs the program under `Fit`, on one rank, and evaluates its checkpoint."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import contextlib
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torchmetrics
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from drivetrain import Callback, DrivetrainError, Fit, TrainModule
+from averaging import Averaging, AveragingInContext
+from drivetrain import Callback, CheckpointError, ConfigurationError, DrivetrainError, Fit, Strategy, TrainModule
 from drivetrain.callbacks import Checkpoint, EMAWeightAveraging
 from drivetrain.loggers import Logger
-from oracle.data_loaders import first_of, parts_of, training_loader, validation_loader
-from oracle.device import DEVICE
-from oracle.nets import apply_change, seeded_model, write
+from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+from oracle.data_loaders import Samples, first_of, parts_of, training_loader, validation_loader
+from oracle.nets import DEVICE, apply_change, seeded_model, split, write
 from oracle.optimizers import make_optimizer, make_scheduler
-from oracle.outcome import Outcome, key_of, numbers_in, scheduler_state, value_of, whole
+from oracle.outcome import Evaluated, Outcome, key_of, numbers_in, scheduler_state, value_of, whole
 from oracle.planted_defects import planted
-from oracle.program import WITHIN_STEPS, Average, Program, Validation
-from oracle.split_layers import split
-from oracle.strategies import strategy_of
+from oracle.program import EVALUATED, WITHIN_STEPS, Average, Evaluation, Program, Validation
 
 QUIET: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
 
@@ -75,8 +75,8 @@ class Trained(TrainModule):
         return loss
 
     def turns(self, parts: Any, batch_idx: int) -> dict[str, Any]:
-        optimizers: Any = self.optimizers()
-        optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
+        held: Any = self.optimizers()
+        optimizers = held if isinstance(held, list) else [held]
         loss = None
         for turn in self.program.manual:
             optimizer, part = optimizers[turn.optimizer], self.program.optimizers[turn.optimizer].of
@@ -170,16 +170,14 @@ class RecordingLogger(Logger):
         self.outcome.flushes.append((step, dict(metrics)))
 
 
+@dataclass(eq=False)
 class Recorder(Callback):
-    """Records the values to compare, and performs the program's actions in hooks."""
-
-    def __init__(self, program: Program, outcome: Outcome, path: str, resumed: bool, reseeds: bool) -> None:
-        self.program = program
-        self.outcome = outcome
-        self.path = path
-        self.resumed = resumed
-        self.reseeds = reseeds
-        self.calls: dict[str, int] = {}
+    program: Program
+    outcome: Outcome
+    path: str = ""
+    resumed: bool = False
+    reseeds: bool = False
+    calls: dict[str, int] = field(default_factory=dict)
 
     def in_hook(self, hook: str, trainer: Any, module: Any, batch_idx: int = 0) -> None:
         program, outcome = self.program, self.outcome
@@ -252,17 +250,11 @@ class Recorder(Callback):
             states = strategy.optimizer_state(number)["state"]
             outcome.states.append({name.removeprefix("net."): numbers_in(state) for name, state in states.items()})
         outcome.schedulers = [scheduler_state(one) for one in trainer.lr_schedulers]
-        outcome.metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
-        outcome.counts = counts(trainer)
+        outcome.counts, outcome.metrics = counts(trainer), metrics(trainer)
 
 
-def add_hook(name: str, batch_idx: int | None) -> None:
-    """Let `Recorder` do in the hook ``name`` only what is common to every hook.
-
-    Args:
-        name: the hook.
-        batch_idx: the place of this argument after the trainer and the module, if the hook has it.
-    """
+def add_hook(name: str, batch_idx: int | None = None) -> None:
+    """Let `Recorder` do in the hook what is common to every hook; ``batch_idx`` is the place of that argument."""
 
     def hook(self: Recorder, trainer: Any, module: Any, *arguments: Any) -> None:
         self.in_hook(name, trainer, module, 0 if batch_idx is None else arguments[batch_idx])
@@ -278,9 +270,9 @@ for _name in (
     "train_epoch_end",
     "fit_end",
 ):
-    add_hook(f"on_{_name}", None)
+    add_hook(f"on_{_name}")
 for _name in ("start", "epoch_start", "epoch_end", "end"):
-    add_hook(f"on_validation_{_name}", None)
+    add_hook(f"on_validation_{_name}")
 add_hook("on_validation_batch_start", 1)
 add_hook("on_validation_batch_end", 2)
 
@@ -292,6 +284,10 @@ def counts(trainer: Any) -> dict[str, int]:
         "micro_batches": trainer.micro_batches,
         "samples": trainer.samples_seen,
     }
+
+
+def metrics(trainer: Any) -> dict[str, float]:
+    return {key: float(value) for key, value in trainer.callback_metrics.items()}
 
 
 @contextlib.contextmanager
@@ -306,15 +302,15 @@ def quiet_loggers() -> Iterator[None]:
 
 
 def run(program: Program, root: str, resumed: bool, plant: str = "") -> Outcome:
-    """Train ``program`` on this rank, in a run folder below ``root`` if there is one; return the outcome.
+    """Train ``program`` on this rank, in a run folder below ``root`` if there is one, or resume in that folder.
 
-    If ``resumed``, the run resumes in that folder, from its checkpoint.
+    If `Fit` starts the processes, the outcome is what comes back to the caller.
     """
     path = saved_in(root) if root else ""
     outcome = Outcome()
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     rank //= program.tensor_parallel
-    ranks, strategy = program.ranks, program.strategy
+    ranks, strategy = 1 if program.launcher else program.ranks, program.strategy
     reseeds = False
     allow: tuple[str, ...] = ()
     if resumed:
@@ -337,6 +333,8 @@ def run(program: Program, root: str, resumed: bool, plant: str = "") -> Outcome:
             training = training_loader(program, ranks, rank)
             validation = None if program.validation is None else validation_loader(program, ranks, rank)
             trainer.fit(module, training, validation, ckpt_path=path if resumed else None, allow=allow)
+            if program.launcher:
+                outcome.counts, outcome.metrics = counts(trainer), metrics(trainer)
             assert not root or trainer.log_dir == path.rpartition("/checkpoints/")[0]
         except Exception as error:
             if ranks > 1 and not isinstance(error, (DrivetrainError, Planned)):
@@ -364,24 +362,81 @@ def averaging(plan: Average) -> Callback:
     )
 
 
-def launched(program: Program, plant: str = "") -> Outcome:
-    """Train ``program`` in processes that `Fit` starts; return what comes back to the caller."""
-    outcome = Outcome()
-    with warnings.catch_warnings(), planted(plant):
+class Scored(Trained):
+    """The user's module, whose steps of evaluation log the loss alone."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("score", self.net.loss(parts_of(batch, False)))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+
+def evaluate(program: Program, root: str, plant: str = "") -> Evaluated:
+    """Evaluate the checkpoint that the program has saved in the run folder below ``root``."""
+    plan = program.evaluation
+    assert plan is not None
+    averaged: dict[str, Any] = {} if plan.averaged is None else {"averaged": plan.averaged}
+    with quiet_loggers(), warnings.catch_warnings(), planted(plant):
         warnings.simplefilter("ignore")
-        module = user_module(program, outcome)
         try:
-            options = {**settings(program, outcome), "logger": False, "launcher": program.launcher}
-            recorder = Recorder(program, outcome, "", False, False)
-            trainer = Fit(strategy=program.strategy, devices=program.ranks, callbacks=recorder, **options)
-            validation = None if program.validation is None else validation_loader(program, 1, 0)
-            trainer.fit(module, training_loader(program, 1, 0), validation)
-            outcome.counts = counts(trainer)
-            outcome.metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
-        except Exception as error:
-            outcome.error, outcome.text = type(error).__name__, str(error)
-    outcome.weights = weights_of(module)
-    return outcome
+            if plan.by == "load":
+                outcome = Outcome()
+                module = Scored.load_from_checkpoint(saved_in(root), program=program, outcome=outcome, **averaged)
+                return Evaluated(weights=weights_of(module))
+            return evaluate_under_fit(program, plan, root, averaged)
+        except (ConfigurationError, CheckpointError) as error:
+            return Evaluated(refused=True, text=str(error))
+
+
+def evaluate_under_fit(program: Program, plan: Evaluation, root: str, averaged: dict[str, Any]) -> Evaluated:
+    module = Scored(program, Outcome())
+    trainer = Fit(
+        strategy=strategy_of(plan.strategy, program),
+        accelerator="cpu",
+        precision=program.precision,
+        callbacks=[averaging(program.average)] if program.average is not None and plan.callbacks else [],
+        logger=False,
+        **QUIET,
+        seed=program.seed,
+    )
+    loader = DataLoader(Samples(EVALUATED.data, program.net.on_tokens), EVALUATED.batch)
+    run = trainer.test if plan.by == "test" else trainer.validate
+    scores = run(module, loader, ckpt_path=saved_in(root), verbose=False, **averaged)
+    loss = scores[0]["score"] if scores else math.nan
+    # DeepSpeed's engine leaves the parameters rounded to half precision.
+    return Evaluated(loss, {} if plan.strategy.startswith("deepspeed") else weights_of(module))
+
+
+VARIANTS: dict[str, Callable[[], Strategy]] = {
+    # K-01: with public names only, as in a third-party package.
+    "averaging": Averaging,
+    "averaging_in_context": AveragingInContext,
+    # Several units on two by two ranks are tested in test_fsdp_meshes.py.
+    "hsdp_one_unit": lambda: FSDPStrategy(sharding="hybrid", wrap=[]),
+    "fsdp_tensor_parallel": lambda: FSDPStrategy(tensor_parallel=2, wrap=[]),
+}
+
+
+def strategy_of(name: str, program: Program) -> Any:
+    if name in VARIANTS:
+        return VARIANTS[name]()
+    if name.startswith("ddp") and program.broadcast is not None:
+        return DDPStrategy(
+            broadcast_buffers=program.broadcast,
+            static_graph=name == "ddp_static_graph",
+            find_unused_parameters=name == "ddp_find_unused_parameters_true",
+        )
+    if name.startswith("deepspeed") and not name.endswith("_offload"):
+        # A single sample is not normalised: gradients then arrive in another order, which would be refused.
+        unordered = name == "deepspeed_stage_2" and program.net.norm == "batch"
+        options: dict[str, Any] = {"find_unused_parameters": True} if unordered else {}
+        if not program.optimizers[0].is_torch:
+            options["config"] = {"zero_allow_untested_optimizer": True}
+        if name == "deepspeed_stage_3_all_sharded":  # small parameters too, which stay whole by default (E-13)
+            options["stage3_param_persistence_threshold"] = 0
+        return DeepSpeedStrategy(stage=int(name.split("_")[2]), **options) if options else name
+    return name
 
 
 def settings(program: Program, outcome: Outcome) -> dict[str, Any]:
@@ -401,6 +456,8 @@ def settings(program: Program, outcome: Outcome) -> dict[str, Any]:
         "check_val_every_n_epoch": validation.every_n_epochs,
         "inference_mode": validation.inference_mode,
     }
+    if program.launcher:
+        options |= {"logger": False, "launcher": program.launcher, "devices": program.ranks}
     if DEVICE != "cpu":
         options["devices"] = torch.distributed.get_world_size()
     if program.clip is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 from oracle.dealing import deal_evaluation, deal_streams, stated_length
@@ -11,43 +13,30 @@ from oracle.rank_states import RankStates, put_buffers
 
 
 class Evaluations(RankStates):
-    """Validates, averages weights, and evaluates checkpoints."""
-
     def validate_within(self, over: bool) -> None:
-        validation = self.program.validation
+        validation = self.validation
         if validation is None or validation.interval is None or not self.due():
             return
         if self.batch_idx % self.interval() == 0:
             self.validate()
 
     def validate_at_the_end(self, cut: bool) -> None:
-        validation = self.program.validation
-        assert validation is not None
-        if not self.due():
-            return
-        if validation.interval is None or cut or self.missed():
-            if self.outcome.hooks and self.validated_at == self.micro_batches:
-                return
+        wanted = self.validation.interval is None or cut or self.missed()
+        if self.due() and wanted and self.validated_at != self.micro_batches:
             self.validate()
 
     def due(self) -> bool:
-        validation = self.program.validation
-        assert validation is not None
-        return (self.epoch + 1) % validation.every_n_epochs == 0
+        return bool((self.epoch + 1) % self.validation.every_n_epochs == 0)
 
     def interval(self) -> int:
-        validation, data = self.program.validation, self.program.data
-        assert validation is not None
-        if isinstance(validation.interval, int):
-            return validation.interval
-        assert validation.interval is not None
-        length = stated_length(data, self.world)
-        return max(1, int((2**31 if length is None else length) * validation.interval))  # None would be refused
+        interval, length = self.validation.interval, stated_length(self.program.data, self.world)
+        if isinstance(interval, int):
+            return interval
+        return max(1, int((2**31 if length is None else length) * interval))  # None would be refused
 
     def missed(self) -> bool:
         """Return whether the data ended before a validation that the stated length had promised."""
-        validation, length = self.program.validation, stated_length(self.program.data, self.world)
-        assert validation is not None
+        validation, length = self.validation, stated_length(self.program.data, self.world)
         if length is None or validation.interval is None:
             return False
         interval = self.interval()
@@ -57,8 +46,7 @@ class Evaluations(RankStates):
 
     def validate(self) -> None:
         """Validate on all ranks with rank 0's buffers; training's own buffers, generators and modes are restored."""
-        validation = self.program.validation
-        assert validation is not None
+        validation = self.validation
         self.validated_at = self.micro_batches
         own = [(rank.buffers, rank.generator) for rank in self.ranks]
         self.broadcast_buffers()
@@ -123,20 +111,18 @@ class Evaluations(RankStates):
         self.trained = {}
 
     def evaluate_checkpoint(self, plan: Evaluation) -> Evaluated:
-        """Return what an evaluation of a checkpoint that is saved now gives."""
         average = self.program.average
         averages = plan.averaged
         if averages is None:  # as the run evaluates, or as it leaves the module
             averages = average is not None and self.updates > 0 and (average.evaluates or bool(self.trained))
         if averages and not self.updates:
             return Evaluated(refused=True)
-        before = {name: one.detach().clone() for name, one in self.net.named_parameters()}
-        trained = dict(self.trained)
-        strategy, self.strategy = self.strategy, plan.strategy
+        kept = self.net, self.parameters, self.trained, self.strategy
+        self.net, self.strategy = copy.deepcopy(self.net), plan.strategy
+        self.parameters = list(self.net.parameters())
         self.take_averages()
         if averages:
             self.put_averages()
-        buffers = dict(self.net.named_buffers())
         put_buffers(self.net, self.ranks[0].buffers)
         weights = {name: one.detach().clone() for name, one in self.net.state_dict().items()}
         self.net.eval()
@@ -147,10 +133,5 @@ class Evaluations(RankStates):
                     with torch.no_grad(), self.in_half(), self.autocast():
                         sums += len(mine) * float(self.net.loss(self.cast(EVALUATED.data, mine)))
                     samples += len(mine)
-        self.net.train()
-        put_buffers(self.net, buffers)
-        self.strategy = strategy
-        for name, one in self.net.named_parameters():
-            one.data.copy_(before[name])
-        self.trained = trained
+        self.net, self.parameters, self.trained, self.strategy = kept
         return Evaluated(loss=sums / samples, weights=weights)

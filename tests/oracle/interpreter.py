@@ -21,15 +21,10 @@ from oracle.program import OWN_PARTS, Evaluation, Program, Resume, Turn, Write
 from oracle.rank_states import MicroBatch, put_buffers
 
 
-class Stopped(Exception):
-    """The run has ended."""
+class Stopped(Exception): ...
 
 
 class Loop(Evaluations):
-    """Trains a program."""
-
-    # The run
-
     def run(self) -> Outcome:
         program, outcome = self.program, self.outcome
         self.hook("on_train_start")
@@ -129,8 +124,6 @@ class Loop(Evaluations):
         self.save_where_asked()
         if cut:
             raise Stopped
-
-    # A window
 
     def window(self, window: list[GlobalBatch], over: bool) -> bool:
         """Train on one window; return False if a hook ended the epoch."""
@@ -299,8 +292,6 @@ class Loop(Evaluations):
         elif value is not None:
             torch.nn.utils.clip_grad_value_(parameters, value)
 
-    # Manual optimization
-
     def turns(self, micro: MicroBatch) -> None:
         """Run the module's own loop on all ranks in lockstep."""
         finite = True
@@ -386,7 +377,6 @@ class Loop(Evaluations):
             scheduler.step()
 
     def hook(self, name: str, micro: GlobalBatch | None = None) -> None:
-        """Call a hook: perform the program's actions in it, on all ranks."""
         program = self.program
         count = self.calls.get(name, 0)
         self.calls[name] = count + 1
@@ -458,7 +448,6 @@ def held_by(optimizers: list[Any]) -> list[Any]:
 
 
 def clip_norm(parameters: list[Any], bound: float) -> float:
-    """Clip gradients by their norm; return the norm before."""
     gradients = [one.grad for one in parameters if one.grad is not None]
     if not any(gradient.is_sparse for gradient in gradients):
         return float(torch.nn.utils.clip_grad_norm_(parameters, bound))
@@ -470,9 +459,7 @@ def clip_norm(parameters: list[Any], bound: float) -> float:
 
 
 def interpret(program: Program, nudged: int | None = None) -> Outcome:
-    """Return the expected results of ``program``. With ``nudged``, a seed, the initial weights differ by a rounding
-    error.
-    """
+    """Return the expected results; with ``nudged``, a seed, for initial weights that differ by a rounding error."""
     loop = Loop(program)
     if nudged is not None:
         signs = torch.Generator().manual_seed(nudged)

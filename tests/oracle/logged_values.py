@@ -110,7 +110,6 @@ class LoggedValues:
         return values
 
     def end(self, steps: int) -> None:
-        """End an epoch of the stage."""
         self.outcome.flushes.append((steps, {**self.steps(), **self.reduced()}))
         self.validated = self.validated or self.stage == "validate"
 

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from oracle.program import Change, Net, Program
 
 FEATURES, WIDTH, VOCABULARY, LENGTH, PADDING = 4, 6, 7, 5, -100
+
+DEVICE = os.environ.get("PARITY_DEVICE", "cpu")
+"""The kind of device of the engine and of the interpreter: the CPU, or the one that `make cuda` requests."""
 
 Parts = tuple[Tensor, Tensor, Tensor]
 """Inputs, targets and the samples' indices."""
 
 
 class Model(nn.Module):
-    """A network consisting of a body and a head."""
-
     drift: Tensor
 
     def __init__(self, plan: Net) -> None:
@@ -85,7 +89,6 @@ class Model(nn.Module):
         return float((parts[1] != PADDING).sum()) if self.on_tokens else float(len(parts[1]))
 
     def penalty(self) -> Tensor:
-        """Return a regularisation term: the magnitude of the head."""
         return 0.1 * self.head.weight.square().mean()
 
 
@@ -185,6 +188,57 @@ def part_of(net: Model, name: str) -> list[nn.Parameter]:
     return [one for one in net.head.parameters() if id(one) not in body]
 
 
+SPLITS: dict[str, dict[str, ParallelStyle]] = {
+    "deep_mlp": {"body.0": ColwiseParallel(), "body.2": RowwiseParallel()},
+    "mixer": {
+        "body.embedding": RowwiseParallel(input_layouts=Replicate()),
+        "body.mix": ColwiseParallel(output_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    },
+    "gan": {
+        "body.0": ColwiseParallel(),
+        "body.2": RowwiseParallel(),
+        "head.0": ColwiseParallel(),
+        "head.2": RowwiseParallel(),
+    },
+}
+"""Layers split by tensor parallelism, by family of networks; clipping combines their gradients with the others'."""
+
+
+def split(net: Any, mesh: Any) -> None:
+    """Split the layers over ``mesh``, as a user does in ``configure_model``."""
+    parallelize_module(net, mesh, SPLITS.get(net.plan.family, {}))
+    if net.plan.tied:
+        net.head.weight = net.body.embedding.weight  # splitting gave each layer a parameter of its own
+
+
+class _Columns(nn.Linear):
+    """Each part computes half of the outputs; in the backward the parts' gradients of the input are added."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view_as(x)  # so that the two parts of its gradient are added first
+        biases = (None, None) if self.bias is None else self.bias.chunk(2)
+        parts = zip(self.weight.chunk(2), biases, strict=True)
+        return torch.cat([nn.functional.linear(x, weight, bias) for weight, bias in parts], dim=-1)
+
+
+class _Rows(nn.Linear):
+    """Each part gets half of the inputs, and the outputs are added: they are rounded before and after the sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = zip(x.chunk(2, dim=-1), self.weight.chunk(2, dim=-1), strict=True)
+        first, second = (nn.functional.linear(inputs, weight, self.bias / 2) for inputs, weight in parts)
+        return first + second
+
+
+def compute_in_two(net: Any) -> None:
+    """Let the layers that a user would split compute in two parts. Their parameters are unchanged."""
+    for name, style in SPLITS[net.plan.family].items():
+        layer = net.get_submodule(name)
+        if isinstance(layer, nn.Linear):  # only one of the parts of an embedding is nonzero
+            layer.__class__ = _Columns if isinstance(style, ColwiseParallel) else _Rows
+
+
 def write(net: Model, what: str) -> None:
     """Write the head's weights or gradients, as user code does; see `oracle.program.Write`."""
     for one in part_of(net, "head"):
@@ -202,7 +256,6 @@ def write(net: Model, what: str) -> None:
 
 
 def apply_change(net: Model, change: Change, optimizer: torch.optim.Optimizer) -> None:
-    """Change the trainable parameters, as user code does."""
     parameters = part_of(net, change.part)
     for one in parameters:
         one.requires_grad_(change.what != "freeze")

@@ -70,9 +70,7 @@ class Optimistic(torch.optim.Optimizer):
 
 
 class Heun(Optimistic):
-    """Heun's method: every other step goes back and along the mean of the last two gradients; it kept a reference to
-    the first of them.
-    """
+    """Heun's method: every other step goes back and along the mean of two gradients; it kept the first of them."""
 
     def move(self, one: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         first = self.state[one].pop("first", None)
@@ -85,9 +83,7 @@ class Heun(Optimistic):
 
 
 def make_optimizer(net: Model, program: Program, plan: Optimizer) -> torch.optim.Optimizer:
-    """Build an optimizer over its part; over all of it if frozen parameters are trained later without a group of
-    their own.
-    """
+    """Build an optimizer over its part, with what is frozen if that is trained later without a group of its own."""
     later = any(change.what == "unfreeze" for change in program.changes)
     exact = program.precision in ("32-true", "64-true")
     holds_frozen = later or plan.holds_frozen
@@ -124,15 +120,13 @@ def optimizer_over(parameters: list[nn.Parameter], plan: Optimizer, exact: bool)
 
 def in_groups(parameters: list[nn.Parameter], plan: Optimizer, lr: float) -> list[Any]:
     """Return the parameters, or the two groups of them that the plan, or an attribute of a parameter, asks for."""
-    slow = [one for one in parameters if getattr(one, "slow", False)]
-    if slow and not plan.split and len(slow) < len(parameters):
-        known = {id(one) for one in slow}
-        return [{"params": [one for one in parameters if id(one) not in known]}, {"params": slow, "lr": lr / 2}]
-    matrices = [one for one in parameters if one.ndim > 1]
-    vectors = [one for one in parameters if one.ndim <= 1]
-    if not plan.split or not matrices or not vectors:
+    slow = [one.ndim <= 1 if plan.split else getattr(one, "slow", False) for one in parameters]
+    if all(slow) or not any(slow):
         return parameters
-    return [{"params": matrices}, {"params": vectors, "lr": lr / 2}]
+    first, second = (
+        [one for one, is_slow in zip(parameters, slow, strict=True) if is_slow == at] for at in (False, True)
+    )
+    return [{"params": first}, {"params": second, "lr": lr / 2}]
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, plan: Scheduler, steps: float) -> Any:

@@ -29,31 +29,24 @@ class Evaluated:
 @dataclass
 class Outcome:
     weights: dict[str, Tensor] = field(default_factory=dict)  # parameters and buffers after the run, by name
-    # each optimizer's state after the last step, by parameter name and key
-    states: list[dict[str, dict[str, Tensor]]] = field(default_factory=list)
+    states: list[dict[str, dict[str, Tensor]]] = field(default_factory=list)  # of optimizers, by parameter and key
     rates: list[list[float]] = field(default_factory=list)  # all groups' learning rates, at every optimizer step
     schedulers: list[dict[str, Any]] = field(default_factory=list)  # of each its count of steps and its learning rates
-    # what loggers got: the step, and values by key
-    flushes: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    flushes: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # to loggers: the step, values by key
     metrics: dict[str, float] = field(default_factory=dict)  # ``callback_metrics`` as training ended
     counts: dict[str, int] = field(default_factory=dict)  # of steps, epochs, micro-batches and samples
     # of every micro-batch of a rank, in order: its epoch and the indices of the samples; none for a joiner
     samples: list[tuple[int, list[int]]] = field(default_factory=list)
-    # the same for all ranks, from the interpreter
-    samples_of_ranks: list[tuple[int, list[list[int]]]] = field(default_factory=list)
-    # after each micro-batch, the norm of all gradients before the last clipping; nan if there was none
-    norms: list[float] = field(default_factory=list)
+    samples_of_ranks: list[tuple[int, list[list[int]]]] = field(default_factory=list)  # from the interpreter
+    norms: list[float] = field(default_factory=list)  # by micro-batch: of gradients before the last clipping; or nan
     scales: list[float] = field(default_factory=list)  # in fp16, the loss scale after each micro-batch
-    # of every micro-batch of a rank; nan for a joiner, or where there is none
-    losses: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # of every micro-batch of a rank; nan for none, or a joiner
     losses_of_ranks: list[list[float]] = field(default_factory=list)  # the same for all ranks, from the interpreter
-    # the norm of all gradients before every optimizer step, if the program asks for it; infinite if they overflowed
-    step_norms: list[float] = field(default_factory=list)
+    step_norms: list[float] = field(default_factory=list)  # of gradients before every step, infinite for an overflow
     planned: float = math.nan  # the number of optimizer steps, as estimated before the run
     warnings: list[str] = field(default_factory=list)  # the messages of warnings
     hooks: list[str] = field(default_factory=list)  # the hooks in the order in which they were called
-    # after each micro-batch: optimizer steps made, and all weights in one vector
-    steps: list[tuple[int, Tensor]] = field(default_factory=list)
+    steps: list[tuple[int, Tensor]] = field(default_factory=list)  # by micro-batch: steps made, weights in one vector
     saved_after: int = -1  # micro-batches trained on when the checkpoint was written; -1 for no checkpoint
     saved_at_end: bool = False  # the run was over by then
     saved_hooks: int = 0  # hooks called until then
@@ -61,8 +54,7 @@ class Outcome:
     saved_flushes: int = 0  # entries of ``flushes`` until then
     error: str = ""  # the type of what was raised, or ""
     text: str = ""  # the error's message
-    # the resumed run must be refused, because of its optimizer; all else is that of the saved run, then
-    refused: bool = False
+    refused: bool = False  # the resume must be refused, because of its optimizer; all else is that of the saved run
     evaluated: Evaluated | None = None  # what an evaluation of the checkpoint gives; None without one
 
 

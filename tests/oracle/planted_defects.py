@@ -1,7 +1,6 @@
 """Defects that are planted one at a time, by replacing functions, to check that the fuzzer finds them.
 
-They reproduce the visible effect of an old defect rather than undo its fix, so that they stay valid when the code
-changes. Each has the number of the defect that it reproduces.
+Each reproduces the visible effect of an old defect, whose number it has, and stays valid when the code changes.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -26,30 +26,18 @@ from drivetrain_strategies.ddp.strategy import DDPStrategy
 from drivetrain_strategies.fsdp.strategy import FSDPStrategy
 
 
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
-    """Replace ``owner.name`` by ``by``, which gets the original first, within the context. Nothing is created."""
-    if not hasattr(owner, name):
-        yield
-        return
-    own, before = name in vars(owner), getattr(owner, name)
+def replaced(owner: Any, name: str, by: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
+    """Replace ``owner.name`` by ``by``, which gets the original first, within the context."""
+    before = getattr(owner, name)
     original = before.fget if isinstance(before, property) else before
 
     def planted_function(*arguments: Any, **named: Any) -> Any:
         return by(original, *arguments, **named)
 
-    setattr(owner, name, property(planted_function) if isinstance(before, property) else planted_function)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
+    return patch.object(owner, name, property(planted_function) if isinstance(before, property) else planted_function)
 
 
-def nothing(before: Any, *arguments: Any) -> None:
-    """Do nothing."""
+def nothing(before: Any, *arguments: Any) -> None: ...
 
 
 def record(before: Any, self: MetricStore, name: str, value: Any, *options: Any, **named: Any) -> None:

@@ -8,8 +8,6 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Net:
-    """A network of some family."""
-
     # "mlp", "deep_mlp" (two layers in the body) or "gan" (the body generates, the head discriminates) on numbers;
     # "gru", "transformer", "mixer" or "bag" (a sparse embedding) on tokens, of which a sample has between one and five
     family: str = "mlp"
@@ -17,13 +15,10 @@ class Net:
     dropout: float = 0.0  # probability
     buffer: str = "none"  # a running mean that the forward reads and training moves: "none", "in_place" or "reassigned"
     scale: bool = False  # a parameter of one element that multiplies the output
-    # the part that is frozen as the run begins: "", "body", "head" or "first" (the body's first layer)
-    frozen: str = ""
+    frozen: str = ""  # the part that is frozen at first: "", "body", "head" or "first" (the body's first layer)
     unused: bool = False  # there is a parameter that no loss depends on
     tied: bool = False  # the head shares the embedding's weight; for families on tokens
-    # a gradient hook on the head's weight halves its gradient, and an attribute of the weight lets the optimizer train
-    # it at half the learning rate
-    hooked: bool = False
+    hooked: bool = False  # a hook halves the gradient of the head's weight, and an attribute its learning rate
 
     @property
     def on_tokens(self) -> bool:
@@ -32,8 +27,6 @@ class Net:
 
 @dataclass(frozen=True)
 class Data:
-    """The training data."""
-
     # "map", "sampler" (backwards), "batch_sampler" (batches of different sizes), "iterable" (a part of each rank's
     # own), "sharded" (an iterable of samples, which workers share), "reused" (an iterable that fills one buffer again
     # and again), "stateful" (a loader of the user's own with ``state_dict``) or "combined" (an iterable and a stateful
@@ -44,8 +37,7 @@ class Data:
     shuffle: bool = False  # for "map"
     drop_last: bool = False  # for "map"
     consumes_batch: bool = False  # training and validation steps remove the entries of the batch, a dict
-    # how far ``len(loader)`` exceeds the true length, for loaders with a length of their own; None for no length
-    length_error: int | None = 0
+    length_error: int | None = 0  # how far a ``len(loader)`` of its own exceeds the true length; None for no length
     workers: int = 0  # worker processes of the loader
     fewest_on_rank_0: bool = False  # for iterable kinds, rank 0 has the fewest samples; otherwise it has the most
     without_tokens: tuple[tuple[int, int], ...] = ()  # ranges of samples whose tokens are all padding
@@ -58,8 +50,6 @@ OWN_PARTS = ("iterable", "sharded", "reused", "stateful", "combined")
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer."""
-
     # "sgd", "momentum", "adamw", "muon", "lbfgs", "line_search" (LBFGS with one) or "sam"; or one that keeps a
     # reference to ``parameter.grad``: "optimistic" and "heun" from one step to the next, "sam_sum" from one evaluation
     # to the next
@@ -67,11 +57,9 @@ class Optimizer:
     of: str = "all"  # the parameters that it trains: "all", "body", "head", "matrices" or "vectors"
     lr: float = 0.1  # learning rate; AdamW's is a tenth of it
     weight_decay: float | None = None  # None for the default of the kind
-    # biases and the like are in a second group, which has half the learning rate and, for "adamw", no weight decay
-    split: bool = False
+    split: bool = False  # biases are in a second group, with half the learning rate and, for "adamw", no weight decay
     fused: bool = False  # for "adamw"
-    # for "adamw"; None for a large one, so that rounding errors in gradients near zero matter less
-    eps: float | None = None
+    eps: float | None = None  # for "adamw"; None for a large one: rounding of gradients near zero then matters less
     holds_frozen: bool = False  # it gets frozen parameters too
     amsgrad: bool = False  # for "adamw"
     closure: bool = False  # automatic optimization passes it a closure, although it does not need one
@@ -87,11 +75,7 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Scheduler:
-    """A scheduler of the first optimizer: "step" (halves), "warmup" (from a tenth), "plateau", or "linear".
-
-    The last goes down to nothing in as many steps as the run is estimated to take.
-    """
-
+    # "step" (halves), "warmup" (from a tenth), "plateau" or "linear" (to zero, in the steps that the run should take)
     kind: str = "step"
     interval: str = "epoch"
     frequency: int = 1
@@ -99,8 +83,6 @@ class Scheduler:
 
 @dataclass(frozen=True)
 class Log:
-    """One call of ``self.log``."""
-
     where: str = "training_step"  # the step or hook that logs
     # the value: "loss"; "number" (a Python float); "numpy" (a scalar of NumPy's); "large" (an int that float32 cannot
     # hold); "forward" (the loss of fixed samples, by a forward of the module in eval mode within the hook); "parameter"
@@ -147,12 +129,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the trainable parameters in a hook."""
-
     what: str = "unfreeze"  # "unfreeze", "freeze" or "group" (unfreeze, and ``add_param_group``)
     part: str = "head"  # "body" or "head"
-    # "on_train_epoch_start", "on_train_batch_start", "on_train_batch_end" or "on_train_epoch_end"
-    hook: str = "on_train_epoch_start"
+    hook: str = "on_train_epoch_start"  # this, or "on_train_batch_start", "on_train_batch_end" or "on_train_epoch_end"
     epoch: int = 1  # the epoch of the change
     batch: int = 0  # for hooks of a batch, its index
 
@@ -189,8 +168,7 @@ class Stop:
 class Resume:
     """A checkpoint is saved in a hook, and a new module, optimizer and trainer resume from it."""
 
-    # "on_train_batch_end" or "on_train_epoch_end", or "on_validation_end"; or one of `WITHIN_STEPS`
-    hook: str = "on_train_epoch_end"
+    hook: str = "on_train_epoch_end"  # this, "on_train_batch_end", "on_validation_end" or one of `WITHIN_STEPS`
     at: int = 0  # the index of the call of the hook, counted over the run
     ranks: int = 1  # number of ranks of the resumed run
     strategy: str = "single_device"  # strategy of the resumed run
@@ -273,11 +251,9 @@ class Program:
     accumulate: int = 1
     clip: float | None = None
     clip_by: str = "norm"
-    # The module overrides ``batch_weight``: a mean over tokens is weighted by their number
-    token_weighted: bool = False
+    token_weighted: bool = False  # The module's ``batch_weight`` weights a mean over tokens by their number
     adds_to_loss: bool = False  # The step adds a term to the loss (``loss += ...``) after logging it
-    # When ``training_step`` returns no loss: "never", "odd" batches (None), "always" (None), or "nan" always
-    missing_loss: str = "never"
+    missing_loss: str = "never"  # When the step returns None: "never", for "odd" batches, "always"; or "nan" always
     logs: tuple[Log, ...] = ()
     log_every: int = 1
     validation: Validation | None = None
@@ -289,8 +265,7 @@ class Program:
     average: Average | None = None
     evaluation: Evaluation | None = None
     configure_model: bool = False  # The layers are built in ``configure_model``
-    # A launcher of `Fit` that starts the ranks, "fork"; by default the run uses the ranks of the test
-    launcher: str = ""
+    launcher: str = ""  # A launcher of `Fit` that starts the ranks, "fork"; by default they are those of the test
     measures_norms: bool = False  # Gradient norms are recorded before every optimizer step
     seed: int = 0
 
@@ -309,7 +284,6 @@ class Program:
 
     @property
     def saving(self) -> Resume | Evaluation | None:
-        """The purpose of the checkpoint that the run saves, if it saves one."""
         return self.resume or self.evaluation
 
 

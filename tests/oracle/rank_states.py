@@ -17,15 +17,13 @@ from torch import Tensor, nn
 
 from oracle.data_loaders import samples_of
 from oracle.dealing import GlobalBatch, estimated_steps
-from oracle.device import DEVICE
 from oracle.logged_values import LoggedValues
-from oracle.nets import Model, Parts, seeded_model
+from oracle.nets import DEVICE, Model, Parts, compute_in_two, seeded_model
 from oracle.optimizers import make_optimizer, make_scheduler
 from oracle.outcome import Outcome
 from oracle.program import OWN_PARTS, Data, Program
-from oracle.split_layers import compute_in_two
 
-DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}
+DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
@@ -52,6 +50,7 @@ class RankStates:
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        self.validation: Any = program.validation
         self.world = program.ranks
         self.strategy = program.strategy
         self.net = seeded_model(program).to(DEVICE)
@@ -82,7 +81,6 @@ class RankStates:
         self.trained: dict[str, Tensor] = {}  # while the network holds the averages
 
     def hook(self, name: str, micro: GlobalBatch | None = None) -> None:
-        """Call a hook: perform the program's actions in it, on all ranks."""
         raise NotImplementedError
 
     def new_rank(self, rank: int, seed: int) -> Rank:
@@ -178,10 +176,7 @@ class RankStates:
             rank.buffers = {name: one.clone() for name, one in self.ranks[0].buffers.items()}
 
     def broadcasts_buffers(self) -> bool:
-        program = self.program
-        if self.world == 1 or not self.strategy.startswith("ddp"):
-            return False
-        return program.broadcast is not False
+        return self.world > 1 and self.strategy.startswith("ddp") and self.program.broadcast is not False
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         dtype = AUTOCAST.get(self.program.precision)
@@ -214,7 +209,6 @@ def add_bias_to_rounded_product(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 def put_buffers(net: Model, buffers: dict[str, Tensor]) -> None:
-    """Make these tensors the network's buffers, without copying."""
     for name, value in buffers.items():
         path, _, last = name.rpartition(".")
         net.get_submodule(path)._buffers[last] = value

@@ -20,6 +20,7 @@ class Matrix:
     def __init__(self) -> None:
         self.cells: dict[tuple[str, str], str] = {}
         self.shows: dict[str, str] = {}
+        self.columns: list[str] = []  # of the page, in its order
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         told = dict(report.user_properties)
@@ -38,6 +39,7 @@ class Matrix:
         (_, *columns, _), *rows = (
             [cell.strip(" `") if number else cell for number, cell in enumerate(line)] for line in lines
         )
+        self.columns = columns
         known: dict[tuple[str, str], str] = {}
         shows: dict[str, str] = {}
         for row, *cells, shown in rows:
@@ -47,7 +49,7 @@ class Matrix:
 
     def markdown(self) -> str:
         """Return the matrix: one line per case, one column per strategy."""
-        columns = list(dict.fromkeys(column for _, column in self.cells))
+        columns = list(dict.fromkeys([*self.columns, *(column for _, column in self.cells)]))
         lines = [
             f"| Case | {' | '.join(f'`{column}`' for column in columns)} | Shows |",
             f"|---|{'---|' * len(columns)}---|",

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-DEVICE = os.environ.get("PARITY_DEVICE", "cpu")
-"""The kind of device of the engine and of the reference."""
+from oracle.nets import DEVICE as DEVICE
+
 RANKS = int(os.environ.get("PARITY_RANKS", "1"))
 """On a device: how many ranks each strategy runs on, of a device each."""
 CASES = set(filter(None, os.environ.get("PARITY_CASES", "").split(",")))

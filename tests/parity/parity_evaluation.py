@@ -25,10 +25,9 @@ from drivetrain import Fit, TrainModule
 from drivetrain.callbacks import LambdaCallback
 from drivetrain.strategies import DistributedStrategy, strategy_by_name
 from drivetrain_strategies import DDPStrategy
-from oracle.engine import QUIET
+from oracle.engine import QUIET, strategy_of
 from oracle.outcome import whole
 from oracle.program import Program
-from oracle.strategies import strategy_of
 
 SEED = 5
 SIZES = ((97, 8), (35, 8), (3, 8), (5, 1))

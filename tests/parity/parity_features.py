@@ -7,19 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from oracle.program import (
-    Average,
-    Change,
-    Data,
-    Log,
-    Net,
-    Optimizer,
-    Program,
-    Resume,
-    Scheduler,
-    Turn,
-    Validation,
-)
+from oracle.program import Average, Change, Data, Log, Net, Optimizer, Program, Resume, Scheduler, Turn, Validation
 
 
 @dataclass(frozen=True)
@@ -61,7 +49,6 @@ def tokens(samples: int, *without: tuple[int, int]) -> Data:
 
 
 def mlp(data: Data = numbers(24), net: Net = Net("deep_mlp"), **settings: object) -> Program:  # noqa: B008
-    """Return a program that trains an MLP."""
     program = Program(net=net, data=data, optimizers=(ADAMW,), seed=5, measures_norms=True)
     return replace(program, **settings)  # type: ignore[arg-type]
 

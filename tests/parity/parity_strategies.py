@@ -16,8 +16,6 @@ Job = tuple[str, str]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy as the suite runs it."""
-
     name: str  # the column of the matrix
     ranks: int  # the number of processes on which it runs every feature
     also_on: tuple[int, ...] = ()  # a larger number of processes, for the features that depend on it
@@ -27,7 +25,7 @@ class Candidate:
     only: tuple[str, ...] = ()  # the only features that it runs; empty for all
     why_only: str = ""  # why the other features show nothing new
     tensor: int = 1  # the number of processes over which layers are split by user code; they read the same data
-    variant: str = ""  # the strategy in `oracle.strategies`; empty for ``name``
+    variant: str = ""  # the strategy in `oracle.engine`; empty for ``name``
 
     @property
     def strategy(self) -> str:

@@ -49,8 +49,7 @@ def findings(
 
 
 @pytest.mark.row("evaluation", "B-04, B-12, B-14: means, maxima and torchmetrics over uneven data, to the last sample")
-def test_evaluation(place: Place, findings: list[Findings]) -> None:
-    # B-04, B-12, B-14
+def test_evaluation(place: Place, findings: list[Findings]) -> None:  # B-04, B-12, B-14
     for count, batch_size in SIZES:
         x, y, _ = samples(count)
         with torch.no_grad():
@@ -64,8 +63,7 @@ def test_evaluation(place: Place, findings: list[Findings]) -> None:
 
 
 @pytest.mark.row("prediction", "B-04: one prediction for each sample, in the order of the data set, on every rank")
-def test_prediction(place: Place, findings: list[Findings]) -> None:
-    # B-04
+def test_prediction(place: Place, findings: list[Findings]) -> None:  # B-04
     for count, batch_size in SIZES:
         x, _, indices = samples(count)
         with torch.no_grad():

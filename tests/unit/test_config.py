@@ -1,16 +1,20 @@
-"""Settings: code > environment > file > default (A-07), read without side effects (A-01, A-05)."""
+"""Settings: code > environment > file > default (A-07), read by their types."""
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import pickle
+import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from drivetrain import ConfigurationError, Fit
+from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 
 
 @pytest.fixture(autouse=True)
@@ -22,13 +26,17 @@ def setting(fit: Fit, name: str) -> tuple[Any, str]:
     return fit.settings[name].value, fit.settings[name].source
 
 
-def test_precedence_for_every_argument(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    # A-07: code > environment > file > default, and the source of each value is recorded
+def test_precedence_for_every_argument(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # A-07
     (tmp_path / "drivetrain.toml").write_text('max_epochs = 1\ndevices = 1\nprecision = "64-true"\n')
     monkeypatch.setenv("DRIVETRAIN_MAX_EPOCHS", "2")
     monkeypatch.setenv("DRIVETRAIN_DEVICES", "2")
-    fit = Fit(max_epochs=3)
+    monkeypatch.setenv("DRIVETRAIN_INFERENCE_MODE", "false")
+    before = dict(os.environ)
+    fit = Fit(max_epochs=3, inference_mode=True)
+    assert dict(os.environ) == before  # A-01, A-05
     assert setting(fit, "max_epochs") == (3, "code")
+    assert setting(fit, "inference_mode") == (True, "code")  # although it is the default
+    assert setting(Fit(max_epochs=None), "max_epochs") == (None, "code")
     assert setting(fit, "devices") == (2, "environment DRIVETRAIN_DEVICES")
     assert setting(fit, "precision") == ("64-true", f"file {tmp_path / 'drivetrain.toml'}")
     assert setting(fit, "strategy") == ("auto", "default")
@@ -36,58 +44,42 @@ def test_precedence_for_every_argument(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert list(fit.settings) == list(inspect.signature(Fit).parameters)
 
 
-def test_an_explicit_value_equal_to_the_default_counts_as_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A-07
-    monkeypatch.setenv("DRIVETRAIN_MAX_EPOCHS", "5")
-    monkeypatch.setenv("DRIVETRAIN_INFERENCE_MODE", "false")
-    fit = Fit(max_epochs=None, inference_mode=True)
-    assert setting(fit, "max_epochs") == (None, "code")
-    assert setting(fit, "inference_mode") == (True, "code")
+def test_two_objects_in_one_process_are_independent(monkeypatch: pytest.MonkeyPatch) -> None:  # A-07
+    class Special(Fit):
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**{"max_epochs": 9, **arguments})
 
-
-def test_two_objects_in_one_process_are_independent(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A-07
     first = Fit(max_epochs=1)
     monkeypatch.setenv("DRIVETRAIN_DEVICES", "4")
-    second = Fit(max_epochs=2)
+    second = Special(strategy="ddp")
     assert (first.max_epochs, *setting(first, "devices")) == (1, "auto", "default")
-    assert (second.max_epochs, second.devices) == (2, 4)
+    assert (setting(second, "max_epochs"), second.devices) == ((9, "code"), 4)
+    assert setting(second, "strategy") == ("ddp", "code")
 
 
 @pytest.mark.parametrize(
-    ("variable", "text", "value"),
+    ("variable", "values"),
     [
-        ("MAX_EPOCHS", "7", 7),
-        ("MAX_EPOCHS", "none", None),
-        ("GRADIENT_CLIP_VAL", "0.5", 0.5),
-        ("LIMIT_TRAIN_BATCHES", "1", 1),
-        ("LIMIT_TRAIN_BATCHES", "1.0", 1.0),
-        ("FAST_DEV_RUN", "3", 3),
-        ("FAST_DEV_RUN", "true", True),
-        ("INFERENCE_MODE", "False", False),
-        ("DETERMINISTIC", "warn", "warn"),
-        ("DEVICES", "[0, 1]", [0, 1]),
-        ("DEVICES", "0,1", "0,1"),
-        ("DEVICES", "auto", "auto"),
-        ("STRATEGY", '"ddp"', "ddp"),
-        ("PRECISION", "16", 16),
-        ("PRECISION", "16-mixed", "16-mixed"),
-        ("LOGGER", "false", False),
-        ("LOGGER", '["csv", "tensorboard"]', ["csv", "tensorboard"]),
-        ("DEFAULT_ROOT_DIR", "2024-01-01", "2024-01-01"),
-        ("DEFAULT_ROOT_DIR", "/data/runs", "/data/runs"),
-        ("DEFAULT_ROOT_DIR", "true", "true"),
-        ("DEFAULT_ROOT_DIR", "1\nx = 2", "1\nx = 2"),
-        ("COMPILE", "{mode = 'default'}", {"mode": "default"}),
+        ("MAX_EPOCHS", {"7": 7, "none": None}),
+        ("GRADIENT_CLIP_VAL", {"0.5": 0.5}),
+        ("LIMIT_TRAIN_BATCHES", {"1": 1, "1.0": 1.0}),
+        ("FAST_DEV_RUN", {"3": 3, "true": True}),
+        ("INFERENCE_MODE", {"False": False}),
+        ("DETERMINISTIC", {"warn": "warn"}),
+        ("DEVICES", {"[0, 1]": [0, 1], "0,1": "0,1", "auto": "auto"}),
+        ("STRATEGY", {'"ddp"': "ddp"}),
+        ("PRECISION", {"16": 16, "16-mixed": "16-mixed"}),
+        ("LOGGER", {"false": False, '["csv", "tensorboard"]': ["csv", "tensorboard"]}),
+        ("DEFAULT_ROOT_DIR", {text: text for text in ("2024-01-01", "/data/runs", "true", "1\nx = 2")}),
+        ("COMPILE", {"{mode = 'default'}": {"mode": "default"}}),
     ],
 )
-def test_a_variable_is_read_by_the_annotation(
-    monkeypatch: pytest.MonkeyPatch, variable: str, text: str, value: object
-) -> None:
-    monkeypatch.setenv(f"DRIVETRAIN_{variable}", text)
-    found, _ = setting(Fit(accelerator="cpu"), variable.lower())
-    assert found == value
-    assert type(found) is type(value)  # 1 and 1.0 and True are different limits
+def test_a_variable_is_read_by_the_annotation(monkeypatch: Any, variable: str, values: dict[str, object]) -> None:
+    for text, value in values.items():
+        monkeypatch.setenv(f"DRIVETRAIN_{variable}", text)
+        found, _ = setting(Fit(accelerator="cpu"), variable.lower())
+        assert found == value
+        assert type(found) is type(value)  # 1 and 1.0 and True are different limits
 
 
 @pytest.mark.parametrize(
@@ -99,9 +91,7 @@ def test_a_variable_is_read_by_the_annotation(
         ("GRADIENT_CLIP_VAL", "[1.0]", "a whole number or a number with a decimal point or none"),
     ],
 )
-def test_a_value_of_another_type_is_refused(
-    monkeypatch: pytest.MonkeyPatch, variable: str, text: str, accepts: str
-) -> None:
+def test_a_value_of_another_type_is_refused(monkeypatch: Any, variable: str, text: str, accepts: str) -> None:
     monkeypatch.setenv(f"DRIVETRAIN_{variable}", text)
     with pytest.raises(ConfigurationError) as caught:
         Fit(**{variable.lower(): None})  # type: ignore[arg-type]  # checked although code overrides it
@@ -112,40 +102,32 @@ def test_a_value_of_another_type_is_refused(
 
 
 @pytest.mark.parametrize("name", ["callbacks", "plugins"])
-@pytest.mark.parametrize("where", ["environment", "file"])
-def test_objects_come_from_code_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, where: str) -> None:
-    if where == "environment":
-        monkeypatch.setenv(f"DRIVETRAIN_{name.upper()}", "[]")
-    else:
-        (tmp_path / "drivetrain.toml").write_text(f"{name} = []\n")
-    with pytest.raises(ConfigurationError, match=f"{name} takes Python objects.*\n.*Pass {name}= in code"):
+def test_objects_come_from_code_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    refused = f"{name} takes Python objects.*\n.*Pass {name}= in code"
+    monkeypatch.setenv(f"DRIVETRAIN_{name.upper()}", "[]")
+    with pytest.raises(ConfigurationError, match=refused):
+        Fit()
+    monkeypatch.delenv(f"DRIVETRAIN_{name.upper()}")
+    (tmp_path / "drivetrain.toml").write_text(f"{name} = []\n")
+    with pytest.raises(ConfigurationError, match=refused):
         Fit()
 
 
-@pytest.mark.parametrize("variable", ["DRIVETRAIN_MAX_EPOCH", "DRIVETRAIN_max_epochs"])
-def test_an_unknown_variable_gets_the_nearest_name(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
-    # A-07, G-06
-    monkeypatch.setenv(variable, "3")
-    message = rf"(?s){variable}='3'.*Did you mean 'DRIVETRAIN_MAX_EPOCHS'\?.*Unset {variable}, or"
-    with pytest.raises(ConfigurationError, match=message):
-        Fit()
-
-
-def test_an_unknown_key_gets_the_nearest_name(tmp_path: Path) -> None:
-    # A-07, G-06
+def test_an_unknown_name_gets_the_nearest_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # A-07, G-06
+    with pytest.raises(ConfigurationError, match=r"Fit\(\) has no argument 'max_epoch'. Did you mean 'max_epochs'\?"):
+        Fit(max_epoch=3)  # type: ignore[call-arg]
+    with pytest.raises(ConfigurationError, match=r"got positional arguments: 'ddp'"):
+        Fit("ddp")  # type: ignore[call-arg]
+    for variable in ("DRIVETRAIN_MAX_EPOCH", "DRIVETRAIN_max_epochs"):
+        message = rf"(?s){variable}='3'.*Did you mean 'DRIVETRAIN_MAX_EPOCHS'\?.*Unset {variable}, or"
+        monkeypatch.setenv(variable, "3")
+        with pytest.raises(ConfigurationError, match=message):
+            Fit()
+        monkeypatch.delenv(variable)
     (tmp_path / "drivetrain.toml").write_text("devices = 1\nmax_epoch = 3\n")
     message = r"sets 'max_epoch', which is not a setting. Did you mean 'max_epochs'\?"
     with pytest.raises(ConfigurationError, match=message):
         Fit()
-
-
-def test_an_unknown_argument_gets_the_nearest_name() -> None:
-    # G-06: not a bare TypeError
-    message = r"Fit\(\) has no argument 'max_epoch'. Did you mean 'max_epochs'\?"
-    with pytest.raises(ConfigurationError, match=message):
-        Fit(max_epoch=3)  # type: ignore[call-arg]
-    with pytest.raises(ConfigurationError, match=r"got positional arguments: 'ddp'"):
-        Fit("ddp")  # type: ignore[call-arg]
 
 
 def test_a_file_named_by_a_variable_replaces_the_default_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -160,43 +142,17 @@ def test_a_file_named_by_a_variable_replaces_the_default_one(monkeypatch: pytest
     assert setting(fit, "max_epochs") == (None, "default")
 
 
-@pytest.mark.parametrize("name", ["missing.toml", ""])
-def test_a_named_file_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv("DRIVETRAIN_CONFIG", name)
-    with pytest.raises(ConfigurationError, match=f"DRIVETRAIN_CONFIG='{name}' cannot be read"):
-        Fit()
-
-
-@pytest.mark.parametrize(("text", "match"), [("max_epochs = ", "is not TOML"), ('max_epochs = "3"', "accepts a whole")])
-def test_an_invalid_file_is_refused(tmp_path: Path, text: str, match: str) -> None:
-    (tmp_path / "drivetrain.toml").write_text(text)
-    with pytest.raises(ConfigurationError, match=match) as caught:
-        Fit()
-    assert str(tmp_path / "drivetrain.toml") in str(caught.value)
-
-
-def test_reading_has_no_side_effects(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    # A-01, A-05
-    (tmp_path / "drivetrain.toml").write_text("max_epochs = 1\n")
-    monkeypatch.setenv("DRIVETRAIN_DEVICES", "2")
-    environment = dict(os.environ)
-    changed = (tmp_path / "drivetrain.toml").stat().st_mtime_ns
-    Fit()
-    assert dict(os.environ) == environment
-    assert [path.name for path in tmp_path.iterdir()] == ["drivetrain.toml"]
-    assert (tmp_path / "drivetrain.toml").stat().st_mtime_ns == changed
-
-
-def test_a_subclass_may_pass_on_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Special(Fit):
-        def __init__(self, **arguments: Any) -> None:
-            super().__init__(**{"max_epochs": 9, **arguments})
-
-    monkeypatch.setenv("DRIVETRAIN_DEVICES", "2")
-    fit = Special(strategy="ddp")
-    assert setting(fit, "max_epochs") == (9, "code")
-    assert fit.devices == 2
-    assert setting(fit, "strategy") == ("ddp", "code")
+def test_an_invalid_file_and_a_missing_one_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "drivetrain.toml"
+    for text, match in (("max_epochs = ", "is not TOML"), ('max_epochs = "3"', "accepts a whole")):
+        path.write_text(text)
+        with pytest.raises(ConfigurationError, match=match) as caught:
+            Fit()
+        assert str(path) in str(caught.value)
+    for name in ("missing.toml", ""):
+        monkeypatch.setenv("DRIVETRAIN_CONFIG", name)
+        with pytest.raises(ConfigurationError, match=f"DRIVETRAIN_CONFIG='{name}' cannot be read"):
+            Fit()
 
 
 def test_settings_print_as_a_table_and_travel_between_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,3 +166,12 @@ def test_settings_print_as_a_table_and_travel_between_processes(monkeypatch: pyt
     assert pickle.loads(pickle.dumps(settings)) == settings
     with pytest.raises(TypeError):
         settings["devices"] = settings["max_epochs"]  # type: ignore[index]
+
+
+def test_a_timeout_may_be_seconds_and_an_invalid_one_is_refused_by_name() -> None:  # S-17
+    strategies = (DDPStrategy, FSDPStrategy, DeepSpeedStrategy)
+    values = ["60", -1.0, 0, True, float("nan"), float("inf"), timedelta(0)]
+    for strategy, name, value in itertools.product(strategies, ("timeout", "step_timeout"), values):
+        with pytest.raises(ConfigurationError, match=f"{name}={re.escape(repr(value))} is not a timeout"):
+            strategy(**{name: value})
+    assert DDPStrategy(timeout=60.0)._group.timeout == DDPStrategy(timeout=timedelta(minutes=1))._group.timeout

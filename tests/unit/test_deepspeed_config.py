@@ -15,8 +15,6 @@ import torch
 from drivetrain.errors import ConfigurationError
 from drivetrain.strategies import RunSettings, known_strategies, strategy_by_name
 from drivetrain_strategies import DeepSpeedStrategy
-
-# The configuration that DeepSpeed gets is visible only in DeepSpeed's engine, which takes seconds to build.
 from drivetrain_strategies.deepspeed._config import TOP_LEVEL_KEYS, combine, resolve
 from drivetrain_strategies.deepspeed._library import import_library
 from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision
@@ -24,21 +22,11 @@ from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision
 RUN = RunSettings("fit", accumulate_grad_batches=4, gradient_clip_val=0.5, batch_size=8)
 
 
-def _resolved(
-    config: Any, zero: dict[str, Any] | None = None, run: RunSettings = RUN, precision: str = "32-true"
-) -> Any:
+def _resolved(config: Any, zero: Any = None, run: RunSettings = RUN, precision: str = "32-true") -> Any:
     return resolve(combine(config, {"zero_optimization": zero or {}}), run, precision, ranks=2)
 
 
-def test_a_setting_that_has_an_argument_of_its_own_may_be_given_by_its_name() -> None:
-    strategy: Any = DeepSpeedStrategy(stage=3, offload_param={"device": "cpu"}, offload_parameters=None)
-    assert strategy._config["zero_optimization"]["offload_param"] == {"device": "cpu"}
-    with pytest.raises(ConfigurationError, match=r"offload_param\.device='cpu' contradicts"):
-        DeepSpeedStrategy(stage=3, offload_param={"device": "cpu"}, offload_parameters="none")
-
-
-def test_missing_values_come_from_fit() -> None:
-    # E-03, E-09: clipping is always written, since DeepSpeed's default is 1.0; accumulation is fixed at one (E-01)
+def test_missing_values_come_from_fit() -> None:  # E-01, E-03, E-09
     assert _resolved({}) == {
         "train_micro_batch_size_per_gpu": 8,
         "train_batch_size": 16,
@@ -52,52 +40,34 @@ def test_missing_values_come_from_fit() -> None:
     }
     assert _resolved({}, run=RunSettings())["gradient_clipping"] == 0.0
     half = _resolved({}, precision="bf16-mixed")
-    assert half["bf16"] == {"enabled": True}
-    assert half["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert (half["bf16"], half["data_types"]) == ({"enabled": True}, {"grad_accum_dtype": "fp32"})
     assert half["communication_data_type"] == "fp32"
     assert _resolved({"bfloat16": {"enabled": True}}, precision="bf16-mixed") == half
-    assert _resolved({"fp16": {"loss_scale": 0, "initial_scale_power": 8}}, precision="16-mixed")["fp16"] == {
-        "loss_scale": 0,
-        "initial_scale_power": 8,
-        "enabled": True,
-        # like torch's GradScaler: B-06
-        "hysteresis": 1,
-        "loss_scale_window": 2000,
-    }
+    fp16 = {"loss_scale": 0, "initial_scale_power": 8}
+    like_torch = {"hysteresis": 1, "loss_scale_window": 2000}  # B-06
+    assert _resolved({"fp16": fp16}, precision="16-mixed")["fp16"] == {"enabled": True, **fp16, **like_torch}
     assert _resolved({"fp16": {"hysteresis": 2}}, precision="16-mixed")["fp16"]["hysteresis"] == 2
 
 
-def test_matching_values_are_replaced_by_ours() -> None:
-    # E-03: compared with Fit's, and then replaced by it
-    config = {
-        "train_batch_size": 64,
-        "train_micro_batch_size_per_gpu": 8,
-        "gradient_accumulation_steps": 4,
-        "gradient_clipping": 0.5,
-        "zero_optimization": {"stage": 3, "sub_group_size": 10},
-        "bf16": {"enabled": False},
-    }
+def test_values_that_match_those_of_fit_are_replaced_in_a_copy() -> None:  # E-03
+    sizes = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4}
+    zero = {"stage": 3, "sub_group_size": 10}
+    config: Any = {**sizes, "gradient_clipping": 0.5, "zero_optimization": zero, "bf16": {"enabled": False}}
     before = copy.deepcopy(config)
-    resolved = _resolved(config, {"stage": 3, "sub_group_size": 10, "overlap_comm": False})
+    resolved = _resolved(config, {**zero, "overlap_comm": False})
     assert (resolved["train_batch_size"], resolved["gradient_accumulation_steps"]) == (16, 1)
-    assert resolved["zero_optimization"] == {"stage": 3, "sub_group_size": 10, "overlap_comm": False}
-    assert config == before  # E-03: the user's dict is not changed
+    assert resolved["zero_optimization"] == {**zero, "overlap_comm": False}
     resolved["zero_optimization"]["stage"] = 1
     assert config == before
+    # Clipping of the config is used without one of Fit.
+    assert _resolved({"gradient_clipping": 2.0}, run=RunSettings(batch_size=8))["gradient_clipping"] == 2.0
 
 
-def test_auto_is_filled() -> None:
-    # E-03: as commonly written for Hugging Face
-    config = {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": "auto"},
-        "fp16": {"enabled": "auto"},
-        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
-    }
-    resolved = _resolved(config, precision="bf16-mixed")
+def test_auto_is_filled() -> None:  # E-03
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
+    enabled = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+    resolved = _resolved({**dict.fromkeys(sizes, "auto"), **enabled, "zero_optimization": zero}, precision="bf16-mixed")
     assert '"auto"' not in json.dumps(resolved)
     assert resolved["zero_optimization"] == {"stage": 3}
     assert (resolved["bf16"], resolved["fp16"]) == ({"enabled": True}, {"enabled": False})
@@ -105,13 +75,10 @@ def test_auto_is_filled() -> None:
         _resolved({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
 
 
-def test_clipping_of_the_config_is_used_without_one_of_fit() -> None:
-    # E-03, and api.md
-    assert _resolved({"gradient_clipping": 2.0}, run=RunSettings(batch_size=8))["gradient_clipping"] == 2.0
+def offload(device: str) -> dict[str, Any]:
+    return {"offload_optimizer": {"device": device}}
 
 
-ZERO_STAGE_2 = {"zero": {"stage": 2}}
-OFFLOAD_TO_CPU = {"zero": {"offload_optimizer": {"device": "cpu"}}}
 BF16 = {"precision": "bf16-mixed"}
 
 
@@ -126,24 +93,18 @@ BF16 = {"precision": "bf16-mixed"}
         ({"fp16": {"enabled": True}}, BF16, ("fp16.enabled=True", "precision='bf16-mixed'")),
         ({"bf16": {"enabled": False}}, BF16, ("bf16.enabled=False", "precision='bf16-mixed'")),
         ({"torch_autocast": {"enabled": True}}, {}, ("torch_autocast", "precision='32-true'")),
-        ({"zero_optimization": {"stage": 1}}, ZERO_STAGE_2, ("stage=1", "stage=2")),
-        (
-            {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
-            OFFLOAD_TO_CPU,
-            ("zero_optimization.offload_optimizer.device='nvme'", "'cpu'"),
-        ),
+        ({"zero_optimization": {"stage": 1}}, {"zero": {"stage": 2}}, ("stage=1", "stage=2")),
+        ({"zero_optimization": offload("nvme")}, {"zero": offload("cpu")}, ("optimizer.device='nvme'", "'cpu'")),
         ({"zero_optimisation": {"stage": 1}}, {}, ("zero_optimisation", "'zero_optimization'")),
     ],
 )
-def test_a_contradiction_names_both_sides(config: Any, others: Any, parts: tuple[str, str]) -> None:
-    # E-03; E-09: unknown top-level keys, which DeepSpeed silently accepts
+def test_a_contradiction_names_both_sides(config: Any, others: Any, parts: tuple[str, str]) -> None:  # E-03, E-09
     with pytest.raises(ConfigurationError) as error:
         _resolved(config, **others)
     assert all(part in str(error.value) for part in parts), str(error.value)
 
 
-def test_a_config_from_a_file(tmp_path: Path) -> None:
-    # E-03
+def test_a_config_from_a_file(tmp_path: Path) -> None:  # E-03
     path = tmp_path / "zero.json"
     path.write_text('{"zero_optimization": {"stage": 3}}')
     assert DeepSpeedStrategy(config=path).stage == 3
@@ -169,18 +130,19 @@ def test_a_config_from_a_file(tmp_path: Path) -> None:
         ({"config": ["stage"]}, "must be a dict or the path of a JSON file"),
         ({"config": {"zero_optimization": True}}, "zero_optimization=True"),
         ({"config": {"zero_optimization": {"offload_param": "cpu"}}}, "zero_optimization.offload_param='cpu'"),
+        ({"offload_param": {"device": "cpu"}, "offload_parameters": "none"}, "offload_param.device='cpu' contradicts"),
     ],
 )
-def test_invalid_arguments_are_refused(options: dict[str, Any], part: str) -> None:
-    # G-06: at construction
+def test_invalid_arguments_are_refused(options: dict[str, Any], part: str) -> None:  # G-06: at construction
     with pytest.raises(ConfigurationError) as error:
         DeepSpeedStrategy(**options)
     assert part in str(error.value)
 
 
-def test_outside_of_a_run_there_is_no_engine() -> None:
-    # A-04
-    with pytest.raises(ConfigurationError, match="is not running"), DeepSpeedStrategy(stage=3).gathered():
+def test_an_offload_has_deepspeeds_name_too_and_outside_of_a_run_there_is_no_engine() -> None:  # A-04
+    strategy: Any = DeepSpeedStrategy(stage=3, offload_param={"device": "cpu"}, offload_parameters=None)
+    assert strategy._config["zero_optimization"]["offload_param"] == {"device": "cpu"}
+    with pytest.raises(ConfigurationError, match="is not running"), strategy.gathered():
         pass
 
 
@@ -215,62 +177,50 @@ def test_the_keys_are_those_that_deepspeed_reads() -> None:
 
 
 @pytest.mark.parametrize(("name", "stage"), [("", 2), ("_stage_1", 1), ("_stage_2", 2), ("_stage_3", 3)])
-@pytest.mark.parametrize("offloads", [False, True])
-def test_every_stage_has_its_names(name: str, stage: int, offloads: bool) -> None:
-    full = f"deepspeed{name}_offload" if offloads else f"deepspeed{name}"
-    assert full in known_strategies()
-    strategy = strategy_by_name(full)
-    assert isinstance(strategy, DeepSpeedStrategy)
-    assert strategy.stage == stage
-    zero = strategy._config["zero_optimization"]
-    assert {key for key in ("offload_optimizer", "offload_param") if key in zero} == {
-        *(["offload_optimizer"] if offloads else []),
-        *(["offload_param"] if offloads and stage == 3 else []),
-    }
+def test_every_stage_has_its_names(name: str, stage: int) -> None:
+    with_offload = {"offload_optimizer", "offload_param"} if stage == 3 else {"offload_optimizer"}
+    for full, expected in ((f"deepspeed{name}", set()), (f"deepspeed{name}_offload", with_offload)):
+        assert full in known_strategies()
+        strategy = strategy_by_name(full)
+        assert isinstance(strategy, DeepSpeedStrategy)
+        assert strategy.stage == stage
+        assert strategy._config["zero_optimization"].keys() & {"offload_optimizer", "offload_param"} == expected
 
 
-# The library itself
-
-
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    # E-07
+def test_a_missing_or_untested_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # E-07
+    for version in ("0.16.4", "0.20.0"):
+        info = tmp_path / version / f"deepspeed-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {version}\n")
+        monkeypatch.syspath_prepend(tmp_path / version)
+        installed = f"deepspeed {version} is installed, but >=0.19.8,<0.20 is required"
+        with pytest.raises(ConfigurationError, match=installed):
+            DeepSpeedStrategy()
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(ConfigurationError, match=r"(?s)is not installed.*pip install 'drivetrain\[deepspeed\]'"):
         DeepSpeedStrategy()
 
 
-@pytest.mark.parametrize("version", ["0.16.4", "0.20.0"])
-def test_an_untested_version_is_refused(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # E-07: the version that another installation would report
-    info = tmp_path / f"deepspeed-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {version}\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigurationError, match=f"deepspeed {version} is installed, but >=0.19.8,<0.20 is required"):
-        DeepSpeedStrategy()
-
-
 def test_settings_do_not_import_deepspeed_and_the_import_leaves_no_variable_and_prints_nothing() -> None:
     # H-02, A-01, E-12
-    code = (
-        "import os, sys\n"
-        "before = dict(os.environ)\n"
-        "from drivetrain import Fit\n"
-        "from drivetrain_strategies import DeepSpeedStrategy\n"
-        "Fit(strategy=DeepSpeedStrategy(stage=3)); Fit(strategy='deepspeed')\n"
-        "assert 'deepspeed' not in sys.modules\n"
-        "assert dict(os.environ) == before\n"
-        "from drivetrain_strategies.deepspeed._library import import_library\n"
-        "import_library()\n"
-        "assert dict(os.environ) == before, set(os.environ) ^ set(before)"
-    )
+    code = """
+import os, sys
+before = dict(os.environ)
+from drivetrain import Fit
+from drivetrain_strategies import DeepSpeedStrategy
+Fit(strategy=DeepSpeedStrategy(stage=3)); Fit(strategy='deepspeed')
+assert 'deepspeed' not in sys.modules
+assert dict(os.environ) == before
+from drivetrain_strategies.deepspeed._library import import_library
+import_library()
+assert dict(os.environ) == before, set(os.environ) ^ set(before)
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
 
 
-def test_each_stage_advises_the_next_when_out_of_memory() -> None:
-    # K-02
+def test_each_stage_advises_the_next_when_out_of_memory() -> None:  # K-02
     advice = {stage: DeepSpeedStrategy(stage).memory_advice(torch.nn.Linear(1, 1)) for stage in (1, 2, 3)}
     first = [texts[0].text.partition(":")[0] for texts in advice.values()]
     assert first == [f"strategy='deepspeed_stage_{stage}'" for stage in ("2", "3", "3_offload")]

@@ -6,16 +6,24 @@ import importlib
 import inspect
 import re
 import runpy
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import drivetrain.testing
+from drivetrain.strategies import DistributedStrategy, Strategy
+from drivetrain.strategies import strategy as interface
+from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from warm_python import hints_in, run_program, run_script
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,})(?P<info>.*)$")
+BLOCK = re.compile(
+    r"^(?P<indent> *)(?P<fence>`{3,}|~{3,})(?P<info>.*)\n(?P<code>(?:.*\n)*?)(?P=indent)(?P=fence) *$", re.MULTILINE
+)
 UNEXPORTED = {"drivetrain.data.sample_order", "drivetrain.run_context"}  # modules, not packages
 STARTS_PROCESSES = re.compile(r"devices=[2-9]|launch")
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
@@ -26,28 +34,23 @@ def runnable(markdown: str) -> str:
 
     Blocks on one page share a namespace, and a traceback gives the line of the page.
     """
-    script: list[str] = []
-    closing = indent = ""
-    running = False
-    for line in markdown.splitlines():
-        fence = FENCE.match(line)
-        if closing:
-            if fence and fence["fence"] == closing and not fence["info"].strip():
-                closing, running = "", False
-            script.append(line.removeprefix(indent) if running else "")
-            continue
-        if fence:
-            words = fence["info"].replace("{", " ").replace("}", " ").replace(".", " ").split()
-            closing, indent = fence["fence"], fence["indent"]
-            running = bool(words) and words[0] in {"python", "py"} and "notest" not in words
-        script.append("")
-    return "\n".join(script)
+    script, end = "", 0
+    for block in BLOCK.finditer(markdown):
+        words = re.findall(r"\w+", block["info"])
+        if words[:1] in (["python"], ["py"]) and "notest" not in words:
+            script += "\n" * markdown.count("\n", end, block.start("code"))
+            script += re.sub(f"^{block['indent']}", "", block["code"], flags=re.MULTILINE)
+            end = block.end("code")
+    return script
 
 
-def test_blocks_keep_their_line_numbers() -> None:
+def test_blocks_keep_their_line_numbers_and_headings_become_anchors(tmp_path: Path) -> None:
     skipped = "```{.python .notest}\nraise\n```\n```python notest\nraise\n```\n```bash\nls\n```\n"
     page = f"text\n```python\na = 1\n```\n{skipped}    ```python\n    b = a\n    ```\n"
     assert runnable(page).splitlines() == ["", "", "a = 1", *[""] * 11, "b = a"]
+    path = tmp_path / "page.md"
+    path.write_text("# The `run.json`\n\n```bash\n# no heading\n```\n\n## FSDP's knobs, [here](x.md)\n")
+    assert anchors(path) == {"the-runjson", "fsdps-knobs-here"}
 
 
 def _name(page: Path) -> str:
@@ -59,9 +62,8 @@ def test_page_runs(page: Path, tmp_path: Path) -> None:
     # A separate script, so that pages may start further processes of themselves, as a user's script does.
     script = tmp_path / f"{page.stem.replace('-', '_')}.py"
     script.write_text(runnable(page.read_text()))
-    code, printed = (run_program if STARTS_PROCESSES.search(script.read_text()) else run_script)(
-        script, folder=tmp_path
-    )
+    run = run_program if STARTS_PROCESSES.search(script.read_text()) else run_script
+    code, printed = run(script, folder=tmp_path)
     assert code == 0, f"{_name(page)} (line numbers are the page's)\n{printed[-6000:]}"
     if page.name in ("README.md", "quickstart.md"):
         assert hints_in(printed) == []  # Q-12
@@ -70,62 +72,79 @@ def test_page_runs(page: Path, tmp_path: Path) -> None:
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub and MkDocs derive them."""
     found = set()
-    for heading in re.findall(r"^#+ (.*)$", without_blocks(page), re.MULTILINE):
+    without_blocks = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for heading in re.findall(r"^#+ (.*)$", without_blocks, re.MULTILINE):
         text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading.replace("`", "")).lower()
         found.add(re.sub(r" +", "-", re.sub(r"[^\w\- ]", "", text).strip()))
     return found
 
 
-def without_blocks(page: Path) -> str:
-    return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-
-
 @pytest.mark.parametrize("page", PAGES, ids=_name)
-def test_links_lead_to_files_and_headings(page: Path) -> None:
+def test_a_page_is_in_the_navigation_and_its_links_lead_to_files_and_headings(page: Path) -> None:
     links = [(link["target"] or "", link["anchor"] or "") for link in LINK.finditer(page.read_text())]
     local = [link for link in links if "://" not in link[0] and not link[0].startswith("mailto:")]
     targets = [(page.parent / target if target else page, anchor) for target, anchor in local]
     assert not [target for target, _ in targets if not target.exists()]
     assert not [(target, anchor) for target, anchor in targets if anchor and anchor not in anchors(target)]
-
-
-def test_an_anchor_is_derived_from_its_heading(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("# The `run.json`\n\n```bash\n# no heading\n```\n\n## FSDP's knobs, [here](x.md)\n")
-    assert anchors(page) == {"the-runjson", "fsdps-knobs-here"}
-
-
-def test_every_page_is_in_the_navigation() -> None:
-    navigation = (ROOT / "mkdocs.yml").read_text()
-    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    assert not {page for page in pages if page not in navigation}
+    if page.parent != ROOT:
+        assert page.relative_to(ROOT / "docs").as_posix() in (ROOT / "mkdocs.yml").read_text(), "not in the navigation"
 
 
 REFERENCE = re.findall(r"^::: (\S+)\.(\w+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize("package", ["", ".callbacks", ".environments", ".loggers", ".precision", ".testing"])
-def test_the_reference_has_every_public_class_and_test_helper(package: str) -> None:
-    module = importlib.import_module(f"drivetrain{package}")
-    public = {name for name in module.__all__ if isinstance(getattr(module, name), type)}
-    if package == ".testing":
-        public = {name for name in module.__all__ if not name.startswith("requires_")} | {"marks"}
+def test_the_reference_has_every_public_class_and_test_helper_and_only_exported_names() -> None:
+    public = {"marks", *(name for name in drivetrain.testing.__all__ if not name.startswith("requires_"))}
+    for package in ("", ".callbacks", ".environments", ".loggers", ".precision"):
+        module = importlib.import_module(f"drivetrain{package}")
+        public |= {name for name in module.__all__ if isinstance(getattr(module, name), type)}
     assert not public - {name for _, name in REFERENCE}
-
-
-def test_what_the_reference_names_is_exported() -> None:
     exported = {module: importlib.import_module(module).__all__ for module, _ in REFERENCE if module not in UNEXPORTED}
     missing = [f"{module}.{name}" for module, name in REFERENCE if name not in exported.get(module, [name])]
     assert missing == ["drivetrain.testing.marks"]  # a module
     assert all(hasattr(importlib.import_module(module), name) for module in exported for name in exported[module])
 
 
-@pytest.mark.parametrize("name", ["DDP", "FSDP", "DeepSpeed"])
-def test_the_page_on_strategies_names_every_argument(name: str) -> None:
+def test_the_page_on_strategies_names_every_argument() -> None:
     page = (ROOT / "docs" / "strategies.md").read_text()
-    section = page.partition(f"## {name}'s knobs")[2].partition("\n## ")[0]
-    strategy = getattr(importlib.import_module("drivetrain_strategies"), f"{name}Strategy")
-    assert [one for one in inspect.signature(strategy).parameters if not re.search(rf"\b{one}\b", section)] == []
+    for strategy in (DDPStrategy, FSDPStrategy, DeepSpeedStrategy):
+        section = page.partition(f"## {strategy.__name__.removesuffix('Strategy')}'s knobs")[2].partition("\n## ")[0]
+        assert [one for one in inspect.signature(strategy).parameters if not re.search(rf"\b{one}\b", section)] == []
+
+
+def listed(heading: str) -> list[str]:
+    """Return the names in a row of the table of a strategy's interface in docs/extending.md."""
+    page = (ROOT / "docs" / "extending.md").read_text()
+    (row,) = re.findall(rf"^\| {re.escape(heading)} \| (.*) \|$", page, flags=re.MULTILINE)
+    return re.findall(r"`(\w+)`", row)
+
+
+def is_final(member: Any) -> bool:
+    return bool(getattr(member.fget if isinstance(member, property) else member, "__final__", False))
+
+
+def members(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the public methods and properties, in the order of the file."""
+    public = {name: value for name, value in attributes.items() if not name.startswith("_")}
+    return {name: value for name, value in public.items() if callable(value) or isinstance(value, property)}
+
+
+def open_to_subclasses(owner: type) -> list[str]:
+    return [name for name, member in members(vars(owner)).items() if not is_final(member)]
+
+
+def test_every_public_method_is_in_the_row_of_what_is_required_may_be_overridden_or_is_final() -> None:
+    assert listed("Must be defined") == sorted(Strategy.__abstractmethods__) == open_to_subclasses(Strategy)
+    assert Strategy.__abstractmethods__ == DistributedStrategy.__abstractmethods__
+    groups = {"lifecycle": interface.StrategyLifecycle, "optimization": interface.StrategyOptimization}
+    groups |= {"collectives": interface.StrategyCollectives, "checkpoint state": interface.StrategyState}
+    groups |= {"placement": interface.StrategyPlacement}
+    for group, owner in groups.items():
+        assert sorted(listed(f"May be overridden: {group}")) == sorted(open_to_subclasses(owner))
+    everything = members({name: getattr(Strategy, name) for name in dir(Strategy)})
+    assert sorted(listed("Provided, final")) == [name for name, member in everything.items() if is_final(member)]
+    rows = ["Must be defined", *(f"May be overridden: {group}" for group in groups), "Provided, final"]
+    assert sorted(name for row in rows for name in listed(row)) == sorted(everything)
 
 
 def test_every_id_of_a_behaviour_is_explained() -> None:

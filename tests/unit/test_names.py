@@ -1,7 +1,8 @@
-"""Names for six settings of `Fit`, built in and from other packages. K-03, G-06."""
+"""Names of parts: built in, and from other packages (K-03)."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,18 @@ from torch.utils.data import DataLoader
 
 from drivetrain import ConfigurationError, Fit, Logger, Precision, TrainModule
 from drivetrain.environments import Environment, Placement, PlainEnvironment, environment_by_name
-from drivetrain.launchers import FunctionLauncher, named_launcher
+from drivetrain.launchers import FunctionLauncher, SubprocessLauncher, named_launcher
 from drivetrain.loggers import CSVLogger, TensorBoardLogger
 from drivetrain.precision import FullPrecision, resolve_precision
 from drivetrain.profilers import Profiler, SimpleProfiler
 from drivetrain.strategies import strategy_by_name
 from drivetrain_strategies import DDPStrategy, SingleDeviceStrategy
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+
 
 CPU = torch.device("cpu")
 QUIET: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "enable_checkpointing": False}
@@ -50,14 +57,12 @@ class FinePrecision(Precision):
 
 
 class CountingProfiler(Profiler):
-    """Counts how often each phase was started."""
-
     def __init__(self) -> None:
         super().__init__()
-        self.counts: dict[str, int] = {}
+        self.counts: Counter[str] = Counter()
 
     def start(self, phase: str) -> None:
-        self.counts[phase] = self.counts.get(phase, 0) + 1
+        self.counts[phase] += 1
 
     def stop(self, phase: str) -> None:
         assert self.counts[phase]
@@ -67,101 +72,60 @@ class CountingProfiler(Profiler):
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, group: str, **points: str) -> None:
-    """Install a package's metadata on ``sys.path``."""
-    info = folder / "cargo-1.0.dist-info"
+    name = group.replace(".", "_")
+    info = folder / f"{name}-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cargo\nVersion: 1.0\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *(f"{k} = {v}" for k, v in points.items())]))
     monkeypatch.syspath_prepend(folder)
 
 
-CASES: dict[str, tuple[str, str, type]] = {  # by setting: the group, a built-in name, and a class that is registered
-    "strategy": ("drivetrain.strategies", "ddp", SingleDeviceStrategy),
-    "launcher": ("drivetrain.launchers", "fork", FinePrecision),
-    "logger": ("drivetrain.loggers", "csv", ListLogger),
-    "environment": ("drivetrain.environments", "plain", FarmEnvironment),
-    "precision": ("drivetrain.precision", "32-true", FinePrecision),
-    "profiler": ("drivetrain.profilers", "simple", CountingProfiler),
+CASES: dict[str, tuple[str, str, type, Callable[[str], object]]] = {  # group, built-in name and class, use of a name
+    "strategy": ("drivetrain.strategies", "ddp", DDPStrategy, strategy_by_name),
+    "launcher": ("drivetrain.launchers", "fork", FunctionLauncher, named_launcher),
+    "logger": ("drivetrain.loggers", "csv", CSVLogger, lambda name: Fit(**QUIET, logger=name).loggers[0]),
+    "environment": ("drivetrain.environments", "plain", PlainEnvironment, environment_by_name),
+    "precision": ("drivetrain.precision", "32-true", FullPrecision, lambda name: resolve_precision(name, CPU)),
+    "profiler": ("drivetrain.profilers", "simple", SimpleProfiler, lambda name: Fit(**QUIET, profiler=name).profiler),
 }
 
 
 @pytest.mark.parametrize("setting", CASES)
-def test_an_unknown_name_is_refused_at_construction(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
-) -> None:
-    group, ours, theirs = CASES[setting]
-    install(tmp_path, monkeypatch, group, cargo=f"{theirs.__module__}:{theirs.__qualname__}")
-    pattern = rf"(?s){setting}='carg' is unknown. Did you mean 'cargo'\?(?=.*'{group}')(?=.*{ours}).*cargo"
-    with pytest.raises(ConfigurationError, match=pattern):
+def test_names_of_other_packages_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    group, ours, kind, use = CASES[setting]
+    points = {"cargo": "collections:UserList", "gone": "nowhere_to_be_found:Cargo", ours: "builtins:dict"}
+    install(tmp_path, monkeypatch, group, **points)
+    assert type(use(ours)) is kind  # built-in names cannot be replaced
+    unknown = rf"(?s){setting}='carg' is unknown. Did you mean 'cargo'\?(?=.*'{group}')(?=.*{ours}).*cargo"
+    with pytest.raises(ConfigurationError, match=unknown):
         Fit(**{**QUIET, setting: "carg"})
-    Fit(**{**QUIET, setting: "cargo"})
-
-
-USES: dict[str, Callable[[str], object]] = {
-    "strategy": strategy_by_name,
-    "launcher": named_launcher,
-    "logger": lambda name: Fit(**QUIET, logger=name).loggers,
-    "environment": environment_by_name,
-    "precision": lambda name: resolve_precision(name, CPU),
-    "profiler": lambda name: Fit(**QUIET, profiler=name).profiler,
-}
-
-
-@pytest.mark.parametrize("setting", CASES)
-def test_built_in_names_cannot_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
-    group, ours, _ = CASES[setting]
-    install(tmp_path, monkeypatch, group, **{ours: "builtins:dict"})
-    made = USES[setting](ours)
-    kinds = (DDPStrategy, FunctionLauncher, CSVLogger, PlainEnvironment, FullPrecision, SimpleProfiler)
-    assert type(made[0] if isinstance(made, list) else made) is dict(zip(CASES, kinds, strict=True))[setting]
-
-
-@pytest.mark.parametrize("setting", CASES)
-def test_a_factory_that_makes_another_type_or_is_missing_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
-) -> None:
-    group, _, _ = CASES[setting]
-    install(tmp_path, monkeypatch, group, cargo="collections:UserList", gone="nowhere_to_be_found:Cargo")
     refused = rf"The {setting} 'cargo' \(collections:UserList\) made a UserList, not a "
     with pytest.raises(ConfigurationError, match=refused):
-        USES[setting]("cargo")
+        use("cargo")
     missing = rf"(?s)The {setting} 'gone' \(nowhere_to_be_found:Cargo\) cannot be imported.*No module named"
     with pytest.raises(ConfigurationError, match=missing):
-        USES[setting]("gone")
+        use("gone")
 
 
 def test_built_in_names_need_no_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(**_: Any) -> Any:
-        raise AssertionError("nobody asked for anything of another package")
-
-    monkeypatch.setattr("importlib.metadata.entry_points", read)
+    with pytest.raises(ConfigurationError, match=r"logger='cvs' is unknown. Did you mean 'csv'"):
+        Fit(**QUIET, logger="cvs", fast_dev_run=True)  # although the run has no loggers
+    monkeypatch.delattr("importlib.metadata.entry_points")
+    assert Fit(**QUIET, logger="csv", fast_dev_run=True).loggers == []
     Fit(**QUIET, logger=["csv"], launcher="fork", environment="slurm", precision="bf16", profiler="simple")
     assert isinstance(environment_by_name("plain"), PlainEnvironment)
     assert resolve_precision("bf16", CPU).name == "bf16-mixed"
 
 
-def test_loggers_by_name_and_as_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loggers_come_from_code_the_environment_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, "drivetrain.loggers", cargo=f"{__name__}:ListLogger")
     given = ListLogger("mine")
     fit = Fit(**QUIET, logger=["csv", given, "cargo", "tensorboard"], default_root_dir=tmp_path / "runs")
-    csv, second, registered, board = fit.loggers
-    assert second is given
-    assert isinstance(csv, CSVLogger)
-    assert isinstance(board, TensorBoardLogger)
-    assert isinstance(registered, ListLogger)
-    assert csv.save_dir == board.save_dir == registered.root == str(tmp_path / "runs")
+    loggers: list[Any] = fit.loggers
+    assert loggers[1] is given
+    assert [type(each) for each in loggers] == [CSVLogger, ListLogger, ListLogger, TensorBoardLogger]
+    assert loggers[0].save_dir == loggers[3].save_dir == loggers[2].root == str(tmp_path / "runs")
     assert not (tmp_path / "runs").exists()  # A-01: construction writes nothing
-
-
-def test_a_run_without_loggers_builds_none_and_still_refuses_a_misspelt_name() -> None:
-    assert Fit(**QUIET, logger="csv", fast_dev_run=True).loggers == []
-    with pytest.raises(ConfigurationError, match=r"logger='cvs' is unknown. Did you mean 'csv'"):
-        Fit(**QUIET, logger="cvs", fast_dev_run=True)
-
-
-def test_names_come_from_the_environment_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, "drivetrain.loggers", cargo=f"{__name__}:ListLogger")
-    monkeypatch.chdir(tmp_path)
     values = {"csv": [CSVLogger], '["cargo", "csv"]': [ListLogger, CSVLogger], "False": []}
     for text, kinds in values.items():
         monkeypatch.setenv("DRIVETRAIN_LOGGER", text)
@@ -178,24 +142,23 @@ def test_names_come_from_the_environment_and_a_file(tmp_path: Path, monkeypatch:
         Fit(**QUIET)
 
 
-def test_an_environment_of_another_package_is_made_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, "drivetrain.environments", farm=f"{__name__}:FarmEnvironment")
+def test_objects_of_another_package_are_made_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: dict[str, type] = {"environments": FarmEnvironment, "precision": FinePrecision}
+    kinds |= {"strategies": SingleDeviceStrategy, "launchers": SubprocessLauncher}
+    for group, kind in kinds.items():
+        install(tmp_path, monkeypatch, f"drivetrain.{group}", cargo=f"{kind.__module__}:{kind.__qualname__}")
     monkeypatch.setenv("FARM_WORKER", "2")
     monkeypatch.setenv("FARM_WORKERS", "4")
-    assert Fit(**QUIET, environment="farm").global_rank == 2
-    assert environment_by_name("farm", {"FARM_WORKER": "1", "FARM_WORKERS": "4"}).placement() == Placement(1, 4)
+    assert Fit(**QUIET, environment="cargo").global_rank == 2
+    assert environment_by_name("cargo", {"FARM_WORKER": "1", "FARM_WORKERS": "4"}).placement() == Placement(1, 4)
+    assert type(resolve_precision("cargo", CPU)) is FinePrecision
+    assert Fit(**QUIET, precision="cargo").precision_setting == "cargo"
+    assert type(strategy_by_name("cargo")) is SingleDeviceStrategy
+    assert type(named_launcher("cargo")) is SubprocessLauncher
+    Fit(**QUIET, strategy="cargo", launcher="cargo")
 
 
-def test_a_precision_of_another_package_is_made_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, "drivetrain.precision", fine=f"{__name__}:FinePrecision")
-    assert type(resolve_precision("fine", CPU)) is FinePrecision
-    assert Fit(**QUIET, precision="fine").precision_setting == "fine"
-
-
-def test_a_profiler_of_another_package_is_made_by_name_and_measures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # K-03
+def test_a_profiler_of_another_package_measures(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:  # K-03
     install(tmp_path, monkeypatch, "drivetrain.profilers", cargo=f"{__name__}:CountingProfiler")
     monkeypatch.setenv("DRIVETRAIN_PROFILER", "cargo")
     fit = Fit(**QUIET, logger=False, enable_model_summary=False, max_epochs=1, default_root_dir=tmp_path / "runs")

@@ -1,4 +1,4 @@
-"""A-03: process-wide settings that a run changes are restored afterwards."""
+"""Process-wide settings: those that a run changes are restored afterwards (A-03), and the seed of all generators."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy
@@ -16,7 +17,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from drivetrain import Fit, TrainModule
+from drivetrain import ConfigurationError, Fit, TrainModule, seed_everything
+from drivetrain._runtime.seed import derive_seed
 from drivetrain.callbacks import LambdaCallback
 
 QUIET: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 1, "barebones": True}
@@ -47,16 +49,6 @@ def _change_environment() -> None:
     del os.environ["HOME"]
 
 
-def _change_handlers() -> None:
-    signal.signal(signal.SIGUSR1, lambda *_: None)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def _change_hooks() -> None:
-    sys.excepthook = lambda *_: None
-    threading.excepthook = lambda *_: None
-
-
 def _attribute(owner: Any, name: str, value: Any) -> tuple[Callable[[], Any], Callable[[], None]]:
     return (lambda: getattr(owner, name)), (lambda: setattr(owner, name, value))
 
@@ -80,8 +72,10 @@ FIELDS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {  # how to rea
     "filling memory": _attribute(torch.utils.deterministic, "fill_uninitialized_memory", False),
     "grad mode": (torch.is_grad_enabled, lambda: torch.set_grad_enabled(False)),
     "anomaly": (torch.is_anomaly_enabled, lambda: torch.autograd.set_detect_anomaly(True)),
-    "signal handlers": (lambda: [signal.getsignal(n) for n in (signal.SIGUSR1, signal.SIGTERM)], _change_handlers),
-    "hooks": (lambda: (sys.excepthook, threading.excepthook), _change_hooks),
+    "SIGUSR1": (lambda: signal.getsignal(signal.SIGUSR1), lambda: signal.signal(signal.SIGUSR1, lambda *_: None)),
+    "SIGTERM": (lambda: signal.getsignal(signal.SIGTERM), lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN)),
+    "sys.excepthook": _attribute(sys, "excepthook", lambda *_: None),
+    "threading.excepthook": _attribute(threading, "excepthook", lambda *_: None),
     "python generator": (random.getstate, random.random),
     "numpy generator": (lambda: str(numpy.random.get_state()), numpy.random.rand),
     "torch generator": (lambda: torch.get_rng_state().tolist(), lambda: torch.rand(3)),
@@ -128,26 +122,15 @@ def test_the_compilers_deterministic_flag_is_restored() -> None:  # A-03
 
 def test_a_run_without_a_seed_draws_from_the_generators_of_the_process() -> None:
     states: list[Any] = []
-
-    def draw() -> None:
-        states.extend([float(torch.rand(())), torch.get_rng_state(), random.random(), random.getstate()])
-
-    run(draw)
+    run(lambda: states.extend([torch.rand(()), torch.get_rng_state(), random.random(), random.getstate()]))
     assert torch.equal(torch.get_rng_state(), states[1])
     assert random.getstate() == states[3]
 
 
 def test_a_thread_that_cannot_set_signal_handlers_has_its_state_restored() -> None:
-    found: list[Any] = []
-
-    def work() -> None:
-        run(lambda: os.environ.update(DRIVETRAIN_TEST_THREAD="1"))
-        found.append(os.environ.get("DRIVETRAIN_TEST_THREAD"))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == [None]
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(run, lambda: os.environ.update(DRIVETRAIN_TEST_THREAD="1")).result()
+    assert "DRIVETRAIN_TEST_THREAD" not in os.environ
 
 
 def test_mixed_precision_flags_that_the_older_interface_cannot_read() -> None:  # A-03
@@ -164,3 +147,27 @@ print(cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision, matmul.fp32_precision
     variables = {**os.environ, "PYTHONPATH": ":".join([os.path.dirname(__file__), *sys.path])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=variables)
     assert done.stdout.split() == ["tf32", "ieee", "tf32"]
+
+
+def test_seed_everything_repeats_all_generators_and_refuses_what_is_no_seed() -> None:
+    def draws() -> tuple[float, float, float]:
+        return random.random(), float(numpy.random.rand()), float(torch.rand(()))
+
+    assert seed_everything(7) == 7
+    first, second = draws(), draws()
+    seed_everything(7, workers=False)
+    assert draws() == first != second
+    seeds: list[Any] = [-1, 2**32, 1.0, "3", True]
+    for seed in seeds:
+        with pytest.raises(ConfigurationError, match=r"(?s)seed=.*is not a seed.*Why: .*Fix: "):
+            seed_everything(seed)
+
+
+def test_derived_seeds_are_pinned_and_differ_by_value_order_and_number() -> None:
+    assert derive_seed(0, 0) == 7075020478960855379
+    assert derive_seed(1, 2, 3) == 6425717521400357366
+    assert derive_seed() == 8099600782183737556
+    parts = [(), (0,), (0, 0), (0, 1), (1, 0), (1,), (10,), (-1,), (2**70,), (1, 1), (11,), (1, 10), (11, 0)]
+    seeds = [derive_seed(*each) for each in parts]
+    assert len(set(seeds)) == len(parts)
+    assert all(0 <= seed < 2**63 for seed in seeds)

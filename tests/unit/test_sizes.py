@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -47,6 +49,19 @@ def test_what_no_small_test_shows_makes_a_slow_test_small(behaviours: dict[str, 
         for name, ids in behaviours.items()
     ]
     assert small_tests(tests, [f"{file}{name}" for name in slow.split()]) == {f"{file}{name}" for name in small.split()}
+
+
+def test_each_guaranteed_behaviour_is_cited_by_a_test() -> None:
+    """Check that the small size, which has a test of each cited behaviour, has one of each that the page promises."""
+    promised = set(re.findall(r"^\| ([A-S]-\d\d) \|", (ROOT / "docs/behaviours.md").read_text(), re.MULTILINE))
+    cited: set[str] = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        lines = path.read_text().splitlines()
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                cited.update(re.findall(r"\b[A-S]-\d\d\b", "\n".join(lines[node.lineno - 1 : node.end_lineno])))
+    assert len(promised) > 150
+    assert promised <= cited
 
 
 def test_the_matrix_of_parity_is_small() -> None:

@@ -208,6 +208,8 @@ _BACKWARD = operator.methodcaller("backward")
 
 
 def _owner(hook: Any) -> str:
-    """Return the name of the class that a hook belongs to."""
+    """Return the name of the class that a hook belongs to; "callback" for the function of a `LambdaCallback`."""
     bound_method = getattr(hook, "func", hook)
-    return type(bound_method.__self__).__name__ if hasattr(bound_method, "__self__") else "module"
+    if hasattr(bound_method, "__self__"):
+        return type(bound_method.__self__).__name__
+    return "module" if bound_method is hook else "callback"

@@ -234,5 +234,5 @@ class EarlyStopping(Callback):
         if not self._warned:
             self._warned = True
             if trainer.is_global_zero:
-                text = f"{error.what} {error.why}; the check is skipped (strict=False)"
+                text = f"{error.what} The check is skipped (strict=False): {error.why}."
                 warnings.warn(text, RuntimeWarning, stacklevel=2)

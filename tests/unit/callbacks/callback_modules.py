@@ -17,8 +17,6 @@ CHECKPOINTS = "drivetrain_logs/version_0/checkpoints"  # of the first run, below
 
 
 class Regression(TrainModule):
-    """Linear regression that logs its losses."""
-
     def __init__(self, lr: float = 0.05) -> None:
         super().__init__()
         self.net = torch.nn.Linear(4, 1)
@@ -56,8 +54,6 @@ class Scored(Regression):
 
 
 class Validated(Regression):
-    """Logs one of ``scores``, by epoch, as ``val_loss``."""
-
     def __init__(self, scores: list[float]) -> None:
         super().__init__()
         self.scores = scores
@@ -81,8 +77,6 @@ class Clock:
 
 
 class Timed(Regression):
-    """Takes one second for a training batch and two for any other."""
-
     def __init__(self, clock: Clock) -> None:
         super().__init__()
         self.clock = clock
@@ -110,15 +104,9 @@ def loader(samples: int = 40, batch_size: int = 4) -> DataLoader[Any]:
 
 def quiet_fit(**options: Any) -> Fit:
     """Return a `Fit` on the CPU that prints and writes nothing, unless ``options`` say otherwise."""
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 1,
-        "num_sanity_val_steps": 0,
-        "seed": 1,
-    }
+    run: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "num_sanity_val_steps": 0, "seed": 1}
     off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    return Fit(**(defaults | off | options))
+    return Fit(**(run | off | options))
 
 
 def train(root: Path, callbacks: Any, module: Any = None, *loaders: Any, ckpt_path: Any = None, **options: Any) -> Fit:
@@ -154,7 +142,6 @@ def folders(path: Path) -> list[str]:
 
 
 def checkpoint_names(root: Path) -> list[str]:
-    """Return the names of the checkpoints of the first run in ``root``."""
     return folders(root / CHECKPOINTS)
 
 

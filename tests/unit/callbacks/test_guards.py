@@ -1,4 +1,4 @@
-"""NonFiniteGuard, ReplicaCheck and LossSpikeGuard: what they find, what they allow, and what they do."""
+"""NonFiniteGuard, ReplicaCheck with its checksums, and LossSpikeGuard: what they find, allow and do."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ from typing import Any
 
 import pytest
 import torch
-from callback_modules import CHECKPOINTS, Regression, loader, quiet_fit
+from callback_modules import CHECKPOINTS, Regression, checkpoint_names, loader, quiet_fit
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from drivetrain import ConfigurationError, DistributedError, Fit, LossSpikeError, NonFiniteError
+from drivetrain._distributed.checksum import checksum, checksums  # private: tensors of every dtype, bit by bit
 from drivetrain.callbacks import Checkpoint, LambdaCallback, LossSpikeGuard, NonFiniteGuard, ReplicaCheck
 from drivetrain_strategies import FSDPStrategy
 from worlds import on_ranks
 
 INF, NAN = math.inf, math.nan
-WINDOW, TWO = {"accumulate_grad_batches": 2}, {"every_n_steps": 2}
+WINDOW, LONG_WINDOW, TWO = {"accumulate_grad_batches": 2}, {"accumulate_grad_batches": 600}, {"every_n_steps": 2}
 WEIGHT = "parameter 'norm.weight' is not the same on"
 STEPS, BAD = 16, 8
 RANKS: dict[str, Any] = {"devices": 2, "batch_size": 2}
 
 
 class Bad(Regression):
-    """Adds a value to the loss of some micro-batches, and counts micro-batches and validated batches."""
-
     def __init__(self, bad: dict[int, float]) -> None:
         super().__init__()
         self.bad = bad
@@ -53,21 +52,16 @@ class Bad(Regression):
         pytest.param({27: NAN}, 4, WINDOW, "nan on rank 0 at batch index 7 of epoch 1, after 13", 28, id="next epoch"),
         pytest.param({19: NAN}, 50, {}, "nan on rank 0 at batch index 19 of epoch 0", 20, id="an epoch's end"),
         pytest.param({3: NAN}, 50, {"max_steps": 5}, "nan on rank 0 at batch index 3", 5, id="the run's end"),
+        pytest.param({300: NAN}, 1000, LONG_WINDOW, "nan on rank 0 at batch index 300", 512, id="within a long window"),
     ],
 )
 def test_the_first_bad_loss_is_named(bad: Any, every: int, options: Any, found: str, trained: int) -> None:  # G-05
     module = Bad(bad)
+    data = loader(600, 1) if options is LONG_WINDOW else loader(80)
     with pytest.raises(NonFiniteError, match=f"The loss is {found} ?(optimizer steps)?"):
-        quiet_fit(max_epochs=2, callbacks=NonFiniteGuard(every), **options).fit(module, loader(80), loader(4))
+        quiet_fit(max_epochs=2, callbacks=NonFiniteGuard(every), **options).fit(module, data, loader(4))
     assert module.trained == trained
-    assert module.validated == (trained > 20)  # not with the weights after a bad loss
-
-
-def test_a_window_longer_than_its_memory_is_checked_in_between() -> None:
-    module = Bad({300: NAN})
-    with pytest.raises(NonFiniteError, match="batch index 300"):
-        quiet_fit(callbacks=NonFiniteGuard(1000), accumulate_grad_batches=600).fit(module, loader(600, 1))
-    assert module.trained == 512
+    assert module.validated == (trained == 28)  # not with the weights after a bad loss
 
 
 def test_in_manual_optimization_every_backward_is_watched() -> None:  # G-05, B-13
@@ -85,7 +79,7 @@ def test_in_manual_optimization_every_backward_is_watched() -> None:  # G-05, B-
         quiet_fit(callbacks=NonFiniteGuard()).fit(Manual(), loader())
 
 
-def test_gradients_are_watched_before_they_are_clipped_where_asked() -> None:  # G-05
+def test_gradients_before_they_are_clipped_and_parameters_are_watched_where_asked() -> None:  # G-05
     class Exploding(Regression):
         def on_after_backward(self) -> None:
             if self.trainer.micro_batches in (3, 4):
@@ -97,9 +91,6 @@ def test_gradients_are_watched_before_they_are_clipped_where_asked() -> None:  #
         quiet_fit(gradient_clip_val=1.0, callbacks=guard).fit(Exploding(), loader())
     with pytest.raises(ConfigurationError, match="16-mixed"):  # a loss scaler's gradients overflow
         quiet_fit(precision="16-mixed", callbacks=guard).fit(Regression(), loader())
-
-
-def test_parameters_are_watched_where_asked() -> None:
     module = Regression()
     module.unused = torch.nn.Parameter(torch.tensor([1.0, NAN]))
     quiet_fit(callbacks=NonFiniteGuard()).fit(module, loader())
@@ -119,10 +110,12 @@ def test_a_batch_without_items_may_have_no_loss() -> None:  # B-21
 
     x, y = torch.ones(16, 4), torch.ones(16, 1)
     y[4:8] = -1
-    module = Weighed()
-    guard = NonFiniteGuard(check_gradients=True)
-    quiet_fit(accumulate_grad_batches=2, callbacks=guard).fit(module, DataLoader(TensorDataset(x, y), batch_size=4))
-    assert module.net.weight.isfinite().all()
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "callbacks": NonFiniteGuard(check_gradients=True)}
+    data = DataLoader(TensorDataset(x, y), batch_size=4)
+    quiet_fit(**options).fit(Weighed(), data)
+    x[8] = NAN
+    with pytest.raises(NonFiniteError, match="The loss is nan on rank 0 at batch index 2"):
+        quiet_fit(**options).fit(Weighed(), data)
 
 
 def _found_on_ranks(bad_by_rank: dict[int, dict[int, float]]) -> str:
@@ -164,30 +157,26 @@ class Still(Regression):
         self.register_buffer("scale", torch.ones(4))
 
     def loss(self, batch: Any) -> torch.Tensor:
-        x, y = batch
-        return (self.net(self.norm(x)) - y).square().mean()
-
-
-def _change(module: Any, change: str) -> None:
-    with torch.no_grad():
-        if change == "extra":
-            module.register_buffer("extra", torch.zeros(1))
-        elif change == "all":
-            for parameter in module.parameters():
-                parameter += 1
-        else:
-            tensor = module.scale if change == "scale" else module.norm.weight
-            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            value = local.view(-1)[0]
-            local.view(-1)[0] = torch.nextafter(value, torch.tensor(9.0))  # the last bit
+        return super().loss((self.norm(batch[0]), batch[1]))
 
 
 def _found(strategy: str, change: str, step: int, rank: int, options: dict[str, Any]) -> str:
     """Change a tensor of one rank after a step, and return the error."""
 
+    @torch.no_grad()
     def change_one_rank(trainer: Any, module: Any, *arguments: Any) -> None:
-        if trainer.global_step == step and trainer.global_rank == rank:
-            _change(module, change)
+        if (trainer.global_step, trainer.global_rank) != (step, rank):
+            return
+        if change == "extra":
+            module.register_buffer("extra", torch.zeros(1))
+        elif change == "all":
+            for parameter in module.parameters():
+                parameter += 1
+        elif change:
+            tensor = module.scale if change == "scale" else module.norm.weight
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            value = local.view(-1)[0]
+            local.view(-1)[0] = torch.nextafter(value, torch.tensor(9.0))  # the last bit
 
     changing = LambdaCallback(on_train_batch_end=change_one_rank, priority=200)  # before the check
     chosen: Any = FSDPStrategy(sharding="hybrid", replicate_size=2) if strategy == "hsdp" else strategy
@@ -225,6 +214,41 @@ def test_replicas_are_compared(
     assert bool(found) is bool(results[0])
 
 
+DTYPES = "float64 float32 bfloat16 float16 float8_e4m3fn int64 int8 uint8 complex64 complex128"
+
+
+@pytest.mark.parametrize("name", DTYPES.split())
+def test_one_bit_anywhere_changes_the_checksum(name: str) -> None:
+    dtype = getattr(torch, name)
+    original = torch.randint(-100, 100, (7, 5)).to(torch.float32).to(dtype)
+    before = checksum(original)
+    assert before.dtype == torch.int64
+    assert checksum(original.clone()) == before
+    size = dtype.itemsize
+    for element in (0, 17, 34):
+        for byte, bit in ((0, 1), (size - 1, 0x80)):
+            changed = original.clone()
+            changed.view(torch.uint8).view(-1)[element * size + byte] ^= bit
+            assert checksum(changed) != before
+
+
+def test_the_order_and_signs_matter_and_the_layout_does_not() -> None:
+    value = torch.arange(12.0).reshape(3, 4)
+    assert checksum(value.flip(0)) != checksum(value)
+    assert checksum(torch.tensor([-1.0, 1.0])) != checksum(torch.tensor([1.0, -1.0]))
+    assert checksum(torch.tensor([0.0])) != checksum(torch.tensor([-0.0]))
+    assert checksum(value.t()) == checksum(value.t().contiguous())
+    assert checksum(value[:, ::2]) == checksum(value[:, ::2].contiguous())
+    assert checksum(torch.eye(3).to_sparse()) == checksum(torch.eye(3))
+    assert checksum(torch.zeros(0)) == checksum(torch.ones(3, device="meta")) == 0
+    assert checksum(torch.tensor(True)) != checksum(torch.tensor(False))
+    large = torch.arange((1 << 22) + 5)
+    before = checksum(large)
+    assert checksums([value, large]).tolist() == [int(checksum(value)), int(before)]
+    large[-1] += 1
+    assert checksum(large) != before
+
+
 class Line(Regression):
     """Has an optimizer that changes weights even with zero gradients, by weight decay and momentum."""
 
@@ -247,10 +271,10 @@ def data() -> TensorDataset:
 
 def train(path: Path, *callbacks: Any, module: Any = None, dataset: Any = None, **options: Any) -> tuple[Fit, Line]:
     module, ckpt_path = module or Line(), options.pop("ckpt_path", None)
-    batch_size, shuffle = options.pop("batch_size", 4), options.pop("shuffle", False)
+    batches = DataLoader(dataset or data(), options.pop("batch_size", 4), options.pop("shuffle", False))
     settings = {"enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks), **options}
     fit = quiet_fit(default_root_dir=path, callbacks=list(callbacks), **settings)
-    fit.fit(module, DataLoader(dataset or data(), batch_size=batch_size, shuffle=shuffle), ckpt_path=ckpt_path)
+    fit.fit(module, batches, ckpt_path=ckpt_path)
     return fit, module
 
 
@@ -264,10 +288,6 @@ def guard(action: str, **options: Any) -> LossSpikeGuard:
     return LossSpikeGuard(action, window=8, warmup=4, **{"every_n_steps": 4, **options})
 
 
-def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records if "LossSpikeGuard" in record.message]
-
-
 def test_a_spike_is_far_above_the_median_of_the_last_steps(caplog: pytest.LogCaptureFixture) -> None:
     class Scripted(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -277,12 +297,7 @@ def test_a_spike_is_far_above_the_median_of_the_last_steps(caplog: pytest.LogCap
     losses = [math.nan, 5.0, 4.0, 100.0, 4.5, 4.2, 4.8, 4.4, 5.5, *[8.0] * 8]
     spike = LossSpikeGuard(threshold=5, window=10, warmup=4, every_n_steps=1)
     quiet_fit(callbacks=spike).fit(Scripted(), loader(len(losses), 1))
-    spikes = [re.findall(r"global_step=(\d+) \(median ([\w.]+)", warning)[0] for warning in warnings_in(caplog)]
-    assert spikes == [("0", "nan"), ("9", "4.65")]
-
-
-def _written(folder: Path) -> set[str]:
-    return {path.name for path in (folder / CHECKPOINTS).iterdir()}
+    assert re.findall(r"global_step=(\d+) \(median ([\w.]+)", caplog.text) == [("0", "nan"), ("9", "4.65")]
 
 
 @pytest.mark.parametrize("every", [pytest.param(4, id="within the epoch"), pytest.param(1000, id="at its end")])
@@ -291,11 +306,10 @@ def test_a_run_that_rolls_back_ends_as_if_the_step_had_not_been(every: int, tmp_
     fit, module = train(tmp_path, saving, watching)
     assert torch.equal(module.net.weight, expected(tmp_path))
     assert (watching.rollbacks, watching.skipped_steps, fit.global_step) == (1, {BAD}, STEPS)
-    (warning,) = warnings_in(caplog)
     detected, path = 12 if every == 4 else STEPS, tmp_path / CHECKPOINTS / "epoch=0-step=8"
-    assert f"in the step after global_step={BAD} (median " in warning
-    assert f"Rolling back from global_step={detected} to 8, {path} (rollback 1 of 3)" in warning
-    assert _written(tmp_path) == {*(f"epoch=0-step={step}" for step in (8, 12, 16)), "latest"}
+    assert caplog.text.count(f"in the step after global_step={BAD} (median ") == 1
+    assert f"Rolling back from global_step={detected} to 8, {path} (rollback 1 of 3)" in caplog.text
+    assert checkpoint_names(tmp_path) == [f"epoch=0-step={step}" for step in (12, 16, 8)]
 
 
 def test_checkpoints_later_than_the_spike_are_removed(tmp_path: Path) -> None:  # F-05
@@ -310,8 +324,8 @@ def test_checkpoints_later_than_the_spike_are_removed(tmp_path: Path) -> None:  
 
     with pytest.raises(InterruptedError):
         train(tmp_path, *callbacks(), LambdaCallback(on_train_batch_end=fail))
-    names = {name.partition("-v")[0] for name in _written(tmp_path)}
-    assert names == {*(f"epoch=0-step={step}" for step in (3, 6, 8)), "latest"}
+    names = {name.partition("-v")[0] for name in checkpoint_names(tmp_path)}
+    assert names == {f"epoch=0-step={step}" for step in (3, 6, 8)}
     assert (tmp_path / CHECKPOINTS / "latest").read_text().strip() == f"epoch=0-step={BAD}"
     _, module = train(tmp_path, *callbacks(), ckpt_path="auto")
     assert torch.equal(module.net.weight, expected(tmp_path))
@@ -333,23 +347,18 @@ def _stop_after_a_rollback(folder: str) -> int:
 
     watching = guard("rollback", every_n_steps=STEPS)
     callbacks = [watching, Checkpoint(every_n_train_steps=8, save_top_k=-1), LambdaCallback(on_train_batch_end=stop)]
-    fit, _ = train(Path(folder), *callbacks, strategy="ddp", devices=2, batch_size=2)
-    return fit.global_step
+    return train(Path(folder), *callbacks, strategy="ddp", **RANKS)[0].global_step
 
 
 def test_a_request_to_stop_after_a_rollback_is_heard_soon(tmp_path: Path) -> None:  # G-03
-    # Ranks poll for requests every few steps. Without a reset they would poll next at the step planned before the
-    # rollback.
+    # Ranks poll for requests every few steps, and do not wait for the step that was planned before the rollback.
     stopped = on_ranks(_stop_after_a_rollback, 2, str(tmp_path), process_group=None)
     assert stopped in ([9, 9], [10, 10])  # the other rank may have polled just before
 
 
 class Drawing(Line):
-    """Has a learning rate that falls, draws, and logs."""
-
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        x, y = batch
-        loss = self.loss((torch.nn.functional.dropout(x, 0.3), y))
+        loss = self.loss((nn.functional.dropout(batch[0], 0.3), batch[1]))
         self.log("loss", loss, on_epoch=True)
         return loss
 

@@ -1,4 +1,4 @@
-"""Contents of a small checkpoint, and functions that damage one."""
+"""Contents of a small checkpoint, functions that damage one, and a small run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from drivetrain import Fit, TrainModule
 
 # Private, because a run writes only what it holds: these tests choose a checkpoint's contents.
 from drivetrain._distributed.control_plane import LocalControl
@@ -61,10 +63,10 @@ def written(path: Path | str, scale: float = 1.0) -> str:
 
 def equal(ours: Any, theirs: Any) -> bool:
     """Return whether two nested values are equal, including container types and dtypes."""
-    if isinstance(ours, torch.Tensor):
-        return isinstance(theirs, torch.Tensor) and ours.dtype == theirs.dtype and torch.equal(ours, theirs)
     if type(ours) is not type(theirs):
         return False
+    if isinstance(ours, torch.Tensor):
+        return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
     if isinstance(ours, dict):
         return list(ours) == list(theirs) and all(equal(ours[key], theirs[key]) for key in ours)
     if isinstance(ours, list | tuple):
@@ -105,5 +107,24 @@ def tensor_file(header: Any, nbytes: int) -> bytes:
 
 
 def token_free(name: str) -> str:
-    """Return a file name without its unique suffix."""
     return re.sub(r"-[0-9a-f]{16}", "", name)
+
+
+class OneLayer(TrainModule):
+    def __init__(self, inputs: int = 4, outputs: int = 1) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(inputs, outputs)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = self.layer(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def quiet(**options: Any) -> Fit:
+    """Return a `Fit` on the CPU without output."""
+    no_output = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    return Fit(**{"accelerator": "cpu", **no_output, **options})

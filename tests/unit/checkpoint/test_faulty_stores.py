@@ -17,8 +17,10 @@ from drivetrain.checkpoint import consolidate, load, verify
 from drivetrain.checkpoint._format import object_storage
 from faulty_store import FaultyStore
 
-URL = "faulty://store/runs/c"
+URL, OUT = "faulty://store/runs/c", "faulty://store/out/model.safetensors"
 MANIFEST = "*/manifest.json"
+NO_RIGHT = PermissionError("no right")
+ALWAYS: dict[str, Any] = {"times": None}
 
 
 @pytest.fixture
@@ -38,119 +40,98 @@ def orphans(store: FaultyStore) -> list[str]:
     return [key for key in store.objects() if key not in named]
 
 
-class TestSaving:
-    """J-04"""
+@pytest.mark.parametrize(
+    ("operation", "pattern", "fault"),
+    [
+        pytest.param("put", MANIFEST, {"lost": True, **ALWAYS}, id="replies about the manifest are lost"),
+        pytest.param("put", MANIFEST, {"times": 2}, id="the manifest is refused twice"),
+        pytest.param("put", "*/model-*", {"lost": True}, id="a reply about weights is lost"),
+        pytest.param("put", "*/state-*.json", {"lost": True}, id="a reply about a document is lost"),
+        pytest.param("remove", "*", {"error": NO_RIGHT, **ALWAYS}, id="nothing may be removed"),
+    ],
+)
+def test_a_save_outlasts_a_fault(store: FaultyStore, operation: str, pattern: str, fault: dict[str, Any]) -> None:
+    # J-04
+    written(URL, 1.0)
+    store.fail(operation, pattern, **fault)
+    written(URL, 2.0)
+    assert (scale(), verify(URL)) == (2.0, [])
+    assert bool(orphans(store)) == (operation == "remove")
 
-    @pytest.mark.parametrize(
-        ("pattern", "fault"),
-        [
-            pytest.param(MANIFEST, {"lost": True, "times": None}, id="replies about the manifest are lost"),
-            pytest.param(MANIFEST, {"times": 2}, id="the manifest is refused twice"),
-            pytest.param("*/model-*", {"lost": True}, id="a reply about weights is lost"),
-            pytest.param("*/state-*.json", {"lost": True}, id="a reply about a document is lost"),
-        ],
-    )
-    def test_a_save_outlasts_a_fault(self, store: FaultyStore, pattern: str, fault: dict[str, Any]) -> None:
-        written(URL, 1.0)
-        store.fail("put", pattern, **fault)
+
+@pytest.mark.parametrize(
+    ("pattern", "fault", "message", "left"),
+    [
+        pytest.param(MANIFEST, ALWAYS, r"may not have been written.*503 Slow Down", 1.0, id="the manifest is refused"),
+        pytest.param(MANIFEST, {"lost": True, **ALWAYS}, "may not have been written", 2.0, id="no reply ever comes"),
+        pytest.param("*/optimizer-*.safetensors", ALWAYS, "503 Slow Down", 1.0, id="a file is refused"),
+        pytest.param(MANIFEST, {"error": NO_RIGHT, **ALWAYS}, "no right", 1.0, id="a permission is missing"),
+    ],
+)
+def test_a_failed_save_leaves_a_whole_checkpoint(
+    store: FaultyStore, pattern: str, fault: dict[str, Any], message: str, left: float
+) -> None:  # J-04
+    written(URL, 1.0)
+    store.calls.clear()
+    store.fail("put", pattern, **fault)
+    if "lost" in fault:  # so that it stays unknown whether the manifest was stored
+        store.fail("get", MANIFEST, **ALWAYS)
+    with pytest.raises(CheckpointError, match=message):
         written(URL, 2.0)
-        assert (scale(), verify(URL), orphans(store)) == (2.0, [], [])
-
-    def test_a_refused_manifest_leaves_the_previous_checkpoint(self, store: FaultyStore) -> None:
-        written(URL, 1.0)
-        store.fail("put", MANIFEST, times=None)
-        with pytest.raises(CheckpointError, match=r"may not have been written.*503 Slow Down"):
-            written(URL, 2.0)
-        store.heal()
-        assert (scale(), verify(URL)) == (1.0, [])
-
-    def test_nothing_is_removed_while_it_is_unknown_whether_the_manifest_was_stored(self, store: FaultyStore) -> None:
-        written(URL, 1.0)
-        store.fail("put", MANIFEST, lost=True, times=None)
-        store.fail("get", MANIFEST, times=None)
-        with pytest.raises(CheckpointError, match="may not have been written"):
-            written(URL, 2.0)
-        store.heal()
-        assert (scale(), verify(URL)) == (2.0, [])
-
-    def test_a_missing_permission_is_reported_without_a_second_attempt(self, store: FaultyStore) -> None:
-        store.fail("put", MANIFEST, error=PermissionError("no right"), times=None)
-        with pytest.raises(CheckpointError, match="no right"):
-            written(URL)
+    store.heal()
+    assert (scale(), verify(URL)) == (left, [])
+    assert bool(orphans(store)) == (pattern == MANIFEST)  # once the manifest may be out, nothing of it is removed
+    if "error" in fault:  # without a second attempt
         assert store.calls.count(("put", "runs/c/manifest.json")) == 1
 
-    def test_the_files_of_a_failed_save_are_removed(self, store: FaultyStore) -> None:
+
+@pytest.mark.parametrize("exists", [True, False])
+@pytest.mark.parametrize("turn", ["*/model-*", MANIFEST])
+def test_a_save_within_another_does_not_mix_their_files(store: FaultyStore, exists: bool, turn: str) -> None:  # J-04
+    if exists:
         written(URL, 1.0)
-        store.fail("put", "*/optimizer-*.safetensors", times=None)
-        with pytest.raises(CheckpointError, match="503 Slow Down"):
-            written(URL, 2.0)
-        assert (scale(), verify(URL), orphans(store)) == (1.0, [], [])
-
-    def test_a_store_that_removes_nothing_keeps_the_replaced_files(self, store: FaultyStore) -> None:
-        store.fail("remove", error=PermissionError("no right"), times=None)
-        for number in (1.0, 2.0):
-            written(URL, number)
-        assert (scale(), verify(URL)) == (2.0, [])
-        assert orphans(store)
+    store.fail("put", turn, error=None, call=lambda: written(URL, 3.0))
+    written(URL, 2.0)
+    assert scale() in (2.0, 3.0)
+    assert verify(URL) == []
 
 
-class TestTwoWriters:
-    """J-04"""
-
-    @pytest.mark.parametrize("exists", [True, False])
-    @pytest.mark.parametrize("turn", ["*/model-*", MANIFEST])
-    def test_a_save_within_another_does_not_mix_their_files(self, store: FaultyStore, exists: bool, turn: str) -> None:
-        if exists:
-            written(URL, 1.0)
-        store.fail("put", turn, error=None, call=lambda: written(URL, 3.0))
-        written(URL, 2.0)
-        assert scale() in (2.0, 3.0)
-        assert verify(URL) == []
-
-    def test_a_later_writer_keeps_its_files(self, store: FaultyStore) -> None:
-        """Another writer's manifest replaces this one's before the reply to it arrives."""
-        written(URL, 1.0)
-        store.fail("get", MANIFEST, error=None, after=1, call=lambda: written(URL, 3.0))
-        written(URL, 2.0)
-        assert (scale(), verify(URL)) == (3.0, [])
+def test_a_writer_whose_manifest_replaces_another_keeps_its_files(store: FaultyStore) -> None:
+    # J-04: it comes before the reply to the first one's manifest
+    written(URL, 1.0)
+    store.fail("get", MANIFEST, error=None, after=1, call=lambda: written(URL, 3.0))
+    written(URL, 2.0)
+    assert (scale(), verify(URL)) == (3.0, [])
 
 
-class TestConsolidating:
-    """J-14"""
-
-    OUT = "faulty://store/out/model.safetensors"
-
-    @pytest.mark.parametrize("url", [OUT, "memory://out/model.safetensors"])
-    @pytest.mark.parametrize("exists", [False, True])
-    def test_a_damaged_checkpoint_changes_nothing(
-        self, store: FaultyStore, tmp_path: Path, url: str, exists: bool
-    ) -> None:
-        # 32 MB with damage near the end, found after most of it has been read
-        weights = {f"w{number}": torch.ones(2**20) for number in range(8)}
-        save_contents(tmp_path / "damaged", replace(contents(), weights=weights))
-        flip(tmp_path / "damaged" / "model.safetensors", -5)
-        filesystem, path = fsspec.core.url_to_fs(url)
-        if filesystem.exists(path):
-            filesystem.rm_file(path)
-        if exists:
-            filesystem.pipe_file(path, b"existing")
+@pytest.mark.usefixtures("store")
+@pytest.mark.parametrize("url", [OUT, "memory://out/model.safetensors", "out/model.safetensors"])
+def test_consolidating_a_damaged_checkpoint_changes_nothing(tmp_path: Path, url: str, monkeypatch: Any) -> None:
+    # J-14: 32 MB with damage near the end, found after most of it has been read
+    monkeypatch.chdir(tmp_path)
+    weights = {f"w{number}": torch.ones(2**20) for number in range(8)}
+    save_contents(tmp_path / "damaged", replace(contents(), weights=weights))
+    flip(tmp_path / "damaged" / "model.safetensors", -5)
+    filesystem, path = fsspec.core.url_to_fs(url)
+    for existing in ([], [b"existing"]):
+        for content in existing:
+            filesystem.pipe_file(path, content)
         with pytest.raises(CheckpointError, match="was altered"):
             consolidate(tmp_path / "damaged", url, overwrite=True)
-        left = [name for name in filesystem.find(path.rpartition("/")[0]) if not name.endswith("/.drivetrain-probe")]
-        assert len(left) == int(exists)
-        assert not exists or filesystem.cat_file(path) == b"existing"
+        found = [name for name in filesystem.find(path.rpartition("/")[0]) if not name.endswith("/.drivetrain-probe")]
+        assert [filesystem.cat_file(name) for name in found] == existing
+    filesystem.rm_file(path)
 
-    def test_a_refusing_store_is_left_empty_and_a_lost_reply_is_no_failure(
-        self, store: FaultyStore, tmp_path: Path
-    ) -> None:
-        path = written(tmp_path / "c")
-        store.fail("put", "out/*", times=None)
-        with pytest.raises(CheckpointError, match="503 Slow Down"):
-            consolidate(path, self.OUT)
-        store.heal()
-        assert store.objects() == []
-        store.fail("put", "out/*", lost=True)
-        consolidate(path, self.OUT)
-        assert store.objects() == ["out/model.safetensors"]
-        content = (store.folder / "out" / "model.safetensors").read_bytes()
-        assert load_bytes(content)["layer.weight"].shape == (2, 3)
+
+def test_consolidating_into_a_failing_store_leaves_nothing_or_all(store: FaultyStore, tmp_path: Path) -> None:  # J-14
+    path = written(tmp_path / "c")
+    store.fail("put", "out/*", **ALWAYS)
+    with pytest.raises(CheckpointError, match="503 Slow Down"):
+        consolidate(path, OUT)
+    store.heal()
+    assert store.objects() == []
+    store.fail("put", "out/*", lost=True)
+    consolidate(path, OUT)
+    assert store.objects() == ["out/model.safetensors"]
+    content = (store.folder / "out" / "model.safetensors").read_bytes()
+    assert load_bytes(content)["layer.weight"].shape == (2, 3)

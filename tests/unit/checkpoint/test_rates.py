@@ -1,4 +1,4 @@
-"""Counts the work of saving and loading: each byte is summed, written and verified once (F-17).
+"""The work of saving and loading: each byte is summed, written and verified once (F-17).
 
 `make bench ARGS=checkpoint` measures the rates themselves.
 """
@@ -12,80 +12,51 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_case import OneLayer, quiet
 
-from drivetrain import Fit, TrainModule
 from drivetrain.checkpoint import load
 
 # Private: the work is counted where it is done.
 from drivetrain.checkpoint._format import checksums, tensor_reader
 from drivetrain.checkpoint._format.eager_file import EagerFile
+from drivetrain.checkpoint._format.pinned_copies import pinned_copies
+from emulated_cuda import EmulatedCuda, requires_emulated_cuda
+from worlds import on_emulated_cuda
 
 NUMBERS = ("model.safetensors", "optimizer-0.safetensors")
 
 
-class Net(TrainModule):
-    """9 MiB of weights, more than one checksum block, and twice as much optimizer state."""
+def test_a_save_and_a_load_process_each_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # F-17
+    def counting(owner: Any, name: str, size: Callable[..., int]) -> list[int]:
+        seen: list[int] = []
+        work = getattr(owner, name)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = torch.nn.Linear(1536, 1536)
+        def counted(*args: Any) -> Any:
+            seen.append(size(*args))
+            return work(*args)
 
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self.body(batch).square().mean()
+        monkeypatch.setattr(owner, name, counted)
+        return seen
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters())
-
-
-@pytest.fixture
-def fit() -> Fit:
-    fit = Fit(max_steps=1, logger=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu")
-    fit.fit(Net(), [torch.ones(1, 1536)])
-    return fit
-
-
-def _counting(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, size: Callable[..., int]) -> list[int]:
-    """Record the calls of ``owner.name`` without changing its behavior."""
-    seen: list[int] = []
-    work = getattr(owner, name)
-
-    def counted(*args: Any) -> Any:
-        seen.append(size(*args))
-        return work(*args)
-
-    monkeypatch.setattr(owner, name, counted)
-    return seen
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    return {file.name: file.stat().st_size for file in folder.iterdir()}
-
-
-def test_a_save_sums_and_writes_each_byte_once(fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    summed = _counting(monkeypatch, checksums, "crc32", lambda content, *_: len(content))
-    written = _counting(monkeypatch, os, "writev", lambda _, contents: sum(map(len, contents)))
-    synced = _counting(monkeypatch, os, "fsync", lambda descriptor: descriptor)
+    fit = quiet(max_steps=1, default_root_dir=tmp_path / "runs")
+    fit.fit(OneLayer(1536, 1536), [torch.ones(1, 1536)])  # more than one block of checksums
+    summed = counting(checksums, "crc32", lambda content, *_: len(content))
+    written = counting(os, "writev", lambda _, contents: sum(map(len, contents)))
+    synced = counting(os, "fsync", lambda descriptor: descriptor)
     fit.save_checkpoint(tmp_path / "c")
-    sizes = _sizes(tmp_path / "c")
+    sizes = {file.name: file.stat().st_size for file in (tmp_path / "c").iterdir()}
     assert sum(written) == sum(sizes.values())
     assert sum(summed) == sum(sizes.values()) - sizes["manifest.json"]
     # Every file, the temporary folder before its rename, the parent folder, and the run's record.
     assert len(synced) == len(sizes) + 3
 
-
-def test_a_read_reads_and_checks_each_byte_once(fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fit.save_checkpoint(tmp_path / "c")
-    checked = _counting(monkeypatch, tensor_reader, "crc32", len)
-    read = _counting(monkeypatch, os, "preadv", lambda _, memories, begin: sum(map(len, memories)))
+    checked = counting(tensor_reader, "crc32", len)
+    read = counting(os, "preadv", lambda _, memories, begin: sum(map(len, memories)))
     checkpoint = load(tmp_path / "c")
-    sources = [
-        source
-        for part in checkpoint.manifest.parts()
-        if set(part.tensors) & set(NUMBERS)
-        for source in checkpoint.tensors(part).values()
-    ]
+    parts = [part for part in checkpoint.manifest.parts() if set(part.tensors) & set(NUMBERS)]
+    sources = [source for part in parts for source in checkpoint.tensors(part).values()]
     first = [source.read() for source in sources]
-    assert sum(read) == sum(checked) == sum(_sizes(tmp_path / "c")[name] for name in NUMBERS)
+    assert sum(read) == sum(checked) == sum(sizes[name] for name in NUMBERS)
     again = [source.read() for source in sources]
     # J-10: memory of its own, not a map of the file, which others may truncate
     assert not {one.data_ptr() for one in first} & {one.data_ptr() for one in again}
@@ -101,3 +72,24 @@ def test_more_contents_than_one_call_writes(tmp_path: Path, monkeypatch: pytest.
         file.writelines(contents)
         file.write(b"end")
     assert (tmp_path / "f").read_bytes() == b"".join(contents) + b"end"
+
+
+def _copied(gpu: EmulatedCuda) -> list[Any]:
+    tensors = [
+        *(torch.randn(3, 5), torch.arange(7), torch.tensor(2.5, dtype=torch.bfloat16), torch.empty(0, 4)),
+        *(torch.tensor([True, False, True]), torch.randn(2, dtype=torch.complex64), torch.nn.Parameter(torch.randn(9))),
+    ]
+    tensors = [tensor.to("cuda") for tensor in tensors] + [torch.randn(4, 6, device="cuda").t()]
+    gpu.forget()
+    copies = pinned_copies(tensors)
+    blocking = [copy.blocking for copy in gpu.copies]
+    torch.cuda.synchronize()
+    torch.testing.assert_close(copies, [tensor.detach().cpu() for tensor in tensors], rtol=0, atol=0)
+    return [blocking, [copy.is_pinned() for copy in copies if copy.numel()]]
+
+
+@requires_emulated_cuda()
+def test_copies_for_a_save_in_the_background_are_pinned_and_do_not_block() -> None:  # O-02
+    blocking, pinned = on_emulated_cuda(_copied).returned
+    assert blocking == [False] * 7
+    assert pinned == [True] * 7

@@ -29,15 +29,17 @@ def fit(path: Path, **options: Any) -> Fit:
 
 
 class Numbered(Dataset[torch.Tensor]):
-    """Sample i is the vector (i, 1): a batch tells which samples it holds."""
+    """Sample i is the vector (i, 1): a batch tells which samples it holds. Their number may change."""
 
     def __init__(self, samples: int) -> None:
-        self._samples = samples
+        self.samples = samples
 
     def __len__(self) -> int:
-        return self._samples
+        return self.samples
 
     def __getitem__(self, index: int) -> torch.Tensor:
+        if index >= self.samples:
+            raise IndexError(index)
         return torch.tensor([float(index), 1.0])
 
 
@@ -94,14 +96,20 @@ class Tiny(TrainModule):
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         self.evaluated.append(numbers(batch))
 
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        self.evaluated.append(numbers(batch))
+    test_step = validation_step
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         return numbers(batch)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class FirstOfSeveral(Tiny):
+    """Takes the first batch of several loaders' batches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch[0] if isinstance(batch, list) else batch, batch_idx)
 
 
 class Bare(TrainModule):

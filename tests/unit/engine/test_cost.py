@@ -1,7 +1,4 @@
-"""The Python calls of a step over those of a hand-written loop (H-01).
-
-`test_on_emulated_cuda` counts how often the host waits for the device.
-"""
+"""The Python calls of a step over a hand-written loop's (H-01); `test_on_emulated_cuda` counts waits for the device."""
 
 from __future__ import annotations
 
@@ -25,8 +22,6 @@ _SHORT, _LONG = 100, 300
 
 
 class Terminal(StringIO):
-    """A terminal for the progress bar."""
-
     def isatty(self) -> bool:
         return True
 

@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from drivetrain import ConfigurationError
-
-# Private: devices that this machine lacks are played by mocks of torch's functions.
 from drivetrain._engine.topology import refuse_shared_devices
 from drivetrain._runtime import accelerators, process_state
 from drivetrain._runtime.generators import generator_states, restore_generators
@@ -65,25 +63,29 @@ def test_two_ranks_on_one_device_are_refused_by_name() -> None:  # O-03
         refuse_shared_devices(["a", "b", "c", "b"])
 
 
-def _index_for_deepspeed(index: int | None, before: str | None) -> tuple[str | None, str | None]:
+def _local_ranks_for_deepspeed(cases: list[tuple[torch.device, str | None]]) -> list[tuple[str | None, str | None]]:
+    """Return LOCAL_RANK within DeepSpeed's world and after it, by the run's device and LOCAL_RANK before."""
+    found = []
     with ProcessState():  # DeepSpeed sets variables of its own
         import deepspeed
 
         from drivetrain_strategies.deepspeed._cleanup import DeepSpeedWorld
 
-        os.environ.pop("LOCAL_RANK", None)
-        if before is not None:
-            os.environ["LOCAL_RANK"] = before
-        world = DeepSpeedWorld(deepspeed, torch.device("cpu") if index is None else torch.device("cpu", index), 0)
-        seen = os.environ.get("LOCAL_RANK")
-        world.close()
-        return seen, os.environ.get("LOCAL_RANK")
+        for device, before in cases:
+            os.environ.pop("LOCAL_RANK", None)
+            if before is not None:
+                os.environ["LOCAL_RANK"] = before
+            world = DeepSpeedWorld(deepspeed, device, 0)
+            seen = os.environ.get("LOCAL_RANK")
+            world.close()
+            found.append((seen, os.environ.get("LOCAL_RANK")))
+    return found
 
 
 def test_deepspeed_uses_the_device_of_the_run() -> None:  # O-03
     # By default it uses the device of LOCAL_RANK: a wrong one with devices=[1, 3], and none if each task sees one GPU.
-    for index, before, seen in ((3, "1", "3"), (None, "1", "1"), (None, None, "0")):
-        assert on_ranks(_index_for_deepspeed, 1, index, before) == [(seen, before)]
+    cases = [(torch.device("cpu", 3), "1"), (torch.device("cpu"), "1"), (torch.device("cpu"), None)]
+    assert on_ranks(_local_ranks_for_deepspeed, 1, cases) == [[("3", "1"), ("1", "1"), ("0", None)]]
 
 
 def test_an_unused_accelerator_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,8 +1,10 @@
-"""Files and folders of a run have the permissions of the user's umask (J-11)."""
+"""Files and folders of a run have the permissions of the user's umask, and digests on request (J-11)."""
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,12 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from engine_case import Tiny, fit, loader
+from engine_case import fit, loader, regression
+from small_modules import Logs, calling, linear
 
 from drivetrain.callbacks import Checkpoint
-from drivetrain.checkpoint import consolidate, convert
-
-# Private: the files in the middle of a save.
+from drivetrain.checkpoint import consolidate, convert, verify
 from drivetrain.checkpoint._folders import claim_name
 from drivetrain.checkpoint._format.local_storage import LocalStorage
 from drivetrain.loggers import CSVLogger, TensorBoardLogger
@@ -38,23 +39,15 @@ def files_with(mask: int, path: Path) -> Iterator[Path]:
         assert stat.S_IMODE(mode) == (0o777 if stat.S_ISDIR(mode) else 0o666) & ~mask, one
 
 
-class Named(Tiny):
-    def __init__(self, width: int = 3) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("loss", 1.0)
-        return super().training_step(batch, batch_idx)
-
-
 @pytest.mark.parametrize(("mask", "save_async"), [(0o002, False), (0o077, True)])
 def test_files_and_folders_follow_the_umask(tmp_path: Path, mask: int, save_async: bool) -> None:  # J-11
     with files_with(mask, tmp_path) as folder:
         loggers = [CSVLogger(folder / "logs", flush_logs_every_n_steps=1), TensorBoardLogger(folder / "board")]
         every = Checkpoint(folder / "c", every_n_train_steps=1, save_top_k=2, save_async=save_async)
         trainer = fit(folder, logger=loggers, callbacks=every, log_every_n_steps=1)
-        trainer.fit(Named(), loader())
+        module = Logs()
+        module.save_hyperparameters({"width": 3})
+        trainer.fit(module, loader())
         for _ in range(2):  # the second time over existing files
             trainer.save_checkpoint(folder / "by-hand" / "end", weights_only=True)
         consolidate(folder / "by-hand" / "end", folder / "one" / "all.safetensors")
@@ -65,6 +58,15 @@ def test_files_and_folders_follow_the_umask(tmp_path: Path, mask: int, save_asyn
     assert any(name.startswith("events.out") for name in names)
 
 
+def test_files_of_ranks_follow_the_umask(tmp_path: Path) -> None:  # J-11
+    with files_with(0o027, tmp_path) as folder:
+        ranks: dict[str, Any] = {"strategy": "ddp", "devices": 2, "accelerator": "cpu", "launcher": "fork"}
+        warns = linear(on_fit_start=lambda self: logging.getLogger("drivetrain").warning("rank %d", self.global_rank))
+        fit(folder, callbacks=Checkpoint(folder / "c"), **ranks).fit(warns, regression())
+    names = {path.name for path in folder.rglob("*")}
+    assert {"run.json", "rank-0.log", "rank-1.log", "manifest.json"} <= names
+
+
 def test_temporary_files_follow_the_umask(tmp_path: Path) -> None:  # J-11
     with files_with(0o077, tmp_path) as folder:
         claim_name(str(folder), "name", lambda taken: False)
@@ -72,3 +74,23 @@ def test_temporary_files_follow_the_umask(tmp_path: Path) -> None:  # J-11
         with place.open("model.safetensors") as file:
             file.write(b"half of it")
     assert len(list(folder.rglob("*"))) == 4  # two locks, a folder and a file
+
+
+@pytest.mark.parametrize(("error", "save_async"), [(RuntimeError, True), (SystemExit, False)])
+def test_a_checkpoint_callback_writes_digests(tmp_path: Path, error: Any, save_async: bool) -> None:  # J-11
+    """Including those written before a preempted exit and after a failure."""
+
+    def end(trainer: Any) -> None:
+        if trainer.global_step == 5:
+            if error is SystemExit:
+                signal.raise_signal(signal.SIGTERM)
+            else:
+                raise RuntimeError("enough")
+
+    options: dict[str, Any] = {"digest": "sha256", "save_async": save_async, "save_top_k": -1}
+    saver = Checkpoint(tmp_path / "c", every_n_train_steps=2, save_on_exception=True, **options)
+    with pytest.raises(error):
+        fit(tmp_path, callbacks=[saver, calling("on_train_batch_start", end)]).fit(linear(), regression(400))
+    paths = [path for path in (tmp_path / "c").iterdir() if path.is_dir()]
+    assert len(paths) >= 3
+    assert [verify(path, digest="sha256") for path in paths] == [[]] * len(paths)

@@ -1,15 +1,22 @@
-"""The full order of hooks: callbacks before the module, below-zero callbacks after it."""
+"""The order of hooks, and that third-party callbacks and loggers are used through their interfaces only (K-02)."""
 
 from __future__ import annotations
 
+import io
+import os
+import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_case import Tiny, fit, loader, recording_callback, recording_module
+import torch
+from engine_case import Regression, Tiny, fit, loader, recording_callback, recording_module, regression
+from small_modules import calling
+from test_logging import Kept
 
-from drivetrain import Callback, DataModule
-from drivetrain.callbacks import LambdaCallback
+from drivetrain import Callback, ConfigurationError, DataModule
+from drivetrain.callbacks import Checkpoint, LambdaCallback, LossSpikeGuard, ProgressBar
 
 
 def _everyone(*hooks: str) -> list[str]:
@@ -17,16 +24,12 @@ def _everyone(*hooks: str) -> list[str]:
     return [f"{who}.{hook}" for hook in hooks for who in ("early", "module", "late")]
 
 
-def _batch(stage: str, step: str) -> list[str]:
-    transfer = ["module.on_before_batch_transfer", "module.on_after_batch_transfer"]
-    start, end = _everyone(f"on_{stage}_batch_start"), _everyone(f"on_{stage}_batch_end")
-    return [*transfer, *start, f"module.{step}", *end]
-
-
-def _validation(batches: int) -> list[str]:
-    order = ["module.on_validation_model_eval", *_everyone("on_validation_start", "on_validation_epoch_start")]
-    order += _batch("validation", "validation_step") * batches
-    return [*order, *_everyone("on_validation_epoch_end", "on_validation_end"), "module.on_validation_model_train"]
+def _evaluation(stage: str, batches: int) -> list[str]:
+    batch = ["module.on_before_batch_transfer", "module.on_after_batch_transfer"]
+    batch += [*_everyone(f"on_{stage}_batch_start"), f"module.{stage}_step", *_everyone(f"on_{stage}_batch_end")]
+    order = [f"module.on_{stage}_model_eval", *_everyone(f"on_{stage}_start", f"on_{stage}_epoch_start")]
+    order += [*(batch * batches), *_everyone(f"on_{stage}_epoch_end", f"on_{stage}_end")]
+    return [*order, f"module.on_{stage}_model_train"]
 
 
 def _train_batch(opens: bool = True, closes: bool = True) -> list[str]:
@@ -38,64 +41,74 @@ def _train_batch(opens: bool = True, closes: bool = True) -> list[str]:
     return order + _everyone("on_train_batch_end")
 
 
-def _run(tmp_path: Path, stage: str, **options: Any) -> list[str]:
+def _run(tmp_path: Path, stage: str, *loaders: Any, **options: Any) -> list[str]:
     calls: list[str] = []
     callbacks = [recording_callback("late", calls, priority=-1), recording_callback("early", calls)]
-    runner = fit(tmp_path, callbacks=callbacks, **options)
-    module = recording_module(calls)
-    if stage == "fit":
-        runner.fit(module, loader(8), loader(4))
-    else:
-        getattr(runner, stage)(module, loader(4))
+    getattr(fit(tmp_path, callbacks=callbacks, **options), stage)(recording_module(calls), *loaders)
     return calls
 
 
 def test_the_full_order_of_fit(tmp_path: Path) -> None:
     # two epochs of four micro-batches in windows of three, two validation batches, a sanity check of one
-    calls = _run(tmp_path, "fit", max_epochs=2, accumulate_grad_batches=3, num_sanity_val_steps=1)
+    calls = _run(tmp_path, "fit", loader(8), loader(4), max_epochs=2, accumulate_grad_batches=3, num_sanity_val_steps=1)
     epoch = [
         *_everyone("on_train_epoch_start"),
-        *_train_batch(closes=False),
-        *_train_batch(opens=False, closes=False),
-        *_train_batch(opens=False),
+        *(_train_batch(closes=False) + _train_batch(opens=False, closes=False) + _train_batch(opens=False)),
         *_train_batch(),
-        *_validation(2),
+        *_evaluation("validation", 2),
         *_everyone("on_train_epoch_end"),
     ]
-    expected = [
-        "module.configure_callbacks",
-        "module.prepare_data",
-        *_everyone("setup"),
-        "module.configure_model",
-        "module.configure_optimizers",
-        *_everyone("on_fit_start"),
-        "early.on_sanity_check_start",
-        "late.on_sanity_check_start",
-        *_validation(1),
-        "early.on_sanity_check_end",
-        "late.on_sanity_check_end",
+    assert calls == [
+        *("module.configure_callbacks", "module.prepare_data", *_everyone("setup")),
+        *("module.configure_model", "module.configure_optimizers", *_everyone("on_fit_start")),
+        *("early.on_sanity_check_start", "late.on_sanity_check_start"),
+        *_evaluation("validation", 1),
+        *("early.on_sanity_check_end", "late.on_sanity_check_end"),
         *_everyone("on_train_start"),
-        *epoch,
-        *epoch,
+        *(epoch * 2),
         *_everyone("on_train_end", "on_fit_end", "teardown"),
     ]
-    assert calls == expected
 
 
 @pytest.mark.parametrize(("verb", "stage"), [("validate", "validation"), ("test", "test"), ("predict", "predict")])
 def test_the_full_order_of_evaluation(tmp_path: Path, verb: str, stage: str) -> None:
-    assert _run(tmp_path, verb) == [
-        "module.configure_callbacks",
-        "module.prepare_data",
-        *_everyone("setup"),
-        "module.configure_model",
-        f"module.on_{stage}_model_eval",
-        *_everyone(f"on_{stage}_start", f"on_{stage}_epoch_start"),
-        *(_batch(stage, f"{stage}_step") * 2),
-        *_everyone(f"on_{stage}_epoch_end", f"on_{stage}_end"),
-        f"module.on_{stage}_model_train",
+    assert _run(tmp_path, verb, loader(4)) == [
+        *("module.configure_callbacks", "module.prepare_data", *_everyone("setup"), "module.configure_model"),
+        *_evaluation(stage, 2),
         *_everyone("teardown"),
     ]
+
+
+def test_overridden_hooks_set_the_modes_that_steps_see(tmp_path: Path) -> None:  # Q-11
+    seen: list[Any] = []
+
+    class SetsModes(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.noise = torch.nn.Dropout()
+
+        def on_validation_model_eval(self) -> None:
+            super().on_validation_model_eval()
+            self.noise.train()
+
+        def on_validation_model_train(self) -> None:
+            super().on_validation_model_train()
+            self.noise.eval()
+
+        on_predict_model_eval = on_validation_model_eval
+
+        def note(self, batch: Any = None, batch_idx: int = 0, dataloader_idx: int = 0) -> None:
+            seen.append((self.training, self.noise.training))
+
+        validation_step = test_step = predict_step = on_train_epoch_end = note
+
+    module, trainer = SetsModes(), fit(tmp_path, num_sanity_val_steps=0)
+    trainer.fit(module, loader(2), loader(2))
+    assert seen == [(False, True), (True, False)]  # training goes on in the modes that the hook left
+    assert all(layer.training for layer in module.modules())  # as before the run
+    trainer.test(module, loader(2), verbose=False)
+    trainer.predict(module, loader(2))
+    assert seen[2:] == [(False, False), (False, True)]
 
 
 def test_callbacks_run_by_descending_priority_then_in_the_given_order(tmp_path: Path) -> None:
@@ -141,10 +154,9 @@ def test_a_failure_reaches_on_exception_and_then_teardown(tmp_path: Path, where:
     seen: list[BaseException] = []
     error = kind("as planned")
 
-    class Watching(Callback):
-        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-            assert module.trainer is trainer  # still within the run
-            seen.append(exception)
+    def watch(trainer: Any, module: Any, exception: BaseException) -> None:
+        assert module.trainer is trainer  # still within the run
+        seen.append(exception)
 
     class Data(DataModule):
         def train_dataloader(self) -> Any:
@@ -160,7 +172,7 @@ def test_a_failure_reaches_on_exception_and_then_teardown(tmp_path: Path, where:
 
     module = recording_module(calls)
     setattr(type(module), where, failing)
-    trainer = fit(tmp_path, callbacks=[recording_callback("early", calls), Watching()])
+    trainer = fit(tmp_path, callbacks=[recording_callback("early", calls), LambdaCallback(on_exception=watch)])
     with pytest.raises(kind, match="as planned") as caught:
         trainer.fit(module, datamodule=Data())
     assert caught.value is error
@@ -209,3 +221,152 @@ def test_minus_one_from_on_train_batch_start_ends_the_epoch_and_drops_the_open_w
     assert calls.count("callback.on_train_batch_end") == 7
     assert float(trainer.callback_metrics["at_end"]) == 2.0
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+class Saver(Callback):
+    """A third-party callback that saves a checkpoint every few steps."""
+
+    saves_resumable = True
+    writes_to: Any = ()
+    kept_checkpoints: Any = ()
+
+    def __init__(self, folder: Path, every: int = 10**9, leaving: str = "defer_save") -> None:
+        self.folder, self.every, self.leaving = folder, every, leaving
+        self.writes_to, self.kept_checkpoints = [str(folder)], []
+        self.rollbacks: list[str] = []
+
+    def _write(self, trainer: Any) -> None:
+        path = f"{self.folder}/mine-{trainer.global_step}"
+        trainer.write_checkpoint(path, then=lambda: self.kept_checkpoints.append(path))
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step % self.every == 0:
+            trainer.defer_save(lambda: self._write(trainer))
+
+    def save_before_leaving(self, trainer: Any, module: Any) -> bool:
+        if self.leaving == "defer_save":
+            trainer.defer_save(lambda: self._write(trainer))
+        elif self.leaving == "save_checkpoint":
+            trainer.save_checkpoint(f"{self.folder}/mine-{trainer.global_step}")
+        return self.leaving != "nothing"
+
+    def before_rollback(self, trainer: Any, module: Any) -> None:
+        self.rollbacks.append(f"before at {trainer.global_step}")
+
+    def after_rollback(self, trainer: Any, module: Any, path: str) -> None:
+        self.rollbacks.append(f"after at {trainer.global_step}: {os.path.basename(path)}")
+
+
+PREEMPTED = calling(
+    "on_train_batch_end", lambda run: signal.raise_signal(signal.SIGTERM) if run.global_step == 3 else None
+)
+
+
+@pytest.mark.parametrize("leaving", ["defer_save", "save_checkpoint", "nothing"])
+def test_a_third_party_callback_saves_before_a_preempted_run_exits(tmp_path: Path, caplog: Any, leaving: str) -> None:
+    callbacks = [Saver(tmp_path / "own", leaving=leaving), PREEMPTED]
+    with pytest.raises(SystemExit):
+        fit(tmp_path, max_epochs=2, callbacks=callbacks).fit(Regression(), regression())
+    assert ("nothing is saved" in caplog.text) == (leaving == "nothing")
+    if leaving == "nothing":
+        return
+    assert os.listdir(tmp_path / "own") == ["mine-3"]
+    # "auto" searches the folder that the callback declares.
+    resumed, undisturbed = Regression(), Regression()
+    trainer = fit(tmp_path, max_epochs=2, callbacks=Saver(tmp_path / "own"))
+    trainer.fit(resumed, regression(), ckpt_path="auto")
+    assert trainer.global_step == 12
+    fit(tmp_path, max_epochs=2).fit(undisturbed, regression())
+    assert torch.equal(resumed.layer.weight, undisturbed.layer.weight)
+
+
+def test_every_callback_that_keeps_full_checkpoints_saves(tmp_path: Path) -> None:
+    weights, whole = tmp_path / "weights", tmp_path / "whole"
+    callbacks = [Checkpoint(weights, save_weights_only=True), Checkpoint(whole), Saver(tmp_path / "own"), PREEMPTED]
+    with pytest.raises(SystemExit):
+        fit(tmp_path, callbacks=callbacks).fit(Regression(), regression())
+    assert not weights.exists()
+    assert "interrupted-step=3" in os.listdir(whole)
+    assert os.listdir(tmp_path / "own") == ["mine-3"]
+
+
+def test_a_run_goes_back_to_a_checkpoint_of_a_third_party_callback(tmp_path: Path) -> None:
+    saver = Saver(tmp_path / "own", every=2)
+
+    def go_back(trainer: Any) -> None:
+        if trainer.global_step == 5 and not saver.rollbacks:
+            path, step = trainer.checkpoint_before(3)
+            assert (os.path.basename(path), step) == ("mine-2", 2)
+            trainer.roll_back(path)
+
+    fit(tmp_path, callbacks=[saver, calling("on_train_batch_end", go_back)]).fit(Regression(), regression())
+    assert saver.rollbacks == ["before at 5", "after at 2: mine-2"]
+    # LossSpikeGuard uses the same interface and does not check for a class.
+    fit(tmp_path, callbacks=[LossSpikeGuard("rollback"), Saver(tmp_path / "b")]).fit(Regression(), regression())
+
+
+def test_folders_of_third_party_callbacks_and_loggers_are_probed_before_the_first_step(tmp_path: Path) -> None:
+    class Rows(Kept):
+        save_dir = str(tmp_path / "file" / "logs")
+
+    (tmp_path / "file").write_text("")
+    for options, name in (({"callbacks": Saver(tmp_path / "file" / "own")}, "Saver"), ({"logger": Rows()}, "Rows")):
+        run = fit(tmp_path, **options)
+        with pytest.raises(ConfigurationError, match=f"{name} cannot write to .*is not a folder"):
+            run.fit(Regression(), regression())
+        assert run.global_step == 0
+
+
+def test_lines_are_printed_through_a_callback_that_offers_it(tmp_path: Path, capsys: Any) -> None:
+    class Screen(Callback):
+        lines: list[str]
+
+        def write_line(self, text: str) -> bool:
+            self.lines = [text]
+            return True
+
+    screen, stream = Screen(), io.StringIO()
+    fit(tmp_path, callbacks=screen).print("loss", 3)
+    assert screen.lines == ["loss 3"]
+    fit(tmp_path, callbacks=ProgressBar(stream=stream)).print("loss", 4)
+    assert stream.getvalue() == "loss 4\n"
+    fit(tmp_path, callbacks=Saver(tmp_path)).print("loss", 5)
+    assert capsys.readouterr().out == "loss 5\n"
+
+
+def test_windows_and_monitors_of_a_third_party_callback_count(tmp_path: Path, caplog: Any) -> None:
+    class Doubling(Callback):
+        monitors: Any = {"valloss": "Doubling('valloss')"}  # noqa: RUF012
+
+        def micro_batches_per_window(self, epoch: int) -> int:
+            return 2**epoch
+
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            self.estimate = trainer.estimated_stepping_batches
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            module.log("val_loss", 1.0)
+
+    doubling = Doubling()
+    fit(tmp_path, max_epochs=3, callbacks=doubling).fit(Regression(), regression())
+    assert doubling.estimate == 6 + 3 + 2
+    named = "Doubling('valloss'): nothing of that name was logged in the first step. Did you mean 'val_loss'"
+    assert named in caplog.text
+
+
+def test_a_run_ended_by_a_third_party_callback_is_finished(tmp_path: Path) -> None:
+    class Enough(Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            trainer.should_stop = True
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"enough": True}
+
+        def reason_for_ending(self, state_dict: Mapping[str, Any]) -> str | None:
+            return "it is enough" if state_dict["enough"] else None
+
+    run = fit(tmp_path, max_epochs=5, callbacks=[Enough(), Saver(tmp_path / "own", every=1)])
+    run.fit(Regression(), regression())
+    path = f"{tmp_path}/own/mine-{run.global_step}"
+    with pytest.raises(ConfigurationError, match="Enough has ended the run: it is enough"):
+        fit(tmp_path, max_epochs=5, callbacks=Enough()).fit(Regression(), regression(), ckpt_path=path)

@@ -1,27 +1,32 @@
-"""Manual optimization in one process: several steps, closures and toggled optimizers within one training_step."""
+"""Steps that are not one per loss: manual optimization in one process, and optimizers that need a closure."""
 
 from __future__ import annotations
 
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from engine_case import Regression, fit, regression
+from torch import nn
 from torch.amp import GradScaler
 from torch.optim import LBFGS, SGD
 
 from drivetrain import ConfigurationError
 from drivetrain.callbacks import LambdaCallback
 from drivetrain.precision import MixedPrecision
+from oracle.check import check
+from oracle.program import Data, Optimizer, Program
 
 
 class ByHand(Regression):
-    """Runs a function as the training step of manual optimization."""
+    """Runs a function as the training step of manual optimization, and keeps its optimizers."""
 
     automatic_optimization = False
 
@@ -30,6 +35,7 @@ class ByHand(Regression):
         self.step, self.kind, self.turn = step, kind, 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.kept = self.optimizers()
         self.step(self, batch)
         self.turn += 1
 
@@ -52,7 +58,6 @@ def fp16(scale: float, growth_interval: int = 2000) -> MixedPrecision:
 
 
 def backward(module: Any, batch: Any, optimizer: Any) -> Any:
-    """Compute new gradients."""
     optimizer.zero_grad()
     loss = module.loss(batch)
     module.manual_backward(loss)
@@ -69,24 +74,14 @@ def _keeps_gradients(module: Any, batch: Any) -> None:
     optimizer.step()
 
 
-def _clips_now_and_steps_later(module: Any, batch: Any) -> None:
-    often, seldom = module.optimizers()
-    with module.toggled_optimizer(often):
-        backward(module, batch, often)
-        often.step()
-    with module.toggled_optimizer(seldom):
-        if module.turn % 2 == 0:
-            backward(module, batch, seldom)
-            module.clip_gradients(seldom, 0.1)
-        else:
-            seldom.step()
-
-
-def _backward_now_and_steps_later(module: Any, batch: Any) -> None:
+def _steps_later(module: Any, batch: Any, clips: bool) -> None:
+    """One of two optimizers steps in the next training_step."""
     often, seldom = module.optimizers()
     if module.turn % 2 == 0:
         with module.toggled_optimizer(seldom):
             backward(module, batch, seldom)
+            if clips:
+                module.clip_gradients(seldom, 0.1)
     else:
         seldom.step()
     with module.toggled_optimizer(often):
@@ -105,14 +100,13 @@ def _steps_and_goes_backward(module: Any, batch: Any) -> None:
     ("kind", "step", "grows"),
     [
         (ByHand, _keeps_gradients, False),
-        (TwoByHand, _clips_now_and_steps_later, False),
-        (TwoByHand, _backward_now_and_steps_later, True),
+        (TwoByHand, partial(_steps_later, clips=True), True),
+        (TwoByHand, partial(_steps_later, clips=False), True),
         (ByHand, _steps_and_goes_backward, True),
     ],
 )
-def test_gradients_may_step_again_or_in_a_later_training_step(
-    tmp_path: Path, kind: Any, step: Any, grows: bool
-) -> None:  # I-02, B-15: where the scale doubles after every training_step, so do the pending gradients
+def test_gradients_may_step_again_and_later(tmp_path: Path, kind: Any, step: Any, grows: bool) -> None:
+    # I-02, B-15: where the scale doubles after every training_step, so do the pending gradients
     found = []
     scaled = fp16(256.0, growth_interval=1 if grows else 2000)
     for precision in ("32-true", scaled):
@@ -147,19 +141,13 @@ def test_a_forward_sees_changed_weights_despite_the_cast_cache(tmp_path: Path) -
     seen: list[tuple[float, float]] = []
 
     def step(module: Any, batch: Any) -> None:
-        def look() -> None:
+        optimizer = module.optimizers()
+        by_user_code = partial(torch.nn.init.constant_, module.layer.weight, 1.5)
+        for change in (lambda: None, optimizer.step, by_user_code):
+            change()
             expected = torch.nn.functional.linear(*(one.bfloat16() for one in (batch[0], *module.layer.parameters())))
             seen.append((module.layer(batch[0]).float().sum().item(), expected.float().sum().item()))
-
-        optimizer = module.optimizers()
-        look()
-        backward(module, batch, optimizer)
-        optimizer.step()
-        look()
-        backward(module, batch, optimizer)
-        with torch.no_grad():
-            module.layer.weight.mul_(1.5)  # by user code
-        look()
+            backward(module, batch, optimizer)
 
     fit(tmp_path, precision="bf16-mixed").fit(ByHand(step), regression(4))
     assert len({found for found, _ in seen}) == 3  # the weight did change
@@ -206,18 +194,20 @@ def test_a_closure_under_loss_scaling_is_refused(tmp_path: Path) -> None:  # I-0
     fit(tmp_path, precision=fp16(1024.0)).fit(ByHand(_steps_with_a_closure), regression(4))
     with pytest.raises(ConfigurationError, match="Twice steps with a closure, which precision='16-mixed'"):
         fit(tmp_path, precision="16-mixed").fit(ByHand(_steps_with_a_closure, Twice), regression(4))
+    with pytest.raises(ConfigurationError, match="'16-mixed' with AscendingSGD"):
+        fit(tmp_path, precision="16-mixed").fit(Sharp(AscendingSGD), regression())
+    # fp16 refuses both ways to give one
+    with pytest.raises(ConfigurationError, match=r"(?s)without a closure.*precision='bf16-mixed' or '32-true', since"):
+        fit(tmp_path, precision="16-mixed").fit(Sharp(AscendingSGD, closure=False), regression())
 
 
-def test_toggle_optimizer_does_what_the_context_manager_does(tmp_path: Path) -> None:  # I-02
-    def step(module: Any, batch: Any) -> None:
-        first, second = module.optimizers()
-        for optimizer, same, expected in ((first, first, [True, False]), (second, second.optimizer, [False, True])):
-            module.toggle_optimizer(optimizer)
-            assert module.trained() == expected
-            module.untoggle_optimizer(same)
-            assert module.trained() == [True, True]
-
-    fit(tmp_path).fit(TwoByHand(step), regression(4))
+def _toggles_each(module: Any, batch: Any) -> None:
+    first, second = module.optimizers()
+    for optimizer, same, expected in ((first, first, [True, False]), (second, second.optimizer, [False, True])):
+        module.toggle_optimizer(optimizer)
+        assert module.trained() == expected
+        module.untoggle_optimizer(same)
+        assert module.trained() == [True, True]
 
 
 def _toggles_both(module: Any, batch: Any) -> None:
@@ -228,16 +218,17 @@ def _toggles_both(module: Any, batch: Any) -> None:
 @pytest.mark.parametrize(
     ("step", "automatic", "error"),
     [
+        (_toggles_each, False, None),
         (lambda module, _: module.toggle_optimizer(module.optimizers()[0]), False, "ended with SGD toggled"),
         (lambda module, _: module.untoggle_optimizer(module.optimizers()[0]), False, "but none is toggled"),
         (_toggles_both, False, r"toggle_optimizer\(SGD\), while SGD is toggled"),
         (_toggles_both, True, "toggle_optimizer was called in automatic optimization"),
     ],
 )
-def test_open_toggles_are_refused_and_undone(tmp_path: Path, step: Any, automatic: bool, error: str) -> None:  # I-02
+def test_toggling_freezes_the_others(tmp_path: Path, step: Any, automatic: bool, error: str | None) -> None:  # I-02
     module = TwoByHand(step)
     module.automatic_optimization = automatic
-    with pytest.raises(ConfigurationError, match=error):
+    with pytest.raises(ConfigurationError, match=error) if error else nullcontext():
         fit(tmp_path).fit(module, regression(4))
     assert module.trained() == [True, True]
 
@@ -274,15 +265,179 @@ def test_backward_and_steps_are_outside_of_autocast(tmp_path: Path) -> None:  # 
     assert calls == [*evaluation, ("step", False), *evaluation, ("forward", True)]
 
 
-def _keeps_its_optimizer(module: Any, batch: Any) -> None:
-    module.kept = module.optimizers()
-    _keeps_gradients(module, batch)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
-def test_a_module_that_keeps_its_optimizer_can_be_copied(tmp_path: Path, copied: Any) -> None:
-    module = ByHand(_keeps_its_optimizer)
+def test_a_module_that_keeps_its_optimizer_can_be_copied(tmp_path: Path) -> None:
+    module = ByHand(_keeps_gradients)
     fit(tmp_path).fit(module, regression(8))
-    again = copied(module)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(again.parameters(), module.parameters(), strict=True))
-    assert again.kept.param_groups[0]["params"][0] is next(again.parameters())
+    for again in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        torch.testing.assert_close(again.state_dict(), module.state_dict(), rtol=0, atol=0)
+        assert again.kept.param_groups[0]["params"][0] is next(again.parameters())
+
+
+class AscendingSGD(SGD):
+    """Ascends along the given gradients, evaluates the closure there, and descends along its gradients."""
+
+    behind_autograd = False
+    message = "climbing wants a closure"
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, self.message
+        held = [one for group in self.param_groups for one in group["params"]]
+        before = [one.clone() for one in held]
+        for one in held:
+            (one.data if self.behind_autograd else one).add_(one.grad, alpha=0.05)
+        with torch.enable_grad():
+            closure()
+        for one, value in zip(held, before, strict=True):
+            one.copy_(value)
+        return super().step()
+
+
+class AscendingWithoutAutograd(AscendingSGD):
+    """Moves the parameters through ``.data``, which autograd does not record; its assertion has no message."""
+
+    behind_autograd, message = True, ""
+
+
+class ClosureRequired(AscendingSGD):
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+class EvaluatingTwice(AscendingSGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None
+        with torch.enable_grad():
+            closure()
+        return super().step(closure)
+
+
+class Sharp(Regression):
+    """Has a BatchNorm, whose buffers count the forwards, and logs its number of samples as a metric object."""
+
+    def __init__(self, kind: Any, closure: bool = True) -> None:
+        super().__init__()
+        self.norm, self.samples = nn.BatchNorm1d(3), torchmetrics.SumMetric()
+        self.kind, self.closure = kind, closure
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return super().loss((self.norm(x), y))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.samples.update(len(batch[0]))
+        self.log("samples", self.samples, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.kind(self.parameters(), lr=0.05)
+        return {"optimizer": optimizer, "closure": True} if self.closure else optimizer
+
+
+class Overridden(Sharp):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+
+
+def stepping(name: str, step: Any) -> Any:
+    return type(name, (SGD,), {"step": lambda self, closure=None: step(self, closure)})
+
+
+def assert_something(optimizer: Any, closure: Any) -> Any:
+    assert not optimizer.param_groups, "broken"
+
+
+class Manual(Sharp):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+
+
+def test_a_closure_reaches_the_optimizer_in_every_way(tmp_path: Path) -> None:  # I-06
+    """Weights and buffers are the same; the oracle has such an optimizer, and checks them (`tests/fuzz`)."""
+    found = []
+    for module in (
+        Sharp(AscendingSGD),
+        Sharp(AscendingWithoutAutograd),
+        Sharp(ClosureRequired),
+        Sharp(EvaluatingTwice),  # an evaluation at the current point reuses the window's own
+        Overridden(AscendingSGD),
+    ):
+        fit(tmp_path, gradient_clip_val=0.3, accumulate_grad_batches=2).fit(module, regression(24))
+        found.append(dict(module.state_dict()))
+    assert not torch.equal(found[0]["layer.weight"], Sharp(AscendingSGD).layer.weight)
+    for state in found[1:]:
+        torch.testing.assert_close(state, found[0])
+
+
+@pytest.mark.parametrize("kind", [LBFGS, ClosureRequired])
+def test_a_metric_object_sees_each_sample_once(tmp_path: Path, kind: Any) -> None:  # B-16
+    runner = fit(tmp_path, accumulate_grad_batches=2)
+    runner.fit(Sharp(kind), regression(12))
+    assert float(runner.callback_metrics["samples"]) == 12
+
+
+@pytest.mark.parametrize("kind", ["sam", "lbfgs"])
+def test_each_evaluation_gets_a_batch_that_it_may_modify(kind: str) -> None:  # I-06, I-07
+    data = Data(samples=12, consumes_batch=True)
+    assert not check(Program(precision="64-true", data=data, optimizers=(Optimizer(kind),), accumulate=3))
+
+
+@pytest.mark.parametrize(
+    ("module", "kind", "cause"),
+    [
+        (Sharp, AscendingSGD, AssertionError),
+        (Overridden, AscendingSGD, AssertionError),
+        (Manual, AscendingSGD, AssertionError),
+        (Manual, AscendingWithoutAutograd, AssertionError),
+        (Sharp, stepping("Wraps", lambda self, closure: torch.enable_grad()(closure)()), TypeError),
+        (Sharp, stepping("Calls", lambda self, closure: closure()), TypeError),
+    ],
+)
+def test_a_missing_closure_names_both_ways(tmp_path: Path, module: Any, kind: Any, cause: Any) -> None:  # I-06, S-12
+    with pytest.raises(ConfigurationError, match=rf"{kind.__name__}\.step was called without a closure") as caught:
+        fit(tmp_path).fit(module(kind, closure=False), regression())
+    assert "'closure': True" in str(caught.value)
+    assert "optimizer.step(closure)" in str(caught.value)
+    assert isinstance(caught.value.__cause__, cause)
+
+
+@pytest.mark.parametrize(
+    ("module", "step", "error"),
+    [
+        (Sharp, assert_something, AssertionError),
+        (Manual, assert_something, AssertionError),
+        (Sharp, lambda self, _: self.defaults.get("schedule")(), TypeError),
+        (Manual, lambda *_: float("no disclosure"), ValueError),
+    ],
+)
+def test_other_errors_of_a_step_are_unchanged(tmp_path: Path, module: Any, step: Any, error: Any) -> None:  # S-12
+    with pytest.raises(error) as caught:
+        fit(tmp_path).fit(module(stepping("Failing", step), closure=False), regression())
+    assert type(caught.value) is error
+
+
+@pytest.mark.parametrize(
+    ("configured", "automatic", "named"),
+    [
+        (lambda one: {"optimizer": SGD(one), "closure": "yes"}, True, "'closure': 'yes'"),
+        (lambda one: {"optimizer": SGD(one), "closures": True}, True, "Did you mean 'closure'?"),
+        (lambda one: {"optimizer": SGD(one), "closure": True}, False, "'closure': True with manual"),
+        (lambda one: {"optimizer": LBFGS(one), "closure": False}, True, "'closure': False with LBFGS"),
+        (
+            lambda one: [{"optimizer": SGD(one[:1]), "closure": True}, {"optimizer": SGD(one[1:])}],
+            *(True, "An optimizer evaluates the loss again in its step, and there are 2 optimizers"),
+        ),
+    ],
+)
+def test_unsupported_combinations_are_refused(tmp_path: Path, configured: Any, automatic: bool, named: str) -> None:
+    # I-06
+    module = Regression()
+    module.automatic_optimization = automatic
+    module.configure_optimizers = lambda: configured(list(module.parameters()))  # type: ignore[method-assign]
+    with pytest.raises(ConfigurationError) as caught:
+        fit(tmp_path).fit(module, regression())
+    assert named in str(caught.value)

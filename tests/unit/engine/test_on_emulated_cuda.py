@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from captured_warnings import captured_warnings
-from drivetrain import Fit, TrainModule
+from drivetrain import Callback, Fit, TrainModule
 from drivetrain.callbacks import (
     Checkpoint,
     LearningRateMonitor,
@@ -75,16 +76,19 @@ class Weighted(Net):
         return float((batch[1] > -9).sum())
 
 
-class LoggingFromBoth(Net):
+class Spiking(Net):
+    """Logs a key from the host and from the device; the loss of step 13 is large, with a negligible gradient."""
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log("auxiliary", loss.detach() if batch_idx % 2 else torch.tensor(0.0), on_epoch=True)
-        return loss
+        return loss + (1000 if self.global_step == 13 else 0)
 
 
 def rows(batches: int = 8, device: str = "cpu", **settings: Any) -> DataLoader[Any]:
+    """Batches of eight, of which the last is smaller."""
     generator = torch.Generator().manual_seed(1)
-    x, y = (torch.randn(8 * batches, width, generator=generator).to(device) for width in (8, 1))
+    x, y = (torch.randn(8 * batches - 3, width, generator=generator).to(device) for width in (8, 1))
     return DataLoader(TensorDataset(x, y), batch_size=8, **settings)
 
 
@@ -94,25 +98,21 @@ def trained(module: Net, loader: DataLoader[Any], validation: DataLoader[Any] | 
     return fit
 
 
-def clean(seen: Seen) -> bool:
-    """Whether no memory was read too early or freed too early."""
+def assert_clean(seen: Seen) -> None:
+    """No memory was read too early or freed too early."""
     assert not seen.races, seen.report
     assert not seen.frees_in_use, seen.report
-    return True
-
-
-def _weights(accelerator: str, precision: str, optimizer: str, devices: Any) -> list[Tensor]:
-    torch.manual_seed(0)
-    module = Net(optimizer)
-    settings = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "max_epochs": 2, "log_every_n_steps": 1}
-    trained(module, rows(), rows(3), accelerator=accelerator, devices=devices, precision=precision, **settings)
-    return [value.detach().cpu() for value in module.state_dict().values()]
 
 
 def _equal(gpu: EmulatedCuda, precision: str, optimizer: str, devices: Any) -> bool:
-    there = _weights("cuda", precision, optimizer, devices)
-    here = _weights("cpu", precision, optimizer, 1)
-    return all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
+    weights = []
+    for accelerator, count in (("cuda", devices), ("cpu", 1)):
+        torch.manual_seed(0)
+        module = Net(optimizer)
+        options = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "max_epochs": 2, "log_every_n_steps": 1}
+        trained(module, rows(), rows(3), accelerator=accelerator, devices=count, precision=precision, **options)
+        weights.append([value.detach().cpu() for value in module.state_dict().values()])
+    return all(torch.equal(there, here) for there, here in zip(*weights, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -126,11 +126,10 @@ def _equal(gpu: EmulatedCuda, precision: str, optimizer: str, devices: Any) -> b
         ("16-mixed", "adamw", [1]),
     ],
 )
-def test_a_run_gives_the_cpus_weights_without_a_race(precision: str, optimizer: str, devices: Any) -> None:
-    # O-01
+def test_a_run_gives_the_cpus_weights_without_a_race(precision: str, optimizer: str, devices: Any) -> None:  # O-01
     seen = on_emulated_cuda(_equal, precision, optimizer, devices)
     assert seen.returned
-    assert clean(seen)
+    assert_clean(seen)
 
 
 class Rows:
@@ -151,26 +150,35 @@ class OfRows(Net):
         return super().training_step((batch.x, batch.y), batch_idx)
 
 
-def _with_rows(gpu: EmulatedCuda) -> None:
-    def collate(samples: list[Any]) -> Rows:
-        return Rows(*(torch.stack(values) for values in zip(*samples, strict=True)))
-
-    trained(OfRows("sgd"), DataLoader(rows().dataset, batch_size=8, collate_fn=collate, pin_memory=True))
+def _collate(samples: list[Any]) -> Rows:
+    return Rows(*(torch.stack(values) for values in zip(*samples, strict=True)))
 
 
-def test_memory_of_opaque_batches_is_not_overwritten_while_it_is_read() -> None:
-    # O-02: their tensors cannot be recorded, so copies wait for the steps
-    assert clean(on_emulated_cuda(_with_rows))
+def _fed(gpu: EmulatedCuda, kind: type[Net], precision: str) -> None:
+    opaque = DataLoader(rows().dataset, batch_size=8, collate_fn=_collate, pin_memory=True)
+    trained(kind("sgd"), opaque if kind is OfRows else rows(device="cuda"), precision=precision)
 
 
-CALLBACKS: dict[str, Callable[[], list[Any]]] = {
-    "guards": lambda: [ThroughputMonitor(), NonFiniteGuard(), LossSpikeGuard()],
-    "progress": lambda: [ProgressBar()],
-    "a logger": lambda: [LearningRateMonitor(logging_interval="step")],
-}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "a logger": {"logger": "csv", "log_every_n_steps": 1},
-    "clipping": {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2},
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        # the tensors of opaque batches cannot be recorded, so copies wait for the steps
+        (OfRows, "32-true"),
+        *((Net, "32-true"), (Net, "bf16-true"), (Augmented, "32-true")),
+    ],
+)
+def test_memory_of_opaque_batches_and_of_batches_on_the_device_is_safe(kind: type[Net], precision: str) -> None:
+    # O-01, O-02
+    assert_clean(on_emulated_cuda(_fed, kind, precision))
+
+
+RUNS: dict[str, Callable[[], dict[str, Any]]] = {
+    "nothing": dict,
+    "clipping": lambda: {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2},
+    "clipping by value": lambda: {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
+    "guards": lambda: {"callbacks": [ThroughputMonitor(), NonFiniteGuard(), LossSpikeGuard()]},
+    "progress": lambda: {"callbacks": [ProgressBar()]},
+    "a logger": lambda: {"logger": "csv", "log_every_n_steps": 1, "callbacks": [LearningRateMonitor("step")]},
 }
 
 
@@ -179,69 +187,45 @@ def _steps(gpu: EmulatedCuda, what: str) -> dict[int, list[str]]:
     found = {}
     for batches in (8, 24):
         with tempfile.TemporaryDirectory() as folder:
-            settings = {"callbacks": CALLBACKS.get(what, list)(), "default_root_dir": folder, **SETTINGS.get(what, {})}
             gpu.forget()
-            trained(Weighted(), rows(batches, pin_memory=True), **settings)
+            trained(Weighted(), rows(batches, pin_memory=True), default_root_dir=folder, **RUNS[what]())
             found[batches] = [str(sync) for sync in gpu.host_syncs]
             found[batches] += [str(copy) for copy in gpu.blocking_copies if copy.direction == "to the host"]
     return found
 
 
-@pytest.mark.parametrize("what", ["nothing", "clipping", "guards", "progress", "a logger"])
-def test_the_host_waits_no_more_often_for_more_steps(what: str) -> None:
-    # O-04
+@pytest.mark.parametrize("what", RUNS)
+def test_the_host_waits_no_more_often_for_more_steps(what: str) -> None:  # O-04
     found = on_emulated_cuda(_steps, what).returned
     assert len(found[24]) == len(found[8]), "\n".join(found[24])
     assert not [text for text in found[8] if "batch_weight" in text]  # it is computed from the host batch
 
 
-def _tables(gpu: EmulatedCuda, log_every: int) -> list[str]:
-    """Return what a run logs on the host and on the device."""
-    written = []
+def _reported(gpu: EmulatedCuda, log_every: int) -> list[tuple[str, list[str]]]:
+    """Return what a run logs, and of which spikes it warns, on the host and on the device."""
+    reported = []
     for accelerator in ("cpu", "cuda"):
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, captured_warnings() as lines:
             torch.manual_seed(0)
             settings: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 5, "log_every_n_steps": log_every}
-            settings["callbacks"] = [LearningRateMonitor(logging_interval="step"), Checkpoint(folder)]
             settings |= {"logger": CSVLogger(folder), "enable_checkpointing": True}
-            trained(Net("sgd"), rows(), rows(3), accelerator=accelerator, **settings)
+            guards = [LearningRateMonitor(logging_interval="step"), LossSpikeGuard(warmup=4, every_n_steps=2)]
+            settings["callbacks"] = [*guards, Checkpoint(folder)]
+            trained(Spiking("sgd"), rows(), rows(3), accelerator=accelerator, **settings)
             (table,) = Path(folder).rglob("metrics.csv")
-            written.append(table.read_text())
-    return written
+            reported.append((table.read_text(), [line for line in lines if line.startswith("LossSpikeGuard")]))
+    return reported
 
 
 @pytest.mark.parametrize("log_every", [1, 3])
-def test_loggers_get_the_same_rows_in_the_same_order(log_every: int) -> None:
-    # O-04
-    host, device = on_emulated_cuda(_tables, log_every).returned
+def test_logged_rows_and_reported_spikes_are_those_of_the_host_in_the_same_order(log_every: int) -> None:  # O-04
+    host, device = on_emulated_cuda(_reported, log_every).returned
     assert device == host
-    assert len(host.splitlines()) > 16 // log_every
-
-
-class Spiking(Net):
-    """The loss of step 13 is large, with a negligible gradient."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) + (1000 if batch_idx == 13 else 0)
-
-
-def _warned(gpu: EmulatedCuda) -> list[list[str]]:
-    warnings = []
-    for accelerator in ("cpu", "cuda"):
-        torch.manual_seed(0)
-        guard = LossSpikeGuard(warmup=4, every_n_steps=2)
-        with captured_warnings() as lines:
-            trained(Spiking("sgd"), rows(24), accelerator=accelerator, callbacks=[guard])
-        warnings.append([line for line in lines if line.startswith("LossSpikeGuard")])
-    return warnings
-
-
-def test_a_spike_is_reported_without_waiting_for_the_device() -> None:
-    # O-04
-    host, device = on_emulated_cuda(_warned).returned
-    assert len(host) == 1
-    assert "in the step after global_step=13" in host[0]
-    assert device == host
+    table, warnings = host
+    assert len(table.splitlines()) > 16 // log_every
+    assert "auxiliary_epoch" in table
+    assert len(warnings) == 1
+    assert "in the step after global_step=13" in warnings[0]
 
 
 def _pinned(gpu: EmulatedCuda, stage: str) -> None:
@@ -256,10 +240,9 @@ def _pinned(gpu: EmulatedCuda, stage: str) -> None:
 
 
 @pytest.mark.parametrize(("stage", "count"), [("training", 48), ("validation", 16), ("prediction", 16)])
-def test_batches_of_pinned_memory_are_copied_while_the_host_goes_on(stage: str, count: int) -> None:
-    # O-01
+def test_batches_of_pinned_memory_are_copied_while_the_host_goes_on(stage: str, count: int) -> None:  # O-01
     seen = on_emulated_cuda(_pinned, stage)
-    assert clean(seen)
+    assert_clean(seen)
     # Without those of weights, which come from pageable memory.
     copies = [copy for copy in seen.copies if copy.direction == "to the device" and copy.pinned]
     assert len(copies) == count
@@ -268,42 +251,22 @@ def test_batches_of_pinned_memory_are_copied_while_the_host_goes_on(stage: str, 
     assert (stream == "cuda:0/default") == (stage != "training")
 
 
-def _resident(gpu: EmulatedCuda, kind: type[Net], precision: str) -> None:
-    trained(kind("sgd"), rows(device="cuda"), precision=precision)
-
-
-@pytest.mark.parametrize(("kind", "precision"), [(Net, "32-true"), (Net, "bf16-true"), (Augmented, "32-true")])
-def test_operations_on_device_batches_wait_for_them(kind: type[Net], precision: str) -> None:
-    # O-01
-    assert clean(on_emulated_cuda(_resident, kind, precision))
-
-
-def _on_device_1(gpu: EmulatedCuda) -> list[Any]:
-    module = Net()
-    trained(module, rows(), devices=[1])
-    return [*module.devices, torch.cuda.current_device()]
-
-
-def test_the_runs_device_becomes_current_and_is_restored() -> None:
-    # O-01
-    assert on_emulated_cuda(_on_device_1).returned == [1, 0]
-
-
-def _saved(gpu: EmulatedCuda, device: int) -> bool:
+def _saved(gpu: EmulatedCuda, device: int) -> list[int]:
+    """Return the device that was current in the run, and the one after it."""
     with tempfile.TemporaryDirectory() as folder:
         module = Net("sgd")
         checkpoint = Checkpoint(folder, save_async=True, every_n_train_steps=8)
         trained(module, rows(), devices=[device], callbacks=[checkpoint], enable_checkpointing=True)
         (path,) = [path for path in Path(folder).iterdir() if path.is_dir()]
         weights = load(path).weights()
-        return all(torch.equal(weights[name], value.cpu()) for name, value in module.state_dict().items())
+        assert all(torch.equal(weights[name], value.cpu()) for name, value in module.state_dict().items())
+        return [*module.devices, torch.cuda.current_device()]
 
 
 @pytest.mark.parametrize("device", [0, 1])
-def test_an_asynchronous_save_waits_for_its_source_device(device: int) -> None:
-    # O-01
+def test_the_runs_device_is_current_and_is_waited_for_by_an_asynchronous_save(device: int) -> None:  # O-01, O-02
     seen = on_emulated_cuda(_saved, device)
-    assert seen.returned  # the trained weights are written
+    assert seen.returned == [device, 0]
     saving = "checkpoint/_format/"
     copied = {copy.device for copy in seen.copies if not copy.blocking and any(saving in line for line in copy.where)}
     waited = {sync.device for sync in seen.host_syncs if any(saving in line for line in sync.where)}
@@ -319,35 +282,42 @@ def _offloaded(gpu: EmulatedCuda) -> Tensor | None:
     return weight.grad
 
 
-def test_gradients_on_the_host_are_unscaled_by_the_scale() -> None:
-    # O-01
+def test_gradients_on_the_host_are_unscaled_by_the_scale() -> None:  # O-01
     assert torch.equal(on_emulated_cuda(_offloaded).returned, torch.full((4,), 2.0))
 
 
-def _logged_from_both(gpu: EmulatedCuda) -> float:
-    return float(trained(LoggingFromBoth(), rows()).callback_metrics["auxiliary"])
+class Watching(Callback):
+    """Records the devices of outputs, and how many are in memory at once."""
+
+    def __init__(self) -> None:
+        self.devices: list[str] = []
+        self.alive: list[int] = []
+        self.outputs: list[weakref.ref[Tensor]] = []
+
+    def on_predict_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.devices.append(outputs.device.type)
+        self.outputs.append(weakref.ref(outputs))
+        self.alive.append(sum(output() is not None for output in self.outputs))
 
 
-def test_a_key_can_be_logged_from_the_host_and_from_the_device() -> None:
-    # O-01
-    assert on_emulated_cuda(_logged_from_both).returned > 0
-
-
-def _written(gpu: EmulatedCuda, folder: str) -> Tensor:
-    for device, path in (("cuda", "out"), ("cpu", "reference")):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            module = Net()
-        writer = PredictionWriter(f"{folder}/{path}", part_bytes=16)
-        fit = Fit(accelerator=device, devices=1, logger=False, enable_progress_bar=False, callbacks=[writer])
+def _predicted(gpu: EmulatedCuda, folder: str) -> tuple[list[str], int, list[str], list[Tensor]]:
+    watching = Watching()
+    outputs = Fit(accelerator="cuda", devices=1, callbacks=[watching], **QUIET).predict(Net(), rows())
+    written = []
+    for device in ("cuda", "cpu"):
+        torch.manual_seed(0)
+        module, path = Net(), f"{folder}/{device}"
+        fit = Fit(accelerator=device, devices=1, callbacks=[PredictionWriter(path, part_bytes=16)], **QUIET)
         fit.predict(module, rows(pin_memory=device == "cuda"), return_predictions=False)
-    one, other = (default_collate(list(read_predictions(f"{folder}/{path}"))) for path in ("out", "reference"))
-    return torch.stack([one, other])
+        written.append(default_collate(list(read_predictions(path))))
+    return watching.devices, max(watching.alive), [output.device.type for output in outputs], written
 
 
-def test_predictions_are_written_from_the_device(tmp_path: Path) -> None:  # L-03
-    seen = on_emulated_cuda(_written, str(tmp_path))
-    one, other = seen.returned
+def test_predictions_leave_the_device_as_they_come_and_are_written_from_it(tmp_path: Path) -> None:  # I-14, L-03
+    seen = on_emulated_cuda(_predicted, str(tmp_path))
+    devices, alive, returned, (one, other) = seen.returned
+    assert (devices, returned) == (["cuda"] * 8, ["cpu"] * 8)
+    assert alive <= 2
     assert one.device.type == "cpu"
     assert torch.equal(one, other)
-    assert clean(seen)
+    assert_clean(seen)

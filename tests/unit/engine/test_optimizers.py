@@ -1,4 +1,4 @@
-"""Every form of configure_optimizers, when schedulers step, and how many steps a run will make (B-09)."""
+"""Every form of configure_optimizers, when schedulers step, how many steps a run will make, and overridden hooks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_case import Regression, Tiny, fit, loader, regression, stream
+from engine_case import Regression, Tiny, fit, loader, numbers, regression, stream
+from small_modules import tiny
 from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -18,8 +19,6 @@ from drivetrain import ConfigurationError, TrainModule
 
 
 class Pair(TrainModule):
-    """Two layers, so that two optimizers have something to share."""
-
     def __init__(self, configure: Callable[[Any], Any]) -> None:
         super().__init__()
         torch.manual_seed(5)
@@ -70,6 +69,7 @@ def _dict(module: Any, **scheduler: Any) -> Any:
         (lambda module: {"optimizer": _one(module)}, ["SGD"], []),
         (lambda module: {"optimizer": _one(module), "lr_scheduler": None}, ["SGD"], []),
         (_dict, ["SGD"], [("epoch", 1)]),
+        (lambda module: _dict(module, interval="epoch", frequency=2), ["SGD"], [("epoch", 2)]),
         (lambda module: _dict(module, interval="step", frequency=2, name="mine"), ["SGD"], [("step", 2)]),
         (lambda module: [_dict(module)], ["SGD"], [("epoch", 1)]),
         (lambda module: None, [], []),
@@ -80,7 +80,7 @@ def test_every_return_form(
 ) -> None:
     module = Pair(configure)
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    runner = fit(tmp_path, max_epochs=2)
+    runner = fit(tmp_path, max_epochs=3)
     runner.fit(module, regression())
     assert [type(one).__name__ for one in runner.optimizers] == optimizers
     assert [(config.interval, config.frequency) for config in runner.scheduler_configs] == schedulers
@@ -89,16 +89,12 @@ def test_every_return_form(
         assert torch.equal(value, before[name]) is (not optimizers), name
     for config in runner.scheduler_configs:
         base = config.scheduler.base_lrs[0]
-        steps = 2 if config.interval == "epoch" else 12 // config.frequency
+        steps = {"epoch": 3, "step": 18}[config.interval] // config.frequency
         assert config.scheduler.optimizer.param_groups[0]["lr"] == pytest.approx(base * 0.5**steps)
 
 
 def _shared(module: Any) -> Any:
     return [SGD(module.parameters(), lr=0.1), SGD(module.first.parameters(), lr=0.1)]
-
-
-def _foreign(module: Any) -> Any:
-    return SGD([*module.parameters(), *nn.Linear(7, 1).parameters()], lr=0.1)
 
 
 def _other_scheduler(module: Any) -> Any:
@@ -114,16 +110,15 @@ def _plateau(module: Any) -> Any:
     ("configure", "named"),
     [
         (_shared, ["Optimizers 0 and 1 share", "'first.weight'", "automatic_optimization = False"]),
-        (_foreign, ["Optimizer 0 (SGD)", "(1, 7)", "not the module's"]),
         (_other_scheduler, ["StepLR", "not returned"]),
         (_plateau, ["ReduceLROnPlateau without a 'monitor'", "'monitor': 'val_loss'"]),
         (lambda module: {"optimizer": _one(module), "lr_schedular": None}, ["Did you mean 'lr_scheduler'?"]),
         (lambda module: _dict(module, intervall="step"), ["'intervall'", "Did you mean 'interval'?"]),
         (lambda module: _dict(module, interval="steps"), ["interval='steps'", "Did you mean 'step'?"]),
         (lambda module: _dict(module, frequency=0), ["frequency=0", "int of 1 or more"]),
+        (lambda module: _dict(module, frequency=True), ["frequency=True"]),
         (lambda module: {"optimizer": _one(module), "lr_scheduler": {"interval": "step"}}, ["no 'scheduler'"]),
         (lambda module: {"optimizer": _one(module), "lr_scheduler": 0.1}, ["a float", "return an optimizer"]),
-        (lambda module: 0.1, ["a float", "return an optimizer"]),
         (lambda module: [_one(module), "Adam"], ["a str", "return an optimizer"]),
         (lambda module: {"lr_scheduler": None}, ["no 'optimizer'"]),
     ],
@@ -149,194 +144,139 @@ def test_a_replaced_layer_is_not_added_to_another_optimizer(tmp_path: Path) -> N
         fit(tmp_path).fit(Replaces(_two), regression())
 
 
-class TestSchedulers:
-    def test_frequency_counts_over_epochs(self, tmp_path: Path) -> None:
-        module = Pair(lambda module: _dict(module, interval="epoch", frequency=2))
-        fit_ = fit(tmp_path, max_epochs=5)
-        fit_.fit(module, regression())
-        assert fit_.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**2)
+@pytest.mark.parametrize(
+    ("options", "samples", "expected"),
+    [
+        ({"max_epochs": 3, "accumulate_grad_batches": 4}, 20, 9),
+        ({"max_epochs": 2, "accumulate_grad_batches": 4}, 21, 6),
+        ({"max_epochs": 2, "limit_train_batches": 0.5, "accumulate_grad_batches": 4}, 20, 4),
+        ({"max_epochs": 3, "max_steps": 7, "accumulate_grad_batches": 4}, 20, 7),
+        ({"max_epochs": -1, "max_steps": 7}, 20, 7),
+        ({"max_epochs": 4, "overfit_batches": 3}, 20, 12),
+        ({"fast_dev_run": 3}, 20, 3),
+        ({"max_epochs": 2, "accumulate_grad_batches": 30}, 20, 2),
+        ({"max_epochs": 2}, None, math.inf),
+        ({"max_epochs": 2, "limit_train_batches": 3}, None, 6),
+    ],
+)
+def test_the_estimated_steps_are_those_of_the_run(
+    tmp_path: Path, options: dict[str, Any], samples: int | None, expected: float
+) -> None:  # B-09
+    estimates: list[float] = []
 
-    def test_plateau_follows_a_validation_value(self, tmp_path: Path) -> None:
-        class Stuck(Tiny):
-            def validation_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-                self.log("val_loss", 1.0)
+    def configure_optimizers(self: Any) -> Any:
+        estimates.append(self.trainer.estimated_stepping_batches)
+        return Tiny.configure_optimizers(self)
 
-            def configure_optimizers(self) -> Any:
-                optimizer = SGD(self.parameters(), lr=1.0)
-                return {
-                    "optimizer": optimizer,
-                    "lr_scheduler": ReduceLROnPlateau(optimizer, patience=0, factor=0.1),
-                    "monitor": "val_loss",
-                }
-
-        runner = fit(tmp_path, max_epochs=3)
-        runner.fit(Stuck(), loader(4), loader(4))
-        assert runner.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01)
-
-    def test_lr_scheduler_step_is_overridable(self, tmp_path: Path) -> None:
-        got: list[tuple[str, Any]] = []
-
-        class Overriding(Pair):
-            def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-                got.append((type(scheduler).__name__, metric))
-
-        def configure(module: Any) -> Any:
-            optimizer = _one(module)
-            plateau = {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "loss"}
-            return [optimizer], [{"scheduler": _halving(optimizer), "interval": "step"}, plateau]
-
-        runner = fit(tmp_path, max_epochs=1)
-        runner.fit(Overriding(configure), regression(8))
-        assert got[:2] == [("StepLR", None)] * 2
-        assert got[2][0] == "ReduceLROnPlateau"
-        assert got[2][1] == pytest.approx(float(runner.callback_metrics["loss"]))
-        assert runner.optimizers[0].param_groups[0]["lr"] == 0.1  # nothing else stepped them
+    runner = fit(tmp_path, **options)
+    runner.fit(tiny(configure_optimizers=configure_optimizers), stream() if samples is None else loader(samples))
+    assert estimates == [expected]
+    assert runner.global_step == (8 if math.isinf(expected) else expected)
+    assert runner.estimated_stepping_batches == expected
 
 
-class TestEstimatedSteps:
-    """B-09: correct for K>1, limits and uneven tails; and equal to the number of steps that the run makes."""
+def test_an_overridden_step_may_warm_up_and_skip_and_clip_in_its_own_way(tmp_path: Path) -> None:
+    calls: list[tuple[Any, ...]] = []
 
-    @pytest.mark.parametrize(
-        ("options", "samples", "expected"),
-        [
-            ({"max_epochs": 3, "accumulate_grad_batches": 4}, 20, 9),
-            ({"max_epochs": 2, "accumulate_grad_batches": 4}, 21, 6),
-            ({"max_epochs": 2, "limit_train_batches": 0.5, "accumulate_grad_batches": 4}, 20, 4),
-            ({"max_epochs": 3, "max_steps": 7, "accumulate_grad_batches": 4}, 20, 7),
-            ({"max_epochs": -1, "max_steps": 7}, 20, 7),
-            ({"max_epochs": 4, "overfit_batches": 3}, 20, 12),
-            ({"fast_dev_run": 3}, 20, 3),
-            ({"max_epochs": 2, "accumulate_grad_batches": 30}, 20, 2),
-            ({"max_epochs": 2}, None, math.inf),
-            ({"max_epochs": 2, "limit_train_batches": 3}, None, 6),
-        ],
-    )
-    def test_equals_the_steps_of_the_run(
-        self, tmp_path: Path, options: dict[str, Any], samples: int | None, expected: float
-    ) -> None:
-        estimates: list[float] = []
+    class WarmingUp(Regression):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            loss = optimizer_closure()
+            calls.append((epoch, batch_idx, type(optimizer.optimizer).__name__, loss.requires_grad))
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 * (batch_idx + 1)
+            if batch_idx != 1:
+                optimizer.step(closure=optimizer_closure)
 
-        class Asking(Tiny):
-            def configure_optimizers(self) -> Any:
-                estimates.append(self.trainer.estimated_stepping_batches)
-                return super().configure_optimizers()
+        def configure_gradient_clipping(self, optimizer: Any, **options: Any) -> None:  # type: ignore[override]
+            calls.append((type(optimizer).__name__, options))
+            self.clip_gradients(optimizer, 0.5, "value")
 
-        runner = fit(tmp_path, **options)
-        runner.fit(Asking(), stream() if samples is None else loader(samples))
-        assert estimates == [expected]
-        assert runner.global_step == (8 if math.isinf(expected) else expected)
-        assert runner.estimated_stepping_batches == expected
+        def configure_optimizers(self) -> Any:
+            optimizer = SGD(self.parameters(), lr=0.05)
+            return [optimizer], [{"scheduler": _halving(optimizer), "interval": "step"}]
 
-    def test_is_unavailable_outside_a_run(self, tmp_path: Path) -> None:
-        """A-04: what exists only inside a run."""
-        with pytest.raises(ConfigurationError, match="estimated_stepping_batches"):
-            _ = fit(tmp_path).estimated_stepping_batches
+    module, reference = WarmingUp(), Regression()
+    runner = fit(tmp_path, gradient_clip_val=2.0)
+    runner.fit(module, regression(12))
+    clipping = {"gradient_clip_val": 2.0, "gradient_clip_algorithm": "norm"}  # by name, Q-11
+    assert calls == [call for index in range(3) for call in (("SGD", clipping), (0, index, "SGD", False))]
+    assert runner.global_step == 2  # the skipped step does not count
+    assert runner.lr_schedulers[0].last_epoch == 2  # B-09
+    # Written by hand: the rates, the skipped step and the clipping are those of overridden hooks.
+    for index, batch in enumerate(regression(12)):
+        optimizer = SGD(reference.parameters(), lr=0.1 * (index + 1))
+        optimizer.zero_grad()
+        reference.loss(batch).backward()
+        assert nn.utils.clip_grad_norm_(reference.parameters(), math.inf) > 0.5
+        nn.utils.clip_grad_value_(reference.parameters(), 0.5)
+        if index != 1:
+            optimizer.step()
+    torch.testing.assert_close(module.layer.weight, reference.layer.weight)
 
 
-class TestOverriddenHooks:
-    def test_optimizer_step_may_warm_up_and_skip(self, tmp_path: Path) -> None:
-        got: list[tuple[Any, ...]] = []
+def test_an_overridden_lr_scheduler_step_replaces_the_steps(tmp_path: Path) -> None:
+    got: list[tuple[str, Any]] = []
 
-        class WarmingUp(Regression):
-            def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-                loss = optimizer_closure()
-                got.append((epoch, batch_idx, type(optimizer.optimizer).__name__, loss.requires_grad))
-                for group in optimizer.param_groups:
-                    group["lr"] = 0.1 * (batch_idx + 1)
-                if batch_idx != 1:
-                    optimizer.step(closure=optimizer_closure)
+    class Overriding(Pair):
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            got.append((type(scheduler).__name__, metric))
 
-        module, reference = WarmingUp(), Regression()
-        runner = fit(tmp_path)
-        runner.fit(module, regression(12))
-        assert got == [(0, index, "SGD", False) for index in range(3)]
-        assert runner.global_step == 2  # the skipped step does not count
-        # Written by hand: the rates and the skipped step are those of an overridden optimizer_step.
-        for index, batch in enumerate(regression(12)):
-            optimizer = SGD(reference.parameters(), lr=0.1 * (index + 1))
-            optimizer.zero_grad()
-            reference.loss(batch).backward()
-            if index != 1:
-                optimizer.step()
-        torch.testing.assert_close(module.layer.weight, reference.layer.weight)
+    def configure(module: Any) -> Any:
+        optimizer = _one(module)
+        plateau = {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "loss"}
+        return [optimizer], [{"scheduler": _halving(optimizer), "interval": "step"}, plateau]
 
-    def test_configure_gradient_clipping(self, tmp_path: Path) -> None:
-        got: list[Any] = []
+    runner = fit(tmp_path)
+    runner.fit(Overriding(configure), regression(8))
+    loss = pytest.approx(float(runner.callback_metrics["loss"]))
+    assert got == [("StepLR", None), ("StepLR", None), ("ReduceLROnPlateau", loss)]
+    assert runner.optimizers[0].param_groups[0]["lr"] == 0.1
 
-        class Clipping(Regression):
-            def configure_gradient_clipping(
-                self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
-            ) -> None:
-                got.append((type(optimizer).__name__, gradient_clip_val, gradient_clip_algorithm))
-                self.clip_gradients(optimizer, 1e-3, "value")
 
-            def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-                got.append(max(float(p.grad.abs().max()) for p in self.parameters() if p.grad is not None))
+def test_transfer_hooks_see_batches_in_order_and_batch_weight_those_of_the_loader(tmp_path: Path) -> None:
+    calls: list[Any] = []
 
-        fit(tmp_path, gradient_clip_val=2.0).fit(Clipping(), regression(4))
-        assert got == [("SGD", 2.0, "norm"), pytest.approx(1e-3)]
+    class Hooked(Tiny):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            calls.append(f"before {dataloader_idx}")
+            return batch + 1
 
-    def test_transfer_hooks_see_batches_in_order(self, tmp_path: Path) -> None:
-        calls: list[str] = []
+        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+            calls.append(f"to {device.type}")
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
-        class Hooked(Tiny):
-            def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-                calls.append(f"before {dataloader_idx}")
-                return batch + 1
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            calls.append("after")
+            return batch * 10
 
-            def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-                calls.append(f"to {device.type}")
-                return super().transfer_batch_to_device(batch, device, dataloader_idx)
+        def batch_weight(self, batch: Any) -> int:
+            weighed.append(numbers(batch))
+            return 1
 
-            def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-                calls.append("after")
-                return batch * 10
-
-        module = Hooked()
-        fit(tmp_path, num_sanity_val_steps=0).fit(module, loader(2), [loader(2), loader(2)])
-        assert module.seen == [[10, 20]]
-        assert module.evaluated == [[10, 20]] * 2
-        assert calls == [f"{part}" for index in (0, 0, 1) for part in (f"before {index}", "to cpu", "after")]
-
-    def test_batch_weight_gets_the_batch_as_the_loader_gave_it(self, tmp_path: Path) -> None:
-        weighed: list[list[int]] = []
-
-        class Hooked(Tiny):
-            def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-                return batch + 100
-
-            def batch_weight(self, batch: Any) -> int:
-                weighed.append([int(value) for value in batch[:, 0]])
-                return 1
-
-        fit(tmp_path, accumulate_grad_batches=2).fit(Hooked(), loader(8))
-        assert weighed == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    weighed: list[list[int]] = []
+    module = Hooked()
+    options = {"num_sanity_val_steps": 0, "accumulate_grad_batches": 2}
+    fit(tmp_path, **options).fit(module, loader(4), [loader(2), loader(2)])
+    assert module.seen == [[10, 20], [30, 40]]
+    assert module.evaluated == [[10, 20]] * 2
+    assert calls == [part for index in (0, 0, 0, 1) for part in (f"before {index}", "to cpu", "after")]
+    assert weighed == [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
-def test_an_invalid_weight_is_refused_with_rank_and_batch(tmp_path: Path, weight: float) -> None:
-    """B-21."""
-
-    class Weighted(Tiny):
-        def batch_weight(self, batch: Any) -> float:
-            return weight if batch[0, 0] == 4 else 1.0
-
+def test_an_invalid_weight_is_refused_with_rank_and_batch(tmp_path: Path, weight: float) -> None:  # B-21
+    module = tiny(batch_weight=lambda self, batch: weight if batch[0, 0] == 4 else 1.0)
     with pytest.raises(ConfigurationError, match=r"batch_weight returned .* on rank 0 for batch 2"):
-        fit(tmp_path, accumulate_grad_batches=2).fit(Weighted(), loader(8))
+        fit(tmp_path, accumulate_grad_batches=2).fit(module, loader(8))
 
 
 @pytest.mark.parametrize(("weightless", "window", "steps"), [([4], 1, 3), ([0, 2, 4, 6], 2, 0)])
 def test_a_window_without_weight_makes_no_step_and_one_warning(
     tmp_path: Path, weightless: list[int], window: int, steps: int
-) -> None:
-    """B-21."""
-
-    class Weighted(Tiny):
-        def batch_weight(self, batch: Any) -> int:
-            return 0 if int(batch[0, 0]) in weightless else 1
-
+) -> None:  # B-21
+    module = tiny(batch_weight=lambda self, batch: 0 if int(batch[0, 0]) in weightless else 1)
     runner = fit(tmp_path, accumulate_grad_batches=window)
     with pytest.warns(UserWarning, match="the weights of its batches sum to zero") as warned:
-        runner.fit(Weighted(), loader(8))
+        runner.fit(module, loader(8))
     assert len([one for one in warned if "made no step" in str(one.message)]) == 1
     assert runner.global_step == steps

@@ -1,4 +1,6 @@
-"""Ranks agree on the point at which they end, whatever the order in which their threads run. Q-06, B-19."""
+"""Ranks agree on the point at which they end, whatever the order in which their threads run (Q-06, B-19); what must be
+the same on all ranks is compared, and each difference is named (A-10).
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-# Private: the lines of the protocol are what is interleaved.
-from drivetrain._distributed.control_plane import LocalControl
+# Private: the lines of the protocol are what is interleaved; no run has so many differences, or a missing name.
+from drivetrain._distributed.control_plane import LocalControl, digest_of, refuse_differences
 from drivetrain._loops import stopping
 from drivetrain._loops.stopping import StopRequest
+from drivetrain.errors import CheckpointError, DistributedError
 
 RANKS = 3
 SIGNAL = 15
@@ -71,7 +74,7 @@ class Schedule:
             self._conditions.pop(name, None)
 
     def _next(self) -> str:
-        ready = [name for name in self._weights if self._errors or self._conditions.get(name, _true)()]
+        ready = [name for name in self._weights if self._errors or self._conditions.get(name, lambda: True)()]
         return self._draw.choices(ready, [self._weights[name] for name in ready])[0]
 
     def _call(self, name: str, function: Callable[[], None]) -> None:
@@ -94,10 +97,6 @@ class Schedule:
             del self._weights[name]
             if self._weights:
                 self._turn[self._next()].release()
-
-
-def _true() -> bool:
-    return True
 
 
 class SimulatedRank(LocalControl):
@@ -145,9 +144,8 @@ class Ranks:
         store, arrivals, schedule = dist.HashStore(), Counter[Any](), Schedule(draw)  # type: ignore[attr-defined]
         self.controls = [SimulatedRank(rank, store, schedule, arrivals) for rank in range(RANKS)]
         self.stops = [StopRequest(control, None, None, None) for control in self.controls]
-        self.signalled = {
-            rank: draw.choice((0, 2, 8, 30)) for rank in draw.sample(range(RANKS), draw.randrange(fewest, 3))
-        }
+        signalled = draw.sample(range(RANKS), draw.randrange(fewest, 3))
+        polls_before_signal = {rank: draw.choice((0, 2, 8, 30)) for rank in signalled}
         self.passed = [0] * RANKS
         self.met = Counter[int]()  # the number of ranks that have reached each collective of the user
         self.finished = 0
@@ -160,7 +158,7 @@ class Ranks:
         def watchdog(rank: int) -> None:
             polls = 0
             while self.finished < RANKS:
-                if polls == self.signalled.get(rank):
+                if polls == polls_before_signal.get(rank):
                     self.stops[rank].leave_after(SIGNAL)
                 self.controls[rank].poll(store)
                 polls += 1
@@ -168,11 +166,8 @@ class Ranks:
                     self.latest = max(self.passed)
                 schedule.switch(f"watchdog {rank}")
 
-        functions: dict[str, Callable[[], None]] = {}
-        for rank in range(RANKS):
-            functions[f"main {rank}"] = partial(main, rank)
-            functions[f"watchdog {rank}"] = partial(watchdog, rank)
-        schedule.run(functions)
+        threads = (("main", main), ("watchdog", watchdog))
+        schedule.run({f"{name} {rank}": partial(thread, rank) for rank in range(RANKS) for name, thread in threads})
 
     def meet(self, rank: int, number: int) -> None:
         """Wait for the other ranks in a collective of the user."""
@@ -217,19 +212,16 @@ def test_ranks_of_different_lengths_leave_together() -> None:  # Q-06
         for number in range(2):
             for batch in range(lengths[number][rank]):
                 if stop.exits_at_point(apart=True):
-                    stop.release_ranks_behind(nothing)
+                    stop.release_ranks_behind(lambda: None)
                     break
                 ranks.passed[rank] += 1
                 if number:
                     ranks.meet(rank, batch)
-            stop.agree_when_all_arrive(f"loader {number}", equal_counts=False, wait_for_device=nothing)
+            stop.agree_when_all_arrive(f"loader {number}", equal_counts=False, wait_for_device=lambda: None)
             if stop.agreed_to_exit():
                 left[rank] = number
                 return
         left[rank] = 2  # the data has ended, and with it the evaluation
-
-    def nothing() -> None:
-        """There is no device to wait for."""
 
     outcomes = Counter[int]()
     for seed in range(60):
@@ -262,3 +254,23 @@ def test_a_rank_that_is_behind_leaves_unless_a_collective_awaits_it() -> None:  
         assert set(ranks.met.values()) <= {RANKS}, (seed, ranks.passed, ranks.met)
         spread = max(spread, max(ranks.passed) - min(ranks.passed))
     assert spread > 3
+
+
+def test_each_difference_is_named_with_its_values_and_their_ranks() -> None:  # A-10
+    ranks: list[dict[str, Any]] = [{"a": 1, "b": "x", "c": None}, {"a": 1, "b": "y", "c": None}, {"a": 1, "b": "x"}]
+    with pytest.raises(CheckpointError) as found:
+        refuse_differences(ranks, "the reason.", "the fix.", CheckpointError)
+    error = found.value
+    differences = 'b: "x" on rank(s) [0, 2]; "y" on rank(s) [1] | c: null on rank(s) [0, 1]; missing on rank(s) [2]'
+    assert error.what == f"The ranks do not agree on {differences}."
+    assert (error.why, error.fix) == ("the reason.", "the fix.")
+    with pytest.raises(DistributedError) as many:
+        refuse_differences([{f"name {number}": rank for number in range(23)} for rank in range(2)], "", "")
+    assert many.value.what.count(" on rank(s) [1]") == 20
+    assert many.value.what.endswith(" | 3 more.")
+
+
+def test_equal_values_raise_nothing() -> None:
+    refuse_differences([{"a": (1, 2), "b": float("nan")}, {"b": float("nan"), "a": [1, 2]}], "", "")
+    assert digest_of({"a": (1, 2), "b": 3}) == digest_of({"b": 3, "a": [1, 2]})
+    assert digest_of(["a", "b"]) != digest_of(["b", "a"])

@@ -9,21 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_case import fit, loader
+from engine_case import Tiny, fit, loader
+from small_modules import tiny
 
-from drivetrain import TrainModule
 
-
-class Returning(TrainModule):
-    """Returns ``make(batch)``."""
-
-    def __init__(self, make: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.make = make
-        self.register_buffer("scratch", torch.zeros(2))
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.make(batch)
+def returning(make: Callable[[Any], Any]) -> Tiny:
+    return tiny(predict_step=lambda self, batch, batch_idx: make(batch))
 
 
 class Found:
@@ -42,8 +33,6 @@ def packed(batch: Any) -> Any:
 
 
 class Reusing:
-    """Returns the same buffer from every step."""
-
     def __iter__(self) -> Iterator[torch.Tensor]:
         buffer = torch.zeros(2)
         for value in range(3):
@@ -51,27 +40,23 @@ class Reusing:
 
 
 def test_an_output_has_its_value_at_the_time_of_return(tmp_path: Path) -> None:  # I-14
-    module = Returning(lambda batch: module.scratch.add_(1))  # type: ignore[operator]
-    assert [output.tolist() for output in fit(tmp_path).predict(module, loader(6))] == [[1, 1], [2, 2], [3, 3]]
-    for make in (lambda batch: batch, lambda batch: {"x": [batch.numpy()]}):
-        outputs = fit(tmp_path).predict(Returning(make), Reusing())
+    scratch = torch.zeros(2)
+    for make in (lambda batch: batch, lambda batch: {"x": [batch.numpy()]}, lambda batch: scratch.copy_(batch)):
+        outputs = fit(tmp_path).predict(returning(make), Reusing())
         values = [output["x"][0] if isinstance(output, dict) else output for output in outputs]
         assert [value.tolist() for value in values] == [[0, 0], [1, 1], [2, 2]]
 
 
-@pytest.mark.parametrize(
-    ("make", "size"),
-    [(lambda batch: torch.ones(1000, 1000)[:, 0], 4000), (packed, 40)],
-)
+@pytest.mark.parametrize(("make", "size"), [(lambda batch: torch.ones(1000, 1000)[:, 0], 4000), (packed, 40)])
 def test_a_view_does_not_keep_its_base_alive(tmp_path: Path, make: Any, size: int) -> None:  # I-14
-    (output,) = fit(tmp_path).predict(Returning(make), loader(2))
+    (output,) = fit(tmp_path).predict(returning(make), loader(2))
     tensor = output if isinstance(output, torch.Tensor) else output.data
     assert tensor.untyped_storage().nbytes() == size
 
 
 def test_objects_of_user_classes_are_returned(tmp_path: Path) -> None:  # I-14
     layer = torch.nn.Linear(2, 1)
-    module = Returning(lambda batch: (Found(), Odd(), layer, None, "text"))
+    module = returning(lambda batch: (Found(), Odd(), layer, None, "text"))
     ((found, odd, kept, nothing, text),) = fit(tmp_path).predict(module, loader(2))
     assert (type(found), type(odd), nothing, text) == (Found, Odd, None, "text")
     assert kept is layer
@@ -87,12 +72,12 @@ def test_nothing_is_kept_without_return_predictions(tmp_path: Path) -> None:  # 
         alive.append(sum(one() is not None for one in outputs))
         return output
 
-    assert fit(tmp_path).predict(Returning(predict), loader(8), return_predictions=False) is None
+    assert fit(tmp_path).predict(returning(predict), loader(8), return_predictions=False) is None
     assert alive == [1, 1, 1, 1]  # only the current output
 
 
 def test_started_functions_return_no_predictions_either(tmp_path: Path) -> None:  # I-14
     # A step's output that cannot be pickled is not sent.
-    module = Returning(lambda batch: lambda: batch)
+    module = returning(lambda batch: lambda: batch)
     runner = fit(tmp_path, strategy="ddp", devices=2, accelerator="cpu", launcher="fork")
     assert runner.predict(module, loader(8), return_predictions=False) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from oracle.check import check
-from oracle.program import Data, Log, Net, Optimizer, Program, Resume, Scheduler, Stop, Turn
+from oracle.program import Data, Log, Net, Optimizer, Program, Resume, Scheduler, Stop, Turn, Validation
 
 TWO = (Optimizer(of="body"), Optimizer("adamw", of="head"))
 UNEVEN = Data(samples=11)
@@ -39,11 +39,19 @@ def saved_in(hook: str, at: int, accumulate: int = 1, manual: tuple[Turn, ...] =
     )
 
 
+def with_a_position(accumulate: int, at: int) -> Program:
+    """A loader with a state_dict, which starts again at its end, saved and resumed."""
+    data = Data("stateful", samples=11, batch=1, length_error=None)
+    resume = Resume("on_train_batch_end", at)
+    return Program(data=data, accumulate=accumulate, epochs=2, validation=Validation(), resume=resume)
+
+
 @pytest.mark.parametrize(
     "program",
     [
         pytest.param(Program(data=UNEVEN, accumulate=4, epochs=2), id="B-02 B-03 uneven windows"),
         pytest.param(Program(data=UNEVEN, clip=0.02, clip_by="value"), id="B-05 clipped by value"),
+        pytest.param(Program(data=UNEVEN, precision="16-true", clip=0.02), id="B-01 B-05 16-true"),
         pytest.param(Program(data=UNEVEN, optimizers=TWO, clip=0.02), id="B-05 B-17 two optimizers, clipped together"),
         pytest.param(
             Program(data=UNEVEN, accumulate=2, epochs=2, schedulers=(Scheduler(interval="step", frequency=2),)),
@@ -62,8 +70,12 @@ def saved_in(hook: str, at: int, accumulate: int = 1, manual: tuple[Turn, ...] =
         ),
         pytest.param(saved_in("on_before_backward", 2, accumulate=2), id="S-01 saved before a backward"),
         pytest.param(saved_in("on_after_backward", 2, manual=(Turn(),)), id="S-01 saved by hand after a backward"),
+        *(
+            pytest.param(with_a_position(window, at), id=f"F-02 windows of {window}, saved after {at + 1}")
+            for window, at in [(3, 8), (3, 10), (3, 13), (4, 7), (4, 10), (4, 14)]
+        ),
         pytest.param(saved_in("on_before_optimizer_step", 1, accumulate=2), id="S-01 saved before a step"),
     ],
 )
-def test_a_run_equals_the_plain_loop(program: Program) -> None:
+def test_a_run_equals_the_plain_loop(program: Program) -> None:  # B-02, B-03
     assert not check(program), "the engine refused the program"

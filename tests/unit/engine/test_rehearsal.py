@@ -1,4 +1,4 @@
-"""State that cannot be saved is found before the first step. J-08."""
+"""State that cannot be saved, and a place that cannot be written to, are found before the first step. J-08."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from faulty_store import FaultyStore
 
 
 class Stateful(Callback):
-    """Has a given state, or saves it in on_save_checkpoint."""
-
     def __init__(self, state: Any = None, extra: Any = None) -> None:
         self.state, self.extra = state, extra
 
@@ -55,59 +53,51 @@ def save_vocabulary(self: Any, checkpoint: dict[str, Any]) -> None:
     checkpoint["vocabulary"] = frozenset("ab")
 
 
-class Groups(Tiny):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([{"params": self.parameters(), "schedule": lambda step: 0.1}], lr=0.1)
+def with_group(self: Any) -> Any:
+    return torch.optim.SGD([{"params": self.parameters(), "schedule": lambda step: 0.1}], lr=0.1)
 
 
-class Foreign(Tiny):
-    """Its optimizer has state for a tensor that is not a parameter of the module."""
+def with_foreign_state(key: Any) -> Tiny:
+    """A module whose optimizer has state for something that is not a parameter of the module."""
 
-    def __init__(self, key: Any) -> None:
-        super().__init__()
-        self.key = key
-
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self: Any) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        optimizer.state[self.key]["sum"] = torch.zeros(1)
+        optimizer.state[key]["sum"] = torch.zeros(1)
         return optimizer
+
+    return tiny(configure_optimizers=configure_optimizers)
 
 
 Shape = collections.namedtuple("Shape", "width height")
 
 
 @pytest.mark.parametrize(
-    ("module", "callbacks", "named"),
+    ("module", "part", "named"),
     [
-        (lambda: with_buffer(torch.zeros(2, dtype=torch.complex128)), [], "odd.*complex128"),
-        (lambda: with_buffer(torch.eye(2).to_sparse()), [], "odd.*sparse"),
-        (lambda: with_buffer(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)), [], "odd.*quint8"),
-        (lambda: with_hyper_parameter(Shape(1, 2)), [], "hyper_parameters/shape.*Shape"),
-        (lambda: with_hyper_parameter("é" * 2**24), [], "manifest.json would have"),
-        (lambda: tiny(on_save_checkpoint=save_vocabulary), [], "module/vocabulary.*frozenset"),
-        (Groups, [], "param_groups/0/schedule.*function"),
-        (lambda: Foreign(torch.zeros(3)), [], r"SGD has state for a tensor of shape \(3,\)"),
-        (lambda: Foreign("all"), [], "SGD has state for 'all'"),
-        (Tiny, [Stateful({1, 2})], "callbacks/Stateful/state/own.*set"),
-        (Tiny, [Stateful(10**5000)], "callbacks/Stateful/state/own.*integer of 16610 bits"),
-        (Tiny, [Stateful(extra=len)], "callbacks/Stateful/extra/own.*builtin"),
+        (lambda: with_buffer(torch.zeros(2, dtype=torch.complex128)), None, "odd.*complex128"),
+        (lambda: with_buffer(torch.eye(2).to_sparse()), None, "odd.*sparse"),
+        (lambda: with_buffer(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)), None, "odd.*quint8"),
+        (lambda: with_hyper_parameter(Shape(1, 2)), None, "hyper_parameters/shape.*Shape"),
+        (lambda: with_hyper_parameter("é" * 2**24), None, "manifest.json would have"),
+        (lambda: tiny(on_save_checkpoint=save_vocabulary), None, "module/vocabulary.*frozenset"),
+        (lambda: tiny(configure_optimizers=with_group), None, "param_groups/0/schedule.*function"),
+        (lambda: with_foreign_state(torch.zeros(3)), None, r"SGD has state for a tensor of shape \(3,\)"),
+        (lambda: with_foreign_state("all"), None, "SGD has state for 'all'"),
+        (Tiny, Queued(), "datamodule/queue.*deque"),
+        (Tiny, Stateful({1, 2}), "callbacks/Stateful/state/own.*set"),
+        (Tiny, Stateful(10**5000), "callbacks/Stateful/state/own.*integer of 16610 bits"),
+        (Tiny, Stateful(extra=len), "callbacks/Stateful/extra/own.*builtin"),
     ],
 )
 def test_state_that_cannot_be_saved_is_refused_by_name(
-    tmp_path: Path, module: Callable[[], Tiny], callbacks: list[Callback], named: str
+    tmp_path: Path, module: Callable[[], Tiny], part: Callback | DataModule | None, named: str
 ) -> None:
     trained = module()
+    callbacks = [Checkpoint(tmp_path / "c"), *([part] if isinstance(part, Callback) else [])]
     with pytest.raises(CheckpointError, match=named):
-        fit(tmp_path, callbacks=[Checkpoint(tmp_path / "c"), *callbacks]).fit(trained, loader())
+        fit(tmp_path, callbacks=callbacks).fit(trained, part if isinstance(part, DataModule) else loader())
     assert trained.seen == []
     assert not (tmp_path / "c").exists()
-
-
-def test_the_state_of_a_data_module_is_checked_too(tmp_path: Path) -> None:
-    module = Tiny()
-    with pytest.raises(CheckpointError, match=r"datamodule/queue.*deque"):
-        fit(tmp_path, callbacks=Checkpoint(tmp_path / "c")).fit(module, datamodule=Queued())
-    assert module.seen == []
 
 
 def test_without_full_checkpoints_state_is_not_checked(tmp_path: Path) -> None:
@@ -127,19 +117,6 @@ def test_a_hook_that_fails_only_before_training_is_accepted(tmp_path: Path) -> N
     assert saver.best_model_path
 
 
-# The folder
-
-
-@pytest.mark.parametrize(
-    ("url", "named"), [("nobody://bucket/c", "nobody"), ("hdfs://host/c", "pyarrow|hdfs|libhdfs|JVM|Java")]
-)
-def test_an_unreachable_folder_is_refused(tmp_path: Path, url: str, named: str) -> None:
-    module = Tiny()
-    with pytest.raises((ConfigurationError, CheckpointError), match=named):
-        fit(tmp_path, callbacks=Checkpoint(url)).fit(module, loader())
-    assert module.seen == []
-
-
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
     # Private: the pauses between retries cannot be set.
@@ -147,24 +124,33 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
     return FaultyStore(tmp_path / "store").mount()
 
 
-def test_a_store_that_cannot_be_written_to_is_refused(tmp_path: Path, store: FaultyStore) -> None:
+@pytest.mark.parametrize(
+    ("url", "named"),
+    [
+        ("nobody://bucket/c", "nobody"),
+        ("hdfs://host/c", "pyarrow|hdfs|libhdfs|JVM|Java"),
+        ("faulty://store/c", r"Checkpoint cannot write to 'faulty://store/c'.*no right to put"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_to_is_refused(
+    tmp_path: Path, store: FaultyStore, url: str, named: str
+) -> None:
     store.fail("put", error=PermissionError("no right to put objects"), times=None)
     module = Tiny()
-    with pytest.raises(ConfigurationError, match=r"Checkpoint cannot write to 'faulty://store/c'.*no right to put"):
-        fit(tmp_path, callbacks=Checkpoint("faulty://store/c")).fit(module, loader())
+    with pytest.raises((ConfigurationError, CheckpointError), match=named):
+        fit(tmp_path, callbacks=Checkpoint(url)).fit(module, loader())
     assert module.seen == []
 
 
-def test_a_busy_store_is_retried_and_the_probe_is_removed(tmp_path: Path, store: FaultyStore) -> None:
-    store.fail("put", times=2)
-    saver = Checkpoint("faulty://store/c")
-    fit(tmp_path, callbacks=saver).fit(Tiny(), loader())
-    assert saver.best_model_path
-    assert not [name for name in store.objects() if "probe" in name]
-
-
-def test_a_store_that_cannot_remove_objects_does_not_prevent_a_run(tmp_path: Path, store: FaultyStore) -> None:
-    store.fail("remove", error=PermissionError("no right to remove objects"), times=None)
+@pytest.mark.parametrize(
+    ("operation", "fault"),
+    [("put", {"times": 2}), ("remove", {"error": PermissionError("no right to remove objects"), "times": None})],
+)
+def test_a_store_that_is_busy_or_removes_nothing_does_not_prevent_a_run(
+    tmp_path: Path, store: FaultyStore, operation: str, fault: dict[str, Any]
+) -> None:
+    store.fail(operation, **fault)
     saver = Checkpoint("faulty://store/c", every_n_train_steps=1)
     fit(tmp_path, callbacks=saver).fit(Tiny(), loader())
     assert saver.best_model_path.endswith("step=4")
+    assert operation == "remove" or not [name for name in store.objects() if "probe" in name]

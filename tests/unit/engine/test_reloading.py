@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,18 @@ import torch
 from engine_case import QUIET
 from small_modules import calling
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, random_split
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, default_collate, random_split
 
-from drivetrain import ConfigurationError, DataModule, Fit, TrainModule
+from drivetrain import DataModule, Fit, TrainModule
 from drivetrain.callbacks import Checkpoint
+from oracle.data_loaders import Stateful
 
 SAMPLES = 24
+WINDOWS = {"accumulate_grad_batches": 2, "val_check_interval": 0.5}
 
 
 def quiet(**settings: Any) -> Fit:
-    options = {"accelerator": "cpu", "devices": 1, "num_sanity_val_steps": 0, "reload_dataloaders_every_n_epochs": 1}
+    options = {"accelerator": "cpu", "max_epochs": 4, "num_sanity_val_steps": 0, "reload_dataloaders_every_n_epochs": 1}
     return Fit(**{**QUIET, **options, **settings})
 
 
@@ -53,7 +54,7 @@ class Scheduled(DataModule):
 
     def val_dataloader(self) -> Any:
         self.asked.append(("val", self.trainer.current_epoch))
-        return DataLoader(Sequences(2), batch_size=6)
+        return DataLoader(Sequences(2 + self.trainer.current_epoch), batch_size=6)
 
 
 class Net(TrainModule):
@@ -63,6 +64,8 @@ class Net(TrainModule):
         self.weight = nn.Parameter(torch.randn(8, generator=generator))
         self.dropout = nn.Dropout(0.3)
         self.seen: list[tuple[int, list[int], int]] = []
+        self.validated: list[int] = []
+        """The length of the sequences of each validation batch."""
         self.rates: list[float] = []
 
     def loss(self, batch: Any) -> Any:
@@ -75,6 +78,7 @@ class Net(TrainModule):
         return self.loss(batch)
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.validated.append(batch[1].shape[1])
         self.log("val", self.loss(batch))
 
     def configure_optimizers(self) -> Any:
@@ -90,8 +94,9 @@ def test_loaders_are_reloaded_every_n_epochs(every: int, epochs: list[int]) -> N
     fit = quiet(max_epochs=5, reload_dataloaders_every_n_epochs=every)
     fit.fit(net, datamodule=source)
     assert source.asked == [(kind, epoch) for epoch in epochs for kind in ("train", "val")]
-    for epoch in range(5):
-        of = epoch - epoch % every if every else 0
+    loaded = [epoch - epoch % every if every else 0 for epoch in range(5)]
+    assert net.validated == [2 + of for of in loaded for _ in range(4)]
+    for epoch, of in enumerate(loaded):
         batches = [samples for number, samples, _ in net.seen if number == epoch]
         together = [sample for samples in batches for sample in samples]
         assert {len(samples) for samples in batches[:-1]} == {2 * (of + 1)}
@@ -100,8 +105,11 @@ def test_loaders_are_reloaded_every_n_epochs(every: int, epochs: list[int]) -> N
     assert fit.num_training_batches == len([one for one in net.seen if one[0] == 4])
 
 
-def _state(fit: Fit, net: Net) -> dict[str, Any]:
-    return {
+def trained(source: DataModule, ckpt_path: Any = None, **options: Any) -> tuple[dict[str, Any], Net]:
+    """Train, and return what a resumed run must arrive at too."""
+    fit, net = quiet(**options), Net()
+    fit.fit(net, datamodule=source, ckpt_path=ckpt_path)
+    state = {
         "weights": dict(net.state_dict()),
         "optimizer": fit.optimizers[0].state_dict()["state"],
         "rates": net.rates[-1],
@@ -109,29 +117,52 @@ def _state(fit: Fit, net: Net) -> dict[str, Any]:
         "counters": (fit.global_step, fit.samples_seen, fit.micro_batches, fit.current_epoch),
         "val": fit.callback_metrics["val"],
     }
+    return state, net
 
 
-@pytest.mark.parametrize(
-    ("every", "settings"), [(1, {"accumulate_grad_batches": 2, "val_check_interval": 0.5}), (2, {})]
-)
-def test_a_resumed_run_equals_the_uninterrupted_run(
-    every: int, settings: dict[str, Any], tmp_path: Path
-) -> None:  # L-07
-    options = {"max_epochs": 4, "reload_dataloaders_every_n_epochs": every, **settings}
+@pytest.mark.parametrize(("every", "settings"), [(1, WINDOWS), (2, {})])
+def test_a_resumed_run_equals_the_uninterrupted_run(every: int, settings: Any, tmp_path: Path) -> None:  # L-07
+    options = {"reload_dataloaders_every_n_epochs": every, **settings}
     by_step = Checkpoint(tmp_path / "steps", filename="{step}", every_n_train_steps=1, save_top_k=-1)
     by_epoch = Checkpoint(tmp_path / "epochs", filename="{epoch}", every_n_epochs=1, save_top_k=-1)
-    net = Net()
-    fit = quiet(callbacks=[by_step, by_epoch], **options)
-    fit.fit(net, datamodule=Scheduled())
-    wanted = _state(fit, net)
+    wanted, _ = trained(Scheduled(), callbacks=[by_step, by_epoch], **options)
     steps = sorted((tmp_path / "steps").glob("*=*"), key=lambda path: int(path.name.rpartition("=")[2]))
-    assert len(steps) == fit.global_step
+    assert len(steps) == wanted["counters"][0]
     for path in (*steps[:-1:3], *sorted((tmp_path / "epochs").glob("*=*"))[:-1]):
-        net = Net()
-        fit = quiet(**options)
-        fit.fit(net, datamodule=Scheduled(), ckpt_path=path)
-        for name, value in _state(fit, net).items():
-            torch.testing.assert_close(value, wanted[name], rtol=0, atol=0, msg=f"{path} {name} differs")
+        found, _ = trained(Scheduled(), path, **options)
+        for name, value in found.items():
+            torch.testing.assert_close(value, wanted[name], rtol=0, atol=0, msg=f"{path.name} {name} differs")
+
+
+class Weighted(Scheduled):
+    def train_dataloader(self) -> Any:
+        epoch = self.trainer.current_epoch
+        sampler = WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, generator=torch.Generator().manual_seed(epoch))
+        return DataLoader(Sequences(2 + epoch), batch_size=2 + epoch, sampler=sampler)
+
+
+class Positioned(Scheduled):
+    def train_dataloader(self) -> Any:
+        size = 2 + self.trainer.current_epoch
+        samples = [Sequences(size)[index] for index in range(SAMPLES)]
+        batches: Any = [default_collate(samples[first : first + size]) for first in range(0, SAMPLES, size)]
+        return Stateful(batches)
+
+
+@pytest.mark.parametrize("source", [Scheduled, Weighted, Positioned])
+def test_a_run_preempted_within_a_window_resumes_there(source: type[Scheduled], tmp_path: Path) -> None:  # L-07
+    def leave(trainer: Any) -> None:
+        if (trainer.current_epoch, trainer.batch_idx) == (2, 3):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "default_root_dir": tmp_path}
+    wanted, _ = trained(source(), **options)
+    leaving = calling("on_train_batch_end", leave)
+    with pytest.raises(SystemExit):
+        trained(source(), callbacks=[leaving, Checkpoint(tmp_path)], **options)
+    found, net = trained(source(), "last", callbacks=[Checkpoint(tmp_path)], **options)
+    assert net.seen[0][0] == 2
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 def test_going_back_reloads_the_loaders_of_that_epoch(tmp_path: Path) -> None:  # L-07
@@ -146,15 +177,10 @@ def test_going_back_reloads_the_loaders_of_that_epoch(tmp_path: Path) -> None:  
             went_back.append(trainer.global_step)
             trainer.roll_back(kept)
 
-    net, source = Net(), Scheduled()
-    fit = quiet(max_epochs=4)
-    fit.fit(net, datamodule=Scheduled())
-    wanted = _state(fit, net)
-    net = Net()
-    fit = quiet(max_epochs=4, callbacks=calling("on_train_batch_end", go_back_once))
-    fit.fit(net, datamodule=source)
+    source = Scheduled()
+    found, _ = trained(source, callbacks=calling("on_train_batch_end", go_back_once))
     assert [epoch for kind, epoch in source.asked if kind == "train"] == [0, 1, 2, 3, 1, 2, 3]
-    torch.testing.assert_close(_state(fit, net), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(found, trained(Scheduled())[0], rtol=0, atol=0)
 
 
 def test_a_loader_passed_to_fit_is_not_reloaded(caplog: pytest.LogCaptureFixture) -> None:  # L-07
@@ -165,25 +191,30 @@ def test_a_loader_passed_to_fit_is_not_reloaded(caplog: pytest.LogCaptureFixture
     assert {length for _, _, length in net.seen} == {3}
 
 
-@pytest.mark.parametrize("value", [-1, True, 1.0, "1"])
-def test_invalid_counts_are_refused(value: Any) -> None:  # L-07
-    with pytest.raises(ConfigurationError, match="reload_dataloaders_every_n_epochs"):
-        quiet(reload_dataloaders_every_n_epochs=value)
+@pytest.mark.parametrize(
+    ("batch_sizes", "interval", "validations", "warning"),
+    [
+        ([4, 8, 12], 3, [3, 6, 9, 11], "val_check_interval=3 is more than the 2 micro-batches"),
+        ([8, 4], 5, [3, 8], "val_check_interval=5 is more than the 3 micro-batches"),
+    ],
+)
+def test_an_interval_longer_than_an_epoch_becomes_the_epochs(
+    batch_sizes: list[int], interval: int, validations: list[int], warning: str, tmp_path: Path, caplog: Any
+) -> None:  # L-07
+    class Resized(Scheduled):
+        def train_dataloader(self) -> Any:
+            return DataLoader(Sequences(2), batch_size=batch_sizes[self.trainer.current_epoch])
 
-
-class Short(Scheduled):
-    """Has fewer batches in every epoch."""
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(Sequences(2), batch_size=4 * (1 + self.trainer.current_epoch))
-
-
-def test_an_interval_longer_than_an_epoch_becomes_the_epochs(caplog: pytest.LogCaptureFixture) -> None:  # L-07
     steps: list[int] = []
     counting = calling("on_validation_end", lambda trainer: steps.append(trainer.global_step))
-    quiet(max_epochs=3, val_check_interval=3, callbacks=counting).fit(Net(), datamodule=Short())
-    assert steps == [3, 6, 9, 11]
-    assert caplog.text.count("val_check_interval=3 is more than the 2 micro-batches") == 1
+    saving = Checkpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    options = {"max_epochs": len(batch_sizes), "val_check_interval": interval}
+    wanted, net = trained(Resized(), callbacks=[counting, saving], **options)
+    assert steps == validations
+    assert caplog.text.count(warning) == 1
+    found, rest = trained(Resized(), tmp_path / f"step={len(net.seen) - 1}", **options)
+    assert len(rest.seen) == 1
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 def test_workers_end_with_their_loader() -> None:  # L-07
@@ -198,75 +229,3 @@ def test_workers_end_with_their_loader() -> None:  # L-07
     quiet(max_epochs=3, limit_val_batches=0).fit(Net(), datamodule=Working())
     assert workers == [0, 0, 0]
     assert set(torch.multiprocessing.active_children()) == others
-
-
-def test_validation_uses_the_loaders_of_its_epoch() -> None:  # L-07
-    lengths: list[int] = []
-
-    class Validating(Net):
-        def validation_step(self, batch: Any, batch_idx: int) -> Any:
-            lengths.append(batch[1].shape[1])
-
-    class Longer(Scheduled):
-        def val_dataloader(self) -> Any:
-            return DataLoader(Sequences(3 + self.trainer.current_epoch), batch_size=SAMPLES)
-
-    quiet(max_epochs=4, reload_dataloaders_every_n_epochs=2).fit(Validating(), datamodule=Longer())
-    assert lengths == [3, 3, 5, 5]
-
-
-class Weighted(Scheduled):
-    """Has a custom sampler."""
-
-    def train_dataloader(self) -> Any:
-        epoch = self.trainer.current_epoch
-        sampler = WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, generator=torch.Generator().manual_seed(epoch))
-        return DataLoader(Sequences(2 + epoch), batch_size=2 + epoch, sampler=sampler)
-
-
-class Positioned:
-    """A data set with a state_dict of its position."""
-
-    def __init__(self, length: int, size: int) -> None:
-        self.data, self.size, self.at = Sequences(length), size, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        while self.at < SAMPLES:
-            samples = [self.data[index] for index in range(self.at, min(self.at + self.size, SAMPLES))]
-            self.at += self.size
-            yield torch.tensor([index for index, _ in samples]), torch.stack([x for _, x in samples])
-        self.at = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
-
-
-class Stateful(Scheduled):
-    """Has loaders whose position is checkpointed."""
-
-    def train_dataloader(self) -> Any:
-        return Positioned(2 + self.trainer.current_epoch, 2 + self.trainer.current_epoch)
-
-
-@pytest.mark.parametrize("source", [Scheduled, Weighted, Stateful])
-def test_a_run_preempted_within_a_window_resumes_there(source: type[Scheduled], tmp_path: Path) -> None:  # L-07
-    def leave(trainer: Any) -> None:
-        if (trainer.current_epoch, trainer.batch_idx) == (2, 3):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    options = {"max_epochs": 4, "accumulate_grad_batches": 2}
-    net = Net()
-    fit = quiet(**options)
-    fit.fit(net, datamodule=source())
-    wanted = _state(fit, net)
-    leaving = calling("on_train_batch_end", leave)
-    with pytest.raises(SystemExit):
-        quiet(callbacks=[leaving, Checkpoint(tmp_path)], **options).fit(Net(), datamodule=source())
-    net = Net()
-    fit = quiet(**options, callbacks=[Checkpoint(tmp_path)])
-    fit.fit(net, datamodule=source(), ckpt_path="last")
-    assert net.seen[0][0] == 2
-    torch.testing.assert_close(_state(fit, net), wanted, rtol=0, atol=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from functools import partial
@@ -17,8 +18,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from drivetrain import Callback, CheckpointError, TrainModule
-from drivetrain.callbacks import Checkpoint
-from drivetrain.checkpoint import load
 from drivetrain.data import CombinedLoader
 
 STEPS = 12  # two epochs of 18 micro-batches, three per step
@@ -66,27 +65,6 @@ class Positioned(Stream):
 
     def load_state_dict(self, state: Any) -> None:
         self.order, self.read = state["order"], state["read"]
-
-
-class Average(Callback):
-    """A callback with state, of which a run has two."""
-
-    def __init__(self, decay: float) -> None:
-        self.decay = decay
-        self.value = torch.zeros(())
-
-    @property
-    def state_key(self) -> str:
-        return f"Average({self.decay})"
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.value = self.decay * self.value + (1 - self.decay) * outputs["loss"]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self.value = state_dict["value"]
 
 
 class Everything(TrainModule):
@@ -161,13 +139,12 @@ class SaveEverywhere(Callback):
         trainer.save_checkpoint(self.folder / name)
 
 
+PERSISTENT: Any = {"shuffle": True, "num_workers": 1, "persistent_workers": True, "prefetch_factor": 4}
 KINDS: dict[str, Any] = {
     "shuffled": lambda: DataLoader(Augmented(), 3, shuffle=True),
     "in order": lambda: DataLoader(Augmented(), 3),
     "two workers": lambda: DataLoader(Augmented(), 3, shuffle=True, num_workers=2),
-    "persistent workers": lambda: DataLoader(
-        Augmented(), 3, shuffle=True, num_workers=1, persistent_workers=True, prefetch_factor=4
-    ),
+    "persistent workers": lambda: DataLoader(Augmented(), 3, **PERSISTENT),
     "iterable": lambda: DataLoader(Stream(), 3),
     "iterable in workers": lambda: DataLoader(Stream(), 3, num_workers=2, drop_last=True),
     "iterable with a state": lambda: DataLoader(Positioned(), 3),
@@ -178,66 +155,55 @@ KINDS: dict[str, Any] = {
 }
 
 
-def run(path: Path, kind: str, callbacks: list[Callback], ckpt_path: Path | None = None, **options: Any) -> Any:
+def run(
+    path: Path, kind: str, callbacks: list[Callback], ckpt_path: Path | None = None, steps: int = STEPS, **options: Any
+) -> Any:
     """Train, and return the module and what a resumed run must arrive at too."""
     module = Everything()
-    averages = [Average(0.5), Average(0.9)]
     # 6 steps per epoch; validation after 4 of them, and none at its end
     settings = {"max_epochs": 2, "accumulate_grad_batches": 3, "val_check_interval": 12, "seed": 7, **options}
-    trainer = fit(path, callbacks=[*averages, *callbacks], **settings)
+    trainer = fit(path, callbacks=callbacks, **settings)
     trainer.fit(module, KINDS[kind](), DataLoader(Augmented(), 27), ckpt_path=ckpt_path)
-    assert trainer.global_step == STEPS
+    assert trainer.global_step == steps
     rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
     state = {**module.net.state_dict(), **{f"average.{name}": value for name, value in module.average.items()}}
     plain = {name: value.tolist() for name, value in state.items()}
-    return module, plain, rates, [average.value for average in averages], dict(trainer.callback_metrics)
+    return module, plain, rates, dict(trainer.callback_metrics)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_resumed_from_any_place_equals_the_uninterrupted_one(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [*(pytest.param(kind, 7, id=kind) for kind in KINDS), pytest.param("shuffled", None, id="shuffled without a seed")],
+)
+def test_a_run_resumed_from_any_place_equals_the_uninterrupted_one(kind: str, seed: int | None, tmp_path: Path) -> None:
     # F-02, F-12, F-16, B-10
     saver = SaveEverywhere(tmp_path)
-    whole, *wanted = run(tmp_path, kind, [saver])
+    whole, *wanted = run(tmp_path, kind, [saver], seed=seed)
     assert len([name for name in saver.saved if name.startswith("on_train_batch_end")]) == STEPS
     assert len({name.partition("-")[0] for name in saver.saved}) == 3
     del saver.saved["on_train_epoch_end-036"]  # a finished run has nothing left to do (I-17)
-    # Starting workers is slow: every second point is enough there.
-    places = list(saver.saved.items())[:: 3 if "worker" in kind else 1]
+    # Starting workers is slow: every third point is enough there.
+    places = list(saver.saved.items())[:: 3 if "worker" in kind or seed is None else 1]
     for name, (losses, calls) in places:
-        module, *found = run(tmp_path, kind, [], tmp_path / name)
+        module, *found = run(tmp_path, kind, [], tmp_path / name, seed=seed)
         assert module.losses == whole.losses[losses:], name
         assert module.calls == whole.calls[calls:], name
         assert found == wanted, name
 
 
-def test_a_resumed_run_can_be_extended(tmp_path: Path) -> None:
-    # F-02: max_steps extended, in the middle of an epoch
+def test_a_resumed_run_can_be_extended_within_an_epoch(tmp_path: Path) -> None:  # F-02
     _, weights, *_ = run(tmp_path, "shuffled", [])
-    trainer = fit(tmp_path, max_steps=5, accumulate_grad_batches=3, val_check_interval=12, seed=7, max_epochs=-1)
-    trainer.fit(Everything(), KINDS["shuffled"](), DataLoader(Augmented(), 27))
-    trainer.save_checkpoint(tmp_path / "short")
+    saving = calling("on_fit_end", lambda trainer: trainer.save_checkpoint(tmp_path / "short"))
+    run(tmp_path, "shuffled", [saving], steps=5, max_steps=5, max_epochs=-1)
     _, found, *_ = run(tmp_path, "shuffled", [], tmp_path / "short")
-    assert all(found[key] == weights[key] for key in weights if not key.startswith("average"))
+    assert found == weights
 
 
-def test_another_seed_is_refused(tmp_path: Path) -> None:
-    fit(tmp_path, callbacks=SaveEverywhere(tmp_path), seed=7).fit(Everything(), KINDS["in order"]())
-    with pytest.raises(CheckpointError, match=r"seed=8.*had seed=7"):
-        run(tmp_path, "in order", [], tmp_path / "on_train_batch_end-003", seed=8)
-
-
-def test_a_resumed_run_without_a_seed_keeps_its_order(tmp_path: Path) -> None:
-    # F-02
-    saver = SaveEverywhere(tmp_path)
-    whole = run(tmp_path, "shuffled", [saver], seed=None)
-    torch.manual_seed(1234)
-    found = run(tmp_path, "shuffled", [], tmp_path / "on_train_batch_end-012", seed=None)
-    assert found[0].losses == whole[0].losses[saver.saved["on_train_batch_end-012"][0] :]
-
-
-def test_a_resume_does_not_read_skipped_samples(tmp_path: Path) -> None:
-    # F-03
+def test_a_resume_keeps_the_seed_and_does_not_read_skipped_samples(tmp_path: Path) -> None:  # F-02, F-03
     run(tmp_path, "shuffled", [SaveEverywhere(tmp_path)])
+    saved = tmp_path / "on_train_batch_end-015"
+    with pytest.raises(CheckpointError, match=r"seed=8.*had seed=7"):
+        run(tmp_path, "shuffled", [], saved, seed=8)
     read: list[int] = []
 
     class Counted(Augmented):
@@ -246,26 +212,16 @@ def test_a_resume_does_not_read_skipped_samples(tmp_path: Path) -> None:
             return super().__getitem__(index)
 
     trainer = fit(tmp_path, max_epochs=1, accumulate_grad_batches=3, seed=7)
-    trainer.fit(Everything(), DataLoader(Counted(), 3, shuffle=True), ckpt_path=tmp_path / "on_train_batch_end-015")
+    trainer.fit(Everything(), DataLoader(Counted(), 3, shuffle=True), ckpt_path=saved)
     assert len(read) == SAMPLES - 15 * 3
 
 
-def validated(path: Path, batch: int, resumed: Path | None = None, hook: str = "", nth: int = 0, **options: Any) -> Any:
-    """Return the epoch and the samples used before each validation of a run that saves at the ``nth`` hook."""
+def validated(path: Path, batch: int, *saving: Callback, resumed: Path | None = None, **options: Any) -> Any:
+    """Return the epoch and the samples used before each validation of a run."""
     found: list[tuple[int, int]] = []
-    calls: list[int] = []
-
-    def save(trainer: Any) -> None:
-        calls.append(trainer.global_step)
-        if len(calls) == nth + 1:
-            trainer.defer_save(lambda: trainer.write_checkpoint(str(path / "saved")))
-
-    callbacks = [
-        calling("on_validation_end", lambda trainer: found.append((trainer.current_epoch, trainer.samples_seen)))
-    ]
-    callbacks += [calling(hook, save)] if hook else []
-    run = fit(path, max_epochs=2, num_sanity_val_steps=0, callbacks=callbacks, **options)
-    run.fit(Tiny(), loader(12, batch), loader(2), ckpt_path=resumed)
+    noting = calling("on_validation_end", lambda trainer: found.append((trainer.current_epoch, trainer.samples_seen)))
+    trainer = fit(path, max_epochs=2, num_sanity_val_steps=0, callbacks=[noting, *saving], **options)
+    trainer.fit(Tiny(), loader(12, batch), loader(2), ckpt_path=resumed)
     return found
 
 
@@ -283,47 +239,11 @@ def test_validation_keeps_its_schedule_with_another_batch_size(
     interval: Any, hook: str, nth: int, expected: list[tuple[int, int]], tmp_path: Path
 ) -> None:
     # F-02: batches of four instead of two, as on half as many ranks
-    validated(tmp_path, 2, hook=hook, nth=nth, val_check_interval=interval)
-    assert validated(tmp_path, 4, tmp_path / "saved", val_check_interval=interval) == expected
+    saved, calls = tmp_path / "saved", itertools.count()
 
+    def save(trainer: Any) -> None:
+        if next(calls) == nth:
+            trainer.defer_save(lambda: trainer.write_checkpoint(str(saved)))
 
-class StartsAgain(IterableDataset[Any]):
-    """Has a state_dict of its position, and starts again at its end."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples, self.at = samples, 0
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        while self.at < self.samples:
-            self.at += 1
-            yield torch.tensor([float(self.at), 1.0])
-        self.at = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
-
-
-@pytest.mark.parametrize("window", [3, 4])
-def test_data_that_restarts_at_its_end_is_not_used_twice(tmp_path: Path, window: int) -> None:  # F-02
-    """A window in which the data ends is read to that end before its step is made and saved."""
-
-    def run(folder: Path, ckpt_path: Path | None = None) -> tuple[Tiny, Any]:
-        module, saver = Tiny(), Checkpoint(folder, every_n_train_steps=1, save_top_k=-1)
-        fitted = fit(tmp_path, max_epochs=2, accumulate_grad_batches=window, callbacks=saver)
-        fitted.fit(module, DataLoader(StartsAgain(11)), loader(2), ckpt_path=ckpt_path)
-        return module, (fitted.global_step, fitted.samples_seen, fitted.micro_batches, len(module.evaluated))
-
-    undisturbed, counts = run(tmp_path / "c")
-    saved = [one for one in (tmp_path / "c").iterdir() if one.is_dir()]
-    assert len(saved) == counts[0]
-    for number, path in enumerate(saved):
-        done = min(load(path).progress["samples_seen"], 22)
-        if done == 22 and load(path).progress["epoch"] == 2:
-            continue  # it has ended
-        resumed, found = run(tmp_path / f"resumed-{number}", path)
-        assert found[:3] == counts[:3], path.name
-        assert resumed.seen == undisturbed.seen[-len(resumed.seen) or len(undisturbed.seen) :], path.name
-        assert len(resumed.seen) == 22 - done, path.name
+    validated(tmp_path, 2, calling(hook, save), val_check_interval=interval)
+    assert validated(tmp_path, 4, resumed=saved, val_check_interval=interval) == expected

@@ -1,20 +1,27 @@
-"""Loaders that overwrite the previous batch. Row I-09."""
+"""Loaders that overwrite the previous batch (I-09), and steps that overwrite the previous step's outputs, as CUDA
+graphs do (mode="reduce-overhead").
+"""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine_case import Regression, fit, regression
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
-from drivetrain import Fit, TrainModule
+from drivetrain import Fit
+from drivetrain.callbacks import LossSpikeGuard, NonFiniteGuard
 from drivetrain.data import CombinedLoader
+from drivetrain.loggers import CSVLogger
 from drivetrain.testing import requires_cuda
 
-FEATURES, SAMPLES, SIZE = 4, 22, 4
+FEATURES, SAMPLES, SIZE = 3, 22, 4
 
 
 def data() -> torch.Tensor:
@@ -23,8 +30,6 @@ def data() -> torch.Tensor:
 
 
 class OneBuffer:
-    """Collates into the same tensor every time."""
-
     def __init__(self) -> None:
         self.buffer = torch.empty(SIZE, FEATURES + 1)
 
@@ -84,15 +89,10 @@ LOADERS: dict[str, Callable[[], Any]] = {
 }
 
 
-class Regression(TrainModule):
-    """A two-layer network; its dropout draws from the process's generator."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
+class OfRows(Regression):
+    def __init__(self) -> None:
+        super().__init__(lr=0.1)
         self.addresses: list[int] = []
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.net = nn.Sequential(nn.Linear(FEATURES, 8), *layers, nn.Tanh(), nn.Linear(8, 1))
 
     def rows(self, batch: Any) -> torch.Tensor:
         while isinstance(batch, dict):
@@ -102,36 +102,29 @@ class Regression(TrainModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         rows = self.rows(batch)
         self.addresses.append(rows.data_ptr())
-        return nn.functional.mse_loss(self.net(rows[:, :FEATURES]), rows[:, FEATURES:])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return self.loss((rows[:, :FEATURES], rows[:, FEATURES:]))
 
 
-class Weighted(Regression):
+class Weighted(OfRows):
     def batch_weight(self, batch: Any) -> Any:
         return len(self.rows(batch))
 
 
-class EvaluatesAgain(Regression):
-    """Evaluates each window several times."""
-
+class EvaluatesAgain(OfRows):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=4)
 
 
-def fitted(module: Regression, loader: Any, window: int, **settings: Any) -> torch.Tensor:
+def fitted(module: OfRows, loader: Any, window: int, **settings: Any) -> torch.Tensor:
     options: dict[str, Any] = {"accelerator": "cpu", "barebones": True, "max_epochs": 2, **settings}
     Fit(accumulate_grad_batches=window, **options).fit(module, loader)
     return nn.utils.parameters_to_vector(module.parameters()).detach().cpu()
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-@pytest.mark.parametrize(
-    ("window", "module"), [(1, EvaluatesAgain), (3, Regression), (3, Weighted), (3, EvaluatesAgain)]
-)
+@pytest.mark.parametrize(("window", "module"), [(1, EvaluatesAgain), (3, OfRows), (3, Weighted), (3, EvaluatesAgain)])
 def test_a_loader_that_reuses_memory_trains_as_batches_of_their_own(
-    kind: str, window: int, module: type[Regression]
+    kind: str, window: int, module: type[OfRows]
 ) -> None:
     # I-09: batches that torch collates, and lists of batches, are not copied
     batches, reference = list(data().split(SIZE)), module()
@@ -146,37 +139,77 @@ def test_a_loader_that_reuses_memory_trains_as_batches_of_their_own(
 @pytest.mark.parametrize("options", [{"pinned": True}, {"device": "cuda"}])
 @pytest.mark.parametrize("window", [1, 3])
 def test_memory_that_a_device_still_reads_is_not_overwritten(options: dict[str, Any], window: int) -> None:  # I-09
-    trained = fitted(Regression(), OneArray(**options), window, accelerator="cuda", devices=1)
-    expected = fitted(Regression(), list(data().split(SIZE)), window)
+    trained = fitted(OfRows(), OneArray(**options), window, accelerator="cuda", devices=1)
+    expected = fitted(OfRows(), list(data().split(SIZE)), window)
     torch.testing.assert_close(trained, expected, atol=1e-5, rtol=1e-4)
 
 
-class Drawing(torch.utils.data.Dataset[Any]):
-    """Draws from dropout's generator when it is read."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 0:
-            torch.manual_seed(5)  # independent of random numbers drawn before the first sample
-        return data()[index] + 0.1 * torch.randn(FEATURES + 1)
+_outputs = torch.zeros(())  # overwritten by every replay
 
 
-def test_a_batch_is_read_just_before_its_use() -> None:  # I-09, B-18
-    """A data set and dropout draw alternately as in a hand-written loop, also with accumulation."""
-    loader = DataLoader(Drawing(), batch_size=SIZE)
-    with torch.random.fork_rng():
-        trained = fitted(Regression(nn.Dropout(0.5)), loader, 3, max_epochs=1)
-    # Written by hand: the order in which two places draw random numbers is what is tested.
-    reference = Regression(nn.Dropout(0.5))
-    optimizer = reference.configure_optimizers()
-    with torch.random.fork_rng():
-        for window in torch.arange(SAMPLES).split(3 * SIZE):
-            optimizer.zero_grad()
-            for indices in window.split(SIZE):
-                batch = torch.stack([loader.dataset[int(index)] for index in indices])
-                (reference.training_step(batch, 0) * (len(batch) / len(window))).backward()
-            optimizer.step()
-    expected = nn.utils.parameters_to_vector(reference.parameters()).detach()
-    torch.testing.assert_close(trained, expected, atol=1e-6, rtol=1e-5)
+class _Replayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return _outputs.copy_(value).detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class Replaying(Regression):
+    def __init__(self, replays: bool = True) -> None:
+        super().__init__(lr=0.1)
+        self.replays = replays
+
+    def output(self, value: torch.Tensor) -> torch.Tensor:
+        replayed: torch.Tensor = _Replayed.apply(value) if self.replays else value
+        return replayed
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.output(self.layer(batch[0]).square().mean())
+        self.log("loss", loss, on_epoch=True, prog_bar=True)
+        self.log("largest", loss, reduce_fx="max", on_step=False, on_epoch=True)
+        return {"loss": loss}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.output(self.layer(batch[0]).mean()))
+        self.output(torch.tensor(float("nan")))  # another output in the same memory
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.output(self.layer(batch[0]).sum())
+
+
+class NeverFinite(Replaying):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.output(self.layer(batch[0]).mean() * float("inf"))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.output(torch.tensor(1.0))
+
+
+def _run(folder: Path, replays: bool) -> tuple[list[dict[str, str]], list[float]]:
+    loader = regression(40)
+    options = {"max_epochs": 2, "accumulate_grad_batches": 2, "log_every_n_steps": 2, "val_check_interval": 5}
+    guards = [LossSpikeGuard(every_n_steps=3), NonFiniteGuard(every_n_steps=3)]
+    trainer = fit(folder, logger=CSVLogger(folder), callbacks=guards, seed=None, **options)
+    module = Replaying(replays)
+    trainer.fit(module, loader, loader)
+    with (Path(str(trainer.log_dir)) / "metrics.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    predictions: Any = trainer.predict(module, loader)
+    return table, [float(one) for one in predictions]
+
+
+def test_logged_and_predicted_values_are_those_of_their_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # O-04
+    replayed, plain = _run(tmp_path / "replayed", replays=True), _run(tmp_path / "plain", replays=False)
+    assert replayed == plain
+    assert len({row["loss_step"] for row in plain[0] if row["loss_step"]}) >= 5
+    assert len(set(plain[1])) == 10
+    assert "the module no longer learns" not in caplog.text
+
+
+def test_a_never_finite_loss_is_reported_although_validation_overwrote_it(tmp_path: Path, caplog: Any) -> None:
+    fit(tmp_path).fit(NeverFinite(), regression(8), regression(8))
+    assert "the module no longer learns" in caplog.text

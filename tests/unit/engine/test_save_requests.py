@@ -1,173 +1,261 @@
-"""Hyper-parameters, saving and resuming in one process."""
+"""Hyper-parameters, saving and resuming in one process, and loading with a class that has changed since (J-14)."""
 
 from __future__ import annotations
 
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine_case import Regression, fit, regression
-from small_modules import calling, linear
-from torch import nn
+from small_modules import calling
 
 from drivetrain import Callback, CheckpointError, ConfigurationError, TrainModule
 
+# Private: the classes that wrote these checkpoints do not exist any more.
+from drivetrain._distributed.control_plane import LocalControl
+from drivetrain.checkpoint import convert
+from drivetrain.checkpoint._format import CheckpointMetadata, Contents, save
 
-class Shaped(TrainModule):
-    """Has constructor arguments."""
 
-    def __init__(self, width: int, *, depth: int = 1, name: str = "x", extra: Any = None, **more: Any) -> None:
+class Net(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+
+class Named(Net):
+    def __init__(self, width: int, *, name: str = "x", extra: Any = None, **more: Any) -> None:
         super().__init__()
         self.save_hyperparameters(ignore="extra")
-        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
 
 
-class Wider(Shaped):
-    def __init__(self, width: int, factor: float = 2.0) -> None:
-        super().__init__(width, depth=2)
+class Selected(Net):
+    def __init__(self, a: int, b: int, *names: str) -> None:
+        super().__init__()
+        self.save_hyperparameters(*names)
 
 
-class TestHyperParameters:
-    def test_the_arguments_of_init(self) -> None:
-        class Some(TrainModule):
-            def __init__(self, a: int, b: int, c: int) -> None:
-                super().__init__()
-                self.save_hyperparameters("a", "c")
+def test_hyper_parameters_are_the_arguments_of_init() -> None:
+    module = Named(4, name="y", extra=object(), sizes=[1, 2])
+    assert dict(module.hparams) == {"width": 4, "name": "y", "sizes": [1, 2]}
+    assert module.hparams.width == module.hparams["width"] == 4
+    assert Selected(1, 2, "a").hparams == {"a": 1}
+    with pytest.raises(ConfigurationError, match="'aa' are not arguments of __init__"):
+        Selected(1, 2, "aa")
 
-        module = Shaped(4, name="y", extra=object(), sizes=[1, 2])
-        assert dict(module.hparams) == {"width": 4, "depth": 1, "name": "y", "sizes": [1, 2]}
-        assert module.hparams.width == module.hparams["width"] == 4
-        assert Wider(3).hparams == {"width": 3, "factor": 2.0, "depth": 2, "name": "x"}
-        assert Some(1, 2, 3).hparams == {"a": 1, "c": 3}
 
-    @pytest.mark.parametrize("value", [object(), {1, 2}, torch.float32, Path("x")])
-    def test_values_that_json_cannot_represent_are_refused_by_name(self, value: Any) -> None:
-        with pytest.raises(ConfigurationError, match=r"argument 'name' is a .*\n.*\n.*ignore='name'"):
-            Shaped(4, name=value)
-
-    def test_an_unknown_name_is_refused(self) -> None:
-        class Wrong(TrainModule):
-            def __init__(self, width: int) -> None:
-                super().__init__()
-                self.save_hyperparameters("widht")
-
-        with pytest.raises(ConfigurationError, match="'widht' are not arguments of __init__"):
-            Wrong(1)
+@pytest.mark.parametrize("value", [object(), {1, 2}, torch.float32, Path("x")])
+def test_values_that_json_cannot_represent_are_refused_by_name(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"argument 'name' is a .*\n.*\n.*ignore='name'"):
+        Named(4, name=value)
 
 
 class Trained(Regression):
-    """Has Adam, a scheduler, a buffer and custom state."""
-
     def __init__(self, lr: float = 0.05) -> None:
         super().__init__(lr)
         self.save_hyperparameters()
-        self.norm = nn.BatchNorm1d(3)
-        self.seen: list[float] = []
-        self.own = 0
 
-    def loss(self, batch: Any) -> torch.Tensor:
-        x, y = batch
-        return nn.functional.mse_loss(self.layer(self.norm(x)), y)
+    def validation_step(self, batch: Any) -> None: ...
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.seen.append(loss.item())
-        self.own += 1
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["own"] = self.own
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.own = checkpoint["own"]
+    def predict_step(self, batch: Any) -> torch.Tensor:
+        return self.layer.weight.clone()
 
 
-class SaveAt(Callback):
-    def __init__(self, step: int, path: Path, weights_only: bool = False) -> None:
-        self._step, self._path, self._weights_only = step, path, weights_only
+def saving(path: Path, weights_only: bool = False) -> Callback:
+    """A callback that saves after two steps."""
+    return calling(
+        "on_train_batch_end",
+        lambda trainer: trainer.global_step == 2 and trainer.save_checkpoint(path, weights_only),
+    )
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == self._step:
-            trainer.save_checkpoint(self._path, self._weights_only)
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_checkpoint_gives_back_hyper_parameters_and_weights(tmp_path: Path, weights_only: bool) -> None:
+    module, path, runner = Trained(lr=0.01), tmp_path / "c", fit(tmp_path)
+    with pytest.raises(ConfigurationError, match="save_checkpoint was used outside a run"):
+        runner.save_checkpoint(path)
+    runner.fit(module, regression())
+    runner.save_checkpoint(path, weights_only)
+    loaded = Trained.load_from_checkpoint(path)
+    assert loaded.lr == loaded.hparams.lr == 0.01
+    assert Trained.load_from_checkpoint(path, lr=0.2).lr == 0.2
+    (predicted,) = fit(tmp_path).predict(Trained(), regression(4), ckpt_path=path)
+    assert torch.equal(predicted, module.layer.weight)
+    for ours, theirs in zip(loaded.state_dict().values(), module.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert not any(file.suffix in (".pt", ".pkl", ".ckpt", ".bin") for file in path.iterdir())
 
 
-class TestCheckpoints:
-    def test_a_checkpoint_saved_after_the_run_is_complete(self, tmp_path: Path) -> None:
-        """The optimizer's state is checked too: nothing is omitted silently."""
-        first, whole = Trained(), Trained()
-        runner = fit(tmp_path)
-        runner.fit(first, regression())
-        runner.save_checkpoint(tmp_path / "c")
-        resumed = Trained()
-        fit(tmp_path, max_epochs=2).fit(resumed, regression(), ckpt_path=tmp_path / "c")
-        fit(tmp_path, max_epochs=2).fit(whole, regression())
-        assert resumed.seen == whole.seen[6:]
-        torch.testing.assert_close(resumed.layer.weight, whole.layer.weight, rtol=0, atol=0)
+def test_weights_alone_do_not_resume(tmp_path: Path) -> None:
+    fit(tmp_path, callbacks=saving(tmp_path / "c", weights_only=True)).fit(Trained(), regression())
+    with pytest.raises(CheckpointError, match="holds weights only"):
+        fit(tmp_path).fit(Trained(), regression(), ckpt_path=tmp_path / "c")
 
-    def test_saving_before_any_run_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigurationError, match="save_checkpoint was used outside a run"):
-            fit(tmp_path).save_checkpoint(tmp_path / "c")
 
-    @pytest.mark.parametrize("weights_only", [False, True])
-    def test_load_from_checkpoint(self, tmp_path: Path, weights_only: bool) -> None:
-        module = Trained(lr=0.01)
-        runner = fit(tmp_path)
-        runner.fit(module, regression())
-        runner.save_checkpoint(tmp_path / "c", weights_only)
-        loaded = Trained.load_from_checkpoint(tmp_path / "c")
-        assert loaded.lr == loaded.hparams.lr == 0.01
-        assert Trained.load_from_checkpoint(tmp_path / "c", lr=0.2).lr == 0.2
-        for ours, theirs in zip(loaded.state_dict().values(), module.state_dict().values(), strict=True):
-            assert torch.equal(ours, theirs)
-        assert not any(path.suffix in (".pt", ".pkl", ".ckpt", ".bin") for path in (tmp_path / "c").iterdir())
+class Counting(Callback):
+    def __init__(self, count: int, key: str) -> None:
+        self.count, self.key = count, key
 
-    def test_weights_alone_do_not_resume(self, tmp_path: Path) -> None:
-        fit(tmp_path, callbacks=SaveAt(2, tmp_path / "c", True)).fit(Trained(), regression())
-        with pytest.raises(CheckpointError, match="holds weights only"):
-            fit(tmp_path).fit(Trained(), regression(), ckpt_path=tmp_path / "c")
+    @property
+    def state_key(self) -> str:
+        return self.key
 
-    def test_evaluation_takes_the_weights(self, tmp_path: Path) -> None:
-        def predicting() -> Regression:
-            return linear(predict_step=lambda self, batch: self.layer.weight.clone())
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
 
-        module = predicting()
-        runner = fit(tmp_path)
-        runner.fit(module, regression())
-        runner.save_checkpoint(tmp_path / "c")
-        (weight,) = fit(tmp_path).predict(predicting(), regression(4), ckpt_path=tmp_path / "c")
-        assert torch.equal(weight, module.layer.weight)
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.count = state_dict["count"]
 
-    def test_a_resumed_run_skips_the_sanity_check(self, tmp_path: Path) -> None:
-        sanity: list[bool] = []
-        watching = calling("on_validation_start", lambda trainer: sanity.append(trainer.sanity_checking))
-        for path in (None, tmp_path / "c"):
-            saving = SaveAt(2, tmp_path / "c")
-            run = fit(tmp_path, callbacks=[saving, watching])
-            run.fit(linear(validation_step=lambda self, batch: None), regression(), regression(), ckpt_path=path)
-        assert sanity == [True, False, False]
 
-    def test_two_callbacks_of_one_class_do_not_collide(self, tmp_path: Path) -> None:
-        """F-12, also if their state_key does not distinguish them."""
+@pytest.mark.parametrize("keys", [("same", "same"), ("one", "other")])
+def test_a_resumed_run_skips_the_sanity_check_and_restores_each_of_two_callbacks(tmp_path: Path, keys: Any) -> None:
+    # F-12
+    sanity: list[bool] = []
+    watching = calling("on_validation_start", lambda trainer: sanity.append(trainer.sanity_checking))
+    for path, counts in ((None, [10, 20]), (tmp_path / "c", [0, 0])):
+        counting = [Counting(count, key) for count, key in zip(counts, keys, strict=True)]
+        run = fit(tmp_path, callbacks=[*counting, saving(tmp_path / "c"), watching])
+        run.fit(Trained(), regression(), regression(), ckpt_path=path)
+    assert sanity == [True, False, False]
+    assert [one.count for one in counting] == [10, 20]
 
-        class Counting(Callback):
-            def __init__(self, start: int) -> None:
-                self.count = start
 
-            def state_dict(self) -> dict[str, Any]:
-                return {"count": self.count}
+def saved(path: Path, **hyper_parameters: Any) -> Path:
+    """Return a checkpoint of a `Net` built with these arguments."""
+    metadata = CheckpointMetadata(hyper_parameters=hyper_parameters, weights_only=True)
+    save(str(path / "c"), Contents(Net().state_dict(), metadata), LocalControl())
+    return path / "c"
 
-            def load_state_dict(self, state_dict: Any) -> None:
-                self.count = state_dict["count"]
 
-        runner = fit(tmp_path, callbacks=[Counting(10), Counting(20)])
-        runner.fit(Trained(), regression())
-        runner.save_checkpoint(tmp_path / "c")
-        resumed = [Counting(0), Counting(0)]
-        fit(tmp_path, max_epochs=2, callbacks=resumed).fit(Trained(), regression(), ckpt_path=tmp_path / "c")
-        assert [callback.count for callback in resumed] == [10, 20]
+class Renamed(Net):
+    def __init__(self, breadth: int = 1, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class Needs(Net):
+    def __init__(self, breadth: int) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class Base(Net):
+    def __init__(self, width: int, *, depth: int = 1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class PassesOn(Base):
+    def __init__(self, lr: float, **rest: Any) -> None:
+        super().__init__(**rest)
+
+
+class FixedWidth(Base):
+    """Passes a value to its base class, which is among the hyper-parameters of both and no argument of its own."""
+
+    def __init__(self, lr: float) -> None:
+        super().__init__(64)
+
+
+class ByPosition(Net):
+    def __init__(self, width: int, depth: int = 2, /, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class Suggested(Net):
+    """Fails as Python 3.13 does, whose error ends with the nearest argument."""
+
+    def __init__(self, **rest: Any) -> None:
+        raise TypeError("Net.__init__() got an unexpected keyword argument 'height'. Did you mean 'width'?")
+
+
+OLD = {"width": 3, "lr": 0.5}
+MISSPELT = {"bredth": 3, "depth": 2}
+BASE = {"lr": 0.1, "width": 3, "height": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "held", "given", "what", "fix"),
+    [
+        (Renamed, OLD, {}, "Renamed does not take 'width', which is among", "(path, ignore='width')"),
+        (Needs, OLD, {"ignore": "lr"}, "Needs does not take 'width'", "ignore='width', breadth=...)"),
+        (Renamed, MISSPELT, {}, "'bredth', 'depth'.*Did you mean 'breadth'", "ignore=('bredth', 'depth'))"),
+        (PassesOn, BASE, {}, "PassesOn does not take 'height', which is among", "ignore='height'"),
+        (Suggested, BASE, {}, "Suggested does not take 'height', which is among", "ignore='height'"),
+        (FixedWidth, {"width": 128, "depth": 1, "lr": 0.1}, {}, "FixedWidth does not take 'width'", "ignore='width'"),
+        # Unknown and missing overrides are not blamed on the checkpoint.
+        (Renamed, {"breadth": 3}, {"breath": 3}, "not take 'breath', which was passed.*Did you mean 'breadth'", ""),
+        (PassesOn, BASE, {"ignore": "height", "hight": 4}, "does not take 'hight', which was passed", ""),
+        (Needs, {"breadth": 3}, {"ignore": "breadth"}, "Needs needs 'breadth'", ""),
+        (PassesOn, BASE, {"ignore": ("height", "width")}, "PassesOn needs 'width'", ""),
+        (Needs, {}, {}, "Needs needs 'breadth'", "save_hyperparameters()"),
+    ],
+)
+def test_a_hyper_parameter_that_the_class_does_not_take_is_named_with_a_fix(
+    tmp_path: Path, kind: type[Net], held: dict[str, Any], given: dict[str, Any], what: str, fix: str
+) -> None:  # J-14
+    path = saved(tmp_path, **held)
+    with pytest.raises(CheckpointError, match=what) as caught:
+        kind.load_from_checkpoint(path, **given)
+    assert fix in caught.value.fix
+    assert f"{kind.__name__}.load_from_checkpoint(path, " in caught.value.fix or not fix
+    if "which is among" in what:
+        assert caught.value.what.endswith(f"which is among the hyper-parameters of {str(path)!r}.")
+    if kind is Renamed:
+        assert "__init__ takes breadth, lr" in caught.value.why
+
+
+@pytest.mark.parametrize(
+    ("kind", "held", "given", "expected"),
+    [
+        (Renamed, OLD, {"ignore": "width"}, {"breadth": 1, "lr": 0.5}),
+        (Renamed, OLD, {"ignore": "width", "breadth": 3}, {"breadth": 3, "lr": 0.5}),
+        (Needs, OLD, {"ignore": ("lr", "width"), "breadth": 3}, {"breadth": 3}),
+        (Renamed, MISSPELT, {"ignore": ("bredth", "depth", "never saved")}, {"breadth": 1, "lr": 0.1}),
+        (PassesOn, BASE, {"ignore": "height"}, {"lr": 0.1, "width": 3, "depth": 1}),
+        (FixedWidth, dict(FixedWidth(0.1).hparams), {}, {"width": 64, "depth": 1, "lr": 0.1}),
+        (FixedWidth, {"width": 128, "lr": 0.1}, {"ignore": "width"}, {"width": 64, "depth": 1, "lr": 0.1}),
+        (ByPosition, dict(ByPosition(3, 4, lr=0.5).hparams), {}, {"width": 3, "depth": 4, "lr": 0.5}),
+    ],
+)
+def test_removed_hyper_parameters_can_be_ignored(
+    tmp_path: Path, kind: type[Net], held: dict[str, Any], given: dict[str, Any], expected: dict[str, Any]
+) -> None:  # J-14
+    assert kind.load_from_checkpoint(saved(tmp_path, **held), **given).hparams == expected
+
+
+def test_an_error_within_the_class_is_its_own(tmp_path: Path) -> None:
+    class Wrong(Net):
+        def __init__(self, width: int = 1, **rest: Any) -> None:
+            super().__init__()
+            torch.nn.Linear(width, 1, height=2)  # type: ignore[call-arg]
+
+    with pytest.raises(TypeError, match="unexpected keyword argument 'height'"):
+        Wrong.load_from_checkpoint(saved(tmp_path, width=3, height=2))
+
+
+def test_a_value_of_a_class_that_is_gone(tmp_path: Path) -> None:  # J-14
+    """Lightning's checkpoints may contain one."""
+    gone = types.ModuleType("gone")
+    exec("class Mode: pass", gone.__dict__)
+    sys.modules["gone"] = gone
+    try:
+        hyper_parameters = {"mode": gone.Mode(), "lr": 0.5}
+        torch.save({"state_dict": Net().state_dict(), "hyper_parameters": hyper_parameters}, tmp_path / "l.ckpt")
+    finally:
+        del sys.modules["gone"]
+
+    class Moded(Net):
+        def __init__(self, mode: Any, lr: float) -> None:
+            super().__init__()
+
+    with pytest.warns(UserWarning, match="'mode' cannot be stored as JSON and is left out"):
+        convert(tmp_path / "l.ckpt", tmp_path / "c")
+    with pytest.raises(CheckpointError, match="Moded needs 'mode'") as caught:
+        Moded.load_from_checkpoint(tmp_path / "c")
+    assert "load_from_checkpoint(path, mode=...)" in caught.value.fix
+    assert isinstance(Moded.load_from_checkpoint(tmp_path / "c", mode=1), Moded)

@@ -1,15 +1,13 @@
-"""Signals in a run of one process: it saves and stops without losing a step. A-03, G-03."""
+"""Signals in a run of one process: it saves and stops without losing a step. A-03, G-03, J-09, Q-06."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,40 +19,38 @@ from small_modules import calling
 
 from drivetrain import Callback, ConfigurationError
 
-# Private: from outside, the thread that notices a signal cannot be told from the main thread.
-from drivetrain._engine.signals import Signals
-from drivetrain.callbacks import Checkpoint, PredictionWriter
+# Private: the grace after a first signal cannot be set.
+from drivetrain._engine import signals
+from drivetrain.callbacks import Checkpoint, LambdaCallback, PredictionWriter
 from drivetrain.data import read_predictions
 from drivetrain.loggers import Logger
+from drivetrain.testing import requires_linux
 
 RUN = "drivetrain_logs/version_0"  # the folder of the first run, below the root
+SAVED, FAILING = ["interrupted-step=3", "latest"], "echo no such job >&2; exit 1"
+Requeued = Callable[[], list[str]]
 
 
 def send(*numbers: int, pause: float = 0.0) -> None:
-    """Send this process signals, with a pause after each."""
     for number in numbers:
         os.kill(os.getpid(), number)
         time.sleep(pause)
 
 
 def sending(*numbers: int, step: int = 3, hook: str = "on_train_batch_end", pause: float = 0.0) -> Callback:
-    """A callback that sends this process signals at a step."""
     return calling(hook, lambda trainer: send(*(numbers if trainer.global_step == step else ()), pause=pause))
+
+
+def recording_the_end(calls: list[str]) -> Callback:
+    """A callback that records the hooks that are called as a run ends."""
+    return LambdaCallback(
+        on_exception=lambda trainer, module, error: calls.append(type(error).__name__),
+        teardown=lambda trainer, module, stage: calls.append(f"teardown {stage}"),
+    )
 
 
 def names(folder: Path) -> list[str]:
     return sorted(one for one in os.listdir(folder) if "step=" in one)
-
-
-@contextlib.contextmanager
-def handled(number: int) -> Iterator[list[int]]:
-    """Handle a signal as a program does by itself; yields the signals that arrived."""
-    arrived: list[int] = []
-    before = signal.signal(number, lambda number, frame: arrived.append(number))
-    try:
-        yield arrived
-    finally:
-        signal.signal(number, before)
 
 
 @pytest.mark.parametrize(
@@ -72,15 +68,15 @@ def test_a_signal_saves_and_stops_and_the_run_resumes_exactly(
     fit(tmp_path, max_epochs=2).fit(undisturbed, regression())
     options: dict[str, Any] = {"max_epochs": 2, "preemption_signals": setting, "enable_checkpointing": True}
     folder = tmp_path / RUN / "checkpoints"
-    closing = Closing()
+    ending: list[str] = []
     before = signal.getsignal(number), signal.set_wakeup_fd(-1)
     saver = Checkpoint(folder, every_n_train_steps=every)
-    run = fit(tmp_path, callbacks=[sending(number), closing, saver], **options)
+    run = fit(tmp_path, callbacks=[sending(number), recording_the_end(ending), saver], **options)
     with pytest.raises(raised) as caught:
         run.fit(Regression(), regression())
     if isinstance(caught.value, SystemExit):
         assert caught.value.code == 128 + number
-    assert closing.calls == [raised.__name__, "teardown fit"]
+    assert ending == [raised.__name__, "teardown fit"]
     assert (run.state, run.global_step) == ("interrupted", 3)
     assert (signal.getsignal(number), signal.set_wakeup_fd(-1)) == before
     assert not [one for one in threading.enumerate() if one.name.startswith("drivetrain")]
@@ -98,10 +94,9 @@ def test_a_signal_saves_and_stops_and_the_run_resumes_exactly(
 @pytest.mark.parametrize(("pause", "saved"), [(0.6, False), (0.0, True)])
 def test_a_second_signal_ends_the_run_unless_it_is_a_duplicate(tmp_path: Path, pause: float, saved: bool) -> None:
     """A launcher forwards a signal that was sent to the whole process group: one that comes at once is a duplicate."""
+    twice = sending(signal.SIGTERM, signal.SIGTERM, pause=pause)
     with pytest.raises(SystemExit) as caught:
-        fit(tmp_path, enable_checkpointing=True, callbacks=sending(signal.SIGTERM, signal.SIGTERM, pause=pause)).fit(
-            Tiny(), loader(20)
-        )
+        fit(tmp_path, enable_checkpointing=True, callbacks=twice).fit(Tiny(), loader(20))
     assert caught.value.code == 143
     folder = tmp_path / RUN / "checkpoints"
     assert (names(folder) if folder.exists() else []) == ["interrupted-step=3"] * saved
@@ -109,16 +104,26 @@ def test_a_second_signal_ends_the_run_unless_it_is_a_duplicate(tmp_path: Path, p
 
 @pytest.mark.parametrize(
     ("hook", "step", "setting"),
-    [("on_train_end", 10, "auto"), ("setup", 0, "auto"), ("on_train_batch_end", 3, None)],
+    [
+        ("on_train_end", 10, "auto"),
+        ("setup", 0, "auto"),
+        ("on_train_batch_end", 3, None),
+        ("on_test_start", 0, None),  # Q-06
+    ],
 )
 def test_the_previous_handler_gets_a_signal_with_nothing_to_save_or_that_is_not_handled(
     tmp_path: Path, hook: str, step: int, setting: str | None
 ) -> None:
-    with handled(signal.SIGTERM) as arrived:
-        options: dict[str, Any] = {"preemption_signals": setting, "enable_checkpointing": setting is None}
-        run = fit(tmp_path, callbacks=sending(signal.SIGTERM, step=step, hook=hook), **options)
-        run.fit(Tiny(), loader(20))
+    arrived: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: arrived.append(number))
+    options: dict[str, Any] = {"preemption_signals": setting, "enable_checkpointing": setting is None}
+    run, module = fit(tmp_path, callbacks=sending(signal.SIGTERM, step=step, hook=hook), **options), Tiny()
+    try:
+        (run.test if hook == "on_test_start" else run.fit)(module, loader(20))
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert arrived == [signal.SIGTERM]
+    assert len(module.seen + module.evaluated) == 10
     assert run.state == "finished"
 
 
@@ -126,14 +131,6 @@ def test_the_previous_handler_gets_a_signal_with_nothing_to_save_or_that_is_not_
 def test_an_unknown_signal_is_refused(tmp_path: Path, value: Any) -> None:  # G-06
     with pytest.raises(ConfigurationError, match="preemption_signals"):
         fit(tmp_path, preemption_signals=value)
-
-
-def test_in_another_thread_no_signal_is_handled(tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=lambda: fit(tmp_path).fit(Tiny(), loader(20)))
-    thread.start()
-    thread.join()
-    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_run_that_exceeds_its_time_limit_loses_no_step(tmp_path: Path) -> None:
@@ -148,12 +145,6 @@ def test_a_run_that_exceeds_its_time_limit_loses_no_step(tmp_path: Path) -> None
     saver = Checkpoint(tmp_path / "c", every_n_train_steps=100)
     fit(tmp_path, max_epochs=2, callbacks=saver).fit(resumed, regression(), ckpt_path="auto")
     assert torch.equal(resumed.layer.weight, undisturbed.layer.weight)
-
-
-# SLURM
-
-
-Requeued = Callable[[], list[str]]
 
 
 @pytest.fixture
@@ -172,135 +163,87 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Re
 
 
 @pytest.mark.parametrize(
-    ("number", "answer", "warning"),
+    ("number", "hook", "answer", "asked", "warning"),
     [
-        (signal.SIGUSR1, "exit 0", "scontrol requeue 77: the job is queued again."),
-        (signal.SIGUSR1, "echo no such job >&2; exit 1", "scontrol requeue 77: no such job."),
-        (signal.SIGTERM, "exit 0", ""),
+        (signal.SIGUSR1, "on_train_batch_end", "exit 0", [*SAVED, "requeue 77"], ": the job is queued again."),
+        (signal.SIGUSR1, "on_train_batch_end", FAILING, [*SAVED, "requeue 77"], ": no such job."),
+        (signal.SIGUSR1, "setup", "exit 0", ["requeue 77"], ": the job is queued again."),  # it had not begun training
+        (signal.SIGTERM, "on_train_batch_end", "exit 0", [], None),
     ],
 )
-def test_slurm_requeues_the_job(
-    tmp_path: Path, slurm: Any, caplog: pytest.LogCaptureFixture, number: int, answer: str, warning: str
-) -> None:
-    requeued = slurm(answer)
-    with caplog.at_level("WARNING", logger="drivetrain"), pytest.raises(SystemExit):
-        fit(tmp_path, enable_checkpointing=True, callbacks=sending(number)).fit(Tiny(), loader(20))
-    assert requeued() == (["interrupted-step=3", "latest", "requeue 77"] if warning else [])
-    assert warning in caplog.text
-
-
-def test_slurm_requeues_a_job_that_had_not_begun_training(tmp_path: Path, slurm: Any) -> None:  # J-09
-    requeued = slurm()
-    run = fit(tmp_path, enable_checkpointing=True, callbacks=sending(signal.SIGUSR1, step=0, hook="setup"))
-    with pytest.raises(SystemExit) as left:
-        run.fit(Tiny(), loader(20))
-    assert left.value.code == 128 + signal.SIGUSR1
-    assert requeued() == ["requeue 77"]
-    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-
-
-# Evaluations
+def test_slurm_requeues_the_job_once_it_is_saved(
+    tmp_path: Path, slurm: Any, caplog: Any, number: int, hook: str, answer: str, asked: list[str], warning: str | None
+) -> None:  # J-09
+    requeued, callback = slurm(answer), sending(number, step=0 if hook == "setup" else 3, hook=hook)
+    with caplog.at_level("WARNING", logger="drivetrain"), pytest.raises(SystemExit) as left:
+        fit(tmp_path, enable_checkpointing=True, callbacks=callback).fit(Tiny(), loader(20))
+    assert left.value.code == 128 + number
+    assert requeued() == asked
+    assert warning is None or f"scontrol requeue 77{warning}" in caplog.text
+    assert signal.getsignal(number) is signal.SIG_DFL
 
 
 class Evaluated(Regression):
-    """Sends this process signals in a given micro-batch of an evaluation.
+    """Sends this process signals in the third micro-batch of an evaluation, with a pause after each."""
 
-    Args:
-        numbers: the signals.
-        at: the micro-batch, or the name of a hook.
-        pause: seconds after each signal.
-    """
-
-    def __init__(self, *numbers: int, at: int | str = 2, pause: float = 0.0) -> None:
+    def __init__(self, *numbers: int, pause: float = 0.0) -> None:
         super().__init__()
-        self.numbers, self.at, self.pause = numbers, at, pause
+        self.numbers, self.pause = numbers, pause
         self.batches = 0
 
-    def send(self, where: int | str) -> None:
-        if where == self.at:
-            send(*self.numbers, pause=self.pause)
-
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        self.send(batch_idx)
+        if batch_idx == 2:
+            send(*self.numbers, pause=self.pause)
         self.batches += 1
         return self.layer(batch[0])
 
     validation_step = test_step = predict_step
 
-    def setup(self, stage: str) -> None:
-        self.send("setup")
-
-    def on_test_start(self) -> None:
-        self.send("on_test_start")
-
-    def on_test_end(self) -> None:
-        self.send("on_test_end")
-
 
 class Ended(Logger):
-    """Records the status with which a run ends."""
-
     name, version = "ended", 0
     status: str | None = None
 
-    def log_metrics(self, metrics: Any, step: int) -> None:
-        """Nothing is recorded."""
+    def log_metrics(self, metrics: Any, step: int) -> None: ...
 
     def finalize(self, status: str) -> None:
         self.status = status
 
 
-class Closing(Callback):
-    """Records the hooks that are called as a run ends."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        self.calls.append(type(exception).__name__)
-
-    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
-        self.calls.append(f"teardown {stage}")
-
-
 @pytest.mark.parametrize(
-    ("entry", "number", "raised"),
+    ("entry", "numbers", "hook", "batches"),
     [
-        ("validate", signal.SIGINT, KeyboardInterrupt),
-        ("test", signal.SIGTERM, SystemExit),
-        ("predict", signal.SIGTERM, SystemExit),
+        ("validate", [signal.SIGINT], None, 3),
+        ("test", [signal.SIGUSR1], None, 3),
+        ("predict", [signal.SIGTERM], None, 3),
+        ("test", [signal.SIGUSR1], "setup", 0),
+        ("test", [signal.SIGTERM], "on_test_start", 1),
+        ("test", [signal.SIGTERM], "on_test_end", 6),
+        ("test", [signal.SIGTERM, signal.SIGTERM], None, 2),  # the second one ends it within the batch
     ],
 )
-def test_a_signal_ends_an_evaluation_after_the_batch(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, entry: str, number: signal.Signals, raised: type[BaseException]
+def test_a_signal_ends_an_evaluation_after_the_batch_and_it_is_not_requeued(
+    tmp_path: Path, slurm: Any, caplog: pytest.LogCaptureFixture, entry: str, numbers: Any, hook: Any, batches: int
 ) -> None:  # Q-06
     caplog.set_level("INFO", logger="drivetrain")
-    module, closing, ended = Evaluated(number), Closing(), Ended()
-    before = signal.getsignal(number), signal.set_wakeup_fd(-1)
-    run = fit(tmp_path, callbacks=closing, logger=ended)
+    requeued, ended = slurm(), Ended()
+    ending: list[str] = []
+    module = Evaluated(*[] if hook else numbers, pause=0.6 * (len(numbers) - 1))
+    callbacks = [recording_the_end(ending), *[sending(*numbers, step=0, hook=hook)] * bool(hook)]
+    before = signal.getsignal(numbers[0]), signal.set_wakeup_fd(-1)
+    run = fit(tmp_path, callbacks=callbacks, logger=ended)
+    raised = KeyboardInterrupt if signal.SIGINT in numbers else SystemExit
     with pytest.raises(raised) as caught:
         getattr(run, entry)(module, regression())
-    if isinstance(caught.value, SystemExit):
-        assert caught.value.code == 143
-    assert module.batches == 3
-    assert closing.calls == [raised.__name__, f"teardown {entry}"]
+    assert getattr(caught.value, "code", 128 + signal.SIGINT) == 128 + numbers[0]
+    assert module.batches == batches
+    complete = hook == "on_test_end"
+    assert ending == [raised.__name__] * (not complete) + [f"teardown {entry}"]
     assert "The run ended" not in caplog.text  # it did not train
-    assert (run.state, ended.status) == ("interrupted", "interrupted")
-    assert (signal.getsignal(number), signal.set_wakeup_fd(-1)) == before
+    assert (run.state, ended.status) == ("interrupted", "success" if complete else "interrupted")
+    assert (signal.getsignal(numbers[0]), signal.set_wakeup_fd(-1)) == before
     assert not [one for one in threading.enumerate() if one.name.startswith("drivetrain")]
-
-
-@pytest.mark.parametrize(
-    ("at", "numbers", "batches"), [("setup", 1, 0), ("on_test_start", 1, 1), ("on_test_end", 1, 6), (2, 2, 2)]
-)
-def test_a_signal_between_batches_or_a_second_one_ends_an_evaluation(
-    tmp_path: Path, at: int | str, numbers: int, batches: int
-) -> None:  # Q-06
-    module = Evaluated(*[signal.SIGTERM] * numbers, at=at, pause=0.6 * (numbers - 1))
-    run = fit(tmp_path)
-    with pytest.raises(SystemExit) as caught:
-        run.test(module, regression(), verbose=False)
-    assert (caught.value.code, module.batches) == (143, batches)
+    assert requeued() == []
 
 
 def evaluating(path: Path, inner: Evaluated, after: Callable[[], object] = lambda: None) -> Callback:
@@ -323,29 +266,55 @@ def test_a_signal_in_an_evaluation_within_a_hook_is_left_to_the_fit(tmp_path: Pa
     assert names(tmp_path / RUN / "checkpoints") == ["interrupted-step=3"]  # the fit is saved
 
 
+def exit_code_after_sigterm(work: Callable[[Any], object]) -> int | None:
+    """Fork a process that calls ``work(began)``, and send it SIGTERM once it has set this event."""
+    context = multiprocessing.get_context("fork")
+    began = context.Event()
+    child = context.Process(target=work, args=(began,))
+    child.start()
+    assert began.wait(20)
+    time.sleep(0.5)  # it is in the call that blocks by then
+    child.terminate()
+    child.join(20)
+    child.kill()
+    return child.exitcode
+
+
 def test_a_process_forked_after_a_run_within_a_hook_has_the_default_handlers(tmp_path: Path) -> None:  # Q-06
     codes: list[int | None] = []
 
+    def wait(began: Any) -> None:
+        began.set()
+        time.sleep(20)
+
     def fork() -> None:
-        context = multiprocessing.get_context("fork")
-        began = context.Event()
-
-        def wait() -> None:
-            began.set()
-            time.sleep(20)
-
-        child = context.Process(target=wait)
-        child.start()
-        began.wait(20)
-        child.terminate()
-        child.join(5)
-        codes.append(child.exitcode)
-        child.kill()
+        codes.append(exit_code_after_sigterm(wait))
 
     run = fit(tmp_path, callbacks=evaluating(tmp_path / "inner", Evaluated(), fork))
     run.fit(Regression(), regression())
     assert codes == [-signal.SIGTERM]
     assert run.state == "finished"  # the child's signal is not taken for one to this process
+
+
+@requires_linux()
+@pytest.mark.parametrize("hook", ["setup", "on_validation_batch_end", "on_train_end"])
+def test_a_run_with_nothing_left_to_save_exits_with_143(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str
+) -> None:  # J-09
+    """The setup is in a call that runs no Python, like a collective that waits for another rank."""
+    monkeypatch.setattr(signals, "_FIRST_SIGNAL_GRACE", 1.0)
+
+    def train(began: Any) -> None:
+        def wait(trainer: Any) -> None:
+            began.set()
+            if hook == "setup":
+                torch.distributed.TCPStore("127.0.0.1", 0, 2, True)  # type: ignore[attr-defined]
+            time.sleep(2 if hook == "on_train_end" else 30)
+
+        run = fit(tmp_path, callbacks=calling(hook, wait), enable_checkpointing=True)
+        run.fit(Tiny(), loader(), loader())
+
+    assert exit_code_after_sigterm(train) == 143
 
 
 @pytest.mark.parametrize("returned", [False, True])
@@ -367,24 +336,3 @@ def test_a_preempted_prediction_is_resumed_and_only_then_requeued(
     predict(resumed)
     assert (leaving.batches, resumed.batches) == (3, 6 if returned else 3)
     assert len(read_predictions(tmp_path / "p")) == 24
-
-
-@pytest.mark.parametrize("at", ["setup", 2])
-def test_a_preempted_test_is_not_requeued(tmp_path: Path, slurm: Any, at: int | str) -> None:  # Q-06
-    requeued = slurm()
-    with pytest.raises(SystemExit):
-        fit(tmp_path).test(Evaluated(signal.SIGUSR1, at=at), regression(), verbose=False)
-    assert requeued() == []
-
-
-def test_a_signal_is_noticed_while_the_main_thread_runs_no_python() -> None:  # Q-06
-    """Other ranks then need not wait until this rank's micro-batch ends."""
-    threads: list[str] = []
-    with Signals([signal.SIGTERM], lambda number: threads.append(threading.current_thread().name)) as signals:
-        signals.defer_to_run()
-        sender = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM))
-        sender.start()
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000)  # half a second without Python
-        sender.join()
-        signals.handled = True
-    assert threads[0] == "drivetrain-signals"

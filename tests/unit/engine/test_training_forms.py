@@ -1,4 +1,4 @@
-"""Return values of training_step, windows with skipped micro-batches, closure optimizers, manual optimization."""
+"""What training_step may return, windows with skipped micro-batches, closures, manual optimization, and zero_grad."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from typing import Any
 import pytest
 import torch
 from engine_case import Regression, fit, loader, regression
-from small_modules import tiny
+from small_modules import linear, tiny
 from torch import nn
-from torch.amp import GradScaler
 from torch.optim import LBFGS, SGD, Adam
 
 from captured_warnings import captured_warnings
 from drivetrain import Callback, ConfigurationError, TrainModule
-from drivetrain.precision import MixedPrecision
+from drivetrain.callbacks import LambdaCallback
+from oracle.check import check
+from oracle.program import Data, Program
 
 
 class Outputs(Callback):
-    """Records the outputs that on_train_batch_end receives."""
-
     def __init__(self) -> None:
         self.kept: list[Any] = []
 
@@ -29,229 +28,215 @@ class Outputs(Callback):
         self.kept.append(outputs)
 
 
-class Returning(Regression):
-    """Returns the result of a function of its loss."""
-
-    def __init__(self, make: Callable[[torch.Tensor, int], Any]) -> None:
-        super().__init__()
-        self._make = make
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self._make(self.loss(batch), batch_idx)
+def returning(make: Callable[[torch.Tensor, int], Any], **methods: Any) -> Regression:
+    """A module whose step returns a function of its loss and of the index of the micro-batch."""
+    return linear(training_step=lambda self, batch, batch_idx: make(self.loss(batch), batch_idx), **methods)
 
 
-class TestOutputs:
-    def test_a_dict_reaches_the_hooks_complete_detached_and_unscaled(self, tmp_path: Path) -> None:
-        made: list[dict[str, Any]] = []
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+def test_a_dict_reaches_the_hooks_complete_detached_and_unscaled(tmp_path: Path, precision: str) -> None:
+    made: list[dict[str, Any]] = []
 
-        def make(loss: torch.Tensor, batch_idx: int) -> Any:
-            made.append({"loss": loss, "text": "x", "deep": {"list": [loss * 3, 1]}})
-            return made[-1]
+    def make(loss: torch.Tensor, batch_idx: int) -> Any:
+        made.append({"loss": loss, "text": "x", "deep": {"list": [loss * 3, 1]}})
+        return made[-1]
 
-        outputs = Outputs()
-        fit(tmp_path, callbacks=outputs, accumulate_grad_batches=3).fit(Returning(make), regression(12))
-        assert len(outputs.kept) == 3
-        for kept, given in zip(outputs.kept, made, strict=True):
-            assert kept.keys() == given.keys()
-            assert torch.equal(kept["loss"], given["loss"])  # neither divided by the window nor scaled
-            assert not kept["loss"].requires_grad
-            assert not kept["deep"]["list"][0].requires_grad
-            assert (kept["text"], kept["deep"]["list"][1]) == ("x", 1)
-
-    def test_a_dict_needs_a_loss_which_may_be_none(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigurationError, match=r"(?s)a dict.*dict with 'loss'"):
-            fit(tmp_path).fit(Returning(lambda loss, _: {"Loss": loss}), regression(8))
-        with captured_warnings() as lines:
-            fit(tmp_path).fit(Returning(lambda loss, _: {"loss": None, "other": loss}), regression(8))
-        assert sum("made no step" in line for line in lines) == 1
-
-    @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
-    def test_the_loss_is_unscaled_in_mixed_precision_too(self, tmp_path: Path, precision: str) -> None:
-        outputs = Outputs()
-        fit(tmp_path, callbacks=outputs, precision=precision, accumulate_grad_batches=2).fit(
-            Regression(lr=0.0), regression(8)
-        )
-        reference = Regression()
-        for kept, batch in zip(outputs.kept, regression(8), strict=True):
-            assert float(kept["loss"]) == pytest.approx(reference.loss(batch).item(), rel=0.03)
-
-    def test_batch_idx_may_be_omitted_in_any_step(self, tmp_path: Path) -> None:
-        seen: list[Any] = []
-        module = tiny(
-            training_step=lambda self, batch: self.layer(batch).mean(),
-            validation_step=lambda self, batch, dataloader_idx: seen.append((int(batch[0, 0]), dataloader_idx)),
-            test_step=lambda self, batch: seen.append(int(batch[0, 0])),
-            predict_step=lambda self, batch: int(batch[0, 0]),
-        )
-        runner = fit(tmp_path, num_sanity_val_steps=0)
-        runner.fit(module, loader(4), [loader(4), loader(2)])
-        runner.test(module, loader(4), verbose=False)
-        assert runner.predict(module, loader(4)) == [0, 2]
-        assert seen == [(0, 0), (2, 0), (0, 1), 0, 2]
+    outputs = Outputs()
+    run = fit(tmp_path, callbacks=outputs, accumulate_grad_batches=3, precision=precision)
+    run.fit(returning(make), regression(12))
+    assert len(outputs.kept) == 3
+    for kept, given in zip(outputs.kept, made, strict=True):
+        assert kept.keys() == given.keys()
+        assert torch.equal(kept["loss"], given["loss"])  # neither divided by the window nor scaled
+        assert not kept["loss"].requires_grad
+        assert not kept["deep"]["list"][0].requires_grad
+        assert (kept["text"], kept["deep"]["list"][1]) == ("x", 1)
 
 
-def _reference(kept: list[list[int]]) -> Regression:
-    """Written by hand, because the windows are given: each step is over the kept micro-batches of its window."""
-    module = Regression()
-    optimizer = module.configure_optimizers()
-    batches = list(regression(22))
-    for window in filter(None, kept):
-        optimizer.zero_grad()
-        x, y = (torch.cat([batches[index][part] for index in window]) for part in (0, 1))
-        module.loss((x, y)).backward()
-        optimizer.step()
-    return module
+def test_a_dict_needs_a_loss_which_may_be_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"(?s)a dict.*dict with 'loss'"):
+        fit(tmp_path).fit(returning(lambda loss, _: {"Loss": loss}), regression(8))
+    with captured_warnings() as lines:
+        fit(tmp_path).fit(returning(lambda loss, _: {"loss": None, "other": loss}), regression(8))
+    assert sum("made no step" in line for line in lines) == 1
 
 
-class TestNoneLosses:
-    """The gradients are rescaled to the weights that contributed; a window without any makes no step."""
-
-    @pytest.mark.parametrize(
-        ("skipped", "size", "windows", "scale"),
-        [
-            ({1, 5}, 1, [[0], [], [2], [3], [4], []], 0.0),
-            ({1, 5}, 2, [[0], [2, 3], [4]], 0.0),  # index 5 is the short last batch
-            ({0, 3, 4, 5}, 3, [[1, 2], []], 0.0),
-            ({2}, 4, [[0, 1, 3], [4, 5]], 0.0),
-            ({1, 5}, 2, [[0], [2, 3], [4]], 64.0),
-        ],
+def test_batch_idx_may_be_omitted_in_any_step(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    module = tiny(
+        training_step=lambda self, batch: self.layer(batch).mean(),
+        validation_step=lambda self, batch, dataloader_idx: seen.append((int(batch[0, 0]), dataloader_idx)),
+        test_step=lambda self, batch: seen.append(int(batch[0, 0])),
+        predict_step=lambda self, batch: int(batch[0, 0]),
     )
-    def test_none_losses_equal_the_reference(
-        self, tmp_path: Path, skipped: set[int], size: int, windows: list[list[int]], scale: float
-    ) -> None:
-        module = Returning(lambda loss, batch_idx: None if batch_idx in skipped else loss)
-        outputs = Outputs()
-        precision: Any = MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=scale)) if scale else "32-true"
-        runner = fit(tmp_path, accumulate_grad_batches=size, callbacks=outputs, precision=precision)
-        with captured_warnings() as lines:
-            runner.fit(module, regression(22))
-        assert sum("Returning.training_step returned None" in line for line in lines) == ([] in windows)
-        tolerance = 5e-3 if scale else 1e-6
-        torch.testing.assert_close(module.layer.weight, _reference(windows).layer.weight, atol=tolerance, rtol=0)
-        assert runner.global_step == len([window for window in windows if window])
-        assert [kept == {} for kept in outputs.kept] == [index in skipped for index in range(6)]
+    runner = fit(tmp_path, num_sanity_val_steps=0)
+    runner.fit(module, loader(4), [loader(4), loader(2)])
+    runner.test(module, loader(4), verbose=False)
+    assert runner.predict(module, loader(4)) == [0, 2]
+    assert seen == [(0, 0), (2, 0), (0, 1), 0, 2]
 
 
-class TestClosures:
-    """B-16: the closure returns the loss of the whole window."""
+@pytest.mark.parametrize(
+    ("skipped", "size", "steps"),
+    [({1, 5}, 1, 4), ({1, 5}, 2, 3), ({0, 3, 4, 5}, 3, 1), ({2}, 4, 2)],
+)
+def test_a_window_without_a_loss_makes_no_step(tmp_path: Path, skipped: set[int], size: int, steps: int) -> None:
+    module = returning(lambda loss, batch_idx: None if batch_idx in skipped else loss)
+    outputs = Outputs()
+    runner = fit(tmp_path, accumulate_grad_batches=size, callbacks=outputs)
+    with captured_warnings() as lines:
+        runner.fit(module, regression(22))
+    assert runner.global_step == steps
+    assert [kept == {} for kept in outputs.kept] == [index in skipped for index in range(6)]
+    windows = -(-6 // size)
+    assert sum("Net.training_step returned None" in line for line in lines) == (steps < windows)
 
-    def test_a_none_loss_within_the_window(self, tmp_path: Path) -> None:
-        """Each evaluation is a mean over the micro-batches that contributed, from the first on."""
 
-        class Closing(Returning):
-            def configure_optimizers(self) -> Any:
-                return LBFGS(self.parameters(), lr=0.3, max_iter=4, line_search_fn="strong_wolfe")
+@pytest.mark.parametrize(("precision", "accumulate"), [("32-true", 1), ("32-true", 3), ("16-mixed", 2)])
+def test_a_step_is_over_the_micro_batches_with_a_loss(precision: str, accumulate: int) -> None:
+    """The gradients are rescaled to the weights that contributed; the last micro-batch has a single sample."""
+    data = Data(samples=13)
+    program = Program(data=data, precision=precision, accumulate=accumulate, missing_loss="odd", epochs=2)
+    assert not check(program), "the engine refused the program"
 
-        module = Closing(lambda loss, batch_idx: None if batch_idx == 1 else loss)
-        fit(tmp_path, accumulate_grad_batches=3).fit(module, regression(24))
-        reference = Closing(lambda loss, batch_idx: loss)
-        optimizer = reference.configure_optimizers()
-        batches = list(regression(24))
-        # Written by hand: the oracle's LBFGS has no line search.
-        for window in ([batches[0], batches[2]], batches[3:]):
-            x, y = (torch.cat([batch[part] for batch in window]) for part in (0, 1))
 
-            def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss = reference.loss((x, y))
-                loss.backward()
-                return loss
+def test_a_closure_returns_the_mean_over_the_micro_batches_with_a_loss(tmp_path: Path) -> None:  # B-16
+    searching = {
+        "configure_optimizers": lambda self: LBFGS(self.parameters(), 0.3, max_iter=4, line_search_fn="strong_wolfe")
+    }
+    module = returning(lambda loss, batch_idx: None if batch_idx == 1 else loss, **searching)
+    fit(tmp_path, accumulate_grad_batches=3).fit(module, regression(24))
+    reference, batches = linear(**searching), list(regression(24))
+    windows = [[batches[0], batches[2]], batches[3:]]
+    fit(tmp_path).fit(reference, [[torch.cat(parts) for parts in zip(*window, strict=True)] for window in windows])
+    torch.testing.assert_close(module.layer.weight, reference.layer.weight, atol=1e-4, rtol=1e-4)
 
-            optimizer.step(closure)
-        torch.testing.assert_close(module.layer.weight, reference.layer.weight, atol=1e-4, rtol=1e-4)
 
-    def test_logged_values_are_those_of_the_first_evaluation(self, tmp_path: Path) -> None:
-        class Closing(Regression):
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                loss = self.loss(batch)
-                self.log("loss", loss, on_step=True, on_epoch=True)
-                self.log("calls", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
-                return loss
+def test_values_logged_by_a_closure_are_those_of_the_first_evaluation(tmp_path: Path) -> None:  # B-16
+    def step(self: Any, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("calls", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+        return loss
 
-            def configure_optimizers(self) -> Any:
-                return LBFGS(self.parameters(), max_iter=5)
-
-        module, outputs = Closing(), Outputs()
-        first = float(module.loss(next(iter(regression(4)))))
-        runner = fit(tmp_path, callbacks=outputs)
-        runner.fit(module, regression(4))
-        assert float(outputs.kept[0]["loss"]) == pytest.approx(first)
-        assert float(runner.callback_metrics["loss_epoch"]) == pytest.approx(first)
-        assert float(runner.callback_metrics["calls"]) == 1
+    configure = {"configure_optimizers": lambda self: LBFGS(self.parameters(), max_iter=5)}
+    module, outputs = linear(training_step=step, **configure), Outputs()
+    first = module.loss(next(iter(regression(4)))).item()
+    runner = fit(tmp_path, callbacks=outputs)
+    runner.fit(module, regression(4))
+    assert float(outputs.kept[0]["loss"]) == pytest.approx(first)
+    assert float(runner.callback_metrics["loss_epoch"]) == pytest.approx(first)
+    assert float(runner.callback_metrics["calls"]) == 1
 
 
 class Manual(TrainModule):
-    """A generator and a discriminator that take turns, each with its scheduler."""
+    """Two layers take turns, each with its optimizer and scheduler."""
 
     automatic_optimization = False
 
-    def __init__(self) -> None:
+    def __init__(self, returned: Any = None) -> None:
         super().__init__()
-        torch.manual_seed(7)
-        self.generator = nn.Linear(3, 3)
-        self.discriminator = nn.Linear(3, 1)
-        self.returned: Any = None
+        self.layers = nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1)])
+        self.returned = returned
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, _ = batch
-        first, second = self.optimizers()
-        with self.toggled_optimizer(first):
-            assert not self.discriminator.weight.requires_grad
-            loss = -self.discriminator(self.generator(x)).mean()
-            first.zero_grad()
-            self.manual_backward(loss)
-            self.clip_gradients(first, 0.5, "norm")
-            first.step()
-        with self.toggled_optimizer(second):
-            loss = self.discriminator(self.generator(x).detach()).mean() - self.discriminator(x).mean()
-            second.zero_grad()
-            self.manual_backward(loss)
-            second.step()
-        for scheduler in self.lr_schedulers():
+        for layer, optimizer, scheduler in zip(self.layers, self.optimizers(), self.lr_schedulers(), strict=True):
+            with self.toggled_optimizer(optimizer):
+                optimizer.zero_grad()
+                self.manual_backward(layer(batch[0]).mean())
+                optimizer.step()
             scheduler.step()
-        self.log("loss", loss)
         return self.returned
 
     def configure_optimizers(self) -> Any:
-        optimizers = [SGD(self.generator.parameters(), lr=0.1), Adam(self.discriminator.parameters(), lr=0.01)]
+        optimizers = [SGD(self.layers[0].parameters(), lr=0.1), Adam(self.layers[1].parameters(), lr=0.01)]
         return optimizers, [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in optimizers]
 
 
-class TestManual:
-    def test_every_hook_of_a_step(self, tmp_path: Path) -> None:
-        calls: list[str] = []
+@pytest.mark.parametrize(
+    ("returned", "arrives"), [(None, {}), ({"a": 1}, {"a": 1}), (torch.tensor(2.0), {"loss": torch.tensor(2.0)})]
+)
+def test_hooks_of_manual_optimization_and_its_schedulers(tmp_path: Path, returned: Any, arrives: Any) -> None:
+    calls: list[str] = []
 
-        class Watching(Callback):
-            def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
-                calls.append("before_backward")
+    class Watching(Outputs):
+        def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+            calls.append("before_backward")
 
-            def on_after_backward(self, trainer: Any, module: Any) -> None:
-                calls.append("after_backward")
+        def on_after_backward(self, trainer: Any, module: Any) -> None:
+            calls.append("after_backward")
 
-            def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-                calls.append(type(optimizer).__name__)
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            calls.append(type(optimizer).__name__)
 
-        fit(tmp_path, callbacks=Watching()).fit(Manual(), regression(4))
-        assert calls == ["before_backward", "after_backward", "SGD", "before_backward", "after_backward", "Adam"]
+    watching = Watching()
+    runner = fit(tmp_path, callbacks=watching)
+    runner.fit(Manual(returned), regression(4))
+    assert calls == ["before_backward", "after_backward", "SGD", "before_backward", "after_backward", "Adam"]
+    assert watching.kept == [arrives]
+    # The module steps its schedulers, and nothing else does.
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in runner.optimizers]
+    assert rates == pytest.approx([0.09, 0.009])
 
-    @pytest.mark.parametrize(
-        ("returned", "arrives"), [(None, {}), ({"a": 1}, {"a": 1}), (torch.tensor(2.0), {"loss": torch.tensor(2.0)})]
-    )
-    def test_the_output_reaches_the_hooks(self, tmp_path: Path, returned: Any, arrives: Any) -> None:
-        module, outputs = Manual(), Outputs()
-        module.returned = returned
-        fit(tmp_path, callbacks=outputs).fit(module, regression(4))
-        assert outputs.kept == [arrives]
 
-    def test_accumulation_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigurationError, match=r"accumulate_grad_batches=2.* with manual optimization"):
-            fit(tmp_path, accumulate_grad_batches=2).fit(Manual(), regression())
+def test_manual_optimization_refuses_accumulation(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"accumulate_grad_batches=2.* with manual optimization"):
+        fit(tmp_path, accumulate_grad_batches=2).fit(Manual(), regression())
 
-    def test_schedulers_are_stepped_by_the_module_only(self, tmp_path: Path) -> None:
-        class Idle(Manual):
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                return None
 
-        runner = fit(tmp_path, max_epochs=2)
-        runner.fit(Idle(), regression())
-        assert [optimizer.param_groups[0]["lr"] for optimizer in runner.optimizers] == [0.1, 0.01]
+class Clearing(SGD):
+    """Clears gradients in place, so that references to them stay valid."""
+
+    cleared = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.cleared += 1
+        super().zero_grad(set_to_none=False)
+
+
+def set_on_the_instance(parameters: Any, lr: float) -> Any:
+    held = list(parameters)
+    optimizer, clearing = SGD(held, lr), Clearing(held, lr)
+    optimizer.zero_grad = clearing.zero_grad  # type: ignore[method-assign]
+    optimizer.clearing = clearing  # type: ignore[attr-defined]
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [Clearing, set_on_the_instance])
+def test_an_overridden_zero_grad_is_called_once_per_window(tmp_path: Path, make: Any) -> None:
+    runner = fit(tmp_path, max_steps=3, accumulate_grad_batches=2)
+    runner.fit(tiny(configure_optimizers=lambda self: make(self.parameters(), 0.1)), loader(12))
+    optimizer: Any = runner.optimizers[0]
+    assert getattr(optimizer, "clearing", optimizer).cleared == 3
+
+
+def test_gradients_of_every_group_are_freed_before_the_next_forward(tmp_path: Path) -> None:
+    """The memory of old gradients is free for the forward's activations."""
+    seen: list[bool] = []
+    hooks: dict[str, list[Any]] = {"on_before_zero_grad": [], "on_before_optimizer_step": []}
+
+    def recording(hook: str) -> Any:
+        def record(trainer: Any, module: Any, optimizer: Any) -> None:
+            assert optimizer is trainer.optimizers[0]
+            hooks[hook].append((module.layer.bias.grad is not None, trainer.global_step))
+
+        return record
+
+    def configure_optimizers(self: Any) -> Any:
+        optimizer = SGD([self.layer.weight], lr=0.1)
+        optimizer.add_param_group({"params": [self.layer.bias, self.unused]})
+        return optimizer
+
+    def step(self: Any, batch: Any, batch_idx: int) -> Any:
+        seen.extend(one.grad is None for one in (self.layer.weight, self.layer.bias))
+        seen.append(self.frozen.grad is not None)  # it is in no optimizer
+        return self.layer(batch).mean()
+
+    module: Any = tiny(configure_optimizers=configure_optimizers, training_step=step)
+    module.unused, module.frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    module.frozen.grad = torch.ones(2)
+    callback = LambdaCallback(**{hook: recording(hook) for hook in hooks})
+    fit(tmp_path, max_steps=3, callbacks=callback).fit(module, loader())
+    assert seen == [True] * 9
+    assert hooks["on_before_zero_grad"] == [(False, 0), (True, 1), (True, 2)]
+    assert hooks["on_before_optimizer_step"] == [(True, 0), (True, 1), (True, 2)]  # not counted yet

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,6 @@ class Noisy(Dataset[Any]):
 
 
 class Dropping(Regression):
-    """Draws random numbers in training and validation."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -84,50 +83,16 @@ def weights_of(module: nn.Module) -> torch.Tensor:
 def trained(path: Path, data: Any, validation: Any = None, **options: Any) -> torch.Tensor:
     """Train; each hook around validation draws random numbers too."""
     module = Dropping()
-    called: list[str] = []
+    called: dict[str, float] = {}
 
     def drawing(hook: str) -> Callback:
-        def call(trainer: Any) -> None:
-            called.append(hook)
-            draw()
-
-        return calling(hook, call)
+        return calling(hook, lambda trainer: called.update({hook: draw()}))
 
     options = {"num_sanity_val_steps": 0, "limit_val_batches": 0 if validation is None else 1.0, **options}
     seed_generators()
     fit(path, max_epochs=2, callbacks=[*map(drawing, HOOKS)], seed=None, **options).fit(module, data, validation)
-    assert validation is None or len(set(called)) == (8 if options["num_sanity_val_steps"] else 6)
+    assert validation is None or len(called) == (8 if options["num_sanity_val_steps"] else 6)
     return weights_of(module)
-
-
-@pytest.mark.parametrize(
-    ("sanity", "options"), [(2, {}), (0, {"val_check_interval": 0.5}), (2, {"val_check_interval": 1})]
-)
-def test_weights_equal_a_run_without_validation_bit_for_bit(
-    tmp_path: Path, sanity: int, options: dict[str, Any]
-) -> None:
-    # I-13: the data set is also training's, with generators of its own, as after `random_split`.
-    data = Noisy()
-    validation = DataLoader(data, 4, shuffle=True)
-    found = trained(tmp_path, DataLoader(data, 4), validation, num_sanity_val_steps=sanity, **options)
-    assert torch.equal(found, trained(tmp_path, DataLoader(Noisy(), 4)))
-
-
-def test_weights_equal_a_hand_written_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # I-13; private: otherwise the seed of the order is one draw from torch's generator
-    monkeypatch.setattr("drivetrain._engine.seeding.last_seed", lambda: 0)
-    data = Noisy()
-    found = trained(tmp_path, DataLoader(data, 4), DataLoader(data, 4, shuffle=True), val_check_interval=2)
-    # Written by hand: the data set draws from every generator of the process.
-    module, again = Dropping(), Noisy()
-    seed_generators()
-    optimizer = module.configure_optimizers()
-    for _ in range(2):
-        for batch in DataLoader(again, 4):
-            optimizer.zero_grad()
-            module.training_step(batch, 0).backward()
-            optimizer.step()
-    assert torch.equal(found, weights_of(module))
 
 
 class Noise:
@@ -158,28 +123,58 @@ class Composed:
         return x
 
 
-@pytest.mark.parametrize("kind", ["workers", "sampler", "val_dataloader", "transform", "composed", "collate_fn"])
-def test_what_both_loaders_share_or_draw_does_not_change_training(tmp_path: Path, kind: str) -> None:
-    # I-13
-    def loaders() -> tuple[Any, Any]:
-        noise, data = Noise(), regression().dataset
-        if kind == "workers":  # torch draws their base seed from the process's generator
-            return regression(), DataLoader(data, 4, num_workers=1)
-        if kind == "val_dataloader":
-            return regression(), None
-        options: dict[str, Any] = {}
-        if kind == "sampler":
-            options["sampler"] = RandomSampler(data, generator=noise.torch)  # type: ignore[arg-type]
-        elif kind == "collate_fn":
-            options["collate_fn"] = noise.collate
-        else:
-            data = Noisy(Composed(noise) if kind == "composed" else noise)
-        return DataLoader(data, 4, **options), DataLoader(data, 4, **options)
+def both(data: Any, shuffle: bool = False, **options: Any) -> tuple[Any, Any]:
+    """Return loaders of training and of validation, which share the data set and the options."""
+    return DataLoader(data, 4, **options), DataLoader(data, 4, shuffle=shuffle, **options)
 
-    settings: dict[str, Any] = {"use_distributed_sampler": False}
-    train, validation = loaders()
-    found = trained(tmp_path, train, validation, val_check_interval=0.5, limit_val_batches=1.0, **settings)
-    assert torch.equal(found, trained(tmp_path, loaders()[0], **settings))
+
+def sampler() -> RandomSampler:
+    return RandomSampler(range(24), generator=torch.Generator().manual_seed(6))
+
+
+LOADERS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "data set": lambda: both(Noisy(), shuffle=True),  # as after `random_split`
+    "transform": lambda: both(Noisy(Composed(Noise()))),
+    "sampler": lambda: both(regression().dataset, sampler=sampler()),
+    "collate_fn": lambda: both(regression().dataset, collate_fn=Noise().collate),
+    # torch draws the base seed of workers from the process's generator
+    "workers": lambda: (regression(), DataLoader(regression().dataset, 4, num_workers=1)),
+    "val_dataloader": lambda: (regression(), None),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sanity", "interval"), [*((kind, 0, 0.5) for kind in LOADERS), ("data set", 2, 1.0), ("data set", 2, 1)]
+)
+def test_weights_equal_a_run_without_validation_bit_for_bit(
+    tmp_path: Path, kind: str, sanity: int, interval: float
+) -> None:
+    # I-13: whatever both loaders share or draw
+    options: dict[str, Any] = {"use_distributed_sampler": kind != "sampler"}
+    expected = trained(tmp_path, LOADERS[kind]()[0], **options)
+    options |= {"num_sanity_val_steps": sanity, "val_check_interval": interval, "limit_val_batches": 1.0}
+    assert torch.equal(trained(tmp_path, *LOADERS[kind](), **options), expected)
+
+
+def test_weights_equal_a_hand_written_loop_that_reads_each_batch_before_its_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # I-13, I-09, B-18; private: otherwise the seed of the order is one draw from torch's generator
+    monkeypatch.setattr("drivetrain._engine.seeding.last_seed", lambda: 0)
+    data = Noisy()
+    options: dict[str, Any] = {"val_check_interval": 2, "accumulate_grad_batches": 2}
+    found = trained(tmp_path, DataLoader(data, 4), DataLoader(data, 4, shuffle=True), **options)
+    # Written by hand: data set and module draw in turn from every generator of the process.
+    module, again = Dropping(), Noisy()
+    seed_generators()
+    optimizer = module.configure_optimizers()
+    for _ in range(2):
+        for index, batch in enumerate(DataLoader(again, 4)):
+            (module.training_step(batch, index) / 2).backward()
+            if index % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert torch.equal(found, weights_of(module))
 
 
 def test_the_search_for_generators_is_bounded() -> None:
@@ -197,22 +192,3 @@ def test_the_search_for_generators_is_bounded() -> None:
     data.samples = [Sample() for _ in range(10_000)]
     assert len(collect_generators(DataLoader(data, 4))) == 6
     assert Sample.looked_at == 0
-
-
-def test_a_resumed_run_draws_like_an_uninterrupted_one(tmp_path: Path) -> None:
-    # I-13, F-02: saved in a validation hook, whose draws do not affect training.
-    def save(trainer: Any) -> None:
-        draw()
-        if trainer.global_step == 3:
-            trainer.save_checkpoint(str(tmp_path / "saved"))
-
-    weights = []
-    for callbacks, path in (([calling("on_validation_end", save)], None), ([], str(tmp_path / "saved"))):
-        module = Dropping()
-        module.training_step = lambda batch, batch_idx, module=module: module.loss(batch)  # type: ignore[method-assign, misc]
-        torch.manual_seed(11)
-        run = fit(tmp_path, max_epochs=2, val_check_interval=3, callbacks=callbacks, num_sanity_val_steps=0)
-        run.fit(module, DataLoader(regression().dataset, 4, shuffle=True), regression(8), ckpt_path=path)
-        assert run.global_step == 12
-        weights.append(weights_of(module))
-    assert torch.equal(*weights)

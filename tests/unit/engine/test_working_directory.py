@@ -7,42 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from small_modules import calling
-from torch.utils.data import DataLoader, TensorDataset
+from engine_case import loader
+from small_modules import Logs, calling
 
-from drivetrain import Callback, ConfigurationError, Fit, TrainModule
+from drivetrain import Callback, ConfigurationError, Fit
 from drivetrain.callbacks import Checkpoint, PredictionWriter
 from drivetrain.data import read_predictions
 from drivetrain.loggers import CSVLogger
 from drivetrain.profilers import SimpleProfiler
 
 
-class Net(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-
-    def forward(self, batch: Any) -> torch.Tensor:
-        output: torch.Tensor = self.layer(batch[0])
-        return output
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = self(batch).square().mean()
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 def moving(hook: str, folder: Path) -> Callback:
-    """A callback that changes the working directory in a hook."""
     return calling(hook, lambda trainer: os.chdir(folder))
-
-
-def loader() -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.ones(6, 2)), batch_size=1)
 
 
 def fit(**options: Any) -> Fit:
@@ -72,23 +48,19 @@ def test_all_files_are_where_the_run_began(hook: str, start: Path) -> None:
         profiler=SimpleProfiler("profile"),
         callbacks=[moving(hook, elsewhere), Checkpoint("saved", every_n_train_steps=2)],
     )
-    trainer.fit(Net(), loader())
-    assert files(elsewhere) == []
+    trainer.fit(Logs(), loader(6, 1))
     assert {name.partition("/")[0] for name in files(start)} == {"logs", "saved", "profile", "root"}
     saved = trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
     assert Path(saved).parent == start / "saved"
-    again = fit(logger=False, callbacks=moving("setup", elsewhere), max_epochs=2)
     os.chdir(start)
-    again.fit(Net(), loader(), ckpt_path=os.path.relpath(saved, start))
+    again = fit(logger=False, callbacks=moving("setup", elsewhere), max_epochs=2)
+    again.fit(Logs(), loader(6, 1), ckpt_path=os.path.relpath(saved, start))
     assert again.global_step == 12
-
-
-def test_predictions_are_where_the_run_began(start: Path) -> None:
-    elsewhere = start.parent / "elsewhere"
+    os.chdir(start)
     callbacks = [moving("on_predict_start", elsewhere), PredictionWriter("predictions")]
-    fit(logger=False, callbacks=callbacks).predict(Net(), loader(), return_predictions=False)
-    assert files(elsewhere) == []
+    fit(logger=False, callbacks=callbacks).predict(Logs(), loader(6, 1), return_predictions=False)
     assert len(list(read_predictions(start / "predictions"))) == 6
+    assert files(elsewhere) == []
 
 
 def test_urls_and_paths_that_lack_a_slash_stay(start: Path) -> None:
@@ -104,13 +76,13 @@ def removed(start: Path) -> None:
 
 def test_without_a_working_directory_what_needs_no_relative_folder_works(removed: None, tmp_path: Path) -> None:
     trainer = fit(logger=False, enable_checkpointing=False)
-    trainer.fit(Net(), loader())
-    assert len(trainer.predict(Net(), loader()) or []) == trainer.global_step == 6
-    fit(fast_dev_run=True).fit(Net(), loader())
+    trainer.fit(Logs(), loader(6, 1))
+    assert len(trainer.predict(Logs(), loader(6, 1)) or []) == trainer.global_step == 6
+    fit(fast_dev_run=True).fit(Logs(), loader(6, 1))
     trainer = fit(default_root_dir=tmp_path / "root", logger="csv", callbacks=Checkpoint(tmp_path / "saved"))
-    trainer.fit(Net(), loader())
+    trainer.fit(Logs(), loader(6, 1))
     again = fit(default_root_dir=tmp_path / "root", logger="csv", max_epochs=2)
-    again.fit(Net(), loader(), ckpt_path=tmp_path / "saved/epoch=0-step=6")
+    again.fit(Logs(), loader(6, 1), ckpt_path=tmp_path / "saved/epoch=0-step=6")
 
 
 @pytest.mark.parametrize(
@@ -119,16 +91,14 @@ def test_without_a_working_directory_what_needs_no_relative_folder_works(removed
         ({}, None),
         ({"logger": "csv", "enable_checkpointing": False}, None),
         ({"logger": False, "enable_checkpointing": False, "profiler": "simple"}, None),
-        ({"logger": False, "callbacks": "Checkpoint"}, None),
+        ({"logger": False, "callbacks": Checkpoint}, None),
         ({"logger": False, "enable_checkpointing": False}, "saved/last"),
     ],
 )
 def test_without_a_working_directory_a_relative_folder_is_an_error_before_the_first_step(
     removed: None, options: dict[str, Any], path: str | None
 ) -> None:
-    if "callbacks" in options:
-        options = {**options, "callbacks": Checkpoint("saved")}
-    trainer = fit(**options)
+    trainer = fit(**{**options, **({"callbacks": Checkpoint("saved")} if "callbacks" in options else {})})
     with pytest.raises(ConfigurationError, match="the working directory was removed"):
-        trainer.fit(Net(), loader(), ckpt_path=path)
+        trainer.fit(Logs(), loader(6, 1), ckpt_path=path)
     assert trainer.global_step == 0

@@ -1,21 +1,26 @@
-"""Failures of ranks: what they say, how they travel, and that pickles which an attacker planted stay closed (J-06)."""
+"""Failures of ranks, the values that ranks exchange, and that pickles which an attacker planted stay closed (J-06)."""
 
 from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 import pickle
+import signal
 import stat
+from collections import namedtuple
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-# Private: what reads failures out of a store, without a run that fails.
 from drivetrain._distributed.control_group import GroupControl
+from drivetrain._distributed.plain_values import decode, encode
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.launchers import Failure, RankFailedError, first_cause
@@ -42,17 +47,20 @@ def test_an_exception_is_described_with_its_causes() -> None:
     assert (original.what, original.why, original.fix) == ("wrong", "because", "do")
 
 
-@pytest.mark.parametrize(
-    ("code", "name", "text"),
-    [
-        (-11, "SIGSEGV", "Rank 0 was killed by SIGSEGV"),
-        (-63, "signal 63", "Rank 0 was killed by signal 63"),
-        (3, None, "Rank 0 ended with exit code 3"),
-    ],
-)
-def test_exit_codes_are_described(code: int, name: str | None, text: str) -> None:  # G-02
-    failure = Failure.of_exit(0, code)
-    assert (failure.signal_name, failure.describe()) == (name, text)
+def test_the_first_cause_and_exit_codes_are_described() -> None:  # G-01, G-02
+    killed, unnamed, ended = (Failure.of_exit(0, code) for code in (-11, -63, 3))
+    assert (killed.signal_name, killed.describe()) == ("SIGSEGV", "Rank 0 was killed by SIGSEGV")
+    assert (unnamed.signal_name, unnamed.describe()) == ("signal 63", "Rank 0 was killed by signal 63")
+    assert (ended.signal_name, ended.describe()) == (None, "Rank 0 ended with exit code 3")
+    lost = _failure(RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:3"), rank=0)
+    silent = _failure(DistributedError("rank 1 does not answer"), rank=2)
+    cause = _failure(ValueError("x"), rank=1)
+    later = _failure(ValueError("y"), rank=3)
+    killed = Failure.of_exit(4, -9)
+    assert first_cause([lost, silent, later, cause, killed]) is cause
+    assert first_cause([lost, silent, killed]) is killed
+    assert first_cause([lost, silent]) is silent  # it names the rank that did not respond
+    assert first_cause([killed, later]) is later
 
 
 class _Unpicklable(Exception):
@@ -71,8 +79,7 @@ def test_an_error_survives_pickling_and_an_unpicklable_one_is_described() -> Non
     assert (failure.load_error(), failure.message) == (None, "text")
 
 
-@pytest.mark.parametrize("content", ['{"other": 1}', "{"])
-def test_the_first_failure_in_a_file_is_kept_and_a_malformed_file_ignored(content: str, tmp_path: Path) -> None:
+def test_the_first_failure_in_a_file_is_kept_and_a_malformed_file_ignored(tmp_path: Path) -> None:
     path = tmp_path / "failure"
     assert Failure.read(str(path)) is None
     first = _failure(ValueError("first"))
@@ -80,38 +87,17 @@ def test_the_first_failure_in_a_file_is_kept_and_a_malformed_file_ignored(conten
     _failure(ValueError("second")).write(str(path))
     assert Failure.read(str(path)) == first
     assert os.listdir(tmp_path) == ["failure"]
-    path.write_text(content)
-    assert Failure.read(str(path)) is None
-
-
-def test_the_first_cause() -> None:  # G-01, G-02
-    lost = _failure(RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:3"), rank=0)
-    silent = _failure(DistributedError("rank 1 does not answer"), rank=2)
-    cause = _failure(ValueError("x"), rank=1)
-    later = _failure(ValueError("y"), rank=3)
-    killed = Failure.of_exit(4, -9)
-    assert first_cause([lost, silent, later, cause, killed]) is cause
-    assert first_cause([lost, silent, killed]) is killed
-    assert first_cause([lost, silent]) is silent  # it names the rank that did not respond
-    assert first_cause([killed, later]) is later
+    for malformed in ('{"other": 1}', "{"):
+        path.write_text(malformed)
+        assert Failure.read(str(path)) is None
 
 
 class _Planted:
-    """Creates a folder when it is unpickled."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, (str(self.path),)
-
-
-def _plant(trace: Path, rank: int = 1) -> str:
-    pickled = base64.b85encode(pickle.dumps(_Planted(trace))).decode()
-    failure = Failure(rank, error_type="ValueError", message="planted", pickled_error=pickled)
-    assert failure.load_error() is None  # a folder is no exception,
-    trace.rmdir()  # but it shows that unpickling works
-    return json.dumps(asdict(failure))
 
 
 def _through_the_control_plane(planted: str) -> Failure | None:
@@ -140,21 +126,22 @@ def _through_the_callers_store(planted: str) -> Failure | None:
 
 @pytest.mark.parametrize("way", [_through_the_control_plane, _through_the_launcher, _through_the_callers_store])
 def test_a_pickle_in_the_store_is_not_opened(way: Any, tmp_path: Path) -> None:  # J-06
-    failure = way(_plant(tmp_path / "trace"))
+    pickled = base64.b85encode(pickle.dumps(_Planted(tmp_path / "trace"))).decode()
+    planted = Failure(1, error_type="ValueError", message="planted", pickled_error=pickled)
+    assert planted.load_error() is None  # a folder is no exception,
+    (tmp_path / "trace").rmdir()  # but it shows that unpickling works
+    failure = way(json.dumps(asdict(planted)))
     assert failure is not None
     assert (failure.message, failure.load_error()) == ("planted", None)
     assert not (tmp_path / "trace").exists()
 
 
-def test_a_failure_goes_into_the_store_as_text() -> None:  # J-06
+def test_a_failure_is_text_in_the_store_and_error_files_are_writable_only_for_this_user() -> None:  # J-06
     failure = Failure.of_exception(1, ValueError("text"))
     assert isinstance(failure.load_error(), ValueError)
     again = Failure.decode(failure.encode())
     assert (again.error_type, again.message, again.traceback) == ("ValueError", "text", failure.traceback)
     assert again.load_error() is None
-
-
-def test_error_files_are_writable_only_for_this_user() -> None:  # J-06
     processes = Processes.of_script(1, ["/bin/sleep", "60"], [{}])
     try:
         folder = Path(processes._scratch.name)
@@ -163,3 +150,37 @@ def test_error_files_are_writable_only_for_this_user() -> None:  # J-06
         assert folder.stat().st_uid == os.getuid()
     finally:
         processes.end(kill=True)
+
+
+Named = namedtuple("Named", ["name", "number"])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, True, 3, -(2**70), 0.1, math.inf, -math.inf, "text with \udc80 and \N{SNOWMAN}", [], (), {}),
+        [1, [2.5, None], (3, (4, "x"))],
+        {"a": (1, 2), "b": {"c": [()]}},
+        {0: "a", (1, 2): {"b": (3,)}, "c": None},
+        {"$tuple": [1]},
+        {"$pairs": [[1, 2]], "x": 1},
+        [{"$tuple": [1]}, ({"$x": (1,)},)],
+    ],
+)
+def test_a_value_comes_back_equal_and_of_the_same_types(value: Any) -> None:
+    again = decode(encode(value))
+    assert repr(again) == repr(value)
+    assert again == value
+
+
+def test_subclasses_become_plain_and_other_values_and_pickles_are_refused() -> None:  # J-06
+    values: list[Any] = [math.nan, Named("x", 1), signal.SIGINT, MappingProxyType({"a": 1})]
+    nan, *again = decode(encode(values))
+    assert math.isnan(nan)
+    assert again == [("x", 1), 2, {"a": 1}]
+    assert [type(value) for value in again] == [tuple, int, dict]
+    for value in ({1, 2}, object(), b"bytes", torch.zeros(1), torch.float32):
+        with pytest.raises(TypeError, match=type(value).__name__):
+            encode({"a": [(value,)]})
+    with pytest.raises(ValueError, match=r"decode|JSON|Expecting"):
+        decode(pickle.dumps([1]))

@@ -1,17 +1,23 @@
-"""Set up the real wandb and mlflow on a local disk for a test, and read their data back."""
+"""Log known values and read tables back; use the real wandb and mlflow without a network."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
+import resource
+import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import fsspec
 import pytest
-from wandb_files import read_records, row_of
+import torch
 
+from drivetrain import Logger
 from drivetrain.loggers import MLFlowLogger, WandbLogger
+
+LoggerT = TypeVar("LoggerT", bound=Logger)
 
 OFFLINE = {
     "WANDB_MODE": "offline",
@@ -38,68 +44,38 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         wandb.teardown()
 
 
+@contextmanager
+def file_size_limit(nbytes: int) -> Iterator[None]:
+    """Limit the files of this process: as on a disk that is full, a write fails midway."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def log_steps(logger: LoggerT, *steps: int, name: str = "loss") -> LoggerT:
+    """Log half of each step's number, and return the logger."""
+    for step in steps:
+        logger.log_metrics({name: step / 2}, step)
+    return logger
+
+
+def read_table(folder: str | Path) -> list[str]:
+    """Return the lines of the table in a folder or at a URL."""
+    with fsspec.open(f"{folder}/metrics.csv", "r", newline="") as stream:
+        return str(stream.read()).splitlines()
+
+
 def folder_of(logger: MLFlowLogger | WandbLogger) -> Path:
     return Path(str(logger.log_dir))
 
 
 def assert_no_file_has(folder: Path, secret: str) -> None:
     assert not [path for path in folder.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
-
-
-def wandb_records(folder: Path) -> list[list[Any]]:
-    """Return, by part of the run in a folder in order of time, its records by wandb's own schema."""
-    import wandb
-    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
-
-    wandb.teardown()  # writes what wandb's process still has
-    parts = sorted(folder.glob("wandb/*run-*/run-*.wandb"), key=lambda path: path.parent.stat().st_ctime_ns)
-    return [[Record.FromString(content) for content in read_records(path)] for path in parts]
-
-
-def records_of_kind(part: list[Any], kind: str) -> list[Any]:
-    return [getattr(record, kind) for record in part if record.WhichOneof("record_type") == kind]
-
-
-def wandb_config(part: list[Any]) -> dict[str, Any]:
-    updates = [one for record in records_of_kind(part, "config") for one in record.update]
-    return {one.key: json.loads(one.value_json) for one in updates}
-
-
-def wandb_rows(folder: Path) -> list[list[dict[str, Any]]]:
-    """Return, by part of the run in a folder, its rows."""
-    return [[row_of(history) for history in records_of_kind(part, "history")] for part in wandb_records(folder)]
-
-
-def wandb_media(folder: Path) -> dict[str, Any]:
-    """Return the media of a run by name; those in JSON files with their "data" and "columns"."""
-    [rows] = wandb_rows(folder)
-    (files,) = folder.glob("wandb/*run-*/files")
-    found = {name: value for row in rows for name, value in row.items() if isinstance(value, dict)}
-    for value in found.values():
-        if value.get("_type") == "table-file":
-            value.update(json.loads((files / value["path"]).read_text()))
-    return found
-
-
-def wandb_curve(folder: Path, name: str) -> list[list[tuple[int, Any]]]:
-    """Return, by part of the run in a folder, the steps and values of a metric."""
-    return [[(row["trainer/global_step"], row[name]) for row in part if name in row] for part in wandb_rows(folder)]
-
-
-def mlflow_client(root: Path) -> Any:
-    from mlflow.tracking import MlflowClient
-
-    return MlflowClient(f"sqlite:///{root}/mlflow.db")
-
-
-def mlflow_run(root: Path, folder: Path) -> Any:
-    """Return MLflow's run that belongs to a run's folder."""
-    return mlflow_client(root).get_run(json.loads((folder / "mlflow.json").read_text())["run_id"])
-
-
-def mlflow_curve(root: Path, folder: Path, name: str) -> list[tuple[int, float]]:
-    run_id = mlflow_run(root, folder).info.run_id
-    return sorted((one.step, one.value) for one in mlflow_client(root).get_metric_history(run_id, name))
 
 
 class Drawing:
@@ -109,3 +85,11 @@ class Drawing:
         from PIL import Image
 
         Image.new("RGB", (5, 3), (255, 0, 0)).save(file, format=format)
+
+
+def log_all_media(logger: Logger, step: int = 2) -> None:
+    logger.log_image("seen/picture", torch.full((3, 4, 6), 0.5), step)
+    logger.log_figure("figure", Drawing(), step)
+    logger.log_histogram("weights", torch.arange(8.0), step)
+    logger.log_text("text", "# Hello", step)
+    logger.log_table("table", [{"x": 1, "y": "a|b"}, {"x": torch.tensor(2)}], step)

@@ -6,25 +6,17 @@ import json
 import logging
 import math
 import pickle
+import struct
 import sys
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from logged_steps import log_steps
-from services import (
-    Drawing,
-    assert_no_file_has,
-    folder_of,
-    offline,
-    records_of_kind,
-    wandb_config,
-    wandb_curve,
-    wandb_media,
-    wandb_records,
-    wandb_rows,
-)
+from services import assert_no_file_has, folder_of, log_all_media, log_steps, offline
 from torch.utils.data import DataLoader
 
 from drivetrain import Fit, TrainModule
@@ -35,18 +27,78 @@ from drivetrain.testing import requires_package
 __all__ = ["offline"]
 pytestmark = [requires_package("wandb"), pytest.mark.usefixtures("offline")]
 
+_HEADER_BYTES = 7  # the size of a file's header, and of the header of a record's fragment
+_BLOCK_BYTES = 32768
+_FULL, _FIRST, _LAST = 1, 2, 4  # types of fragments
 
-def run_ids(folder: Path) -> list[str]:
-    return [run.run_id for part in wandb_records(folder) for run in records_of_kind(part, "run")]
+
+def row_of(history: Any) -> dict[str, Any]:
+    """Return the values of a history record by name. A value with nested keys (media) is a dict."""
+    row: dict[str, Any] = {}
+    for item in history.item:
+        name, *inner = [item.key] if item.key else item.nested_key
+        if inner:
+            row.setdefault(name, {})[".".join(inner)] = json.loads(item.value_json)
+        else:
+            row[name] = json.loads(item.value_json)
+    return row
 
 
-def test_metrics_parameters_and_settings_are_at_wandb(tmp_path: Path) -> None:
-    # L-04
-    logger = WandbLogger("mine", tmp_path, id="a1", project="digits", offline=True, prefix="a", group="g", tags=["t"])
+def read_records(path: Path) -> Iterator[bytes]:
+    """Yield the records, protocol buffers, of one of wandb's local files, in the record format of LevelDB's log."""
+    content = path.read_bytes()
+    position, record = _HEADER_BYTES, b""
+    while position + _HEADER_BYTES <= len(content):
+        remaining = _BLOCK_BYTES - position % _BLOCK_BYTES
+        if remaining < _HEADER_BYTES:  # The rest of the block is too short for a fragment.
+            position += remaining
+            continue
+        checksum, length, record_type = struct.unpack_from("<IHB", content, position)
+        position += _HEADER_BYTES
+        piece = content[position : position + length]
+        assert zlib.crc32(piece, zlib.crc32(bytes([record_type]))) == checksum
+        position += length
+        record = piece if record_type in (_FULL, _FIRST) else record + piece
+        if record_type in (_FULL, _LAST):
+            yield record
+
+
+def wandb_records(folder: Path) -> list[list[Any]]:
+    """Return, by part of the run in a folder in order of time, its records by wandb's own schema."""
+    import wandb
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
+
+    wandb.teardown()  # writes what wandb's process still has
+    parts = sorted(folder.glob("wandb/*run-*/run-*.wandb"), key=lambda path: path.parent.stat().st_ctime_ns)
+    return [[Record.FromString(content) for content in read_records(path)] for path in parts]
+
+
+def records_of_kind(part: list[Any], kind: str) -> list[Any]:
+    return [getattr(record, kind) for record in part if record.WhichOneof("record_type") == kind]
+
+
+def wandb_rows(folder: Path) -> list[list[dict[str, Any]]]:
+    """Return, by part of the run in a folder, its rows."""
+    return [[row_of(history) for history in records_of_kind(part, "history")] for part in wandb_records(folder)]
+
+
+def wandb_curve(folder: Path, name: str) -> list[list[tuple[int, Any]]]:
+    """Return, by part of the run in a folder, the steps and values of a metric."""
+    return [[(row["trainer/global_step"], row[name]) for row in part if name in row] for part in wandb_rows(folder)]
+
+
+def test_metrics_parameters_and_settings_but_no_secrets_are_at_wandb(tmp_path: Path, monkeypatch: Any) -> None:
+    # J-11, L-04
+    secret = "sk-very-secret"
+    arguments = ["train.py", f"--api_token={secret}", "--lr", "0.1"]  # wandb keeps the command line
+    monkeypatch.setattr(sys, "argv", arguments)
+    options: dict[str, Any] = {"project": "digits", "offline": True, "prefix": "a", "config": {"api_token": secret}}
+    logger = WandbLogger("mine", tmp_path, id="a1", group="g", tags=["t"], **options)
     assert not list(tmp_path.iterdir())  # building it writes nothing
     params: dict[Any, Any] = {"lr": 0.1, "net": {"width": 3, 0: "cat"}, 5: 1}  # names that are numbers become text
-    logger.log_hyperparams(params)
-    logger.log_metrics({"loss": 1.5, "epoch": 0}, 3)
+    logger.log_hyperparams({**params, "api_token": secret})
+    loss: Any = np.float32(1.5)
+    logger.log_metrics({"loss": loss, "epoch": 0}, 3)
     logger.log_metrics({"loss": math.nan}, 6)
     folder = folder_of(logger)
     assert logger.experiment.id == "a1"
@@ -59,49 +111,47 @@ def test_metrics_parameters_and_settings_are_at_wandb(tmp_path: Path) -> None:
     assert (run.run_id, run.project, run.display_name) == ("a1", "digits", "mine")
     assert (run.run_group, list(run.tags)) == ("g", ["t"])
     assert [one.exit_code for one in records_of_kind(part, "exit")] == [0]
-    assert wandb_config(part) == {"lr": 0.1, "net": {"width": 3, "0": "cat"}, "5": 1}
+    updates = [one for record in records_of_kind(part, "config") for one in record.update]
+    config = {one.key: json.loads(one.value_json) for one in updates}
+    assert config == {"lr": 0.1, "net": {"width": 3, "0": "cat"}, "5": 1}
     [rows] = wandb_rows(folder)
     assert [(row["trainer/global_step"], row.get("a-epoch")) for row in rows] == [(3, 0), (6, None)]
     assert rows[0]["a-loss"] == 1.5
     assert math.isnan(rows[1]["a-loss"])
     # The axis of the charts is the optimizer step.
     assert {one.glob_name: one.step_metric for one in records_of_kind(part, "metric")}["*"] == "trainer/global_step"
+    assert sys.argv is arguments
+    logged = [list(one.args) for one in records_of_kind(part, "environment") if one.args]
+    assert logged == [["--api_token=...", "--lr", "0.1"]]
+    assert_no_file_has(tmp_path, secret)
 
 
-@pytest.mark.parametrize(("status", "code"), [("failed", 1), ("interrupted", 255)])
-def test_the_exit_code_of_an_unsuccessful_run(tmp_path: Path, status: str, code: int) -> None:
-    logger = log_steps(WandbLogger(save_dir=tmp_path), 1)
-    logger.finalize(status)
-    (part,) = wandb_records(folder_of(logger))
-    assert [one.exit_code for one in records_of_kind(part, "exit")] == [code]
-
-
-def test_media_of_every_kind(tmp_path: Path) -> None:
-    # L-04
+def test_media_of_every_kind(tmp_path: Path) -> None:  # L-04
     logger = WandbLogger(save_dir=tmp_path)
-    logger.log_image("picture", torch.rand(3, 4, 6), 2)
+    log_all_media(logger)
     logger.log_image("grey", torch.rand(4, 6), 2)
-    logger.log_figure("figure", Drawing(), 2)
-    logger.log_histogram("weights", torch.arange(8.0), 2)
     logger.log_histogram("fine", Histogram.of(torch.arange(1030.0), 1030), 2)  # wandb takes 512 bins
-    logger.log_text("text", "a | b", 2)
-    logger.log_table("table", {"x": [1, "a"], "y": [0.5, None]}, 2)  # wandb refuses columns of several types
+    logger.log_table("mixed", {"x": [1, "a"], "y": [0.5, None]}, 2)  # wandb refuses columns of several types
     logger.finalize("success")
-    media = wandb_media(folder_of(logger))
+    [rows] = wandb_rows(folder_of(logger))
+    media = {name: value for row in rows for name, value in row.items() if isinstance(value, dict)}
+    (files,) = folder_of(logger).glob("wandb/*run-*/files")
+    paths = {name: files / value["path"] for name, value in media.items() if value["_type"] == "table-file"}
+    tables = {name: json.loads(path.read_text()) for name, path in paths.items()}
     images = {name: (one["width"], one["height"]) for name, one in media.items() if one["_type"] == "image-file"}
-    assert images == {"picture": (6, 4), "grey": (6, 4), "figure": (5, 3)}
+    assert images == {"seen/picture": (6, 4), "grey": (6, 4), "figure": (5, 3)}
     assert media["weights"]["_type"] == "histogram"
     assert sum(media["weights"]["values"]) == 8
     assert len(media["weights"]["bins"]) == 65
     assert media["fine"]["values"] == [3] * 343 + [1]
     edges = media["fine"]["bins"]
     assert (len(edges), edges[0], edges[-1]) == (345, 0.0, 1029.0)
-    assert (media["table"]["columns"], media["table"]["data"]) == (["x", "y"], [[1, 0.5], ["a", None]])
-    assert media["text"]["data"] == [["a | b"]]
+    assert (tables["table"]["columns"], tables["table"]["data"]) == (["x", "y"], [[1, "a|b"], [2, None]])
+    assert tables["mixed"]["data"] == [[1, 0.5], ["a", None]]
+    assert tables["text"]["data"] == [["# Hello"]]
 
 
-def test_a_resumed_run_continues_at_wandb(tmp_path: Path) -> None:
-    # L-04: under the same id, with steps that follow the checkpoint's
+def test_a_resumed_run_continues_at_wandb_under_its_id(tmp_path: Path) -> None:  # L-04
     first = log_steps(WandbLogger(save_dir=tmp_path, version=0), 2, 4)
     run_id = first.experiment.id
     first.finalize("failed")
@@ -111,24 +161,13 @@ def test_a_resumed_run_continues_at_wandb(tmp_path: Path) -> None:
     assert again.run_id == run_id
     sent = pickle.loads(pickle.dumps(log_steps(again, 6, name="test_loss")))  # an evaluation, and another process
     assert sent.log_dir == again.log_dir
-    again.finalize("success")
+    again.finalize("interrupted")
     folder = folder_of(again)
+    exits = [one for part in wandb_records(folder) for one in records_of_kind(part, "exit")]
+    assert [one.exit_code for one in exits] == [1, 0, 255]
     assert wandb_curve(folder, "loss") == [[(2, 1.0), (4, 2.0)], [(6, 3.0)], []]
     assert wandb_curve(folder, "test_loss") == [[], [], [(6, 3.0)]]
-    assert run_ids(folder) == [run_id] * 3
-
-
-def test_another_folder_is_another_run(tmp_path: Path) -> None:
-    logger = WandbLogger(save_dir=tmp_path)
-    ids = []
-    for version in ("version_0", "version_1"):
-        logger.adopt(version)
-        log_steps(logger, 1).finalize("success")
-        ids.append(logger.run_id)
-    assert ids[0] != ids[1]
-    named = WandbLogger(save_dir=tmp_path, version="mine")
-    assert named.experiment.id == named.version == "mine"
-    named.finalize("success")
+    assert [run.run_id for part in wandb_records(folder) for run in records_of_kind(part, "run")] == [run_id] * 3
 
 
 def test_a_run_of_the_users_is_used_and_not_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -143,26 +182,12 @@ def test_a_run_of_the_users_is_used_and_not_ended(tmp_path: Path, caplog: pytest
     assert wandb.run is run
     run.finish()
     assert wandb_curve(tmp_path, "loss") == [[(1, 0.5), (2, 1.0)]]
-
-
-def test_secrets_are_not_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # J-11: nor by the command line, which wandb keeps
-    secret = "sk-very-secret"
-    arguments = ["train.py", f"--api_token={secret}", "--lr", "0.1"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    logger = WandbLogger(save_dir=tmp_path, config={"api_token": secret, "lr": 1})
-    logger.log_hyperparams({"api_token": secret, "width": 3})
-    logger.finalize("success")
-    assert sys.argv is arguments
-    (part,) = wandb_records(folder_of(logger))
-    logged = [list(one.args) for one in records_of_kind(part, "environment") if one.args]
-    assert logged == [["--api_token=...", "--lr", "0.1"]]
-    assert_no_file_has(tmp_path, secret)
+    named = WandbLogger(save_dir=tmp_path, version="mine")
+    assert named.experiment.id == named.version == "mine"
+    named.finalize("success")
 
 
 class Scored(TrainModule):
-    """Has the scores 3, 1 and 2 in the first three epochs."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
@@ -186,8 +211,7 @@ THIRD = ("epoch=2", 2.0, ["latest"])
     ("log_model", "top_k", "uploaded"),
     [("all", 1, [FIRST, SECOND]), (True, 1, [SECOND]), (True, -1, [FIRST, SECOND, THIRD]), (False, -1, [])],
 )
-def test_checkpoints_are_uploaded(tmp_path: Path, log_model: Any, top_k: int, uploaded: list[Any]) -> None:
-    # S-18
+def test_checkpoints_are_uploaded(tmp_path: Path, log_model: Any, top_k: int, uploaded: list[Any]) -> None:  # S-18
     logger = WandbLogger(save_dir=tmp_path, offline=True, log_model=log_model)
     data: Any = DataLoader(torch.ones(1, 1))  # type: ignore[arg-type]
     kept = Checkpoint(tmp_path / "kept", filename="{epoch}", monitor="val", save_top_k=top_k)

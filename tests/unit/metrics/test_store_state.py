@@ -20,15 +20,6 @@ class Metrics(nn.Module):
         self.seen = torchmetrics.CatMetric()
 
 
-def store_in_epoch(module: nn.Module, *states: Any) -> MetricStore:
-    """Return a store in a training epoch, which continues that of ``states`` if there are any."""
-    store = MetricStore(module)
-    if states:
-        store.load_state_dict(list(states), torch.device("cpu"))
-    store.enter("train", reset=not states)
-    return store
-
-
 def log(store: MetricStore, name: str, value: Any, reduce_fx: Any = "mean", on_step: bool = True) -> None:
     store.record(name, value, on_step, True, True, True, reduce_fx, None, None, True, None)
 
@@ -45,37 +36,33 @@ def log_step(store: MetricStore, module: Metrics, number: int) -> None:
         log(store, "once", 3.0, on_step=False)
 
 
-def test_a_key_keeps_its_reduction_after_a_resume() -> None:
+def store_after(steps: range, *states: Any) -> tuple[MetricStore, Metrics]:
+    """Return a store after some steps of an epoch, which continues that of ``states`` if any, and its module."""
     module = Metrics()
-    store = store_in_epoch(module)
-    store.batch = (torch.zeros(1),)
-    log(store, "largest", 2.0, torch.max)
-    resumed = store_in_epoch(module, store.state_dict())
-    resumed.batch = (torch.zeros(1),)
-    log(resumed, "largest", 1.0, torch.max)
+    store = MetricStore(module)
+    if states:
+        store.load_state_dict(list(states), torch.device("cpu"))
+    store.enter("train", reset=not states)
+    for number in steps:
+        log_step(store, module, number)
+    return store, module
+
+
+def test_a_key_keeps_its_reduction_after_a_resume() -> None:
+    store, _ = store_after(range(1))
+    log(store, "longest", 2.0, torch.max)
+    resumed, _ = store_after(range(1, 2), store.state_dict())
+    log(resumed, "longest", 1.0, torch.max)
     with pytest.raises(ConfigurationError, match=r"reduce_fx from .* to 'sum'"):
-        log(resumed, "largest", 1.0, "sum")
-    assert float(resumed.reduce_epoch(together=False)["largest_epoch"]) == 2.0
+        log(resumed, "longest", 1.0, "sum")
+    assert float(resumed.reduce_epoch(together=False)["longest_epoch"]) == 2.0
 
 
 @pytest.mark.parametrize("ranks", [[range(3)], [range(2), range(2, 4)]], ids=["one", "two"])
-def test_an_epoch_of_several_ranks_continues_on_one(ranks: list[range]) -> None:
-    # F-02, F-16
-    whole = Metrics()
-    undisturbed = store_in_epoch(whole)
-    for number in range(5):
-        log_step(undisturbed, whole, number)
-    states = []
-    for numbers in ranks:
-        module = Metrics()
-        store = store_in_epoch(module)
-        for number in numbers:
-            log_step(store, module, number)
-        states.append(store.state_dict())
-    module = Metrics()
-    resumed = store_in_epoch(module, *states)
-    for number in range(ranks[-1].stop, 5):
-        log_step(resumed, module, number)
+def test_an_epoch_of_several_ranks_continues_on_one(ranks: list[range]) -> None:  # F-02, F-16
+    undisturbed, _ = store_after(range(5))
+    states = [store_after(steps)[0].state_dict() for steps in ranks]
+    resumed, module = store_after(range(ranks[-1].stop, 5), *states)
     assert resumed.callback_metrics() == undisturbed.callback_metrics()
     assert resumed.had_data
     expected = undisturbed.reduce_epoch(together=False)
@@ -98,8 +85,7 @@ def resumed_metric(kind: Any, updates: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_the_state_of_the_only_rank_with_data_needs_no_merge(rank: int) -> None:
-    # I-16: Pearson's states cannot be summed up
+def test_the_state_of_the_only_rank_with_data_needs_no_merge(rank: int) -> None:  # I-16
     first, second = torch.randn(2, 2, 7, generator=torch.Generator().manual_seed(0))
     metric = resumed_metric(torchmetrics.PearsonCorrCoef, [tuple(first) if at == rank else None for at in range(3)])
     metric.update(*second)
@@ -111,11 +97,6 @@ def test_the_state_of_the_only_rank_with_data_needs_no_merge(rank: int) -> None:
 class ReductionMetric(torchmetrics.Metric):
     """Has one state for each way in which torchmetrics reduces over ranks."""
 
-    sum: torch.Tensor
-    cat: torch.Tensor
-    list: Any
-    apart: Any
-
     def __init__(self) -> None:
         super().__init__()
         for name in ("sum", "mean", "max", "min"):
@@ -125,19 +106,18 @@ class ReductionMetric(torchmetrics.Metric):
         self.add_state("apart", [], dist_reduce_fx=None)
         self.add_state("spread", torch.tensor(0.0), dist_reduce_fx=lambda values: values.amax(0) - values.amin(0))
 
-    def update(self, value: float) -> None:
+    def update(self: Any, value: float) -> None:
         for name in ("sum", "mean", "max", "min", "spread"):
             setattr(self, name, getattr(self, name) + value)
         self.cat = torch.cat([self.cat, torch.full((int(value),), value)])
         self.list.append(torch.tensor([value]))
         self.apart.append(torch.tensor([value]))
 
-    def compute(self) -> torch.Tensor:
+    def compute(self: Any) -> Any:
         return self.sum
 
 
-def test_every_state_is_merged_by_its_reduction() -> None:
-    # I-16: of all ranks at once; the mean of a mean and a third is another number
+def test_every_state_is_merged_by_its_reduction() -> None:  # I-16
     metric = resumed_metric(ReductionMetric, [(1.0,), (2.0,), (6.0,)])
     assert [float(getattr(metric, name)) for name in ("sum", "mean", "max", "min", "spread")] == [9, 3, 6, 1, 5]
     assert metric.cat.tolist() == [1.0] + [2.0] * 2 + [6.0] * 6
@@ -162,14 +142,7 @@ class ChangesShape(torchmetrics.SumMetric):
         self.wide = torch.zeros(len(value))
 
 
-@pytest.mark.parametrize(
-    ("kind", "named"),
-    [
-        (FailsToMerge, r"FailsToMerge 'metric'(?s:.)*KeyError: 'half'"),
-        (ChangesShape, r"ChangesShape 'metric'(?s:.)*wide"),
-    ],
-)
-def test_a_metric_that_cannot_be_merged_is_named(kind: Any, named: str) -> None:
-    # I-16
-    with pytest.raises(CheckpointError, match=named):
-        resumed_metric(kind, [(torch.ones(1),), (torch.ones(2),)])
+def test_a_metric_that_cannot_be_merged_is_named() -> None:  # I-16
+    for kind, reason in ((FailsToMerge, "KeyError: 'half'"), (ChangesShape, "wide")):
+        with pytest.raises(CheckpointError, match=rf"{kind.__name__} 'metric'(?s:.)*{reason}"):
+            resumed_metric(kind, [(torch.ones(1),), (torch.ones(2),)])

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drivetrain import Callback, Fit, TrainModule
+from drivetrain import Fit, TrainModule
+from drivetrain.callbacks import LambdaCallback
 from drivetrain.precision import MixedPrecision
 from drivetrain.testing import requires_cuda
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, requires_cuda()])]
 X = torch.arange(12.0).reshape(4, 3) / 12
+INF = float("inf")
 
 
-class TwoLayers(nn.Module):
-    """Two independent linear layers, each with its own optimizer."""
-
+class TwoLayers(TrainModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -29,6 +29,12 @@ class TwoLayers(nn.Module):
 
     def forward(self, x: Tensor, left: float = 1.0, right: float = 1.0) -> Tensor:
         return left * self.left(x).float().pow(2).mean() + right * self.right(x).float().pow(2).mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def precision_for(device: str, **options: Any) -> MixedPrecision:
@@ -61,12 +67,8 @@ def step_all(precision: MixedPrecision, optimizers: list[torch.optim.Optimizer])
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("options", "factor"), [({}, float("inf")), ({"foreach": True}, float("nan")), ({"fused": True}, float("inf"))]
-)
-def test_an_overflow_skips_every_step_and_halves_the_scale_once(
-    device: str, options: dict[str, Any], factor: float
-) -> None:
+@pytest.mark.parametrize(("options", "factor"), [({}, INF), ({"foreach": True}, float("nan")), ({"fused": True}, INF)])
+def test_an_overflow_skips_every_step_and_halves_the_scale_once(device: str, options: Any, factor: float) -> None:
     # B-06 (one process), B-15: clipping over all optimizers makes the others' gradients zero or NaN
     module, precision = TwoLayers().to(device), precision_for(device)
     optimizers = [adam(module.left, **options), adam(module.right, **options)]
@@ -87,35 +89,7 @@ def test_an_overflow_skips_every_step_and_halves_the_scale_once(
     assert any(not torch.equal(*pair) for pair in zip(weights_and_states(module, *optimizers), before, strict=True))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("unscaled_by", ["engine", "clipping", "step"])
-def test_an_optimizer_steps_with_unscaled_gradients(device: str, unscaled_by: str) -> None:
-    # B-15
-    module, precision = TwoLayers().to(device), precision_for(device)
-    optimizers = [adam(module.left), torch.optim.SGD(module.right.parameters(), lr=0.1)]
-    seen: list[Tensor] = []
-    for optimizer in optimizers:
-        optimizer.register_step_pre_hook(
-            lambda o, *_: seen.extend(p.grad.clone() for g in o.param_groups for p in g["params"])
-        )
-    module(X.to(device)).backward()
-    expected = gradients(module)
-    module.zero_grad()
-    backward(precision, module, device)
-    if unscaled_by == "engine":
-        for optimizer in optimizers:
-            precision.unscale(optimizer)
-            precision.unscale(optimizer)  # as a user's hook may do
-    elif unscaled_by == "clipping":
-        norm = precision.clip_gradients(optimizers, 1e6)
-        torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(expected), rtol=5e-3, atol=1e-3)
-    assert step_all(precision, optimizers) == [True, True]
-    torch.testing.assert_close(seen, expected, rtol=5e-3, atol=1e-3)
-
-
 class OperationNames(TorchDispatchMode):
-    """Records the names of operations."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
@@ -124,37 +98,17 @@ class OperationNames(TorchDispatchMode):
         self.names.append(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
 
-    def host_waits(self) -> int:
-        """Return how often the host waited for the device, to read a tensor's value."""
-        return len([name for name in self.names if name in ("_local_scalar_dense", "is_nonzero")])
-
-
-class ScaledModule(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = TwoLayers()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net(batch)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class GradientNorms(Callback):
-    """Reads the gradients before they are clipped."""
-
-    norm = 0.0
-
-    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: torch.optim.Optimizer) -> None:
-        self.norm = float(torch.nn.utils.get_total_norm(gradients(module)))
-
 
 def test_a_run_unscales_and_clips_in_one_pass_unless_a_callback_reads_between() -> None:
     # B-05, B-15: with the same gradients and norm, bit for bit
+    norms: list[Tensor] = []
+
+    def read(trainer: Any, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        norms.append(torch.nn.utils.get_total_norm(gradients(module)))
+
     found = []
-    for callback in (None, GradientNorms()):
-        module = ScaledModule()
+    for callback in (None, LambdaCallback(on_before_optimizer_step=read)):
+        module = TwoLayers()
         options = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
         quiet: dict[str, Any] = dict.fromkeys(options, False)
         settings: dict[str, Any] = {"precision": "16-mixed", "gradient_clip_val": 0.1, "max_steps": 2}
@@ -163,13 +117,11 @@ def test_a_run_unscales_and_clips_in_one_pass_unless_a_callback_reads_between() 
             fit.fit(module, [X, X])
         assert ("_amp_foreach_non_finite_check_and_unscale_" in operations.names) == (callback is not None)
         found.append([fit.gradient_norm, *module.parameters()])
-        if callback is not None:
-            assert callback.norm == pytest.approx(float(found[-1][0]), rel=1e-6)  # type: ignore[arg-type]
+    assert norms[-1].item() == pytest.approx(float(found[-1][0]), rel=1e-6)  # type: ignore[arg-type]
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
-def test_the_host_waits_once_a_step() -> None:
-    # B-15, H-01: one synchronization per step, however many optimizers there are
+def test_the_host_waits_once_a_step_however_many_optimizers_there_are() -> None:  # B-15, H-01
     module, precision = TwoLayers(), precision_for("cpu")
     optimizers = [adam(module.left), adam(module.right)]
     for optimizer in optimizers:  # AdamW reads its own step counts on the CPU
@@ -179,17 +131,15 @@ def test_the_host_waits_once_a_step() -> None:
         for optimizer in optimizers:
             precision.unscale(optimizer)
         precision.clip_gradients(optimizers, 0.1)
-        assert operations.host_waits() == 0
+        assert not {"_local_scalar_dense", "is_nonzero"} & set(operations.names)  # which read a tensor's value
         step_all(precision, optimizers)
-    assert operations.host_waits() == 1
+    assert operations.names.count("_local_scalar_dense") + operations.names.count("is_nonzero") == 1
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("clip", [None, 1e6])
 @pytest.mark.parametrize("accumulates", [False, True])
-def test_an_optimizer_may_step_several_times_before_the_update(
-    device: str, clip: float | None, accumulates: bool
-) -> None:
+def test_an_optimizer_may_step_several_times_before_the_update(device: str, clip: Any, accumulates: bool) -> None:
     # B-15, I-02: gradients of each backward pass are unscaled once, and so are those that they are added to
     module, precision = TwoLayers().to(device), precision_for(device)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
@@ -221,8 +171,7 @@ def test_a_step_without_gradients_is_made() -> None:
     assert precision.state_dict()["scale"] == 1024.0
 
 
-def test_the_scale_is_restored_from_a_checkpoint() -> None:
-    # F-12: through JSON, and the resumed run equals the undisturbed one
+def test_the_scale_is_restored_from_a_checkpoint() -> None:  # F-12
     module = TwoLayers()
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
 
@@ -247,8 +196,7 @@ def test_the_scale_is_restored_from_a_checkpoint() -> None:
     [({}, 65536.0, 0), ({"scale": 1024.0, "_growth_tracker": 7}, 1024.0, 7)],
     ids=["another precision", "ZeRO"],
 )
-def test_a_checkpoint_of_another_precision_is_accepted(saved: dict[str, Any], scale: float, steps: int) -> None:
-    # F-12
+def test_a_checkpoint_of_another_precision_is_accepted(saved: Any, scale: float, steps: int) -> None:  # F-12
     precision = MixedPrecision("16-mixed", "cpu")
     precision.load_state_dict(saved)
     state = precision.state_dict()

@@ -36,8 +36,7 @@ def grads(made: list[nn.Parameter]) -> list[Tensor]:
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.float32, torch.bfloat16)], ids=["one", "two"])
 @pytest.mark.parametrize("max_norm", [0.5, 1e6], ids=["active", "idle"])
-def test_norm_equals_torch(device: str, count: int, dtypes: tuple[torch.dtype, ...], max_norm: float) -> None:
-    # B-05
+def test_norm_equals_torch(device: str, count: int, dtypes: tuple[torch.dtype, ...], max_norm: float) -> None:  # B-05
     ours, theirs = parameters(device, dtypes), parameters(device, dtypes)
     norm = FullPrecision().clip_gradients(optimizers(ours, count), max_norm)
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(theirs, max_norm), rtol=1e-6, atol=0)
@@ -59,8 +58,7 @@ def test_norm_of_two_dtypes_equals_torch_bit_for_bit() -> None:  # B-05
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("limit", [0.3, 1e6], ids=["active", "idle"])
-def test_value_equals_torch(device: str, limit: float) -> None:
-    # B-05
+def test_value_equals_torch(device: str, limit: float) -> None:  # B-05
     ours, theirs = parameters(device), parameters(device)
     largest = max(grad.abs().max() for grad in grads(theirs))
     returned = FullPrecision().clip_gradients(optimizers(ours, 2), limit, "value")
@@ -71,7 +69,7 @@ def test_value_equals_torch(device: str, limit: float) -> None:
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_sparse_gradients_count_as_what_they_sum_to(algorithm: str) -> None:
-    # B-05, B-20: rows that are looked up several times occur several times in a sparse gradient
+    # B-05, B-20: rows that are looked up several times occur several times
     def gradients_of(sparse: bool) -> list[nn.Parameter]:
         torch.manual_seed(0)
         table, head = nn.Embedding(10, 4, sparse=sparse), nn.Linear(4, 1)
@@ -89,16 +87,12 @@ def test_sparse_gradients_count_as_what_they_sum_to(algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_norms_of_special_gradients(algorithm: str) -> None:
+def test_norms_of_special_gradients_and_an_unknown_algorithm(algorithm: str) -> None:
     assert FullPrecision().clip_gradients(optimizers([nn.Parameter(torch.zeros(2))], 1), 1.0, algorithm).item() == 0.0
     weight = nn.Parameter(torch.tensor([3.0, 4.0]))
     (weight**2).sum().backward(create_graph=True)  # gradients have a graph of their own
     norm = FullPrecision().clip_gradients(torch.optim.SGD([weight], lr=1.0), 1.0, algorithm)
     torch.testing.assert_close(norm, torch.tensor(10.0 if algorithm == "norm" else 8.0))
     assert not norm.requires_grad
-
-
-def test_an_unknown_algorithm_is_refused() -> None:
-    # G-06
-    with pytest.raises(ConfigurationError, match=r"'nrm' does not exist. Did you mean 'norm'"):
+    with pytest.raises(ConfigurationError, match=r"'nrm' does not exist. Did you mean 'norm'"):  # G-06
         FullPrecision().clip_gradients(optimizers(parameters(), 1), 1.0, "nrm")

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import csv
 import json
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Fit, TrainModule
 from drivetrain.callbacks import Checkpoint
 from drivetrain.loggers import CSVLogger
+from drivetrain.runs import _liveness
+from drivetrain.runs._process import _start_time
+from drivetrain.runs._record import now
 
 STEPS = 6  # in an epoch
 NAME = "drivetrain_logs"
@@ -51,9 +54,9 @@ class Another(Net):
     """The same module under another class."""
 
 
-def data(samples: int = 4 * STEPS) -> DataLoader[Any]:
+def data(**options: Any) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(1)
-    return DataLoader(TensorDataset(torch.randn(samples, 3, generator=generator)), batch_size=4)
+    return DataLoader(TensorDataset(torch.randn(4 * STEPS, 3, generator=generator)), batch_size=4, **options)
 
 
 def fit(root: Path | str, **options: Any) -> Fit:
@@ -64,7 +67,6 @@ def fit(root: Path | str, **options: Any) -> Fit:
 
 
 def trained(root: Path | str, ckpt_path: Any = None, module: Net | None = None, **options: Any) -> Fit:
-    """Run a Fit, and return it."""
     trainer = fit(root, **options)
     trainer.fit(Net() if module is None else module, data(), ckpt_path=ckpt_path)
     return trainer
@@ -76,7 +78,6 @@ def folders(root: Path, name: str = NAME) -> list[str]:
 
 
 def version(trainer: Fit) -> str:
-    """Return the name of a run's folder."""
     return Path(str(trainer.log_dir)).name
 
 
@@ -86,27 +87,17 @@ def rows(folder: Any) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def every(step: int, dirpath: Any = None) -> Checkpoint:
+def every(step: int) -> Checkpoint:
     """Return a callback that saves every few steps, and keeps all."""
-    return Checkpoint(dirpath, every_n_train_steps=step, save_top_k=-1)
+    return Checkpoint(every_n_train_steps=step, save_top_k=-1)
 
 
-def newest_of(trainer: Fit) -> str:
-    """Return the path of a run's newest checkpoint."""
-    assert trainer.checkpoint_callback is not None
-    return trainer.checkpoint_callback.best_model_path
+def record(folder: Any) -> Any:
+    return json.loads((Path(folder) / "run.json").read_text())
 
 
-def record(folder: Any) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads((Path(folder) / "run.json").read_text())
-    return document
-
-
-def edit(folder: Any, **values: Any) -> dict[str, Any]:
-    """Edit a record."""
-    document = {**record(folder), **values}
-    (Path(folder) / "run.json").write_text(json.dumps(document))
-    return document
+def edit(folder: Any, **values: Any) -> None:
+    (Path(folder) / "run.json").write_text(json.dumps({**record(folder), **values}))
 
 
 def stopped(root: Path, step: int, **options: Any) -> Fit:
@@ -117,31 +108,25 @@ def stopped(root: Path, step: int, **options: Any) -> Fit:
             raise RuntimeError("killed")
 
     trainer = fit(root, **options)
-    try:
+    with pytest.raises(RuntimeError, match="killed"):
         trainer.fit(Net(at_step=fail), data())
-    except RuntimeError:
-        pass
-    else:
-        raise AssertionError("it was to fail")
     return trainer
 
 
 def left_running(folder: Any, **process: Any) -> None:
-    """Edit a record so that its run is running, in a process with some changed fields."""
-    document = record(folder)
-    edit(folder, status="running", ended=None, why=None, process={**document["process"], **process})
+    """Edit a record so that its run is running, in a process with some changed fields: by default in process 1."""
+    process = process or {"pid": 1, "began": _start_time(1)}
+    edit(folder, status="running", ended=None, why=None, process={**record(folder)["process"], **process})
 
 
-def process_of(pid: int) -> dict[str, Any]:
-    """Return the record's entry for a process of this machine."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return {"pid": pid, "began": fields[19]}
+def watched(monkeypatch: pytest.MonkeyPatch, folder: Any, alive: bool, **values: Any) -> None:
+    """Let runs watch others briefly; a run that is ``alive`` changes its heartbeat and values in its record."""
+    monkeypatch.setattr(_liveness, "WATCH_SECONDS", 0.4)
+    original = _liveness.HeartbeatWatch.poll
 
+    def poll(self: Any, pause: float) -> None:
+        if alive:
+            edit(folder, heartbeat=now(), **values)
+        original(self, pause)
 
-def of_an_earlier_version(checkpoint: Path) -> None:
-    """Remove the run from a manifest, as in checkpoints written before runs had folders."""
-    manifest = checkpoint / "manifest.json"
-    document = json.loads(manifest.read_text())
-    del document["run"], document["crc32"]
-    body = json.dumps(document, indent=1).encode().removesuffix(b"\n}")
-    manifest.write_bytes(body + f',\n "crc32": "{zlib.crc32(body):08x}"\n}}\n'.encode())
+    monkeypatch.setattr(_liveness.HeartbeatWatch, "poll", poll)

@@ -2,44 +2,25 @@
 
 from __future__ import annotations
 
-import os
+import json
 import re
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import run_case
 import torch
-from run_case import (
-    Another,
-    Net,
-    data,
-    edit,
-    every,
-    fit,
-    folders,
-    left_running,
-    newest_of,
-    of_an_earlier_version,
-    process_of,
-    record,
-    rows,
-    stopped,
-    trained,
-    version,
-)
+from run_case import Another, Net, data, every, fit, folders, left_running, record, rows, stopped, trained, version
 
 from drivetrain import Fit
 from drivetrain.callbacks import Checkpoint, EarlyStopping
+from drivetrain.checkpoint._format.sealed_json import dump_with_checksum
 from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.loggers import CSVLogger
 from drivetrain.runs import _liveness
 
-# Which run
 
-
-def test_auto_resumes_the_newest_run_in_its_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # J-13
+def test_auto_resumes_the_newest_run_in_its_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
     trained(tmp_path)
     stopped(tmp_path, step=9, max_epochs=3, callbacks=every(2))
     again = trained(tmp_path, "auto", max_epochs=3, callbacks=every(2))
@@ -48,27 +29,22 @@ def test_auto_resumes_the_newest_run_in_its_folder(tmp_path: Path, caplog: pytes
     assert "continuing from" in caplog.text
     assert "epoch=1-step=8" in caplog.text
     parts = record(again.log_dir)["parts"]
-    assert [(one["from_step"], one["to_step"], one["status"]) for one in parts] == [
-        (0, 9, "failed"),
-        (8, 18, "finished"),
-    ]
+    steps = [(one["from_step"], one["to_step"], one["status"]) for one in parts]
+    assert steps == [(0, 9, "failed"), (8, 18, "finished")]
 
 
-def test_a_run_of_another_class_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # J-13: it resumed the finished run of another class, took no step and reported success
+def test_a_run_of_another_class_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
     trained(tmp_path)
     with pytest.raises(CheckpointError, match=r"(?s)no checkpoint to resume from.*runs of Another"):
         trained(tmp_path, "last", module=Another())
     other = trained(tmp_path, "auto", module=Another())
     assert (other.global_step, version(other)) == (6, "version_1")
     (line,) = re.findall(r"ckpt_path='auto': (.*)", caplog.text)
-    assert line == (
-        "a fresh start. Skipped: version_0 (its module is run_case.Net, and this run's module is run_case.Another)."
-    )
+    skipped = "version_0 (its module is run_case.Net, and this run's module is run_case.Another)"
+    assert line == f"a fresh start. Skipped: {skipped}."
 
 
-def test_a_run_with_other_hyper_parameters_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # J-13: a sweep in one directory
+def test_a_run_with_other_hyper_parameters_is_skipped(tmp_path: Path, caplog: Any) -> None:  # J-13
     for lr in (0.1, 0.2, 0.3):
         trained(tmp_path, "auto", module=Net(lr))
     assert folders(tmp_path) == ["version_0", "version_1", "version_2"]
@@ -80,13 +56,15 @@ def test_a_run_with_other_hyper_parameters_is_skipped(tmp_path: Path, caplog: py
 
 def test_a_running_run_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
     first = trained(tmp_path)
-    left_running(first.log_dir, **process_of(1))
-    second = trained(tmp_path, "auto", max_epochs=2)
-    assert version(second) == "version_1"
+    left_running(first.log_dir)
+    assert version(trained(tmp_path, "auto", max_epochs=2)) == "version_1"
     assert "Skipped: version_0 (it is running, process 1 on " in caplog.text
+    runs = tmp_path / "drivetrain_logs"
+    assert version(trained(tmp_path, runs / "version_0/checkpoints/epoch=0-step=6", max_epochs=2)) == "version_2"
     # A dead run is resumed, even if its pid now belongs to another process.
     left_running(first.log_dir, pid=1, began="1")
-    edit(second.log_dir, module="another")
+    for other in ("version_1", "version_2"):
+        run_case.edit(runs / other, module="another")
     assert version(trained(tmp_path, "auto", max_epochs=2)) == "version_0"
 
 
@@ -104,16 +82,14 @@ def test_a_run_within_a_run_of_the_same_class_has_its_own_folder(tmp_path: Path)
 
 def test_old_locations_are_named_but_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
     trained(tmp_path / "before", callbacks=Checkpoint(tmp_path / "checkpoints"))
-    of_an_earlier_version(tmp_path / "checkpoints" / "epoch=0-step=6")
-    fresh = trained(tmp_path, "auto")
-    assert fresh.global_step == 6
-    path = str(tmp_path / "checkpoints" / "epoch=0-step=6")
-    assert f"a fresh start. {str(tmp_path / 'checkpoints')!r} has checkpoints" in caplog.text
-    assert f"ckpt_path={path!r}" in caplog.text
+    old = tmp_path / "checkpoints" / "epoch=0-step=6"
+    manifest = json.loads((old / "manifest.json").read_text())
+    del manifest["run"], manifest["crc32"]  # as in checkpoints written before runs had folders
+    (old / "manifest.json").write_bytes(dump_with_checksum(manifest))
+    assert trained(tmp_path, "auto").global_step == 6
+    assert f"a fresh start. {str(old.parent)!r} has checkpoints" in caplog.text
+    assert f"ckpt_path={str(old)!r}" in caplog.text
     assert caplog.text.count("has checkpoints") == 1
-
-
-# In an explicit dirpath
 
 
 def test_the_rules_apply_to_an_explicit_dirpath(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
@@ -126,12 +102,9 @@ def test_the_rules_apply_to_an_explicit_dirpath(tmp_path: Path, caplog: pytest.L
     assert "its module is run_case.Net, and this run's module is run_case.Another" in caplog.text
     assert run(1, Net(0.5)) == (6, "version_2")
     assert run(2, Net()) == (12, "version_0")
-    left_running(tmp_path / "drivetrain_logs/version_0", **process_of(1))
+    left_running(tmp_path / "drivetrain_logs/version_0")
     assert run(3, Net()) == (18, "version_3")
     assert "version_0 (it is running" in caplog.text
-
-
-# The folder of a resumed run
 
 
 def test_only_a_path_to_the_newest_checkpoint_continues_in_its_folder(tmp_path: Path) -> None:  # J-13
@@ -145,19 +118,13 @@ def test_only_a_path_to_the_newest_checkpoint_continues_in_its_folder(tmp_path: 
     assert version(best) == "version_2"
     for one in (older, best):
         assert record(one.log_dir)["parent"] is not None
+    other = fit(tmp_path, max_epochs=3)
+    other.fit(Another(), data(), ckpt_path=saved / "epoch=1-step=12", allow=("module",))
+    assert (version(other), other.global_step) == ("version_3", 18)
     # Checkpoints elsewhere are resumed from here: a folder that the user chose is kept.
     elsewhere = trained(tmp_path / "new", saved / "epoch=1-step=12", callbacks=every(3), max_epochs=3)
     assert elsewhere.log_dir == str(tmp_path / "new" / "drivetrain_logs" / "version_0")
     assert record(elsewhere.log_dir)["parent"] == record(saved.parent)["id"]
-
-
-def test_a_running_run_or_an_allowed_difference_starts_a_new_folder(tmp_path: Path) -> None:  # J-13
-    first = trained(tmp_path)
-    other = fit(tmp_path, max_epochs=2)
-    other.fit(Another(), data(), ckpt_path=newest_of(first), allow=("module",))
-    assert (version(other), other.global_step) == ("version_1", 12)
-    left_running(first.log_dir, **process_of(1))
-    assert version(trained(tmp_path, newest_of(first), max_epochs=2)) == "version_2"
 
 
 def test_retention_follows_the_run(tmp_path: Path) -> None:  # J-13
@@ -191,40 +158,41 @@ def test_logs_of_a_resumed_run_have_every_step_once(tmp_path: Path, step: int, p
     assert rows(again.log_dir) == rows(undisturbed.log_dir)
 
 
-# Runs that have ended
-
-
-def test_a_finished_run_is_not_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # J-13
+def test_a_finished_run_is_not_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
     caplog.set_level("INFO", "drivetrain")
     first = trained(tmp_path)
     before = {one: one.read_bytes() for one in tmp_path.rglob("*") if one.is_file()}
-    assert trained(tmp_path, "auto").global_step == 6
+    again = trained(tmp_path, "auto")
+    assert (again.global_step, again.state) == (6, "finished")
     assert "max_epochs=1 is reached" in caplog.text
     assert "nothing was left to train" in caplog.text
-    for which in ("last", "best", newest_of(first)):
+    for which in ("last", "best", Path(str(first.log_dir), "checkpoints", "epoch=0-step=6")):
         with pytest.raises(ConfigurationError, match="max_epochs=1 is reached, so that nothing is left to train"):
             trained(tmp_path, which)
+    with pytest.raises(ConfigurationError, match="max_steps=6 is reached") as caught:
+        trained(tmp_path, "last", max_epochs=9, max_steps=6)
+    assert "1 epoch(s) and 6 optimizer step(s)" in caught.value.why
     assert {one: one.read_bytes() for one in tmp_path.rglob("*") if one.is_file()} == before
     assert version(trained(tmp_path, "auto", max_epochs=2)) == "version_0"  # the limit has been raised
 
 
-def test_auto_resumes_an_early_stopped_run_with_more_patience(tmp_path: Path) -> None:  # J-13
-    def run(patience: int) -> Fit:
+def test_an_early_stopped_run_is_finished_unless_it_is_more_patient(tmp_path: Path, caplog: Any) -> None:  # J-13, I-17
+    def run(patience: int, which: str = "auto") -> Fit:
         stopping = EarlyStopping("loss_epoch", patience=patience, min_delta=100.0)
-        return trained(tmp_path, "auto", callbacks=[stopping, Checkpoint()], max_epochs=6)
+        return trained(tmp_path, which, callbacks=[stopping, Checkpoint()], max_epochs=6)
 
+    caplog.set_level("INFO", "drivetrain")
     first = run(1)
     assert first.global_step < 36
     assert record(first.log_dir)["status"] == "finished"
     assert "EarlyStopping" in record(first.log_dir)["why"]
     assert run(1).global_step == first.global_step
+    assert "EarlyStopping has ended the run" in caplog.text
+    with pytest.raises(ConfigurationError, match="EarlyStopping has ended the run: loss_epoch did not improve"):
+        run(1, "last")
     more = run(3)
     assert more.global_step > first.global_step
     assert version(more) == "version_0"
-
-
-# Jobs, and runs on other machines
 
 
 def test_a_run_of_this_job_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # J-13
@@ -240,32 +208,6 @@ def test_a_run_of_this_job_comes_first(tmp_path: Path, monkeypatch: pytest.Monke
     assert [one["from_step"] for one in record(again.log_dir)["parts"]] == [0, 4]
 
 
-def test_a_job_requeued_by_slurm_continues_in_its_folder(tmp_path: Path, monkeypatch: Any) -> None:  # J-13
-    scontrol = tmp_path / "bin" / "scontrol"
-    scontrol.parent.mkdir()
-    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/queued\n')
-    scontrol.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{scontrol.parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
-
-    def preempt(step: int) -> None:
-        if step == 4:
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-    trainer = fit(tmp_path)
-    with pytest.raises(SystemExit):
-        trainer.fit(Net(at_step=preempt), data(), ckpt_path="auto")
-    assert (tmp_path / "queued").read_text() == "requeue 77\n"
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    again = trained(tmp_path, "auto")
-    assert again.log_dir == trainer.log_dir
-    assert [(one["status"], one["from_step"], one["to_step"]) for one in record(again.log_dir)["parts"]] == [
-        ("interrupted", 0, 5),
-        ("finished", 5, 6),
-    ]
-    assert [row["step"] for row in rows(again.log_dir)] == ["1", "2", "3", "4", "5", "6"]
-
-
 def test_a_requeued_job_without_checkpoints_restarts_in_its_folder(tmp_path: Path, monkeypatch: Any) -> None:  # J-13
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
     early = stopped(tmp_path, step=1)
@@ -275,28 +217,33 @@ def test_a_requeued_job_without_checkpoints_restarts_in_its_folder(tmp_path: Pat
     assert folders(tmp_path) == ["version_0"]
 
 
-@pytest.mark.parametrize("alive", [False, True])
+@pytest.mark.parametrize(
+    ("alive", "ended", "folder"),
+    [(False, {}, "version_0"), (True, {}, "version_1"), (True, {"status": "finished"}, "version_0")],
+    ids=["silent", "alive", "ends meanwhile"],
+)
 def test_runs_on_other_machines_are_judged_by_heartbeats(
-    tmp_path: Path, alive: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, alive: bool, ended: dict[str, str], folder: str, monkeypatch: Any, caplog: Any
 ) -> None:  # J-13
     first = trained(tmp_path)
     left_running(first.log_dir, host="another")
-    monkeypatch.setattr(_liveness, "WATCH_SECONDS", 0.3)
-    original = _liveness.HeartbeatWatch.poll
-
-    def poll(self: Any, pause: float) -> None:
-        if alive:
-            edit(first.log_dir, heartbeat="2026-01-01T00:00:00Z")
-        original(self, pause)
-
-    monkeypatch.setattr(_liveness.HeartbeatWatch, "poll", poll)
+    run_case.watched(monkeypatch, first.log_dir, alive, **ended)
     again = trained(tmp_path, "auto", max_epochs=2)
     assert "version_0 may be under way on another machine. This run watches the record of that run for" in caplog.text
-    assert version(again) == ("version_1" if alive else "version_0")
+    assert version(again) == folder
 
 
-def test_heartbeats_are_written_during_a_long_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # J-13, N-06
+def test_only_a_run_to_be_resumed_is_watched(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:  # J-13
+    older, _ = trained(tmp_path), trained(tmp_path)
+    left_running(older.log_dir, host="another")
+    monkeypatch.setattr(_liveness, "WATCH_SECONDS", 1000.0)
+    newer = trained(tmp_path, "auto", max_epochs=2)
+    path = Path(str(newer.log_dir), "checkpoints", "epoch=1-step=12")
+    assert [version(one) for one in (newer, trained(tmp_path, path, max_epochs=3))] == ["version_1"] * 2
+    assert "watches the record" not in caplog.text
+
+
+def test_heartbeats_are_written_during_a_long_step(tmp_path: Path, monkeypatch: Any) -> None:  # J-13, N-06
     monkeypatch.setattr(_liveness, "HEARTBEAT_SECONDS", 0.02)
     beats: set[str] = set()
     trainer = fit(tmp_path)
@@ -311,9 +258,7 @@ def test_heartbeats_are_written_during_a_long_step(tmp_path: Path, monkeypatch: 
     assert (ended["status"], ended["why"]) == ("finished", "max_epochs=1 is reached")
 
 
-def test_an_evaluation_uses_a_running_run_and_watches_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_evaluation_uses_a_running_run_and_watches_nothing(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     first = trained(tmp_path)
     left_running(first.log_dir, host="another")
     monkeypatch.setattr(_liveness, "WATCH_SECONDS", 1000.0)

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
-from typing import Any
+import sys
 
 import pytest
 import torch
 
+from drivetrain import testing
 from drivetrain.testing import assert_close_states, assert_close_traces, assert_equal_ranks
 
 WEIGHT = torch.arange(6.0).reshape(2, 3)
@@ -44,17 +45,22 @@ def test_each_difference_is_named(changes: dict[str, object], message: str) -> N
         assert_close_states(_state(**changes), _state())
 
 
-@pytest.mark.parametrize(
-    ("trace", "message"),
-    [([1.0, 2.1, 3.1], "step 1 of 3 is the first that differs"), ([1.0, 2.0], "2 steps, 3 expected")],
-)
-def test_traces_name_the_first_step_that_differs(trace: list[Any], message: str) -> None:
+def test_traces_name_the_first_step_that_differs_and_ranks_must_agree_bit_for_bit() -> None:
     assert_close_traces([1.0, torch.tensor(2.0)], [torch.tensor(1.0), 2.0])
-    with pytest.raises(AssertionError, match=message):
-        assert_close_traces(trace, [1.0, 2.0, 3.0])
-
-
-def test_ranks_must_agree_bit_for_bit() -> None:
+    with pytest.raises(AssertionError, match="step 1 of 3 is the first that differs"):
+        assert_close_traces([1.0, 2.1, 3.1], [1.0, 2.0, 3.0])
+    with pytest.raises(AssertionError, match="2 steps, 3 expected"):
+        assert_close_traces([1.0, 2.0], [1.0, 2.0, 3.0])
     assert_equal_ranks([_state(), _state(), _state()])
     with pytest.raises(AssertionError, match=r"(?s)rank 2 differs from rank 0.*weight"):
         assert_equal_ranks([_state(), _state(), _state(weight=WEIGHT + 5e-6)])
+
+
+def test_marks_skip_only_what_the_machine_lacks() -> None:
+    assert testing.requires_cuda(10_000).mark.args == (True,)
+    assert testing.requires_cuda(0).mark.args == (False,)
+    assert testing.requires_package("torch", "2.11").mark.args == (False,)
+    assert testing.requires_package("torch", "99.0").mark.args == (True,)
+    assert testing.requires_package("no_such_package_here.part").mark.args == (True,)
+    assert testing.requires_command("no-such-command-here").mark.args == (True,)
+    assert testing.requires_linux().mark.args == (sys.platform != "linux",)
