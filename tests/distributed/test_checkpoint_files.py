@@ -22,7 +22,7 @@ from drivetrain._distributed.control_group import GroupControl
 from drivetrain._distributed.shards import Box, ParameterShard, Region, Span, cut
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint._format import CheckpointMetadata, Contents, Sizes, run_collectively, save
+from drivetrain.checkpoint._format import CheckpointMetadata, Sizes, StateToSave, run_collectively, save
 from drivetrain.testing import requires_linux
 from worlds import on_ranks
 
@@ -88,7 +88,7 @@ def held(name: str, whole: torch.Tensor, layout: str) -> Any:
     return ParameterShard(cut(whole, region), tuple(whole.shape), region)
 
 
-def sharded(layout: str) -> Contents:
+def sharded(layout: str) -> StateToSave:
     """Return what this rank saves."""
     values, rank = truth(), dist.get_rank()
     mine = {name: held(name, value, layout) for name, value in values.items()}
@@ -99,7 +99,7 @@ def sharded(layout: str) -> Contents:
     state: dict[str, Any] = {"average": {"embedding.weight": mine["embedding.weight"]}}
     if rank == 0:
         state["of rank 0"] = {"tensor": torch.arange(4)}
-    return Contents(
+    return StateToSave(
         weights=mine,
         metadata=CheckpointMetadata("Sharding", "32-true", {"step": 2}),
         optimizers=[{"state": adam, "param_groups": [group]}],
@@ -183,7 +183,7 @@ REFUSED = {
 """What is wrong on rank 1, and the error on all ranks."""
 
 
-def spoiled(harm: str) -> Contents:
+def spoiled(harm: str) -> StateToSave:
     contents = sharded("rows")
     weights = contents.weights = dict(contents.weights)
     if dist.get_rank() == 0:
@@ -284,7 +284,7 @@ def _peak(path: str) -> int:
     rank = dist.get_rank()
     talk = control()
     half = torch.full((24, 2**20), float(rank))
-    contents = Contents({"w": ParameterShard(half, (48, 2**20), Box((24 * rank, 0), (24, 2**20)))})
+    contents = StateToSave({"w": ParameterShard(half, (48, 2**20), Box((24 * rank, 0), (24, 2**20)))})
     status = Path("/proc/self/status")
 
     def field(name: str) -> int:

@@ -101,7 +101,7 @@ class Contrastive(Regression):
 def _waits(module: Contrastive, *validation: Any, **settings: Any) -> dict[str, Any]:
     """Train in windows of two batches; return the calls that waited for the other ranks, and what was raised."""
     purposes: list[str] = []
-    agree = GroupControl.agree
+    agree = GroupControl.count_flags
 
     def noted(self: Any, purpose: str, *flags: bool, **options: Any) -> tuple[int, ...]:
         purposes.append(purpose)

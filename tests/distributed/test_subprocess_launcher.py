@@ -17,7 +17,7 @@ from scripts import run_cases
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.launchers import SubprocessLauncher, current_world
-from drivetrain.launchers.world import LAUNCHER_VARIABLE, PARENT_VARIABLE
+from drivetrain.launchers.launched_processes import LAUNCHER_VARIABLE, PARENT_VARIABLE
 
 _HEAD = """
 import os, pathlib, signal, sys, threading, time

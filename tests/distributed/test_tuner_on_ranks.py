@@ -46,7 +46,7 @@ def _trained(strategy: str, search: bool) -> dict[str, Any]:
     return found | {
         "state": {name: value.clone() for name, value in module.state_dict().items()},
         "metrics": {name: float(one) for name, one in fit.callback_metrics.items()},
-        "draws": torch.rand(3),
+        "rng_states": torch.rand(3),
         "counters": (fit.global_step, fit.current_epoch, fit.samples_seen, fit.micro_batches),
         "rates": [one.get_last_lr() for one in fit.lr_schedulers],
     }

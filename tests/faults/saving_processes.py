@@ -18,7 +18,7 @@ from drivetrain._distributed.control_group import GroupControl
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._distributed.shards import ParameterShard, Span
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint._format import CheckpointMetadata, Contents, save
+from drivetrain.checkpoint._format import CheckpointMetadata, StateToSave, save
 from drivetrain.checkpoint._format.local_storage import LocalStorage
 from drivetrain.launchers.function_launcher import PRELOAD
 
@@ -28,11 +28,11 @@ def control_of_ranks() -> GroupControl:
     return GroupControl(dist.new_group(backend="gloo"), store, dist.get_rank(), dist.get_world_size())
 
 
-def numbered(number: int, rank: int = 0, ranks: int = 1, elements: int = 40_000) -> Contents:
+def numbered(number: int, rank: int = 0, ranks: int = 1, elements: int = 40_000) -> StateToSave:
     """A checkpoint with its number in every file, which takes a while to write."""
     part, whole = elements // ranks, torch.full((elements,), float(number))
     shard = ParameterShard(whole[:part].clone(), torch.Size((elements,)), Span(part * rank, part * (rank + 1)))
-    return Contents(
+    return StateToSave(
         weights={"shard": shard, **{f"layer{index}": whole.clone() for index in range(3)}},
         metadata=CheckpointMetadata(progress={"number": number}, lineage=(("run", number),)),
         optimizers=[{"state": {"layer0": {"exp_avg": whole.clone()}}, "param_groups": []}],

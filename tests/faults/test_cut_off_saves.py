@@ -22,7 +22,7 @@ from drivetrain import CheckpointError, Fit
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.callbacks import Checkpoint, LambdaCallback
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint._format import Contents, disk_space, save
+from drivetrain.checkpoint._format import StateToSave, disk_space, save
 from drivetrain.testing import requires_linux, run_distributed
 
 LOCAL = LocalControl()
@@ -93,8 +93,8 @@ def test_simultaneous_saves_to_one_path(tmp_path: Path) -> None:
     assert leftovers(tmp_path) == []
 
 
-def large() -> Contents:
-    return Contents({"w": torch.zeros(2**20)})
+def large() -> StateToSave:
+    return StateToSave({"w": torch.zeros(2**20)})
 
 
 @requires_linux()
@@ -137,7 +137,7 @@ def test_a_path_that_cannot_be_written(path: str) -> None:
 def _limited(path: str) -> str:
     control = control_of_ranks()
     save(path, numbered(1, control.rank, 2), control)
-    contents = Contents({f"w{number}": torch.zeros(20 * 2**20) for number in range(2)})
+    contents = StateToSave({f"w{number}": torch.zeros(20 * 2**20) for number in range(2)})
     if control.rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))

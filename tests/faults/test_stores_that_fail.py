@@ -17,7 +17,7 @@ from saving_processes import Saving, control_of_ranks, number_in, numbered
 
 from drivetrain import CheckpointError
 from drivetrain._distributed.control_plane import ControlPlane, LocalControl
-from drivetrain.checkpoint._format import Contents, Sizes, object_storage, save
+from drivetrain.checkpoint._format import Sizes, StateToSave, object_storage, save
 from drivetrain.testing import requires_linux, run_distributed
 from faulty_store import FaultyStore
 from newest_checkpoint import newest
@@ -31,7 +31,7 @@ FOLDER = "faulty://store/run"
 SMALL = Sizes(small=64, large=10**9, piece=512)  # so that each rank has a file of weights
 
 
-def contents(number: int, rank: int = 0, ranks: int = 1) -> Contents:
+def contents(number: int, rank: int = 0, ranks: int = 1) -> StateToSave:
     return numbered(number, rank, ranks, elements=128)
 
 

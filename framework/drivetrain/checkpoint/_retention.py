@@ -38,7 +38,8 @@ class KeptCheckpoint:
         """
         if not isinstance(document, Mapping):
             raise ValueError(f"{document!r} does not describe a checkpoint")
-        name, identifier, score, number, step = (document.get(each.name) for each in fields(cls))
+        values: list[Any] = [document.get(each.name) for each in fields(cls)]
+        name, identifier, score, number, step = values
         valid_name = isinstance(name, str) and is_plain_name(name) and isinstance(identifier, str)
         if not valid_name or type(number) is not int or type(step) is not int:
             raise ValueError(f"{document!r} does not describe a checkpoint")

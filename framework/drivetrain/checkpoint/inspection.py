@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from drivetrain._config.secret_values import without_secrets
 from drivetrain._runtime.size_format import format_size
 from drivetrain.checkpoint._format import AveragesRecord, CheckpointReader, load
 from drivetrain.checkpoint._format.tensor_file import DTYPES
@@ -23,8 +22,6 @@ def show(path: str | os.PathLike[str]) -> str:
     written = datetime.datetime.fromtimestamp(manifest.written).astimezone().isoformat(" ", "seconds")
     weights = checkpoint.weights()
     sources = weights.sources()
-    arguments, stored_secrets = without_secrets(metadata.hyper_parameters)
-    secrets = dict.fromkeys([*metadata.left_out, *stored_secrets])
     count = sum(source.spec.numel for name, source in sources.items() if name not in manifest.aliases)
     precision = metadata.precision or "unknown"
     lines = [
@@ -32,8 +29,8 @@ def show(path: str | os.PathLike[str]) -> str:
         f"  by      {metadata.strategy or 'unknown'} on {manifest.world_size} rank(s), {precision}",
         f"  with    {', '.join(f'{name} {text}' for name, text in manifest.versions.items())}",
         f"  at      {_pairs(metadata.progress)}",
-        f"  from    {_pairs(arguments)}",
-        *([f"  without {', '.join(secrets)}"] if secrets else []),
+        f"  from    {_pairs(metadata.hyper_parameters)}",
+        *([f"  without {', '.join(metadata.left_out)}"] if metadata.left_out else []),
         *([f"  on      a base of {len(metadata.base)} weights, which are not in it"] if metadata.base else []),
         *([f"  models  {_list_models(metadata.pretrained)}"] if metadata.pretrained else []),
         f"  weights {count:,} numbers, {format_size(_total_bytes(checkpoint, manifest.weights.files()))}",

@@ -380,7 +380,7 @@ def test_a_preemption_after_a_saved_step_writes_nothing(others: list[dict[str, A
     assert "interrupted-step=4" not in checkpoint_names(tmp_path)
 
 
-@pytest.mark.parametrize("key", ["kept", "going", "interim"])
+@pytest.mark.parametrize("key", ["kept", "to_remove", "interrupt_checkpoint"])
 @pytest.mark.parametrize(
     "planted",
     [
@@ -399,7 +399,7 @@ def test_an_edited_list_removes_nothing(key: str, planted: Any, tmp_path: Path) 
     class Edited(Checkpoint):
         def state_dict(self) -> dict[str, Any]:
             state, entry = super().state_dict(), planted(unrelated)
-            return {**state, key: entry if key == "interim" else [entry, *state[key]]}
+            return {**state, key: entry if key == "interrupt_checkpoint" else [entry, *state[key]]}
 
     train(tmp_path, Edited())
     (tmp_path / CHECKPOINTS / "linked").symlink_to(unrelated)
@@ -422,7 +422,7 @@ def test_an_edited_list_removes_nothing_at_a_url(planted: Any, tmp_path: Path) -
 
     class Edited(Checkpoint):
         def state_dict(self) -> dict[str, Any]:
-            return {**super().state_dict(), "going": [planted(url)]}
+            return {**super().state_dict(), "to_remove": [planted(url)]}
 
     bucket.pipe_file(f"/{tmp_path.name}/thesis.txt", b"years of work")
     train(tmp_path, Checkpoint(url, "others"))

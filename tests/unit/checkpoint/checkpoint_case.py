@@ -15,7 +15,7 @@ from drivetrain import Fit, TrainModule
 
 # Private, because a run writes only what it holds: these tests choose a checkpoint's contents.
 from drivetrain._distributed.control_plane import LocalControl
-from drivetrain.checkpoint._format import CheckpointMetadata, Contents, save
+from drivetrain.checkpoint._format import CheckpointMetadata, StateToSave, save
 from drivetrain.checkpoint._format.checksums import checksums_of
 
 STATE = {
@@ -24,11 +24,11 @@ STATE = {
 }
 
 
-def contents(scale: float = 1.0, size: int = 3) -> Contents:
+def contents(scale: float = 1.0, size: int = 3) -> StateToSave:
     """Return weights with a tied name and several dtypes, AdamW's state, a run's state and a rank's state."""
     weight = torch.arange(2.0 * size).view(2, size) * scale
     adam = {"exp_avg": weight + 1, "exp_avg_sq": weight + 2, "step": torch.tensor(5.0)}
-    return Contents(
+    return StateToSave(
         weights={
             "layer.weight": weight,
             "head.weight": weight,
@@ -50,7 +50,7 @@ def contents(scale: float = 1.0, size: int = 3) -> Contents:
     )
 
 
-def save_contents(path: Path | str, values: Contents, **options: Any) -> str:
+def save_contents(path: Path | str, values: StateToSave, **options: Any) -> str:
     """Save contents on one process, and return the checkpoint's path."""
     save(str(path), values, LocalControl(), **options)
     return str(path)

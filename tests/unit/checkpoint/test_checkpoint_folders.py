@@ -21,7 +21,7 @@ from checkpoint_case import OneLayer, quiet, save_contents
 from drivetrain import Fit, callbacks
 from drivetrain.checkpoint import _discovery, load, verify
 from drivetrain.checkpoint._folders import children, is_taken, write_latest
-from drivetrain.checkpoint._format import Checkpoint, CheckpointMetadata, Contents, StorageError
+from drivetrain.checkpoint._format import CheckpointMetadata, CheckpointReader, StateToSave, StorageError
 from drivetrain.checkpoint._format.local_storage import claim_name
 from drivetrain.checkpoint._format.storage import filesystem_of  # a chained URL needs a cache folder of its own to use
 from drivetrain.errors import CheckpointError
@@ -34,7 +34,7 @@ FLOCK = fcntl.flock
 
 def written(folder: Any, name: str, *lineage: tuple[str, int], **metadata: Any) -> str:
     described = CheckpointMetadata(lineage=lineage, **metadata)
-    return save_contents(f"{folder}/{name}", Contents({"w": torch.zeros(1)}, described, state={"a": 1}))
+    return save_contents(f"{folder}/{name}", StateToSave({"w": torch.zeros(1)}, described, state={"a": 1}))
 
 
 def found(folder: Any, **options: Any) -> str | None:
@@ -84,7 +84,7 @@ def test_what_a_run_cannot_resume_from_is_skipped(tmp_path: Path, caplog: pytest
     assert found(tmp_path / "nothing") is None
     written(tmp_path, "newer", ("a", 2))
 
-    def check(checkpoint: Checkpoint) -> None:
+    def check(checkpoint: CheckpointReader) -> None:
         if checkpoint.path.endswith("newer"):
             raise CheckpointError("'epoch' in manifest.json is 'x'", "a run cannot go on from that", "take another")
 
@@ -101,12 +101,12 @@ def test_a_failing_storage_is_asked_again_not_taken_for_empty(operation: str, pa
     written(store.url, "older", ("a", 1))
     newer = written(store.url, "newer", ("a", 2))
     store.fail(operation, pattern, times=2)
-    assert found(store.url, check=Checkpoint.state) == "newer"
+    assert found(store.url, check=CheckpointReader.state) == "newer"
     store.fail("size", times=2)
     assert is_taken(newer)
     store.fail(operation, pattern, times=None)
     with pytest.raises(StorageError, match="503 Slow Down"):
-        found(store.url, check=Checkpoint.state, retry_seconds=0.05)
+        found(store.url, check=CheckpointReader.state, retry_seconds=0.05)
     store.fail("size", times=None)
     with pytest.raises(StorageError, match="It is unknown whether"):
         is_taken(newer)

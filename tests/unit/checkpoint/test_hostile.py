@@ -15,7 +15,7 @@ from checkpoint_case import replace_file, resealed, save_contents, tensor_file, 
 
 from drivetrain import CheckpointError
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint._format import Contents, Sizes
+from drivetrain.checkpoint._format import Sizes, StateToSave
 from drivetrain.checkpoint._format.tensor_file import read_header  # the one way to a file of 2**40 bytes
 from newest_checkpoint import newest
 
@@ -144,7 +144,7 @@ def test_a_malformed_header_of_a_tensor_file_is_refused(tmp_path: Path, header: 
 
 def test_verify_finds_a_tensor_that_no_map_can_hold(tmp_path: Path) -> None:
     # J-10: readers that map the file fail on it; ours copies
-    save_contents(tmp_path / "c", Contents({"w": torch.zeros(2)}))
+    save_contents(tmp_path / "c", StateToSave({"w": torch.zeros(2)}))
     header = {"b": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}, "w": f32([2], 1, 9)}
     replace_file(tmp_path / "c", "model.safetensors", tensor_file(header, 9))
     (problem,) = verify(tmp_path / "c")
@@ -154,7 +154,7 @@ def test_verify_finds_a_tensor_that_no_map_can_hold(tmp_path: Path) -> None:
 
 def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
     weights = {f"w{number}": torch.full((100,), float(number)) for number in range(200)}
-    save_contents(tmp_path / "c", Contents(weights), sizes=Sizes(large=400))
+    save_contents(tmp_path / "c", StateToSave(weights), sizes=Sizes(large=400))
     descriptors = Path("/proc/self/fd")
     before = len(os.listdir(descriptors)) if descriptors.exists() else 0
     checkpoint = load(tmp_path / "c")
@@ -167,6 +167,6 @@ def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
 
 def test_a_parameter_called_metadata_is_refused_and_state_of_that_name_is_kept(tmp_path: Path) -> None:  # J-12
     with pytest.raises(CheckpointError, match="named '__metadata__'"):
-        save_contents(tmp_path / "c", Contents({"__metadata__": torch.ones(1)}))
-    save_contents(tmp_path / "c", Contents({}, state={"__metadata__": torch.ones(1)}))
+        save_contents(tmp_path / "c", StateToSave({"__metadata__": torch.ones(1)}))
+    save_contents(tmp_path / "c", StateToSave({}, state={"__metadata__": torch.ones(1)}))
     assert torch.equal(load(tmp_path / "c").state()["__metadata__"], torch.ones(1))

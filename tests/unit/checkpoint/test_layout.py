@@ -42,7 +42,7 @@ from drivetrain._distributed.shards import Box, Span  # what strategies request 
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify
 from drivetrain.checkpoint.__main__ import main
-from drivetrain.checkpoint._format import Contents, Sizes, commit, stage
+from drivetrain.checkpoint._format import Sizes, StateToSave, commit, copy_to_host
 from drivetrain.checkpoint._format.atomic_exchange import exchange
 from drivetrain.checkpoint._format.documents import decode, dumps, encode, loads
 from drivetrain.checkpoint._format.tensor_file import DTYPES
@@ -87,7 +87,7 @@ def test_tensors_of_every_dtype_and_layout_are_read_back_by_us_and_by_safetensor
         "parameter": nn.Parameter(torch.randn(2)),
         "number": torch.tensor(1.5),
     }
-    save_contents(tmp_path / "c", Contents(weights))
+    save_contents(tmp_path / "c", StateToSave(weights))
     back, library = dict(load(tmp_path / "c").weights()), load_file(tmp_path / "c" / "model.safetensors")
     for name, tensor in weights.items():
         bits = tensor.detach().resolve_conj().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
@@ -100,7 +100,7 @@ def test_tensors_of_every_dtype_and_layout_are_read_back_by_us_and_by_safetensor
 
 def test_regions_of_a_tensor(tmp_path: Path) -> None:
     whole = torch.arange(7 * 5 * 3).view(7, 5, 3)
-    save_contents(tmp_path / "c", Contents({"w": whole, "n": torch.tensor(4)}))
+    save_contents(tmp_path / "c", StateToSave({"w": whole, "n": torch.tensor(4)}))
     source = load(tmp_path / "c").weights().sources()["w"]
     assert torch.equal(source.read(Span(4, 50)), whole.reshape(-1)[4:50])
     for box in (Box((2, 0, 0), (3, 5, 3)), Box((1, 1, 1), (5, 3, 2)), Box((6, 4, 2), (1, 1, 1))):
@@ -126,7 +126,7 @@ def test_parts_are_read_independently(tmp_path: Path) -> None:
 def test_several_files_have_an_index(tmp_path: Path) -> None:
     # F-10: the files of a large model, with small limits
     weights = {f"w{number}": torch.full((100,), float(number)) for number in range(10)}
-    save_contents(tmp_path / "c", Contents(weights), sizes=Sizes(large=1000))
+    save_contents(tmp_path / "c", StateToSave(weights), sizes=Sizes(large=1000))
     index = json.loads((tmp_path / "c" / "model.safetensors.index.json").read_text())
     assert list(index["weight_map"]) == list(weights)
     assert index["metadata"]["total_size"] == 4000
@@ -155,7 +155,7 @@ def test_a_save_replaces_a_checkpoint(tmp_path: Path, exchanging: bool, monkeypa
     assert load(tmp_path / "c").weights()["layer.weight"][0, 1] == 2
     assert verify(tmp_path / "c") == []
     assert [name for name in names_in(tmp_path) if name.startswith(".")] == []
-    save_contents(tmp_path / "c", Contents({"w": torch.ones(1)}))
+    save_contents(tmp_path / "c", StateToSave({"w": torch.ones(1)}))
     assert names_in(tmp_path / "c") == ["manifest.json", "model.safetensors"]
 
 
@@ -184,7 +184,7 @@ def test_files_of_others_are_not_replaced(tmp_path: Path, foreign: str) -> None:
 
 def test_a_tensor_on_the_meta_device_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'model: layer.weight', a tensor .*on the meta device"):
-        save_contents(tmp_path / "c", Contents({"layer.weight": torch.ones(2, device="meta")}))
+        save_contents(tmp_path / "c", StateToSave({"layer.weight": torch.ones(2, device="meta")}))
     assert names_in(tmp_path) == []
 
 
@@ -206,7 +206,7 @@ def test_verify_names_a_damaged_file(tmp_path: Path, name: str) -> None:  # F-06
 
 
 def test_a_reader_checks_the_blocks_that_it_reads(tmp_path: Path) -> None:  # F-06
-    save_contents(tmp_path / "c", Contents(dict.fromkeys(("first", "last"), torch.zeros(3 * 2**20))))
+    save_contents(tmp_path / "c", StateToSave(dict.fromkeys(("first", "last"), torch.zeros(3 * 2**20))))
     flip(tmp_path / "c" / "model.safetensors", -1)
     back = load(tmp_path / "c").weights()
     assert back["first"].sum() == 0
@@ -216,7 +216,11 @@ def test_a_reader_checks_the_blocks_that_it_reads(tmp_path: Path) -> None:  # F-
 
 def test_a_missing_manifest_or_another_format_is_refused(tmp_path: Path) -> None:  # F-14
     folder = Path(written(tmp_path / "c"))
-    for version, fix in ((0, "the version of drivetrain that wrote it"), (2, "a newer version")):
+    for version, fix in (
+        (0, "the version of drivetrain that wrote it"),
+        (1, "the version of drivetrain that wrote it"),
+        (3, "a newer"),
+    ):
         resealed(folder, lambda document, version=version: document.update(format=version))
         with pytest.raises(CheckpointError, match=rf"format {version}(.|\n)*{fix}"):
             load(folder)
@@ -363,7 +367,7 @@ def test_every_file_on_a_disk_and_in_a_store_has_its_digest(tmp_path: Path) -> N
     assert verify(folder) == []
     assert equal(load(folder).weights()["layer.weight"], contents().weights["layer.weight"])
     for _ in range(2):  # the second time over an existing checkpoint
-        commit("memory://digests/c", stage(WITH_DIGESTS, 0, 1, snapshot=True), LocalControl())
+        commit("memory://digests/c", copy_to_host(WITH_DIGESTS, 0, 1, snapshot=True), LocalControl())
     assert verify("memory://digests/c") == []
     for name, one in load("memory://digests/c").manifest.files.items():
         assert one.sha256 == hashlib.sha256(store.cat_file(f"/digests/c/{name}")).hexdigest()

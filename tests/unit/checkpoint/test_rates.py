@@ -18,8 +18,8 @@ from drivetrain.checkpoint import load
 
 # Private: the work is counted where it is done.
 from drivetrain.checkpoint._format import checksums, tensor_reader
-from drivetrain.checkpoint._format.eager_file import EagerFile
 from drivetrain.checkpoint._format.pinned_copies import pinned_copies
+from drivetrain.checkpoint._format.writeback_file import WritebackFile
 from emulated_cuda import EmulatedCuda, requires_emulated_cuda
 from worlds import on_emulated_cuda
 
@@ -68,7 +68,7 @@ def test_more_contents_than_one_call_writes(tmp_path: Path, monkeypatch: pytest.
         real = os.writev
         monkeypatch.setattr(os, "writev", lambda descriptor, contents: real(descriptor, [b"".join(contents)[:700]]))
     contents = [b"", b"a" * 1000, b"", b"bc", *(bytes([number % 256]) for number in range(5000)), b""]
-    with EagerFile(tmp_path / "f") as file:
+    with WritebackFile(tmp_path / "f") as file:
         file.writelines(contents)
         file.write(b"end")
     assert (tmp_path / "f").read_bytes() == b"".join(contents) + b"end"

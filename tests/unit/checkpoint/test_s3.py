@@ -15,7 +15,7 @@ from drivetrain import Callback, CheckpointError, ConfigurationError, Fit
 from drivetrain._distributed.shards import Span  # what strategies request of a tensor
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint._format import Contents
+from drivetrain.checkpoint._format import StateToSave
 from drivetrain.testing import requires_package
 from worlds import on_ranks
 
@@ -72,7 +72,7 @@ def test_a_checkpoint_is_read_back_equal_and_replaced(bucket: Any) -> None:
 
 def test_a_tensor_of_several_uploads_and_blocks_is_read_whole_and_in_part(bucket: Any) -> None:  # F-09
     value = torch.arange(15 * 2**20, dtype=torch.int32)  # 60 MiB
-    source = load(save_contents(PATH, Contents({"w": value}))).weights().sources()["w"]
+    source = load(save_contents(PATH, StateToSave({"w": value}))).weights().sources()["w"]
     start, stop = 4 * 2**20 - 5, 4 * 2**20 + 5  # across a block
     assert torch.equal(source.read(Span(start, stop)), value[start:stop])
     assert torch.equal(source.read(), value)

@@ -31,7 +31,7 @@ from benchmarks.calls import count_calls
 from drivetrain.data import CombinedLoader, split_by_rank
 from drivetrain.data._loaders import prepare_loader  # private: ranks are simulated, and calls counted, without runs
 from drivetrain.data._order_fingerprint import digest_of_batch, digest_of_indices, subset_fingerprint
-from drivetrain.data._sharding import BatchShard, ShardingOrigin
+from drivetrain.data._sharding import BatchShare, EpochOffset
 from drivetrain.data.splitting import use_data_rank
 from drivetrain.errors import ConfigurationError
 from wrong_lengths import Batches
@@ -81,15 +81,15 @@ def test_an_iterable_data_set_is_each_ranks_own_part() -> None:
     assert (source.length, source.shards_known) == (None, False)
     pairs = [(plain(batch), shard) for batch, shard in source.epoch(3)]
     assert pairs == [
-        ([0, 1, 2, 3], BatchShard(4, None, False, 0)),
-        ([4, 5, 6, 7], BatchShard(4, None, False, 4)),
-        ([8, 9], BatchShard(2, None, False, 8)),
+        ([0, 1, 2, 3], BatchShare(4, None, False, 0)),
+        ([4, 5, 6, 7], BatchShare(4, None, False, 4)),
+        ([8, 9], BatchShare(2, None, False, 8)),
     ]
     assert stream.epochs == [3]
     assert [(plain(batch), shard) for batch, shard in source.epoch(4, 2)] == pairs[2:]
     alone = prepare_loader(DataLoader(SizedStream(10), 4), training=True)
     assert (alone.length, alone.shards_known) == (3, True)
-    assert [shard for _, shard in alone.epoch(0)][-1] == BatchShard(2, 2, False, 8)
+    assert [shard for _, shard in alone.epoch(0)][-1] == BatchShare(2, 2, False, 8)
 
 
 def test_an_iterable_of_batches() -> None:
@@ -278,7 +278,7 @@ def test_a_loader_is_not_started_again_at_the_end_of_the_longest() -> None:  # I
 def test_data_that_cannot_be_sharded_anew_is_refused(given: Any) -> None:  # F-02
     source = prepare_loader(given, training=True, rank=0, world_size=2)
     with pytest.raises(ConfigurationError, match="another world size"):
-        source.epoch(0, 1, ShardingOrigin(4, 1))
+        source.epoch(0, 1, EpochOffset(4, 1))
 
 
 def calls_a_batch(batches: Iterator[Any], count: int = 150) -> float:

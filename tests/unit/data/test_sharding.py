@@ -26,7 +26,7 @@ from torch.utils.data import (
 from drivetrain.data import KeyedPermutation, SequentialOrder, order
 from drivetrain.data._batch_source import BatchSource
 from drivetrain.data._loaders import prepare_loader  # private: all ranks are simulated in one process
-from drivetrain.data._sharding import BatchShard, ShardingOrigin
+from drivetrain.data._sharding import BatchShare, EpochOffset
 from drivetrain.errors import ConfigurationError
 from oracle.data_loaders import Ragged
 from oracle.dealing import GlobalBatch, deal, deal_evaluation
@@ -84,7 +84,7 @@ def loader(length: int, batch_size: int, order: str = "sequential", **options: A
     return DataLoader(Numbers(length), batch_size, shuffle=order == "shuffled" or None, **options)
 
 
-Step = list[tuple[list[int], BatchShard]]
+Step = list[tuple[list[int], BatchShare]]
 
 
 def sources(loader_of: Any, world_size: int, **options: Any) -> list[BatchSource]:
@@ -114,9 +114,9 @@ def assert_dealt(found: list[Step], dealt: list[GlobalBatch]) -> None:
         held = list(chain.from_iterable(parts))
         starts = accumulate(map(len, parts), initial=position)
         assert step == [
-            (part, BatchShard(len(part), len(held), False, start))
+            (part, BatchShare(len(part), len(held), False, start))
             if part
-            else (held[:1], BatchShard(0, len(held), True, position))
+            else (held[:1], BatchShare(0, len(held), True, position))
             for part, start in zip(parts, starts, strict=False)
         ]
         position += len(held)
@@ -175,7 +175,7 @@ def test_the_rest_of_an_epoch_is_sharded_anew(order: str, before: Any, after: An
     whole = samples_of(read(1, 102))
     assert sorted(whole) == list(range(102))
     seen = samples_of(read(*before)[:done])
-    origin = ShardingOrigin(len(seen), 11)
+    origin = EpochOffset(len(seen), 11)
     rest = read(*after, 11, origin)
     assert whole == seen + samples_of(rest)  # in the epoch's order
     # After a second stop within that epoch, the run resumes at any micro-batch of the new sharding.

@@ -21,12 +21,12 @@ from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from drivetrain import ConfigurationError, DataModule, TrainModule
 from drivetrain._distributed.control_plane import LocalControl
-from drivetrain._loops.windows import exchanged_windows
+from drivetrain._loops.windows import allreduced_windows
 from drivetrain._runtime.transfer import cast_floating, move_to
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load
 from drivetrain.data import CombinedLoader
-from drivetrain.data._sharding import BatchShard
+from drivetrain.data._sharding import BatchShare
 
 
 def seen(batch: Any) -> Any:
@@ -407,8 +407,8 @@ def test_a_batch_without_tensors_passes(tmp_path: Path, batch: Any) -> None:  # 
 
 
 def test_none_is_a_batch_on_several_ranks_too() -> None:  # I-11
-    shard = BatchShard(1, None, False, 0)
-    micro_batches = exchanged_windows(iter([(None, shard)] * 3), 2, LocalControl(), None, None)
+    shard = BatchShare(1, None, False, 0)
+    micro_batches = allreduced_windows(iter([(None, shard)] * 3), 2, LocalControl(), None, None)
     assert [(micro.batch, micro.samples) for micro in micro_batches] == [(None, 1)] * 3
 
 

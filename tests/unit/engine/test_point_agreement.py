@@ -196,7 +196,7 @@ def test_all_ranks_end_at_the_same_point_in_any_order_of_their_threads(meets: bo
         wishes = {rank: draw.randrange(1, 20) for rank in draw.sample(range(RANKS), draw.randrange(3))}
         ranks = Ranks(draw, loop, fewest=0 if wishes else 1)
         assert len(set(ranks.passed)) == 1, (seed, ranks.passed)
-        (leaving,) = {stop.leaving for stop in ranks.stops}
+        (leaving,) = {stop.preempted for stop in ranks.stops}
         reasons[leaving] += 1
         if leaving:
             # Once all ranks have answered, none begins another micro-batch.
@@ -218,7 +218,7 @@ def test_ranks_of_different_lengths_leave_together() -> None:  # Q-06
                 if number:
                     ranks.meet(rank, batch)
             stop.agree_when_all_arrive(f"loader {number}", equal_counts=False, wait_for_device=lambda: None)
-            if stop.agreed_to_exit():
+            if stop.is_preempted():
                 left[rank] = number
                 return
         left[rank] = 2  # the data has ended, and with it the evaluation

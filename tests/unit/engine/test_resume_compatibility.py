@@ -307,20 +307,20 @@ def test_a_new_head_is_in_the_optimizer_or_the_error_says_so(tmp_path: Path) -> 
 def rewrite_state(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     # Private: there is no public way to write a checkpoint of an earlier version, or a malformed one.
     from drivetrain._distributed.control_plane import LocalControl
-    from drivetrain.checkpoint._format import Contents, save
+    from drivetrain.checkpoint._format import StateToSave, save
 
     checkpoint = load(path)
     state, ranks, optimizers = checkpoint.state(), checkpoint.rank_state(0), [checkpoint.optimizer_state()]
-    change(state["made_of"])
+    change(state["components"])
     weights, metadata = dict(checkpoint.weights()), checkpoint.manifest.metadata
-    contents = Contents(weights, metadata, optimizers=optimizers, state=state, rank_state=ranks)
+    contents = StateToSave(weights, metadata, optimizers=optimizers, state=state, rank_state=ranks)
     checkpoint.close()
     save(str(path), contents, LocalControl())
 
 
 def test_a_checkpoint_of_a_version_that_did_not_record_options_resumes(tmp_path: Path) -> None:
     saved = save(tmp_path / "saved", adam())
-    rewrite_state(saved, lambda made_of: made_of.pop("optimizer_groups"))
+    rewrite_state(saved, lambda components: components.pop("optimizer_groups"))
     module = Model(adam(lr=0.5, amsgrad=False))
     assert steps_of(fit(module, ckpt_path=saved)) == {12}
     assert module.rates == [[0.01]] * (12 - SAVED_AT)
@@ -332,14 +332,14 @@ def test_a_checkpoint_of_a_version_that_did_not_record_options_resumes(tmp_path:
         ("optimizer_groups", 7, "names no parameters"),
         ("optimizer_groups", [[{"params": [7]}]], "names no parameters"),
         ("optimizer_groups", [[{"lr": 0.1}]], "names no parameters"),
-        ("scheduler_settings", [{}, {}], "'made_of' in the run's state"),
-        ("scheduler_settings", [7], "'made_of' in the run's state"),
+        ("scheduler_settings", [{}, {}], "'components' in the run's state"),
+        ("scheduler_settings", [7], "'components' in the run's state"),
     ],
 )
 def test_a_malformed_record_is_a_checkpoint_error(name: str, malformed: Any, error: str, tmp_path: Path) -> None:
     #
     saved = save(tmp_path / "saved", scheduled(adam(), halving))
-    rewrite_state(saved, lambda made_of: made_of.update({name: malformed}))
+    rewrite_state(saved, lambda components: components.update({name: malformed}))
     with pytest.raises(CheckpointError, match=error):
         fit(Model(scheduled(adam(), halving)), ckpt_path=saved)
 

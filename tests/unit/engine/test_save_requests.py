@@ -17,7 +17,7 @@ from drivetrain import Callback, CheckpointError, ConfigurationError, TrainModul
 # Private: the classes that wrote these checkpoints do not exist any more.
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.checkpoint import convert
-from drivetrain.checkpoint._format import CheckpointMetadata, Contents, save
+from drivetrain.checkpoint._format import CheckpointMetadata, StateToSave, save
 
 
 class Net(TrainModule):
@@ -126,7 +126,7 @@ def test_a_resumed_run_skips_the_sanity_check_and_restores_each_of_two_callbacks
 def saved(path: Path, **hyper_parameters: Any) -> Path:
     """Return a checkpoint of a `Net` built with these arguments."""
     metadata = CheckpointMetadata(hyper_parameters=hyper_parameters, weights_only=True)
-    save(str(path / "c"), Contents(Net().state_dict(), metadata), LocalControl())
+    save(str(path / "c"), StateToSave(Net().state_dict(), metadata), LocalControl())
     return path / "c"
 
 

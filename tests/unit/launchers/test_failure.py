@@ -25,7 +25,7 @@ from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.launchers import Failure, RankFailedError, first_cause
 from drivetrain.launchers._processes import FAILURES_PREFIX, Processes
-from drivetrain.launchers.world import World
+from drivetrain.launchers.launched_processes import LaunchedProcesses
 
 
 def _failure(error: BaseException, rank: int = 1) -> Failure:
@@ -110,7 +110,7 @@ def _through_the_control_plane(planted: str) -> Failure | None:
 def _through_the_launcher(planted: str) -> Failure | None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store.set(f"{FAILURES_PREFIX}/first", planted)
-    (failure,) = World("function", Placement(0, 2, 0, 2), "127.0.0.1", store.port, store=store).failures()
+    (failure,) = LaunchedProcesses("function", Placement(0, 2, 0, 2), "127.0.0.1", store.port, store=store).failures()
     return failure
 
 

@@ -41,11 +41,11 @@ from drivetrain.environments import (
 )
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import FunctionLauncher, SubprocessLauncher, choose_launcher
-from drivetrain.launchers import world as launched_world
+from drivetrain.launchers import launched_processes as launched_world
 from drivetrain.launchers._ray_worker import Worker
 from drivetrain.launchers._rerun_command import rerun_command
 from drivetrain.launchers._script_runners import runner
-from drivetrain.launchers.world import World, name_new_job, set_current_world
+from drivetrain.launchers.launched_processes import LaunchedProcesses, name_new_job, set_current_world
 from drivetrain.testing import requires_linux
 
 
@@ -523,7 +523,7 @@ def test_a_refused_process_does_not_try_again(monkeypatch: pytest.MonkeyPatch) -
         free.bind(("127.0.0.1", 0))
         ports: dict[int, Any] = {free.getsockname()[1]: RuntimeError, store.port: ConfigurationError}
         for port, error in ports.items():
-            world = World("function", Placement(1, 2, 1, 2), "127.0.0.1", port, job="b")
+            world = LaunchedProcesses("function", Placement(1, 2, 1, 2), "127.0.0.1", port, job="b")
             for _ in range(2):
                 with pytest.raises(error, match=r"timed out|another job"):
                     world.store("runs")

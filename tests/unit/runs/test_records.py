@@ -128,7 +128,7 @@ def test_a_preempted_run_resumes_in_its_record_and_folder(tmp_path: Path) -> Non
     steps = [(part["status"], part["from_step"], part["to_step"]) for part in resumed["parts"]]
     assert steps == [(INTERRUPTED, 0, 3), (FINISHED, 3, 6)]
     assert resumed["parts"][1]["from_checkpoint"] == checkpoint["id"]
-    assert [(event["kind"], event["step"]) for event in resumed["events"]] == [("began", 0), ("went on", 3)]
+    assert [(event["kind"], event["step"]) for event in resumed["events"]] == [("began", 0), ("resumed", 3)]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from run_case import Another, Net, data, every, fit, folders, left_running, reco
 
 from drivetrain import Fit
 from drivetrain.callbacks import Checkpoint, EarlyStopping
-from drivetrain.checkpoint._format.sealed_json import dump_with_checksum
 from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.loggers import CSVLogger
 from drivetrain.runs import _liveness
@@ -78,18 +76,6 @@ def test_a_run_within_a_run_of_the_same_class_has_its_own_folder(tmp_path: Path)
     outer = fit(tmp_path, callbacks=every(2))
     outer.fit(Net(at_step=train_within), data())
     assert (version(outer), inner) == ("version_0", ["version_1"])
-
-
-def test_old_locations_are_named_but_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
-    trained(tmp_path / "before", callbacks=Checkpoint(tmp_path / "checkpoints"))
-    old = tmp_path / "checkpoints" / "epoch=0-step=6"
-    manifest = json.loads((old / "manifest.json").read_text())
-    del manifest["run"], manifest["crc32"]  # as in checkpoints written before runs had folders
-    (old / "manifest.json").write_bytes(dump_with_checksum(manifest))
-    assert trained(tmp_path, "auto").global_step == 6
-    assert f"a fresh start. {str(old.parent)!r} has checkpoints" in caplog.text
-    assert f"ckpt_path={str(old)!r}" in caplog.text
-    assert caplog.text.count("has checkpoints") == 1
 
 
 def test_the_rules_apply_to_an_explicit_dirpath(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13

@@ -16,7 +16,7 @@ from drivetrain._engine import checkpoints, run_start
 from drivetrain.callbacks import Checkpoint, LambdaCallback
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import CSVLogger, TensorBoardLogger
-from drivetrain.runs import _resume_choice
+from drivetrain.runs import _resume_point
 
 
 def test_each_fit_has_all_its_files_in_a_folder_of_its_own(tmp_path: Path) -> None:  # J-13
@@ -289,7 +289,7 @@ def test_a_run_with_malformed_lists_and_remains_of_a_record_resumes(tmp_path: Pa
 
 @pytest.mark.parametrize("folder", ["nowhere://bucket/version_0", "version_0\0"], ids=["protocol", "null"])
 def test_a_checkpoint_of_an_unreachable_run_is_resumed(tmp_path: Path, folder: str, monkeypatch: Any) -> None:  # J-13
-    monkeypatch.setattr(_resume_choice, "_SHORT_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(_resume_point, "_SHORT_RETRY_SECONDS", 0.0)
     monkeypatch.setattr(checkpoints, "_absolute", lambda path: folder)
     trained(tmp_path / "there", callbacks=Checkpoint(dirpath=tmp_path / "copied"))
     again = trained(tmp_path / "here", "auto", callbacks=Checkpoint(dirpath=tmp_path / "copied"), max_epochs=2)
