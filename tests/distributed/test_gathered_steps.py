@@ -247,7 +247,7 @@ class Unfreezing(Module):
 
     def configure_optimizers(self) -> Any:
         self.net[3].requires_grad_(False)
-        self.net[0].weight.tag = "first"  # type: ignore[assignment]
+        self.net[0].weight.tag = "first"
         return Lamb([parameter for parameter in self.parameters() if parameter.requires_grad])
 
     def on_train_start(self) -> None:
