@@ -132,9 +132,6 @@ def test_a_failure_is_text_in_the_store_and_error_files_are_writable_only_for_th
         processes.end(kill=True)
 
 
-Named = namedtuple("Named", ["name", "number"])
-
-
 @pytest.mark.parametrize(
     "value",
     [
@@ -154,6 +151,7 @@ def test_a_value_comes_back_equal_and_of_the_same_types(value: Any) -> None:
 
 
 def test_subclasses_become_plain_and_other_values_and_pickles_are_refused() -> None:  # J-06
+    Named = namedtuple("Named", ["name", "number"])
     values: list[Any] = [math.nan, Named("x", 1), signal.SIGINT, MappingProxyType({"a": 1})]
     nan, *again = decode(encode(values))
     assert math.isnan(nan)
