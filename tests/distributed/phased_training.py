@@ -35,16 +35,7 @@ class Stack(nn.Module):
 
 
 class Phased(TrainModule):
-    """A regression in phases.
-
-    Args:
-        turns: what changes, by place.
-        frozen: the layers that are frozen at the start.
-        held: the layers that the optimizer gets; None for all.
-        only_on: the only rank on which changes are made; None for all.
-        split: layers are split by hand (tensor parallelism).
-        manual: backward and step by hand.
-    """
+    """Makes ``turns``, on one rank or all; starts with ``frozen`` layers; its optimizer gets those ``held``, or all."""
 
     def __init__(
         self,

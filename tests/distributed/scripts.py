@@ -64,10 +64,7 @@ if CASE is None:
 
 
 def starter(folder: Path, *ranks: dict[str, str]) -> tuple[str, ...]:
-    """Return a command before ``python``, like srun, which starts it once with each of the given variables.
-
-    A rank that fails does not end the others: they have to detect it themselves.
-    """
+    """Return a command like srun: it starts ``python`` with each of these variables, and ends no rank for another."""
     start = "max(abs(one.wait()) for one in [subprocess.Popen(sys.argv[1:], env=os.environ | more) for more in ranks])"
     script = folder / "start.py"
     script.write_text(f"import os, subprocess, sys\nranks = {ranks!r}\nsys.exit({start})")
@@ -94,10 +91,9 @@ def run_cases(
     starter: Sequence[str] = (),
     limit: float = 120,
 ) -> dict[str, Run]:
-    """Run ``head`` and ``body`` under Python, or ``python *command``, once for each case, which it reads from ``CASE``.
+    """Run ``head`` and ``body`` by ``*starter python *command``, once for each ``CASE``.
 
-    A ``starter``, such as mpirun with its options, is put before ``python``. The code is that of the started process;
-    under torchrun or a starter the largest of the ranks' codes. Lines that the ranks ``say`` are sorted.
+    The code is the largest of the ranks' codes. Lines that the ranks ``say`` are sorted.
     """
     script = folder / "script.py"
     script.write_text(CASES.format(cases=tuple(cases)) + head + textwrap.dedent(body))
