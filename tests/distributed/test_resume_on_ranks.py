@@ -400,7 +400,7 @@ def train(folder: Path, name: str, validation: Dataset[Any], module: Changing, *
     return code, (state, metrics, fit.global_step, fit.samples_seen, fit.micro_batches)
 
 
-UNEVEN, EVEN = UnevenStream(1), Stream(0)
+UNEVEN, EVEN = UnevenStream(1), UnevenStream(0)
 AUGMENTED = Augmented(61)  # not divisible by two ranks, batches of two or windows of eight
 WITHIN_WINDOWS = {"val_check_interval": 5, "check_val_every_n_epoch": None}
 # Rank 0 may have reached the end of the window: without a preceding collective it need not wait for rank 1.
