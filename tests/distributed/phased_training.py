@@ -150,8 +150,8 @@ def state(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-def dealt(options: dict[str, Any]) -> int:
-    """Return the number of ranks among which a strategy with these options deals the data."""
+def data_ranks(options: dict[str, Any]) -> int:
+    """Return the number of ranks over which a strategy with these options splits the data."""
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     return ranks // int(options.get("tensor_parallel", 1))
 

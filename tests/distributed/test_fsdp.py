@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_nets import Block, Deep, DeepRegression, Experts, Tied, TwiceDeep, trained_in_plain_torch
-from phased_training import Phased, by_hand, dealt, state, train
+from phased_training import Phased, by_hand, data_ranks, state, train
 from small_runs import TIGHT, Regression, data, failing, loader, quiet, refusal, seeded, train_by_hand, trained, weights
 from small_runs import trained as trained_with
 from torch import Tensor, nn
@@ -444,10 +444,10 @@ def _one_of_four(wheres: list[str], **options: Any) -> Any:
     for where in wheres:
         begun = time.monotonic()
         with failing() as error:
-            train(OnOneRank(where), FSDPStrategy(**SPLIT, **options), dealt(SPLIT))
+            train(OnOneRank(where), FSDPStrategy(**SPLIT, **options), data_ranks(SPLIT))
         caught[where] = error, time.monotonic() - begun
     module = Phased({}, split=True)
-    train(module, FSDPStrategy(**SPLIT), dealt(SPLIT))
+    train(module, FSDPStrategy(**SPLIT), data_ranks(SPLIT))
     return caught, state(module)
 
 
