@@ -47,11 +47,7 @@ class StoreFault:
 
 
 class FaultyStore:
-    """A store whose objects are files in a local folder, so that several processes can share it.
-
-    As in an object store, there are keys but no folders. Puts are atomic, objects cannot be renamed, and an object can
-    be read and listed as soon as it was put. Each process has separate faults and recorded calls.
-    """
+    """An object store in a local folder, which processes share; faults and recorded calls are of one process."""
 
     url = "faulty://store"
 

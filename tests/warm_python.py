@@ -1,8 +1,4 @@
-"""Runs a script in a process that has already imported torch, which saves three seconds over `python script.py`.
-
-For scripts whose own processes are not under test. A script that starts itself again for other ranks, or ends with an
-error, is run by Python itself: `run_program`.
-"""
+"""Runs a script in a process that has imported torch, or by Python if it starts itself again or ends with an error."""
 
 from __future__ import annotations
 

@@ -20,8 +20,7 @@ PRELOAD = (
     "drivetrain_strategies.fsdp.strategy",
 )
 
-# It decorates a function with torch.compile, which imports all of these modules: three seconds on each rank that trains
-# with ZeRO. When they are frozen here, ZeRO 3's garbage collection need not examine them either.
+# It decorates a function with torch.compile, whose imports would take three seconds on each rank that trains with ZeRO.
 DEEPSPEED = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
 
 DEVICES = 2  # of the emulated CUDA: autograd keeps the number of devices that it first saw
@@ -49,10 +48,7 @@ def on_ranks(
     timeout: float = 60.0,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Call a function as `run_distributed` does, on ranks that have run other tests' functions before.
-
-    The function must not change its process permanently; use `run_distributed` for those that do.
-    """
+    """Call a function as `run_distributed` does, on ranks that other tests use: it must leave them unchanged."""
     if rehearsed := os.environ.get("REHEARSED_DEVICES"):
         fn, args = _rehearsed, (int(rehearsed), fn, args)
     world = _worlds.setdefault(nprocs, World(nprocs, preload=_preload))
@@ -82,10 +78,7 @@ class Seen:
 
 
 def on_emulated_cuda(fn: Callable[..., Any], *args: Any, timeout: float = 160.0) -> Seen:
-    """Call ``fn(gpu, *args)`` with emulated devices, in a process that has run other such functions before.
-
-    The very first call compiles the emulation; the timeout allows for that.
-    """
+    """Call ``fn(gpu, *args)`` with emulated devices in a shared process; the first call compiles the emulation."""
     if not _emulating:
         _emulating.append(World(1, preload=_preload))
     return _emulating[0].run(_emulated, fn, args, process_group=None, timeout=timeout)[0]

@@ -35,16 +35,7 @@ class Stack(nn.Module):
 
 
 class Phased(TrainModule):
-    """A regression in phases.
-
-    Args:
-        turns: what changes, by place.
-        frozen: the layers that are frozen at the start.
-        held: the layers that the optimizer gets; None for all.
-        only_on: the only rank on which changes are made; None for all.
-        split: layers are split by hand (tensor parallelism).
-        manual: backward and step by hand.
-    """
+    """Makes ``turns``, on one rank or all; starts with ``frozen`` layers; its optimizer gets those ``held``, or all."""
 
     def __init__(
         self,
@@ -159,8 +150,8 @@ def state(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-def dealt(options: dict[str, Any]) -> int:
-    """Return the number of ranks among which a strategy with these options deals the data."""
+def data_ranks(options: dict[str, Any]) -> int:
+    """Return the number of ranks over which a strategy with these options splits the data."""
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     return ranks // int(options.get("tensor_parallel", 1))
 

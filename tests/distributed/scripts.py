@@ -22,7 +22,7 @@ from small_runs import Regression, failing, global_batches, loader, quiet, train
 RANK = int(os.environ.get("RANK", "0"))
 
 def say(*words):
-    with open(os.environ["SAID"], "a") as file:
+    with open(os.environ["REPORTED"], "a") as file:
         file.write(" ".join([str(RANK), *map(str, words)]) + "\\n")
 
 class Model(Regression):
@@ -48,7 +48,7 @@ if CASE is None:
             # The rest of the script is this process's, and of those that it starts, to their ends.
             os.chdir(str(number))
             CASE = os.environ["CASE"] = case
-            os.environ["SAID"] = os.path.abspath("said")
+            os.environ["REPORTED"] = os.path.abspath("reported")
             os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # what torchrun's ranks meet by is of this case
             for stream, name in ((1, "out"), (2, "errors")):
                 file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -64,10 +64,7 @@ if CASE is None:
 
 
 def starter(folder: Path, *ranks: dict[str, str]) -> tuple[str, ...]:
-    """Return a command before ``python``, like srun, which starts it once with each of the given variables.
-
-    A rank that fails does not end the others: they have to detect it themselves.
-    """
+    """Return a command like srun: it starts ``python`` with each of these variables, and ends no rank for another."""
     start = "max(abs(one.wait()) for one in [subprocess.Popen(sys.argv[1:], env=os.environ | more) for more in ranks])"
     script = folder / "start.py"
     script.write_text(f"import os, subprocess, sys\nranks = {ranks!r}\nsys.exit({start})")
@@ -81,7 +78,7 @@ class Run:
     code: int
     out: str
     errors: str
-    said: list[str]
+    reported: list[str]
     folder: Path
 
 
@@ -94,16 +91,15 @@ def run_cases(
     starter: Sequence[str] = (),
     limit: float = 120,
 ) -> dict[str, Run]:
-    """Run ``head`` and ``body`` under Python, or ``python *command``, once for each case, which it reads from ``CASE``.
+    """Run ``head`` and ``body`` by ``*starter python *command``, once for each ``CASE``.
 
-    A ``starter``, such as mpirun with its options, is put before ``python``. The code is that of the started process;
-    under torchrun or a starter the largest of the ranks' codes. Lines that the ranks ``say`` are sorted.
+    The code is the largest of the ranks' codes. Lines that the ranks ``say`` are sorted.
     """
     script = folder / "script.py"
     script.write_text(CASES.format(cases=tuple(cases)) + head + textwrap.dedent(body))
     for number in range(len(cases)):
         (folder / str(number)).mkdir()
-        (folder / str(number) / "said").touch()
+        (folder / str(number) / "reported").touch()
     # Unbuffered Python writes tracebacks in fragments of lines, and those of several ranks would mix.
     kept_out = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED")
     variables = {name: value for name, value in os.environ.items() if name not in kept_out}
@@ -116,5 +112,5 @@ def run_cases(
 
 def _case(folder: Path) -> Run:
     codes = [int(code) for code in (folder / "codes").read_text().split()]
-    out, errors, said = ((folder / name).read_text() for name in ("out", "errors", "said"))
-    return Run(max(codes, key=abs), out, errors, sorted(said.splitlines()), folder)
+    out, errors, reported = ((folder / name).read_text() for name in ("out", "errors", "reported"))
+    return Run(max(codes, key=abs), out, errors, sorted(reported.splitlines()), folder)

@@ -160,7 +160,10 @@ def refusal(module: Any, batches: Any, validation: Any = None, **settings: Any) 
 def train_by_hand(
     module: Any, batches: list[Any], window: int = 1, step: Callable[..., Any] | None = None, epochs: int = 1
 ) -> Any:
-    """Train the reference: one process, plain PyTorch, windows weighted by samples; returns the module."""
+    """Train the reference: one process, plain PyTorch, windows weighted by samples; returns the module.
+
+    Written by hand: for modules of tests, which programs of the oracle do not describe.
+    """
     optimizer = module.configure_optimizers()
     for start in [*range(0, len(batches), window)] * epochs:
         parts = batches[start : start + window]

@@ -143,8 +143,7 @@ def _read(path: str, layout: str) -> None:
 )
 def test_the_parts_of_all_ranks_are_a_complete_checkpoint_of_which_each_reads_its_part(
     tmp_path: Path, layout: str, ranks: int, read: str, readers: int
-) -> None:
-    # F-01: the files are the same for all layouts; F-13: in pieces; J-11: each with a digest
+) -> None:  # F-01: the files are the same for all layouts; F-13: in pieces; J-11: each with a digest
     path = tmp_path / "c"
     on_ranks(_save, ranks, str(path), layout)
     assert verify(path, digest="sha256") == []

@@ -17,11 +17,8 @@ from worlds import on_ranks
 # No size is divisible by the number of ranks, and one parameter has fewer rows than there are ranks.
 SHAPES = {"a": (7, 6), "b": (5,), "c": (3, 4), "d": (6, 3), "e": (2, 2)}
 
-
 Spread = dict[str, tuple[str, str] | None]
-"""How each parameter is spread: None for plain, otherwise its mesh, and for each of the mesh's dimensions "r" for a
-replica or the tensor's dimension that is sharded.
-"""
+"""By parameter, None for plain, or its mesh, and for each of the mesh's dimensions "r" (replica) or what it shards."""
 
 CASES: dict[str, Spread] = {
     "plain": dict.fromkeys(SHAPES),
@@ -143,8 +140,7 @@ def overflow_on_one_rank(reduces: bool, has_gradient: bool = True) -> tuple[bool
     return stepped, precision.state_dict()["scale"]
 
 
-def test_the_reducer_shares_an_overflow() -> None:
-    # B-06: gradients that no wrapper averages, and a rank that has none
+def test_the_reducer_shares_an_overflow() -> None:  # B-06: gradients that no wrapper averages, and a rank that has none
     first, second = on_ranks(each, 2, overflow_on_one_rank, (True,), (False,), (True, False))
     assert first == [(False, 512.0), (True, 1024.0), (False, 512.0)]
     assert second == [(False, 512.0)] * 3

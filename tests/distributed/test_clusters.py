@@ -57,10 +57,10 @@ def test_ranks_of_a_cluster_train_as_one_and_end_with_the_first_cause(cluster: s
     cases, started = ["rank 1 raises", "rank 0 is killed"], MPIRUN if cluster == "mpirun" else srun
     raised, killed = run_cases(tmp_path, _SCRIPT, cases, starter=started).values()
     for rank, (node, local) in enumerate([(0, 0), (0, 1)] if cluster == "mpirun" else [(0, 0), (1, 0)]):
-        assert f"{rank} trained True 2 {node} {local}" in raised.said, raised.errors
-    assert {"0 ended True", "1 ended True"} <= {*raised.said}
+        assert f"{rank} trained True 2 {node} {local}" in raised.reported, raised.errors
+    assert {"0 ended True", "1 ended True"} <= {*raised.reported}
     assert raised.code != 0
     assert "ValueError: boom on 1" in raised.errors
     assert "Rank 1 failed with ValueError: boom on 1" in raised.errors
-    assert "1 ended True" in killed.said, killed.errors  # rank 0 has the store
+    assert "1 ended True" in killed.reported, killed.errors  # rank 0 has the store
     assert "DistributedError: Rank 1 has lost the store where all ranks meet" in killed.errors

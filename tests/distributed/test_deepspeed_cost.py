@@ -18,11 +18,7 @@ from drivetrain.testing import run_distributed
 
 SENT = {"deepspeed_stage_1": (2 * G + P) / 2, "deepspeed_stage_2": (2 * G + P) / 2, "deepspeed_stage_3": (P + G) / 2}
 CALLS_OVER = 60
-"""Python functions that a step of stage 2 may call beyond the 2,350 of the loop by hand.
-
-It calls 58. A run as a whole calls 5 more where a rank that waits for the other asks once more: 1.25 a step, of the 4
-steps by which the runs that are compared differ.
-"""
+"""Functions that a step of stage 2 may call beyond the loop's 2,350: it calls 58, or 59 if a rank asks once more."""
 
 SINGLE_NUMBERS = 64
 """Bytes: norms, and whether a gradient is finite."""

@@ -62,10 +62,7 @@ class Net(TrainModule):
 
 @pytest.fixture(scope="module")
 def by_hand() -> tuple[dict[str, Tensor], list[list[float]]]:
-    """The weights and the learning rates of each epoch.
-
-    Written by hand: programs of the oracle do not change the rate of a group that was added.
-    """
+    # Written by hand: programs of the oracle do not change the rate of a group that was added.
     model = Net()
     model.backbone.requires_grad_(False)
     (optimizer,), (scheduler,) = model.configure_optimizers()

@@ -117,5 +117,5 @@ def test_a_script_with_a_failed_rank_ends_soon_with_the_reason(
     run = by_itself[case]
     assert run.code != 0
     assert told in run.errors, run.errors
-    (took,) = [float(line.split()[-1]) for line in run.said if line.startswith("0 took")]
+    (took,) = [float(line.split()[-1]) for line in run.reported if line.startswith("0 took")]
     assert took < 15

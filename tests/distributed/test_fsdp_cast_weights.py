@@ -135,10 +135,7 @@ SAMPLES = 32
 
 
 def _sharded_by_hand(module: Reused, options: dict[str, Any], window: int) -> list[torch.Tensor]:
-    """Train under autocast on this rank's batches of 4, as a user of plain PyTorch would; return the whole weights.
-
-    Written by hand: the reference is a loop over torch's own fully_shard.
-    """
+    # Written by hand: the reference is a loop over torch's own fully_shard.
     net: Any = module.net
     policy = options.get("mixed_precision", PLAIN)
     for unit in net.blocks:

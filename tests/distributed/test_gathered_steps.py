@@ -113,10 +113,7 @@ NAMES = ["lamb", "shampoo", "adafactor"]
 
 
 class Module(Regression):
-    """A network of odd sizes, whose rows do not divide by the number of ranks.
-
-    ``declared`` is the optimizer's ``elementwise``; with ``split``, two layers are split over a tensor-parallel group.
-    """
+    """Its rows do not divide by the ranks; ``declared`` is ``elementwise``; two layers may be tensor-parallel."""
 
     def __init__(self, name: str, declared: Any = None, width: int = 7, split: bool = False) -> None:
         super().__init__()
@@ -247,7 +244,7 @@ class Unfreezing(Module):
 
     def configure_optimizers(self) -> Any:
         self.net[3].requires_grad_(False)
-        self.net[0].weight.tag = "first"  # type: ignore[assignment]
+        self.net[0].weight.tag = "first"
         return Lamb([parameter for parameter in self.parameters() if parameter.requires_grad])
 
     def on_train_start(self) -> None:

@@ -136,10 +136,7 @@ class Unreadable(WithoutFlatten):
 
 
 def _save_with_unreadable_part(path: str, failing_rank: int, name: str) -> str:
-    """Save four tensors of 64 rows, of which the failing rank cannot read one. The sizes make several rounds.
-
-    Rank 0 writes the file of "first" and "second", and rank 1 that of "third" and "whole".
-    """
+    """Save in several rounds: rank 0 writes the file of "first" and "second", rank 1 that of "third" and "whole"."""
     plane = control()
     values = torch.arange(256.0).view(64, 4)
     half = Box((32 * plane.rank, 0), (32, 4))

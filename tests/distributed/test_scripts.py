@@ -117,7 +117,7 @@ def test_every_rank_runs_the_whole_script_and_fits_again_after_failures(by_itsel
     # G-01, G-07
     run = by_itself["several calls"]
     assert run.code == 0, run.errors
-    caller, alone, other = run.said
+    caller, alone, other = run.reported
     assert caller == "0 started 1"
     assert other == "1 started 1 RANK TORCHELASTIC_USE_AGENT_STORE OMP_NUM_THREADS"
     assert run.out.count("validate: val_loss") == 1  # only rank 0 prints
@@ -137,4 +137,4 @@ def test_torchruns_processes_are_joined_and_fit_again_after_failures(tmp_path: P
     # G-01, G-07
     run = run_cases(tmp_path, _AGAIN + _JOINED, ["several calls"], *TORCHRUN)["several calls"]
     assert run.code == 0, run.errors
-    assert run.said == ["0 done", "1 done"]
+    assert run.reported == ["0 done", "1 done"]

@@ -37,7 +37,7 @@ def note_pid(rank):
     pathlib.Path(f"pid-{rank}").write_text(str(os.getpid()))
 
 def say(text):
-    with open("said", "a") as file:
+    with open("reported", "a") as file:
         file.write(f"{text}\\n")
 """
 
@@ -132,7 +132,7 @@ def test_failures_reach_the_caller_and_no_rank_is_left(tmp_path: Path) -> None: 
     for number in range(4):
         _assert_gone(tmp_path / str(number))
     failed, outlived, caller, niced = runs.values()
-    assert failed.said == [
+    assert failed.reported == [
         "1 1 None ValueError from rank one",
         "2 -9 SIGKILL None killed by SIGKILL",
         "RankFailedError: Rank 1 failed with ValueError: from rank one",
@@ -140,12 +140,12 @@ def test_failures_reach_the_caller_and_no_rank_is_left(tmp_path: Path) -> None: 
     assert failed.errors.endswith("Rank 1 failed with ValueError: from rank one\n")
     assert failed.errors.count("Traceback") == 1  # rank 1's own code
     assert "torch.distributed.elastic" not in failed.errors
-    assert outlived.said == ["{}"]
+    assert outlived.reported == ["{}"]
     assert "Rank 1 did not end within 1 s after rank 0, and was terminated" in outlived.errors
     assert "ValueError: from the caller" in caller.errors
     assert "did not end" not in caller.errors
-    assert ended - float(caller.said[0]) < 15
-    assert niced.said == [str(min(4, 19 - os.nice(0)))]
+    assert ended - float(caller.reported[0]) < 15
+    assert niced.reported == [str(min(4, 19 - os.nice(0)))]
 
 
 _WAITING = {

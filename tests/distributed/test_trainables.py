@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from phased_training import Phased, Turns, by_hand, dealt, state, train
+from phased_training import Phased, Turns, by_hand, data_ranks, state, train
 from small_runs import SaveAt, each, failing
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -90,7 +90,7 @@ def _train(strategy: str, kind: type[Phased], turns: Turns, given: Any, settings
     _, build, options = STRATEGIES.get(strategy, (2, None, {}))
     module = kind(turns, split="tensor_parallel" in options, **given)
     with captured_warnings() as lines, failing() as error:
-        train(module, build(**options) if build else strategy, dealt(options), **settings)
+        train(module, build(**options) if build else strategy, data_ranks(options), **settings)
     text = f"{error['type']}: {error['text']}" if error["text"] else ""
     return Result({} if text else state(module), text, module.global_step, lines)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from phased_training import dealt, state
+from phased_training import data_ranks, state
 from small_runs import STRATEGIES, assert_near, data, global_batches, loader, quiet, seeded
 from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
@@ -92,7 +92,7 @@ def run(module: Any, *callbacks: Callback, strategy: str = "single", path: Any =
     saves = any(isinstance(one, Checkpoint) for one in callbacks)
     options = {"max_epochs": 2, "seed": 1, "callbacks": list(callbacks), "enable_checkpointing": saves, **settings}
     fit = quiet(strategy=STRATEGIES[strategy](), **options)
-    fit.fit(module, loader(SAMPLES, BATCH // dealt({})), loader(SAMPLES, SAMPLES), ckpt_path=path)
+    fit.fit(module, loader(SAMPLES, BATCH // data_ranks({})), loader(SAMPLES, SAMPLES), ckpt_path=path)
     return fit
 
 

@@ -1,4 +1,4 @@
-"""The tools of `make bench`, and `make cuda` on a machine without a GPU (O-05)."""
+"""The tools of `make bench`, what they count of a rank's work, and `make cuda` on a machine without a GPU (O-05)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 import tomllib
 from functools import partial
@@ -22,24 +23,39 @@ from torch.utils.data import DataLoader
 import drivetrain
 import drivetrain_strategies
 from benchmarks import results
+from benchmarks.calls import python_calls, python_calls_a_step
 from benchmarks.cuda import outcome, packages, report
 from benchmarks.cuda.__main__ import _stands
 from benchmarks.cuda.parts import ALL, MOST, ROOT, Piece, chosen, parts
 from benchmarks.cuda.processes import run
+from benchmarks.fake_world import fake_world
 from benchmarks.pages import put
 from benchmarks.parts import RULES, part_of
 from benchmarks.peers import ours
+from benchmarks.scale import by_engine
 from benchmarks.slopes import time_loops
 from benchmarks.turns import Turns
 from benchmarks.work import WAYS, WORKS, Way, raw
 from drivetrain.testing import requires_linux
-from emulated_cuda import requires_emulated_cuda
+from emulated_cuda import building, requires_emulated_cuda, torch_cuda
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 def test_the_engine_does_the_same_work_as_the_raw_loop(way: Way, capsys: pytest.CaptureFixture[str]) -> None:
     assert ours.train(WORKS["linear"], way, 7) == raw(WORKS["linear"], 7)
     assert capsys.readouterr().out == ""
+
+
+def test_the_work_of_a_rank_is_the_same_among_thousands_as_among_eight() -> None:  # H-01
+    calls = []
+    for size in (8, 4096):
+        run_steps = partial(by_engine, size)
+        with fake_world(size):
+            run_steps(2)
+            calls.append((python_calls(run_steps, 1), python_calls_a_step(run_steps)))
+    few, many = calls
+    assert many[0] <= few[0] + 50  # no work is done per rank
+    assert abs(many[1] - few[1]) <= 1
 
 
 def test_loops_take_turns_at_the_same_steps_and_different_work_is_refused() -> None:
@@ -181,6 +197,28 @@ def test_a_hanging_command_is_ended_with_its_subprocesses_and_a_dying_one_descri
     ended = run([sys.executable, "-c", "import os; print('so far'); os.abort()"], 30, tmp_path / "log", {}, "it")
     assert ended.how == "it was ended by SIGABRT"
     assert ended.tail.startswith("so far")
+
+
+WITH_CUDA = pytest.mark.skipif(torch.version.cuda is None, reason="the emulation runs in this build of torch")
+HEADERS = Path(sysconfig.get_path("include")) / "Python.h"
+
+
+@WITH_CUDA
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(building._compiler() is None or not HEADERS.is_file(), reason="needs a C++ compiler and Python.h")
+def test_the_source_of_the_emulated_cuda_compiles() -> None:  # O-06
+    compiler = building._compiler()
+    assert compiler is not None
+    done = subprocess.run([*building._command(compiler), "-fsyntax-only"], capture_output=True, text=True)
+    assert done.returncode == 0, [line for line in done.stderr.splitlines() if "error" in line]
+
+
+@WITH_CUDA
+def test_torch_has_the_names_that_the_emulated_cuda_replaces() -> None:  # O-06
+    torch_cuda.check_torch_version()
+    names = set(re.findall(r'"(_cuda_\w+)":', Path(torch_cuda.__file__).read_text()))
+    assert len(names) > 20
+    assert not {name for name in names if not hasattr(torch._C, name)}
 
 
 VERSIONS = {"python": "3.12.3", "torch": "2.11.0", "cuda": "13.0", "driver": "580", "nccl": "2.28.9", "commit": "abc"}

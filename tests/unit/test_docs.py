@@ -30,10 +30,7 @@ LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)"
 
 
 def runnable(markdown: str) -> str:
-    """Return the page's ``python`` blocks as one script with the page's line numbers; ``notest`` excludes a block.
-
-    Blocks on one page share a namespace, and a traceback gives the line of the page.
-    """
+    """Return the page's ``python`` blocks, except ``notest`` ones, as one script with the page's line numbers."""
     script, end = "", 0
     for block in BLOCK.finditer(markdown):
         words = re.findall(r"\w+", block["info"])
@@ -112,39 +109,29 @@ def test_the_page_on_strategies_names_every_argument() -> None:
         assert [one for one in inspect.signature(strategy).parameters if not re.search(rf"\b{one}\b", section)] == []
 
 
-def listed(heading: str) -> list[str]:
-    """Return the names in a row of the table of a strategy's interface in docs/extending.md."""
-    page = (ROOT / "docs" / "extending.md").read_text()
-    (row,) = re.findall(rf"^\| {re.escape(heading)} \| (.*) \|$", page, flags=re.MULTILINE)
-    return re.findall(r"`(\w+)`", row)
-
-
-def is_final(member: Any) -> bool:
-    return bool(getattr(member.fget if isinstance(member, property) else member, "__final__", False))
-
-
-def members(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the public methods and properties, in the order of the file."""
-    public = {name: value for name, value in attributes.items() if not name.startswith("_")}
-    return {name: value for name, value in public.items() if callable(value) or isinstance(value, property)}
-
-
-def open_to_subclasses(owner: type) -> list[str]:
-    return [name for name, member in members(vars(owner)).items() if not is_final(member)]
-
-
 def test_every_public_method_is_in_the_row_of_what_is_required_may_be_overridden_or_is_final() -> None:
-    assert listed("Must be defined") == sorted(Strategy.__abstractmethods__) == open_to_subclasses(Strategy)
+    page = (ROOT / "docs" / "extending.md").read_text()
+    table = re.findall(r"^\| ([^|`]+) \| (.*) \|$", page, re.MULTILINE)
+    rows = {heading: re.findall(r"`(\w+)`", row) for heading, row in table}
+
+    def members(attributes: Mapping[str, Any], final: bool) -> list[str]:
+        """Return the public methods and properties that are final, or are not, in the order of the file."""
+        public = {name: value for name, value in attributes.items() if not name.startswith("_")}
+        functions = {name: getattr(value, "fget", value) for name, value in public.items()}
+        return [name for name, one in functions.items() if callable(one) and hasattr(one, "__final__") is final]
+
+    assert rows["Must be defined"] == sorted(Strategy.__abstractmethods__) == members(vars(Strategy), final=False)
     assert Strategy.__abstractmethods__ == DistributedStrategy.__abstractmethods__
     groups = {"lifecycle": interface.StrategyLifecycle, "optimization": interface.StrategyOptimization}
     groups |= {"collectives": interface.StrategyCollectives, "checkpoint state": interface.StrategyState}
     groups |= {"placement": interface.StrategyPlacement}
     for group, owner in groups.items():
-        assert sorted(listed(f"May be overridden: {group}")) == sorted(open_to_subclasses(owner))
-    everything = members({name: getattr(Strategy, name) for name in dir(Strategy)})
-    assert sorted(listed("Provided, final")) == [name for name, member in everything.items() if is_final(member)]
-    rows = ["Must be defined", *(f"May be overridden: {group}" for group in groups), "Provided, final"]
-    assert sorted(name for row in rows for name in listed(row)) == sorted(everything)
+        assert sorted(rows[f"May be overridden: {group}"]) == sorted(members(vars(owner), final=False))
+    everything = {name: getattr(Strategy, name) for name in dir(Strategy)}
+    final, others = members(everything, final=True), members(everything, final=False)
+    assert sorted(rows["Provided, final"]) == final
+    used = ["Must be defined", *(f"May be overridden: {group}" for group in groups), "Provided, final"]
+    assert sorted(name for row in used for name in rows[row]) == sorted(final + others)
 
 
 def test_every_id_of_a_behaviour_is_explained() -> None:

@@ -24,21 +24,21 @@ from drivetrain.callbacks import LambdaCallback
 QUIET: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 1, "barebones": True}
 
 
-class Net(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            self.layer = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.layer(batch).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 def run(change: Callable[[], Any], **options: Any) -> None:
     """Run a fit that calls ``change`` at its end."""
+
+    class Net(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            with torch.random.fork_rng():
+                self.layer = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.layer(batch).mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
     fit = Fit(callbacks=LambdaCallback(on_fit_end=lambda *_: change()), **QUIET, **options)
     fit.fit(Net(), DataLoader(torch.ones(2, 2)))  # type: ignore[arg-type]
 

@@ -1,7 +1,4 @@
-"""Checkpoint: when it saves, what it keeps and removes, how a run resumes, and saves that wait.
-
-A state is written once, a failure's checkpoint goes once a later one stands, and what others wrote stays (Q-09, J-01).
-"""
+"""Checkpoint: when it saves, what it keeps and removes, how a run resumes, and saves that wait (Q-05, Q-09, J-01)."""
 
 from __future__ import annotations
 

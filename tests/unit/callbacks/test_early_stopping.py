@@ -136,29 +136,22 @@ def test_a_request_before_the_minimum_outlives_a_resume_until_it_is_withdrawn(tm
 
 
 Values = list[list[float | None]]  # by epoch and rank
-
-
-class Local(Validated):
-    def __init__(self, values: Values) -> None:
-        super().__init__([])
-        self.values = values
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        value = self.values[self.current_epoch][self.global_rank]
-        if value is not None:
-            self.log("val_loss", value, sync_dist=False)
-
-
 # Deciding alone, rank 0 would train to the end and rank 1 would stop, so that rank 0 hangs.
 FALLING_AND_RISING: Values = [[10.0 - epoch, 10.0 + 3 * epoch] for epoch in range(8)]
 MISSING: Values = [[None, None]]
 
 
 def _stop_on_ranks(values: Values, options: dict[str, Any]) -> tuple[int, int, float]:
+    class Local(Regression):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            value = values[self.current_epoch][self.global_rank]
+            if value is not None:
+                self.log("val_loss", value, sync_dist=False)
+
     stopping = EarlyStopping("val_loss", patience=2)
     trainer = quiet_fit(strategy="ddp", devices=2, max_epochs=len(values), callbacks=stopping, **options)
     with pytest.raises(ConfigurationError, match="'val_loss'") if values == MISSING else nullcontext():
-        trainer.fit(Local(values), loader(16), loader(8))
+        trainer.fit(Local(), loader(16), loader(8))
     return trainer.current_epoch, trainer.global_step, stopping.best_score
 
 

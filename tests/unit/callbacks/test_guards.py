@@ -148,20 +148,19 @@ def test_every_rank_stops_at_once_and_names_the_rank(bad: dict[int, dict[int, fl
     assert bool(first) is bool(bad)
 
 
-class Still(Regression):
-    """Keeps its weights, and has statistics of each rank's data, which may differ until the next forward."""
-
-    def __init__(self) -> None:
-        super().__init__(lr=0.0)
-        self.norm = nn.BatchNorm1d(4)
-        self.register_buffer("scale", torch.ones(4))
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        return super().loss((self.norm(batch[0]), batch[1]))
-
-
 def _found(strategy: str, change: str, step: int, rank: int, options: dict[str, Any]) -> str:
     """Change a tensor of one rank after a step, and return the error."""
+
+    class Still(Regression):
+        """Keeps its weights, and has statistics of each rank's data, which may differ until the next forward."""
+
+        def __init__(self) -> None:
+            super().__init__(lr=0.0)
+            self.norm = nn.BatchNorm1d(4)
+            self.register_buffer("scale", torch.ones(4))
+
+        def loss(self, batch: Any) -> torch.Tensor:
+            return super().loss((self.norm(batch[0]), batch[1]))
 
     @torch.no_grad()
     def change_one_rank(trainer: Any, module: Any, *arguments: Any) -> None:
@@ -356,18 +355,6 @@ def test_a_request_to_stop_after_a_rollback_is_heard_soon(tmp_path: Path) -> Non
     assert stopped in ([9, 9], [10, 10])  # the other rank may have polled just before
 
 
-class Drawing(Line):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = self.loss((nn.functional.dropout(batch[0], 0.3), batch[1]))
-        self.log("loss", loss, on_epoch=True)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
 def _weight_on_a_rank(folder: str, action: str) -> torch.Tensor:
     callbacks = [guard(action), Checkpoint(every_n_train_steps=4, save_top_k=2, save_async=True)]
     return train(Path(folder), *callbacks, strategy="ddp", gradient_clip_val=100.0, **RANKS)[1].net.weight.detach()
@@ -381,6 +368,18 @@ def test_ranks_act_together(action: str, tmp_path: Path) -> None:
 
 def _roll_back_on_a_rank(folder: str) -> list[tuple[int, torch.Tensor, float]]:
     """Train with spikes that are detected, and with the same spikes known from the start."""
+
+    class Drawing(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = self.loss((nn.functional.dropout(batch[0], 0.3), batch[1]))
+            self.log("loss", loss, on_epoch=True)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
     ends, skipped_steps = [], set[int]()
     for name in ("detected", "known"):
         watching = guard("rollback", max_rollbacks=9)

@@ -1,4 +1,4 @@
-"""ModelSummary, and what LearningRateMonitor, ThroughputMonitor and DeviceStatsMonitor log."""
+"""ModelSummary, what LearningRateMonitor, ThroughputMonitor and DeviceStatsMonitor log, and norms of gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from drivetrain import ConfigurationError, callbacks
+from drivetrain import ConfigurationError, callbacks, grad_norm
 from drivetrain.callbacks import DeviceStatsMonitor, LearningRateMonitor, ModelSummary, ThroughputMonitor
 from drivetrain.callbacks._peak_flops import peak_of, tf32_is_on
 from drivetrain.callbacks.model_summary import summarize
@@ -33,21 +33,7 @@ from worlds import DEEPSPEED, on_emulated_cuda, on_ranks, preload
 preload(*DEEPSPEED)
 
 
-class Tied(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        del self.net
-        self.embedding = nn.Embedding(10, 4)
-        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        self.head = nn.Linear(4, 10, bias=False)
-        self.head.weight = self.embedding.weight
-        self.body[0].requires_grad_(False)
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        return self.head(self.body(batch[0])).square().mean()
-
-
-def test_meta_lazy_and_sharded_parameters_count_as_what_they_stand_for() -> None:  # D-03
+def test_meta_lazy_and_sharded_parameters_count_as_what_they_stand_for_and_numbers_have_units() -> None:  # D-03, L-08
     sharded = nn.Linear(4, 4, bias=False)
     sharded.weight.data = torch.empty(0)  # as ZeRO 3 leaves it
     sharded.weight.ds_numel = 16  # type: ignore[attr-defined]
@@ -56,9 +42,26 @@ def test_meta_lazy_and_sharded_parameters_count_as_what_they_stand_for() -> None
     assert summary.total == 1_001_016
     assert [row.notes for row in summary.rows] == ["meta", "lazy", ""]
     assert summary.rows[0].size == 2 * 1_001_000
+    texts = {3: "3  12 B", 999: "999  4.00 kB", 12_345: "12.3 K  49.4 kB", 999_600: "1.00 M  4.00 MB"}
+    for parameters, text in {**texts, 7_000_000_000: "7.00 B  28.0 GB"}.items():
+        model = nn.ModuleList([nn.Linear(parameters, 1, bias=False, device="meta")])
+        assert re.search(rf"^0 +Linear +{re.escape(text)}$", str(summarize(model)), re.MULTILINE)
 
 
 def test_the_printed_table_counts_tied_parameters_once_and_frozen_ones_apart(capsys: Any) -> None:  # B-07, B-08, L-08
+    class Tied(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.net
+            self.embedding = nn.Embedding(10, 4)
+            self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+            self.head = nn.Linear(4, 10, bias=False)
+            self.head.weight = self.embedding.weight
+            self.body[0].requires_grad_(False)
+
+        def loss(self, batch: Any) -> torch.Tensor:
+            return self.head(self.body(batch[0])).square().mean()
+
     model = Tied()
     quiet_fit(callbacks=ModelSummary()).fit(model, loader())
     rule = "-" * 49
@@ -83,13 +86,6 @@ def test_the_printed_table_counts_tied_parameters_once_and_frozen_ones_apart(cap
     assert str(summarize(model, 0)) == (
         "68 parameters, 48 trainable, 20 frozen; 312 B with buffers\n6 modules, 3 of them in train mode, 3 in eval mode"
     )
-
-
-def test_numbers_have_units() -> None:  # L-08
-    shown = {3: "3  12 B", 999: "999  4.00 kB", 12_345: "12.3 K  49.4 kB", 999_600: "1.00 M  4.00 MB"}
-    for parameters, text in {**shown, 7_000_000_000: "7.00 B  28.0 GB"}.items():
-        model = nn.ModuleList([nn.Linear(parameters, 1, bias=False, device="meta")])
-        assert re.search(rf"^0 +Linear +{re.escape(text)}$", str(summarize(model)), re.MULTILINE)
 
 
 LONG = "a_name_that_is_much_longer_than_there_is_room_for_it_in_eighty_columns"
@@ -259,24 +255,23 @@ PSUTIL = requires_package("psutil")
 FLOPS = 2 * 2 * 4 * 4  # Linear(4, 1) on 4 rows, forward and the weight's gradient
 
 
-class Several(Regression):
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        pass
-
-    def configure_optimizers(self) -> Any:
-        self.more = nn.ParameterList(nn.Parameter(torch.zeros(2)) for _ in range(4))
-        first, second, third, fourth = self.more
-        groups = [{"params": [second], "lr": 0.2}, {"params": [third], "lr": 0.3, "name": "head"}]
-        return [
-            AdamW([first], lr=0.1),
-            AdamW(groups),
-            SGD([fourth], lr=torch.tensor(0.5), momentum=0.9, weight_decay=0.01),
-        ]
-
-
 def test_every_group_of_every_optimizer_has_a_key(tmp_path: Path) -> None:
+    class Several(Regression):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            pass
+
+        def configure_optimizers(self) -> Any:
+            self.more = nn.ParameterList(nn.Parameter(torch.zeros(2)) for _ in range(4))
+            first, second, third, fourth = self.more
+            groups = [{"params": [second], "lr": 0.2}, {"params": [third], "lr": 0.3, "name": "head"}]
+            return [
+                AdamW([first], lr=0.1),
+                AdamW(groups),
+                SGD([fourth], lr=torch.tensor(0.5), momentum=0.9, weight_decay=0.01),
+            ]
+
     rates = {"lr-AdamW": 0.1, "lr-AdamW-1/pg1": 0.2, "lr-AdamW-1/head": 0.3, "lr-SGD": 0.5}
     monitor = LearningRateMonitor(log_momentum=True, log_weight_decay=True)
     fit = quiet_fit(logger=CSVLogger(tmp_path), callbacks=monitor)
@@ -483,3 +478,27 @@ def test_where_there_is_nothing_to_log_it_is_refused_by_name(tmp_path: Path, mon
 def test_without_a_logger_monitors_warn(kind: Any) -> None:  # L-08
     with pytest.warns(UserWarning, match="logs nothing: the run has no logger"):
         quiet_fit(callbacks=kind()).fit(Regression(), loader(4))
+
+
+def test_the_norms_of_gradients_have_lightnings_keys() -> None:
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1).requires_grad_(False))
+    assert grad_norm(net, 2) == {}
+    net(torch.randn(4, 3)).sum().backward()
+    for order in (1, 2, 3.0, "inf"):
+        name = f"grad_{float(order)}_norm"
+        norms = grad_norm(net, order, group_separator=".")
+        assert list(norms) == [f"{name}.0.weight", f"{name}.0.bias", f"{name}_total"]
+        gradients = [p.grad.flatten() for p in net[0].parameters() if p.grad is not None]
+        torch.testing.assert_close(norms[f"{name}_total"], torch.cat(gradients).norm(float(order)))
+        torch.testing.assert_close(norms[f"{name}.0.weight"], gradients[0].norm(float(order)))
+    for wrong in (0, -1, "nan"):
+        with pytest.raises(ConfigurationError, match="norm_type"):
+            grad_norm(net, wrong)
+
+
+def test_norms_of_gradients_are_computed_in_float32_or_float64() -> None:  # Q-11
+    for dtype, value in ((torch.float16, 2000.0), (torch.bfloat16, 0.01), (torch.float64, 1e200)):
+        layer = nn.Linear(64, 64, bias=False, dtype=dtype)
+        layer.weight.grad = torch.full_like(layer.weight, value)
+        total = grad_norm(layer, 2)["grad_2.0_norm_total"]
+        torch.testing.assert_close(total.double(), layer.weight.grad.double().norm())

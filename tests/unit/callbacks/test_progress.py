@@ -142,28 +142,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch, "drivetrain.callbacks.progress_bar._now")
 
 
-class Printing(Timed):
-    """Prints in some steps, and makes its terminal narrower in the second epoch."""
-
-    def __init__(self, clock: Clock, terminal: Terminal) -> None:
-        super().__init__(clock)
-        self.terminal = terminal
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 3:
-            self.print("a line from the step")
-            print("a plain", end="")  # no bar is drawn before the line is complete
-        if batch_idx == 4:
-            print(" print")
-            print("from the module to stderr", file=sys.stderr)
-            logging.getLogger("drivetrain").warning("a logged line")
-        if (self.current_epoch, batch_idx) == (1, 6):
-            self.terminal.resize(60)
-        return super().training_step(batch, batch_idx)
-
-
 @pytest.mark.parametrize("has_rich", [False, pytest.param(True, marks=requires_package("rich"))])
 def test_what_is_printed_stays_readable(has_rich: bool, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:  # L-09
+    class Printing(Timed):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 3:
+                self.print("a line from the step")
+                print("a plain", end="")  # no bar is drawn before the line is complete
+            if batch_idx == 4:
+                print(" print")
+                print("from the module to stderr", file=sys.stderr)
+                logging.getLogger("drivetrain").warning("a logged line")
+            if (self.current_epoch, batch_idx) == (1, 6):
+                terminal.resize(60)
+            return super().training_step(batch, batch_idx)
+
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -171,7 +164,7 @@ def test_what_is_printed_stays_readable(has_rich: bool, clock: Clock, monkeypatc
     if not has_rich:
         monkeypatch.setitem(sys.modules, "rich", None)
     fit = quiet_fit(max_epochs=2, enable_progress_bar=True, num_sanity_val_steps=1)
-    fit.fit(Printing(clock, terminal), loader(), loader(12))
+    fit.fit(Printing(clock), loader(), loader(12))
     print("after the run")
     # No bar is left over, and all printed and logged lines are complete.
     printed = ["a line from the step", "a plain print", "from the module to stderr", "a logged line"]

@@ -177,18 +177,16 @@ def test_contradictory_windows_are_refused(window: int, message: str) -> None:  
         quiet_fit(callbacks=GradientAccumulationScheduler({0: 2}), accumulate_grad_batches=window).fit(module, loader())
 
 
-class Littering(Regression):
-    """Creates enough reference cycles to trigger automatic collections."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        for _ in range(2000):
-            ring: list[Any] = []
-            ring.append(ring)
-        return self.loss(batch)
-
-
 def _collections(*callbacks: Callback) -> list[tuple[int, int]]:
     """Return (step, generation) of each collection during training: 10 steps of two micro-batches."""
+
+    class Littering(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            for _ in range(2000):  # cycles, enough to trigger automatic collections
+                ring: list[Any] = []
+                ring.append(ring)
+            return self.loss(batch)
+
     trainer = quiet_fit(callbacks=list(callbacks), accumulate_grad_batches=2)
     ran: list[tuple[int, int]] = []
 

@@ -63,19 +63,18 @@ def test_the_first_cause_and_exit_codes_are_described() -> None:  # G-01, G-02
     assert first_cause([killed, later]) is later
 
 
-class _Unpicklable(Exception):
-    def __reduce__(self) -> tuple[object, ...]:
-        raise TypeError("no")
-
-
 def test_an_error_survives_pickling_and_an_unpicklable_one_is_described() -> None:
+    class Unpicklable(Exception):
+        def __reduce__(self) -> tuple[object, ...]:
+            raise TypeError("no")
+
     error = RankFailedError(_failure(ValueError("x")))
     again: Any = pickle.loads(pickle.dumps(error))
     assert isinstance(again, DistributedError)
     assert again.failure == error.failure  # type: ignore[attr-defined]
     assert str(again) == str(error)
     assert "in _failure" in str(again)
-    failure = _failure(_Unpicklable("text"))
+    failure = _failure(Unpicklable("text"))
     assert (failure.load_error(), failure.message) == (None, "text")
 
 
@@ -92,47 +91,28 @@ def test_the_first_failure_in_a_file_is_kept_and_a_malformed_file_ignored(tmp_pa
         assert Failure.read(str(path)) is None
 
 
-class _Planted:
-    def __init__(self, path: Path) -> None:
-        self.path = path
+def test_a_pickle_in_the_store_is_not_opened(tmp_path: Path) -> None:  # J-06
+    class Planted:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(tmp_path / "trace"),)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)
-
-
-def _through_the_control_plane(planted: str) -> Failure | None:
-    store = HashStore()
-    store.add("failures", 1)
-    store.set("failure/1", planted)
-    return GroupControl(None, store, 0, 2).first_failure()
-
-
-def _through_the_launcher(planted: str) -> Failure | None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store.set(f"{FAILURES_PREFIX}/first", planted)
-    (failure,) = LaunchedProcesses("function", Placement(0, 2, 0, 2), "127.0.0.1", store.port, store=store).failures()
-    return failure
-
-
-def _through_the_callers_store(planted: str) -> Failure | None:
-    processes = Processes.of_script(1, ["/bin/false"], [{}])
-    processes.store = HashStore()
-    processes.store.set(f"{FAILURES_PREFIX}/1", planted)
-    assert processes.wait(20)
-    (failure,) = processes.failures()
-    processes.end()
-    return failure
-
-
-@pytest.mark.parametrize("way", [_through_the_control_plane, _through_the_launcher, _through_the_callers_store])
-def test_a_pickle_in_the_store_is_not_opened(way: Any, tmp_path: Path) -> None:  # J-06
-    pickled = base64.b85encode(pickle.dumps(_Planted(tmp_path / "trace"))).decode()
-    planted = Failure(1, error_type="ValueError", message="planted", pickled_error=pickled)
-    assert planted.load_error() is None  # a folder is no exception,
+    pickled = base64.b85encode(pickle.dumps(Planted())).decode()
+    failure = Failure(1, error_type="ValueError", message="planted", pickled_error=pickled)
+    assert failure.load_error() is None  # a folder is no exception,
     (tmp_path / "trace").rmdir()  # but it shows that unpickling works
-    failure = way(json.dumps(asdict(planted)))
-    assert failure is not None
-    assert (failure.message, failure.load_error()) == ("planted", None)
+    planted, store = json.dumps(asdict(failure)), HashStore()
+    store.add("failures", 1)
+    for key in ("failure/1", f"{FAILURES_PREFIX}/1"):
+        store.set(key, planted)
+    launchers = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launchers.set(f"{FAILURES_PREFIX}/first", planted)
+    world = LaunchedProcesses("function", Placement(0, 2, 0, 2), "127.0.0.1", launchers.port, store=launchers)
+    processes = Processes.of_script(1, ["/bin/false"], [{}])
+    processes.store = store
+    assert processes.wait(20)
+    found = [GroupControl(None, store, 0, 2).first_failure(), *world.failures(), *processes.failures()]
+    processes.end()
+    assert [(one.message, one.load_error()) for one in found if one is not None] == [("planted", None)] * 3
     assert not (tmp_path / "trace").exists()
 
 
@@ -150,9 +130,6 @@ def test_a_failure_is_text_in_the_store_and_error_files_are_writable_only_for_th
         assert folder.stat().st_uid == os.getuid()
     finally:
         processes.end(kill=True)
-
-
-Named = namedtuple("Named", ["name", "number"])
 
 
 @pytest.mark.parametrize(
@@ -174,6 +151,7 @@ def test_a_value_comes_back_equal_and_of_the_same_types(value: Any) -> None:
 
 
 def test_subclasses_become_plain_and_other_values_and_pickles_are_refused() -> None:  # J-06
+    Named = namedtuple("Named", ["name", "number"])
     values: list[Any] = [math.nan, Named("x", 1), signal.SIGINT, MappingProxyType({"a": 1})]
     nan, *again = decode(encode(values))
     assert math.isnan(nan)

@@ -195,7 +195,7 @@ def test_a_job_is_identified_by_its_starter() -> None:  # J-05
     assert LSFEnvironment({"LSB_JOBID": "5", "JSM_NAMESPACE_ID": "1"}).job == "LSF's job 5, step 1"
 
 
-def test_where_the_store_is_under_torchrun_and_mpi() -> None:
+def test_where_the_store_is_under_torchrun_mpi_and_lsf(tmp_path: Path) -> None:
     environment = TorchrunEnvironment(_TORCHRUN)
     assert environment.agent_hosts_store
     assert environment.restart_count == 2
@@ -214,6 +214,12 @@ def test_where_the_store_is_under_torchrun_and_mpi() -> None:
     assert MPIEnvironment(_MPICH).main_port == 2345
     with pytest.raises(ConfigurationError, match="MASTER_PORT is not set"):
         _ = MPIEnvironment(_MVAPICH).main_port
+    file = tmp_path / "ranks"
+    file.write_text("launch1\n" + "node07\n" * 6 + "node08\n" * 6)
+    assert LSFEnvironment(_LSF | {"LSB_DJOB_RANKFILE": str(file)}).main_address == "node07"
+    assert LSFEnvironment(_LSF | {"LSB_MCPU_HOSTS": "node07 6 node08 6"}).main_address == "node07"  # no launch node
+    with pytest.raises(ConfigurationError, match="LSB_DJOB_RANKFILE nor LSB_MCPU_HOSTS"):
+        _ = LSFEnvironment(_without(_LSF, "LSB_MCPU_HOSTS")).main_address
 
 
 def _without(variables: dict[str, str], missing: str) -> dict[str, str]:
@@ -248,15 +254,6 @@ def test_a_missing_or_wrong_variable_is_named(name: str, variables: dict[str, st
         environment_by_name(name, variables).placement()
     assert caught.value.why
     assert caught.value.fix
-
-
-def test_where_the_store_is_under_lsf(tmp_path: Path) -> None:
-    file = tmp_path / "ranks"
-    file.write_text("launch1\n" + "node07\n" * 6 + "node08\n" * 6)
-    assert LSFEnvironment(_LSF | {"LSB_DJOB_RANKFILE": str(file)}).main_address == "node07"
-    assert LSFEnvironment(_LSF | {"LSB_MCPU_HOSTS": "node07 6 node08 6"}).main_address == "node07"  # no launch node
-    with pytest.raises(ConfigurationError, match="LSB_DJOB_RANKFILE nor LSB_MCPU_HOSTS"):
-        _ = LSFEnvironment(_without(_LSF, "LSB_MCPU_HOSTS")).main_address
 
 
 def test_plain_processes_on_several_nodes() -> None:
@@ -478,7 +475,7 @@ def test_two_jobs_are_distinguished(hosts: str, comes: str, why: str) -> None:  
     admit(newcomer, hosts, 1, "127.0.0.1", store.port)  # the rank is still free
 
 
-def test_a_rank_is_refused_a_second_time_or_by_a_foreign_store(monkeypatch: pytest.MonkeyPatch) -> None:  # J-05
+def test_a_store_admits_a_rank_once_unless_it_outlives_it_and_only_if_it_is_the_jobs(monkeypatch: Any) -> None:  # J-05
     store = host("127.0.0.1", 0, job=NO_NAME)
     client = TCPStore("127.0.0.1", store.port, is_master=False)
     for rank in (1, 2):
@@ -489,9 +486,6 @@ def test_a_rank_is_refused_a_second_time_or_by_a_foreign_store(monkeypatch: pyte
     foreign = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{foreign.port}, which is not the store of this"):
         admit(foreign, NO_NAME, 1, "127.0.0.1", foreign.port)
-
-
-def test_a_store_that_outlives_a_rank_admits_it_again() -> None:  # J-05
     outliving = host("127.0.0.1", 0)
     for _ in range(2):
         admit_first(outliving, "run 3", 1, "127.0.0.1", outliving.port)
