@@ -513,7 +513,7 @@ def _waits(module: Contrastive, *validation: Any, **settings: Any) -> dict[str, 
         purposes.append(purpose)
         return agree(self, purpose, *flags, **options)
 
-    with mock.patch.object(GroupControl, "agree", noted), failing() as error:
+    with mock.patch.object(GroupControl, "count_flags", noted), failing() as error:
         quiet(strategy="ddp", accumulate_grad_batches=2, **settings).fit(module, loader(32, 4), *validation)
     return {"calls": [text.partition(",")[0] for text in purposes if text.startswith("all_gather")], **error}
 
