@@ -258,14 +258,17 @@ def _with_limit(module: Module, limit: int) -> str:
 
 def test_parameters_above_the_limit_are_refused_with_both_ways_out() -> None:  # B-17
     nbytes = 4 * sum(parameter.numel() for parameter in Module("lamb").parameters())
-    modules = Module("lamb"), Unfreezing("lamb"), Module("AdamW")
-    for *refused, allowed in on_ranks(each, 2, _with_limit, *((module, nbytes - 1) for module in modules)):
-        for text in refused:
-            assert text.startswith("ConfigurationError: Lamb holds 252 bytes of sharded parameters"), text
-            assert "gather_limit=251" in text
-            assert "'elementwise': True" in text
-            assert "raise FSDPStrategy(gather_limit=...)" in text
+    for text, allowed in on_ranks(each, 2, _with_limit, (Module("lamb"), nbytes - 1), (Module("AdamW"), nbytes - 1)):
+        assert text.startswith("ConfigurationError: Lamb holds 252 bytes of sharded parameters"), text
+        assert "gather_limit=251" in text
+        assert "'elementwise': True" in text
+        assert "raise FSDPStrategy(gather_limit=...)" in text
         assert allowed.startswith("nothing was raised")
+
+
+def test_a_group_that_is_added_within_a_run_counts_towards_the_limit() -> None:  # B-17
+    for text in on_ranks(_with_limit, 2, Unfreezing("lamb"), 251):
+        assert text.startswith("ConfigurationError: Lamb holds 252 bytes of sharded parameters"), text
 
 
 def test_the_declaration_is_a_boolean() -> None:  # B-17
