@@ -218,14 +218,8 @@ class DoublesInBackward(Doubled):
         optimizer.zero_grad(set_to_none=False)
 
 
-class DoublesInManualBackward(DoublesInBackward):
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
+class DoublesInManualBackward(Manual, DoublesInBackward):
+    pass
 
 
 def _train_each(strategy: str, precision: str, ranks: int, window: int) -> list[Any]:
