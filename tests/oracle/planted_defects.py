@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from drivetrain._engine.remote_result import Outcome
+from drivetrain._engine.remote_result import RemoteResult
 from drivetrain._loops import manual_step, step, uneven_inputs, windows
 from drivetrain._loops.validation import ValidationPlan
 from drivetrain._metrics.metric_store import MetricStore
@@ -79,13 +79,13 @@ def draw_in_validation(before: Any, self: ValidationPlan) -> None:
     torch.empty((), dtype=torch.int64).random_()
 
 
-def fill_layers_that_are_there(before: Any, self: Outcome, module: Any) -> None:
+def fill_layers_that_are_there(before: Any, self: RemoteResult, module: Any) -> None:
     """Layers built in `configure_model` do not come back from started processes."""
     if any(True for _ in module.parameters()):
         before(self, module)
 
 
-def fill_rounded(before: Any, self: Outcome, module: Any) -> None:
+def fill_rounded(before: Any, self: RemoteResult, module: Any) -> None:
     """Weights come back in the dtype that the caller's module had before."""
     dtypes = {name: one.dtype for name, one in module.named_parameters()}
     before(self, module)
@@ -112,8 +112,8 @@ PLANTS: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
     "8-joiners-share-containers": [(windows, "copy_containers", lambda before, batch: batch)],
     # Validation draws from training's generators.
     "10-validation-draws": [(ValidationPlan, "run", draw_in_validation)],
-    "11-layers-stay-behind": [(Outcome, "fill", fill_layers_that_are_there)],
-    "11-weights-come-back-rounded": [(Outcome, "fill", fill_rounded)],
+    "11-layers-stay-behind": [(RemoteResult, "fill", fill_layers_that_are_there)],
+    "11-weights-come-back-rounded": [(RemoteResult, "fill", fill_rounded)],
     "12-gradients-are-views": [(DDPStrategy, "__init__", init_with_views)],
     # A checkpoint is evaluated with its trained weights, although it holds averages.
     "13-evaluated-as-trained": [

@@ -28,7 +28,7 @@ from drivetrain.precision import resolve_precision
 from drivetrain.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
-    from drivetrain._engine.remote_result import Outcome
+    from drivetrain._engine.remote_result import RemoteResult
     from drivetrain._engine.run_folder import RunFolder
     from drivetrain._loops.progress import Progress
 
@@ -205,20 +205,20 @@ class _WorkOfRun(Work):
                 raise
             trainer.state = "interrupted"
             raise interruption from error
-        from drivetrain._engine.remote_result import Outcome  # only runs in other processes need it
+        from drivetrain._engine.remote_result import RemoteResult  # only runs in other processes need it
 
-        if not isinstance(outcome, Outcome):
+        if not isinstance(outcome, RemoteResult):
             raise ConfigurationError(
                 f"The function passed to work.run_in_other_processes returned a {type(outcome).__name__}.",
                 "it must call its first argument on every rank, and return the value from rank 0.",
                 "return the value from rank 0 unchanged.",
             )
-        _apply_outcome(outcome, self._topology, self._request)
+        _apply_result(outcome, self._topology, self._request)
         self.result, self.done = outcome.result, True
         return self.result
 
 
-def _apply_outcome(outcome: Outcome, topology: Topology, request: RunRequest[SessionContext]) -> None:
+def _apply_result(outcome: RemoteResult, topology: Topology, request: RunRequest[SessionContext]) -> None:
     """Set the state of the caller's objects to the state that they would have after a run in this process."""
     trainer = request.trainer
     session = Session(request, _strategy_as_rank_0(trainer, topology), topology)
@@ -260,15 +260,15 @@ def _worker(
     averaged: bool | None,
     counters: Progress | None,
     previous_folder: RunFolder | None,
-) -> Outcome:
+) -> RemoteResult:
     """Run one rank in a process that was started for the rank.
 
     The request's fields are separate arguments, so that an error names the field that cannot be pickled.
     """
-    from drivetrain._engine.remote_result import Outcome  # only runs in other processes need it
+    from drivetrain._engine.remote_result import RemoteResult  # only runs in other processes need it
 
     if not resolve_environment(trainer.environment).started_processes:
         trainer.environment = "auto"  # the caller's setting described the caller's process
     options = (return_predictions, allow, trial, averaged, counters, previous_folder)
     result = launch(RunRequest(trainer, stage, module, given, ckpt_path, *options))
-    return Outcome.of(trainer, module, result, with_module=not trial)
+    return RemoteResult.of(trainer, module, result, with_module=not trial)

@@ -1,4 +1,4 @@
-"""Outcome: the result of a run in other processes, and its transfer into the caller's objects."""
+"""RemoteResult: the result of a run in other processes, and its transfer into the caller's objects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from drivetrain.strategies import replace_tensors
 
 
 @dataclass(slots=True)
-class Outcome:
+class RemoteResult:
     """The state of one rank after a run.
 
     Attributes:
