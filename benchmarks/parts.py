@@ -38,6 +38,7 @@ RULES: list[tuple[str, str | None]] = [
     ("/drivetrain/callbacks/_deferred_values.py", "progress bar"),
     ("/drivetrain/callbacks/", "hooks"),
     ("/drivetrain/data/", "fetching data"),
+    ("/drivetrain/_loops/epoch_reader.py", "fetching data"),
     ("/drivetrain/_loops/windows.py", "fetching data"),
     ("/drivetrain/strategies/", "strategy, precision"),
     ("/drivetrain/precision/", "strategy, precision"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from drivetrain._engine.defaults import checked_callbacks, with_module_callbacks
 from drivetrain._loops.hooks import HookTable, is_overridden
+from drivetrain._loops.progress import ProgressReporter
 from drivetrain.callback import Callback, bind_logging
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
@@ -15,7 +16,6 @@ from drivetrain.run_context import RunContext
 
 if TYPE_CHECKING:
     from drivetrain._engine.common_draws import EarlyDraws
-    from drivetrain._loops.progress_reports import ProgressReporter
 
 
 class RunCallbacks:
@@ -117,8 +117,6 @@ class RunCallbacks:
         listeners = [callback for callback in self._all if is_overridden("write_progress", callback, Callback)]
         if not listeners or every <= 0:
             return None
-        from drivetrain._loops.progress_reports import ProgressReporter  # only runs that report progress need it
-
         writers = [partial(callback.write_progress, self._trainer, self._module) for callback in listeners]
         return ProgressReporter(writers, every)
 

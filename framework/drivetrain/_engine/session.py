@@ -16,7 +16,6 @@ from torch.nn.parameter import is_lazy
 
 from drivetrain._distributed.control_plane import check_ranks_agree
 from drivetrain._distributed.failure import Failure
-from drivetrain._engine.batches import BatchMover, build_batch_mover
 from drivetrain._engine.checkpoints import RunCheckpoints
 from drivetrain._engine.collective_calls import CollectiveCalls
 from drivetrain._engine.error_reporting import note_known_fixes, note_where
@@ -51,7 +50,6 @@ from drivetrain._engine.run_parts import (
 from drivetrain._engine.seeding import seed_data_rank, seed_rank, warn_unseeded
 from drivetrain._engine.signals import Signals, announce, as_interruption, handled_signals, interruption_error
 from drivetrain._engine.stage_data import StageData
-from drivetrain._engine.stage_loaders import DataSplit
 from drivetrain._engine.topology import Topology, check_control_plane, check_distinct_devices, check_module_setup
 from drivetrain._engine.training_setup import (
     build_stopping,
@@ -60,6 +58,7 @@ from drivetrain._engine.training_setup import (
     estimated_steps,
     under_context,
 )
+from drivetrain._loops.batch_mover import BatchMover, build_batch_mover
 from drivetrain._loops.evaluate import HOOK_STAGE_NAMES
 from drivetrain._loops.loader_lengths import Lengths
 from drivetrain._loops.progress import Position, Progress
@@ -443,9 +442,8 @@ class Session:
             return reloading
 
     def _build_stage_data(self) -> StageData:
-        core, data, strategy, trainer = self.core, self.data, self.core.strategy, self.core.trainer
-        data_split = DataSplit(strategy.data_rank, strategy.data_world_size, data.seed, trainer.use_distributed_sampler)
-        return StageData(trainer, core.stage, core.module, data.given, data_split, strategy.control)
+        core, data = self.core, self.data
+        return StageData(core.trainer, core.stage, core.module, data.given, core.strategy, data.seed)
 
     def _set_up_module(self, data: StageData) -> StepRunner:
         core, module, strategy = self.core, self.core.module, self.core.strategy

@@ -9,6 +9,7 @@ from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from functools import partialmethod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -408,7 +409,8 @@ def test_a_batch_without_tensors_passes(tmp_path: Path, batch: Any) -> None:  # 
 
 def test_none_is_a_batch_on_several_ranks_too() -> None:  # I-11
     shard = BatchShare(1, None, False, 0)
-    micro_batches = allreduced_windows(iter([(None, shard)] * 3), 2, LocalControl(), None, None)
+    strategy: Any = SimpleNamespace(control=LocalControl(), data_world_size=1, is_data_leader=True)
+    micro_batches = allreduced_windows(iter([(None, shard)] * 3), 2, strategy, None, None, None, True, lambda: None)
     assert [(micro.batch, micro.samples) for micro in micro_batches] == [(None, 1)] * 3
 
 
