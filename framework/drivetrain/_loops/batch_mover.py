@@ -83,11 +83,11 @@ class BatchMover:
                 yield micro_batch
             return
         pending: MicroBatch | None = None
-        for micro_batch in chain(micro_batches, (None,)):  # None is the end, when the last batch is still to be used
+        for coming in chain(micro_batches, (None,)):  # at None, only the pending batch is left
             copying = None
-            if micro_batch is not None:
-                batch = micro_batch.batch if fresh_memory else copy_pinned_tensors(micro_batch.batch)
-                copying = micro_batch.with_batch(prefetcher.send(self.prepare(batch, 0)))
+            if coming is not None:
+                batch = coming.batch if fresh_memory else copy_pinned_tensors(coming.batch)
+                copying = coming.with_batch(prefetcher.send(self.prepare(batch, 0)))
             if pending is not None:
                 pending.batch = self.finish(prefetcher.receive(pending.batch), 0)
                 yield pending

@@ -72,7 +72,7 @@ class IterableSource(BatchSource):
         self._stateful_object = self._find_stateful_object()
         self.stateful = self._stateful_object is not None
         self._rng_at_epoch_start: Any = None
-        self._state_is_loaded = False
+        self._loaded_state: Mapping[str, Any] | None = None  # None once an epoch is started from it
         self._ended = False
 
     def epoch(self, epoch: int, start: int = 0, origin: EpochOffset = EPOCH_START) -> Iterator[tuple[Any, BatchShare]]:
@@ -85,7 +85,7 @@ class IterableSource(BatchSource):
         set_epoch(epoch, self._loader, getattr(self._loader, "dataset", None))
         if self._seeded is not None:
             self._seeded.set_epoch_number(epoch)
-        state_is_loaded, self._state_is_loaded = self._state_is_loaded, False
+        state_is_loaded, self._loaded_state = self._loaded_state is not None, None
         ended, self._ended = self._ended and start > 0, False
         if ended and state_is_loaded:  # this rank's part of the data is shorter than those of other ranks
             self._ended = True
@@ -109,6 +109,8 @@ class IterableSource(BatchSource):
         ]
 
     def state_dict(self) -> dict[str, Any]:
+        if self._loaded_state is not None:  # the object may return its loaded state only after it has begun to read
+            return dict(self._loaded_state)
         return {
             "began": self._rng_at_epoch_start,
             "state": None if self._stateful_object is None else self._stateful_object.state_dict(),
@@ -119,7 +121,7 @@ class IterableSource(BatchSource):
         self._rng_at_epoch_start = state["began"]
         if self._stateful_object is not None and state["state"] is not None:
             self._stateful_object.load_state_dict(state["state"])
-            self._state_is_loaded = True
+            self._loaded_state = state
             self._ended = state["ended"]
 
     def refresh(self) -> bool:

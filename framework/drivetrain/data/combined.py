@@ -179,7 +179,8 @@ class CombinedSource(BatchSource):
     def state_dict(self) -> dict[str, Any]:
         positions = None
         if self.stateful:  # a stateful source goes on from its own state, which the number of rows does not determine
-            positions = [[stream.pass_number, stream.offset, stream.ended] for stream in self._streams]
+            streams = self._streams
+            positions = self._resumed_at or [[stream.pass_number, stream.offset, stream.ended] for stream in streams]
         return {"sources": [source.state_dict() for source in self._sources], "positions": positions}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
