@@ -13,11 +13,11 @@ from drivetrain._engine.monitors import MonitoredKeysCheck
 from drivetrain._engine.run_parts import RunRequest, Training
 from drivetrain._engine.session import PreparedRun, Session
 from drivetrain._engine.stage_data import StageData
-from drivetrain._engine.topology import Topology
 from drivetrain._loops.batch_mover import BatchMover
 from drivetrain._loops.manual_step import ManualStep
 from drivetrain._loops.step import AutomaticStep
 from drivetrain.checkpoint._folders import child
+from drivetrain.launchers import LaunchedProcesses
 from drivetrain.profilers import ProfiledRun
 from drivetrain.run_context import RunContext
 from drivetrain.strategies.strategy import Strategy
@@ -48,8 +48,8 @@ class ProfiledSession(Session):
     _measuring: ClassVar[set[int]] = set()
     """The ids of the profilers that are measuring a run."""
 
-    def __init__(self, request: RunRequest[RunContext], strategy: Strategy, topology: Topology) -> None:
-        super().__init__(request, strategy, topology)
+    def __init__(self, request: RunRequest[RunContext], strategy: Strategy, processes: LaunchedProcesses) -> None:
+        super().__init__(request, strategy, processes)
         trainer, before = request.trainer, request.previous_folder
         self._profiler = trainer.profiler
         self._facts = ProfiledRun(request.stage, strategy.rank, strategy.world_size, strategy.device)

@@ -18,8 +18,8 @@ import torch
 from torch.optim import Optimizer
 
 from drivetrain._engine.defaults import with_module_callbacks
+from drivetrain._engine.run_processes import expected_placement
 from drivetrain._engine.session import Session
-from drivetrain._engine.topology import expected_placement
 from drivetrain._loops.configured_optimizers import SchedulerConfig
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.manual_step import ManualStep, OptimizerHandle
