@@ -13,24 +13,24 @@ from torch import nn
 from drivetrain._distributed.failure import RankFailedError
 from drivetrain._engine.missing_weights import CHECKPOINT_ATTRIBUTE
 from drivetrain._engine.run_folder import RunFolder
-from drivetrain._engine.run_parts import RunRequest
+from drivetrain._engine.run_parts import RunCore, RunRequest
 from drivetrain._engine.run_processes import resolve_environment
 from drivetrain._engine.session import Session
-from drivetrain._engine.session_context import SessionContext
 from drivetrain._engine.signals import as_interruption, handled_signals
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, listed
 from drivetrain.launchers import LaunchedProcesses, Launcher
 from drivetrain.module.train_module import TrainModule
+from drivetrain.run_context import RunContext
 from drivetrain.strategies import replace_tensors
 
 
 def run_in_other_processes(
     launcher: Launcher,
-    request: RunRequest[SessionContext],
+    request: RunRequest,
     placement: Placement,
     device: str,
-    launch: Callable[[RunRequest[SessionContext]], Any],
+    launch: Callable[[RunRequest], Any],
 ) -> Any:
     """Run a stage on ranks that the launcher starts, and return its result.
 
@@ -66,7 +66,7 @@ def run_in_other_processes(
     return outcome.result
 
 
-def _run_rank(launch: Callable[[RunRequest[SessionContext]], Any], request: RunRequest[SessionContext]) -> RemoteResult:
+def _run_rank(launch: Callable[[RunRequest], Any], request: RunRequest) -> RemoteResult:
     """Run one rank in a process that was started for the rank."""
     trainer = request.trainer
     if not resolve_environment(trainer.environment).started_processes:
@@ -74,7 +74,7 @@ def _run_rank(launch: Callable[[RunRequest[SessionContext]], Any], request: RunR
     return RemoteResult.of(trainer, request.module, launch(request), with_module=not request.trial)
 
 
-def _apply_result(outcome: RemoteResult, placement: Placement, request: RunRequest[SessionContext]) -> None:
+def _apply_result(outcome: RemoteResult, placement: Placement, request: RunRequest) -> None:
     """Set the state of the caller's objects to the state that they would have after a run in this process."""
     trainer = request.trainer
     if trainer.chosen_strategy is None:
@@ -88,7 +88,7 @@ def _apply_result(outcome: RemoteResult, placement: Placement, request: RunReque
     core.folder.adopt(outcome.folder)
     for logger, version in zip(trainer.loggers, outcome.versions, strict=False):
         logger.adopt(version)
-    trainer.session = session
+    trainer.run_state = core
     trainer.state = outcome.state
     for callback, state in zip(trainer.callbacks, outcome.callbacks, strict=True):
         callback.load_rank_zero_state(state)
@@ -135,7 +135,7 @@ class RemoteResult:
     @classmethod
     def of(
         cls,
-        trainer: SessionContext,
+        trainer: RunContext,
         module: TrainModule,
         result: Any,
         with_module: bool = True,
@@ -148,8 +148,8 @@ class RemoteResult:
             result: the return value of the stage.
             with_module: whether to include the module; False after a trial, whose weights are discarded.
         """
-        assert trainer.session is not None
-        core = trainer.session.core
+        core = trainer.run_state
+        assert isinstance(core, RunCore)
         is_rank_0 = trainer.is_global_zero
         sends_module = is_rank_0 and with_module
         return cls(

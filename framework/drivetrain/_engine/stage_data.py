@@ -18,6 +18,7 @@ from drivetrain._engine.stage_loaders import (
 )
 from drivetrain._loops.evaluate import HOOK_STAGE_NAMES
 from drivetrain._loops.hooks import is_overridden
+from drivetrain._run_state import StageLoaders
 from drivetrain._runtime.generators import preserved_generators
 from drivetrain.data import CombinedLoader
 from drivetrain.data._batch_source import BatchSource
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("drivetrain")
 
 
-class StageData:
+class StageData(StageLoaders):
     """The prepared loaders of a stage, with their limits and lengths.
 
     Args:
@@ -57,6 +58,7 @@ class StageData:
         strategy: Strategy,
         seed: int,
     ) -> None:
+        super().__init__()
         self._trainer = trainer
         self._module = module
         self._given = given
@@ -65,16 +67,10 @@ class StageData:
         self._seed = seed
         self.training: LimitedSource | None = None
         """The prepared training loader; None in other stages."""
-        self.loaders: tuple[Any, ...] = ()
-        """The training loader(s) as the user passed them."""
         self.batch_size: int | None = None
         """The number of samples in one rank's training micro-batch; None if the loader has no ``batch_size``."""
         self.evaluation: dict[str, list[LimitedSource]] = {}
         """The prepared evaluation loaders by stage."""
-        self.evaluated: tuple[Any, ...] = ()
-        """The evaluation loaders, as a flat sequence."""
-        self.given_to_evaluate: dict[str, Any] = {}
-        """The evaluation loader or collection of loaders that the user passed, by stage."""
         if stage in ("fit", "train"):
             self._find_training()
             if stage == "fit" and is_overridden("validation_step", module, TrainModule):
@@ -88,16 +84,6 @@ class StageData:
     def train(self) -> BatchSource | None:
         """The source of training batches; None in other stages."""
         return None if self.training is None else self.training.source
-
-    @property
-    def train_length(self) -> int | None:
-        """The expected micro-batches of a training epoch, the same on every rank; None if they are unknown."""
-        return None if self.training is None else self.training.length
-
-    @property
-    def lengths(self) -> dict[str, list[int | None]]:
-        """The expected micro-batches of each evaluation loader, by stage; None if they are unknown."""
-        return {stage: [loader.length for loader in loaders] for stage, loaders in self.evaluation.items()}
 
     def close(self) -> None:
         """Stop the loaders' worker processes."""
@@ -171,8 +157,7 @@ class StageData:
         loaders = self.evaluation[stage]
         changed = [loader.source.refresh() for loader in loaders]
         if self._changed_on_any_rank(any(changed)):
-            for loader in loaders:
-                loader.measure(loader.source.length)
+            self._measure_evaluation(stage)
         return [loader.limit for loader in loaders]
 
     def _changed_on_any_rank(self, changed: bool) -> bool:
@@ -190,6 +175,12 @@ class StageData:
             lengths = self._control.gather_objects(length)
             length = None if None in lengths else max(lengths)
         training.measure(length)
+        self.train_length = training.length
+
+    def _measure_evaluation(self, stage: str) -> None:
+        for loader in self.evaluation[stage]:
+            loader.measure(loader.source.length)
+        self.lengths[stage] = [loader.length for loader in self.evaluation[stage]]
 
     def _find_evaluation(self, stage: str, within_fit: bool) -> None:
         trainer, given, module = self._trainer, self._given, self._module
@@ -227,4 +218,4 @@ class StageData:
         for index, loader in enumerate(self.evaluated):
             title = f"{HOOK_STAGE_NAMES[stage]} loader{f' {index}' if len(self.evaluated) > 1 else ''}"
             prepared.append(self._prepare(title, loader, name, stage=stage, within_fit=within_fit))
-            prepared[-1].measure(prepared[-1].source.length)
+        self._measure_evaluation(stage)

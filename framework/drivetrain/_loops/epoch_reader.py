@@ -11,7 +11,6 @@ from itertools import islice
 
 from drivetrain._loops.batch_mover import BatchMover
 from drivetrain._loops.loader_lengths import Lengths
-from drivetrain._loops.progress import Progress
 from drivetrain._loops.windows import (
     Batches,
     BatchWeight,
@@ -20,6 +19,7 @@ from drivetrain._loops.windows import (
     precomputed_windows,
     single_windows,
 )
+from drivetrain._run_state import Progress
 from drivetrain.data._batch_copies import copy_batch
 from drivetrain.data._limited_source import LimitedSource
 from drivetrain.data._rng_replay import RngReplay
