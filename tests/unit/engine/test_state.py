@@ -436,6 +436,7 @@ def test_every_member_is_available_in_the_hooks_of_every_stage(tmp_path: Path) -
     assert values["state"] == "fitting"
     assert values["num_training_batches"] == 4
     assert values["strategy"] is trainer.strategy
+    assert values["precision"] is trainer.strategy.precision
     trainer.validate(module, loader(2), verbose=False)
     trainer.test(module, loader(2), verbose=False)
     trainer.predict(module, loader(2))
