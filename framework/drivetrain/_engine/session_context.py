@@ -26,7 +26,7 @@ from drivetrain._loops.manual_step import ManualStep, OptimizerHandle
 from drivetrain._loops.progress import Progress
 from drivetrain._metrics import MetricStore
 from drivetrain._runtime.accelerators import resolve_devices
-from drivetrain.callback import Callback
+from drivetrain.callback import Callback, PrintsLines
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import Launcher
@@ -548,7 +548,9 @@ class SessionContext(RunContext):
         if self.global_rank != 0:
             return
         text = " ".join(map(str, args))
-        if options or not any(callback.write_line(text) for callback in self.callbacks):
+        if options or not any(
+            isinstance(callback, PrintsLines) and callback.write_line(text) for callback in self.callbacks
+        ):
             print(*args, **options)
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
