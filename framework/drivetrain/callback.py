@@ -45,6 +45,9 @@ class Callback:
     priority: int = 0
     """Callbacks with a higher value run earlier. Callbacks with a negative value run after the module's hook."""
 
+    shown_as: str | None = None
+    """The attribute of `RunContext` that shows callbacks of this kind, such as "checkpoint_callback"; None for none."""
+
     # State of the callback in checkpoints
 
     _key_arguments: tuple[str, ...] = ()  # attributes that distinguish two callbacks of the same class
@@ -410,18 +413,6 @@ class StoresPredictions(Protocol):
         Returns:
             ``is_predicted(batch_idx, dataloader_idx)``. `RunContext.batch_indices` is None if the batch has not been
             read yet. None, on all ranks, if there are no earlier predictions.
-        """
-
-
-@runtime_checkable
-class PrintsLines(Protocol):
-    """Draws on the terminal, and so prints what others print."""
-
-    def write_line(self, text: str) -> bool:
-        """Print ``text`` for ``trainer.print`` on rank 0.
-
-        Returns:
-            True if this callback has printed the text. If no callback has, ``trainer.print`` prints the text itself.
         """
 
 
