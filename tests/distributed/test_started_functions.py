@@ -150,12 +150,8 @@ class Parametrized(Regression):
 
 def test_layers_that_cannot_be_pickled_come_back_if_configure_model_builds_them(tmp_path: Path) -> None:  # I-15
     module, reference = Parametrized(), Parametrized()
-<<<<<<< HEAD
-    reference.trainer = SimpleNamespace(world_size=2)
-    before = torch.random.get_rng_state()
-=======
     reference.trainer = SimpleNamespace(world_size=2)  # type: ignore[assignment]
->>>>>>> df0476d015400dba134333bab699b01c5a5b4cc9
+    before = torch.random.get_rng_state()
     launched("fork").fit(module, loader(SAMPLES, 4))
     assert torch.equal(torch.random.get_rng_state(), before)
     torch.testing.assert_close(weights(module), weights(by_hand(reference)), **TIGHTER)
