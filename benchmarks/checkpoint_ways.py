@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from benchmarks.by_engine import Trained
 from drivetrain import Fit
-from drivetrain.checkpoint import load
+from drivetrain.checkpoint import SaveRequest, load
 from drivetrain.checkpoint._format import checksums, tensor_reader
 
 Wait = Callable[[], None]
@@ -143,7 +143,7 @@ class Ours:
                 source.read()  # read it all, since its checksum covers all of it
 
     def begin(self, folder: Path) -> Wait:
-        self._trainer.write_checkpoint(str(folder), background=True)
+        self._trainer.save(SaveRequest(str(folder), background=True))
         session = self._trainer.session
         assert session is not None
         return session.checkpoints.finish

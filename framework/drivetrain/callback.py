@@ -284,8 +284,7 @@ class Callback:
         """Save a checkpoint to resume from, because a preemption signal or ``max_time`` ends the run early.
 
         The engine calls this method for every callback on every rank, between two accumulation windows. Save with
-        `Fit.save_checkpoint`, or request a save with `Fit.defer_save`. Deferred saves are completed before the run
-        ends.
+        `Fit.save_checkpoint` or `Fit.save`. A function that is passed to `save` is called before the run ends.
 
         Returns:
             True if this callback saved or requested a checkpoint that the run can resume from. If no callback returns
@@ -318,7 +317,7 @@ class Callback:
         return ""
 
     save_on_exception: bool = False
-    """Whether this callback calls `RunContext.save_after_failure` if the run fails. The run then copies buffers,
+    """Whether this callback calls `RunContext.save` in ``on_exception``. The run then copies buffers,
     generators and metrics before each step, because a step that fails has changed them."""
 
     @property

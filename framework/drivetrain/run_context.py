@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 # Needed for annotations only, and expensive to import.
 if TYPE_CHECKING:
     from drivetrain._config.precedence import Settings
+    from drivetrain.checkpoint.save_request import SaveRequest
     from drivetrain.environments import Environment
     from drivetrain.loggers import Logger
     from drivetrain.precision import Precision
@@ -400,53 +401,19 @@ class RunContext(Protocol):
             trainable_only: store only checksums of parameters that have never trained.
         """
 
-    def defer_save(self, save: Callable[[], None]) -> None:
-        """Call ``save`` at the next point from which the run can be resumed exactly. Call this method on every rank.
+    def save(self, request: SaveRequest | Callable[[], SaveRequest | None]) -> None:
+        """Write a checkpoint at the next point from which the run can be resumed. Call this method on every rank.
 
-        The point is reached when all hooks of the current event have run and the accumulation window is closed.
-        """
-
-    def write_checkpoint(
-        self,
-        path: str,
-        weights_only: bool = False,
-        background: bool = False,
-        then: Callable[[], None] = lambda: None,
-        identifier: str = "",
-        digest: str | None = None,
-        trainable_only: bool = False,
-    ) -> None:
-        """Write a checkpoint now. Call this method only in a function passed to `defer_save`, as `Checkpoint` does.
+        Within an epoch the point is reached when all hooks of the current event have run and the accumulation window is
+        closed; elsewhere it is now. In ``on_exception`` the state before the step that failed is written, if the run
+        has one process and `Checkpoint(save_on_exception=True)` keeps that state.
 
         Args:
-            path: a path or an fsspec URL.
-            weights_only: leave out the state that only a resumed run needs.
-            background: copy the state, and write the copy while training continues.
-            then: called on every rank once the checkpoint is complete.
-            identifier: the identifier in the checkpoint's manifest; "" for a random identifier. Rank 0's value is used.
-            digest: the digest to store for each file: "sha256", or None for checksums only. Rank 0's value is used.
-            trainable_only: store only checksums of parameters that have never trained.
+            request: the checkpoint, or a function that returns it, or None to write nothing. A function is called when
+                the point is reached and all hooks of the current event have run.
 
         Raises:
             CheckpointError: the checkpoint could not be written. The error is raised on every rank.
-        """
-
-    def save_after_failure(
-        self,
-        path: str,
-        digest: str | None = None,
-        trainable_only: bool = False,
-        then: Callable[[], None] = lambda: None,
-        identifier: str = "",
-    ) -> None:
-        """Save the state that a failed run of one process had at its last step. Only ``on_exception`` may call this.
-
-        Args:
-            path: a path or an fsspec URL.
-            digest: as for `write_checkpoint`.
-            trainable_only: as for `write_checkpoint`.
-            then: as for `write_checkpoint`.
-            identifier: as for `write_checkpoint`.
         """
 
     def checkpoint_before(self, step: int) -> tuple[str, int] | None:

@@ -124,7 +124,7 @@ def run_here(request: RunRequest[SessionContext], topology: Topology) -> Any:
         if _has_meta_parameters(request.module):
             from drivetrain._engine.missing_weights import note_missing_weights  # only modules without values need it
 
-            written, opened = session.checkpoints.written, session.checkpoints.opened
+            written, opened = session.checkpoints.written, session.opened
             note_missing_weights(session.core, written, "" if opened is None else opened.path, began_on_meta)
         torch.set_num_threads(threads)
         strategy.sync_batchnorm = sync_batchnorm_before  # the user may pass the strategy to another `Fit`

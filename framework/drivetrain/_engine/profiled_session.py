@@ -57,7 +57,6 @@ class ProfiledSession(Session):
         self._folder_of_fit = before.path if before is not None and before.is_of_fit else None
         self._is_nested: bool | None = None  # None unless the run is being measured
         self._replace(self.core.callbacks, "collect", lambda collect: partial(self._time_hooks, collect))
-        self._replace(self.checkpoints.requests, "run", lambda run: partial(self._time_saves, run))
 
     # Beginning and ending the measurement
 
@@ -114,12 +113,6 @@ class ProfiledSession(Session):
             for name, hooks in table.items():
                 table[name] = tuple(self._timed(f"{_owner(hook)}.{name}", hook) for hook in hooks)
 
-    def _time_saves(self, run: Callable[[], None]) -> None:
-        """Write the requested checkpoints, if there are any, as one phase."""
-        requests = self.checkpoints.requests
-        writes = requests.waiting and requests.rollback is None
-        (self._timed("checkpoint", run) if writes else run)()
-
     def _build_stage_data(self) -> StageData:
         data = super()._build_stage_data()
         if data.train is not None:
@@ -152,7 +145,7 @@ class ProfiledSession(Session):
         )
         if isinstance(step, ManualStep):
             self._time(step, "backward", "_backward")
-            for handle in self.optimization.handles:
+            for handle in self.parts.optimization.handles:
                 self._time(handle, "optimizer", "_step_optimizer")
         elif isinstance(step, AutomaticStep):
             self._replace(step, "_backward", lambda call: self._timed("backward", call or _BACKWARD))

@@ -22,16 +22,15 @@ from drivetrain._engine.run_callbacks import RunCallbacks
 from drivetrain._engine.run_folder import RunFolder
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import DataArguments
-from drivetrain._engine.window_snapshot import WindowSnapshot
 from drivetrain._loops.configured_optimizers import SchedulerConfig
 from drivetrain._loops.hooks import HookTable
 from drivetrain._loops.loader_lengths import Lengths
 from drivetrain._loops.manual_step import ManualStep, OptimizerHandle
 from drivetrain._loops.progress import Position, Progress
-from drivetrain._loops.save_requests import SaveRequests
 from drivetrain._loops.stopping import StopRequest
-from drivetrain._loops.train import TrainLoop
+from drivetrain._loops.train import Saves, TrainLoop
 from drivetrain._loops.trainables import Trainables
+from drivetrain._loops.window_snapshot import WindowSnapshot
 from drivetrain._metrics import MetricStore
 from drivetrain.data import DataModule
 from drivetrain.data._rng_replay import RngReplay
@@ -204,6 +203,7 @@ class RunData:
         given: the loaders or the data module that were passed, and the training loaders once they are built.
         lengths: the lengths, in micro-batches, of loaders without ``__len__``, as far as the lengths are known.
         rng_replay: the random generators' states by micro-batch, for loaders that read ahead.
+        progress: the counters of the run.
         epoch_position: how the epoch is split over ranks.
         stage_data: the prepared loaders; None until they are built.
         seed: the seed of the order of samples, the same on every rank.
@@ -217,6 +217,7 @@ class RunData:
     given: DataArguments
     lengths: Lengths
     rng_replay: RngReplay
+    progress: Progress
     epoch_position: EpochPosition = field(default_factory=EpochPosition)
     stage_data: StageData | None = None
     seed: int = 0
@@ -252,6 +253,13 @@ class RunData:
         """Return the state that a checkpoint stores of how the data is split and ordered."""
         source = None if self.stage_data is None else self.stage_data.train
         return {**self.epoch_position.state_dict(source), "seed": self.seed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the position in the data, after the counters and the seed, and load the loaders of the epoch."""
+        if self.reload is not None:
+            self.reload(self.progress.epoch)
+        epoch_is_new = self.reload is not None and self.progress.batch_idx == 0
+        self.epoch_position.load_state_dict(state, self.train, self.progress, new_loader=epoch_is_new)
 
 
 @dataclass(slots=True)
@@ -323,7 +331,7 @@ class TrainingInputs:
         optimization: the optimizers and schedulers.
         stopping: the objects through which training may end early.
         trainables: tracks which parameters train.
-        saves: checkpoints that were requested within a window.
+        saves: writes the requested checkpoints.
         validate: runs a validation; None if the fit does not validate.
     """
 
@@ -332,37 +340,24 @@ class TrainingInputs:
     optimization: Optimization
     stopping: StopConditions
     trainables: Trainables
-    saves: SaveRequests
+    saves: Saves
     validate: Callable[[], list[dict[str, float]]] | None
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointParts:
-    """The parts of a fit that a checkpoint stores, as far as they have been set up.
-
-    Attributes:
-        optimization: the optimizers and schedulers.
-        stopping: holds the state at the start of the current window.
-        trainables: tracks which parameters train; None before the strategy has set up the module, and in other stages.
-        loop: the training loop; None before it is built.
-    """
-
-    optimization: Optimization
-    stopping: StopConditions
-    trainables: Trainables | None
-    loop: TrainLoop | None
-
-
 @dataclass(slots=True)
-class SaveHistory:
-    """State that the checkpoints of one run share.
+class FitParts:
+    """The parts of a fit whose state a checkpoint holds, as far as they have been set up.
 
     Attributes:
         components: describes the module, data, optimizers and schedulers, to be compared with those of a resumed run.
-        trained: the names of the parameters that have trained by the last save.
-        base: checksums of parameters that have never trained, for checkpoints that leave these parameters out.
+        optimization: the optimizers and schedulers.
+        trainables: tracks which parameters train; None before the strategy has set up the module, and in other stages.
+        snapshot: the state at the start of the current window; None unless a run may have to be saved within a window.
+        loop: the training loop; None before it is built.
     """
 
     components: dict[str, Any] = field(default_factory=dict)
-    trained: set[str] = field(default_factory=set)
-    base: dict[str, str] = field(default_factory=dict)
+    optimization: Optimization = field(default_factory=Optimization)
+    trainables: Trainables | None = None
+    snapshot: WindowSnapshot | None = None
+    loop: TrainLoop | None = None

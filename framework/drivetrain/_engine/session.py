@@ -17,8 +17,9 @@ from torch.nn.parameter import is_lazy
 from drivetrain._distributed.control_plane import check_ranks_agree
 from drivetrain._distributed.failure import Failure
 from drivetrain._engine.batches import BatchMover, build_batch_mover
-from drivetrain._engine.checkpoints import RunCheckpoints
+from drivetrain._engine.checkpoint_manager import CheckpointManager
 from drivetrain._engine.collective_calls import CollectiveCalls
+from drivetrain._engine.components import class_name, data_facts
 from drivetrain._engine.error_reporting import note_known_fixes, note_where
 from drivetrain._engine.evaluation_buffers import EvaluationBuffers
 from drivetrain._engine.evaluation_setup import (
@@ -37,21 +38,20 @@ from drivetrain._engine.run_callbacks import RunCallbacks
 from drivetrain._engine.run_ending import RunEnding
 from drivetrain._engine.run_folder import RunFolder
 from drivetrain._engine.run_parts import (
-    CheckpointParts,
     EvaluationWithinFit,
-    Optimization,
+    FitParts,
     RunCore,
     RunData,
     RunRequest,
-    SaveHistory,
     StopConditions,
     Training,
     TrainingInputs,
 )
-from drivetrain._engine.seeding import seed_data_rank, seed_rank, warn_unseeded
+from drivetrain._engine.seeding import order_seed, seed_data_rank, seed_rank, warn_unseeded
 from drivetrain._engine.signals import Signals, announce, as_interruption, handled_signals, interruption_error
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import DataSplit
+from drivetrain._engine.starting_point import StartingPoint
 from drivetrain._engine.topology import Topology, check_control_plane, check_distinct_devices, check_module_setup
 from drivetrain._engine.training_setup import (
     build_stopping,
@@ -80,7 +80,9 @@ if TYPE_CHECKING:
     from drivetrain._engine.compiled_steps import CompiledSteps
     from drivetrain._engine.monitors import MonitoredKeysCheck
     from drivetrain._engine.reloading import Reloading
+    from drivetrain._engine.resumed_run import ResumedRun
     from drivetrain._loops.train import TrainLoop
+    from drivetrain.checkpoint._format import CheckpointReader
 
 logger = logging.getLogger("drivetrain")
 
@@ -122,17 +124,18 @@ class Session:
             RunCallbacks(trainer, module),
             folder,
         )
-        self.data = RunData(request.given, Lengths(control), RngReplay(strategy.device))
-        self.optimization = Optimization()
+        self.data = RunData(request.given, Lengths(control), RngReplay(strategy.device), self.core.progress)
+        self.parts = FitParts()
         self.stopping = StopConditions(StopRequest(control, None, None, None))
         self.training: Training | None = None
-        self._memory = SaveHistory()
-        self.checkpoints = RunCheckpoints(self.core, self.data, self._memory, self._checkpoint_parts)
+        self.checkpoints = CheckpointManager(self.core, self.data, self.parts)
+        self.opened: CheckpointReader | None = None
+        """The checkpoint that the run starts from, if any."""
+        self._resumed: ResumedRun | None = None
         self.last_line: str | None = None
         """The line to print instead of this rank's error if a lower rank failed the same way and prints its own."""
         self.collective_calls = CollectiveCalls(self.core)
         self._topology = topology
-        self._trainables: Trainables | None = None
         self._compiled: CompiledSteps | None = None
         self._teardowns: list[Callable[[str], None]] = []  # the hooks to call; empty before set-up hooks are called
         handled = handled_signals(trainer.preemption_signals, os.environ, request.stage)
@@ -163,7 +166,7 @@ class Session:
             except BaseException as error:
                 stage_data = self.data.stage_data
                 batch_size = None if stage_data is None else stage_data.batch_size
-                explain_out_of_memory(error, core, self.optimization.optimizers, batch_size)
+                explain_out_of_memory(error, core, self.parts.optimization.optimizers, batch_size)
                 with core.span("failure"):
                     cause = self._fail(error)
                 if self._signals.raised:
@@ -215,7 +218,7 @@ class Session:
 
     def _prepare(self) -> PreparedRun:
         """Do the part of set-up that all stages share."""
-        core, data, checkpoints = self.core, self.data, self.checkpoints
+        core, data = self.core, self.data
         trainer, strategy = core.trainer, core.strategy
         apply_switches(trainer.deterministic, trainer.benchmark, trainer.detect_anomaly)
         if trainer.seed is not None:
@@ -233,20 +236,18 @@ class Session:
         if not core.request.trial:
             core.callbacks.configure()
         core.callbacks.collect()
-        checkpoints.choose_start()
+        start = StartingPoint.choose(core)
         strategy.control.set_record_folder(self._log.folder)
         with core.span("prepare_data"):
             self._prepare_data()
-        self._call_setup_hooks()
+        self._call_setup_hooks(start)
         self._check_folders()
-        data.seed = checkpoints.open()
+        self._open(start)
         if any(parameter.is_meta for parameter in core.module.parameters()):
             from drivetrain._engine.missing_weights import give_storage  # only modules without values need it
 
-            give_storage(core.module, checkpoints.opened is not None)
-        if core.stage == "fit":
-            checkpoints.check_remaining_training()
-        if trainer.built_unseeded and trainer.seed is not None and checkpoints.opened is None and strategy.rank == 0:
+            give_storage(core.module, self.opened is not None)
+        if trainer.built_unseeded and trainer.seed is not None and self.opened is None and strategy.rank == 0:
             warn_unseeded(core.module, trainer.seed)
         if strategy.rank == 0 and not core.request.trial:
             from drivetrain._engine.misnamed_hooks import warn_of_similar_names  # importing Fit does not need it
@@ -255,7 +256,11 @@ class Session:
                 warn_of_similar_names(owner)
         reloading = self._load_data()
         stage_data = data.loaded
-        checkpoints.check_module_and_data()
+        if core.stage == "fit":
+            facts = data_facts(stage_data.train, stage_data.loaders)
+            self.parts.components |= {"module": class_name(core.module), "data": facts}
+        if self._resumed is not None:
+            self._resumed.compare()
         with core.span("setup_module"):
             runner = self._set_up_module(stage_data)
         core.callbacks.early_draws = seed_data_rank(trainer.seed, data.seed, strategy)
@@ -269,27 +274,28 @@ class Session:
     def _prepare_training(self, prepared: PreparedRun) -> tuple[Training, MonitoredKeysCheck]:
         from drivetrain._engine.monitors import MonitoredKeysCheck  # only training needs it
 
-        core, data, checkpoints = self.core, self.data, self.checkpoints
+        core, data = self.core, self.data
         runner, move, reloading = prepared.runner, prepared.move, prepared.reloading
-        assert self._trainables is not None
+        parts = self.parts
         with core.span("configure_optimizers"):
-            self.optimization = optimization = set_up_optimizers(
-                core, self._trainables, self._memory.components, checkpoints.regroup
-            )
+            parts.optimization = optimization = set_up_optimizers(core, parts, self._resumed)
         self.stopping = stopping = build_stopping(core, data)
+        parts.snapshot = stopping.snapshot
         validate = build_validation(core, data, stopping, runner, move) if data.validates else None
         monitors = MonitoredKeysCheck(core, data, optimization.schedulers)
+        assert parts.trainables is not None
         self.training = training = build_training(
-            TrainingInputs(core, data, optimization, stopping, self._trainables, checkpoints.requests, validate),
+            TrainingInputs(core, data, optimization, stopping, parts.trainables, self.checkpoints, validate),
             runner,
             move,
             apply_trainable_changes=self._apply_trainable_changes,
-            save=checkpoints.save_before_leaving,
             after_first_batch=monitors.after_first_batch,
         )
+        parts.loop = training.loop
         if reloading is not None:
             reloading.connect(training.loop, stopping, runner, move)
-        checkpoints.load()
+        if self._resumed is not None:
+            self._resumed.load()
         if not core.request.trial:
             log_once(core.strategy.precision.describe())
         return training, monitors
@@ -297,20 +303,21 @@ class Session:
     def _train(self, prepared: PreparedRun, loop: TrainLoop, monitors: MonitoredKeysCheck) -> None:
         core, checkpoints, ending = self.core, self.checkpoints, self._ending
         hooks, strategy, progress = core.hooks, core.strategy, core.progress
-        already_ended = checkpoints.already_ended
+        already_ended = None if self._resumed is None else self._resumed.already_ended
         if strategy.rank == 0 and already_ended is None and core.trainer.loggers:
             from drivetrain._engine.run_loggers import prepare_loggers  # only runs that log need it
 
             prepare_loggers(core.trainer.loggers, core.folder.rewinds_to, core.logged_hyper_parameters())
         for hook in hooks.on_fit_start:
             hook()
-        if self.data.validates and core.trainer.num_sanity_val_steps and checkpoints.opened is None:
+        if self.data.validates and core.trainer.num_sanity_val_steps and self.opened is None:
             run_sanity_check(core, self.data, prepared.runner, prepared.move, monitors.note_validation)
-        core.metrics.enter("train", reset=checkpoints.opened is None)
+        core.metrics.enter("train", reset=self.opened is None)
         self._signals.defer_to_run()
         for hook in hooks.on_train_start:
             hook()
-        checkpoints.restore_trainables_after_start_hooks()
+        if self._resumed is not None:
+            self._resumed.end()
         if already_ended is None:
             with core.span("set-up"):
                 checkpoints.rehearse_saves()
@@ -326,7 +333,7 @@ class Session:
         for hook in (*hooks.on_train_end, *hooks.on_fit_end):
             hook()
         self.data.rng_replay.end()
-        checkpoints.requests.run()
+        checkpoints.carry_out_requests()
         checkpoints.finish()
         if strategy.rank == 0 and not core.request.trial:
             reasons = loop.why_it_ended() if already_ended is None else [already_ended]
@@ -334,7 +341,7 @@ class Session:
 
     def _record_beginning(self) -> None:
         data, batches = self.data.loaded, self.core.trainer.num_training_batches
-        facts = {**self._memory.components.get("data", {}), "batches": batches if batches != math.inf else None}
+        facts = {**self.parts.components.get("data", {}), "batches": batches if batches != math.inf else None}
         self.core.folder.note_training({**facts, "batch_size": data.batch_size}, self.data.seed, data.batch_size)
 
     def _evaluate(self, prepared: PreparedRun) -> Any:
@@ -342,7 +349,9 @@ class Session:
         core.strategy.setup_optimizers([])
         if core.strategy.world_size > 1:
             core.strategy.broadcast_module(core.module)
-        self.checkpoints.load_weights()
+        if self.opened is not None:
+            with core.span("checkpoint"):
+                self.checkpoints.saved_state.load_weights(self.opened, core.request.averaged)
         self.stopping = StopConditions(StopRequest(core.strategy.control, None, None, None))
         evaluate = build_stage(core, self.data, self.stopping.stop, prepared.runner, prepared.move)
         self._signals.defer_to_run()
@@ -403,7 +412,7 @@ class Session:
             core.module.prepare_data()
         core.strategy.control.count_flags("the end of prepare_data")
 
-    def _call_setup_hooks(self) -> None:
+    def _call_setup_hooks(self, start: StartingPoint) -> None:
         core, datamodule = self.core, self.core.datamodule
         self._plan_teardowns()
         if datamodule is not None:
@@ -411,8 +420,21 @@ class Session:
                 datamodule.setup(core.stage)
         for setup in core.hooks.setup:
             setup(core.stage)
-        core.callbacks.set_up_appended(core.stage, self.checkpoints.claim_folder_for_late_callbacks)
+        core.callbacks.set_up_appended(core.stage, start.claim_folder_for_late_callbacks)
         self._plan_teardowns()
+
+    def _open(self, start: StartingPoint) -> None:
+        """Open the checkpoint that the run starts from, if there is one. Collective."""
+        core, self.opened = self.core, start.open()
+        if self.opened is None or core.stage != "fit":
+            self.data.seed = order_seed(core.trainer.seed, core.strategy.control)
+            return
+        from drivetrain._engine.resumed_run import ResumedRun  # only runs that resume need it
+
+        resumed = self._resumed = ResumedRun(core, self.parts, self.checkpoints.saved_state, self.opened)
+        self.data.seed = int(resumed.state["data"]["seed"])
+        self.checkpoints.continue_lineage(self.opened.manifest.metadata)
+        resumed.check_remaining_training()
 
     def _plan_teardowns(self) -> None:
         datamodule = self.core.datamodule
@@ -438,8 +460,8 @@ class Session:
                 return None
             from drivetrain._engine.reloading import Reloading  # only runs that reload need it
 
-            reloading = Reloading(core, data, self._memory.components, self._build_stage_data)
-            reloading.begin(self.checkpoints.opened)
+            reloading = Reloading(core, data, self.parts.components, self._build_stage_data)
+            reloading.begin(self._resumed)
             return reloading
 
     def _build_stage_data(self) -> StageData:
@@ -457,8 +479,8 @@ class Session:
             from drivetrain._engine.lazy_parameters import refuse_lazy_layers
 
             refuse_lazy_layers(module)
-        if core.stage == "fit":
-            self.checkpoints.restore_trainables()  # must come before the strategy wraps the parameters that train
+        if self._resumed is not None:
+            self._resumed.freeze()  # must come before the strategy wraps the parameters that train
         strategy.check(module)
         facts = {"stage": core.stage, **setting_facts(core.trainer), **data.facts(), **module_facts(module)}
         check_ranks_agree(strategy.control, facts)  # must come before wrapping, which would hang if ranks differed
@@ -471,7 +493,7 @@ class Session:
         runner = under_context(run_step, strategy.precision)
         lock_module(module)
         if core.stage == "fit":
-            self._trainables = Trainables(module, strategy)
+            self.parts.trainables = Trainables(module, strategy)
         return runner
 
     def _settings(self, data: StageData) -> RunSettings:
@@ -494,15 +516,11 @@ class Session:
     def _apply_trainable_changes(self) -> None:
         """Check the changes that hooks have made since the last epoch. Called at the beginning of each epoch."""
         self.core.callbacks.refuse_appended()
-        assert self._trainables is not None
-        self._trainables.adapt_strategy()
+        assert self.parts.trainables is not None
+        self.parts.trainables.adapt_strategy()
 
     def _data_rank(self) -> tuple[int, int]:
         return self.core.strategy.data_rank, self.core.strategy.data_world_size
-
-    def _checkpoint_parts(self) -> CheckpointParts:
-        loop = None if self.training is None else self.training.loop
-        return CheckpointParts(self.optimization, self.stopping, self._trainables, loop)
 
     # Tear-down, after success and after a failure
 
@@ -528,8 +546,8 @@ class Session:
         core = self.core
         if self.training is not None:
             self.training.loop.release()
-        if self._trainables is not None:
-            self._trainables.end()
+        if self.parts.trainables is not None:
+            self.parts.trainables.end()
         unlock_module(core.module)
         for child in core.module.modules():
             if isinstance(child, TrainModule):

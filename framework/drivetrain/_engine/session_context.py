@@ -27,6 +27,7 @@ from drivetrain._loops.progress import Progress
 from drivetrain._metrics import MetricStore
 from drivetrain._runtime.accelerators import resolve_devices
 from drivetrain.callback import Callback
+from drivetrain.checkpoint.save_request import SaveRequest
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import Launcher
@@ -227,7 +228,7 @@ class SessionContext(RunContext):
 
     @property
     def gradient_norm(self) -> torch.Tensor | None:
-        return None if self.session is None else self.session.optimization.gradient_norm.value
+        return None if self.session is None else self.session.parts.optimization.gradient_norm.value
 
     @property
     def world_size(self) -> int:
@@ -373,7 +374,7 @@ class SessionContext(RunContext):
 
     @property
     def ckpt_path(self) -> str | None:
-        opened = None if self.session is None else self.session.checkpoints.opened
+        opened = None if self.session is None else self.session.opened
         return None if opened is None else opened.path
 
     def _limits(self, stage: str) -> list[int | float]:
@@ -387,11 +388,11 @@ class SessionContext(RunContext):
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        return [] if self.session is None else self.session.optimization.optimizers
+        return [] if self.session is None else self.session.parts.optimization.optimizers
 
     @property
     def optimizer_handles(self) -> list[OptimizerHandle]:
-        return self._running("optimizers").optimization.handles
+        return self._running("optimizers").parts.optimization.handles
 
     def manual_step(self, what: str, does: str) -> ManualStep:
         training = self._running(what).training
@@ -405,7 +406,7 @@ class SessionContext(RunContext):
 
     @property
     def scheduler_configs(self) -> list[SchedulerConfig]:
-        return [] if self.session is None else self.session.optimization.schedulers
+        return [] if self.session is None else self.session.parts.optimization.schedulers
 
     @property
     def lr_scheduler_configs(self) -> list[SchedulerConfig]:
@@ -493,34 +494,10 @@ class SessionContext(RunContext):
     ) -> None:
         session = self._running("save_checkpoint")
         session.collective_calls.check("save_checkpoint")
-        session.checkpoints.save(os.fspath(path), weights_only, trainable_only)
+        session.checkpoints.save(SaveRequest(os.fspath(path), weights_only, trainable_only))
 
-    def defer_save(self, save: Callable[[], None]) -> None:
-        self._running("defer_save").checkpoints.requests.ask(save)
-
-    def write_checkpoint(
-        self,
-        path: str,
-        weights_only: bool = False,
-        background: bool = False,
-        then: Callable[[], None] = lambda: None,
-        identifier: str = "",
-        digest: str | None = None,
-        trainable_only: bool = False,
-    ) -> None:
-        checkpoints = self._running("write_checkpoint").checkpoints
-        checkpoints.write(path, weights_only, background, then, identifier, digest, trainable_only)
-
-    def save_after_failure(
-        self,
-        path: str,
-        digest: str | None = None,
-        trainable_only: bool = False,
-        then: Callable[[], None] = lambda: None,
-        identifier: str = "",
-    ) -> None:
-        checkpoints = self._running("save_after_failure").checkpoints
-        checkpoints.write_after_failure(path, digest, trainable_only, then, identifier)
+    def save(self, request: SaveRequest | Callable[[], SaveRequest | None]) -> None:
+        self._running("save").checkpoints.save(request)
 
     def log_metrics(self, values: Mapping[str, torch.Tensor | float], step: int | None = None) -> None:
         if self.global_rank == 0 and self.loggers:
@@ -565,7 +542,7 @@ class SessionContext(RunContext):
     def clip_gradients(self, optimizer: Any, value: float, algorithm: str = "norm") -> None:
         session = self._running("clip_gradients")
         wrapped = optimizer.optimizer if isinstance(optimizer, OptimizerHandle) else optimizer
-        session.optimization.gradient_norm.value = self.strategy.clip_gradients(wrapped, value, algorithm)
+        session.parts.optimization.gradient_norm.value = self.strategy.clip_gradients(wrapped, value, algorithm)
 
     if not TYPE_CHECKING:
 

@@ -18,7 +18,6 @@ from drivetrain._engine.run_callbacks import RunCallbacks
 from drivetrain._engine.run_parts import GradientNorm, RunCore, RunData, StopConditions, Training, TrainingInputs
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import DataSplit, find_loaders
-from drivetrain._engine.window_snapshot import WindowSnapshot
 from drivetrain._loops.epoch_checks import EpochChecks
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.loader_lengths import BatchCount
@@ -30,6 +29,7 @@ from drivetrain._loops.step_arguments import StepArguments, WrappedModule
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.train import Checkpointing, EpochData, Schedule, TrainingProgress, TrainLimits, TrainLoop
 from drivetrain._loops.validation import ValidationPlan
+from drivetrain._loops.window_snapshot import WindowSnapshot
 from drivetrain._loops.windows import (
     Batches,
     MicroBatch,
@@ -55,7 +55,6 @@ def build_training(
     move: BatchMover | None,
     *,
     apply_trainable_changes: Callable[[], None],
-    save: Callable[[], None],
     after_first_batch: Callable[[], None],
 ) -> Training:
     """Build the training loop.
@@ -65,7 +64,6 @@ def build_training(
         runner: calls a step of the module. `Strategy.setup_module` returned this function.
         move: moves a batch to the device; None if batches stay where they are.
         apply_trainable_changes: called after the hooks at the beginning of an epoch.
-        save: writes a checkpoint to resume from if the run ends early. Collective.
         after_first_batch: called once on rank 0, after the first micro-batch.
     """
     core, data, stopping = parts.core, parts.data, parts.stopping
@@ -87,7 +85,7 @@ def build_training(
         control=strategy.control,
         progress=TrainingProgress(core.progress, core.position, limits, stopping.stop),
         reporting=Reporting(metrics, core.logger_call(), core.progress_reporter(), data.lengths),
-        checkpointing=Checkpointing(parts.saves, save, stopping.snapshot, data.rng_replay),
+        checkpointing=Checkpointing(parts.saves, stopping.snapshot, data.rng_replay),
         schedule=Schedule(
             schedulers=_build_schedulers(parts),
             validation=ValidationPlan(
@@ -175,7 +173,7 @@ def build_stopping(core: RunCore, data: RunData) -> StopConditions:
     if every_step or (core.saves_on_signals and core.module.automatic_optimization):
         snapshot = WindowSnapshot(
             core.module,
-            data.train,
+            lambda: data.train,
             data.rng_replay,
             core.metrics,
             core.progress,

@@ -58,6 +58,27 @@ class Progress:
                 setattr(self, name, int(state[name]))
 
 
+@dataclass(frozen=True, slots=True)
+class LoopPosition:
+    """Where training goes on after a save, besides the counters.
+
+    Attributes:
+        data_is_over: whether the epoch's last micro-batch was trained on.
+        has_begun: whether the hooks that begin the epoch were called, although no micro-batch was trained on.
+        left_after_last_step: whether a preemption came after ``max_steps`` but before the epoch's end.
+        asked_to_stop: the reason of a stop that was requested before a preemption; None for none.
+        validated_at: the number of the run's micro-batches after which validation last ran.
+        validation_is_due: whether a validation comes next.
+    """
+
+    data_is_over: bool
+    has_begun: bool
+    left_after_last_step: bool
+    asked_to_stop: str | None
+    validated_at: int
+    validation_is_due: bool
+
+
 @dataclass(slots=True)
 class Position:
     """The running loop and the batch that it processes. After a failure, the attributes still name the failed batch."""
