@@ -24,9 +24,9 @@ from drivetrain.errors import CheckpointError, ConfigurationError
 
 # The code that reads and writes checkpoints is imported on use, because many runs neither read nor write any.
 if TYPE_CHECKING:
-    from drivetrain._engine.run_parts import FitParts, RunCore, RunData
+    from drivetrain._engine.run_parts import RunCore
     from drivetrain._engine.saved_state import SavedState
-    from drivetrain.checkpoint._format import CheckpointMetadata, StateToSave
+    from drivetrain.checkpoint._format import CheckpointMetadata, CheckpointReader, StateToSave
 
 logger = logging.getLogger("drivetrain")
 
@@ -39,14 +39,10 @@ class CheckpointManager:
 
     Args:
         core: the run.
-        data: the data of the run.
-        parts: the parts of a fit, as far as they have been set up.
     """
 
-    def __init__(self, core: RunCore, data: RunData, parts: FitParts) -> None:
+    def __init__(self, core: RunCore) -> None:
         self._core = core
-        self._data = data
-        self._parts = parts
         self.waiting: list[Request] = []
         """What to do at the next point from which the run can be resumed. The loop checks whether there is anything."""
         self.rollback: Callable[[], None] | None = None
@@ -56,6 +52,8 @@ class CheckpointManager:
         the current event, or parts of the current step, have run and others have not."""
         self.run_failed = False
         """Whether the run has failed. What is saved afterwards is the state before the step that failed."""
+        self.opened: CheckpointReader | None = None
+        """The checkpoint that the run starts from, if any."""
         self.written: str | None = None
         """The path of the last checkpoint that this run completed."""
         # Identifies this run in checkpoint lineages. Only rank 0's value is stored.
@@ -72,7 +70,7 @@ class CheckpointManager:
         """What checkpoints hold of the run."""
         from drivetrain._engine.saved_state import SavedState
 
-        return SavedState(self._core, self._data, self._parts)
+        return SavedState(self._core)
 
     def continue_lineage(self, metadata: CheckpointMetadata) -> None:
         """Make the checkpoints of this run descend from the one that it resumes."""
@@ -246,7 +244,7 @@ class CheckpointManager:
         Raises:
             ConfigurationError: the run has left this process without a part of the state, or failed within a step.
         """
-        core, optimizers = self._core, self._parts.optimization.optimizers
+        core, optimizers = self._core, self._core.optimization.optimizers
         held = {id(parameter) for parameter in core.module.parameters()}
         why = None
         if core.ran_elsewhere:
@@ -270,7 +268,7 @@ class CheckpointManager:
 
     def _save_after_failure(self, request: Request) -> None:
         """Save the state that a failed run had after its last whole step; log a warning if this state is lost."""
-        core, snapshot, is_half_step = self._core, self._parts.snapshot, self._is_within_step()
+        core, snapshot, is_half_step = self._core, self._core.snapshot, self._is_within_step()
         if core.strategy.world_size > 1:
             logger.warning("Nothing is saved after the failure: the other ranks have ended, and their state is lost.")
             return
@@ -288,7 +286,7 @@ class CheckpointManager:
 
     def _is_within_step(self) -> bool:
         """Return whether a run that failed did so within a micro-batch, a window, or the step of a scheduler."""
-        position, progress, loop = self._core.position, self._core.progress, self._parts.loop
+        position, progress, loop = self._core.position, self._core.progress, self._core.loop
         in_micro_batch = position.loop == "training" and position.batch_idx == progress.batch_idx
         return in_micro_batch or progress.within_window or (loop is not None and loop.steps_scheduler)
 
@@ -322,7 +320,7 @@ class CheckpointManager:
         if core.module.automatic_optimization:
             self.waiting.append(repeat)
             return
-        for optimizer in self._parts.optimization.optimizers:
+        for optimizer in self._core.optimization.optimizers:
             self._request_after_step(optimizer, rehearse)
 
     def _request_after_step(self, optimizer: Optimizer, rehearse: Callable[[], None]) -> None:
@@ -400,7 +398,7 @@ class CheckpointManager:
         checkpoint = run_collectively(
             core.strategy.control, f"The checkpoint {path!r} cannot be opened", lambda: load(path)
         )
-        found = differences_from(checkpoint, checkpoint.state(), self._parts.components, core.strategy)
+        found = differences_from(checkpoint, checkpoint.state(), self._core.components, core.strategy)
         replaced = [each for each in found if each.kind in ("optimizer", "scheduler") and each.kind in allow]
         if replaced:
             raise ConfigurationError(

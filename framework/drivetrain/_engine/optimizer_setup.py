@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 from drivetrain._distributed.control_plane import check_ranks_agree
 from drivetrain._engine.components import class_names, describe_groups, describe_schedulers
 from drivetrain._engine.rank_facts import optimizer_facts
-from drivetrain._engine.run_parts import FitParts, Optimization, RunCore
+from drivetrain._engine.run_parts import RunCore
 from drivetrain._loops.configured_optimizers import (
-    SchedulerConfig,
     check_optimizers,
     declared_elementwise,
     needs_engine_closure,
     parse_optimizers,
 )
 from drivetrain._loops.manual_step import build_optimizer_handles
+from drivetrain._run_state import Optimization, SchedulerConfig
 
 if TYPE_CHECKING:
     from drivetrain._engine.resumed_run import ResumedRun
@@ -25,15 +25,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("drivetrain")
 
 
-def set_up_optimizers(core: RunCore, parts: FitParts, resumed: ResumedRun | None) -> Optimization:
+def set_up_optimizers(core: RunCore, resumed: ResumedRun | None) -> Optimization:
     """Call ``configure_optimizers`` and hand the optimizers to the strategy.
 
     Args:
-        core: the run.
-        parts: the parts of the fit. Its components receive the classes of optimizers and schedulers, and the groups.
+        core: the run. Its components receive the classes of optimizers and schedulers, and the groups.
         resumed: the run that is resumed, whose optimizers and parameter groups the fit has to have.
     """
-    module, strategy, trainables = core.module, core.strategy, parts.trainables
+    module, strategy, trainables = core.module, core.strategy, core.trainables
     assert trainables is not None
     with strategy.optimizer_init_context():
         configured = module.configure_optimizers()
@@ -45,7 +44,7 @@ def set_up_optimizers(core: RunCore, parts: FitParts, resumed: ResumedRun | None
     closure = needs_engine_closure(configured, optimizers, automatic)
     strategy.elementwise_optimizers = declared_elementwise(configured)
     strategy.adopt_parameters(optimizers)
-    parts.components |= {
+    core.components |= {
         "optimizers": class_names(optimizers),
         "schedulers": class_names(schedulers),
         "optimizer_groups": describe_groups(optimizers, strategy.named_parameters()),

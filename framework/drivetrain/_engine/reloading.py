@@ -10,7 +10,7 @@ from drivetrain._distributed.control_plane import check_ranks_agree
 from drivetrain._engine.batches import BatchMover
 from drivetrain._engine.components import data_facts
 from drivetrain._engine.evaluation_setup import build_validation
-from drivetrain._engine.run_parts import RunCore, RunData, StopConditions
+from drivetrain._engine.run_parts import RunCore, RunData
 from drivetrain._engine.seeding import seed_rank
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.training_setup import epoch_data
@@ -72,12 +72,11 @@ class Reloading:
                 self._every,
             )
 
-    def connect(self, loop: TrainLoop, stopping: StopConditions, runner: StepRunner, move: BatchMover | None) -> None:
+    def connect(self, loop: TrainLoop, runner: StepRunner, move: BatchMover | None) -> None:
         """Pass later loaders to the training loop.
 
         Args:
             loop: the run's loop.
-            stopping: the objects through which training, and a validation within it, may end early.
             runner: runs each step as the strategy requires.
             move: moves a batch to the device.
         """
@@ -85,7 +84,7 @@ class Reloading:
 
         def use(stage_data: StageData) -> None:
             self._components["data"] = data_facts(data.train, stage_data.loaders)
-            validate = build_validation(core, data, stopping, runner, move) if data.validates else None
+            validate = build_validation(core, runner, move) if data.validates else None
             loop.use(epoch_data(core, data, move), validate)
 
         self._use = use

@@ -16,7 +16,7 @@ from drivetrain.checkpoint._loading_hooks import HookedWeights
 from drivetrain.errors import CheckpointError, ConfigurationError, listed
 
 if TYPE_CHECKING:
-    from drivetrain._engine.run_parts import FitParts, RunCore
+    from drivetrain._engine.run_parts import RunCore
     from drivetrain._engine.saved_state import SavedState
     from drivetrain._loops.trainables import Trainables
     from drivetrain.checkpoint._format import CheckpointReader
@@ -29,17 +29,15 @@ class ResumedRun:
 
     Args:
         core: the fit.
-        parts: the parts of the fit, as far as they have been set up.
         saved: loads the state.
         checkpoint: the checkpoint, for which `check_resumable` found no problem.
     """
 
-    def __init__(self, core: RunCore, parts: FitParts, saved: SavedState, checkpoint: CheckpointReader) -> None:
+    def __init__(self, core: RunCore, saved: SavedState, checkpoint: CheckpointReader) -> None:
         self.checkpoint = checkpoint
         self.state: dict[str, Any] = checkpoint.state()
         """The run's document."""
         self._core = core
-        self._parts = parts
         self._saved = saved
         self.already_ended: str | None = None
         """Why the run that "auto" found has nothing left to train; None if it can train further."""
@@ -95,7 +93,7 @@ class ResumedRun:
         Raises:
             ConfigurationError: components differ, and ``allow`` does not name the difference.
         """
-        current, allow, is_rank_0 = self._parts.components, self._core.request.allow, self._core.strategy.rank == 0
+        current, allow, is_rank_0 = self._core.components, self._core.request.allow, self._core.strategy.rank == 0
         if self._core.trainer.reload_dataloaders_every_n_epochs and not self.checkpoint.progress.get("batch_idx"):
             # The next epoch has not begun, so the saved facts describe the loader of the previous epoch.
             current = {name: value for name, value in current.items() if name != "data"}
@@ -156,8 +154,8 @@ class ResumedRun:
 
     @property
     def _trainables(self) -> Trainables:
-        assert self._parts.trainables is not None
-        return self._parts.trainables
+        assert self._core.trainables is not None
+        return self._core.trainables
 
 
 def check_resumable(checkpoint: CheckpointReader, seed: int | None) -> None:

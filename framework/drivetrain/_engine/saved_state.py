@@ -24,7 +24,7 @@ from drivetrain._engine.missing_weights import refuse_missing_weights
 from drivetrain._engine.rank_local_buffers import collect_rank_local_buffers, load_rank_local_buffers
 from drivetrain._engine.rank_local_optimizer_state import add_own_shards, set_apart
 from drivetrain._engine.resume_compatibility import StartsAnew
-from drivetrain._engine.run_parts import FitParts, RunCore, RunData
+from drivetrain._engine.run_parts import RunCore
 from drivetrain._engine.saved_state_schema import reporting_malformed
 from drivetrain._engine.seeding import seed_rank
 from drivetrain._runtime.seed import derive_seed
@@ -115,15 +115,11 @@ class SavedState:
     """Collects the contents of a checkpoint from a run, and loads them into a run.
 
     Args:
-        core: the parts of the run that every stage has.
-        data: the run's data.
-        parts: the parts of a fit, as far as they have been set up.
+        core: the run, as far as it has been set up.
     """
 
-    def __init__(self, core: RunCore, data: RunData, parts: FitParts) -> None:
+    def __init__(self, core: RunCore) -> None:
         self._core = core
-        self._data = data
-        self._parts = parts
         self._module = core.module
         self._strategy = core.strategy
         self._trained: set[str] = set()  # parameters that are known to have trained, besides those of `Trainables`
@@ -133,7 +129,7 @@ class SavedState:
         """Yield the owners of the run's state, in the order in which they load it."""
         yield from self._position_owners()
         every, module, datamodule = Scope.ALL, self._module, self._core.datamodule
-        for number, config in enumerate(self._parts.optimization.schedulers):
+        for number, config in enumerate(self._core.optimization.schedulers):
             scheduler = config.scheduler
             yield Owner(("schedulers", str(number)), every, scheduler.state_dict, scheduler.load_state_dict)
         precision = self._strategy.precision
@@ -150,8 +146,8 @@ class SavedState:
 
     def _position_owners(self) -> Iterator[Owner]:
         """Yield the owners of what belongs to the position in an epoch. Another data set starts the epoch anew."""
-        core, data, loop, metrics = self._core, self._data, self._parts.loop, self._core.metrics
-        yield Owner(("data",), Scope.ALL, data.state_dict, data.load_state_dict)
+        core, data, loop, metrics = self._core, self._core.data, self._core.loop, self._core.metrics
+        yield Owner(("data",), Scope.ALL, data.state_dict, partial(data.load_state_dict, progress=core.progress))
         if loop is not None:
             yield Owner(("loop",), Scope.ALL, loop.state_dict, loop.load_state_dict)
         rng_states = data.rng_replay
@@ -194,11 +190,11 @@ class SavedState:
 
     def _collect_state(self, contents: StateToSave, replaced: Mapping[str, Any], rehearsing: bool) -> None:
         """Add the state that only a resumed run needs."""
-        strategy, parts, snapshot = self._strategy, self._parts, self._parts.snapshot
-        state: dict[str, Any] = {"components": parts.components, "callbacks": {}}
+        core, strategy, snapshot = self._core, self._strategy, self._core.snapshot
+        state: dict[str, Any] = {"components": core.components, "callbacks": {}}
         own: dict[str, Any] = {"buffers": self._own_buffers(contents.weights, replaced) if self._running else {}}
-        if parts.trainables is not None:
-            state["trainables"] = parts.trainables.state_dict()
+        if core.trainables is not None:
+            state["trainables"] = core.trainables.state_dict()
         earlier = {} if snapshot is None else snapshot.rank_state
         for owner in self.owners():
             is_shared = owner.scope is Scope.ALL
@@ -206,7 +202,7 @@ class SavedState:
                 owner.put(state if is_shared else own, earlier.get(owner.path, owner.save)())
         contents.optimizers = [
             strategy.optimizer_state(index) if self._running else named_optimizer_state(self._module, optimizer)
-            for index, optimizer in enumerate(parts.optimization.optimizers)
+            for index, optimizer in enumerate(core.optimization.optimizers)
         ]
         control = strategy.control if self._running and strategy.shards_parameters else None
         flattened = set_apart(contents.optimizers, self.shard_of, control)
@@ -241,7 +237,7 @@ class SavedState:
         if not self._running:
             refuse_missing_weights(self._module)
             return dict(self._module.state_dict())
-        weights, snapshot = self._strategy.model_state(), self._parts.snapshot
+        weights, snapshot = self._strategy.model_state(), self._core.snapshot
         trained = {**replaced, **({} if snapshot is None else snapshot.buffers)}
         return weights | {name: value for name, value in trained.items() if name in weights}
 
@@ -255,10 +251,10 @@ class SavedState:
 
     def _own_buffers(self, weights: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's buffers that differ from rank 0's, which `weights` holds. Collective."""
-        snapshot, evaluation = self._parts.snapshot, self._core.evaluation
+        snapshot = self._core.snapshot
         overrides = {
             **replaced,
-            **evaluation.buffers.values(replaced),
+            **self._core.buffers.values(replaced),
             **({} if snapshot is None else snapshot.buffers),
         }
         return collect_rank_local_buffers(self._module, weights, overrides, self._strategy.control)
@@ -287,8 +283,8 @@ class SavedState:
     def _leave_out_base(self, contents: StateToSave) -> None:
         """Replace parameters that have never trained by their checksums. Collective."""
         weights, tied, trained = contents.weights, contents.aliases, self._trained
-        if self._parts.trainables is not None:
-            trained |= self._parts.trainables.trained
+        if self._core.trainables is not None:
+            trained |= self._core.trainables.trained
         parameters = self._strategy.named_parameters() if self._running else dict(self._module.named_parameters())
         trained |= {name for name, parameter in parameters.items() if parameter.requires_grad}
         base = {name for name in parameters if name in weights and name not in trained}
@@ -324,14 +320,14 @@ class SavedState:
             CheckpointError: the checkpoint is damaged or does not fit; nothing was changed. Malformed values whose
                 checksums match may raise it later.
         """
-        core, strategy, data, parts = self._core, self._strategy, self._data, self._parts
-        optimizers, progress = parts.optimization.optimizers, core.progress
+        core, strategy, data = self._core, self._strategy, self._core.data
+        optimizers, progress = core.optimization.optimizers, core.progress
         # Every rank reads and checks everything before anything changes.
         self._check_base(checkpoint)
         saved = self._read_collectively(checkpoint, lambda: self._read(checkpoint, anew))
-        if parts.trainables is not None:
+        if core.trainables is not None:
             with reporting_malformed(checkpoint, "the run's state", "trainables"):
-                parts.trainables.load_state_dict(saved.state["trainables"])
+                core.trainables.load_state_dict(saved.state["trainables"])
         for index, state in saved.optimizers.items():
             self._regroup(checkpoint, index, optimizers[index], state["param_groups"])
         self._load_weights(checkpoint, saved.weights)
@@ -358,7 +354,7 @@ class SavedState:
 
     def _skipped(self, state: dict[str, Any], anew: StartsAnew) -> set[tuple[str, ...]]:
         """Return the paths of the owners that do not load their state."""
-        optimization = self._parts.optimization
+        optimization = self._core.optimization
         skipped: set[tuple[str, ...]] = {
             ("schedulers", str(number))
             for number, config in enumerate(optimization.schedulers)
@@ -438,7 +434,7 @@ class SavedState:
 
     def _read(self, checkpoint: CheckpointReader, anew: StartsAnew) -> _Saved:
         """Read what this rank loads, and check that it fits."""
-        strategy, optimization = self._strategy, self._parts.optimization
+        strategy, optimization = self._strategy, self._core.optimization
         state, schedulers = checkpoint.state(), optimization.schedulers
         if anew.optimizers is not None:
             _check_count(checkpoint, "optimizer(s)", checkpoint.manifest.optimizers, optimization.optimizers)

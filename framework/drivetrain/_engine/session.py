@@ -22,56 +22,42 @@ from drivetrain._engine.collective_calls import CollectiveCalls
 from drivetrain._engine.components import class_name, data_facts
 from drivetrain._engine.error_reporting import note_known_fixes, note_where
 from drivetrain._engine.evaluation_buffers import EvaluationBuffers
-from drivetrain._engine.evaluation_setup import (
-    build_stage,
-    build_validation,
-    goes_on_when_repeated,
-    run_sanity_check,
-)
+from drivetrain._engine.evaluation_setup import build_stage, build_validation, goes_on_when_repeated, run_sanity_check
 from drivetrain._engine.failure_propagation import error_to_report, publish_failure, resolve_cause
 from drivetrain._engine.optimizer_setup import set_up_optimizers
 from drivetrain._engine.out_of_memory import explain_out_of_memory
-from drivetrain._engine.process_switches import apply_switches
 from drivetrain._engine.rank_facts import module_facts, setting_facts
 from drivetrain._engine.rank_log import RankLog
 from drivetrain._engine.run_callbacks import RunCallbacks
 from drivetrain._engine.run_ending import RunEnding
 from drivetrain._engine.run_folder import RunFolder
-from drivetrain._engine.run_parts import (
-    EvaluationWithinFit,
-    FitParts,
-    RunCore,
-    RunData,
-    RunRequest,
-    StopConditions,
-    Training,
-    TrainingInputs,
-)
+from drivetrain._engine.run_parts import RunCore, RunData, RunRequest, Training
 from drivetrain._engine.seeding import order_seed, seed_data_rank, seed_rank, warn_unseeded
-from drivetrain._engine.signals import Signals, announce, as_interruption, handled_signals, interruption_error
+from drivetrain._engine.signals import Signals, announce, as_interruption, handled_signals, interruption_error, requeue
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import DataSplit
 from drivetrain._engine.starting_point import StartingPoint
-from drivetrain._engine.topology import Topology, check_control_plane, check_distinct_devices, check_module_setup
+from drivetrain._engine.strategy_checks import check_control_plane, check_distinct_devices, check_module_setup
 from drivetrain._engine.training_setup import (
-    build_stopping,
     build_training,
     estimated_before_data,
     estimated_steps,
+    prepare_stopping,
     under_context,
 )
 from drivetrain._loops.evaluate import HOOK_STAGE_NAMES
+from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.loader_lengths import Lengths
-from drivetrain._loops.progress import Position, Progress
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.trainables import Trainables
 from drivetrain._metrics import MetricStore
+from drivetrain._run_state import Progress
 from drivetrain._runtime.console_logging import log_once, log_to_console
-from drivetrain._runtime.process_state import ProcessState
+from drivetrain._runtime.process_state import ProcessState, apply_switches
 from drivetrain.data._rng_replay import RngReplay
+from drivetrain.launchers import LaunchedProcesses
 from drivetrain.module._run_handle import attach, detach
 from drivetrain.module.train_module import TrainModule
-from drivetrain.run_context import RunContext
 from drivetrain.strategies._module_lock import lock_module, unlock_module
 from drivetrain.strategies.run_settings import RunSettings
 from drivetrain.strategies.strategy import StepRunner, Strategy
@@ -82,7 +68,6 @@ if TYPE_CHECKING:
     from drivetrain._engine.reloading import Reloading
     from drivetrain._engine.resumed_run import ResumedRun
     from drivetrain._loops.train import TrainLoop
-    from drivetrain.checkpoint._format import CheckpointReader
 
 logger = logging.getLogger("drivetrain")
 
@@ -108,34 +93,40 @@ class Session:
     Args:
         request: the entry point that was called, with its arguments.
         strategy: runs the module, and is bound to this process already.
-        topology: this process's place among all processes.
+        processes: the processes of the run, of which this process is one.
     """
 
-    def __init__(self, request: RunRequest[RunContext], strategy: Strategy, topology: Topology) -> None:
+    def __init__(self, request: RunRequest, strategy: Strategy, processes: LaunchedProcesses) -> None:
         trainer, module, control = request.trainer, request.module, strategy.control
         folder = RunFolder(request.previous_folder)
+        self.data = RunData(request.given, Lengths(control), RngReplay(strategy.device))
         self.core = RunCore(
-            request,
-            strategy,
-            MetricStore(module),
-            request.counters or Progress(),
-            Position(),
-            EvaluationWithinFit(EvaluationBuffers(module, strategy)),
-            RunCallbacks(trainer, module),
-            folder,
+            request=request,
+            stage=request.stage,
+            module=module,
+            datamodule=request.given.datamodule,
+            strategy=strategy,
+            metrics=MetricStore(module),
+            progress=request.counters or Progress(),
+            stop=StopRequest(control, None, None, None),
+            has_validation_step=is_overridden("validation_step", module, TrainModule),
+            data=self.data,
+            buffers=EvaluationBuffers(module, strategy),
+            callbacks=RunCallbacks(trainer, module),
+            folder=folder,
         )
-        self.data = RunData(request.given, Lengths(control), RngReplay(strategy.device), self.core.progress)
-        self.parts = FitParts()
-        self.stopping = StopConditions(StopRequest(control, None, None, None))
         self.training: Training | None = None
-        self.checkpoints = CheckpointManager(self.core, self.data, self.parts)
-        self.opened: CheckpointReader | None = None
-        """The checkpoint that the run starts from, if any."""
+        self.checkpoints = CheckpointManager(self.core)
         self._resumed: ResumedRun | None = None
         self.last_line: str | None = None
         """The line to print instead of this rank's error if a lower rank failed the same way and prints its own."""
         self.collective_calls = CollectiveCalls(self.core)
-        self._topology = topology
+        self.core.checkpoints = self.checkpoints
+        self.core.estimate_steps = self._estimate_steps
+        self.core.check_collective = self.collective_calls.check
+        self.core.all_gather = self.collective_calls.all_gather
+        self.core.log_histograms = self._log_histograms
+        self._processes = processes
         self._compiled: CompiledSteps | None = None
         self._teardowns: list[Callable[[str], None]] = []  # the hooks to call; empty before set-up hooks are called
         handled = handled_signals(trainer.preemption_signals, os.environ, request.stage)
@@ -166,7 +157,7 @@ class Session:
             except BaseException as error:
                 stage_data = self.data.stage_data
                 batch_size = None if stage_data is None else stage_data.batch_size
-                explain_out_of_memory(error, core, self.parts.optimization.optimizers, batch_size)
+                explain_out_of_memory(error, core, core.optimization.optimizers, batch_size)
                 with core.span("failure"):
                     cause = self._fail(error)
                 if self._signals.raised:
@@ -182,18 +173,21 @@ class Session:
                     child.training = training
                 self._detach()
         if self._ending.exit_error is not None:
-            self._requeue(self.stopping.stop.preempted)
+            self._requeue(core.stop.preempted)
             raise self._ending.exit_error
         return result
 
-    # Methods and properties that implement members of `RunContext`
+    # What hooks can ask of the run, by `RunState`
 
-    @property
-    def estimated_steps(self) -> int | float:
-        """The number of optimizer steps of the whole run; infinite if neither data nor limits bound the number.
+    def _log_histograms(self, name: str, value: Any, step: int, bins: int) -> None:
+        from drivetrain._engine.histograms import log_histograms  # only runs that call this need it
 
-        In `setup` of a fit, reading this property builds the training loader, which the run then uses, and is
-        collective.
+        log_histograms(self.core, name, value, step, bins)
+
+    def _estimate_steps(self) -> int | float:
+        """Return the number of optimizer steps of the whole run; infinite if neither data nor limits bound the number.
+
+        In `setup` of a fit, this method builds the training loader, which the run then uses, and is collective.
         """
         core, data = self.core, self.data
         data.estimate_was_read = True
@@ -235,6 +229,7 @@ class Session:
             attach(core.datamodule, trainer)
         if not core.request.trial:
             core.callbacks.configure()
+            core.module_callbacks = core.callbacks.from_module
         core.callbacks.collect()
         start = StartingPoint.choose(core)
         strategy.control.set_record_folder(self._log.folder)
@@ -246,8 +241,9 @@ class Session:
         if any(parameter.is_meta for parameter in core.module.parameters()):
             from drivetrain._engine.missing_weights import give_storage  # only modules without values need it
 
-            give_storage(core.module, self.opened is not None)
-        if trainer.built_unseeded and trainer.seed is not None and self.opened is None and strategy.rank == 0:
+            give_storage(core.module, self.checkpoints.opened is not None)
+        is_fresh = self.checkpoints.opened is None
+        if trainer.built_unseeded and trainer.seed is not None and is_fresh and strategy.rank == 0:
             warn_unseeded(core.module, trainer.seed)
         if strategy.rank == 0 and not core.request.trial:
             from drivetrain._engine.misnamed_hooks import warn_of_similar_names  # importing Fit does not need it
@@ -258,7 +254,7 @@ class Session:
         stage_data = data.loaded
         if core.stage == "fit":
             facts = data_facts(stage_data.train, stage_data.loaders)
-            self.parts.components |= {"module": class_name(core.module), "data": facts}
+            core.components |= {"module": class_name(core.module), "data": facts}
         if self._resumed is not None:
             self._resumed.compare()
         with core.span("setup_module"):
@@ -276,24 +272,23 @@ class Session:
 
         core, data = self.core, self.data
         runner, move, reloading = prepared.runner, prepared.move, prepared.reloading
-        parts = self.parts
         with core.span("configure_optimizers"):
-            parts.optimization = optimization = set_up_optimizers(core, parts, self._resumed)
-        self.stopping = stopping = build_stopping(core, data)
-        parts.snapshot = stopping.snapshot
-        validate = build_validation(core, data, stopping, runner, move) if data.validates else None
-        monitors = MonitoredKeysCheck(core, data, optimization.schedulers)
-        assert parts.trainables is not None
+            core.optimization = set_up_optimizers(core, self._resumed)
+        prepare_stopping(core)
+        validate = build_validation(core, runner, move) if data.validates else None
+        monitors = MonitoredKeysCheck(core, data, core.optimization.schedulers)
         self.training = training = build_training(
-            TrainingInputs(core, data, optimization, stopping, parts.trainables, self.checkpoints, validate),
+            core,
+            self.checkpoints,
+            validate,
             runner,
             move,
             apply_trainable_changes=self._apply_trainable_changes,
             after_first_batch=monitors.after_first_batch,
         )
-        parts.loop = training.loop
+        core.loop, core.manual, core.pass_over_data = training.loop, training.manual, training.pass_over_data
         if reloading is not None:
-            reloading.connect(training.loop, stopping, runner, move)
+            reloading.connect(training.loop, runner, move)
         if self._resumed is not None:
             self._resumed.load()
         if not core.request.trial:
@@ -310,9 +305,9 @@ class Session:
             prepare_loggers(core.trainer.loggers, core.folder.rewinds_to, core.logged_hyper_parameters())
         for hook in hooks.on_fit_start:
             hook()
-        if self.data.validates and core.trainer.num_sanity_val_steps and self.opened is None:
+        if self.data.validates and core.trainer.num_sanity_val_steps and checkpoints.opened is None:
             run_sanity_check(core, self.data, prepared.runner, prepared.move, monitors.note_validation)
-        core.metrics.enter("train", reset=self.opened is None)
+        core.metrics.enter("train", reset=checkpoints.opened is None)
         self._signals.defer_to_run()
         for hook in hooks.on_train_start:
             hook()
@@ -325,7 +320,7 @@ class Session:
             ending.has_trained = True
             loop.run()
         core.metrics.enter(None)
-        leaving = self.stopping.stop.preempted
+        leaving = core.stop.preempted
         progress.cut_short = progress.batch_idx > 0 and not leaving
         if leaving:
             self._leave(leaving)
@@ -341,7 +336,7 @@ class Session:
 
     def _record_beginning(self) -> None:
         data, batches = self.data.loaded, self.core.trainer.num_training_batches
-        facts = {**self.parts.components.get("data", {}), "batches": batches if batches != math.inf else None}
+        facts = {**self.core.components.get("data", {}), "batches": batches if batches != math.inf else None}
         self.core.folder.note_training({**facts, "batch_size": data.batch_size}, self.data.seed, data.batch_size)
 
     def _evaluate(self, prepared: PreparedRun) -> Any:
@@ -349,24 +344,24 @@ class Session:
         core.strategy.setup_optimizers([])
         if core.strategy.world_size > 1:
             core.strategy.broadcast_module(core.module)
-        if self.opened is not None:
+        if self.checkpoints.opened is not None:
             with core.span("checkpoint"):
-                self.checkpoints.saved_state.load_weights(self.opened, core.request.averaged)
-        self.stopping = StopConditions(StopRequest(core.strategy.control, None, None, None))
-        evaluate = build_stage(core, self.data, self.stopping.stop, prepared.runner, prepared.move)
+                self.checkpoints.saved_state.load_weights(self.checkpoints.opened, core.request.averaged)
+        core.stop = StopRequest(core.strategy.control, None, None, None)
+        evaluate = build_stage(core, self.data, core.stop, prepared.runner, prepared.move)
         self._signals.defer_to_run()
         with core.span(HOOK_STAGE_NAMES[core.stage]):
             result = evaluate()
-        if self.stopping.stop.preempted:
-            self._leave(self.stopping.stop.preempted)
+        if core.stop.preempted:
+            self._leave(core.stop.preempted)
         return result
 
     # Signals
 
     def _on_signal(self, number: int) -> None:
-        if self.stopping.stop.signal:
+        if self.core.stop.signal:
             return  # the other thread has reported it
-        self.stopping.stop.leave_after(number)
+        self.core.stop.leave_after(number)
         if self.core.strategy.rank == 0:
             announce(number, self.core.stage, self.core.request.trial)
 
@@ -386,19 +381,17 @@ class Session:
 
     def _requeue(self, number: int) -> None:
         if self.core.strategy.rank == 0 and goes_on_when_repeated(self.core):
-            from drivetrain._engine.requeue import requeue  # only preempted runs need it
-
             requeue(number, os.environ)
 
     # Set-up
 
     def _connect_ranks(self) -> None:
         """Pass the strategy's control plane, created by `setup_environment`, to the parts of the run that use it."""
-        core, strategy, world = self.core, self.core.strategy, self._topology.world
-        check_control_plane(strategy, self._topology.placement)
+        core, strategy = self.core, self.core.strategy
+        check_control_plane(strategy, self._processes.placement)
         check_distinct_devices(strategy)
-        if world is not None and strategy.world_size > 1:
-            strategy.control.external_failures = world.failures
+        if strategy.control.failures is not None:
+            strategy.control.failures.external = self._processes.failures
         self.data.rng_replay.device = strategy.device
         core.metrics.control = self.data.lengths.control = strategy.control
         core.metrics.contributes = strategy.is_data_leader
@@ -425,15 +418,16 @@ class Session:
 
     def _open(self, start: StartingPoint) -> None:
         """Open the checkpoint that the run starts from, if there is one. Collective."""
-        core, self.opened = self.core, start.open()
-        if self.opened is None or core.stage != "fit":
+        core, opened = self.core, start.open()
+        self.checkpoints.opened = opened
+        if opened is None or core.stage != "fit":
             self.data.seed = order_seed(core.trainer.seed, core.strategy.control)
             return
         from drivetrain._engine.resumed_run import ResumedRun  # only runs that resume need it
 
-        resumed = self._resumed = ResumedRun(core, self.parts, self.checkpoints.saved_state, self.opened)
+        resumed = self._resumed = ResumedRun(core, self.checkpoints.saved_state, opened)
         self.data.seed = int(resumed.state["data"]["seed"])
-        self.checkpoints.continue_lineage(self.opened.manifest.metadata)
+        self.checkpoints.continue_lineage(opened.manifest.metadata)
         resumed.check_remaining_training()
 
     def _plan_teardowns(self) -> None:
@@ -460,14 +454,15 @@ class Session:
                 return None
             from drivetrain._engine.reloading import Reloading  # only runs that reload need it
 
-            reloading = Reloading(core, data, self.parts.components, self._build_stage_data)
+            reloading = Reloading(core, data, core.components, self._build_stage_data)
             reloading.begin(self._resumed)
             return reloading
 
     def _build_stage_data(self) -> StageData:
         core, data, strategy, trainer = self.core, self.data, self.core.strategy, self.core.trainer
         data_split = DataSplit(strategy.data_rank, strategy.data_world_size, data.seed, trainer.use_distributed_sampler)
-        return StageData(trainer, core.stage, core.module, data.given, data_split, strategy.control)
+        core.loaders = loaders = StageData(trainer, core.stage, core.module, data.given, data_split, strategy.control)
+        return loaders
 
     def _set_up_module(self, data: StageData) -> StepRunner:
         core, module, strategy = self.core, self.core.module, self.core.strategy
@@ -493,7 +488,7 @@ class Session:
         runner = under_context(run_step, strategy.precision)
         lock_module(module)
         if core.stage == "fit":
-            self.parts.trainables = Trainables(module, strategy)
+            self.core.trainables = Trainables(module, strategy)
         return runner
 
     def _settings(self, data: StageData) -> RunSettings:
@@ -516,8 +511,8 @@ class Session:
     def _apply_trainable_changes(self) -> None:
         """Check the changes that hooks have made since the last epoch. Called at the beginning of each epoch."""
         self.core.callbacks.refuse_appended()
-        assert self.parts.trainables is not None
-        self.parts.trainables.adapt_strategy()
+        assert self.core.trainables is not None
+        self.core.trainables.adapt_strategy()
 
     def _data_rank(self) -> tuple[int, int]:
         return self.core.strategy.data_rank, self.core.strategy.data_world_size
@@ -546,8 +541,8 @@ class Session:
         core = self.core
         if self.training is not None:
             self.training.loop.release()
-        if self.parts.trainables is not None:
-            self.parts.trainables.end()
+        if self.core.trainables is not None:
+            self.core.trainables.end()
         unlock_module(core.module)
         for child in core.module.modules():
             if isinstance(child, TrainModule):
@@ -589,7 +584,7 @@ class Session:
                 call()
             except Exception:
                 logger.exception("Tearing down the failed run raised another error:")
-        cause, reported_by = resolve_cause(control, self._topology.world, failure, error)
+        cause, reported_by = resolve_cause(control, failure, error, self._processes.kind == "function")
         cause = as_interruption(cause, self._handled_signals)
         if reported_by is not None:
             summary = failure.one_line_summary()

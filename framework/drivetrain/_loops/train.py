@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -15,7 +15,7 @@ from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._loops.epoch_checks import EpochChecks
 from drivetrain._loops.hooks import HookTable
 from drivetrain._loops.loader_lengths import BatchCount
-from drivetrain._loops.progress import LoopPosition, Position, Progress, Reporting
+from drivetrain._loops.progress_reports import Reporting
 from drivetrain._loops.schedulers import Schedulers
 from drivetrain._loops.step import TrainStep
 from drivetrain._loops.stopping import StopRequest, limit_reached
@@ -23,6 +23,7 @@ from drivetrain._loops.uneven_inputs import Joining
 from drivetrain._loops.validation import ValidationPlan
 from drivetrain._loops.window_snapshot import WindowSnapshot
 from drivetrain._loops.windows import MicroBatch
+from drivetrain._run_state import CheckpointsOfRun, Position, Progress
 from drivetrain._runtime.generators import preserved_generators
 from drivetrain._runtime.transfer import map_tensors
 from drivetrain.data._rng_replay import RngReplay
@@ -67,23 +68,6 @@ class EpochData:
     count: BatchCount
 
 
-class Saves(Protocol):
-    """Writes the checkpoints of a run at the points that the loop names."""
-
-    waiting: list[Any]
-    """What to do at the next point from which the run can be resumed."""
-    rollback: Callable[[], None] | None
-    """Loads an earlier checkpoint. The loop calls the function after leaving the epoch. None without a request."""
-    in_epoch: bool
-    """Whether an epoch's batches are read, or its end is processed: a save then waits for the next point."""
-
-    def carry_out_requests(self) -> None:
-        """Write the requested checkpoints, unless a rollback was requested. Collective."""
-
-    def save_before_leaving(self) -> None:
-        """Write the checkpoint from which a run that ends early is resumed. Collective."""
-
-
 @dataclass(frozen=True, slots=True)
 class TrainingProgress:
     """The counters of training, and the conditions under which training ends.
@@ -111,7 +95,7 @@ class Checkpointing:
         rng_replay: restores the random generators when a resumed run reads data again.
     """
 
-    saves: Saves
+    saves: CheckpointsOfRun
     snapshot: WindowSnapshot | None
     rng_replay: RngReplay
 
@@ -146,6 +130,27 @@ class EpochEnd(Enum):
     STOPPED = "a stop was requested"
     PREEMPTED = "a preemption signal was received"
     ROLLBACK = "a return to an earlier checkpoint was requested"
+
+
+@dataclass(frozen=True, slots=True)
+class LoopPosition:
+    """Where training goes on after a save, besides the counters.
+
+    Attributes:
+        data_is_over: whether the epoch's last micro-batch was trained on.
+        has_begun: whether the hooks that begin the epoch were called, although no micro-batch was trained on.
+        left_after_last_step: whether a preemption came after ``max_steps`` but before the epoch's end.
+        asked_to_stop: the reason of a stop that was requested before a preemption; None for none.
+        validated_at: the number of the run's micro-batches after which validation last ran.
+        validation_is_due: whether a validation comes next.
+    """
+
+    data_is_over: bool
+    has_begun: bool
+    left_after_last_step: bool
+    asked_to_stop: str | None
+    validated_at: int
+    validation_is_due: bool
 
 
 class TrainLoop:
