@@ -28,7 +28,7 @@ from drivetrain._engine.run_parts import RunCore
 from drivetrain._engine.saved_state_schema import reporting_malformed
 from drivetrain._engine.seeding import seed_rank
 from drivetrain._runtime.seed import derive_seed
-from drivetrain.callback import Callback
+from drivetrain.callback import Callback, HoldsAverages, ReplacesWeights
 from drivetrain.checkpoint._base_weights import base_checksums, check_base
 from drivetrain.checkpoint._format import (
     AveragesRecord,
@@ -246,7 +246,8 @@ class SavedState:
         replaced: dict[str, Any] = {}
         for callback in self._core.callbacks if self._running else ():
             with _ignoring_errors(rehearsing):
-                replaced |= callback.trained_weights(self._core.trainer, self._module)
+                if isinstance(callback, ReplacesWeights):
+                    replaced |= callback.trained_weights(self._core.trainer, self._module)
         return replaced
 
     def _own_buffers(self, weights: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
@@ -269,7 +270,7 @@ class SavedState:
             return found, averages  # sharded tensors may no longer exist after the run
         for key, callback in self._callbacks_by_key():
             with _ignoring_errors(rehearsing):
-                evaluated = callback.evaluates_averages
+                evaluated = callback.evaluates_averages if isinstance(callback, HoldsAverages) else None
                 left_out = only_averages and evaluated is None
                 tensors = {} if left_out else callback.save_tensors(self._core.trainer, self._module)
                 if tensors:
