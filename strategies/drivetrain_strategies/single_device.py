@@ -59,13 +59,20 @@ class SingleDeviceStrategy(Strategy):
         return operator.call
 
     def memory_advice(self, module: nn.Module) -> Sequence[MemoryAdvice]:
-        from drivetrain_strategies._replicated import sharding_advice  # needed only after an out-of-memory error
-
         return [sharding_advice(self.world_size), *super().memory_advice(module)]
 
     def teardown(self) -> None:
         if self._original_device is not None:
             self._original_device.restore()
-        self.module = None
-        self.optimizers = []
         self._original_device = None
+        super().teardown()
+
+
+def sharding_advice(world_size: int) -> MemoryAdvice:
+    """Return the advice to use a strategy that shards the module, instead of holding the whole module on a rank."""
+    from drivetrain.strategies import MemoryAdvice  # needed only after an out-of-memory error
+
+    condition = " on several devices" if world_size == 1 else ""
+    return MemoryAdvice(
+        "state", f"strategy='fsdp'{condition}: each rank holds a shard of parameters, gradients and optimizer state"
+    )

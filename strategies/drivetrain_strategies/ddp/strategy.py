@@ -28,11 +28,11 @@ from drivetrain_strategies._module_checks import (
     refuse_meta,
     refuse_other_device,
 )
-from drivetrain_strategies._replicated import sharding_advice
 from drivetrain_strategies._step_module import StepModule, unwrap_step_output
 from drivetrain_strategies.ddp import _reducer as reducer
 from drivetrain_strategies.ddp._comm_hooks import CommHook, refuse_user_state, register_comm_hook
 from drivetrain_strategies.ddp._sync_batchnorm import SyncBatchNormSwap
+from drivetrain_strategies.single_device import sharding_advice
 
 
 class DDPStrategy(DistributedStrategy):
@@ -139,7 +139,7 @@ class DDPStrategy(DistributedStrategy):
         self._replicated = tuple(module.parameters())
         if not self._wrap(module, init_sync=True):
             # Without trainable parameters, there is no DDP wrapper that broadcasts the values.
-            self._broadcast([*module.parameters(), *module.buffers()])
+            broadcast_together([*module.parameters(), *module.buffers()])
         if self._manual_optimization:
             return self._manual_runner()  # here, `backward` prepares DDP, not DDP's forward
         if self.world_size == 1 and self.find_unused_parameters and self.comm_hook is None:
@@ -219,17 +219,13 @@ class DDPStrategy(DistributedStrategy):
         self._replicated = tuple(module.parameters())
         if created:
             refuse_other_device(created, self.device)
-            self._broadcast([*created.values(), *module.buffers()])
+            broadcast_together([*created.values(), *module.buffers()])
         if list(map(id, self._trainable)) == [
             id(parameter) for parameter in self._replicated if parameter.requires_grad
         ]:
             return
         refuse_user_state(self.comm_hook)
         self._wrap(module, init_sync=False)
-
-    def _broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        if tensors:
-            broadcast_together(tensors)
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
         return nullcontext() if enabled or self._ddp is None else self._ddp.no_sync()

@@ -17,9 +17,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.strategies import ControlPlane, broadcast_together, may_move, replace_tensors
-from drivetrain_strategies._deferred_init import Recording
+from drivetrain_strategies._deferred_init import DeferredModule
 from drivetrain_strategies._gather_limit import check_gather_limit
 from drivetrain_strategies._gather_order import GatherOrder
+from drivetrain_strategies._step_module import StepModule, unwrap_step_output
 from drivetrain_strategies.deepspeed._checks import is_known
 from drivetrain_strategies.deepspeed._cleanup import ModuleSnapshot, forget_root
 from drivetrain_strategies.deepspeed._empty_parameters import EmptyParameters
@@ -29,9 +30,8 @@ from drivetrain_strategies.deepspeed._gradient_exchange import GradientExchange
 from drivetrain_strategies.deepspeed._internals import Zero, without_broadcast, write_part
 from drivetrain_strategies.deepspeed._library import redirected_prints
 from drivetrain_strategies.deepspeed._optimizers import GradientCopies
-from drivetrain_strategies.deepspeed._partition import Partitioner, materialize
+from drivetrain_strategies.deepspeed._partition import Partitioner
 from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision
-from drivetrain_strategies.deepspeed._root_module import Root, unwrap_output
 from drivetrain_strategies.deepspeed._state import State, StoredParameter, whole_of
 from drivetrain_strategies.deepspeed._user_hooks import UserHooks
 
@@ -81,7 +81,7 @@ class DeepSpeedRun:
         self._config = config
         self._options = options
         self._snapshot: ModuleSnapshot | None = None
-        self._root: Root | None = None
+        self._root: StepModule | None = None
         self._engine: Any = None
         self._zero: Zero | None = None
         self._unrounded: dict[int, StoredParameter] = {}
@@ -110,7 +110,7 @@ class DeepSpeedRun:
 
     # Set-up: broadcast, partitioning and the engine's start
 
-    def start(self, optimizers: Sequence[Optimizer], recording: Recording | None) -> None:
+    def start(self, optimizers: Sequence[Optimizer], deferred: DeferredModule) -> None:
         """Broadcast rank 0's weights, shard them, and start the engine if the run needs one. Collective."""
         module, options = self._module, self._options
         with may_move(module):
@@ -118,7 +118,7 @@ class DeepSpeedRun:
             needs_engine = bool(optimizers) or "optimizer" in self._config or options.stage == 3
             with redirected_prints():
                 if options.stage == 3:
-                    self._partition(recording)
+                    self._partition(deferred)
                 else:
                     self._broadcast_weights(needs_engine)
                 if needs_engine:
@@ -153,12 +153,12 @@ class DeepSpeedRun:
                 self._unrounded[id(parameter)] = StoredParameter(unrounded, tuple(parameter.shape), None)
         module.to(options.device)  # the parameters are on the device already, so only buffers are moved
 
-    def _partition(self, recording: Recording | None) -> None:
+    def _partition(self, deferred: DeferredModule) -> None:
         module, options = self._module, self._options
         with explain_start_errors():
             partitioner = Partitioner(self._config, options.precision.half_dtype, options.device)
         self._unrounded = partitioner.unrounded
-        materialize(module, recording, partitioner.partition, options.device, options.control)
+        partitioner.materialize(module, deferred, options.control)
         partitioner.partition_all(module)
         for child in module.modules():
             for name, buffer in child._buffers.items():
@@ -190,7 +190,7 @@ class DeepSpeedRun:
         # DeepSpeed allocates the whole bucket even if the model is smaller.
         numel = sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in names)
         self._config["zero_optimization"].setdefault("reduce_bucket_size", max(1, min(500_000_000, numel)))
-        self._root = Root(module)
+        self._root = StepModule(module, hides_values=True)
         with explain_start_errors(), without_broadcast():
             self._engine, *_ = self._deepspeed.initialize(
                 model=self._root,
@@ -279,9 +279,9 @@ class DeepSpeedRun:
         self._within_forward = True
         try:
             if gather_order is None:
-                return unwrap_output(self._engine(call))
+                return unwrap_step_output(self._engine(call))
             with explain_different_parameters(), gather_order.compared():
-                return unwrap_output(self._engine(call))
+                return unwrap_step_output(self._engine(call))
         finally:
             self._within_forward = False
 

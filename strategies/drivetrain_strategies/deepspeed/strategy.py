@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -23,17 +22,10 @@ from drivetrain.strategies import (
     Region,
     StepRunner,
 )
-from drivetrain_strategies._activation_checkpointing import (
-    Checkpointing,
-    ForwardSwap,
-    Policy,
-    checkpointing_advice,
-    outermost_modules,
-)
+from drivetrain_strategies._changed_forwards import Checkpointing, ForwardSwap, Policy, checkpointing_advice
 from drivetrain_strategies._deferred_init import DeferredModule
 from drivetrain_strategies._device_restore import OriginalDevice
 from drivetrain_strategies._gather_limit import GATHER_LIMIT
-from drivetrain_strategies._half_norms import half_precision_norms, with_float32_weights
 from drivetrain_strategies._module_checks import refuse_absent_classes, refuse_meta
 from drivetrain_strategies.deepspeed._checks import (
     add_param_group_error,
@@ -188,11 +180,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._original_device = OriginalDevice(module)
         self._forward_swap = ForwardSwap()
         if self._half_dtype is not None:
-            for norm in half_precision_norms(module):
-                self._forward_swap.put(norm, partial(with_float32_weights, norm))
-        if self.activation_checkpointing is not None:
-            for child in outermost_modules(module, self.activation_checkpointing):
-                self._forward_swap.put(child, self._checkpointing)
+            self._forward_swap.keep_norms_in_float32(module)
+        self._forward_swap.checkpoint(module, self.activation_checkpointing, self._checkpointing)
 
         def run(step: Callable[..., Any], *args: Any) -> Any:
             assert self._run is not None
@@ -222,7 +211,7 @@ class DeepSpeedStrategy(DistributedStrategy):
                 self.find_unused_parameters,
             ),
         )
-        self._run.start(optimizers, self._deferred_module.take())
+        self._run.start(optimizers, self._deferred_module)
         self.schedulers = self._run.schedulers
         self._trainable_at_start = {
             name: (parameter, parameter.requires_grad) for name, parameter in module.named_parameters()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -9,16 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
-from drivetrain.strategies import set_timeout
+from drivetrain.strategies import broadcast_together, set_timeout
 from drivetrain_strategies.fsdp._internals import release_process_groups
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The sizes of a mesh. Their product ``replicate * shard * tensor`` is the world size.
+    """The sizes of a mesh. Their product ``replicate * shard * tensor`` is the number of ranks.
 
     Attributes:
         replicate: number of copies of the sharded parameters.
@@ -81,40 +83,74 @@ def resolve_layout(
 
 
 class Mesh:
-    """The `DeviceMesh` of a run and the process groups created for the mesh.
+    """Where a run shards its parameters, and which ranks read different data.
 
     Args:
-        layout: the sizes of the mesh.
+        whole: the mesh of the run.
+        data: the dimensions of ``whole`` over which parameters are divided: one for shards, before it one for copies.
+        data_group: the ranks of ``data``, which read different data.
+        common_group: the ranks whose unsplit parameters and buffers are equal; None stands for all ranks.
         device: the device that this rank computes on.
-        timeout: timeout of the groups created for the run, which replaces torch's default.
 
     Attributes:
-        whole: the mesh with dimensions "replicate" and "shard" (hybrid) or "data", and "tensor" if layers are split.
-        data: the mesh without the dimension "tensor". The mesh has two dimensions if hybrid, and otherwise one.
+        is_part_of_world: whether there are ranks outside of ``data``.
     """
 
-    def __init__(self, layout: Layout, device: torch.device, timeout: timedelta) -> None:
+    def __init__(
+        self, whole: DeviceMesh, data: DeviceMesh, data_group: Any, common_group: Any, device: torch.device
+    ) -> None:
+        self.whole = whole
+        self.data = data
+        self.data_group = data_group
+        self.common_group = common_group
+        self.is_part_of_world = data.size() < dist.get_world_size()
+        self._device = device
+        self._own_groups: list[Any] | None = None
+
+    @classmethod
+    def of_layout(cls, layout: Layout, device: torch.device, timeout: timedelta) -> Mesh:
+        """Create a mesh of all ranks, and process groups with this timeout, until `close`. Collective.
+
+        The dimensions are "replicate" and "shard" (hybrid) or "data", and "tensor" if layers are split.
+        """
         sizes = {"replicate": layout.replicate, "shard": layout.shard} if layout.hybrid else {"data": layout.shard}
         data_names = tuple(sizes)
         if layout.tensor > 1:
             sizes["tensor"] = layout.tensor
-        self.layout = layout
-        self.whole: DeviceMesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        self.data: DeviceMesh = self.whole if layout.tensor == 1 else self.whole[data_names]
-        # Reductions outside `fully_shard` run over the ranks with distinct data.
-        self.data_group: Any = dist.group.WORLD if layout.tensor == 1 else self._flat().get_group()
-        set_timeout(timeout, self._own_groups())
+        whole = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        data = whole if layout.tensor == 1 else whole[data_names]
+        data_group = dist.group.WORLD
+        if layout.tensor > 1:
+            data_group = (data._flatten("data") if data.ndim > 1 else data).get_group()
+        mesh = cls(whole, data, data_group, None, device)
+        groups = {id(group): group for group in [*whole.get_all_groups(), data_group]}
+        mesh._own_groups = [group for group in groups.values() if group is not dist.group.WORLD]
+        set_timeout(timeout, mesh._own_groups)
+        return mesh
 
-    def _flat(self) -> DeviceMesh:
-        return self.data._flatten("data") if self.data.ndim > 1 else self.data
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Move tensors to this rank's device and broadcast the first rank's values. Collective; packs by dtype.
+
+        Meta tensors are skipped. Of a DTensor (tensor parallelism), the local part is broadcast over the data ranks.
+        """
+        whole: list[torch.Tensor] = []
+        split: list[torch.Tensor] = []
+        for tensor in tensors:
+            if tensor.is_meta:
+                continue
+            if isinstance(tensor, DTensor):
+                split.append(tensor.to_local())
+                continue
+            if tensor.device != self._device:
+                tensor.data = tensor.data.to(self._device)
+            whole.append(tensor.data)
+        broadcast_together(whole, self.common_group)
+        broadcast_together(split, self.data_group)
 
     def close(self) -> None:
-        """Destroy the groups that were created for the run. The default group stays open."""
-        for group in self._own_groups():
-            dist.destroy_process_group(group)
-        release_process_groups(self.whole)
-        self.data_group = None
-
-    def _own_groups(self) -> list[Any]:
-        groups_by_id = {id(group): group for group in [*self.whole.get_all_groups(), self.data_group]}
-        return [group for group in groups_by_id.values() if group is not dist.group.WORLD and group is not None]
+        """Destroy the groups that were created for the run. Other groups, and a mesh of somebody else, stay open."""
+        if self._own_groups is not None:
+            for group in self._own_groups:
+                dist.destroy_process_group(group)
+            release_process_groups(self.whole)
+        self.data_group = self.common_group = None
