@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -34,7 +35,7 @@ class SingleDeviceStrategy(Strategy):
     def __init__(self, device: torch.device | str | int | None = None) -> None:
         super().__init__()
         self._requested_device = None if device is None else torch.device(device)
-        self._original_device: OriginalDevice | None = None
+        self._undo = ExitStack()
 
     def bind(
         self, placement: Placement, device: torch.device, precision: Precision, store: Store | None = None
@@ -53,7 +54,7 @@ class SingleDeviceStrategy(Strategy):
 
     def setup_module(self, module: nn.Module) -> StepRunner:
         self.module = module
-        self._original_device = OriginalDevice(module)
+        self._undo.callback(OriginalDevice(module).restore)
         self.precision.convert_module(module)
         module.to(self.device)
         return operator.call
@@ -62,9 +63,7 @@ class SingleDeviceStrategy(Strategy):
         return [sharding_advice(self.world_size), *super().memory_advice(module)]
 
     def teardown(self) -> None:
-        if self._original_device is not None:
-            self._original_device.restore()
-        self._original_device = None
+        self._undo.close()
         super().teardown()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -75,8 +74,7 @@ class Holding(DistributedStrategy):
 
     def bind(self, placement: Placement, device: torch.device, precision: Any, store: Any = None) -> None:
         super().bind(placement, device, precision, store)
-        among_data = replace(placement, rank=self.data_rank, world_size=self.data_world_size)
-        self.held.bind(among_data, device, precision)
+        self.held.bind(Placement(self.data_rank, self.data_world_size), device, precision)
 
     def setup_environment(self) -> None:
         super().setup_environment()

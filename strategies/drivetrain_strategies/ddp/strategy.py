@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -88,8 +88,7 @@ class DDPStrategy(DistributedStrategy):
             self._options["bucket_cap_mb"] = bucket_cap_mb
         if broadcast_buffers is not None:
             self._options["broadcast_buffers"] = broadcast_buffers
-        self._original_device: OriginalDevice | None = None
-        self._batchnorm_swap: SyncBatchNormSwap | None = None
+        self._undo = ExitStack()
         self._ddp: DistributedDataParallel | None = None
         self._manual_optimization = False
         self._check_reduction: Callable[[], None] | None = None
@@ -130,9 +129,9 @@ class DDPStrategy(DistributedStrategy):
 
     def setup_module(self, module: nn.Module) -> StepRunner:
         self.module = module
-        self._original_device = OriginalDevice(module)
+        self._undo.callback(OriginalDevice(module).restore)
         if self.sync_batchnorm:
-            self._batchnorm_swap = SyncBatchNormSwap(module)
+            self._undo.callback(SyncBatchNormSwap(module).undo)
         self.precision.convert_module(module)
         module.to(self.device)
         self._manual_optimization = not getattr(module, "automatic_optimization", True)
@@ -250,14 +249,9 @@ class DDPStrategy(DistributedStrategy):
         return [sharding_advice(self.world_size), *super().memory_advice(module)]
 
     def teardown(self) -> None:
-        if self._batchnorm_swap is not None:
-            self._batchnorm_swap.undo()
-        if self._original_device is not None:
-            self._original_device.restore()
+        self._undo.close()
         if self._ddp is not None:
             reducer.release_process_group(self._ddp)
         self._ddp = self._check_reduction = None
-        self._original_device = None
-        self._batchnorm_swap = None
         self._replicated, self._trainable = (), []
         super().teardown()

@@ -29,7 +29,6 @@ from drivetrain_strategies.deepspeed._frozen_weights import FrozenWeights
 from drivetrain_strategies.deepspeed._gradient_exchange import GradientExchange
 from drivetrain_strategies.deepspeed._internals import Zero, without_broadcast, write_part
 from drivetrain_strategies.deepspeed._library import redirected_prints
-from drivetrain_strategies.deepspeed._optimizers import GradientCopies
 from drivetrain_strategies.deepspeed._partition import Partitioner
 from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision
 from drivetrain_strategies.deepspeed._state import State, StoredParameter, whole_of
@@ -86,7 +85,7 @@ class DeepSpeedRun:
         self._zero: Zero | None = None
         self._unrounded: dict[int, StoredParameter] = {}
         self._state: State | None = None
-        self._copies: GradientCopies | None = None
+        self._handles: list[Any] = []
         self._exchange: GradientExchange | None = None
         self._gather_order: GatherOrder | None = None
         self._user_hooks: UserHooks | None = None
@@ -215,7 +214,7 @@ class DeepSpeedRun:
                 optimizer.__dict__[name] = partial(self._call_and_update_weights, getattr(optimizer, name))
         self.optimizers = [optimizer]
         if not is_known(optimizer):
-            self._copies = GradientCopies(optimizer)  # torch's and DeepSpeed's optimizers keep no gradient
+            self._handles = _copy_gradients_in_steps(optimizer)  # torch's and DeepSpeed's optimizers keep none
         if engine.lr_scheduler is not None:
             self.schedulers = [engine.lr_scheduler]
             engine.lr_scheduler = None  # the loop steps the scheduler once per optimizer step
@@ -424,8 +423,8 @@ class DeepSpeedRun:
             optimizer.state.clear()
             for group in optimizer.param_groups:
                 group["params"] = [torch.empty(0)]
-        if self._copies is not None:
-            self._copies.close()
+        for handle in self._handles:
+            handle.remove()
         self._options.precision.loss_scaler = None
 
     @torch.no_grad()
@@ -475,6 +474,28 @@ class DeepSpeedRun:
         self._untrained = []
         self._engine = self._root = self._zero = self._state = self._exchange = self._gather_order = None
         self._user_hooks = None
+
+
+def _copy_gradients_in_steps(optimizer: Optimizer) -> list[Any]:
+    """Give a user's optimizer copies of the gradients in each step; return handles that end this.
+
+    DeepSpeed's flat gradients may be buffers that it uses again in the next window. An optimizer that keeps a gradient
+    would find it overwritten.
+    """
+    buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def copy_gradients(optimizer: Optimizer, *_: Any) -> None:
+        flats = (flat for group in optimizer.param_groups for flat in group["params"])
+        buffers[:] = [(flat, flat.grad) for flat in flats if flat.grad is not None]
+        for flat, buffer in buffers:
+            flat.grad = buffer.clone()
+
+    def put_back(*_: Any) -> None:
+        for flat, buffer in buffers:
+            flat.grad = buffer
+        buffers.clear()
+
+    return [optimizer.register_step_pre_hook(copy_gradients), optimizer.register_step_post_hook(put_back)]
 
 
 def _separately_gathered(module: nn.Module, leaves: Sequence[nn.Module]) -> dict[str, nn.Module]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -126,11 +126,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         """Clear everything that belongs to one run."""
         self.schedulers = []
         self._deepspeed: Any = None
-        self._redirected_logging: RedirectedLogging | None = None
-        self._world: DeepSpeedWorld | None = None
+        self._undo = ExitStack()
+        """Undoes what this strategy and DeepSpeed have changed, the last change first."""
         self._deferred_module = DeferredModule()
-        self._original_device: OriginalDevice | None = None
-        self._forward_swap: ForwardSwap | None = None
         self._run: DeepSpeedRun | None = None
         self._max_norm: float | None = None
         self._trainable_at_start: dict[str, tuple[nn.Parameter, bool]] = {}
@@ -142,13 +140,13 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def setup_environment(self) -> None:
         self._deepspeed = import_library()
-        self._redirected_logging = RedirectedLogging().__enter__()
+        self._undo.enter_context(RedirectedLogging())
         if self.precision.name == "16-mixed":
             # This check runs before any process group is created. A rank that failed while groups are created would
             # break the connections that other ranks are opening.
             check_fp16(self.device)
         super().setup_environment()
-        self._world = DeepSpeedWorld(self._deepspeed, self.device, self.local_rank)
+        self._undo.callback(DeepSpeedWorld(self._deepspeed, self.device, self.local_rank).close)
 
     # Set-up of the module and its optimizers
 
@@ -177,11 +175,12 @@ class DeepSpeedStrategy(DistributedStrategy):
         # The engine wraps the module only in `setup_optimizers`, because configure_optimizers must find parameters in
         # their original shapes, and because the returned optimizers may be refused.
         self.module = module
-        self._original_device = OriginalDevice(module)
-        self._forward_swap = ForwardSwap()
+        self._undo.callback(OriginalDevice(module).restore)
+        swap = ForwardSwap()
+        self._undo.callback(swap.undo)
         if self._half_dtype is not None:
-            self._forward_swap.keep_norms_in_float32(module)
-        self._forward_swap.checkpoint(module, self.activation_checkpointing, self._checkpointing)
+            swap.keep_norms_in_float32(module)
+        swap.checkpoint(module, self.activation_checkpointing, self._checkpointing)
 
         def run(step: Callable[..., Any], *args: Any) -> Any:
             assert self._run is not None
@@ -211,6 +210,7 @@ class DeepSpeedStrategy(DistributedStrategy):
                 self.find_unused_parameters,
             ),
         )
+        self._undo.callback(self._run.end)
         self._run.start(optimizers, self._deferred_module)
         self.schedulers = self._run.schedulers
         self._trainable_at_start = {
@@ -358,16 +358,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             self._run.restore()
 
     def teardown(self) -> None:
-        if self._run is not None:
-            self._run.end()
-        if self._forward_swap is not None:
-            self._forward_swap.undo()
-        if self._original_device is not None:
-            self._original_device.restore()
-        if self._world is not None:
-            self._world.close()
-        if self._redirected_logging is not None:
-            self._redirected_logging.__exit__()
+        self._undo.close()
         self._reset()
         super().teardown()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -182,7 +182,8 @@ class FSDPStrategy(DistributedStrategy):
         self._originals: list[Original] = []
         self._hooks: UserHooks | None = None
         self._changed_dtensor: ChangedDTensor | None = None
-        self._root: StepModule | None = None
+        self._wrappers = ExitStack()
+        """Removes what was added to the module, whose parameters are shards afterwards."""
         self._sharded: Sharded | None = None
         self._forward_swap: ForwardSwap | None = None
         self._gradients: Gradients | None = None
@@ -287,7 +288,10 @@ class FSDPStrategy(DistributedStrategy):
             _LOGGED_PLANS.add(table)
             logger.info("%s", table)
         self._manual_optimization = not getattr(module, "automatic_optimization", True)
+        if self.tensor_parallel > 1:
+            self._wrappers.callback(remove_tensor_parallel_hooks, module)
         swap = self._forward_swap = ForwardSwap()  # FSDP's hooks, added later, run around the new forwards
+        self._wrappers.callback(swap.undo)
         gathered_dtype = self._gathered_dtype
         if gathered_dtype is not None and gathered_dtype.itemsize == 2 and self.precision.has_forward_context:
             swap.keep_norms_in_float32(module)
@@ -298,9 +302,10 @@ class FSDPStrategy(DistributedStrategy):
                 swap.put(unit.module, partial(torch.compile, **compile_options))
         self._save_no_frozen_casts()
         mesh.broadcast(plan.replicated.values())
-        self._root = StepModule(module)
+        step_module = StepModule(module)
+        self._wrappers.callback(undo_sharding, step_module)
         root = shard(
-            self._root,
+            step_module,
             plan,
             mesh,
             self._originals,
@@ -545,26 +550,20 @@ class FSDPStrategy(DistributedStrategy):
         nbytes = sum(original.current.numel() * original.current.element_size() for original in self._originals)
         if not check_gather_limit(nbytes, self.gather_limit, "FSDPStrategy", warn=self.rank == 0):
             return
-        self._undo()
+        self._remove_wrappers()
         restore_whole_parameters(self._originals)
         self._originals = []
         if self._adopted_optimizers is not None:
             self._adopted_optimizers.restore()
 
-    def _undo(self) -> None:
-        """Remove all hooks and wrappers from the module. The module's parameters are shards afterwards."""
-        if self._forward_swap is not None:
-            self._forward_swap.undo()
-        if self._root is not None:
-            undo_sharding(self._root)
-        if self.tensor_parallel > 1 and self.module is not None:
-            remove_tensor_parallel_hooks(self.module)
-        self._forward_swap = self._root = self._sharded = self._hooks = None
+    def _remove_wrappers(self) -> None:
+        self._wrappers.close()
+        self._sharded = self._hooks = None
 
     def teardown(self) -> None:
         if self._changed_dtensor is not None:
             self._changed_dtensor.undo()
-        self._undo()
+        self._remove_wrappers()
         leave_on_meta(self._originals)  # those that were not restored
         for step in self._plain_steps:
             step.undo()
