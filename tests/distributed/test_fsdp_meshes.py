@@ -35,7 +35,7 @@ from drivetrain.callbacks import LambdaCallback
 from drivetrain.environments import Placement
 from drivetrain.strategies import DistributedStrategy
 from drivetrain_strategies import FSDPStrategy
-from drivetrain_strategies.fsdp._device_mesh import resolve_layout
+from drivetrain_strategies.fsdp._device_mesh import mesh_sizes
 from worlds import on_ranks
 
 # Layouts of many meshes, without their ranks.
@@ -48,8 +48,8 @@ from worlds import on_ranks
 def test_the_sizes_of_a_hybrid(local: int, nodes: int, sizes: dict[str, int], expected: tuple[int, int]) -> None:
     # D-04: shard within a node, replicate across nodes
     placement = Placement(0, local * nodes, 0, local, 0, nodes)
-    layout = resolve_layout(placement, "hybrid", sizes.get("replicate_size"), sizes.get("shard_size"), 1)
-    assert (layout.replicate, layout.shard) == expected
+    found = mesh_sizes(placement, "hybrid", sizes.get("replicate_size"), sizes.get("shard_size"), 1)
+    assert found == dict(zip(("replicate", "shard"), expected, strict=True))
 
 
 DELEGATED = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,29 +17,13 @@ from drivetrain.strategies import broadcast_together, set_timeout
 from drivetrain_strategies.fsdp._internals import release_process_groups
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The sizes of a mesh. Their product ``replicate * shard * tensor`` is the number of ranks.
-
-    Attributes:
-        replicate: number of copies of the sharded parameters.
-        shard: number of ranks over which one copy is sharded.
-        tensor: number of ranks over which single layers are split (tensor parallelism).
-        hybrid: whether the mesh has a dimension for copies, even of size 1.
-    """
-
-    replicate: int
-    shard: int
-    tensor: int
-    hybrid: bool
-
-
-def resolve_layout(
+def mesh_sizes(
     placement: Placement, sharding: str, replicate_size: int | None, shard_size: int | None, tensor_parallel: int
-) -> Layout:
-    """Return the mesh sizes for ``placement``.
+) -> dict[str, int]:
+    """Return the sizes of the run's mesh by dimension. Their product is the number of ranks.
 
-    With ``sharding="hybrid"`` and no sizes, each node holds one copy, sharded over the node's ranks.
+    The dimensions are "replicate" for copies of the sharded parameters and "shard" for the ranks of a copy (hybrid), or
+    "data", and "tensor" if layers are split. With ``sharding="hybrid"`` and no sizes, each node holds one copy.
 
     Raises:
         ConfigurationError: the product of the sizes is not the world size.
@@ -53,6 +36,7 @@ def resolve_layout(
             f"use a divisor of {world}.",
         )
     data = world // tensor_parallel
+    tensor = {"tensor": tensor_parallel} if tensor_parallel > 1 else {}
     for label, size in (("shard_size", shard_size), ("replicate_size", replicate_size)):
         if size is not None and size > data:
             raise ConfigurationError(
@@ -67,7 +51,7 @@ def resolve_layout(
                 f"{sharding!r} shards one copy over all ranks.",
                 "use sharding='hybrid', or leave shard_size out.",
             )
-        return Layout(1, data, tensor_parallel, False)
+        return {"data": data, **tensor}
     if shard_size is None and replicate_size is None:
         local = placement.local_world_size // tensor_parallel
         shard_size = local if local and data % local == 0 else data
@@ -79,7 +63,7 @@ def resolve_layout(
             "each rank holds one shard of one copy.",
             f"choose two numbers whose product is {data}, or leave one of them out.",
         )
-    return Layout(replicate, shard, tensor_parallel, True)
+    return {"replicate": replicate, "shard": shard, **tensor}
 
 
 class Mesh:
@@ -108,19 +92,18 @@ class Mesh:
         self._own_groups: list[Any] | None = None
 
     @classmethod
-    def of_layout(cls, layout: Layout, device: torch.device, timeout: timedelta) -> Mesh:
+    def of_sizes(cls, sizes: dict[str, int], device: torch.device, timeout: timedelta) -> Mesh:
         """Create a mesh of all ranks, and process groups with this timeout, until `close`. Collective.
 
-        The dimensions are "replicate" and "shard" (hybrid) or "data", and "tensor" if layers are split.
+        Args:
+            sizes: see `mesh_sizes`.
+            device: the device that this rank computes on.
+            timeout: the timeout of the groups.
         """
-        sizes = {"replicate": layout.replicate, "shard": layout.shard} if layout.hybrid else {"data": layout.shard}
-        data_names = tuple(sizes)
-        if layout.tensor > 1:
-            sizes["tensor"] = layout.tensor
-        whole = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        data = whole if layout.tensor == 1 else whole[data_names]
+        whole = data = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         data_group = dist.group.WORLD
-        if layout.tensor > 1:
+        if "tensor" in sizes:
+            data = whole[tuple(name for name in sizes if name != "tensor")]
             data_group = (data._flatten("data") if data.ndim > 1 else data).get_group()
         mesh = cls(whole, data, data_group, None, device)
         groups = {id(group): group for group in [*whole.get_all_groups(), data_group]}

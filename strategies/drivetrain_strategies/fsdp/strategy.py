@@ -52,7 +52,7 @@ from drivetrain_strategies.fsdp._checks import (
     check_optimizer,
     check_torch,
 )
-from drivetrain_strategies.fsdp._device_mesh import Layout, Mesh, resolve_layout
+from drivetrain_strategies.fsdp._device_mesh import Mesh, mesh_sizes
 from drivetrain_strategies.fsdp._gradients import Gradients
 from drivetrain_strategies.fsdp._internals import (
     Sharded,
@@ -171,7 +171,7 @@ class FSDPStrategy(DistributedStrategy):
         self.gather_limit = gather_limit
         self.meta = meta
         self._checkpointing = Checkpointing(activation_policy)
-        self._layout: Layout | None = None
+        self._mesh_sizes: dict[str, int] = {}
         self._reset()
 
     def _reset(self) -> None:
@@ -196,7 +196,7 @@ class FSDPStrategy(DistributedStrategy):
     # Placement: the device mesh, and which part of the data this rank reads
 
     def bind(self, placement: Placement, device: torch.device, precision: Precision, store: Any = None) -> None:
-        self._layout = resolve_layout(
+        self._mesh_sizes = mesh_sizes(
             placement, self.sharding, self.replicate_size, self.shard_size, self.tensor_parallel
         )
         super().bind(placement, device, precision, store)
@@ -204,8 +204,7 @@ class FSDPStrategy(DistributedStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         check_offload(self.cpu_offload, self.device)
-        assert self._layout is not None
-        self._mesh = Mesh.of_layout(self._layout, self.device, self._group.timeout)
+        self._mesh = Mesh.of_sizes(self._mesh_sizes, self.device, self._group.timeout)
 
     def use_mesh(self, mesh: DeviceMesh, data_group: ProcessGroup, control: ControlPlane) -> None:
         """Shard over the mesh of a strategy that holds this one. Called in place of `setup_environment`.
@@ -224,10 +223,8 @@ class FSDPStrategy(DistributedStrategy):
         Raises:
             ConfigurationError: the mesh has another shape than `sharding` and the sizes demand.
         """
-        layout = self._layout
-        assert layout is not None
-        shape = (layout.replicate, layout.shard) if layout.hybrid else (layout.shard,)
-        if tuple(mesh.shape) != shape or layout.tensor > 1:
+        shape = tuple(self._mesh_sizes.values())
+        if tuple(mesh.shape) != shape or self.tensor_parallel > 1:
             raise ConfigurationError(
                 f"FSDPStrategy got a mesh of shape {tuple(mesh.shape)}.",
                 f"sharding={self.sharding!r} over {self.world_size} data ranks needs one of shape {shape}, and the "
