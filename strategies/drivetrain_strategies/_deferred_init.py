@@ -392,7 +392,8 @@ class MetaTensor:
 
     Attributes:
         name: qualified name of the tensor in the module. A tied parameter has the first of its names.
-        tensor: an alias of the meta tensor, as it was built: a precision may change the dtype of a parameter.
+        tensor: an alias of the meta tensor, as it was built: a precision may change the dtype of a parameter. It is
+            made by ``data``, since an alias by ``detach`` would count as a use of the tensor.
         slots: the dicts and lists that hold the tensor, each with its key there; empty for a parameter.
     """
 
@@ -430,7 +431,7 @@ def find_meta_tensors(module: nn.Module, recording: Recording | None) -> list[Me
             if isinstance(store, tuple) or isinstance(value, nn.Parameter):
                 fixed_names.append(name)
             else:
-                others.setdefault(id(value), MetaTensor(name, value.detach(), [])).slots.append((store, key))
+                others.setdefault(id(value), MetaTensor(name, value.data, [])).slots.append((store, key))
         elif id(value) not in seen and _may_hold_tensors(value):
             seen.add(id(value))
             if isinstance(value, dict | list | tuple):
@@ -446,7 +447,7 @@ def find_meta_tensors(module: nn.Module, recording: Recording | None) -> list[Me
         seen.update(map(id, (child._parameters, child._buffers, child._modules)))
         for key, parameter in child._parameters.items():
             if parameter is not None and parameter.is_meta:
-                parameters.setdefault(id(parameter), MetaTensor(f"{prefix}{key}", parameter.detach(), []))
+                parameters.setdefault(id(parameter), MetaTensor(f"{prefix}{key}", parameter.data, []))
         for store in (child._buffers, vars(child)):
             for key, value in list(store.items()):
                 # Only what was recorded can be below attributes. Without a recording, a long search is of no use.

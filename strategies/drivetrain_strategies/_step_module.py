@@ -42,16 +42,14 @@ class StepModule(nn.Module):
         output = step(*args)
         if isinstance(output, dict) and isinstance(output.get("loss"), torch.Tensor):
             return output["loss"], OpaqueOutput(output)
-        return OpaqueOutput(output) if self._hides_values and not isinstance(output, torch.Tensor) else output
+        return (OpaqueOutput(output),) if self._hides_values and not isinstance(output, torch.Tensor) else output
 
 
 def unwrap_step_output(output: Any) -> Any:
     """Return the step's output from the output of the wrapper around `StepModule`."""
-    if type(output) is OpaqueOutput:
-        return output.output
-    if type(output) is tuple and len(output) == 2 and type(output[1]) is OpaqueOutput:
-        loss, opaque = output
-        if opaque.output["loss"] is not loss:  # the wrapper added an autograd node
-            opaque.output["loss"] = loss
-        return opaque.output
-    return output
+    if type(output) is not tuple or not output or type(output[-1]) is not OpaqueOutput:
+        return output
+    *losses, opaque = output
+    if losses and opaque.output["loss"] is not losses[0]:  # the wrapper added an autograd node
+        opaque.output["loss"] = losses[0]
+    return opaque.output

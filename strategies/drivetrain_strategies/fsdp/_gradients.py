@@ -162,7 +162,7 @@ class Gradients:
     @torch.no_grad()
     def _average_replicated(self) -> None:
         """Average the gradients of replicated parameters. One that no rank used keeps no gradient. Collective."""
-        parameters = [parameter for parameter in self.replicated if parameter.requires_grad]
+        parameters = [parameter for parameter in self._replicated if parameter.requires_grad]
         if not parameters:
             return
         unused = [number for number, parameter in enumerate(parameters) if parameter.grad is None]

@@ -17,16 +17,11 @@ from drivetrain_strategies.fsdp._internals import local_region
 
 def sharded_state(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and persistent buffers by name. Sharded values are DTensors. Tied names share one object."""
-    detached: dict[int, torch.Tensor] = {}
-    state: dict[str, torch.Tensor] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor):  # the extra state of a module
-            state[name] = value
-            continue
-        if id(value) not in detached:
-            detached[id(value)] = value.detach()
-        state[name] = detached[id(value)]
-    return state
+    values: dict[int, torch.Tensor] = {}
+    return {
+        name: values.setdefault(id(value), value.detach()) if isinstance(value, torch.Tensor) else value
+        for name, value in module.state_dict(keep_vars=True).items()
+    }
 
 
 def region_of(tensor: DTensor) -> Box:
