@@ -1,4 +1,4 @@
-"""SingleDeviceStrategy: one process, one device."""
+"""SingleDeviceStrategy: one process, one device. Other strategies also put the module on a device, and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import Precision
 from drivetrain.strategies import StepRunner, Strategy
-from drivetrain_strategies._device_restore import OriginalDevice
 from drivetrain_strategies._module_checks import refuse_device_map, refuse_meta
 
 if TYPE_CHECKING:
@@ -65,6 +64,24 @@ class SingleDeviceStrategy(Strategy):
     def teardown(self) -> None:
         self._undo.close()
         super().teardown()
+
+
+class OriginalDevice:
+    """Records a module's device, to move the module back to this device after a run.
+
+    A module with tensors on several devices, or with none, is not moved.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        devices = {tensor.device for tensor in [*module.parameters(), *module.buffers()]}
+        self._device = devices.pop() if len(devices) == 1 else None
+
+    def restore(self) -> None:
+        """Move the module back to the recorded device, but for parameters that the run has left on the meta device."""
+        device = self._device
+        if device is not None and device != torch.device("meta"):
+            self._module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
 
 
 def sharding_advice(world_size: int) -> MemoryAdvice:

@@ -22,7 +22,6 @@ from drivetrain.strategies import (
     broadcast_together,
     refuse_embedding_max_norm,
 )
-from drivetrain_strategies._device_restore import OriginalDevice
 from drivetrain_strategies._module_checks import (
     refuse_device_map,
     refuse_meta,
@@ -32,7 +31,7 @@ from drivetrain_strategies._step_module import StepModule, unwrap_step_output
 from drivetrain_strategies.ddp import _reducer as reducer
 from drivetrain_strategies.ddp._comm_hooks import CommHook, refuse_user_state, register_comm_hook
 from drivetrain_strategies.ddp._sync_batchnorm import SyncBatchNormSwap
-from drivetrain_strategies.single_device import sharding_advice
+from drivetrain_strategies.single_device import OriginalDevice, sharding_advice
 
 
 class DDPStrategy(DistributedStrategy):

@@ -24,7 +24,6 @@ from drivetrain.strategies import (
 )
 from drivetrain_strategies._changed_forwards import Checkpointing, ForwardSwap, Policy, checkpointing_advice
 from drivetrain_strategies._deferred_init import DeferredModule
-from drivetrain_strategies._device_restore import OriginalDevice
 from drivetrain_strategies._gather_limit import GATHER_LIMIT
 from drivetrain_strategies._module_checks import refuse_absent_classes, refuse_meta
 from drivetrain_strategies.deepspeed._checks import (
@@ -41,6 +40,7 @@ from drivetrain_strategies.deepspeed._engine_run import DeepSpeedRun, RunOptions
 from drivetrain_strategies.deepspeed._error_messages import check_operations, explain_compilation_errors
 from drivetrain_strategies.deepspeed._library import RedirectedLogging, check_library, import_library
 from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision, check_fp16
+from drivetrain_strategies.single_device import OriginalDevice
 
 
 class DeepSpeedStrategy(DistributedStrategy):
