@@ -84,7 +84,7 @@ class ForwardSwap:
         chosen: list[str] = []
         for name, child in list(module.named_modules()):
             within_chosen = any(name.startswith(f"{outer}.") for outer in chosen)
-            if isinstance(child, tuple(classes)) and not within_chosen:
+            if any(isinstance(child, wanted) for wanted in classes) and not within_chosen:
                 chosen.append(name)
                 self.put(child, checkpointing)
 

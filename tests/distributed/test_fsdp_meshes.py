@@ -81,7 +81,8 @@ class Holding(DistributedStrategy):
         size, hybrid = self.data_world_size, self.held.sharding == "hybrid"
         sizes = {"replicate": 2, "shard": size // 2} if hybrid else {"data": size}
         self.mesh = init_device_mesh("cpu", (*sizes.values(), self.copies), mesh_dim_names=(*sizes, "copy"))
-        self.held.use_mesh(self.mesh[tuple(sizes)], self.data_group or dist.group.WORLD, self.control)
+        group: Any = self.data_group or dist.group.WORLD
+        self.held.use_mesh(self.mesh[tuple(sizes)], group, self.control)
 
     @property
     def data_rank(self) -> int:

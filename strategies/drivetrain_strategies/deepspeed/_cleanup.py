@@ -64,8 +64,9 @@ class DeepSpeedWorld:
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
             # DeepSpeed takes the local rank only from LOCAL_RANK, and uses the value as the device index.
             undo.callback(_set_variable, "LOCAL_RANK", os.environ.get("LOCAL_RANK"))
-            if device.index is not None:
-                os.environ["LOCAL_RANK"] = str(device.index)
+            index: int | None = device.index
+            if index is not None:
+                os.environ["LOCAL_RANK"] = str(index)
             else:
                 os.environ.setdefault("LOCAL_RANK", str(local_rank))
             _choose_accelerator(accelerator, device)

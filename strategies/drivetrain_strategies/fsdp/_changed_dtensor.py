@@ -34,7 +34,7 @@ class ChangedDTensor:
     def __init__(self, sharded: Sharded, device: torch.device) -> None:
         def full_tensor(self: Any, **options: Any) -> Any:
             needs_gradient = not options and torch.is_grad_enabled() and self.requires_grad
-            if needs_gradient and any(one.sharded_param.device_mesh == self.device_mesh for one in sharded.parameters):
+            if needs_gradient and self.device_mesh in sharded.meshes():
                 return sharded.whole(self)
             return FULL_TENSOR(self, **options)
 

@@ -242,6 +242,10 @@ class Sharded:
         self.allow_direct_gradients()
         return cast(torch.Tensor, _Whole.apply(value))  # type: ignore[no-untyped-call]
 
+    def meshes(self) -> set[DeviceMesh]:
+        """Return the meshes over which the parameters are sharded."""
+        return {cast(Any, parameter.sharded_param).device_mesh for parameter in self.parameters}
+
     def _on_direct_gradient(self, parameter: _WatchedParam, gradient: torch.Tensor) -> torch.Tensor:
         self._had_gradient.add(id(parameter))
         # The exchange adds to the gradient's local part, so the gradient has to be sharded as its parameter is.
