@@ -241,7 +241,7 @@ def test_two_by_two_equals_the_reference(
             torch.testing.assert_close(run["outputs"], reference.net(data(10).tensors[0]), atol=1e-5, rtol=1e-4)
 
 
-def test_a_held_strategy_gives_the_numbers_of_fsdp() -> None:
+def test_a_held_strategy_gives_the_numbers_of_fsdp() -> None:  # K-01: by public names alone
     plain = on_ranks(_run, 2, {}, False)[0]
     for run in on_ranks(_run, 4, {"copies": 2}, False):
         assert torch.equal(run["weights"], plain["weights"])
