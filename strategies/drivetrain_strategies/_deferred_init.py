@@ -131,6 +131,9 @@ class DeferredModule:
         self._recording, self._meta_tensors = None, []
         if recording is None:
             return
+        for store, key in (slot for meta_tensor in by_id.values() for slot in meta_tensor.slots):
+            if store[key].grad_fn is not None:
+                store[key].detach_()  # a graph would refer to parameters, which a strategy may have to swap
 
         def on_final(tensor: torch.Tensor, value: torch.Tensor) -> None:
             meta_tensor = by_id[id(tensor)]

@@ -69,11 +69,12 @@ class Partitioner:
         """
         has_meta = deferred.find_in(module)
         parameters: dict[str, Any] = dict(module.named_parameters())
+        for parameter in parameters.values():
+            if parameter.is_meta and parameter.grad_fn is not None:
+                parameter.detach_()  # swap_tensors refuses parameters to which an autograd graph refers
 
         def assign(name: str, value: torch.Tensor) -> None:
             parameter = parameters[name]
-            if parameter.grad_fn is not None:
-                parameter.detach_()  # swap_tensors refuses parameters to which an autograd graph refers
             materialized = nn.Parameter(
                 value.detach().to(self._device, parameter.dtype, copy=True), requires_grad=parameter.requires_grad
             )
