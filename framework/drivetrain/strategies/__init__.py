@@ -12,7 +12,7 @@ from drivetrain._runtime.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from drivetrain._distributed.collectives import average_together, broadcast_together
-    from drivetrain._distributed.control_plane import ControlPlane, LocalControl, Pending, absent_error, spread
+    from drivetrain._distributed.control_plane import ControlPlane, LocalControl
     from drivetrain._distributed.process_groups import set_timeout
     from drivetrain._distributed.shards import Box, ParameterShard, Region, Span, cut
     from drivetrain._runtime.memory_advice import MemoryAdvice
@@ -44,7 +44,7 @@ _NAMES_BY_MODULE = {
     ".registry": ("known_strategies", "strategy_by_name"),
     ".strategy": ("RunSettings", "StepRunner", "Strategy"),
     "drivetrain._distributed.collectives": ("average_together", "broadcast_together"),
-    "drivetrain._distributed.control_plane": ("ControlPlane", "LocalControl", "Pending", "absent_error", "spread"),
+    "drivetrain._distributed.control_plane": ("ControlPlane", "LocalControl"),
     "drivetrain._distributed.process_groups": ("set_timeout",),
     "drivetrain._distributed.shards": ("Box", "ParameterShard", "Region", "Span", "cut"),
     "drivetrain._runtime.memory_advice": ("MemoryAdvice",),
@@ -61,7 +61,6 @@ __all__ = [
     "LocalControl",
     "MemoryAdvice",
     "ParameterShard",
-    "Pending",
     "Region",
     "RunSettings",
     "Span",
@@ -69,7 +68,6 @@ __all__ = [
     "Strategy",
     "TrainableChange",
     "WeightMismatch",
-    "absent_error",
     "average_together",
     "broadcast_together",
     "changed_within_window_error",
@@ -84,7 +82,6 @@ __all__ = [
     "replace_tensors",
     "resized_buffers",
     "set_timeout",
-    "spread",
     "strategy_by_name",
 ]
 
