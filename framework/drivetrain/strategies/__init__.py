@@ -11,29 +11,36 @@ from typing import TYPE_CHECKING
 from drivetrain._runtime.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from drivetrain._distributed.collectives import average_together, broadcast_together
-    from drivetrain._distributed.control_plane import ControlPlane, LocalControl
-    from drivetrain._distributed.process_groups import set_timeout
-    from drivetrain._distributed.shards import Box, ParameterShard, Region, Span, cut
-    from drivetrain._runtime.memory_advice import MemoryAdvice
-    from drivetrain.checkpoint._loading_hooks import load_current, resized_buffers
-    from drivetrain.checkpoint._weights_fit import WeightMismatch
-    from drivetrain.strategies._module_lock import may_move
-    from drivetrain.strategies._optimizer_state import (
-        check_optimizer_fits,
-        load_named_optimizer_state,
-        named_optimizer_state,
-    )
-    from drivetrain.strategies._replaced_tensors import replace_tensors
-    from drivetrain.strategies._trainable import TrainableChange, changed_within_window_error
-    from drivetrain.strategies.distributed import (
-        DEFAULT_STEP_TIMEOUT,
-        DEFAULT_TIMEOUT,
-        DistributedStrategy,
-        refuse_embedding_max_norm,
-    )
-    from drivetrain.strategies.registry import known_strategies, strategy_by_name
-    from drivetrain.strategies.strategy import RunSettings, StepRunner, Strategy
+    from drivetrain._distributed.collectives import average_together as average_together
+    from drivetrain._distributed.collectives import broadcast_together as broadcast_together
+    from drivetrain._distributed.control_plane import ControlPlane as ControlPlane
+    from drivetrain._distributed.control_plane import LocalControl as LocalControl
+    from drivetrain._distributed.process_groups import set_timeout as set_timeout
+    from drivetrain._distributed.shards import Box as Box
+    from drivetrain._distributed.shards import ParameterShard as ParameterShard
+    from drivetrain._distributed.shards import Region as Region
+    from drivetrain._distributed.shards import Span as Span
+    from drivetrain._distributed.shards import cut as cut
+    from drivetrain._runtime.memory_advice import MemoryAdvice as MemoryAdvice
+    from drivetrain.checkpoint._loading_hooks import load_current as load_current
+    from drivetrain.checkpoint._loading_hooks import resized_buffers as resized_buffers
+    from drivetrain.checkpoint._weights_fit import WeightMismatch as WeightMismatch
+    from drivetrain.strategies._module_lock import may_move as may_move
+    from drivetrain.strategies._optimizer_state import check_optimizer_fits as check_optimizer_fits
+    from drivetrain.strategies._optimizer_state import load_named_optimizer_state as load_named_optimizer_state
+    from drivetrain.strategies._optimizer_state import named_optimizer_state as named_optimizer_state
+    from drivetrain.strategies._replaced_tensors import replace_tensors as replace_tensors
+    from drivetrain.strategies._trainable import TrainableChange as TrainableChange
+    from drivetrain.strategies._trainable import changed_within_window_error as changed_within_window_error
+    from drivetrain.strategies.distributed import DEFAULT_STEP_TIMEOUT as DEFAULT_STEP_TIMEOUT
+    from drivetrain.strategies.distributed import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
+    from drivetrain.strategies.distributed import DistributedStrategy as DistributedStrategy
+    from drivetrain.strategies.distributed import refuse_embedding_max_norm as refuse_embedding_max_norm
+    from drivetrain.strategies.registry import known_strategies as known_strategies
+    from drivetrain.strategies.registry import strategy_by_name as strategy_by_name
+    from drivetrain.strategies.strategy import RunSettings as RunSettings
+    from drivetrain.strategies.strategy import StepRunner as StepRunner
+    from drivetrain.strategies.strategy import Strategy as Strategy
 
 _NAMES_BY_MODULE = {
     "._module_lock": ("may_move",),
@@ -52,39 +59,6 @@ _NAMES_BY_MODULE = {
     "drivetrain.checkpoint._weights_fit": ("WeightMismatch",),
 }
 
-__all__ = [
-    "DEFAULT_STEP_TIMEOUT",
-    "DEFAULT_TIMEOUT",
-    "Box",
-    "ControlPlane",
-    "DistributedStrategy",
-    "LocalControl",
-    "MemoryAdvice",
-    "ParameterShard",
-    "Region",
-    "RunSettings",
-    "Span",
-    "StepRunner",
-    "Strategy",
-    "TrainableChange",
-    "WeightMismatch",
-    "average_together",
-    "broadcast_together",
-    "changed_within_window_error",
-    "check_optimizer_fits",
-    "cut",
-    "known_strategies",
-    "load_current",
-    "load_named_optimizer_state",
-    "may_move",
-    "named_optimizer_state",
-    "refuse_embedding_max_norm",
-    "replace_tensors",
-    "resized_buffers",
-    "set_timeout",
-    "strategy_by_name",
-]
-
-__getattr__, __dir__ = lazy_names(
+__getattr__, __dir__, __all__ = lazy_names(
     __name__, {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 )
