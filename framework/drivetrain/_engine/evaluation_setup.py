@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from drivetrain._engine.run_parts import RunCore, RunData, StopConditions
+from drivetrain._engine.run_parts import RunCore, RunData
 from drivetrain._loops.batch_mover import Move, safe_move
 from drivetrain._loops.evaluate import EvaluateLoop, EvaluationData, EvaluationMode
 from drivetrain._loops.evaluation_interrupt import EarlyExit, ValidationExit
@@ -76,20 +76,18 @@ def _build_loop(
     )
 
 
-def build_validation(
-    core: RunCore, data: RunData, stopping: StopConditions, runner: StepRunner, move: Move | None
-) -> Callable[[], list[dict[str, float]]]:
+def build_validation(core: RunCore, runner: StepRunner, move: Move | None) -> Callable[[], list[dict[str, float]]]:
     """Return a function that validates within fit, and afterwards restores the generators and buffers of training."""
     early = None
     if core.saves_on_signals:
-        early = ValidationExit(stopping.stop, core.strategy, core.module, core.metrics)
-    evaluate = _build_loop(EvaluateLoop, core, data, "validate", runner, move, early=early).run
+        early = ValidationExit(core.stop, core.strategy, core.module, core.metrics)
+    evaluate = _build_loop(EvaluateLoop, core, core.data, "validate", runner, move, early=early).run
 
     def validate() -> list[dict[str, float]]:
-        snapshot = stopping.snapshot if core.progress.within_window else None
+        snapshot = core.snapshot if core.progress.within_window else None
         with (
             snapshot.keep_evaluation_changes() if snapshot else nullcontext(),
-            _separate_generators(core, data),
+            _separate_generators(core, core.data),
             core.buffers.restored_at_end(),
         ):
             core.validating = True
@@ -125,7 +123,7 @@ def run_sanity_check(
     core.sanity_checking = True
     with (
         core.span("sanity check"),
-        _separate_generators(core, data),
+        _separate_generators(core, core.data),
         core.buffers.restored_at_end(),
         core.metrics.temporary("validate"),
     ):
