@@ -22,13 +22,7 @@ from drivetrain.callbacks._checkpoint_names import (
     checkpoint_name,
     names_in,
 )
-from drivetrain.callbacks._monitored_value import (
-    acts_at_epoch_end,
-    fresh_value,
-    missing_value,
-    monitored_value,
-    was_logged,
-)
+from drivetrain.callbacks._monitored_value import acts_at_epoch_end, fresh_value, missing_value, was_logged
 from drivetrain.checkpoint._folders import LATEST, child, remove, resolve_folder, write_latest
 from drivetrain.checkpoint._format.checksums import check_digest
 from drivetrain.checkpoint._retention import KeptCheckpoint, Retention
@@ -492,7 +486,7 @@ class Checkpoint(Callback):
         assert self.monitor is not None
         if self.monitor in COUNTERS and self.monitor not in trainer.callback_metrics:
             return float(trainer.current_epoch if self.monitor == "epoch" else trainer.global_step)
-        return logged[self.monitor] if self.monitor in logged else monitored_value(trainer, self.monitor)
+        return logged[self.monitor] if self.monitor in logged else trainer.metrics.agreed(self.monitor)
 
     def _say_what_is_missing(self, trainer: RunContext, name: str, is_last: bool) -> None:
         if trainer.strategy.control.rank > 0 or (self._said_that_it_waits and not is_last):
