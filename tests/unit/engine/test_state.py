@@ -407,8 +407,12 @@ def test_every_value_of_a_run_is_available_in_the_hooks_of_every_stage(tmp_path:
     def read(trainer: Any) -> None:
         values.update({name: getattr(trainer, name) for name in names})
 
-    noting = calling("setup", lambda trainer: (read(trainer), states.append(trainer.state)))
-    trainer, module = fit(tmp_path, callbacks=[calling("on_train_batch_end", read), noting], max_steps=3), Tiny()
+    def read_at_setup(trainer: Any) -> None:
+        read(trainer)
+        states.append(trainer.state)
+
+    callbacks = [calling("on_train_batch_end", read), calling("setup", read_at_setup)]
+    trainer, module = fit(tmp_path, callbacks=callbacks, max_steps=3), Tiny()
     assert trainer.state == "idle"
     trainer.fit(module, loader())
     assert values["global_step"] == values["batch_idx"] == trainer.global_step == 3
