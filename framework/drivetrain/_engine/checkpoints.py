@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._engine.rank_facts import check_folder_agreement
-from drivetrain._engine.run_folder import CKPT_PATH_KEYWORDS, StartDecision
+from drivetrain._engine.run_folder import RunStart
 from drivetrain._engine.saved_state_schema import reporting_malformed
 from drivetrain._engine.seeding import order_seed
 from drivetrain._loops.save_requests import SaveRequests
 from drivetrain._loops.stopping import limit_reached
 from drivetrain._loops.trainables import freeze_only
 from drivetrain.errors import CheckpointError, ConfigurationError, listed
+from drivetrain.runs import CKPT_PATH_KEYWORDS
 
 # The code that reads and writes checkpoints is imported on use, because many runs neither read nor write any.
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class RunCheckpoints:
         self._ancestors: tuple[tuple[str, int], ...] = ()
         self._parent_checkpoint_id = ""  # the parent of the next checkpoint; "" for none
         self._checkpoints_written = 0
-        self._beginning = StartDecision()
+        self._beginning = RunStart()
         self._searched_folders: list[str] = []
         self.opened: CheckpointReader | None = None
         """The checkpoint that the run starts from, if any."""
@@ -138,7 +139,7 @@ class RunCheckpoints:
                 )
         if path is None:
             if fitting:
-                core.folder.note_start(None, None, "", beginning.continues_run)
+                core.folder.note_start(None, beginning)
             return order_seed(seed, control)
 
         from drivetrain._engine.checkpoint_compatibility import check_resumable
@@ -155,7 +156,7 @@ class RunCheckpoints:
         if fitting:
             metadata = self.opened.manifest.metadata
             self._ancestors, self._parent_checkpoint_id = metadata.lineage, metadata.identifier
-            core.folder.note_start(metadata, path, beginning.parent, beginning.continues_run)
+            core.folder.note_start(metadata, beginning._replace(path=path))
         return int(self.opened.state()["data"]["seed"]) if fitting else order_seed(seed, control)
 
     def check_remaining_training(self) -> None:
@@ -271,7 +272,7 @@ class RunCheckpoints:
             text = f"The checkpoint's value goes on, and not that of configure_optimizers: {text}."
             kinds = ", ".join(f'"{kind}"' for kind in dict.fromkeys(difference.kind for difference in kept))
             logger.warning("%s To start with this run's values: fit(..., allow=(%s,)).", text, kinds)
-            self._core.folder.note("kept settings", text, int(self.opened.progress["global_step"]))
+            self._core.folder.notes.note("kept settings", text, int(self.opened.progress["global_step"]))
 
     def load(self) -> None:
         """Load the opened checkpoint, if there is one. Collective."""
@@ -384,7 +385,7 @@ class RunCheckpoints:
                 callback.before_rollback(core.trainer, core.module)
             self._run_state().load(checkpoint, StartsAnew(), rolling_back=True)
             if core.strategy.rank == 0:
-                core.folder.note("rolled back", f"to {path}", core.progress.global_step)
+                core.folder.notes.note("rolled back", f"to {path}", core.progress.global_step)
             for callback in core.callbacks:
                 callback.after_rollback(core.trainer, core.module, path)
 
@@ -492,7 +493,7 @@ class RunCheckpoints:
             self.written = path
             on_complete()
             if strategy.rank == 0:
-                core.folder.note_checkpoint(path, metadata)
+                core.folder.notes.note_checkpoint(path, metadata)
 
         if strategy.module is None:
             # The run has ended: every rank holds the whole state, and the ranks no longer communicate.

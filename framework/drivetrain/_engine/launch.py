@@ -227,8 +227,10 @@ def _apply_result(outcome: RemoteResult, topology: Topology, request: RunRequest
     core.progress.cut_short = core.progress.batch_idx > 0
     core.metrics.restore(outcome.metrics)
     core.folder.adopt(outcome.folder)
-    for logger, version in zip(trainer.loggers, outcome.versions, strict=False):
-        logger.adopt(version)
+    if trainer.loggers:
+        from drivetrain._engine.run_location import hand_out  # only runs that log need it
+
+        hand_out(trainer.loggers, core.folder)
     trainer.session = session
     trainer.state = outcome.state
     for callback, state in zip(trainer.callbacks, outcome.callbacks, strict=True):

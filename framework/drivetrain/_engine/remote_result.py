@@ -33,7 +33,6 @@ class RemoteResult:
         callbacks: the states of the callbacks, in their order.
         state: the trainer's ``state``.
         folder: the run's folder.
-        versions: the versions of the loggers.
     """
 
     result: Any
@@ -47,7 +46,6 @@ class RemoteResult:
     callbacks: list[dict[str, Any]]
     state: str
     folder: RunFolder
-    versions: list[str]
 
     @classmethod
     def of(
@@ -83,7 +81,6 @@ class RemoteResult:
             callbacks=[dict(callback.state_dict()) for callback in trainer.callbacks],
             state=trainer.state,
             folder=core.folder,
-            versions=[logger.version_name for logger in trainer.loggers] if core.folder.path is not None else [],
         )
 
     def fill(self, module: TrainModule) -> None:

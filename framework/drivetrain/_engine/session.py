@@ -111,7 +111,7 @@ class Session:
 
     def __init__(self, request: RunRequest[RunContext], strategy: Strategy, topology: Topology) -> None:
         trainer, module, control = request.trainer, request.module, strategy.control
-        folder = RunFolder(request.previous_folder)
+        folder = RunFolder()
         self.core = RunCore(
             request,
             strategy,
@@ -335,7 +335,7 @@ class Session:
     def _record_beginning(self) -> None:
         data, batches = self.data.loaded, self.core.trainer.num_training_batches
         facts = {**self._memory.components.get("data", {}), "batches": batches if batches != math.inf else None}
-        self.core.folder.note_training({**facts, "batch_size": data.batch_size}, self.data.seed, data.batch_size)
+        self.core.folder.notes.note_training({**facts, "batch_size": data.batch_size}, self.data.seed, data.batch_size)
 
     def _evaluate(self, prepared: PreparedRun) -> Any:
         core = self.core
@@ -419,14 +419,12 @@ class Session:
         self._teardowns = [*([] if datamodule is None else [datamodule.teardown]), *self.core.hooks.teardown]
 
     def _check_folders(self) -> None:
-        """Check that the folders of the callbacks and the loggers can be written to."""
+        """Check that the folders of the callbacks can be written to."""
         core = self.core
-        writing = list(core.callbacks) if core.stage == "fit" else []
-        if core.trainer.loggers or any(callback.writes_to for callback in writing):
+        if core.stage == "fit" and any(callback.writes_to for callback in core.callbacks):
             from drivetrain._engine.write_checks import check_writable_folders
 
-            loggers = [] if core.stage == "predict" else core.trainer.loggers  # prediction logs nothing
-            check_writable_folders(core.strategy, writing, loggers)
+            check_writable_folders(core.strategy, list(core.callbacks))
 
     def _load_data(self) -> Reloading | None:
         """Build the loaders. Return the object that rebuilds them, or None if they are not to be rebuilt."""

@@ -478,7 +478,7 @@ class SessionContext(RunContext):
         return "" if self.session is None else self.session.core.folder.id
 
     def checkpoint_removed(self, identifier: str) -> None:
-        self._running("checkpoint_removed").core.folder.note_removal(identifier)
+        self._running("checkpoint_removed").core.folder.notes.note_removal(identifier)
 
     def checkpoint_before(self, step: int) -> tuple[str, int] | None:
         return self._running("checkpoint_before").checkpoints.newest_up_to(step)

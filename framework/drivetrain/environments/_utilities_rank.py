@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import SOURCE_SUFFIXES, FileFinder, ModuleSpec, SourceFileLoader
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -21,7 +20,7 @@ def set_utilities_rank(rank: int) -> None:
     if module is not None:
         module.rank_zero_only.rank = rank
     else:
-        _Finder.rank = rank
+        _Loader.rank = rank
 
 
 def set_rank_on_import() -> None:
@@ -30,33 +29,36 @@ def set_rank_on_import() -> None:
     The library itself takes 30 ms to import, so it is not imported here. A rank that is set already is kept.
     """
     module: Any = sys.modules.get(_MODULE)
-    if module is None:
-        sys.meta_path.insert(0, _Finder())
-    elif getattr(module.rank_zero_only, "rank", None) is None:
-        module.rank_zero_only.rank = _rank_of_environment()
+    if module is not None:
+        if getattr(module.rank_zero_only, "rank", None) is None:
+            module.rank_zero_only.rank = _rank_of_environment()
+        return
+    spec = find_spec("lightning_utilities")
+    for folder in [] if spec is None else spec.submodule_search_locations or []:
+        # Python asks this finder for the modules of the one folder, and for no others.
+        core = os.path.join(folder, "core")
+        sys.path_importer_cache[core] = _Finder(core, (SourceFileLoader, SOURCE_SUFFIXES))
 
 
-class _Finder(MetaPathFinder):
-    """Finds the one module as the other finders do, and adds the rank after its import."""
+class _Finder(FileFinder):
+    """Finds the modules of a folder, and loads the one module so that it knows the rank."""
+
+    def find_spec(self, name: str, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = super().find_spec(name, target)
+        if spec is not None and name == _MODULE and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _Loader(name, spec.loader.path)
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    """Loads the one module, and sets its rank."""
 
     rank: int | None = None
     """The rank that a launcher has set; None if the environment determines the rank."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != _MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader
-            execute = loader.exec_module
-
-            def execute_and_set_rank(module: Any) -> None:
-                execute(module)
-                module.rank_zero_only.rank = _rank_of_environment() if self.rank is None else self.rank
-
-            loader.exec_module = execute_and_set_rank
-        return spec
+    def exec_module(self, module: Any) -> None:
+        super().exec_module(module)
+        module.rank_zero_only.rank = _rank_of_environment() if self.rank is None else self.rank
 
 
 def _rank_of_environment() -> int:
