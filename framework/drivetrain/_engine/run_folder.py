@@ -92,7 +92,6 @@ class RunFolder:
         name: the first logger's name, which runs of one experiment share.
         rewinds_to: the optimizer step after which existing log rows are dropped; None if the run has a new folder.
         notes: receives what happens in the run.
-        is_of_fit: whether a fit has written to the folder.
     """
 
     path: str | None = None
@@ -100,11 +99,10 @@ class RunFolder:
     name: str = ""
     rewinds_to: int | None = None
     notes: RunNotes = field(default_factory=RunNotes)
-    is_of_fit: bool = False
 
     def adopt(self, other: RunFolder) -> None:
         """Become the folder of a run that took place in other processes."""
-        self.path, self.id, self.name, self.is_of_fit = other.path, other.id, other.name, other.is_of_fit
+        self.path, self.id, self.name = other.path, other.id, other.name
 
     def note_start(self, metadata: CheckpointMetadata | None, start: RunStart) -> None:
         """Record which checkpoint the run starts from; ``metadata`` is None for a fresh start."""

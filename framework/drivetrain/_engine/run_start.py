@@ -50,13 +50,12 @@ def begin(run: RunCore) -> RunStart:
         ConfigurationError: the folder cannot be created, or belongs to a live run. Raised on every rank.
         StorageError: the files of a remote storage cannot be listed.
     """
-    control, folder, before = run.strategy.control, run.folder, run.request.previous_folder
+    control, folder = run.strategy.control, run.folder
     start = RunStart(*_told_by_rank_0(control, lambda: _start(run)))
     if start.refusal is not None:
         control.count_flags("the error about the run's folder")  # no rank may leave before all have read the result
         raise ConfigurationError(*start.refusal)
     folder.path, folder.id, folder.name = start.folder, start.id, _location(run).name
-    folder.is_of_fit = run.stage == "fit" or (before is not None and before.is_of_fit and before.path == folder.path)
     hand_out(run.trainer.loggers, folder)
     return start
 
@@ -128,7 +127,7 @@ def _request(run: RunCore) -> StartRequest:
     folder_before = None if before is None else before.path
     parent, last = split_folder(folder_before or (logger is not None and logger.log_dir) or "")
     is_here = parent == location.runs_folder
-    joins_last = is_here and folder_before is not None and logger is not None
+    joins_last = is_here and folder_before is not None
     return StartRequest(
         ckpt_path,
         is_fit,
@@ -208,7 +207,8 @@ def carry_out(decision: StartDecision, run: RunCore) -> bool:
                 if decision.replaces.is_training:
                     logger.warning("%r has an earlier run's files; its record is kept as %s.", folder, kept_as)
         document = None if earlier is None else earlier.document
-        recorder = RunRecorder(folder, identifier, _description(run, folder), document, created)
+        kept = created if not run.profile_needs_folder else []  # the profile is written after the end of the run
+        recorder = RunRecorder(folder, identifier, _description(run, folder), document, kept)
     run.folder.path, run.folder.id, run.folder.notes = folder, identifier, recorder
     return True
 
