@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
-from drivetrain._config.secret_values import arguments_without_secrets, without_secrets
+from drivetrain._config.secret_values import arguments_without_secrets, without_secrets, without_url_passwords
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._engine.checkpoint_compatibility import check_saved_state
 from drivetrain._engine.run_folder import EvaluationNotes, RunStart
@@ -217,7 +217,7 @@ def _description(run: RunCore, folder: str) -> dict[str, Any]:
     """Return the entries of the record that are known when the run begins, without secrets."""
     trainer, strategy, version = run.trainer, run.strategy, split_folder(folder)[1]
     settings = dict(trainer.settings.items())
-    public, setting_secrets = without_secrets({name: setting.value for name, setting in settings.items()})
+    public, setting_secrets = without_secrets({name: _public(setting.value) for name, setting in settings.items()})
     arguments, argument_secrets = arguments_without_secrets(sys.argv)
     _, data_secrets = without_secrets({} if run.datamodule is None else run.datamodule.hparams)
     hyper_parameters, module_secrets = without_secrets(run.module.hparams)
@@ -242,6 +242,10 @@ def _description(run: RunCore, folder: str) -> dict[str, Any]:
             for each in trainer.loggers
         ],
     }
+
+
+def _public(value: Any) -> Any:
+    return without_url_passwords(value) if isinstance(value, str) else value
 
 
 def _log_choice(run: RunCore, decision: StartDecision) -> None:

@@ -138,7 +138,8 @@ def _choose_checkpoint(found: Found, request: StartRequest) -> StartDecision:
     run_id = run_id_of(found.given)
     run, skipped = found.runs.get(run_id), found.skipped
     if run is not None and found.is_alive(run, request):
-        run, skipped = None, [_describe_alive(run), *skipped]
+        skipped = [_describe_alive(run), *skipped]
+        run = None
     newest = newest_of(found.checkpoints)
     if newest is None or newest.manifest.identifier != found.given.manifest.identifier:
         run = None  # later checkpoints of that run stay in its folder, and this run gets another
