@@ -15,12 +15,12 @@ from drivetrain._engine.monitors import MonitoredKeysCheck
 from drivetrain._engine.run_parts import RunRequest, Training
 from drivetrain._engine.session import PreparedRun, Session
 from drivetrain._engine.stage_data import StageData
-from drivetrain._engine.topology import Topology
+from drivetrain._loops.hooks import HOOKS
 from drivetrain._loops.manual_step import ManualStep
 from drivetrain._loops.step import AutomaticStep
 from drivetrain.checkpoint._folders import child
+from drivetrain.launchers import LaunchedProcesses
 from drivetrain.profilers import ProfiledRun
-from drivetrain.run_context import RunContext
 from drivetrain.strategies.strategy import Strategy
 
 logger = logging.getLogger("drivetrain")
@@ -49,8 +49,8 @@ class ProfiledSession(Session):
     _measuring: ClassVar[set[int]] = set()
     """The ids of the profilers that are measuring a run."""
 
-    def __init__(self, request: RunRequest[RunContext], strategy: Strategy, topology: Topology) -> None:
-        super().__init__(request, strategy, topology)
+    def __init__(self, request: RunRequest, strategy: Strategy, processes: LaunchedProcesses) -> None:
+        super().__init__(request, strategy, processes)
         self._profiler = request.trainer.profiler
         self._facts = ProfiledRun(request.stage, strategy.rank, strategy.world_size, strategy.device)
         self._is_nested: bool | None = None  # None unless the run is being measured
@@ -106,9 +106,7 @@ class ProfiledSession(Session):
     def _time_hooks(self, collect: Callable[[], None]) -> None:
         """Collect the callbacks, and time each hook."""
         collect()
-        for table in (self.core.hooks.early, self.core.hooks.late):
-            for name, hooks in table.items():
-                table[name] = tuple(self._timed(f"{_owner(hook)}.{name}", hook) for hook in hooks)
+        self.core.hooks.wrap(HOOKS, lambda name, _, hook: self._timed(f"{_owner(hook)}.{name}", hook))
 
     def _time_saves(self, run: Callable[[], None]) -> None:
         """Write the requested checkpoints, if there are any, as one phase."""
@@ -148,7 +146,7 @@ class ProfiledSession(Session):
         )
         if isinstance(step, ManualStep):
             self._time(step, "backward", "_backward")
-            for handle in self.optimization.handles:
+            for handle in self.core.optimization.handles:
                 self._time(handle, "optimizer", "_step_optimizer")
         elif isinstance(step, AutomaticStep):
             self._replace(step, "_backward", lambda call: self._timed("backward", call or _BACKWARD))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from drivetrain._engine.write_checks import DEFAULT_CHECKPOINT, PROFILER, Writer
+from drivetrain.callback import WantsRunFolder
 from drivetrain.checkpoint._folders import child, resolve_folder
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import Logger
@@ -91,7 +92,7 @@ def writers_of(run: RunCore) -> dict[str, Writer]:
         }
     if run.stage != "fit":
         return {}
-    if any(callback.wants_run_folder for callback in run.callbacks):
+    if any(isinstance(each, WantsRunFolder) and each.wants_run_folder for each in run.callbacks):
         return {location.runs_folder: DEFAULT_CHECKPOINT}
     return {location.runs_folder: PROFILER} if run.profile_needs_folder else {}
 

@@ -21,6 +21,7 @@ from drivetrain._engine.run_location import RunLocation, check_loggers_apart, ha
 from drivetrain._engine.run_recorder import RunRecorder
 from drivetrain._engine.saved_state_schema import reporting_malformed
 from drivetrain._engine.write_checks import first_refusal
+from drivetrain.callback import KeepsCheckpoints, folders_of
 from drivetrain.checkpoint._discovery import StorageRetry
 from drivetrain.checkpoint._folders import child, is_checkpoint_at
 from drivetrain.checkpoint._format import CheckpointReader, load
@@ -120,7 +121,8 @@ def _request(run: RunCore) -> StartRequest:
     """Return what is asked of a run: a function of the arguments of `Fit` and of the call, and of the environment."""
     ckpt_path, is_fit, location = run.request.ckpt_path, run.stage == "fit", _location(run)
     if ckpt_path == "best" and not is_fit:
-        ckpt_path = next((each.best_model_path for each in run.callbacks if each.best_model_path), ckpt_path)
+        keepers = (callback for callback in run.callbacks if isinstance(callback, KeepsCheckpoints))
+        ckpt_path = next((each.best_model_path for each in keepers if each.best_model_path), ckpt_path)
     hyper_parameters = encode_hyper_parameters(without_secrets(run.module.hparams)[0])
     identity = Identity(class_path(type(run.module)), location.name, hyper_parameters, frozenset(run.trainer.searched))
     before, logger = run.request.previous_folder, location.logger
@@ -134,7 +136,7 @@ def _request(run: RunCore) -> StartRequest:
         identity,
         Job.of(os.environ),
         location.runs_folder,
-        checkpoint_folders=[folder for callback in run.callbacks for folder in callback.writes_to],
+        checkpoint_folders=folders_of(run.callbacks),
         needs_folder=bool(writers_of(run)) or (joins_last and not is_fit),
         version=location.version,
         last=last if is_here else None,

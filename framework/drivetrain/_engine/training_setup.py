@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from drivetrain._config.arguments import parse_duration
 from drivetrain._engine.batches import BatchMover, move_micro_batches
 from drivetrain._engine.run_callbacks import RunCallbacks
-from drivetrain._engine.run_parts import GradientNorm, RunCore, RunData, StopConditions, Training, TrainingInputs
+from drivetrain._engine.run_parts import RunCore, RunData, StopConditions, Training, TrainingInputs
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import DataSplit, find_loaders
 from drivetrain._engine.window_snapshot import WindowSnapshot
@@ -23,7 +23,7 @@ from drivetrain._loops.epoch_checks import EpochChecks
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.loader_lengths import BatchCount
 from drivetrain._loops.manual_step import ManualStep, OverriddenOptimizerStep
-from drivetrain._loops.progress import Reporting
+from drivetrain._loops.progress_reports import Reporting
 from drivetrain._loops.schedulers import Schedulers, StepEstimate
 from drivetrain._loops.step import AutomaticStep, OptimizerStep, TrainStep
 from drivetrain._loops.step_arguments import StepArguments, WrappedModule
@@ -39,6 +39,7 @@ from drivetrain._loops.windows import (
     weighted_windows,
 )
 from drivetrain._loops.zero_grad import zero_grad
+from drivetrain.callback import SavesOnException, SchedulesWindows
 from drivetrain.data._batch_copies import copy_batch
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
@@ -171,7 +172,9 @@ def build_stopping(core: RunCore, data: RunData) -> StopConditions:
     stop = StopRequest(core.strategy.control, max_time, trainer.min_steps, trainer.min_epochs)
     snapshot = None
     # After a failure, only a run of one process can save.
-    every_step = core.strategy.world_size == 1 and any(callback.save_on_exception for callback in core.callbacks)
+    every_step = core.strategy.world_size == 1 and any(
+        isinstance(callback, SavesOnException) and callback.save_on_exception for callback in core.callbacks
+    )
     if every_step or (core.saves_on_signals and core.module.automatic_optimization):
         snapshot = WindowSnapshot(
             core.module,
@@ -220,11 +223,11 @@ def _count_steps(
     """
     if length is None or trainer.max_epochs in (None, -1):
         return math.inf if trainer.max_steps == -1 else trainer.max_steps
-    schedule = next((callback for callback in callbacks if callback.micro_batches_per_window(0) is not None), None)
+    schedule = next((callback for callback in callbacks if isinstance(callback, SchedulesWindows)), None)
     if schedule is None:
         steps = done + math.ceil(length / trainer.accumulate_grad_batches) * (trainer.max_epochs - epoch)
     else:
-        windows = (schedule.micro_batches_per_window(number) or 1 for number in range(epoch, trainer.max_epochs))
+        windows = (schedule.micro_batches_per_window(number) for number in range(epoch, trainer.max_epochs))
         steps = done + sum(math.ceil(length / window) for window in windows)
     return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
 
@@ -290,8 +293,9 @@ def _build_step(parts: TrainingInputs, runner: StepRunner) -> TrainStep:
     override = None
     if is_overridden("optimizer_step", module, TrainModule):
         override = OverriddenOptimizerStep(module, optimization.handles, core.progress)
-    clip = _build_clipping(core, optimization.gradient_norm)
-    optimizer_step = OptimizerStep(optimization.optimizers, clip, _zero_grad(core), override, _unscales_first(core))
+    optimizer_step = OptimizerStep(
+        optimization.optimizers, _build_clipping(core), _zero_grad(core), override, _unscales_first(core)
+    )
     step_parts = wrapped, core.hooks, core.metrics, parts.trainables, optimizer_step, arguments
     if not optimization.closure:
         return AutomaticStep(*step_parts)
@@ -328,7 +332,7 @@ def _check_manual(core: RunCore) -> None:
             )
 
 
-def _build_clipping(core: RunCore, norm: GradientNorm) -> Callable[[Sequence[Optimizer]], Any] | None:
+def _build_clipping(core: RunCore) -> Callable[[Sequence[Optimizer]], Any] | None:
     """Return the function that clips gradients; None without clipping."""
     trainer, module, strategy = core.trainer, core.module, core.strategy
     value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
@@ -346,7 +350,7 @@ def _build_clipping(core: RunCore, norm: GradientNorm) -> Callable[[Sequence[Opt
         return None
 
     def clip(optimizers: Sequence[Optimizer]) -> None:
-        norm.value = strategy.clip_gradients(optimizers, value, algorithm)
+        core.gradient_norm = strategy.clip_gradients(optimizers, value, algorithm)
 
     return clip
 

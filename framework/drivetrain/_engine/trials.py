@@ -14,20 +14,19 @@ import torch
 from drivetrain._engine.launch import launch
 from drivetrain._engine.out_of_memory import ran_out_of_memory
 from drivetrain._engine.run_parts import RunRequest
-from drivetrain._engine.session_context import SessionContext
+from drivetrain._engine.run_processes import resolve_environment
 from drivetrain._engine.stage_loaders import DataArguments
-from drivetrain._engine.topology import resolve_environment
-from drivetrain._loops.hooks import is_overridden
 from drivetrain._runtime.accelerators import resolve_devices
 from drivetrain._runtime.console_logging import log_to_console
 from drivetrain._runtime.generators import preserved_generators
 from drivetrain._runtime.process_state import ProcessState
-from drivetrain.callback import Callback
+from drivetrain.callback import SearchesBeforeLaunch
 from drivetrain.data._loader_generators import collect_generators
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers._null_logger import NullLogger
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
+from drivetrain.run_context import RunContext
 
 logger = logging.getLogger("drivetrain")
 
@@ -37,12 +36,12 @@ Prepare = Callable[[Any, Any, Any], Any]
 
 
 def run_before_launch_hooks(
-    trainer: SessionContext, stage: str, module: TrainModule, given: DataArguments, ckpt_path: str | None = None
+    trainer: RunContext, stage: str, module: TrainModule, given: DataArguments, ckpt_path: str | None = None
 ) -> None:
     """Call ``before_launch`` of the callbacks, which may run trials."""
     trials = EngineTrials(trainer, stage, module, given, ckpt_path)
     for callback in sorted(trainer.callbacks, key=lambda each: -each.priority):
-        if is_overridden("before_launch", callback, Callback):
+        if isinstance(callback, SearchesBeforeLaunch):
             callback.before_launch(trials)
 
 
@@ -62,7 +61,7 @@ class EngineTrials:
 
     def __init__(
         self,
-        trainer: SessionContext,
+        trainer: RunContext,
         stage: str,
         module: TrainModule,
         given: DataArguments,
@@ -151,7 +150,7 @@ def _copied_data(datamodule: Any) -> Any:
     return duplicate
 
 
-def _trial_trainer(trainer: SessionContext, stage: str, callback: Any, steps: int) -> Any:
+def _trial_trainer(trainer: RunContext, stage: str, callback: Any, steps: int) -> Any:
     """Return a copy of a `Fit`, without its session, that runs ``steps`` with ``callback`` only."""
     trial: Any = copy.copy(trainer)
     trial.callbacks, trial.loggers = [callback], [NullLogger() for _ in trainer.loggers]
@@ -172,7 +171,7 @@ def _trial_trainer(trainer: SessionContext, stage: str, callback: Any, steps: in
     return trial
 
 
-def _starts_processes(trainer: SessionContext) -> bool:
+def _starts_processes(trainer: RunContext) -> bool:
     """Return whether this process may start other processes. It must not use the device before it starts them."""
     strategy = trainer.chosen_strategy
     if resolve_environment(trainer.environment).started_processes or (strategy is not None and strategy.single_process):

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, Self
 
 from drivetrain._runtime.working_directory import REMOVED, lacks_its_start
-from drivetrain.callback import Callback
+from drivetrain.callback import Callback, folders_of
 from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.loggers import Logger
 from drivetrain.strategies.strategy import Strategy
@@ -83,7 +83,7 @@ def check_writable_folders(strategy: Strategy, callbacks: Sequence[Callback]) ->
     problem = None
     if strategy.local_rank == 0:
         problem = first_refusal(
-            (folder, Writer.callback(callback)) for callback in callbacks for folder in callback.writes_to
+            (folder, Writer.callback(callback)) for callback in callbacks for folder in folders_of([callback])
         )
     (failing,) = control.count_flags("folders that can be written to", problem is not None)
     if not failing:
