@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from drivetrain._metrics import MetricStore
+from drivetrain.runs._run_folder import RunFolder
 from drivetrain.strategies.strategy import Strategy
 
 
@@ -190,16 +191,6 @@ class StageLoaders:
     """The expected micro-batches of each evaluation loader, by stage; None if unknown."""
 
 
-class FolderOfRun(Protocol):
-    """The run's folder, as far as hooks read it."""
-
-    path: str | None
-    id: str
-
-    def note_removal(self, identifier: str) -> None:
-        """Record that a checkpoint was deleted."""
-
-
 def _outside_a_run(*arguments: Any) -> Any:
     raise AssertionError("the session sets this function before the first hook")
 
@@ -252,7 +243,7 @@ class RunState:
     gradient_norm: torch.Tensor | None = None
     manual: ManualOptimization | None = None
     stop: StopRequests | None = None
-    folder: FolderOfRun | None = None
+    folder: RunFolder = field(default_factory=RunFolder)
     checkpoints: Any = None
     estimate_steps: Callable[[], int | float] = _outside_a_run
     all_gather: Callable[[Any, bool], Any] = _outside_a_run

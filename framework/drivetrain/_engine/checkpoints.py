@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._engine.rank_facts import check_folder_agreement
-from drivetrain._engine.run_folder import RunStart
 from drivetrain._engine.saved_state_schema import reporting_malformed
 from drivetrain._engine.seeding import order_seed
 from drivetrain._loops.save_requests import SaveRequests
@@ -30,6 +29,7 @@ from drivetrain.callback import (
 )
 from drivetrain.errors import CheckpointError, ConfigurationError, listed
 from drivetrain.runs import CKPT_PATH_KEYWORDS
+from drivetrain.runs._run_folder import RunStart
 
 # The code that reads and writes checkpoints is imported on use, because many runs neither read nor write any.
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from torch import nn
 
 from drivetrain._distributed.failure import RankFailedError
 from drivetrain._engine.missing_weights import CHECKPOINT_ATTRIBUTE
-from drivetrain._engine.run_folder import RunFolder
 from drivetrain._engine.run_parts import RunCore, RunRequest
 from drivetrain._engine.run_processes import resolve_environment
 from drivetrain._engine.session import Session
@@ -22,6 +21,7 @@ from drivetrain.errors import ConfigurationError, listed
 from drivetrain.launchers import LaunchedProcesses, Launcher
 from drivetrain.module.train_module import TrainModule
 from drivetrain.run_context import RunContext
+from drivetrain.runs._run_folder import RunFolder
 from drivetrain.strategies import replace_tensors
 
 

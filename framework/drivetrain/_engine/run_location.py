@@ -13,8 +13,8 @@ from drivetrain.loggers import Logger
 from drivetrain.runs._directory import folder_name, runs_folder_of, split_folder
 
 if TYPE_CHECKING:
-    from drivetrain._engine.run_folder import RunFolder
     from drivetrain._engine.run_parts import RunCore
+    from drivetrain.runs._run_folder import RunFolder
 
 DEFAULT_NAME = "drivetrain_logs"
 """The name of runs without loggers that write files."""

@@ -11,7 +11,6 @@ from contextlib import suppress
 from typing import Any
 
 from drivetrain._config.secret_values import without_url_passwords
-from drivetrain._engine.run_folder import RunNotes
 from drivetrain._runtime.working_directory import working_directory
 from drivetrain.checkpoint._format import CheckpointMetadata, StorageError
 from drivetrain.checkpoint._format.manifest import versions
@@ -27,6 +26,7 @@ from drivetrain.runs._record import (
     read,
     write,
 )
+from drivetrain.runs._run_folder import RunNotes
 
 logger = logging.getLogger("drivetrain")
 

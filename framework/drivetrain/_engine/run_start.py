@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from drivetrain._config.secret_values import arguments_without_secrets, without_secrets, without_url_passwords
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._engine.checkpoint_compatibility import check_saved_state
-from drivetrain._engine.run_folder import EvaluationNotes, RunStart
 from drivetrain._engine.run_location import RunLocation, check_loggers_apart, hand_out, locate, writers_of
 from drivetrain._engine.run_recorder import RunRecorder
 from drivetrain._engine.saved_state_schema import reporting_malformed
@@ -32,6 +31,7 @@ from drivetrain.runs._directory import claim_version, lock_folder, make_director
 from drivetrain.runs._identity import Identity, class_path, encode_hyper_parameters
 from drivetrain.runs._process import Job
 from drivetrain.runs._record import archive_record, clear_leftovers, plain, read
+from drivetrain.runs._run_folder import EvaluationNotes, RunStart
 from drivetrain.runs._start_decision import StartDecision, StartRequest, decide
 from drivetrain.runs._start_search import StartSearch
 

@@ -34,7 +34,6 @@ from drivetrain._engine.rank_facts import module_facts, setting_facts
 from drivetrain._engine.rank_log import RankLog
 from drivetrain._engine.run_callbacks import RunCallbacks
 from drivetrain._engine.run_ending import RunEnding
-from drivetrain._engine.run_folder import RunFolder
 from drivetrain._engine.run_parts import (
     CheckpointParts,
     RunCore,
@@ -110,7 +109,6 @@ class Session:
 
     def __init__(self, request: RunRequest, strategy: Strategy, processes: LaunchedProcesses) -> None:
         trainer, module, control = request.trainer, request.module, strategy.control
-        folder = RunFolder()
         self.data = RunData(request.given, Lengths(control), RngReplay(strategy.device))
         self.core = RunCore(
             request=request,
@@ -125,7 +123,6 @@ class Session:
             data=self.data,
             buffers=EvaluationBuffers(module, strategy),
             callbacks=RunCallbacks(trainer, module),
-            folder=folder,
         )
         self.stopping = StopConditions(self.core.stop)
         self.training: Training | None = None
@@ -149,7 +146,7 @@ class Session:
         writes_files = not (trainer.fast_dev_run or trainer.barebones)
         root_is_chosen = trainer.settings["default_root_dir"].source != "default"
         fallback = trainer.default_root_dir if writes_files and root_is_chosen else None
-        self._log = RankLog(folder, strategy.rank, strategy.world_size, fallback=fallback)
+        self._log = RankLog(self.core.folder, strategy.rank, strategy.world_size, fallback=fallback)
         self._ending = RunEnding(self.core)
 
     def execute(self) -> Any:
