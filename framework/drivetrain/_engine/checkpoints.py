@@ -127,7 +127,7 @@ class RunCheckpoints:
         seed, control, fitting = core.trainer.seed, core.strategy.control, core.stage == "fit"
         path, beginning = self._path, self._beginning
         if path in CKPT_PATH_KEYWORDS:
-            from drivetrain._engine.run_location import runs_folder
+            from drivetrain._engine.run_location import locate
             from drivetrain._engine.run_start import find_in_folders
 
             # Rank 0 chooses for all ranks, because a network file system may show the others an older state.
@@ -138,9 +138,10 @@ class RunCheckpoints:
             if path is None and added_in_setup:
                 path = find_in_folders(core, added_in_setup)
             if path is None and self._path != "auto":
+                looked_in = [locate(core).runs_folder, *folders_of(core.callbacks)]
                 raise CheckpointError(
                     f"ckpt_path={self._path!r}: there is no checkpoint to {'resume from' if fitting else 'evaluate'}.",
-                    f"looked in {', '.join([runs_folder(core), *folders_of(self._core.callbacks)])}, for checkpoints "
+                    f"looked in {', '.join(looked_in)}, for checkpoints "
                     f"saved by runs of {type(core.module).__name__} with the same hyper-parameters.{beginning.skipped}",
                     "pass a path, or ckpt_path='auto', which starts a new run if there is none."
                     if fitting

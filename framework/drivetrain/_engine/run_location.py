@@ -42,11 +42,11 @@ class RunLocation(NamedTuple):
         return self.runs_folders[0]
 
 
-def locate(loggers: Sequence[Logger], default_root_dir: str) -> RunLocation:
-    """Return the place of the folder of a run with these loggers."""
-    writing = [logger for logger in loggers if logger.save_dir is not None]
+def locate(run: RunCore) -> RunLocation:
+    """Return the place of a run's folder, whether or not the run writes one."""
+    writing = [logger for logger in run.trainer.loggers if logger.save_dir is not None]
     if not writing:
-        return RunLocation(DEFAULT_NAME, None, (runs_folder_of(default_root_dir, DEFAULT_NAME),), None)
+        return RunLocation(DEFAULT_NAME, None, (runs_folder_of(run.trainer.default_root_dir, DEFAULT_NAME),), None)
     name = writing[0].name
     version = next(filter(None, (folder_name(logger.given_version) for logger in writing)), None)
     roots = dict.fromkeys(logger.save_dir or "" for logger in writing)
@@ -72,17 +72,11 @@ def check_loggers_apart(loggers: Sequence[Logger]) -> None:
             seen.add(writer)
 
 
-def runs_folder(run: RunCore) -> str:
-    """Return the folder that contains the folders of runs with this run's name, whether or not it has one."""
-    return locate(run.trainer.loggers, run.trainer.default_root_dir).runs_folder
-
-
-def writers_of(run: RunCore) -> dict[str, Writer]:
+def writers_of(run: RunCore, location: RunLocation) -> dict[str, Writer]:
     """Return what writes files in the folders of a run, by the folder of runs; empty if the run has no folder."""
     trainer = run.trainer
     if trainer.fast_dev_run or trainer.barebones:
         return {}
-    location = locate(trainer.loggers, trainer.default_root_dir)
     if location.logger is not None:
         if run.stage == "predict":  # prediction logs nothing
             return {}

@@ -21,6 +21,7 @@ from drivetrain.runs._record import (
     FINISHED,
     FORMAT,
     RUNNING,
+    Record,
     now,
     plain,
     read,
@@ -38,31 +39,29 @@ class RunRecorder(RunNotes):
 
     Args:
         folder: the run's folder, which exists.
-        identifier: the run's id.
         run: the entries of the record that are known when the run begins.
-        earlier: the record of the run that is resumed; None for a new run.
+        resumes: the run that is resumed, whose id the run keeps; None for a new run.
         created: the folders that were created for this run, its own first.
     """
 
     def __init__(
         self,
         folder: str,
-        identifier: str,
         run: Mapping[str, Any],
-        earlier: dict[str, Any] | None,
+        resumes: Record | None,
         created: Sequence[str] = (),
     ) -> None:
         self.folder = folder
-        self.id = identifier
-        self._earlier = earlier
+        self.id = os.urandom(8).hex() if resumes is None else resumes.id
+        self._earlier = None if resumes is None else resumes.document
         self._created = created
         self._trained = False
         self._write_failed = False  # whether the last attempt to write failed
         self._lock = threading.Lock()
-        self._document: dict[str, Any] | None = _first_document(identifier, run, earlier or {})
+        self._document: dict[str, Any] | None = _first_document(self.id, run, self._earlier or {})
         self._token = self._document["parts"][-1]["token"]
         write(folder, self._document)
-        _liveness.running_ids.add(identifier)
+        _liveness.running_ids.add(self.id)
         self._heartbeat = _Heartbeat(self)
         self._heartbeat.start()
 

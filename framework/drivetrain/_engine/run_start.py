@@ -51,12 +51,12 @@ def begin(run: RunCore) -> RunStart:
         ConfigurationError: the folder cannot be created, or belongs to a live run. Raised on every rank.
         StorageError: the files of a remote storage cannot be listed.
     """
-    control, folder = run.strategy.control, run.folder
-    start = RunStart(*_told_by_rank_0(control, lambda: _start(run)))
+    control, folder, location = run.strategy.control, run.folder, locate(run)
+    start = RunStart(*_told_by_rank_0(control, lambda: _start(run, location)))
     if start.refusal is not None:
         control.count_flags("the error about the run's folder")  # no rank may leave before all have read the result
         raise ConfigurationError(*start.refusal)
-    folder.path, folder.id, folder.name = start.folder, start.id, _location(run).name
+    folder.path, folder.id, folder.name = start.folder, start.id, location.name
     hand_out(run.trainer.loggers, folder)
     return start
 
@@ -65,7 +65,7 @@ def find_in_folders(run: RunCore, folders: Sequence[str]) -> str | None:
     """Return the newest checkpoint in folders that callbacks chose in their ``setup``. Collective."""
 
     def look() -> Generator[str | None]:
-        search = StartSearch(_request(run)._replace(needs_folder=False), StorageRetry())
+        search = StartSearch(_request(run, locate(run), needs_folder=False), StorageRetry())
         search.collect_checkpoints(folders)
         decision = yield from _decide(search)
         yield decision.path or ""
@@ -84,10 +84,10 @@ def _told_by_rank_0(control: ControlPlane, steps: Callable[[], Iterator[Any]]) -
 # On rank 0
 
 
-def _start(run: RunCore) -> Generator[RunStart | None]:
+def _start(run: RunCore, location: RunLocation) -> Generator[RunStart | None]:
     """Yield None while another run is watched, and then how the run begins, once its folder is claimed."""
     try:
-        decision = yield from _find_and_claim(run)
+        decision = yield from _find_and_claim(run, location)
     except ConfigurationError as error:
         yield RunStart(refusal=(error.what, error.why, error.fix))
         return
@@ -96,12 +96,13 @@ def _start(run: RunCore) -> Generator[RunStart | None]:
     yield RunStart(decision.path, folder.path, folder.id, continues, decision.parent, decision.describe_skipped())
 
 
-def _find_and_claim(run: RunCore) -> Generator[None, None, StartDecision]:
+def _find_and_claim(run: RunCore, location: RunLocation) -> Generator[None, None, StartDecision]:
     check_loggers_apart(run.trainer.loggers)
-    request, writers = _request(run), writers_of(run)
+    writers = writers_of(run, location)
     refusal = first_refusal(writers.items())
     if refusal is not None:
         raise ConfigurationError(*refusal)
+    request = _request(run, location, needs_folder=bool(writers))
     search = StartSearch(request, StorageRetry())
     search.look()
     while True:
@@ -109,7 +110,7 @@ def _find_and_claim(run: RunCore) -> Generator[None, None, StartDecision]:
         if decision.refusal is not None:
             raise ConfigurationError(*decision.refusal)
         try:
-            if not request.needs_folder or carry_out(decision, run):
+            if not request.needs_folder or carry_out(decision, run, location):
                 return decision
         except OSError as error:
             place = request.runs_folder
@@ -117,9 +118,9 @@ def _find_and_claim(run: RunCore) -> Generator[None, None, StartDecision]:
         search.refresh(decision)
 
 
-def _request(run: RunCore) -> StartRequest:
+def _request(run: RunCore, location: RunLocation, needs_folder: bool) -> StartRequest:
     """Return what is asked of a run: a function of the arguments of `Fit` and of the call, and of the environment."""
-    ckpt_path, is_fit, location = run.request.ckpt_path, run.stage == "fit", _location(run)
+    ckpt_path, is_fit = run.request.ckpt_path, run.stage == "fit"
     if ckpt_path == "best" and not is_fit:
         keepers = (callback for callback in run.callbacks if isinstance(callback, KeepsCheckpoints))
         ckpt_path = next((each.best_model_path for each in keepers if each.best_model_path), ckpt_path)
@@ -137,15 +138,11 @@ def _request(run: RunCore) -> StartRequest:
         Job.of(os.environ),
         location.runs_folder,
         checkpoint_folders=folders_of(run.callbacks),
-        needs_folder=bool(writers_of(run)) or (joins_last and not is_fit),
+        needs_folder=needs_folder or (joins_last and not is_fit),
         version=location.version,
         last=last if is_here else None,
         joins_last=joins_last,
     )
-
-
-def _location(run: RunCore) -> RunLocation:
-    return locate(run.trainer.loggers, run.trainer.default_root_dir)
 
 
 def _decide(search: StartSearch) -> Generator[None, None, StartDecision]:
@@ -170,7 +167,7 @@ def _decide(search: StartSearch) -> Generator[None, None, StartDecision]:
         found.alive[run.folder] = yield from _liveness.watch(run, search.read_record)
 
 
-def carry_out(decision: StartDecision, run: RunCore) -> bool:
+def carry_out(decision: StartDecision, run: RunCore, location: RunLocation) -> bool:
     """Claim the folder that was decided on, and begin the run's record in it. Nothing else is written before training.
 
     Returns:
@@ -179,43 +176,37 @@ def carry_out(decision: StartDecision, run: RunCore) -> bool:
     Raises:
         OSError: the folder cannot be created or written to.
     """
-    location, before = _location(run), run.request.previous_folder
+    before = run.request.previous_folder
     if decision.adds_to:
         assert decision.version is not None
         run.folder.path = child(location.runs_folder, decision.version)
         if before is not None and before.path == run.folder.path:
             run.folder.id, run.folder.notes = before.id, EvaluationNotes(before.notes)
         return True
+    earlier = decision.resumes or decision.replaces
     with lock_folder(location.runs_folder):
-        earlier = decision.resumes
-        created: list[str] = []
-        if earlier is not None:
-            folder, identifier = earlier.folder, earlier.id
+        if decision.version is None:
+            version, created = claim_version(location.runs_folders)
+            folder = child(location.runs_folder, version)
+        else:
+            folder = child(location.runs_folder, decision.version)
             if read(folder) != earlier:
                 return False
+            created = make_directory(folder)
+        if decision.resumes is not None:
             clear_leftovers(folder)
-        else:
-            identifier = os.urandom(8).hex()
-            if decision.version is None:
-                version, created = claim_version(location.runs_folders)
-                folder = child(location.runs_folder, version)
-            else:
-                folder = child(location.runs_folder, decision.version)
-                if read(folder) != decision.replaces:
-                    return False
-                created = make_directory(folder)
-            if decision.replaces is not None:
-                kept_as = archive_record(folder)
-                if decision.replaces.is_training:
-                    logger.warning("%r has an earlier run's files; its record is kept as %s.", folder, kept_as)
-        document = None if earlier is None else earlier.document
-        kept = created if not run.profile_needs_folder else []  # the profile is written after the end of the run
-        recorder = RunRecorder(folder, identifier, _description(run, folder), document, kept)
-    run.folder.path, run.folder.id, run.folder.notes = folder, identifier, recorder
+        elif earlier is not None:
+            kept_as = archive_record(folder)
+            if earlier.is_training:
+                logger.warning("%r has an earlier run's files; its record is kept as %s.", folder, kept_as)
+        # A profile is written after the end of the run, so that its folder is not removed then.
+        removable = [] if run.profile_needs_folder else created
+        recorder = RunRecorder(folder, _description(run, location, folder), decision.resumes, removable)
+    run.folder.path, run.folder.id, run.folder.notes = folder, recorder.id, recorder
     return True
 
 
-def _description(run: RunCore, folder: str) -> dict[str, Any]:
+def _description(run: RunCore, location: RunLocation, folder: str) -> dict[str, Any]:
     """Return the entries of the record that are known when the run begins, without secrets."""
     trainer, strategy, version = run.trainer, run.strategy, split_folder(folder)[1]
     settings = dict(trainer.settings.items())
@@ -227,9 +218,9 @@ def _description(run: RunCore, folder: str) -> dict[str, Any]:
     return {
         "stage": run.stage,
         "module": class_path(type(run.module)),
-        "name": _location(run).name,
+        "name": location.name,
         "hyper_parameters": encode_hyper_parameters(hyper_parameters),
-        "settings": {name: {"value": plain(value), "source": settings[name].source} for name, value in public.items()},
+        "settings": plain({name: {"value": value, "source": settings[name].source} for name, value in public.items()}),
         "argv": [sys.executable, *arguments],
         "world_size": strategy.world_size,
         "strategy": strategy.name,

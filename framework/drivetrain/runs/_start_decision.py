@@ -79,8 +79,8 @@ class StartDecision(NamedTuple):
     Attributes:
         path: the checkpoint that the run starts from; None for a fresh start.
         resumes: the run in whose folder the run goes on; None for a folder of its own.
-        version: the name of the run's own folder; None for the next free one.
-        replaces: the run that had this folder before, whose record is kept under another name.
+        version: the name of the run's folder; None for the next free one.
+        replaces: another run that had this folder before, whose record is kept under another name.
         adds_to: whether an evaluation writes into the folder ``version`` of an earlier run, and leaves its record.
         parent: the id of the run that wrote the checkpoint; "" if unknown.
         skipped: the runs that were passed over, each with the reason.
@@ -117,9 +117,9 @@ def decide(found: Found, request: StartRequest) -> StartDecision:
     run = decision.resumes
     if run is not None and request.is_fit and found.is_alive(run, request) is None:
         decision = decision._replace(unsure_of=run)
-    if request.ckpt_path == "best" or not (run is not None and request.is_fit and _is_in_place(run, request)):
-        decision = decision._replace(resumes=None)
-    return decision if decision.resumes is not None else _choose_folder(decision, found, request)
+    if run is None or not request.is_fit or request.ckpt_path == "best" or not _is_in_place(run, request):
+        return _choose_folder(decision._replace(resumes=None), found, request)
+    return decision._replace(version=run.name)
 
 
 def run_id_of(checkpoint: CheckpointReader) -> str:

@@ -57,8 +57,7 @@ class StartSearch:
 
     def refresh(self, decision: StartDecision) -> None:
         """Read the record again that another process has changed since the decision."""
-        found, run = self.found, decision.resumes
-        folder = child(self.request.runs_folder, decision.version or "") if run is None else run.folder
+        found, run, folder = self.found, decision.resumes, child(self.request.runs_folder, decision.version or "")
         now = self.read_record(folder)
         found.alive.pop(folder, None)
         if run is None or found.owner == run:
