@@ -12,7 +12,6 @@ import torch
 from run_case import NAME, Net, data, edit, every, fit, folders, left_running, record, rows, stopped, trained, watched
 
 from drivetrain import Fit, Logger
-from drivetrain._engine import checkpoints
 from drivetrain.callbacks import Checkpoint, LambdaCallback
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import CSVLogger, TensorBoardLogger
@@ -294,7 +293,7 @@ def test_a_run_with_malformed_lists_and_remains_of_a_record_resumes(tmp_path: Pa
 @pytest.mark.parametrize("folder", ["nowhere://bucket/version_0", "version_0\0"], ids=["protocol", "null"])
 def test_a_checkpoint_of_an_unreachable_run_is_resumed(tmp_path: Path, folder: str, monkeypatch: Any) -> None:  # J-13
     monkeypatch.setattr(_start_search, "SHORT_RETRY_SECONDS", 0.0)
-    monkeypatch.setattr(checkpoints, "_absolute", lambda path: folder)
+    monkeypatch.setattr("drivetrain._engine.checkpoint_manager._absolute", lambda path: folder)
     trained(tmp_path / "there", callbacks=Checkpoint(dirpath=tmp_path / "copied"))
     again = trained(tmp_path / "here", "auto", callbacks=Checkpoint(dirpath=tmp_path / "copied"), max_epochs=2)
     assert again.global_step == 12
