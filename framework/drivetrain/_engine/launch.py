@@ -29,7 +29,7 @@ from drivetrain.launchers import (
     LaunchedProcesses,
     Launcher,
     choose_launcher,
-    current_world,
+    current_processes,
     named_launcher,
     suggested_threads,
 )
@@ -114,7 +114,7 @@ def run_here(request: RunRequest[SessionContext], processes: LaunchedProcesses) 
     trainer.state = {"fit": "fitting", "validate": "validating", "test": "testing", "predict": "predicting"}[stage]
     began_on_meta = _has_meta_parameters(request.module)
     threads = torch.get_num_threads()
-    launched = current_world()
+    launched = current_processes()
     if launched is not None and launched.is_caller and "OMP_NUM_THREADS" not in os.environ:
         # The processes started next to this one use the other cores.
         torch.set_num_threads(min(threads, suggested_threads(placement.local_world_size)))

@@ -11,7 +11,7 @@ from drivetrain._distributed.rendezvous import NO_NAME, connect, host
 from drivetrain._runtime.accelerators import Devices
 from drivetrain.environments import Environment, Placement, environment_by_name
 from drivetrain.errors import ConfigurationError
-from drivetrain.launchers import LaunchedProcesses, current_world
+from drivetrain.launchers import LaunchedProcesses, current_processes
 from drivetrain.strategies.strategy import Strategy
 
 _CONNECT_TIMEOUT = timedelta(minutes=5)
@@ -48,12 +48,12 @@ def find_processes(
     if dist.is_available() and dist.is_initialized() and not single:
         placement = _placement_in_users_group(environment, requested, devices.chosen)
         return LaunchedProcesses(placement, store=HashStore())  # the ranks meet in the user's group
-    world = current_world()
-    if world is not None:
+    processes = current_processes()
+    if processes is not None:
         if single or (devices.chosen and requested == 1):
             return alone
-        world.check_usable(requested if devices.chosen else None)
-        return world
+        processes.check_usable(requested if devices.chosen else None)
+        return processes
     if environment.started_processes:
         placement = environment.placement()
         if single:
@@ -89,7 +89,7 @@ def resolve_environment(setting: str | Environment) -> Environment:
 def is_standalone(environment: Environment) -> bool:
     """Whether this process is no rank of a run yet: no cluster, launcher or process group has made it one."""
     in_group = dist.is_available() and dist.is_initialized()
-    return not (environment.started_processes or in_group or current_world() is not None)
+    return not (environment.started_processes or in_group or current_processes() is not None)
 
 
 def expected_placement(setting: str | Environment, devices: int | str | list[int], num_nodes: int) -> Placement:
@@ -98,7 +98,7 @@ def expected_placement(setting: str | Environment, devices: int | str | list[int
     A process that was started to run the caller's script again has the rank that it was started for. Conflicting
     settings raise an error when the run begins, not in this function.
     """
-    if num_nodes == 1 and devices in (1, "1") and current_world() is not None:
+    if num_nodes == 1 and devices in (1, "1") and current_processes() is not None:
         return Placement()  # each process of the script executes a separate run
     if dist.is_available() and dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -20,7 +20,7 @@ from drivetrain._runtime.process_state import ProcessState
 from drivetrain.environments import Placement, torchrun_variables
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers._processes import all_or_raise, collect, outcome_of, suggested_threads
-from drivetrain.launchers.launched_processes import LaunchedProcesses, set_current_world
+from drivetrain.launchers.launched_processes import LaunchedProcesses, set_current_processes
 from drivetrain.launchers.launcher import Launcher
 
 # Ray's error about a dead actor has lines that only identify the actor. These are the prefixes of such lines.
@@ -267,7 +267,7 @@ class Worker:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         threads = os.environ.get("OMP_NUM_THREADS")
         torch.set_num_threads(int(threads) if threads else suggested_threads(placement.local_world_size))
-        set_current_world(LaunchedProcesses(placement, "function", store=self._store))
+        set_current_processes(LaunchedProcesses(placement, "function", store=self._store))
 
         def call() -> Any:
             function, arguments = pickle.loads(work)
