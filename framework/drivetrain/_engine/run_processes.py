@@ -41,23 +41,20 @@ def find_processes(
         DistributedError: no process hosts the store.
     """
     requested = len(devices.indices) * num_nodes
-    single = check_number(strategy, requested)
-    if single and devices.chosen is False:
-        requested = 1
     alone = LaunchedProcesses(Placement(), store=HashStore())
-    if dist.is_available() and dist.is_initialized() and not single:
+    if check_number(strategy, requested):
+        return alone
+    if dist.is_initialized():
         placement = _placement_in_users_group(environment, requested, devices.chosen)
         return LaunchedProcesses(placement, store=HashStore())  # the ranks meet in the user's group
     processes = current_processes()
     if processes is not None:
-        if single or (devices.chosen and requested == 1):
+        if devices.chosen and requested == 1:
             return alone
         processes.check_usable(requested if devices.chosen else None)
         return processes
     if environment.started_processes:
         placement = environment.placement()
-        if single:
-            return alone
         _check_world_size(placement, requested, devices.chosen, environment.name)
         if placement.world_size == 1:
             return LaunchedProcesses(placement, store=HashStore())
@@ -88,8 +85,7 @@ def resolve_environment(setting: str | Environment) -> Environment:
 
 def is_standalone(environment: Environment) -> bool:
     """Whether this process is no rank of a run yet: no cluster, launcher or process group has made it one."""
-    in_group = dist.is_available() and dist.is_initialized()
-    return not (environment.started_processes or in_group or current_processes() is not None)
+    return not (environment.started_processes or dist.is_initialized() or current_processes() is not None)
 
 
 def expected_placement(setting: str | Environment, devices: int | str | list[int], num_nodes: int) -> Placement:
@@ -100,9 +96,8 @@ def expected_placement(setting: str | Environment, devices: int | str | list[int
     """
     if num_nodes == 1 and devices in (1, "1") and current_processes() is not None:
         return Placement()  # each process of the script executes a separate run
-    if dist.is_available() and dist.is_initialized():
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        return Placement.on_one_node(rank, world_size)
+    if dist.is_initialized():
+        return Placement.on_one_node(dist.get_rank(), dist.get_world_size())
     environment = resolve_environment(setting)
     return environment.placement() if environment.started_processes else Placement()
 
@@ -124,10 +119,9 @@ def check_number(strategy: Strategy | None, requested: int) -> bool:
 
 
 def _placement_in_users_group(environment: Environment, requested: int, chosen: bool) -> Placement:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     placement = environment.placement() if environment.started_processes else None
-    if placement is None or placement.world_size != world_size:
-        placement = Placement.on_one_node(rank, world_size)
+    if placement is None or placement.world_size != dist.get_world_size():
+        placement = Placement.on_one_node(dist.get_rank(), dist.get_world_size())
     _check_world_size(placement, requested, chosen, "the initialised process group")
     return placement
 

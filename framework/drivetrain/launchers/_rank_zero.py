@@ -49,7 +49,7 @@ def rank_zero_warn(message: str | Warning, *, stacklevel: int = 1, **kwargs: Any
 
 def this_rank() -> int:
     """Return the global rank of this process, or 0 if the rank is not known yet."""
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         return dist.get_rank()
     processes = current_processes()
     return rank_of_environment() if processes is None else processes.placement.rank
