@@ -12,7 +12,7 @@ import torch
 
 from drivetrain._engine.error_reporting import peer_failures_in_one_line, print_in_one_line
 from drivetrain._engine.requirements import check_requirements, warn_of_unused_loader
-from drivetrain._engine.run_parts import RunRequest
+from drivetrain._engine.run_parts import RunCore, RunRequest
 from drivetrain._engine.run_processes import (
     check_number,
     find_processes,
@@ -21,7 +21,6 @@ from drivetrain._engine.run_processes import (
     resolve_environment,
 )
 from drivetrain._engine.session import Session
-from drivetrain._engine.session_context import SessionContext
 from drivetrain._engine.strategy_checks import asks_for_sync_batchnorm
 from drivetrain._runtime.accelerators import resolve_devices
 from drivetrain.errors import ConfigurationError
@@ -35,13 +34,14 @@ from drivetrain.launchers import (
 )
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import resolve_precision
+from drivetrain.run_context import RunContext
 
 logger = logging.getLogger("drivetrain")
 
 DEFAULT_MAX_EPOCHS = 1000
 
 
-def launch(request: RunRequest[SessionContext]) -> Any:
+def launch(request: RunRequest) -> Any:
     """Run a stage, after starting processes if needed, and return the stage's result."""
     trainer = request.trainer
     check_requirements(request.stage, request.module, request.given)
@@ -49,8 +49,8 @@ def launch(request: RunRequest[SessionContext]) -> Any:
         from drivetrain._engine.missing_weights import refuse_missing_weights  # only modules without values need it
 
         refuse_missing_weights(request.module)
-    if trainer.session is not None:  # None in a process that was started for this run
-        preceding = trainer.session.core
+    preceding = trainer.run_state
+    if isinstance(preceding, RunCore):  # not in a process that was started for this run
         # An evaluation keeps the counters of the preceding fit, or takes those of the checkpoint that it loads.
         counters = None if request.stage == "fit" else copy(preceding.progress)
         request = replace(request, counters=counters, previous_folder=preceding.folder)
@@ -83,12 +83,12 @@ def launch(request: RunRequest[SessionContext]) -> Any:
     return run_in_other_processes(launcher, request, placement, devices.type, launch)
 
 
-def _run_as_rank(request: RunRequest[SessionContext], processes: LaunchedProcesses) -> Any:
+def _run_as_rank(request: RunRequest, processes: LaunchedProcesses) -> Any:
     with peer_failures_in_one_line(processes.placement.rank):
         return run_here(request, processes)
 
 
-def run_here(request: RunRequest[SessionContext], processes: LaunchedProcesses) -> Any:
+def run_here(request: RunRequest, processes: LaunchedProcesses) -> Any:
     """Run a stage in this process, which is one of ``processes``."""
     trainer, stage, placement = request.trainer, request.stage, processes.placement
     processes.wait_for_all()
@@ -110,7 +110,7 @@ def run_here(request: RunRequest[SessionContext], processes: LaunchedProcesses) 
 
         session_class = ProfiledSession
     session = session_class(request, strategy, processes)
-    trainer.session = session
+    trainer.run_state = session.core
     trainer.state = {"fit": "fitting", "validate": "validating", "test": "testing", "predict": "predicting"}[stage]
     began_on_meta = _has_meta_parameters(request.module)
     threads = torch.get_num_threads()
@@ -145,7 +145,7 @@ def _has_meta_parameters(module: TrainModule) -> bool:
     return any(parameter.is_meta for parameter in module.parameters())
 
 
-def _launcher_setting(trainer: SessionContext) -> str | Launcher:
+def _launcher_setting(trainer: RunContext) -> str | Launcher:
     """Return the launcher of the strategy, if there is one, or else the argument ``launcher`` of `Fit`."""
     strategy_launcher: Launcher | None = None if trainer.chosen_strategy is None else trainer.chosen_strategy.launcher
     return strategy_launcher or trainer.launcher

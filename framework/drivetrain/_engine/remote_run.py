@@ -13,10 +13,9 @@ from torch import nn
 from drivetrain._distributed.failure import RankFailedError
 from drivetrain._engine.missing_weights import CHECKPOINT_ATTRIBUTE
 from drivetrain._engine.run_folder import RunFolder
-from drivetrain._engine.run_parts import RunRequest
+from drivetrain._engine.run_parts import RunCore, RunRequest
 from drivetrain._engine.run_processes import resolve_environment
 from drivetrain._engine.session import Session
-from drivetrain._engine.session_context import SessionContext
 from drivetrain._engine.signals import as_interruption, handled_signals
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, listed
@@ -27,10 +26,10 @@ from drivetrain.strategies import replace_tensors
 
 def run_in_other_processes(
     launcher: Launcher,
-    request: RunRequest[SessionContext],
+    request: RunRequest,
     placement: Placement,
     device: str,
-    launch: Callable[[RunRequest[SessionContext]], Any],
+    launch: Callable[[RunRequest], Any],
 ) -> Any:
     """Run a stage on ranks that the launcher starts, and return its result.
 
@@ -66,9 +65,7 @@ def run_in_other_processes(
     return outcome.result
 
 
-def _run_rank(
-    launch: Callable[[RunRequest[SessionContext]], Any], request: RunRequest[SessionContext]
-) -> RemoteResult | None:
+def _run_rank(launch: Callable[[RunRequest], Any], request: RunRequest) -> RemoteResult | None:
     """Run one rank in a process that was started for the rank. Only the first rank of a node returns its result."""
     trainer = request.trainer
     if not resolve_environment(trainer.environment).started_processes:
@@ -77,7 +74,7 @@ def _run_rank(
     return RemoteResult.of(request, result) if trainer.local_rank == 0 else None
 
 
-def _apply_result(outcome: RemoteResult, placement: Placement, request: RunRequest[SessionContext]) -> None:
+def _apply_result(outcome: RemoteResult, placement: Placement, request: RunRequest) -> None:
     """Set the state of the caller's objects to the state that they would have after a run in this process."""
     trainer = request.trainer
     if trainer.chosen_strategy is None:
@@ -91,7 +88,7 @@ def _apply_result(outcome: RemoteResult, placement: Placement, request: RunReque
     core.folder.adopt(outcome.folder)
     for logger, version in zip(trainer.loggers, outcome.versions, strict=False):
         logger.adopt(version)
-    trainer.session = session
+    trainer.run_state = core
     trainer.state = outcome.state
     for callback, state in zip(trainer.callbacks, outcome.callbacks, strict=True):
         callback.load_rank_zero_state(state)
@@ -136,11 +133,10 @@ class RemoteResult:
     versions: list[str]
 
     @classmethod
-    def of(cls, request: RunRequest[SessionContext], result: Any) -> Self:
+    def of(cls, request: RunRequest, result: Any) -> Self:
         """Collect the state after a run of which ``result`` is the return value."""
-        trainer, module = request.trainer, request.module
-        assert trainer.session is not None
-        core = trainer.session.core
+        trainer, module, core = request.trainer, request.module, request.trainer.run_state
+        assert isinstance(core, RunCore)
         sent = nn.Module() if request.trial else module  # the weights of a trial are discarded
         return cls(
             result=result,

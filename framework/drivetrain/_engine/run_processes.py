@@ -88,20 +88,6 @@ def is_standalone(environment: Environment) -> bool:
     return not (environment.started_processes or dist.is_initialized() or current_processes() is not None)
 
 
-def expected_placement(setting: str | Environment, devices: int | str | list[int], num_nodes: int) -> Placement:
-    """Return this process's expected placement before a run begins, for scripts that read the rank early.
-
-    A process that was started to run the caller's script again has the rank that it was started for. Conflicting
-    settings raise an error when the run begins, not in this function.
-    """
-    if num_nodes == 1 and devices in (1, "1") and current_processes() is not None:
-        return Placement()  # each process of the script executes a separate run
-    if dist.is_initialized():
-        return Placement.on_one_node(dist.get_rank(), dist.get_world_size())
-    environment = resolve_environment(setting)
-    return environment.placement() if environment.started_processes else Placement()
-
-
 def check_number(strategy: Strategy | None, requested: int) -> bool:
     """Return whether the run's strategy is for a single process.
 
