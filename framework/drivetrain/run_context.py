@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from drivetrain._metrics import MetricStore
 from drivetrain._run_state import ManualOptimization, RunState, SchedulerConfig, StopRequests, with_module_callbacks
 from drivetrain._runtime.accelerators import resolve_devices
-from drivetrain.environments import Environment, Placement, environment_by_name
+from drivetrain.environments import Environment, Placement, resolve_environment
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import Launcher, current_processes
 from drivetrain.loggers import Logger
@@ -800,10 +800,9 @@ class RunContext:
         """
         if self.num_nodes == 1 and self.devices in (1, "1") and current_processes() is not None:
             return Placement()  # each process of the script executes a separate run
-        if dist.is_available() and dist.is_initialized():
+        if dist.is_initialized():
             return Placement.on_one_node(dist.get_rank(), dist.get_world_size())
-        setting = self.environment
-        environment = setting if isinstance(setting, Environment) else environment_by_name(setting)
+        environment = resolve_environment(self.environment)
         return environment.placement() if environment.started_processes else Placement()
 
     def _indices(self) -> list[int]:

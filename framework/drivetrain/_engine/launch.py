@@ -13,16 +13,11 @@ import torch
 from drivetrain._engine.error_reporting import peer_failures_in_one_line, print_in_one_line
 from drivetrain._engine.requirements import check_requirements, warn_of_unused_loader
 from drivetrain._engine.run_parts import RunCore, RunRequest
-from drivetrain._engine.run_processes import (
-    check_number,
-    find_processes,
-    first_placement,
-    is_standalone,
-    resolve_environment,
-)
+from drivetrain._engine.run_processes import check_number, find_processes, first_placement, is_standalone
 from drivetrain._engine.session import Session
 from drivetrain._engine.strategy_checks import asks_for_sync_batchnorm
 from drivetrain._runtime.accelerators import resolve_devices
+from drivetrain.environments import resolve_environment
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import (
     LaunchedProcesses,

@@ -14,10 +14,9 @@ from drivetrain._distributed.failure import RankFailedError
 from drivetrain._engine.missing_weights import CHECKPOINT_ATTRIBUTE
 from drivetrain._engine.run_folder import RunFolder
 from drivetrain._engine.run_parts import RunCore, RunRequest
-from drivetrain._engine.run_processes import resolve_environment
 from drivetrain._engine.session import Session
 from drivetrain._engine.signals import as_interruption, handled_signals
-from drivetrain.environments import Placement
+from drivetrain.environments import Placement, resolve_environment
 from drivetrain.errors import ConfigurationError, listed
 from drivetrain.launchers import LaunchedProcesses, Launcher
 from drivetrain.module.train_module import TrainModule

@@ -9,7 +9,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 
 from drivetrain._distributed.rendezvous import NO_NAME, connect, host
 from drivetrain._runtime.accelerators import Devices
-from drivetrain.environments import Environment, Placement, environment_by_name
+from drivetrain.environments import Environment, Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import LaunchedProcesses, current_processes
 from drivetrain.strategies.strategy import Strategy
@@ -76,11 +76,6 @@ def first_placement(environment: Environment | None, devices: Devices, num_nodes
         return Placement(world_size=on_node * num_nodes, local_world_size=on_node, num_nodes=num_nodes)
     placement = environment.first_placement_on_node(num_nodes, on_node)
     return placement if num_nodes == 1 else environment.with_address(placement)
-
-
-def resolve_environment(setting: str | Environment) -> Environment:
-    """Return the environment for ``Fit(environment=...)``, which is an `Environment` or a name."""
-    return setting if isinstance(setting, Environment) else environment_by_name(setting)
 
 
 def is_standalone(environment: Environment) -> bool:
