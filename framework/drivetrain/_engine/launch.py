@@ -29,7 +29,6 @@ from drivetrain.launchers import (
 )
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import resolve_precision
-from drivetrain.run_context import RunContext
 
 logger = logging.getLogger("drivetrain")
 
@@ -50,8 +49,9 @@ def launch(request: RunRequest) -> Any:
         counters = None if request.stage == "fit" else copy(preceding.progress)
         request = replace(request, counters=counters, previous_folder=preceding.folder)
     environment = resolve_environment(trainer.environment)
-    launcher_or_name, strategy = _launcher_setting(trainer), trainer.chosen_strategy
-    launcher = named_launcher(launcher_or_name)
+    strategy = trainer.chosen_strategy
+    setting: str | Launcher = (strategy.launcher if strategy is not None else None) or trainer.launcher
+    launcher = named_launcher(setting)
     if launcher is not None and launcher.places_devices and is_standalone(environment):
         devices = launcher.devices(trainer.accelerator, trainer.devices)
         check_number(strategy, len(devices.indices) * trainer.num_nodes)
@@ -63,7 +63,7 @@ def launch(request: RunRequest) -> Any:
         if processes is not None:
             return _run_as_rank(request, processes)
         placement = first_placement(environment, devices, trainer.num_nodes)
-    launcher = choose_launcher(launcher or launcher_or_name, placement.local_world_size)
+    launcher = choose_launcher(launcher or setting, placement.local_world_size)
     if type(launcher).launch is not Launcher.launch:
         processes = launcher.launch(placement)
         if not isinstance(processes, LaunchedProcesses):
@@ -138,9 +138,3 @@ def run_here(request: RunRequest, processes: LaunchedProcesses) -> Any:
 
 def _has_meta_parameters(module: TrainModule) -> bool:
     return any(parameter.is_meta for parameter in module.parameters())
-
-
-def _launcher_setting(trainer: RunContext) -> str | Launcher:
-    """Return the launcher of the strategy, if there is one, or else the argument ``launcher`` of `Fit`."""
-    strategy_launcher: Launcher | None = None if trainer.chosen_strategy is None else trainer.chosen_strategy.launcher
-    return strategy_launcher or trainer.launcher
