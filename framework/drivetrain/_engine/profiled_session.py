@@ -7,14 +7,13 @@ import operator
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
-from drivetrain._engine.batches import BatchMover
 from drivetrain._engine.monitors import MonitoredKeysCheck
 from drivetrain._engine.run_parts import RunRequest, Training
 from drivetrain._engine.session import PreparedRun, Session
 from drivetrain._engine.stage_data import StageData
+from drivetrain._loops.batch_mover import BatchMover
 from drivetrain._loops.hooks import HOOKS
 from drivetrain._loops.manual_step import ManualStep
 from drivetrain._loops.step import AutomaticStep
@@ -57,7 +56,6 @@ class ProfiledSession(Session):
         self._folder_of_fit = before.path if before is not None and before.is_of_fit else None
         self._is_nested: bool | None = None  # None unless the run is being measured
         self._replace(self.core.callbacks, "collect", lambda collect: partial(self._time_hooks, collect))
-        self._replace(self.checkpoints.requests, "run", lambda run: partial(self._time_saves, run))
 
     # Beginning and ending the measurement
 
@@ -112,17 +110,11 @@ class ProfiledSession(Session):
         collect()
         self.core.hooks.wrap(HOOKS, lambda name, _, hook: self._timed(f"{_owner(hook)}.{name}", hook))
 
-    def _time_saves(self, run: Callable[[], None]) -> None:
-        """Write the requested checkpoints, if there are any, as one phase."""
-        requests = self.checkpoints.requests
-        writes = requests.waiting and requests.rollback is None
-        (self._timed("checkpoint", run) if writes else run)()
-
     def _build_stage_data(self) -> StageData:
         data = super()._build_stage_data()
         if data.train is not None:
             self._replace(data.train, "epoch", lambda epoch: lambda *args: self._read("data", epoch(*args)))
-        for source in chain(*data.sources.values()):
+        for source in (loader.source for loaders in data.evaluation.values() for loader in loaders):
             self._replace(source, "epoch", lambda epoch: lambda *args: self._steps(self._read("data", epoch(*args))))
         return data
 
@@ -145,9 +137,7 @@ class ProfiledSession(Session):
         loop, step = training.loop, training.step
         self._time(loop, "training", "run")
         self._time(loop, "logging", "_flush", "_reduce_epoch", "_flush_epoch")
-        self._replace(
-            loop._schedule.checks, "with_first_check", lambda check: lambda items: check(self._windows(items))
-        )
+        self._replace(loop.reader, "micro_batches", lambda read: lambda *args: self._windows(read(*args)))
         if isinstance(step, ManualStep):
             self._time(step, "backward", "_backward")
             for handle in self.core.optimization.handles:

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._loops.epoch_checks import EpochChecks
+from drivetrain._loops.epoch_reader import EpochReader
 from drivetrain._loops.hooks import HookTable
-from drivetrain._loops.loader_lengths import BatchCount
 from drivetrain._loops.progress_reports import Reporting
-from drivetrain._loops.save_requests import SaveRequests
 from drivetrain._loops.schedulers import Schedulers
 from drivetrain._loops.step import TrainStep
 from drivetrain._loops.stopping import StopRequest, limit_reached
 from drivetrain._loops.uneven_inputs import Joining
 from drivetrain._loops.validation import ValidationPlan
+from drivetrain._loops.window_snapshot import WindowSnapshot
 from drivetrain._loops.windows import MicroBatch
-from drivetrain._run_state import Position, Progress
+from drivetrain._run_state import CheckpointsOfRun, Position, Progress
 from drivetrain._runtime.generators import preserved_generators
 from drivetrain._runtime.transfer import map_tensors
 from drivetrain.data._rng_replay import RngReplay
@@ -49,47 +49,6 @@ class TrainLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class EpochData:
-    """The data of an epoch.
-
-    Attributes:
-        micro_batches: ``micro_batches(epoch, first)`` iterates over an epoch from micro-batch ``first`` on.
-        exhausted: returns whether a loader that saves its position has reached the end of the epoch's data; returns
-            False for any other loader.
-        length: the number of micro-batches of an epoch, derived from ``len(loader)``; None if the number is unknown.
-        length_is_exact: whether an epoch has exactly ``length`` micro-batches.
-        count: counts the micro-batches that the loader yields.
-    """
-
-    micro_batches: Callable[[int, int], Iterator[MicroBatch]]
-    exhausted: Callable[[], bool]
-    length: int | None
-    length_is_exact: bool
-    count: BatchCount
-
-
-class Snapshot(Protocol):
-    """The state at the start of a window, for a run that may be saved and ended within a window."""
-
-    def begin_epoch(self) -> bool:
-        """Take the first snapshot of an epoch. If none is needed because windows have one micro-batch, return False."""
-
-    def take(self) -> None:
-        """Take a snapshot before the next window."""
-
-    def go_back(self) -> None:
-        """Make checkpoints store the state of the last snapshot from now on."""
-
-    @property
-    def is_active(self) -> bool:
-        """Whether checkpoints store the state of a snapshot."""
-
-    @property
-    def is_first_window_of_epoch(self) -> bool:
-        """Whether checkpoints store the state at the start of an epoch's first window, after the epoch's hooks."""
-
-
-@dataclass(frozen=True, slots=True)
 class TrainingProgress:
     """The counters of training, and the conditions under which training ends.
 
@@ -111,15 +70,13 @@ class Checkpointing:
     """How training is saved.
 
     Attributes:
-        requests: the checkpoints that hooks have requested.
-        save: writes the checkpoint from which a run that ends early is resumed. Collective.
+        saves: writes the checkpoints.
         snapshot: the state at the start of the open window; None if the run is never saved within a window.
         rng_replay: restores the random generators when a resumed run reads data again.
     """
 
-    requests: SaveRequests
-    save: Callable[[], None]
-    snapshot: Snapshot | None
+    saves: CheckpointsOfRun
+    snapshot: WindowSnapshot | None
     rng_replay: RngReplay
 
 
@@ -130,10 +87,11 @@ class Schedule:
     Attributes:
         schedulers: steps the learning rates.
         validation: runs validation.
-        reload: ``reload(epoch)`` loads an epoch's data and passes it to `TrainLoop.use`; None if epochs share loaders.
+        reload: ``reload(epoch)`` makes the reader and the validation use an epoch's own loaders; None if epochs share
+            loaders.
         apply_trainable_changes: called after the hooks that begin an epoch, to apply the changes that they have made.
-        resize: ``resize(epoch_begins)`` reads the size of the training data again, after these hooks; returns the data
-            of the epoch if the size has changed, and otherwise None. Collective.
+        resize: ``resize(epoch_begins)`` reads the size of the training data again, after these hooks; returns whether
+            it has changed. Collective.
         checks: warns about problems that are visible only over a whole epoch.
     """
 
@@ -141,7 +99,7 @@ class Schedule:
     validation: ValidationPlan
     reload: Callable[[int], None] | None
     apply_trainable_changes: Callable[[], None]
-    resize: Callable[[bool], EpochData | None]
+    resize: Callable[[bool], bool]
     checks: EpochChecks
 
 
@@ -155,12 +113,33 @@ class EpochEnd(Enum):
     ROLLBACK = "a return to an earlier checkpoint was requested"
 
 
+@dataclass(frozen=True, slots=True)
+class LoopPosition:
+    """Where training goes on after a save, besides the counters.
+
+    Attributes:
+        data_is_over: whether the epoch's last micro-batch was trained on.
+        has_begun: whether the hooks that begin the epoch were called, although no micro-batch was trained on.
+        left_after_last_step: whether a preemption came after ``max_steps`` but before the epoch's end.
+        asked_to_stop: the reason of a stop that was requested before a preemption; None for none.
+        validated_at: the number of the run's micro-batches after which validation last ran.
+        validation_is_due: whether a validation comes next.
+    """
+
+    data_is_over: bool
+    has_begun: bool
+    left_after_last_step: bool
+    asked_to_stop: str | None
+    validated_at: int
+    validation_is_due: bool
+
+
 class TrainLoop:
     """Trains on micro-batches and calls the hooks.
 
     Args:
         step: trains on a micro-batch and steps the optimizers.
-        data: the data of an epoch.
+        reader: reads the data of an epoch.
         hooks: the overridden hooks.
         control: the control plane, for agreements between ranks.
         progress: the counters of training, and the conditions under which training ends.
@@ -172,7 +151,7 @@ class TrainLoop:
     def __init__(
         self,
         step: TrainStep,
-        data: EpochData,
+        reader: EpochReader,
         *,
         hooks: HookTable,
         control: ControlPlane,
@@ -190,7 +169,7 @@ class TrainLoop:
         self._stop = progress.stop
         self._metrics = reporting.metrics
         self._reporting = reporting
-        self._requests = checkpointing.requests
+        self._saves = checkpointing.saves
         self._checkpointing = checkpointing
         self._schedule = schedule
         self._validation = schedule.validation
@@ -198,42 +177,39 @@ class TrainLoop:
         self._flushed_at = 0  # the number of micro-batches trained on before the last flush
         self._steps_before: int | None = None  # global_step at the epoch's start; None in an epoch that was resumed
         self._warned_of_no_step = False
-        self._use(data)
-        self._resumed: Mapping[str, Any] | None = None
+        self.reader = reader
+        self._resumed: LoopPosition | None = None
         self._data_is_over = False
         self._left_after_last_step = False  # whether a preemption came after max_steps but before the epoch's end
         self._asked_to_stop: str | None = None  # the reason of a stop that was requested before a preemption
 
-    def _use(self, data: EpochData) -> None:
-        self._micro_batches = data.micro_batches
-        self._exhausted = data.exhausted
-        self._length = data.length
-        self._length_is_exact = data.length_is_exact
-        self._count = data.count
-
-    def use(self, data: EpochData, validate: Callable[[], object] | None) -> None:
-        """Replace the data of training and validation, between two epochs."""
-        self._use(data)
-        self._validation.renew(validate, data.length)
+    @property
+    def validation(self) -> ValidationPlan:
+        """The schedule of validation."""
+        return self._validation
 
     # The loop's state in a checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         """Return the part of the loop's position that the counters do not contain, e.g. whether the data is over."""
         snapshot = self._checkpointing.snapshot
-        return {
-            "data_is_over": self._data_is_over or self._is_data_over(),
-            "has_begun": snapshot is not None and snapshot.is_first_window_of_epoch,
-            "left_after_last_step": self._left_after_last_step,
-            "asked_to_stop": self._asked_to_stop,
-            "flushed_at": self._flushed_at,
-            "validation": self._validation.state_dict(),
-            "plateaus": self._schedule.schedulers.state_dict(),
-        }
+        position = LoopPosition(
+            data_is_over=self._data_is_over or self._is_data_over(),
+            has_begun=snapshot is not None and snapshot.is_first_window_of_epoch,
+            left_after_last_step=self._left_after_last_step,
+            asked_to_stop=self._asked_to_stop,
+            validated_at=self._validation.last_run_at,
+            validation_is_due=self._validation.is_due,
+        )
+        plateaus = self._schedule.schedulers.state_dict()
+        return {**asdict(position), "flushed_at": self._flushed_at, "plateaus": plateaus}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make `run` resume at the position that `state_dict` returned."""
-        self._resumed = state
+        position = dict(state)
+        self._flushed_at = int(position.pop("flushed_at"))
+        self._schedule.schedulers.load_state_dict(position.pop("plateaus"))
+        self._resumed = LoopPosition(**{**position, "validated_at": int(position["validated_at"])})
 
     @property
     def steps_scheduler(self) -> bool:
@@ -248,38 +224,36 @@ class TrainLoop:
 
     def run(self) -> None:
         """Train until a limit is reached or a stop is requested."""
-        if self._length == 0:  # because of limit_train_batches=0
+        if self.reader.length == 0:  # because of limit_train_batches=0
             return
         resumed, self._resumed = self._resumed, None
-        self._flushed_at = self._progress.micro_batches if resumed is None else resumed["flushed_at"]
-        self._schedule.schedulers.load_state_dict({} if resumed is None else resumed["plateaus"])
         reset_metrics = resumed is not None  # in a new run, on_train_start has logged values of the first epoch
-        if resumed is not None and resumed["asked_to_stop"] is not None:
-            self._stop.ask(resumed["asked_to_stop"])
-        while not self._is_finished() or (resumed is not None and resumed["left_after_last_step"]):
+        if resumed is not None and resumed.asked_to_stop is not None:
+            self._stop.ask(str(resumed.asked_to_stop))
+        while not self._is_finished() or (resumed is not None and resumed.left_after_last_step):
             self._begin_epoch(resumed, reset_metrics)
-            data_is_over = resumed is not None and bool(resumed["data_is_over"])
+            data_is_over = resumed is not None and resumed.data_is_over
             reset_metrics, resumed = True, None
             snapshot = self._checkpointing.snapshot
             if snapshot is not None and not snapshot.begin_epoch():
                 snapshot = None
             previous = self._position.enter("training")
-            self._requests.in_epoch = True
+            self._saves.in_epoch = True
             ended = self._train_epoch(snapshot, data_is_over)
             self._position.leave(previous)
             self._position.micro_batch = None
             run_ends = ended is not EpochEnd.ROLLBACK and self._end_epoch(ended)
-            self._requests.in_epoch = False
-            if self._requests.rollback is not None and not self._stop.preempted:
-                resumed = self._roll_back(self._requests.rollback)
+            self._saves.in_epoch = False
+            if self._saves.rollback is not None and not self._stop.preempted:
+                resumed = self._roll_back(self._saves.rollback)
             elif run_ends:
                 return
 
-    def _begin_epoch(self, resumed: Mapping[str, Any] | None, reset_metrics: bool) -> None:
+    def _begin_epoch(self, resumed: LoopPosition | None, reset_metrics: bool) -> None:
         """Load the epoch's data and call the hooks that begin it, unless they were called before a resume.
 
         Args:
-            resumed: the loop's state from the checkpoint, in the epoch in which a run is resumed; None in other epochs.
+            resumed: the position at which a run is resumed in this epoch; None in other epochs.
             reset_metrics: whether the values logged so far are discarded.
         """
         if self._schedule.reload is not None:
@@ -288,7 +262,7 @@ class TrainLoop:
         epoch_begins = self._progress.batch_idx == 0
         if epoch_begins:
             self._checkpointing.rng_replay.start_epoch()
-        epoch_begins = epoch_begins and not (resumed is not None and resumed["has_begun"])
+        epoch_begins = epoch_begins and not (resumed is not None and resumed.has_begun)
         self._steps_before = self._progress.global_step if epoch_begins else None
         if epoch_begins:
             self._metrics.enter("train", reset=reset_metrics)
@@ -297,14 +271,12 @@ class TrainLoop:
             self._schedule.apply_trainable_changes()
         else:
             self._metrics.enter("train", reset=False)
-        resized = self._schedule.resize(epoch_begins)
-        if resized is not None:
-            self._use(resized)
-            self._validation.resize(resized.length, self._progress)
-        if not epoch_begins and resumed is not None and resumed["validation"] is not None:
-            self._validation.load_state_dict(resumed["validation"], self._progress)
+        if self._schedule.resize(epoch_begins):
+            self._validation.resize(self.reader.length, self._progress)
+        if not epoch_begins and resumed is not None:
+            self._validation.resume(resumed.validated_at, resumed.validation_is_due, self._progress)
 
-    def _train_epoch(self, snapshot: Snapshot | None, data_is_over: bool) -> EpochEnd:
+    def _train_epoch(self, snapshot: WindowSnapshot | None, data_is_over: bool) -> EpochEnd:
         """Train on the remaining micro-batches of an epoch.
 
         Args:
@@ -312,7 +284,7 @@ class TrainLoop:
             data_is_over: whether the epoch's last micro-batch was trained on before the run was saved and resumed.
         """
         progress, position, stop, step = self._progress, self._position, self._stop, self._step
-        metrics, validation, requests = self._metrics, self._validation, self._requests.waiting
+        metrics, validation, requests = self._metrics, self._validation, self._saves.waiting
         batch_start, batch_end = self._hooks.on_train_batch_start, self._hooks.on_train_batch_end
         max_steps, log_every = self._limits.max_steps, self._log_every
         schedulers = self._schedule.schedulers
@@ -323,7 +295,8 @@ class TrainLoop:
                 return ended
         if data_is_over:
             return EpochEnd.DATA
-        micro_batches = self._schedule.checks.with_first_check(self._micro_batches(progress.epoch, progress.batch_idx))
+        micro_batches = self.reader.micro_batches(progress.epoch, progress.batch_idx)
+        check_first = self._schedule.checks.begin_epoch()
         if self._is_at_max_steps():
             return self._end_at(EpochEnd.LIMIT, micro_batches)
 
@@ -372,6 +345,9 @@ class TrainLoop:
                     snapshot.take()
             elif snapshot is not None and stop.exits_at_point():
                 return self._leave()
+            if check_first is not None:
+                check_first()
+                check_first = None
         return EpochEnd.DATA
 
     def _end_epoch(self, ended: EpochEnd) -> bool:
@@ -381,7 +357,7 @@ class TrainLoop:
         progress, metrics, hooks, schedule = self._progress, self._metrics, self._hooks, self._schedule
         if self._steps_before == progress.global_step:
             self._warn_of_no_step()
-        self._count.compare_length(progress.batch_idx)
+        self.reader.compare_length()
         self._checkpointing.rng_replay.start_epoch()
         self._data_is_over = ended is EpochEnd.DATA
         if ended is not EpochEnd.LIMIT:
@@ -390,7 +366,7 @@ class TrainLoop:
             if self._stop.preempted:
                 self._leave()
                 return True
-            self._requests.run()
+            self._saves.carry_out_requests()
         results = self._reduce_epoch()
         for hook in hooks.early["on_train_epoch_end"]:
             hook()
@@ -409,13 +385,13 @@ class TrainLoop:
             progress.epoch += 1
             progress.batch_idx = progress.epoch_samples = 0
         self._data_is_over = False
-        self._requests.run()
+        self._saves.carry_out_requests()
         stop = self._stop
         stop.agree("the end of a training epoch")
         stopping = stop.after_epoch(progress.global_step, progress.epoch)
         finished = ended is not EpochEnd.DATA or self._is_finished()
         if stop.preempted or (stopping and not finished and stop.saves_to_resume):
-            self._checkpointing.save()
+            self._saves.save_before_leaving()
         return stopping or finished
 
     # The reasons for which an epoch or a run ends, and what is done for each
@@ -432,14 +408,14 @@ class TrainLoop:
 
     def why_it_ended(self) -> list[str]:
         """Return the reasons why `run` ended: a limit, or a requested stop."""
-        reasons = ["limit_train_batches=0 leaves nothing to train on"] if self._length == 0 else []
+        reasons = ["limit_train_batches=0 leaves nothing to train on"] if self.reader.length == 0 else []
         requested = self._stop.reason if self._stop.requested else None
         return reasons + [reason for reason in (self._limit_reached(), requested) if reason is not None]
 
     def _is_data_over(self) -> bool:
         progress, snapshot = self._progress, self._checkpointing.snapshot
         went_back = snapshot is not None and snapshot.is_active
-        return self._exhausted() and progress.batch_idx > 0 and not progress.within_window and not went_back
+        return self.reader.is_exhausted and progress.batch_idx > 0 and not progress.within_window and not went_back
 
     def _skips_rest_of_epoch(self, hooks: Sequence[Callable[..., Any]], batch: Any, batch_idx: int) -> bool:
         """Call ``on_train_batch_start``; return whether a hook returned -1, which has to be the same on every rank."""
@@ -463,8 +439,8 @@ class TrainLoop:
 
     def _save_or_roll_back(self) -> bool:
         """Write the requested checkpoints; return whether a return to an earlier checkpoint was requested instead."""
-        self._requests.run()
-        return self._requests.rollback is not None
+        self._saves.carry_out_requests()
+        return self._saves.rollback is not None
 
     def _validate(self, window_closed: bool) -> EpochEnd | None:
         """Validate within the epoch; return why the epoch ends after the validation, or None if the epoch continues."""
@@ -472,7 +448,7 @@ class TrainLoop:
         self._validation.run()
         if self._stop.preempted:
             return self._leave()
-        if window_closed and self._requests.waiting and self._save_or_roll_back():
+        if window_closed and self._saves.waiting and self._save_or_roll_back():
             return EpochEnd.ROLLBACK
         return None
 
@@ -492,17 +468,17 @@ class TrainLoop:
         if stop.preempted:
             return self._leave()
         if stop.saves_to_resume:
-            self._checkpointing.save()
+            self._saves.save_before_leaving()
         if data_is_over:
             return EpochEnd.DATA
-        return self._end_at(EpochEnd.STOPPED, self._micro_batches(progress.epoch, progress.batch_idx))
+        return self._end_at(EpochEnd.STOPPED, self.reader.micro_batches(progress.epoch, progress.batch_idx))
 
     def _stop_within_epoch(self, micro_batches: Iterator[MicroBatch]) -> EpochEnd:
         """End the epoch after a window because a stop or a preemption was requested."""
         if self._stop.preempted:
             return self._leave()
         if self._stop.saves_to_resume:
-            self._checkpointing.save()
+            self._saves.save_before_leaving()
         return self._end_at(EpochEnd.STOPPED, micro_batches)
 
     def _end_at(self, reason: EpochEnd, micro_batches: Iterator[MicroBatch]) -> EpochEnd:
@@ -510,8 +486,8 @@ class TrainLoop:
         return EpochEnd.DATA if self._is_last(micro_batches) else reason
 
     def _is_last(self, micro_batches: Iterator[MicroBatch]) -> bool:
-        if self._progress.batch_idx != self._length or self._length_is_exact:
-            return self._progress.batch_idx == self._length
+        if self._progress.batch_idx != self.reader.length or self.reader.length_is_known:
+            return self._progress.batch_idx == self.reader.length
         with preserved_generators(self._checkpointing.rng_replay.device):  # a resumed run reads the next batch again
             return next(micro_batches, None) is None
 
@@ -524,17 +500,15 @@ class TrainLoop:
         self._stop.agree("leaving")  # so that a stop that another rank has requested is saved too
         if self._stop.requested:
             self._asked_to_stop = self._stop.reason or ""
-        self._checkpointing.save()
+        self._saves.save_before_leaving()
         return EpochEnd.PREEMPTED
 
-    def _roll_back(self, load: Callable[[], None]) -> Mapping[str, Any] | None:
-        """Restore an earlier checkpoint by ``load``; return the state of the loop that the checkpoint contains."""
-        self._requests.rollback = None
+    def _roll_back(self, load: Callable[[], None]) -> LoopPosition | None:
+        """Restore an earlier checkpoint by ``load``; return the position of the loop that the checkpoint contains."""
+        self._saves.rollback = None
         load()
         self._stop.agree("going back to an earlier checkpoint")
         resumed, self._resumed = self._resumed, None
-        self._flushed_at = self._progress.micro_batches if resumed is None else resumed["flushed_at"]
-        self._schedule.schedulers.load_state_dict({} if resumed is None else resumed["plateaus"])
         return resumed
 
     def _warn_of_no_step(self) -> None:
@@ -550,12 +524,7 @@ class TrainLoop:
     # Reduction of logged values, and their flush to the loggers
 
     def _reduce_epoch(self) -> dict[str, torch.Tensor]:
-        lengths = self._reporting.lengths
-        reducing_ranks, ranks_with_mismatch = self._control.count_flags(
-            "the reduction of an epoch's values", self._metrics.wants_reduction(), lengths.has_mismatch
-        )
-        lengths.warn_together(ranks_with_mismatch)
-        return self._metrics.reduce_epoch(together=reducing_ranks > 0 and self._control.world_size > 1)
+        return self._reporting.reduce_epoch(self._control, "the reduction of an epoch's values")
 
     def _reduce_steps(self) -> None:
         self._flushed_at = self._progress.micro_batches
