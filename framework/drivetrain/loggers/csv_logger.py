@@ -68,7 +68,6 @@ class CSVLogger(DirectoryLogger):
         super().__init__(save_dir, name, version, prefix)
         self._is_local = filesystem_of(self.save_dir)[0] is None  # and can append to files
         self._flush_every = flush_logs_every_n_steps
-        self._table_folder: str | None = None  # the folder that the following attributes refer to
         self._columns: list[str] | None = None  # None until the file has been read
         self._pending: list[Row] = []  # rows that are not written yet
         self._flushed_step: int | None = None  # the step of the last write, or of the first row
@@ -160,7 +159,6 @@ class CSVLogger(DirectoryLogger):
         folder = self.log_dir
         if folder is None:
             return
-        self._switch_folder(folder)
         self._rewound_to = step
         self._rows_before_rewind = 0
         self._rewritten_metrics = set()
@@ -201,15 +199,12 @@ class CSVLogger(DirectoryLogger):
                     ) from error
             time.sleep(delay)
 
-    def _switch_folder(self, path: str) -> None:
-        """Reset the state of the table if ``path`` is another folder than before."""
-        if self._table_folder not in (None, path):
-            self._columns = self._text = None
-            self._rewound_to, self._rows_before_rewind, self._rewritten_metrics = None, 0, set()
-        self._table_folder = path
+    def _leave_folder(self) -> None:
+        self._columns = self._text = None
+        self._rewound_to, self._rows_before_rewind, self._rewritten_metrics = None, 0, set()
 
     def _write(self) -> None:
-        self._switch_folder(self.make_folder())
+        self.make_folder()
         if self._columns is None:
             self._load_existing()
         assert self._columns is not None
@@ -278,8 +273,8 @@ class CSVLogger(DirectoryLogger):
 
     @property
     def _file(self) -> str:
-        """The table's path or URL, once `_table_folder` is known."""
-        return child(self._table_folder or "", "metrics.csv")
+        """The table's path or URL, once the folder is known."""
+        return child(self.log_dir or "", "metrics.csv")
 
     def _read(self) -> str | None:
         """Return the file's text, which is known already at a URL that was read or written; None if there is no file.
