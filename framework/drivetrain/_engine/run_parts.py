@@ -160,6 +160,7 @@ class RunCore(RunState):
         trainables: tracks which parameters train; None before the strategy has set up the module, and in other stages.
         snapshot: the state at the start of the current window; None unless a run may have to be saved within a window.
         loop: the training loop; None before it is built.
+        trainer: the `Fit`, as hooks see it.
     """
 
     request: RunRequest
@@ -175,14 +176,11 @@ class RunCore(RunState):
     trainables: Trainables | None = None
     snapshot: WindowSnapshot | None = None
     loop: TrainLoop | None = None
+    trainer: RunContext = field(init=False)
 
     def __post_init__(self) -> None:
+        self.trainer = self.request.trainer
         self.metrics.progress = self.progress
-
-    @property
-    def trainer(self) -> RunContext:
-        """The `Fit`, as hooks see it."""
-        return self.request.trainer
 
     @property
     def hooks(self) -> HookTable:
