@@ -26,9 +26,9 @@ from drivetrain._run_state import (
 )
 from drivetrain._runtime.accelerators import resolve_devices
 from drivetrain.checkpoint.save_request import SaveRequest
-from drivetrain.environments import Environment, Placement, environment_by_name
+from drivetrain.environments import Environment, Placement, resolve_environment
 from drivetrain.errors import ConfigurationError
-from drivetrain.launchers import Launcher, current_world
+from drivetrain.launchers import Launcher, current_processes
 from drivetrain.loggers import Logger
 from drivetrain.precision import Precision, resolve_precision
 from drivetrain.strategies.registry import strategy_by_name
@@ -764,12 +764,11 @@ class RunContext:
         A process that was started to run the caller's script again has the rank that it was started for. Conflicting
         settings raise an error when the run begins, not in this function.
         """
-        if self.num_nodes == 1 and self.devices in (1, "1") and current_world() is not None:
+        if self.num_nodes == 1 and self.devices in (1, "1") and current_processes() is not None:
             return Placement()  # each process of the script executes a separate run
-        if dist.is_available() and dist.is_initialized():
+        if dist.is_initialized():
             return Placement.on_one_node(dist.get_rank(), dist.get_world_size())
-        setting = self.environment
-        environment = setting if isinstance(setting, Environment) else environment_by_name(setting)
+        environment = resolve_environment(self.environment)
         return environment.placement() if environment.started_processes else Placement()
 
     def _indices(self) -> list[int]:
