@@ -36,6 +36,7 @@ LAYERS: list[set[str]] = [
     {"runs"},
     {"loggers", "profilers"},
     {"strategies"},
+    {"_run_state"},
     {"run_context"},  # what all units above may know about a run
     {"callback", "module"},
     {"data"},
@@ -50,7 +51,7 @@ EXPORTED_TO_STRATEGIES = {"strategies", "launchers", "loggers", "environments", 
 
 MAX_LINES = 600
 LONGER = {  # path: the reason why it is a single unit
-    "framework/drivetrain/run_context.py": "one interface: all that hooks and users may read and call of a run"
+    "framework/drivetrain/run_context.py": "one class: all that hooks and users may read and call of a run"
 }
 
 
@@ -239,8 +240,6 @@ NAMES = {"single_device", "ddp", "fsdp", "hsdp", "deepspeed", *get_args(Precisio
 ALLOWED = {
     # The user's own callback replaces the default one.
     "drivetrain._engine.defaults": {"ProgressBar", "ModelSummary", "Checkpoint"},
-    # Attributes of Fit return instances of these classes; the names are what "auto" resolves to.
-    "drivetrain._engine.session_context": {"Checkpoint", "EarlyStopping", "ProgressBar", "ddp", "single_device"},
     "drivetrain.fit": {"32-true"},  # the default
 }
 CONCRETE_PACKAGES = ("callbacks", "loggers", "launchers", "environments", "precision", "profilers")

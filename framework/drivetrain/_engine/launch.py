@@ -14,9 +14,8 @@ import torch
 from drivetrain._distributed.failure import RankFailedError
 from drivetrain._engine.error_reporting import peer_failures_in_one_line, print_in_one_line
 from drivetrain._engine.requirements import check_requirements, warn_of_unused_loader
-from drivetrain._engine.run_parts import RunRequest
+from drivetrain._engine.run_parts import RunCore, RunRequest
 from drivetrain._engine.session import Session
-from drivetrain._engine.session_context import SessionContext
 from drivetrain._engine.signals import as_interruption, handled_signals
 from drivetrain._engine.stage_loaders import DataArguments
 from drivetrain._engine.topology import Topology, find_topology, first_rank_topology, is_standalone, resolve_environment
@@ -25,19 +24,20 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import LaunchedProcesses, Launcher, Work, choose_launcher, named_launcher, suggested_threads
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import resolve_precision
+from drivetrain.run_context import RunContext
 from drivetrain.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from drivetrain._engine.remote_result import RemoteResult
     from drivetrain._engine.run_folder import RunFolder
-    from drivetrain._loops.progress import Progress
+    from drivetrain._run_state import Progress
 
 logger = logging.getLogger("drivetrain")
 
 DEFAULT_MAX_EPOCHS = 1000
 
 
-def launch(request: RunRequest[SessionContext]) -> Any:
+def launch(request: RunRequest) -> Any:
     """Run a stage, after starting processes if needed, and return the stage's result."""
     trainer = request.trainer
     check_requirements(request.stage, request.module, request.given)
@@ -45,8 +45,8 @@ def launch(request: RunRequest[SessionContext]) -> Any:
         from drivetrain._engine.missing_weights import refuse_missing_weights  # only modules without values need it
 
         refuse_missing_weights(request.module)
-    if trainer.session is not None:  # None in a process that was started for this run
-        preceding = trainer.session.core
+    preceding = trainer.run_state
+    if isinstance(preceding, RunCore):  # not in a process that was started for this run
         # An evaluation keeps the counters of the preceding fit, or takes those of the checkpoint that it loads.
         counters = None if request.stage == "fit" else copy(preceding.progress)
         request = replace(request, counters=counters, previous_folder=preceding.folder)
@@ -74,12 +74,12 @@ def launch(request: RunRequest[SessionContext]) -> Any:
     return work.result
 
 
-def _run_as_rank(request: RunRequest[SessionContext], topology: Topology) -> Any:
+def _run_as_rank(request: RunRequest, topology: Topology) -> Any:
     with peer_failures_in_one_line(topology.placement.rank):
         return run_here(request, topology)
 
 
-def run_here(request: RunRequest[SessionContext], topology: Topology) -> Any:
+def run_here(request: RunRequest, topology: Topology) -> Any:
     """Run a stage in this process, whose rank and world size are known."""
     trainer, stage = request.trainer, request.stage
     if topology.world is not None and topology.placement.world_size > 1:
@@ -102,7 +102,7 @@ def run_here(request: RunRequest[SessionContext], topology: Topology) -> Any:
 
         session_class = ProfiledSession
     session = session_class(request, strategy, topology)
-    trainer.session = session
+    trainer.run_state = session.core
     trainer.state = {"fit": "fitting", "validate": "validating", "test": "testing", "predict": "predicting"}[stage]
     began_on_meta = _has_meta_parameters(request.module)
     threads = torch.get_num_threads()
@@ -136,13 +136,13 @@ def _has_meta_parameters(module: TrainModule) -> bool:
     return any(parameter.is_meta for parameter in module.parameters())
 
 
-def _launcher_setting(trainer: SessionContext) -> str | Launcher:
+def _launcher_setting(trainer: RunContext) -> str | Launcher:
     """Return the launcher of the strategy, if there is one, or else the argument ``launcher`` of `Fit`."""
     strategy_launcher: Launcher | None = None if trainer.chosen_strategy is None else trainer.chosen_strategy.launcher
     return strategy_launcher or trainer.launcher
 
 
-def asks_for_sync_batchnorm(trainer: SessionContext, strategy: Strategy, device: torch.device) -> bool:
+def asks_for_sync_batchnorm(trainer: RunContext, strategy: Strategy, device: torch.device) -> bool:
     """Return whether batch normalization spans all ranks.
 
     Raises:
@@ -177,7 +177,7 @@ class _WorkOfRun(Work):
         device: the type of the device that each process uses.
     """
 
-    def __init__(self, request: RunRequest[SessionContext], topology: Topology, device: str) -> None:
+    def __init__(self, request: RunRequest, topology: Topology, device: str) -> None:
         self._request = request
         self._topology = topology
         self.device = device
@@ -218,7 +218,7 @@ class _WorkOfRun(Work):
         return self.result
 
 
-def _apply_result(outcome: RemoteResult, topology: Topology, request: RunRequest[SessionContext]) -> None:
+def _apply_result(outcome: RemoteResult, topology: Topology, request: RunRequest) -> None:
     """Set the state of the caller's objects to the state that they would have after a run in this process."""
     trainer = request.trainer
     session = Session(request, _strategy_as_rank_0(trainer, topology), topology)
@@ -229,7 +229,7 @@ def _apply_result(outcome: RemoteResult, topology: Topology, request: RunRequest
     core.folder.adopt(outcome.folder)
     for logger, version in zip(trainer.loggers, outcome.versions, strict=False):
         logger.adopt(version)
-    trainer.session = session
+    trainer.run_state = core
     trainer.state = outcome.state
     for callback, state in zip(trainer.callbacks, outcome.callbacks, strict=True):
         callback.load_rank_zero_state(state)
@@ -240,7 +240,7 @@ def _apply_result(outcome: RemoteResult, topology: Topology, request: RunRequest
         outcome.fill(request.module)  # last, because it may raise an error
 
 
-def _strategy_as_rank_0(trainer: SessionContext, topology: Topology) -> Strategy:
+def _strategy_as_rank_0(trainer: RunContext, topology: Topology) -> Strategy:
     """Return the caller's strategy, with the placement that rank 0 had in the other processes."""
     if trainer.chosen_strategy is None:
         trainer.chosen_strategy = trainer.resolved_strategy(topology.placement.world_size)
@@ -249,7 +249,7 @@ def _strategy_as_rank_0(trainer: SessionContext, topology: Topology) -> Strategy
 
 
 def _worker(
-    trainer: SessionContext,
+    trainer: RunContext,
     stage: str,
     module: TrainModule,
     given: DataArguments,

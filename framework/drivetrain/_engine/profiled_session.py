@@ -20,7 +20,6 @@ from drivetrain._loops.manual_step import ManualStep
 from drivetrain._loops.step import AutomaticStep
 from drivetrain.checkpoint._folders import child
 from drivetrain.profilers import ProfiledRun
-from drivetrain.run_context import RunContext
 from drivetrain.strategies.strategy import Strategy
 
 logger = logging.getLogger("drivetrain")
@@ -49,7 +48,7 @@ class ProfiledSession(Session):
     _measuring: ClassVar[set[int]] = set()
     """The ids of the profilers that are measuring a run."""
 
-    def __init__(self, request: RunRequest[RunContext], strategy: Strategy, topology: Topology) -> None:
+    def __init__(self, request: RunRequest, strategy: Strategy, topology: Topology) -> None:
         super().__init__(request, strategy, topology)
         trainer, before = request.trainer, request.previous_folder
         self._profiler = trainer.profiler
@@ -152,7 +151,7 @@ class ProfiledSession(Session):
         )
         if isinstance(step, ManualStep):
             self._time(step, "backward", "_backward")
-            for handle in self.optimization.handles:
+            for handle in self.core.optimization.handles:
                 self._time(handle, "optimizer", "_step_optimizer")
         elif isinstance(step, AutomaticStep):
             self._replace(step, "_backward", lambda call: self._timed("backward", call or _BACKWARD))

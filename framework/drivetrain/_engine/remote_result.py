@@ -10,9 +10,10 @@ from torch import nn
 
 from drivetrain._engine.missing_weights import CHECKPOINT_ATTRIBUTE
 from drivetrain._engine.run_folder import RunFolder
-from drivetrain._engine.session_context import SessionContext
+from drivetrain._engine.run_parts import RunCore
 from drivetrain.errors import ConfigurationError, listed
 from drivetrain.module.train_module import TrainModule
+from drivetrain.run_context import RunContext
 from drivetrain.strategies import replace_tensors
 
 
@@ -52,7 +53,7 @@ class RemoteResult:
     @classmethod
     def of(
         cls,
-        trainer: SessionContext,
+        trainer: RunContext,
         module: TrainModule,
         result: Any,
         with_module: bool = True,
@@ -65,8 +66,8 @@ class RemoteResult:
             result: the return value of the stage.
             with_module: whether to include the module; False after a trial, whose weights are discarded.
         """
-        assert trainer.session is not None
-        core = trainer.session.core
+        core = trainer.run_state
+        assert isinstance(core, RunCore)
         is_rank_0 = trainer.is_global_zero
         sends_module = is_rank_0 and with_module
         return cls(

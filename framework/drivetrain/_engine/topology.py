@@ -117,21 +117,6 @@ def first_rank_topology(devices: Devices, num_nodes: int, strategy: Strategy | N
     return Topology(placement, missing=True)
 
 
-def expected_placement(setting: str | Environment, devices: int | str | list[int], num_nodes: int) -> Placement:
-    """Return this process's expected placement before a run begins, for scripts that read the rank early.
-
-    A process that was started to run the caller's script again has the rank that it was started for. Conflicting
-    settings raise an error when the run begins, not in this function.
-    """
-    if num_nodes == 1 and devices in (1, "1") and current_world() is not None:
-        return Placement()  # each process of the script executes a separate run
-    if dist.is_available() and dist.is_initialized():
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        return Placement(rank, world_size, rank, world_size)
-    environment = resolve_environment(setting)
-    return environment.placement() if environment.started_processes else Placement()
-
-
 def _is_single_process(strategy: Strategy | None, requested: int) -> bool:
     """Whether the run's strategy is for a single process.
 
