@@ -15,7 +15,7 @@ from engine_case import Tiny, fit, loader
 from small_modules import calling, metrics, tiny
 
 from drivetrain import ConfigurationError, Fit, Logger
-from drivetrain._engine.log_queue import LogQueue, _Row  # private: rows wait for a device only
+from drivetrain.loggers._log_queue import LogQueue, _Row  # private: rows wait for a device only
 from drivetrain.callbacks import LambdaCallback
 
 EPOCH: dict[str, Any] = {"on_step": False, "on_epoch": True}
