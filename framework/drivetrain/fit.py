@@ -6,11 +6,11 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
+from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from drivetrain._config.arguments import check_arguments
-from drivetrain._config.precedence import Settings, resolved_settings
+from drivetrain._config.precedence import resolved_settings
 from drivetrain._engine.defaults import default_callbacks, default_loggers
 from drivetrain._engine.launch import launch
 from drivetrain._engine.resume_compatibility import check_allow
@@ -27,14 +27,14 @@ from drivetrain.callback import Callback
 from drivetrain.data import DataModule
 from drivetrain.environments import Environment, check_environment_name
 from drivetrain.errors import ConfigurationError, shortened
-from drivetrain.launchers import Launcher, check_launcher
+from drivetrain.launchers import check_launcher
 from drivetrain.loggers import Logger
 from drivetrain.module._run_handle import is_attached
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
-from drivetrain.precision.resolve import PrecisionName, canonical_name
+from drivetrain.precision.resolve import canonical_name
 from drivetrain.run_context import RunContext
-from drivetrain.strategies.registry import StrategyName, strategy_by_name
+from drivetrain.strategies.registry import strategy_by_name
 from drivetrain.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("drivetrain")
 
-Limit = int | float | None
 
-
+@resolved_settings
+@dataclass(kw_only=True, eq=False, repr=False)
 class Fit(RunContext):
     """Trains, validates, tests and predicts with a `TrainModule`. Building a `Fit` has no side effect.
 
@@ -110,113 +110,41 @@ class Fit(RunContext):
         ConfigurationError: an argument is unknown, invalid, or contradicts another.
     """
 
-    settings: Settings  # the decorator `resolved_settings` sets this attribute
+    callbacks: InitVar[Callback | list[Callback] | None] = None
 
-    @resolved_settings
-    def __init__(
+    def __post_init__(
         self,
-        *,
-        strategy: StrategyName | str | Strategy = "auto",
-        accelerator: str = "auto",
-        devices: int | str | list[int] = "auto",
-        num_nodes: int = 1,
-        precision: PrecisionName | str | int | Precision = "32-true",
-        max_epochs: int | None = None,
-        min_epochs: int | None = None,
-        max_steps: int = -1,
-        min_steps: int | None = None,
-        max_time: str | dict[str, float] | timedelta | None = None,
-        accumulate_grad_batches: int = 1,
-        gradient_clip_val: int | float | None = None,
-        gradient_clip_algorithm: str = "norm",
-        limit_train_batches: int | float | None = None,
-        limit_val_batches: int | float | None = None,
-        limit_test_batches: int | float | None = None,
-        limit_predict_batches: int | float | None = None,
-        val_check_interval: int | float | None = None,
-        check_val_every_n_epoch: int | None = 1,
-        num_sanity_val_steps: int = 2,
-        overfit_batches: int | float = 0,
-        fast_dev_run: bool | int = False,
-        callbacks: Callback | list[Callback] | None = None,
-        logger: bool | str | Logger | Sequence[str | Logger] | None = None,
-        log_every_n_steps: int = 50,
-        enable_progress_bar: bool = True,
-        enable_checkpointing: bool = True,
-        enable_model_summary: bool = True,
-        default_root_dir: str | os.PathLike[str] | None = None,
-        seed: int | None = None,
-        deterministic: bool | Literal["warn"] | None = None,
-        benchmark: bool | None = None,
-        inference_mode: bool = True,
-        detect_anomaly: bool = False,
-        compile: bool | dict[str, Any] = False,
-        use_distributed_sampler: bool = True,
-        sync_batchnorm: bool = False,
-        reload_dataloaders_every_n_epochs: int = 0,
-        profiler: str | Profiler | None = None,
-        launcher: str | Launcher = "auto",
-        environment: str | Environment = "auto",
-        preemption_signals: str | list[str] | None = "auto",
-        barebones: bool = False,
-        plugins: object | None = None,
+        strategy: str | Strategy,
+        precision: str | int | Precision,
+        logger: bool | str | Logger | Sequence[str | Logger] | None,
+        default_root_dir: str | os.PathLike[str] | None,
+        profiler: str | Profiler | None,
+        callbacks: Callback | list[Callback] | None,
     ) -> None:
         values = {name: setting.value for name, setting in self.settings.items()}
         chosen = frozenset(name for name, setting in self.settings.items() if setting.source != "default")
-        check_devices(accelerator, devices)
+        check_devices(self.accelerator, self.devices)
         check_arguments(values, chosen)
-        if fast_dev_run:
-            batches = int(fast_dev_run)
-            max_epochs, max_steps, num_sanity_val_steps = 1, batches, 0
-            limit_train_batches = limit_val_batches = limit_test_batches = limit_predict_batches = batches
-            val_check_interval, check_val_every_n_epoch, enable_checkpointing = None, 1, False
-            overfit_batches = 0
-        if barebones:
-            enable_progress_bar = enable_checkpointing = enable_model_summary = False
-            log_every_n_steps = num_sanity_val_steps = 0
-        self.accelerator = accelerator
-        self.devices = devices
-        self.num_nodes = num_nodes
-        self.max_epochs = max_epochs
-        self.min_epochs = min_epochs
-        self.max_steps = max_steps
-        self.min_steps = min_steps
-        self.max_time = max_time
-        self.accumulate_grad_batches = accumulate_grad_batches
-        self.gradient_clip_val = gradient_clip_val
-        self.gradient_clip_algorithm = gradient_clip_algorithm
-        self.limit_train_batches: Limit = limit_train_batches
-        self.limit_val_batches: Limit = limit_val_batches
-        self.limit_test_batches: Limit = limit_test_batches
-        self.limit_predict_batches: Limit = limit_predict_batches
-        self.val_check_interval: Limit = val_check_interval
-        self.check_val_every_n_epoch = check_val_every_n_epoch
-        self.num_sanity_val_steps = num_sanity_val_steps
-        self.overfit_batches = overfit_batches
-        self.fast_dev_run = fast_dev_run
-        self.log_every_n_steps = log_every_n_steps
-        self.enable_checkpointing = enable_checkpointing
-        self.seed = None if seed is None else validate_seed(seed)
-        self.deterministic = deterministic
-        self.benchmark = benchmark
-        self.inference_mode = inference_mode
-        self.detect_anomaly = detect_anomaly
-        self.compile = compile
-        self.use_distributed_sampler = use_distributed_sampler
-        self.sync_batchnorm = sync_batchnorm
-        self.reload_dataloaders_every_n_epochs = reload_dataloaders_every_n_epochs
-        self.launcher = launcher
-        self.environment = environment
-        self.preemption_signals = preemption_signals
-        self.barebones = barebones
+        if self.fast_dev_run:
+            batches = int(self.fast_dev_run)
+            self.max_epochs, self.max_steps, self.num_sanity_val_steps = 1, batches, 0
+            self.limit_train_batches = self.limit_val_batches = batches
+            self.limit_test_batches = self.limit_predict_batches = batches
+            self.val_check_interval, self.check_val_every_n_epoch, self.enable_checkpointing = None, 1, False
+            self.overfit_batches = 0
+        if self.barebones:
+            self.enable_progress_bar = self.enable_checkpointing = self.enable_model_summary = False
+            self.log_every_n_steps = self.num_sanity_val_steps = 0
+        if self.seed is not None:
+            self.seed = validate_seed(self.seed)
         self.default_root_dir = resolved_path(os.curdir if default_root_dir is None else default_root_dir)
         self.precision_setting = precision
         if not isinstance(precision, Precision):
             # This call refuses an unknown name. The support of the device is checked once the device is known.
             canonical_name(precision)
-        check_launcher(launcher)
-        if not isinstance(environment, Environment):
-            check_environment_name(environment)
+        check_launcher(self.launcher)
+        if not isinstance(self.environment, Environment):
+            check_environment_name(self.environment)
         # The strategy is built here to refuse an unknown name early. "auto" needs the number of processes, known later.
         self.chosen_strategy = strategy if isinstance(strategy, Strategy) else None
         if isinstance(strategy, str) and strategy != "auto":
@@ -225,14 +153,14 @@ class Fit(RunContext):
             raise ConfigurationError(
                 f"strategy={strategy!r}.", "strategy= takes a name or a Strategy.", "use 'ddp', or DDPStrategy(...)."
             )
-        self.loggers: list[Logger] = default_loggers(
-            logger, self.default_root_dir, only_check=bool(fast_dev_run) or barebones
+        self.loggers = default_loggers(
+            logger, self.default_root_dir, only_check=bool(self.fast_dev_run) or self.barebones
         )
-        self.callbacks: list[Callback] = default_callbacks(
+        self.callbacks = default_callbacks(
             callbacks,
-            progress_bar=enable_progress_bar,
-            model_summary=enable_model_summary,
-            checkpointing=enable_checkpointing,
+            progress_bar=self.enable_progress_bar,
+            model_summary=self.enable_model_summary,
+            checkpointing=self.enable_checkpointing,
         )
         self.given_profiler = None
         if profiler is not None:
