@@ -206,7 +206,7 @@ class Fit(RunContext):
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         given = DataArguments(train_dataloaders, val_dataloaders, datamodule)
-        self._launch("fit", _module_argument("fit", module, model), given, ckpt_path, allow=check_allow(allow))
+        self._launch("fit", _either("fit", module, model), given, ckpt_path, allow=check_allow(allow))
 
     def validate(
         self,
@@ -232,15 +232,8 @@ class Fit(RunContext):
                 trained weights. None means those that the run evaluated with.
             model: another name of ``module``, as in Lightning.
         """
-        return self._evaluate(
-            "validate",
-            _module_argument("validate", module, model),
-            dataloaders,
-            datamodule,
-            ckpt_path,
-            verbose,
-            averaged,
-        )
+        module = _either("validate", module, model)
+        return self._score("validate", module, dataloaders, datamodule, ckpt_path, verbose, averaged)
 
     def test(
         self,
@@ -254,9 +247,8 @@ class Fit(RunContext):
         model: TrainModule | None = None,
     ) -> list[dict[str, float]]:
         """Run ``test_step`` over the test loaders and return each loader's values. Arguments are as for `validate`."""
-        return self._evaluate(
-            "test", _module_argument("test", module, model), dataloaders, datamodule, ckpt_path, verbose, averaged
-        )
+        module = _either("test", module, model)
+        return self._score("test", module, dataloaders, datamodule, ckpt_path, verbose, averaged)
 
     @overload
     def predict(
@@ -310,16 +302,18 @@ class Fit(RunContext):
         Returns:
             The outputs, with their tensors on the CPU; None if ``return_predictions`` is False.
         """
-        if isinstance(dataloaders, DataModule):
-            dataloaders, datamodule = None, dataloaders
-        chosen, ckpt_path = self._resolve_module("predict", _module_argument("predict", module, model), ckpt_path)
-        given = DataArguments(None, dataloaders, datamodule)
-        outputs: list[Any] | None = self._launch(
-            "predict", chosen, given, ckpt_path, return_predictions, averaged=averaged
+        outputs: list[Any] | None = self._evaluate(
+            "predict",
+            _either("predict", module, model),
+            dataloaders,
+            datamodule,
+            ckpt_path,
+            averaged,
+            return_predictions,
         )
         return outputs
 
-    def _evaluate(
+    def _score(
         self,
         stage: str,
         module: TrainModule | None,
@@ -329,12 +323,7 @@ class Fit(RunContext):
         verbose: bool,
         averaged: bool | None,
     ) -> list[dict[str, float]]:
-        module, ckpt_path = self._resolve_module(stage, module, ckpt_path)
-        if isinstance(loaders, DataModule):
-            loaders, datamodule = None, loaders
-        results: list[dict[str, float]] = self._launch(
-            stage, module, DataArguments(None, loaders, datamodule), ckpt_path, averaged=averaged
-        )
+        results: list[dict[str, float]] = self._evaluate(stage, module, loaders, datamodule, ckpt_path, averaged)
         if verbose and self.is_global_zero:
             from drivetrain._runtime.terminal_output import write_output  # only evaluations that print need it
 
@@ -344,16 +333,27 @@ class Fit(RunContext):
                 write_output(sys.stdout, f"{label}: {values}\n")
         return results
 
-    def _resolve_module(self, stage: str, module: TrainModule | None, ckpt_path: Any) -> tuple[TrainModule | None, Any]:
-        """Return the module and checkpoint to evaluate, which default to the last run's module and best checkpoint."""
-        last = self.run_state
-        if module is not None or not last.stage:
-            return module, ckpt_path
-        best = "" if self.checkpoint_callback is None else self.checkpoint_callback.best_model_path
-        if ckpt_path is None and best and last.stage == "fit":
-            logger.info("%s was given no module: it runs the last run's module with the weights of %s.", stage, best)
-            ckpt_path = best
-        return last.module, ckpt_path
+    def _evaluate(
+        self,
+        stage: str,
+        module: TrainModule | None,
+        loaders: Any,
+        datamodule: DataModule | None,
+        ckpt_path: Any,
+        averaged: bool | None,
+        return_predictions: bool = True,
+    ) -> Any:
+        """Run a stage other than fit, by default with the last run's module and best checkpoint."""
+        if isinstance(loaders, DataModule):
+            loaders, datamodule = None, loaders
+        if module is None:
+            module = self.module
+            best = "" if self.checkpoint_callback is None else self.checkpoint_callback.best_model_path
+            if ckpt_path is None and best and self.run_state.stage == "fit":
+                logger.info("%s was given no module: it uses the last run's, with the weights of %s.", stage, best)
+                ckpt_path = best
+        given = DataArguments(None, loaders, datamodule)
+        return self._launch(stage, module, given, ckpt_path, return_predictions, averaged=averaged)
 
     def _launch(
         self,
@@ -438,7 +438,7 @@ def _checkpoint_path(ckpt_path: str | os.PathLike[str]) -> str:
     return resolved
 
 
-def _module_argument(stage: str, module: TrainModule | None, model: TrainModule | None) -> TrainModule | None:
+def _either(stage: str, module: TrainModule | None, model: TrainModule | None) -> TrainModule | None:
     if module is not None and model is not None:
         raise ConfigurationError(
             f"{stage} was given a module and a model.", "both names stand for one argument.", "pass one of them."
