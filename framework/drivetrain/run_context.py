@@ -819,8 +819,7 @@ class RunContext(FitArguments):
         if self.num_nodes == 1 and self.devices in (1, "1") and current_world() is not None:
             return Placement()  # each process of the script executes a separate run
         if dist.is_available() and dist.is_initialized():
-            rank, world_size = dist.get_rank(), dist.get_world_size()
-            return Placement(rank, world_size, rank, world_size)
+            return Placement.on_one_node(dist.get_rank(), dist.get_world_size())
         setting = self.environment
         environment = setting if isinstance(setting, Environment) else environment_by_name(setting)
         return environment.placement() if environment.started_processes else Placement()

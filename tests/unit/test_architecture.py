@@ -208,12 +208,12 @@ def test_files_are_small_and_packages_marked_as_typed() -> None:
 
 
 PICKLES = {  # modules that unpickle, and what
-    "drivetrain._distributed.failure": "an error, through a file that only this user can write",
+    "drivetrain._distributed.failure": "an error, through a pipe to a process of this one",
     "drivetrain._distributed.flight_recorder": "of this very process",
     "drivetrain._loops.outputs": "a user's own objects, between ranks of one job",
-    "drivetrain.launchers._ray_worker": "the caller's function, brought by Ray",
+    "drivetrain.launchers._processes": "only pickles, what a function returned",
     "drivetrain.launchers.function_launcher": "through pipes to processes of this one",
-    "drivetrain.launchers.ray_launcher": "what a worker returned, brought by Ray",
+    "drivetrain.launchers.ray_launcher": "the caller's function and what a worker returned, brought by Ray",
     "drivetrain.testing._rank_process": "through pipes to processes of this one",
     "drivetrain.testing.run_distributed": "through pipes to processes of this one",
 }
@@ -244,7 +244,7 @@ ALLOWED = {
 }
 CONCRETE_PACKAGES = ("callbacks", "loggers", "launchers", "environments", "precision", "profilers")
 INTERFACES = {
-    *("Callback", "Logger", "Launcher", "Strategy", "Work", "World", "Environment", "Precision", "Profiler"),
+    *("Callback", "Logger", "Launcher", "LaunchedProcesses", "Strategy", "Environment", "Precision", "Profiler"),
     "ProfiledRun",
 }
 

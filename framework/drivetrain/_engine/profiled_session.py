@@ -15,10 +15,10 @@ from drivetrain._engine.monitors import MonitoredKeysCheck
 from drivetrain._engine.run_parts import RunRequest, Training
 from drivetrain._engine.session import PreparedRun, Session
 from drivetrain._engine.stage_data import StageData
-from drivetrain._engine.topology import Topology
 from drivetrain._loops.manual_step import ManualStep
 from drivetrain._loops.step import AutomaticStep
 from drivetrain.checkpoint._folders import child
+from drivetrain.launchers import LaunchedProcesses
 from drivetrain.profilers import ProfiledRun
 from drivetrain.strategies.strategy import Strategy
 
@@ -48,8 +48,8 @@ class ProfiledSession(Session):
     _measuring: ClassVar[set[int]] = set()
     """The ids of the profilers that are measuring a run."""
 
-    def __init__(self, request: RunRequest, strategy: Strategy, topology: Topology) -> None:
-        super().__init__(request, strategy, topology)
+    def __init__(self, request: RunRequest, strategy: Strategy, processes: LaunchedProcesses) -> None:
+        super().__init__(request, strategy, processes)
         trainer, before = request.trainer, request.previous_folder
         self._profiler = trainer.profiler
         self._facts = ProfiledRun(request.stage, strategy.rank, strategy.world_size, strategy.device)

@@ -30,7 +30,6 @@ from drivetrain._engine.evaluation_setup import (
 from drivetrain._engine.failure_propagation import error_to_report, publish_failure, resolve_cause
 from drivetrain._engine.optimizer_setup import set_up_optimizers
 from drivetrain._engine.out_of_memory import explain_out_of_memory
-from drivetrain._engine.process_switches import apply_switches
 from drivetrain._engine.rank_facts import module_facts, setting_facts
 from drivetrain._engine.rank_log import RankLog
 from drivetrain._engine.run_callbacks import RunCallbacks
@@ -47,10 +46,10 @@ from drivetrain._engine.run_parts import (
     TrainingInputs,
 )
 from drivetrain._engine.seeding import seed_data_rank, seed_rank, warn_unseeded
-from drivetrain._engine.signals import Signals, announce, as_interruption, handled_signals, interruption_error
+from drivetrain._engine.signals import Signals, announce, as_interruption, handled_signals, interruption_error, requeue
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import DataSplit
-from drivetrain._engine.topology import Topology, check_control_plane, check_distinct_devices, check_module_setup
+from drivetrain._engine.strategy_checks import check_control_plane, check_distinct_devices, check_module_setup
 from drivetrain._engine.training_setup import (
     build_stopping,
     build_training,
@@ -66,8 +65,9 @@ from drivetrain._loops.trainables import Trainables
 from drivetrain._metrics import MetricStore
 from drivetrain._run_state import Progress
 from drivetrain._runtime.console_logging import log_once, log_to_console
-from drivetrain._runtime.process_state import ProcessState
+from drivetrain._runtime.process_state import ProcessState, apply_switches
 from drivetrain.data._rng_replay import RngReplay
+from drivetrain.launchers import LaunchedProcesses
 from drivetrain.module._run_handle import attach, detach
 from drivetrain.module.train_module import TrainModule
 from drivetrain.strategies._module_lock import lock_module, unlock_module
@@ -104,10 +104,10 @@ class Session:
     Args:
         request: the entry point that was called, with its arguments.
         strategy: runs the module, and is bound to this process already.
-        topology: this process's place among all processes.
+        processes: the processes of the run, of which this process is one.
     """
 
-    def __init__(self, request: RunRequest, strategy: Strategy, topology: Topology) -> None:
+    def __init__(self, request: RunRequest, strategy: Strategy, processes: LaunchedProcesses) -> None:
         trainer, module, control = request.trainer, request.module, strategy.control
         folder = RunFolder(request.previous_folder)
         self.data = RunData(request.given, Lengths(control), RngReplay(strategy.device))
@@ -138,7 +138,7 @@ class Session:
         self.core.check_collective = self.collective_calls.check
         self.core.all_gather = self.collective_calls.all_gather
         self.core.log_histograms = self._log_histograms
-        self._topology = topology
+        self._processes = processes
         self._trainables: Trainables | None = None
         self._compiled: CompiledSteps | None = None
         self._teardowns: list[Callable[[str], None]] = []  # the hooks to call; empty before set-up hooks are called
@@ -389,19 +389,17 @@ class Session:
 
     def _requeue(self, number: int) -> None:
         if self.core.strategy.rank == 0 and goes_on_when_repeated(self.core):
-            from drivetrain._engine.requeue import requeue  # only preempted runs need it
-
             requeue(number, os.environ)
 
     # Set-up
 
     def _connect_ranks(self) -> None:
         """Pass the strategy's control plane, created by `setup_environment`, to the parts of the run that use it."""
-        core, strategy, world = self.core, self.core.strategy, self._topology.world
-        check_control_plane(strategy, self._topology.placement)
+        core, strategy = self.core, self.core.strategy
+        check_control_plane(strategy, self._processes.placement)
         check_distinct_devices(strategy)
-        if world is not None and strategy.world_size > 1:
-            strategy.control.external_failures = world.failures
+        if strategy.control.failures is not None:
+            strategy.control.failures.external = self._processes.failures
         self.data.rng_replay.device = strategy.device
         core.metrics.control = self.data.lengths.control = strategy.control
         core.metrics.contributes = strategy.is_data_leader
@@ -584,7 +582,7 @@ class Session:
                 call()
             except Exception:
                 logger.exception("Tearing down the failed run raised another error:")
-        cause, reported_by = resolve_cause(control, self._topology.world, failure, error)
+        cause, reported_by = resolve_cause(control, failure, error, self._processes.kind == "function")
         cause = as_interruption(cause, self._handled_signals)
         if reported_by is not None:
             summary = failure.one_line_summary()

@@ -14,8 +14,8 @@ import torch
 from drivetrain._engine.launch import launch
 from drivetrain._engine.out_of_memory import ran_out_of_memory
 from drivetrain._engine.run_parts import RunRequest
+from drivetrain._engine.run_processes import resolve_environment
 from drivetrain._engine.stage_loaders import DataArguments
-from drivetrain._engine.topology import resolve_environment
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._runtime.accelerators import resolve_devices
 from drivetrain._runtime.console_logging import log_to_console
