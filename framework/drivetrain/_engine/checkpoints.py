@@ -20,6 +20,14 @@ from drivetrain._engine.seeding import order_seed
 from drivetrain._loops.save_requests import SaveRequests
 from drivetrain._loops.stopping import limit_reached
 from drivetrain._loops.trainables import freeze_only
+from drivetrain.callback import (
+    EndsRuns,
+    FollowsRollbacks,
+    KeepsCheckpoints,
+    SavesBeforeLeaving,
+    WantsRunFolder,
+    folders_of,
+)
 from drivetrain.errors import CheckpointError, ConfigurationError, listed
 
 # The code that reads and writes checkpoints is imported on use, because many runs neither read nor write any.
@@ -84,7 +92,7 @@ class RunCheckpoints:
             StorageError: a folder cannot be listed.
         """
         core = self._core
-        self._searched_folders = self._callback_folders()
+        self._searched_folders = folders_of(self._core.callbacks)
         needed_by = self._folder_needed_by()
         check_folder_agreement(core.strategy.control, needed_by)
         if needed_by:
@@ -96,7 +104,7 @@ class RunCheckpoints:
         """Return the class names of the objects that need a folder for the run, and "ckpt_path" if it is given."""
         core, trainer = self._core, self._core.trainer
         profilers = [trainer.profiler] if core.profile_needs_folder else []
-        callbacks = [callback for callback in core.callbacks if callback.wants_run_folder]
+        callbacks = [each for each in core.callbacks if isinstance(each, WantsRunFolder) and each.wants_run_folder]
         argument = [] if self._path is None else ["ckpt_path"]
         return [*(type(user).__name__ for user in (*trainer.loggers, *callbacks, *profilers)), *argument]
 
@@ -122,14 +130,16 @@ class RunCheckpoints:
             from drivetrain._engine.run_start import find_in_folders
 
             # Rank 0 chooses for all ranks, because a network file system may show the others an older state.
-            added_in_setup = [folder for folder in self._callback_folders() if folder not in self._searched_folders]
+            added_in_setup = [
+                folder for folder in folders_of(self._core.callbacks) if folder not in self._searched_folders
+            ]
             path = beginning.path
             if path is None and added_in_setup:
                 path = find_in_folders(core, added_in_setup)
             if path is None and self._path != "auto":
                 raise CheckpointError(
                     f"ckpt_path={self._path!r}: there is no checkpoint to {'resume from' if fitting else 'evaluate'}.",
-                    f"looked in {', '.join([runs_folder(core), *self._callback_folders()])}, for checkpoints "
+                    f"looked in {', '.join([runs_folder(core), *folders_of(self._core.callbacks)])}, for checkpoints "
                     f"saved by runs of {type(core.module).__name__} with the same hyper-parameters.{beginning.skipped}",
                     "pass a path, or ckpt_path='auto', which starts a new run if there is none."
                     if fitting
@@ -198,8 +208,10 @@ class RunCheckpoints:
             return None
         for callback in self._core.callbacks:
             saved = states.get(callback.state_key)
+            if saved is None or not isinstance(callback, EndsRuns):
+                continue
             with reporting_malformed(self.opened, "the run's state", f"callbacks/{callback.state_key}"):
-                reason = None if saved is None else callback.reason_for_ending(saved["state"])
+                reason = callback.reason_for_ending(saved["state"])
             if reason is not None:
                 return f"{type(callback).__name__} has ended the run: {reason}"
         return None
@@ -341,7 +353,8 @@ class RunCheckpoints:
         self.finish()
         control, found = self._core.strategy.control, None
         if control.rank == 0:
-            for path in {path for callback in self._core.callbacks for path in callback.kept_checkpoints}:
+            keepers = [each for each in self._core.callbacks if isinstance(each, KeepsCheckpoints)]
+            for path in {path for keeper in keepers for path in keeper.kept_checkpoints}:
                 with suppress(CheckpointError):  # another process removed the checkpoint
                     checkpoint = load(path)
                     check_progress(checkpoint)
@@ -380,12 +393,13 @@ class RunCheckpoints:
 
         def load_now() -> None:
             self.finish()
-            for callback in core.callbacks:
+            followers = [callback for callback in core.callbacks if isinstance(callback, FollowsRollbacks)]
+            for callback in followers:
                 callback.before_rollback(core.trainer, core.module)
             self._run_state().load(checkpoint, StartsAnew(), rolling_back=True)
             if core.strategy.rank == 0:
                 core.folder.note("rolled back", f"to {path}", core.progress.global_step)
-            for callback in core.callbacks:
+            for callback in followers:
                 callback.after_rollback(core.trainer, core.module, path)
 
         self.requests.roll_back(load_now)
@@ -398,10 +412,6 @@ class RunCheckpoints:
             self._core.progress.load_state_dict(self.opened.progress)
             self._core.progress.cut_short = False
             self.opened.close()
-
-    def _callback_folders(self) -> list[str]:
-        """Return the folders that callbacks write checkpoints to, each once."""
-        return list(dict.fromkeys(folder for callback in self._core.callbacks for folder in callback.writes_to))
 
     def _run_state(self) -> RunCheckpoint:
         from drivetrain._engine.run_checkpoint import RunCheckpoint
@@ -416,7 +426,7 @@ class RunCheckpoints:
         Raises:
             CheckpointError: a part of the state cannot be saved. The error is raised on every rank.
         """
-        if any(callback.writes_to for callback in self._core.callbacks):
+        if folders_of(self._core.callbacks):
             from drivetrain._engine.save_rehearsal import SaveRehearsal
 
             optimizers = self._collect_parts().optimization.optimizers
@@ -552,7 +562,8 @@ class RunCheckpoints:
         self.finish()
         core = self._core
         with self.requests.at_resumable_point():
-            saved = [callback.save_before_leaving(core.trainer, core.module) for callback in core.callbacks]
+            savers = [callback for callback in core.callbacks if isinstance(callback, SavesBeforeLeaving)]
+            saved = [callback.save_before_leaving(core.trainer, core.module) for callback in savers]
         self.requests.run()
         self.finish()
         if not any(saved) and core.strategy.rank == 0 and not core.request.trial and not self._warned_of_no_save:

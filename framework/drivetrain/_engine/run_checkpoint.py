@@ -24,7 +24,7 @@ from drivetrain._engine.saved_state_schema import reporting_malformed
 from drivetrain._engine.seeding import seed_rank
 from drivetrain._loops.validation import renumber_validation
 from drivetrain._runtime.seed import derive_seed
-from drivetrain.callback import Callback
+from drivetrain.callback import Callback, HoldsAverages, ReplacesWeights
 from drivetrain.checkpoint._base_weights import base_checksums, check_base
 from drivetrain.checkpoint._format import (
     AveragesRecord,
@@ -161,7 +161,8 @@ class RunCheckpoint:
         replaced: dict[str, Any] = {}
         for callback in self._core.callbacks if self._running else ():
             with _ignoring_errors(dry_run):
-                replaced |= callback.trained_weights(self._core.trainer, self._module)
+                if isinstance(callback, ReplacesWeights):
+                    replaced |= callback.trained_weights(self._core.trainer, self._module)
         return replaced
 
     def shard_of(self, value: Any) -> Any:
@@ -217,7 +218,7 @@ class RunCheckpoint:
             return found, averages  # sharded tensors may no longer exist after the run
         for key, callback in self._callbacks_by_key():
             with _ignoring_errors(dry_run):
-                evaluated = callback.evaluates_averages
+                evaluated = callback.evaluates_averages if isinstance(callback, HoldsAverages) else None
                 tensors = (
                     {}
                     if only_averages and evaluated is None

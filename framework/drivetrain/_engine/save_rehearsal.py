@@ -12,6 +12,7 @@ from drivetrain._engine.run_checkpoint import RunCheckpoint
 from drivetrain._engine.run_parts import RunCore
 from drivetrain._loops.save_requests import SaveRequests
 from drivetrain._runtime.generators import preserved_generators
+from drivetrain.callback import KeepsCheckpoints, folders_of
 from drivetrain.checkpoint._format import check_metadata, copy_to_host, run_collectively
 from drivetrain.errors import CheckpointError
 
@@ -39,7 +40,10 @@ class SaveRehearsal:
         self._optimizers = optimizers
         self._requests = requests
         self._run_state = run_state
-        self._saves_resumable = any(callback.saves_resumable for callback in core.callbacks if callback.writes_to)
+        self._saves_resumable = any(
+            isinstance(callback, KeepsCheckpoints) and callback.saves_resumable and folders_of([callback])
+            for callback in core.callbacks
+        )
 
     def run(self) -> None:
         """Check that the state can be saved. Collective.
