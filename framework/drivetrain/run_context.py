@@ -853,7 +853,7 @@ class RunContext(FitArguments):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            from drivetrain._config.lightning_names import trainer_attribute_error  # only an error needs it
+            from drivetrain._config.foreign_names import trainer_attribute_error  # only an error needs it
 
             raise AttributeError(trainer_attribute_error(type(self).__name__, name))
 

@@ -187,7 +187,7 @@ def _from_file(known: Collection[str]) -> dict[str, tuple[Any, str, bool]]:
 def _unknown_setting_error(
     name: str, what: str, given: str, known: Iterable[str], removal: str = "Remove it"
 ) -> ConfigurationError:
-    from drivetrain._config.old_names import find_replacement  # imported only for this error
+    from drivetrain._config.foreign_names import find_replacement  # imported only for this error
 
     replacement = find_replacement(name.removeprefix(PREFIX))
     if replacement is not None:

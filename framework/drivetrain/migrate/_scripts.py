@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 
-from drivetrain._config.lightning_names import strategy_attribute_error, trainer_attribute_error
-from drivetrain._config.old_names import find_replacement
+from drivetrain._config.foreign_names import find_replacement, strategy_attribute_error, trainer_attribute_error
 from drivetrain.migrate._names import PUBLIC_MODULES, RENAMED_CLASSES, module_by_name
 
 _LIGHTNING_MODULE = re.compile(r"(lightning|lightning\.pytorch|pytorch_lightning)(\.|$)")
