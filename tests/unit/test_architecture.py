@@ -240,7 +240,6 @@ NAMES = {"single_device", "ddp", "fsdp", "hsdp", "deepspeed", *get_args(Precisio
 ALLOWED = {
     # The user's own callback replaces the default one.
     "drivetrain._engine.defaults": {"ModelSummary"},
-    "drivetrain.fit": {"32-true"},  # the default
 }
 CONCRETE_PACKAGES = ("callbacks", "loggers", "launchers", "environments", "precision", "profilers")
 INTERFACES = {
