@@ -284,7 +284,7 @@ class SavesBeforeLeaving(Protocol):
     """Saves a checkpoint to resume from when a preemption signal or ``max_time`` ends the run early."""
 
     def save_before_leaving(self, trainer: RunContext, module: Any) -> bool:
-        """Save with `Fit.save_checkpoint`, or request a save with `Fit.defer_save`, which the run completes.
+        """Save with `Fit.save_checkpoint` or `Fit.save`. A function passed to `save` is called before the run ends.
 
         Called on every rank, between two accumulation windows.
 
@@ -333,7 +333,7 @@ class SavesOnException(Protocol):
     """Saves a run that fails."""
 
     save_on_exception: bool
-    """Whether this callback calls `RunContext.save_after_failure` if the run fails. The run then copies buffers,
+    """Whether this callback calls `RunContext.save` in ``on_exception``. The run then copies buffers,
     generators and metrics before each step, because a step that fails has changed them."""
 
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from drivetrain._config.arguments import check_arguments
 from drivetrain._config.precedence import resolved_settings
+from drivetrain._engine.components import check_allow
 from drivetrain._engine.defaults import default_callbacks, default_loggers
 from drivetrain._engine.launch import launch
-from drivetrain._engine.resume_compatibility import check_allow
 from drivetrain._engine.run_folder import CKPT_PATH_KEYWORDS
 from drivetrain._engine.run_parts import RunRequest
 from drivetrain._engine.seeding import built_unseeded

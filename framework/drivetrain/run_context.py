@@ -17,8 +17,16 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from drivetrain._metrics import MetricStore
-from drivetrain._run_state import ManualOptimization, RunState, SchedulerConfig, StopRequests, with_module_callbacks
+from drivetrain._run_state import (
+    CheckpointsOfRun,
+    ManualOptimization,
+    RunState,
+    SchedulerConfig,
+    StopRequests,
+    with_module_callbacks,
+)
 from drivetrain._runtime.accelerators import resolve_devices
+from drivetrain.checkpoint.save_request import SaveRequest
 from drivetrain.environments import Environment, Placement, environment_by_name
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import Launcher, current_world
@@ -308,7 +316,7 @@ class RunContext(FitArguments):
     def ckpt_path(self) -> str | None:
         """The path of the checkpoint that the run started from ("last", "best" and "auto" are resolved), or None."""
         checkpoints = self.run_state.checkpoints
-        return None if checkpoints is None or checkpoints.opened is None else str(checkpoints.opened.path)
+        return None if checkpoints is None or checkpoints.opened is None else checkpoints.opened.path
 
     # Devices and ranks
 
@@ -601,71 +609,31 @@ class RunContext(FitArguments):
             weights_only: leave out the state that only a resumed run needs.
             trainable_only: store only checksums of parameters that have never trained.
         """
-        run = self._running("save_checkpoint")
-        run.check_collective("save_checkpoint")
-        run.checkpoints.save(os.fspath(path), weights_only, trainable_only)
+        self._running("save_checkpoint").check_collective("save_checkpoint")
+        self._checkpoints("save_checkpoint").save(SaveRequest(os.fspath(path), weights_only, trainable_only))
 
-    def defer_save(self, save: Callable[[], None]) -> None:
-        """Call ``save`` at the next point from which the run can be resumed exactly. Call this method on every rank.
+    def save(self, request: SaveRequest | Callable[[], SaveRequest | None]) -> None:
+        """Write a checkpoint at the next point from which the run can be resumed. Call this method on every rank.
 
-        The point is reached when all hooks of the current event have run and the accumulation window is closed.
-        """
-        self._running("defer_save").checkpoints.requests.ask(save)
-
-    def write_checkpoint(
-        self,
-        path: str,
-        weights_only: bool = False,
-        background: bool = False,
-        then: Callable[[], None] = lambda: None,
-        identifier: str = "",
-        digest: str | None = None,
-        trainable_only: bool = False,
-    ) -> None:
-        """Write a checkpoint now. Call this method only in a function passed to `defer_save`, as `Checkpoint` does.
+        Within an epoch the point is reached when all hooks of the current event have run and the accumulation window is
+        closed; elsewhere it is now. In ``on_exception`` the state before the step that failed is written, if the run
+        has one process and `Checkpoint(save_on_exception=True)` keeps that state.
 
         Args:
-            path: a path or an fsspec URL.
-            weights_only: leave out the state that only a resumed run needs.
-            background: copy the state, and write the copy while training continues.
-            then: called on every rank once the checkpoint is complete.
-            identifier: the identifier in the checkpoint's manifest; "" for a random identifier. Rank 0's value is used.
-            digest: the digest to store for each file: "sha256", or None for checksums only. Rank 0's value is used.
-            trainable_only: store only checksums of parameters that have never trained.
+            request: the checkpoint, or a function that returns it, or None to write nothing. A function is called when
+                the point is reached and all hooks of the current event have run.
 
         Raises:
             CheckpointError: the checkpoint could not be written. The error is raised on every rank.
         """
-        checkpoints = self._running("write_checkpoint").checkpoints
-        checkpoints.write(path, weights_only, background, then, identifier, digest, trainable_only)
-
-    def save_after_failure(
-        self,
-        path: str,
-        digest: str | None = None,
-        trainable_only: bool = False,
-        then: Callable[[], None] = lambda: None,
-        identifier: str = "",
-    ) -> None:
-        """Save the state that a failed run of one process had at its last step. Only ``on_exception`` may call this.
-
-        Args:
-            path: a path or an fsspec URL.
-            digest: as for `write_checkpoint`.
-            trainable_only: as for `write_checkpoint`.
-            then: as for `write_checkpoint`.
-            identifier: as for `write_checkpoint`.
-        """
-        checkpoints = self._running("save_after_failure").checkpoints
-        checkpoints.write_after_failure(path, digest, trainable_only, then, identifier)
+        self._checkpoints("save").save(request)
 
     def checkpoint_before(self, step: int) -> tuple[str, int] | None:
         """Return the path and step of this run's newest complete checkpoint that is not after ``step``, or None.
 
         Waits for a checkpoint that is being written. Collective.
         """
-        found: tuple[str, int] | None = self._running("checkpoint_before").checkpoints.newest_up_to(step)
-        return found
+        return self._checkpoints("checkpoint_before").newest_up_to(step)
 
     def roll_back(self, path: str) -> None:
         """Load a complete checkpoint of this run and continue training from it. Call this method on every rank.
@@ -676,7 +644,7 @@ class RunContext(FitArguments):
         Raises:
             CheckpointError: the checkpoint cannot be opened.
         """
-        self._running("roll_back").checkpoints.roll_back(path)
+        self._checkpoints("roll_back").roll_back(path)
 
     def checkpoint_removed(self, identifier: str) -> None:
         """Record that a checkpoint was deleted. ``identifier`` is the identifier in the checkpoint's manifest."""
@@ -845,6 +813,11 @@ class RunContext(FitArguments):
                 "use it from a step or a hook.",
             )
         return self.run_state
+
+    def _checkpoints(self, what: str) -> CheckpointsOfRun:
+        checkpoints = self._running(what).checkpoints
+        assert checkpoints is not None
+        return checkpoints
 
     def __getstate__(self) -> dict[str, Any]:
         # The run holds loops, data and connections of this process. A copy is like a `Fit` that has not run yet.

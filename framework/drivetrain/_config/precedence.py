@@ -99,7 +99,7 @@ def resolved_settings(cls: type[S]) -> type[S]:
         except ConfigurationError as error:
             raise shortened(error)  # noqa: B904 - the same error
 
-    cls.__init__ = resolving  # type: ignore[method-assign]
+    cls.__init__ = resolving  # type: ignore[assignment,method-assign]
     return cls
 
 
@@ -122,7 +122,7 @@ def _resolve(cls: type, args: Sequence[Any], given: Mapping[str, Any]) -> Settin
     settings = {name: Setting(field.default, "default") for name, field in known.items()}
     for source in (_from_file(known), _from_environment(known)):
         for name, (value, where, is_text) in source.items():
-            accepted = accepted_values(known[name].type, _globals(cls))
+            accepted = accepted_values(str(known[name].type), _globals(cls))
             settings[name] = Setting(_validated(name, value, where, is_text, accepted), where)
     return Settings(settings | {name: Setting(value, "code") for name, value in given.items()})
 

@@ -57,7 +57,6 @@ class ProfiledSession(Session):
         self._folder_of_fit = before.path if before is not None and before.is_of_fit else None
         self._is_nested: bool | None = None  # None unless the run is being measured
         self._replace(self.core.callbacks, "collect", lambda collect: partial(self._time_hooks, collect))
-        self._replace(self.checkpoints.requests, "run", lambda run: partial(self._time_saves, run))
 
     # Beginning and ending the measurement
 
@@ -111,12 +110,6 @@ class ProfiledSession(Session):
         """Collect the callbacks, and time each hook."""
         collect()
         self.core.hooks.wrap(HOOKS, lambda name, _, hook: self._timed(f"{_owner(hook)}.{name}", hook))
-
-    def _time_saves(self, run: Callable[[], None]) -> None:
-        """Write the requested checkpoints, if there are any, as one phase."""
-        requests = self.checkpoints.requests
-        writes = requests.waiting and requests.rollback is None
-        (self._timed("checkpoint", run) if writes else run)()
 
     def _build_stage_data(self) -> StageData:
         data = super()._build_stage_data()

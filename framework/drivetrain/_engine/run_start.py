@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain._config.secret_values import arguments_without_secrets, without_secrets, without_url_passwords
 from drivetrain._distributed.control_plane import ControlPlane
-from drivetrain._engine.checkpoint_compatibility import check_saved_state
 from drivetrain._engine.run_folder import CKPT_PATH_KEYWORDS, RunFolder, StartDecision
 from drivetrain._engine.run_location import (
     RunLocation,
@@ -28,7 +27,7 @@ from drivetrain._engine.run_location import (
     write_error,
 )
 from drivetrain._engine.run_recorder import RunRecorder
-from drivetrain._engine.saved_state_schema import reporting_malformed
+from drivetrain._engine.saved_state_schema import check_saved_state, reporting_malformed
 from drivetrain._engine.write_checks import write_problem
 from drivetrain.callback import KeepsCheckpoints, folders_of
 from drivetrain.checkpoint._discovery import StorageRetry
@@ -194,7 +193,7 @@ def _best_checkpoint(newest: CheckpointReader, folders: Sequence[str]) -> tuple[
     problem = "none of its Checkpoint callbacks has saved by a monitored value"
     with reporting_malformed(newest, "the run's state", "callbacks"):
         for saved in newest.state()["callbacks"].values():
-            best = _scored_best(saved["state"])
+            best = _scored_best(saved)
             if best is None:
                 continue
             for folder in (newest.path.rpartition("/")[0], *folders):

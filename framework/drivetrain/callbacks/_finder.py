@@ -66,7 +66,7 @@ def saved_state(ckpt_path: str | None, key: str) -> dict[str, Any] | None:
     if ckpt_path is None or ckpt_path in _AUTOMATIC_PATHS:
         return None
     try:
-        saved = load(ckpt_path).state()["callbacks"][key]["state"]
+        saved = load(ckpt_path).state()["callbacks"][key]
     except (CheckpointError, KeyError, TypeError):  # The run raises an error when it loads the checkpoint.
         return {}
     return saved if isinstance(saved, dict) else {}

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
@@ -33,6 +33,7 @@ from drivetrain.callbacks._monitored_value import (
 from drivetrain.checkpoint._folders import LATEST, child, remove, resolve_folder, write_latest
 from drivetrain.checkpoint._format.checksums import check_digest
 from drivetrain.checkpoint._retention import KeptCheckpoint, Retention
+from drivetrain.checkpoint.save_request import SaveRequest
 from drivetrain.errors import ConfigurationError
 from drivetrain.runs._directory import CHECKPOINTS
 
@@ -422,12 +423,7 @@ class Checkpoint(Callback):
         """Save a checkpoint if ``save_on_exception`` is set and the state of the last step is not saved yet."""
         if not self._fitting or not self.save_on_exception or self._disabled or self._is_saved(trainer):
             return
-        if trainer.world_size > 1:
-            trainer.save_after_failure("")  # only warns, because the ranks cannot save together any more
-            return
-        name, identifier, replaced = self._name_interrupted(trainer, "exception")
-        path, then = child(self._folder(), name), self._on_complete(trainer, name, replaced)
-        trainer.save_after_failure(path, self.digest, self.trainable_only, then, identifier)
+        trainer.save(lambda: self._interrupted(trainer, "exception"))
 
     def save_before_leaving(self, trainer: RunContext, module: TrainModule) -> bool:
         """Save a checkpoint to resume from. A collective operation.
@@ -440,24 +436,19 @@ class Checkpoint(Callback):
         if self._disabled or self is not min(savers, key=lambda saver: saver.save_weights_only, default=self):
             return False
         if all(saver._last_resumable_step != trainer.global_step for saver in savers):
-            name, identifier, _ = self._name_interrupted(trainer, "interrupted")
-            self._write(trainer, name, identifier, weights_only=False, background=False)
+            trainer.save(lambda: self._interrupted(trainer, "interrupted"))
         return True
 
-    def _name_interrupted(self, trainer: RunContext, prefix: str) -> tuple[str, str, list[KeptCheckpoint]]:
-        """Return the name and identifier of a checkpoint that goes once a later one is complete, and what it replaces.
-
-        Collective.
-        """
+    def _interrupted(self, trainer: RunContext, prefix: str) -> SaveRequest:
+        """Return the request for a checkpoint that is removed once a later one is complete. Collective."""
         step = trainer.global_step
         earlier = [] if self._interrupt_checkpoint is None else [self._interrupt_checkpoint]
         name, identifier = self._reserved.reserve(
             trainer.strategy.control, self._folder(), f"{prefix}-step={step}", earlier
         )
-        replaced = [saved for saved in earlier if saved.name != name]
-        self._to_remove += replaced
+        self._to_remove += [saved for saved in earlier if saved.name != name]
         self._interrupt_checkpoint, self._last_resumable_step = KeptCheckpoint(name, identifier, step=step), step
-        return name, identifier, replaced
+        return self._request(trainer, name, identifier, weights_only=False, background=False)
 
     def _is_saved(self, trainer: RunContext) -> bool:
         """Whether a complete checkpoint holds the state of the last step of a run that failed."""
@@ -501,7 +492,7 @@ class Checkpoint(Callback):
         self._current_score = score
         values = {name: math.nan if value is None else value for name, value in logged.items()}
         values |= {"epoch": epoch, "step": trainer.global_step}
-        trainer.defer_save(lambda: self._save(trainer, score, values))
+        trainer.save(lambda: self._next_checkpoint(trainer, score, values))
 
     def _score(self, trainer: RunContext, logged: Mapping[str, float | None]) -> float | None:
         assert self.monitor is not None
@@ -525,13 +516,16 @@ class Checkpoint(Callback):
             "" if self.keep_last else " keep_last=1 would save the newest state meanwhile.",
         )
 
-    def _save(self, trainer: RunContext, score: float | None, values: Mapping[str, float]) -> None:
+    def _next_checkpoint(
+        self, trainer: RunContext, score: float | None, values: Mapping[str, float]
+    ) -> SaveRequest | None:
+        """Return the request for a checkpoint of this step; None if it is saved already or would not be kept."""
         step = trainer.global_step
         if self._retention.rescore(step, score) or (step == self._last_saved_step and score is None):
-            return  # the state of this step is saved already
+            return None
         self._last_saved_step = step
         if not self._retention.would_keep(score):
-            return
+            return None
         preferred_name = self._name(self.filename, values)
         name, identifier = self._reserved.reserve(
             trainer.strategy.control, self._folder(), preferred_name, self._retention.to_remove(score)
@@ -545,15 +539,12 @@ class Checkpoint(Callback):
         if self.verbose and trainer.strategy.control.rank == 0:
             monitored = "" if score is None else f", {self.monitor} = {score:.6g}"
             logger.info("Epoch %d, step %d: saving %r%s.", values["epoch"], values["step"], name, monitored)
-        self._write(trainer, name, identifier, self.save_weights_only, self.save_async)
+        return self._request(trainer, name, identifier, self.save_weights_only, self.save_async)
 
-    def _write(self, trainer: RunContext, name: str, identifier: str, weights_only: bool, background: bool) -> None:
-        then = self._on_complete(trainer, name, list(self._to_remove))  # later entries wait for the next checkpoint
-        path = child(self._folder(), name)
-        trainer.write_checkpoint(path, weights_only, background, then, identifier, self.digest, self.trainable_only)
-
-    def _on_complete(self, trainer: RunContext, name: str, removable: Sequence[KeptCheckpoint]) -> Callable[[], None]:
-        """Return the function to call once a checkpoint is complete."""
+    def _request(
+        self, trainer: RunContext, name: str, identifier: str, weights_only: bool, background: bool
+    ) -> SaveRequest:
+        removable = list(self._to_remove)  # later entries wait for the next checkpoint
 
         def on_complete() -> None:
             if trainer.strategy.control.rank == 0:
@@ -564,7 +555,8 @@ class Checkpoint(Callback):
             else:
                 self._to_remove = [saved for saved in self._to_remove if saved not in removable]
 
-        return on_complete
+        path = child(self._folder(), name)
+        return SaveRequest(path, weights_only, self.trainable_only, background, self.digest, identifier, on_complete)
 
     def _clean_up(self, trainer: RunContext, removable: Sequence[KeptCheckpoint], newest: str | None = None) -> None:
         """Update ``latest`` and remove checkpoints that are no longer kept, once a later one is complete.
