@@ -8,30 +8,26 @@ from functools import partial
 from typing import Any
 
 from drivetrain._engine.batches import Move, safe_move
-from drivetrain._engine.run_parts import RunCore, RunData
+from drivetrain._engine.run_parts import RunCore
 from drivetrain._loops.evaluate import EvaluateLoop, EvaluationData, EvaluationMode
 from drivetrain._loops.evaluation_interrupt import EarlyExit, ValidationExit
 from drivetrain._loops.predict import IsPredicted, PredictLoop
 from drivetrain._loops.progress_reports import Reporting
 from drivetrain._loops.step_arguments import WrappedModule
-from drivetrain._loops.stopping import StopRequest
 from drivetrain.callback import StoresPredictions
 from drivetrain.strategies.strategy import StepRunner
 
 
-def build_stage(
-    core: RunCore, data: RunData, stop: StopRequest, runner: StepRunner, move: Move | None
-) -> Callable[[], Any]:
+def build_stage(core: RunCore, runner: StepRunner, move: Move | None) -> Callable[[], Any]:
     """Return a function that runs the stage: validate, test or predict. All ranks may end it early after a signal."""
-    early = EarlyExit(stop, core.strategy) if core.saves_on_signals else None
+    early = EarlyExit(core.stop, core.strategy) if core.saves_on_signals else None
     if core.stage == "predict":
-        return build_prediction(core, data, runner, move, early)
-    return build_evaluation(core, data, core.stage, runner, move, early=early)
+        return build_prediction(core, runner, move, early)
+    return build_evaluation(core, core.stage, runner, move, early=early)
 
 
 def build_evaluation(
     core: RunCore,
-    data: RunData,
     stage: str,
     runner: StepRunner,
     move: Move | None,
@@ -42,7 +38,6 @@ def build_evaluation(
 
     Args:
         core: the run.
-        data: the run's data.
         stage: "validate" or "test".
         runner: runs each step as the strategy requires.
         move: moves a batch to the device; None if batches stay where they are.
@@ -50,7 +45,7 @@ def build_evaluation(
             all, None if this is no sanity check.
         early: lets all ranks end the evaluation early after a signal; None if they always finish.
     """
-    strategy = core.strategy
+    strategy, data = core.strategy, core.data
     sync_buffers = partial(strategy.sync_buffers, core.module)
     return EvaluateLoop(
         stage,
@@ -60,7 +55,7 @@ def build_evaluation(
         data=EvaluationData(
             data.loaded.sources[stage],
             lambda: _limits(data.loaded.resize_evaluation(stage), sanity_steps),
-            _safe_mover(core, data, stage, move),
+            _safe_mover(core, stage, move),
         ),
         reporting=Reporting(
             core.metrics,
@@ -81,13 +76,13 @@ def build_validation(core: RunCore, runner: StepRunner, move: Move | None) -> Ca
     early = None
     if core.saves_on_signals:
         early = ValidationExit(core.stop, core.strategy, core.module, core.metrics)
-    evaluate = build_evaluation(core, core.data, "validate", runner, move, early=early)
+    evaluate = build_evaluation(core, "validate", runner, move, early=early)
 
     def validate() -> list[dict[str, float]]:
         snapshot = core.snapshot if core.progress.within_window else None
         with (
             snapshot.keep_evaluation_changes() if snapshot else nullcontext(),
-            _separate_generators(core, core.data),
+            _separate_generators(core),
             core.buffers.restored_at_end(),
         ):
             core.validating = True
@@ -106,9 +101,10 @@ def build_validation(core: RunCore, runner: StepRunner, move: Move | None) -> Ca
 
 
 def build_prediction(
-    core: RunCore, data: RunData, runner: StepRunner, move: Move | None, early: EarlyExit | None
+    core: RunCore, runner: StepRunner, move: Move | None, early: EarlyExit | None
 ) -> Callable[[], list[Any] | None]:
     """Return a function that predicts with the run's module, and that ``early`` may end early."""
+    data = core.data
     return PredictLoop(
         WrappedModule(core.module, runner, core.strategy),
         hooks=core.hooks,
@@ -116,7 +112,7 @@ def build_prediction(
         data=EvaluationData(
             data.loaded.sources["predict"],
             lambda: data.loaded.resize_evaluation("predict"),
-            _safe_mover(core, data, "predict", move),
+            _safe_mover(core, "predict", move),
         ),
         reporting=Reporting(core.metrics, None, core.progress_reporter(), data.lengths),
         inference_mode=_inference_mode(core),
@@ -127,7 +123,7 @@ def build_prediction(
 
 
 def run_sanity_check(
-    core: RunCore, data: RunData, runner: StepRunner, move: Move | None, after_evaluation: Callable[[], None]
+    core: RunCore, runner: StepRunner, move: Move | None, after_evaluation: Callable[[], None]
 ) -> None:
     """Validate on a few micro-batches before training, so that errors in the validation code appear early.
 
@@ -135,7 +131,6 @@ def run_sanity_check(
 
     Args:
         core: the run.
-        data: the run's data.
         runner: runs each step as the strategy requires.
         move: moves a batch to the device; None if batches stay where they are.
         after_evaluation: called before the logged values are cleared.
@@ -144,13 +139,13 @@ def run_sanity_check(
     core.sanity_checking = True
     with (
         core.span("sanity check"),
-        _separate_generators(core, core.data),
+        _separate_generators(core),
         core.buffers.restored_at_end(),
         core.metrics.temporary("validate"),
     ):
         for hook in hooks.on_sanity_check_start:
             hook()
-        build_evaluation(core, data, "validate", runner, move, steps)()
+        build_evaluation(core, "validate", runner, move, steps)()
         after_evaluation()
         for hook in hooks.on_sanity_check_end:
             hook()
@@ -184,20 +179,20 @@ def _existing_predictions(core: RunCore) -> list[IsPredicted]:
     return [part for part in stored if part is not None] if None not in stored else []
 
 
-def _safe_mover(core: RunCore, data: RunData, stage: str, move: Move | None) -> Move | None:
+def _safe_mover(core: RunCore, stage: str, move: Move | None) -> Move | None:
     """Return ``move``; on CUDA, a version that is safe if loaders reuse a batch's memory during the copy."""
     if move is None or core.strategy.device.type != "cuda":
         return move
-    return safe_move(move, all(source.fresh_memory for source in data.loaded.sources[stage]))
+    return safe_move(move, all(source.fresh_memory for source in core.data.loaded.sources[stage]))
 
 
-def _separate_generators(core: RunCore, data: RunData) -> AbstractContextManager[None]:
+def _separate_generators(core: RunCore) -> AbstractContextManager[None]:
     """Return a context in which random draws of loaders, steps and hooks do not advance training's generators."""
     from drivetrain.data._loader_generators import collect_generators  # only runs that validate need it
 
     datamodule = [] if core.datamodule is None else [core.datamodule]
-    holders = [*data.loaded.loaders, *core.module.modules(), *core.callbacks, *datamodule]
-    return data.rng_replay.aside(collect_generators(*holders))
+    holders = [*core.loaders.loaders, *core.module.modules(), *core.callbacks, *datamodule]
+    return core.data.rng_replay.aside(collect_generators(*holders))
 
 
 def _inference_mode(core: RunCore) -> bool:
