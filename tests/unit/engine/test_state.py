@@ -408,7 +408,11 @@ def test_every_value_of_a_run_is_available_in_the_hooks_of_every_stage(tmp_path:
     def read(trainer: Any) -> None:
         values.update({name: getattr(trainer, name) for name in names})
 
-    noting = calling("setup", lambda trainer: (read(trainer), states.append(trainer.state)))
+    def note(trainer: Any) -> None:
+        read(trainer)
+        states.append(trainer.state)
+
+    noting = calling("setup", note)
     trainer, module = fit(tmp_path, callbacks=[calling("on_train_batch_end", read), noting], max_steps=3), Tiny()
     assert trainer.state == "idle"
     trainer.fit(module, loader())
