@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,6 +58,9 @@ class Settings(Mapping[str, Setting]):
 
     def __len__(self) -> int:
         return len(self._settings)
+
+    def items(self) -> ItemsView[str, Setting]:
+        return self._settings.items()
 
     def __str__(self) -> str:
         rows = [("setting", "value", "source")]

@@ -248,7 +248,7 @@ def test_after_a_failure_logged_values_are_written_and_the_same_objects_fit_agai
     for _ in range(2):
         with pytest.raises(ValueError, match="as planned"):
             runner.fit(module, loader(8))
-        assert "it" in Path(logger.log_dir, "metrics.csv").read_text()
+        assert "it" in Path(str(logger.log_dir), "metrics.csv").read_text()
     with pytest.raises(ConfigurationError):
         runner.fit(module)
     module.fail_at = None
