@@ -528,15 +528,15 @@ class RunContext:
     def log_dir(self) -> str | None:
         """The folder of this run or the last one, as a path or URL equal on every rank; None if the run has no folder.
 
-        The folder holds the loggers' files, ``checkpoints/``, ``logs/`` and ``run.json``; see docs/runs.md. The folder
-        of an evaluation is created when a logger first writes to it.
+        The folder holds the loggers' files, ``checkpoints/``, ``logs/`` and ``run.json``; see docs/runs.md. An
+        evaluation uses the folder of the last fit; without one, it has a folder if a logger writes files.
         """
-        return None if self.run_state.folder is None else self.run_state.folder.path
+        return self.run_state.folder.path
 
     @property
     def run_id(self) -> str:
         """The identifier of the run in `log_dir`, kept if the run is resumed in its folder; "" without a folder."""
-        return "" if self.run_state.folder is None else self.run_state.folder.id
+        return self.run_state.folder.id
 
     # Checkpoints
 
@@ -594,9 +594,7 @@ class RunContext:
 
     def checkpoint_removed(self, identifier: str) -> None:
         """Record that a checkpoint was deleted. ``identifier`` is the identifier in the checkpoint's manifest."""
-        folder = self._running("checkpoint_removed").folder
-        if folder is not None:
-            folder.note_removal(identifier)
+        self._running("checkpoint_removed").folder.notes.note_removal(identifier)
 
     # Optimizers
 

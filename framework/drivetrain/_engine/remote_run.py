@@ -12,7 +12,6 @@ from torch import nn
 
 from drivetrain._distributed.failure import RankFailedError
 from drivetrain._engine.missing_weights import CHECKPOINT_ATTRIBUTE
-from drivetrain._engine.run_folder import RunFolder
 from drivetrain._engine.run_parts import RunCore, RunRequest
 from drivetrain._engine.run_processes import resolve_environment
 from drivetrain._engine.session import Session
@@ -22,6 +21,7 @@ from drivetrain.errors import ConfigurationError, listed
 from drivetrain.launchers import LaunchedProcesses, Launcher
 from drivetrain.module.train_module import TrainModule
 from drivetrain.run_context import RunContext
+from drivetrain.runs._run_folder import RunFolder
 from drivetrain.strategies import replace_tensors
 
 
@@ -86,8 +86,10 @@ def _apply_result(outcome: RemoteResult, placement: Placement, request: RunReque
     core.progress.cut_short = core.progress.batch_idx > 0
     core.metrics.restore(outcome.metrics)
     core.folder.adopt(outcome.folder)
-    for logger, version in zip(trainer.loggers, outcome.versions, strict=False):
-        logger.adopt(version)
+    if trainer.loggers:
+        from drivetrain._engine.run_location import hand_out  # only runs that log need it
+
+        hand_out(trainer.loggers, core.folder)
     trainer.run_state = core
     trainer.state = outcome.state
     for callback, state in zip(trainer.callbacks, outcome.callbacks, strict=True):
@@ -117,7 +119,6 @@ class RemoteResult:
         callbacks: the states of the callbacks, in their order.
         state: the trainer's ``state``.
         folder: the run's folder.
-        versions: the versions of the loggers.
     """
 
     result: Any
@@ -131,7 +132,6 @@ class RemoteResult:
     callbacks: list[dict[str, Any]]
     state: str
     folder: RunFolder
-    versions: list[str]
 
     @classmethod
     def of(
@@ -167,7 +167,6 @@ class RemoteResult:
             callbacks=[dict(callback.state_dict()) for callback in trainer.callbacks],
             state=trainer.state,
             folder=core.folder,
-            versions=[logger.version_name for logger in trainer.loggers] if core.folder.path is not None else [],
         )
 
     def fill(self, module: TrainModule) -> None:

@@ -248,7 +248,7 @@ def test_after_a_failure_logged_values_are_written_and_the_same_objects_fit_agai
     for _ in range(2):
         with pytest.raises(ValueError, match="as planned"):
             runner.fit(module, loader(8))
-        assert "it" in Path(logger.log_dir, "metrics.csv").read_text()
+        assert "it" in Path(str(logger.log_dir), "metrics.csv").read_text()
     with pytest.raises(ConfigurationError):
         runner.fit(module)
     module.fail_at = None
@@ -407,7 +407,11 @@ def test_every_value_of_a_run_is_available_in_the_hooks_of_every_stage(tmp_path:
     def read(trainer: Any) -> None:
         values.update({name: getattr(trainer, name) for name in names})
 
-    noting = calling("setup", lambda trainer: (read(trainer), states.append(trainer.state)))
+    def note(trainer: Any) -> None:
+        read(trainer)
+        states.append(trainer.state)
+
+    noting = calling("setup", note)
     trainer, module = fit(tmp_path, callbacks=[calling("on_train_batch_end", read), noting], max_steps=3), Tiny()
     assert trainer.state == "idle"
     trainer.fit(module, loader())
