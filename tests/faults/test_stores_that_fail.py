@@ -17,7 +17,8 @@ from saving_processes import Saving, control_of_ranks, number_in, numbered
 
 from drivetrain import CheckpointError
 from drivetrain._distributed.control_plane import ControlPlane, LocalControl
-from drivetrain.checkpoint._format import Sizes, StateToSave, object_storage, save
+from drivetrain._storage import retries
+from drivetrain.checkpoint._format import Sizes, StateToSave, save
 from drivetrain.testing import requires_linux, run_distributed
 from faulty_store import FaultyStore
 from newest_checkpoint import newest
@@ -120,7 +121,7 @@ def _try(folder: Path, kind: str, number: int, control: ControlPlane) -> Tried:
 
 
 def _try_all(folder: Path, count: int, ranks: int) -> list[Tried]:
-    object_storage._PAUSES = (0.001, 0.002, 0.003)  # type: ignore[assignment]  # one less than ours
+    retries.PAUSES = (0.001, 0.002, 0.003)  # type: ignore[assignment]  # one less than ours
     control: ControlPlane = control_of_ranks() if ranks > 1 else LocalControl()
     draws = [(kind, number) for kind in KINDS for number in range(count)]
     return [_try(folder / str(place), kind, number, control) for place, (kind, number) in enumerate(draws)]

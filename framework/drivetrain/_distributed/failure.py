@@ -143,7 +143,10 @@ class Failure:
             return
         # The file is renamed when it is complete, because the reader reads the file as soon as it exists.
         Path(f"{path}.part").write_text(json.dumps(asdict(self)))
-        os.replace(f"{path}.part", path)
+        from drivetrain._storage.paths import folder_at, split  # only ranks that fail need it
+
+        folder, name = split(path)
+        folder_at(folder).rename(f"{name}.part", name)
 
     @classmethod
     def read(cls, path: str) -> Self | None:

@@ -18,7 +18,7 @@ from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.topology import Topology
 from drivetrain._loops.manual_step import ManualStep
 from drivetrain._loops.step import AutomaticStep
-from drivetrain.checkpoint._folders import child
+from drivetrain._storage.paths import child
 from drivetrain.profilers import ProfiledRun
 from drivetrain.run_context import RunContext
 from drivetrain.strategies.strategy import Strategy

@@ -7,9 +7,10 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from drivetrain._engine.write_checks import FAILS_AT_FIRST_ROW, FAILS_AT_FIRST_SAVE
-from drivetrain.checkpoint._folders import child, resolve_folder
+from drivetrain._storage.local_publication import lock_folder
+from drivetrain._storage.paths import child, folder_at, resolve_folder
 from drivetrain.loggers import Logger
-from drivetrain.runs._directory import claim_version, free_version, lock_folder, make_directory, runs_folder_of
+from drivetrain.runs._directory import claim_version, free_version, runs_folder_of
 from drivetrain.runs._identity import class_path
 from drivetrain.runs._record import Record
 
@@ -151,7 +152,7 @@ def claim_at_first_write(logger: Logger, others: Sequence[Logger], note: Callabl
     @cache
     def claim() -> str:
         if place.fixed is not None:
-            make_directory(child(place.path, place.fixed))
+            folder_at(child(place.path, place.fixed)).make()
             return place.fixed
         with lock_folder(place.path):
             claimed = claim_version(place.path, place.asked, version)

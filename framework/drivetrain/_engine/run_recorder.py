@@ -12,13 +12,13 @@ from typing import Any, Self
 
 from drivetrain._config.secret_values import without_url_passwords
 from drivetrain._runtime.working_directory import working_directory
-from drivetrain.checkpoint._folders import child
-from drivetrain.checkpoint._format import CheckpointMetadata, StorageError
+from drivetrain._storage.folder import StorageError
+from drivetrain._storage.paths import child, folder_at, local_path
+from drivetrain.checkpoint._format import CheckpointMetadata
 from drivetrain.checkpoint._format.manifest import versions
-from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.errors import ConfigurationError
 from drivetrain.runs import _liveness
-from drivetrain.runs._directory import RECORD, claim_version, make_directory
+from drivetrain.runs._directory import RECORD, claim_version
 from drivetrain.runs._process import Job, Process
 from drivetrain.runs._record import (
     FINISHED,
@@ -100,7 +100,7 @@ class RunRecorder:
             folder, is_new = child(place, claim_version(place, asked, expected)), True
         else:
             folder = child(place, fixed)
-            is_new = not os.path.lexists(filesystem_of(folder)[1])
+            is_new = not folder_at(folder).exists()
             _take_over(folder, is_known_alive)
         return cls(folder, os.urandom(8).hex(), run, None, is_removable=is_new)
 
@@ -210,10 +210,10 @@ class RunRecorder:
                         if self._document is not None:
                             self._write(self._earlier)
                     return
-                filesystem, root = filesystem_of(self.folder)
-                if self._is_removable and filesystem is None and os.listdir(root) == [RECORD]:
+                folder = folder_at(self.folder)
+                if self._is_removable and local_path(self.folder) is not None and folder.names() == [RECORD]:
                     remove(self.folder)
-                    os.rmdir(root)
+                    folder.remove_if_empty()
                     return
         time = now()
 
@@ -330,7 +330,7 @@ def _take_over(folder: str, is_known_alive: Callable[[Record], bool] | None) -> 
     """Create the folder that the user named, or rename the record of an earlier run in it."""
     before = read(folder)
     if before is None:
-        make_directory(folder)
+        folder_at(folder).make()
         return
     if _liveness.is_alive(before, Job.of(os.environ)) or (is_known_alive is not None and is_known_alive(before)):
         raise ConfigurationError(

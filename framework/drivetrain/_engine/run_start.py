@@ -30,15 +30,16 @@ from drivetrain._engine.run_location import (
 from drivetrain._engine.run_recorder import RunRecorder
 from drivetrain._engine.saved_state_schema import reporting_malformed
 from drivetrain._engine.write_checks import write_problem
+from drivetrain._storage.local_publication import lock_folder
+from drivetrain._storage.paths import child
 from drivetrain.checkpoint._discovery import StorageRetry
-from drivetrain.checkpoint._folders import child, is_checkpoint_at, is_plain_name
+from drivetrain.checkpoint._folders import is_checkpoint_at, is_plain_name
 from drivetrain.checkpoint._format import CheckpointReader, load
 from drivetrain.checkpoint._retention import KeptCheckpoint
 from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.runs import _liveness
 from drivetrain.runs._directory import (
     free_version,
-    lock_folder,
 )
 from drivetrain.runs._identity import Identity, class_path, encode_hyper_parameters
 from drivetrain.runs._liveness import HeartbeatWatch

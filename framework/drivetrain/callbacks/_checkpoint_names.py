@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from drivetrain.checkpoint._folders import LATEST
-from drivetrain.checkpoint._format.storage import is_checkpoint_file
+from drivetrain.checkpoint._format.checkpoint_folder import is_checkpoint_file
 from drivetrain.errors import ConfigurationError, nearest
 
 DEFAULT_TEMPLATE = "{epoch}-{step}"

@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from drivetrain._runtime.working_directory import resolved_path
+from drivetrain._storage.paths import child, resolve_folder
 from drivetrain.callback import Callback
 from drivetrain.callbacks._checkpoint_arguments import check_arguments, check_monitor
 from drivetrain.callbacks._checkpoint_names import (
@@ -24,13 +25,7 @@ from drivetrain.callbacks._checkpoint_names import (
 )
 from drivetrain.callbacks._claimed_names import ClaimedNames
 from drivetrain.callbacks._monitored_value import fresh_value, missing_value, monitored_value, was_logged
-from drivetrain.checkpoint._folders import (
-    LATEST,
-    child,
-    remove,
-    resolve_folder,
-    write_latest,
-)
+from drivetrain.checkpoint._folders import LATEST, remove, write_latest
 from drivetrain.checkpoint._format.checksums import check_digest
 from drivetrain.checkpoint._retention import KeptCheckpoint, Retention
 from drivetrain.errors import ConfigurationError

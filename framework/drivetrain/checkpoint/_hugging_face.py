@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from drivetrain._storage.paths import folder_at
 from drivetrain.checkpoint._format import CheckpointReader, load
-from drivetrain.checkpoint._format.folder import as_os_errors
-from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.checkpoint._format.tensor_reader import TensorSource
 from drivetrain.checkpoint.averaged_weights import evaluated_weights
 from drivetrain.checkpoint.consolidation import create_file, write_tensors
@@ -145,19 +144,13 @@ def _check_complete(checkpoint: CheckpointReader, name: str) -> None:
 
 def _check_no_weights(target: str) -> None:
     """Raise if a folder already holds weights, because ``from_pretrained`` might load the old weights."""
-    filesystem, root = filesystem_of(target)
     try:
-        with as_os_errors():
-            if filesystem is None:
-                names = os.listdir(root)
-            else:
-                filesystem.invalidate_cache()
-                names = [path.rpartition("/")[2] for path in filesystem.ls(root, detail=False)]
+        names = folder_at(target).names()
     except FileNotFoundError:
         return
     except OSError as error:
         raise CheckpointError(f"{target!r} cannot be read: {error}.", "", "give another folder.") from error
-    existing = sorted(name for name in names if _WEIGHTS_FILE_NAME.fullmatch(name))
+    existing = [name for name in names if _WEIGHTS_FILE_NAME.fullmatch(name)]
     if existing:
         raise CheckpointError(
             f"{target!r} already holds {listed(existing)}.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from drivetrain.runs._atomic_file import publish
+from drivetrain._storage.paths import publish
 from drivetrain.runs._directory import RunDirectory
 
 _FOLDER = "media"
@@ -38,10 +38,8 @@ class MediaFiles:
 
     def rewind(self, step: int) -> None:
         """Remove the files of steps after ``step``."""
-        filesystem = self._directory.filesystem
-        filesystem.invalidate_cache()
-        root = str(filesystem._strip_protocol(self._directory.file(_FOLDER)))
-        for path in filesystem.find(root):
+        folder = self._directory.folder
+        for path in folder.find(_FOLDER):
             match = _STEP.search(path)
             if match is not None and int(match[1]) > step:
-                filesystem.rm_file(path)
+                folder.remove(path)

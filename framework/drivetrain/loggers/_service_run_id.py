@@ -26,12 +26,8 @@ class ServiceRunId:
         Raises:
             ConfigurationError: the file's content is invalid.
         """
-        filesystem = self._directory.filesystem
-        filesystem.invalidate_cache()
-        path = self._directory.file(self._file)
         try:
-            with filesystem.open(path, "r", encoding="utf-8") as stream:
-                document = json.load(stream)
+            document = json.loads(self._directory.folder.read(self._file))
         except FileNotFoundError:
             return None
         except ValueError:
@@ -39,7 +35,7 @@ class ServiceRunId:
         run_id = document.get("run_id") if isinstance(document, dict) else None
         if not isinstance(run_id, str):
             raise ConfigurationError(
-                f"{path!r} does not contain the id of a run of the logging service.",
+                f"{self._directory.file(self._file)!r} does not contain the id of a run of the logging service.",
                 "the file must contain a JSON object with a text 'run_id'.",
                 "pass the id to the logger, or remove the file to start a new run in the service.",
             )

@@ -5,18 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from drivetrain.checkpoint._folders import child
-from drivetrain.checkpoint._format import local_storage
-from drivetrain.checkpoint._format.storage import filesystem_of
-
-if TYPE_CHECKING:
-    import fsspec
+from drivetrain._storage.folder import Folder
+from drivetrain._storage.local_publication import lock_folder
+from drivetrain._storage.paths import child, folder_at, local_path
 
 _VERSION = re.compile(r"version_(\d{1,9})")
 _RANDOM_LETTERS = 6  # number of random letters in a name that contains a timestamp
@@ -51,16 +46,14 @@ class RunDirectory:
         """Whether a run has claimed the directory, or something was written to it."""
 
     @property
-    def filesystem(self) -> fsspec.AbstractFileSystem:
-        """The file system of `root`."""
-        import fsspec  # imported here because it reads the entry points of all packages, which is slow
-
-        return fsspec.core.url_to_fs(self.root)[0]
+    def folder(self) -> Folder:
+        """The run's directory, for reading and writing its files."""
+        return folder_at(self.path)
 
     @property
     def is_local(self) -> bool:
         """Whether the directory is on a local file system, which can append to files."""
-        return filesystem_of(self.root)[0] is None
+        return local_path(self.root) is not None
 
     @property
     def place(self) -> str:
@@ -104,7 +97,7 @@ class RunDirectory:
         A directory without a fixed version is claimed, so that of two concurrent runs the second takes the next number.
         """
         if self.is_claimed or self.fixed is not None:
-            make_directory(self.path)
+            self.folder.make()
         elif self._claim is not None:
             self._version = self._claim()
         else:
@@ -122,10 +115,7 @@ class RunDirectory:
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
         """Write ``values`` to the file ``name`` as JSON. Values that JSON cannot represent are written as text."""
-        self.make()
-        with self.filesystem.open(self.file(name), "w", encoding="utf-8") as stream:
-            json.dump(dict(values), stream, indent=2, default=str)
-            stream.write("\n")
+        folder_at(self.make()).write(name, (json.dumps(dict(values), indent=2, default=str) + "\n").encode())
 
 
 def runs_folder_of(root: str, name: str) -> str:
@@ -137,8 +127,8 @@ def runs_folder_of(root: str, name: str) -> str:
 
 def free_version(place: str) -> str:
     """Return a directory name that is not in use. The directory is not created, so another run may take the name."""
-    filesystem, root = filesystem_of(place)
-    return f"version_{_next_number(root)}" if filesystem is None else _time_name()
+    root = local_path(place)
+    return _time_name() if root is None else f"version_{_next_number(root)}"
 
 
 def claim_version(place: str, announced: str | None = None, expected: str | None = None) -> str:
@@ -153,8 +143,8 @@ def claim_version(place: str, announced: str | None = None, expected: str | None
     Raises:
         OSError: the directory cannot be created.
     """
-    filesystem, root = filesystem_of(place)
-    if filesystem is not None:  # object stores have no atomic directory creation
+    root = local_path(place)
+    if root is None:  # object stores have no atomic directory creation
         return announced or expected or _time_name()
     os.makedirs(root, exist_ok=True)
     if announced is not None:
@@ -166,31 +156,6 @@ def claim_version(place: str, announced: str | None = None, expected: str | None
     while not _make_new(os.path.join(root, f"version_{number}")):
         number += 1
     return f"version_{number}"
-
-
-@contextmanager
-def lock_folder(place: str) -> Iterator[None]:
-    """Lock a local folder while a run's directory in it is chosen or claimed; do nothing at a URL.
-
-    Raises:
-        OSError: the folder or its lock file cannot be created.
-    """
-    filesystem, root = filesystem_of(place)
-    if filesystem is not None:
-        yield
-        return
-    os.makedirs(root, exist_ok=True)
-    with local_storage.lock_folder(Path(root)):
-        yield
-
-
-def make_directory(path: str) -> None:
-    """Create a directory if it does not exist."""
-    filesystem, root = filesystem_of(path)
-    if filesystem is None:
-        os.makedirs(root, exist_ok=True)
-    else:
-        filesystem.makedirs(root, exist_ok=True)
 
 
 def _make_new(path: str) -> bool:

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from drivetrain._storage.folder import StorageError
+from drivetrain._storage.paths import child, resolve_folder
 from drivetrain.checkpoint._discovery import StorageRetry, resumable_in, select_newest
-from drivetrain.checkpoint._folders import child, children, resolve_folder
-from drivetrain.checkpoint._format import CheckpointReader, StorageError
+from drivetrain.checkpoint._folders import children
+from drivetrain.checkpoint._format import CheckpointReader
 from drivetrain.errors import CheckpointError
 from drivetrain.runs._directory import CHECKPOINTS
 from drivetrain.runs._identity import Identity, encode_hyper_parameters

@@ -39,11 +39,11 @@ from torch import nn
 from drivetrain import CheckpointError, ConfigurationError
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._distributed.shards import Box, Span  # what strategies request of a tensor
+from drivetrain._storage.atomic_exchange import exchange
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify
 from drivetrain.checkpoint.__main__ import main
 from drivetrain.checkpoint._format import Sizes, StateToSave, commit, copy_to_host
-from drivetrain.checkpoint._format.atomic_exchange import exchange
 from drivetrain.checkpoint._format.documents import decode, dumps, encode, loads
 from drivetrain.checkpoint._format.tensor_file import DTYPES
 
@@ -146,7 +146,7 @@ def test_a_save_replaces_a_checkpoint(tmp_path: Path, exchanging: bool, monkeypa
         if not exchange(str(tmp_path / "one"), str(tmp_path / "two")):
             pytest.skip("this disk cannot exchange two names")
     else:
-        monkeypatch.setattr("drivetrain.checkpoint._format.local_storage.exchange", lambda first, second: False)
+        monkeypatch.setattr("drivetrain._storage.local_publication.exchange", lambda first, second: False)
     being_read = load(written(tmp_path / "c")).weights()
     (tmp_path / "link").symlink_to("c")
     written(tmp_path / "link", scale=2.0)

@@ -4,7 +4,6 @@ from drivetrain.checkpoint._format.checkpoint_reader import CheckpointReader, We
 from drivetrain.checkpoint._format.checkpoint_writer import commit, save
 from drivetrain.checkpoint._format.collective_errors import run_collectively
 from drivetrain.checkpoint._format.flattened_tensor import is_flattenable
-from drivetrain.checkpoint._format.folder import StorageError
 from drivetrain.checkpoint._format.host_copy import CheckpointCopy, StateToSave, copy_to_host
 from drivetrain.checkpoint._format.manifest import AveragesRecord, CheckpointMetadata, Manifest, check_metadata
 from drivetrain.checkpoint._format.verification import verify
@@ -18,7 +17,6 @@ __all__ = [
     "Manifest",
     "Sizes",
     "StateToSave",
-    "StorageError",
     "Weights",
     "check_metadata",
     "commit",

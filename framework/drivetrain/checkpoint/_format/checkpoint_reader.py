@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from drivetrain._distributed.shards import ParameterShard, Region
+from drivetrain._storage.folder import Folder
 from drivetrain.checkpoint._compiled_names import plain_name
+from drivetrain.checkpoint._format.checkpoint_folder import existing_folder, read_if_there
 from drivetrain.checkpoint._format.documents import MAX_DOCUMENT_BYTES, decode, loads
 from drivetrain.checkpoint._format.flattened_tensor import FlattenedTensor
-from drivetrain.checkpoint._format.folder import Folder, folder_at, read_if_there
 from drivetrain.checkpoint._format.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, Part, decode_manifest
 from drivetrain.checkpoint._format.parallel_io import map_in_threads
 from drivetrain.checkpoint._format.tensor_reader import CastSource, CheckedFile, TensorSource, damage_error, tensors_in
@@ -322,7 +323,7 @@ def load(path: str | os.PathLike[str]) -> CheckpointReader:
         CheckpointError: there is no checkpoint at the path, or the checkpoint is incomplete or has another format.
         StorageError: the storage failed or did not answer; a subclass of `CheckpointError`.
     """
-    folder = folder_at(os.fspath(path))
+    folder = existing_folder(os.fspath(path))
     content = read_if_there(folder, MANIFEST, MAX_MANIFEST_BYTES + 1)
     if content is None:
         raise CheckpointError(

@@ -11,6 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from drivetrain._distributed.control_plane import ControlPlane, digest_of, refuse_differences
+from drivetrain._storage.publication import Publication
+from drivetrain.checkpoint._format.checkpoint_folder import begin_checkpoint, join_checkpoint
 from drivetrain.checkpoint._format.checksums import checksums_of
 from drivetrain.checkpoint._format.collective_errors import gather_or_raise, run_collectively
 from drivetrain.checkpoint._format.gathered_writes import GatheredWriter, LocalWriteError, Regions
@@ -22,12 +24,17 @@ from drivetrain.checkpoint._format.host_copy import (
     contributed_region,
     copy_to_host,
 )
-from drivetrain.checkpoint._format.local_storage import LocalStorage
-from drivetrain.checkpoint._format.manifest import FileRecord, Manifest, Part, encode_manifest, versions
-from drivetrain.checkpoint._format.object_storage import ObjectStorage
+from drivetrain.checkpoint._format.manifest import (
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    Part,
+    encode_manifest,
+    files_in_manifest,
+    versions,
+)
 from drivetrain.checkpoint._format.pieces import count_elements
 from drivetrain.checkpoint._format.save_messages import WriteRequest, WriteResult
-from drivetrain.checkpoint._format.storage import JoinInfo, Storage, filesystem_of
 from drivetrain.checkpoint._format.tensor_file import Spec
 from drivetrain.checkpoint._format.write_plan import DEFAULT_SIZES, PlannedFile, Sizes
 from drivetrain.errors import CheckpointError
@@ -62,51 +69,38 @@ def commit(path: str, staged: CheckpointCopy, control: ControlPlane) -> None:
     Raises:
         CheckpointError: see `save`.
     """
-    storage: Storage | None = None
+    publication: Publication | None = None
     problem: Exception | None = staged.problem
     if control.rank == 0 and problem is None:
         try:
-            storage = _begin(path, staged, control.world_size)
+            publication = begin_checkpoint(path, *staged.estimate_size(control.world_size))
         except Exception as error:
             problem = error
     try:
-        requests = _exchange_requests(path, staged, storage, problem, control)
-        if storage is None:
-            assert requests[0].join_info is not None
-            storage = _join(path, requests[0].join_info)
-        written, parts = _write(path, staged, requests, storage, control)
-        _commit_manifest(path, staged, storage, written, parts, control)
+        requests = _exchange_requests(path, staged, publication, problem, control)
+        if publication is None:
+            assert requests[0].token is not None
+            publication = join_checkpoint(path, requests[0].token)
+        written, parts = _write(path, staged, requests, publication, control)
+        _commit_manifest(path, staged, publication, written, parts, control)
     except BaseException:
-        if storage is not None:
-            storage.abandon()
+        if publication is not None:
+            publication.abandon()
         raise
-
-
-def _begin(path: str, staged: CheckpointCopy, world_size: int) -> Storage:
-    filesystem, root = filesystem_of(path)
-    if filesystem is not None:
-        return ObjectStorage.begin(filesystem, root)
-    needed, files = staged.estimate_size(world_size)
-    return LocalStorage.begin(root, needed, files)
-
-
-def _join(path: str, join_info: JoinInfo) -> Storage:
-    filesystem, root = filesystem_of(path)
-    return LocalStorage.join(root, join_info) if filesystem is None else ObjectStorage.join(filesystem, root, join_info)
 
 
 # Exchange before writing: the ranks compare what they save, and exchange who writes which regions
 
 
 def _exchange_requests(
-    path: str, staged: CheckpointCopy, storage: Storage | None, problem: Exception | None, control: ControlPlane
+    path: str, staged: CheckpointCopy, publication: Publication | None, problem: Exception | None, control: ControlPlane
 ) -> list[WriteRequest]:
     """Return the requests of all ranks, after a check that they fit together. Collective."""
     values = {**_values_to_compare(staged), "the path": path}
     shared = staged.shared_parts()
     request = WriteRequest(
         values=digest_of(values),
-        join_info=None if storage is None else storage.join_info,
+        token=None if publication is None else publication.token,
         regions=[{name: contributed_region(shard) for name, shard in part.shards().items()} for part in shared],
         state=shared[-1].specs if shared and control.rank == 0 else [],
         digest=staged.digest,
@@ -160,7 +154,7 @@ def _check_coverage(path: str, specs: Sequence[Spec], rank_regions: Sequence[Reg
 
 
 def _write(
-    path: str, staged: CheckpointCopy, requests: Sequence[WriteRequest], storage: Storage, control: ControlPlane
+    path: str, staged: CheckpointCopy, requests: Sequence[WriteRequest], publication: Publication, control: ControlPlane
 ) -> tuple[dict[str, FileRecord], list[tuple[str, Part]]]:
     """Write this rank's files; return the records of all ranks' files, and the checkpoint's parts with their roles."""
     file_records: dict[str, FileRecord] = {}
@@ -171,10 +165,10 @@ def _write(
     for part in staged.parts:
         specs = requests[0].state if part.role == "state" else None
         files = part.planned_files(control.rank, control.world_size, specs)
-        files = [replace(file, name=storage.file_name(file.name)) for file in files]
+        files = [replace(file, name=publication.file_name(file.name)) for file in files]
         regions = [{}] * control.world_size if part.role == "rank" else list(next(shared_regions))
-        document = None if part.document is None else storage.file_name(f"{part.stem}.json")
-        writer = GatheredWriter(part.tensors, regions, control, storage, staged.sizes.piece, digest)
+        document = None if part.document is None else publication.file_name(f"{part.stem}.json")
+        writer = GatheredWriter(part.tensors, regions, control, publication, staged.sizes.piece, digest)
         try:
             # The write is collective, so this rank calls it even after an earlier part has failed. An error of the
             # exchange itself is not caught: the ranks are no longer at the same point, so this rank's failure must end
@@ -184,14 +178,14 @@ def _write(
             problem = problem or error.cause
         try:
             if part.document is not None and document is not None and problem is None:
-                file_records[document] = _write_file(storage, document, part.document, digest)
+                file_records[document] = _write_file(publication, document, part.document, digest)
             index = _encode_index(part, files)
             if index is not None and control.rank == 0 and problem is None:
-                name = storage.file_name(f"{part.stem}.safetensors.index.json")
-                file_records[name] = _write_file(storage, name, index, digest)
+                name = publication.file_name(f"{part.stem}.safetensors.index.json")
+                file_records[name] = _write_file(publication, name, index, digest)
         except Exception as error:
             problem = problem or error
-        index_name = storage.file_name(f"{part.stem}.safetensors.index.json") if len(files) > 1 else None
+        index_name = publication.file_name(f"{part.stem}.safetensors.index.json") if len(files) > 1 else None
         parts.append((part.role, Part(document, tuple(file.name for file in files), index_name)))
     answers = gather_or_raise(
         control,
@@ -217,9 +211,9 @@ def _encode_index(part: PartCopy, files: Sequence[PlannedFile]) -> bytes | None:
     return (json.dumps(index, indent=1) + "\n").encode()
 
 
-def _write_file(storage: Storage, name: str, content: bytes, digest: str | None) -> FileRecord:
+def _write_file(publication: Publication, name: str, content: bytes, digest: str | None) -> FileRecord:
     sums = checksums_of(content)
-    with storage.open(name) as sink:
+    with publication.create(name) as sink:
         sink.writelines([content])
     return FileRecord(sums.size, sums.text(), "" if digest is None else hashlib.new(digest, content).hexdigest())
 
@@ -227,7 +221,7 @@ def _write_file(storage: Storage, name: str, content: bytes, digest: str | None)
 def _commit_manifest(
     path: str,
     staged: CheckpointCopy,
-    storage: Storage,
+    publication: Publication,
     written: dict[str, FileRecord],
     parts: Sequence[tuple[str, Part]],
     control: ControlPlane,
@@ -239,7 +233,7 @@ def _commit_manifest(
         if control.rank != 0:
             return b""
         for name, record in written.items():
-            _check_size(path, storage, name, record.size, single_rank=control.world_size == 1)
+            _check_size(path, publication, name, record.size, single_rank=control.world_size == 1)
         parts_by_role: dict[str, list[Part]] = {"weights": [], "optimizer": [], "callback": [], "state": [], "rank": []}
         for role, part in parts:
             parts_by_role[role].append(part)
@@ -261,17 +255,17 @@ def _commit_manifest(
 
     content = run_collectively(control, f"The checkpoint {path!r} could not be written", build_manifest)
     # If the reply to the upload is lost, rank 0 cannot know whether the manifest was stored, so all files are kept.
-    storage.keep()
+    publication.keep()
     run_collectively(
         control,
         f"The checkpoint {path!r} may not have been written",
-        lambda: storage.commit(content, identifier) if control.rank == 0 else None,
+        lambda: publication.commit(MANIFEST, content, files_in_manifest) if control.rank == 0 else None,
     )
 
 
-def _check_size(path: str, storage: Storage, name: str, size: int, single_rank: bool) -> None:
+def _check_size(path: str, publication: Publication, name: str, size: int, single_rank: bool) -> None:
     try:
-        actual_size = storage.size(name)
+        actual_size = publication.size(name)
     except FileNotFoundError:
         actual_size = None
     if actual_size == size:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
+from drivetrain._storage.folder import Sink
 from drivetrain.checkpoint._format.checksums import DIGESTS, BlockChecksums
 from drivetrain.checkpoint._format.manifest import FileRecord
 
@@ -16,13 +17,6 @@ MAX_WAITING_PIECES = 2
 _BATCH_BYTES = 16 * 2**20  # maximum number of bytes per write call, unless a single content is larger
 
 _Content = bytes | memoryview
-
-
-class Sink(Protocol):
-    """Destination of bytes."""
-
-    def writelines(self, contents: Sequence[_Content], /) -> Any:
-        """Write all of ``contents``."""
 
 
 class FileWriter:

@@ -12,6 +12,7 @@ import torch
 
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._distributed.shards import ParameterShard, Region
+from drivetrain._storage.publication import Publication
 from drivetrain.checkpoint._format.file_writer import MAX_WAITING_PIECES, FileWriter
 from drivetrain.checkpoint._format.host_copy import TensorOrShard
 from drivetrain.checkpoint._format.manifest import FileRecord
@@ -25,7 +26,6 @@ from drivetrain.checkpoint._format.pieces import (
     rows_of,
     write_overlap,
 )
-from drivetrain.checkpoint._format.storage import Storage
 from drivetrain.checkpoint._format.tensor_file import header_of
 from drivetrain.checkpoint._format.write_plan import PlannedFile
 
@@ -51,7 +51,7 @@ class GatheredWriter:
         tensors: this rank's tensors and shards.
         regions: the regions that each rank contributes, by rank.
         control: the control plane.
-        storage: where the files are written.
+        publication: where the files are written.
         piece: number of bytes that are exchanged at a time.
         digest: name of the digest to compute for each file; None for no digest.
     """
@@ -59,7 +59,7 @@ class GatheredWriter:
     tensors: Mapping[str, TensorOrShard]
     regions: Sequence[Regions]
     control: ControlPlane
-    storage: Storage
+    publication: Publication
     piece: int
     digest: str | None = None
 
@@ -86,7 +86,7 @@ class GatheredWriter:
         """Write files of different owners concurrently. Each iteration writes one round of pieces of each file."""
         sharded = frozenset(self.regions[0])
         owned = next((file for file in wave if file.owner == self.control.rank), None)
-        output = None if owned is None else _Output(owned, self.storage, self.digest)
+        output = None if owned is None else _Output(owned, self.publication, self.digest)
         receive_buffers, assembly_buffers = _Buffers(1), _Buffers(MAX_WAITING_PIECES + 1)
         rounds = [(file.owner, rounds_of(file.specs, sharded, self.piece)) for file in wave]
         problems: list[Exception] = []
@@ -234,13 +234,13 @@ class LocalWriteError(Exception):
 class _Output:
     """A file that this rank owns. An error is kept until `finish`, because other ranks continue to send shards."""
 
-    def __init__(self, file: PlannedFile, storage: Storage, digest: str | None) -> None:
+    def __init__(self, file: PlannedFile, publication: Publication, digest: str | None) -> None:
         self._name = file.name
         self._problem: Exception | None = None
         self._stack = ExitStack()
         self._writer: FileWriter | None = None
         try:
-            sink = self._stack.enter_context(storage.open(file.name))
+            sink = self._stack.enter_context(publication.create(file.name))
             self._writer = FileWriter(sink, digest)
             self._writer.write(header_of(file.specs))
         except Exception as error:

@@ -282,6 +282,14 @@ def decode_manifest(content: bytes, path: str) -> Manifest:
         raise _damage_error(path, str(error)) from error
 
 
+def files_in_manifest(content: bytes) -> set[str]:
+    """Return the names of the files that a manifest lists; none if it is damaged."""
+    try:
+        return set(decode_manifest(content, "").files)
+    except CheckpointError:
+        return set()
+
+
 def _damage_error(path: str, problem: str) -> CheckpointError:
     return CheckpointError(
         f"{MANIFEST} of {path!r} is damaged: {problem}.",

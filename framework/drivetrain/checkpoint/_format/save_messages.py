@@ -9,7 +9,6 @@ from typing import Any, Self
 from drivetrain._distributed.shards import region_from
 from drivetrain.checkpoint._format.gathered_writes import Regions
 from drivetrain.checkpoint._format.manifest import FileRecord, Part
-from drivetrain.checkpoint._format.storage import JoinInfo
 from drivetrain.checkpoint._format.tensor_file import DTYPES, NAMES, Spec
 
 
@@ -19,14 +18,14 @@ class WriteRequest:
 
     Attributes:
         values: digest of the values that must be the same on all ranks.
-        join_info: what the other ranks need to join rank 0's storage; None on other ranks.
+        token: what the other ranks need to join rank 0's publication; None on other ranks.
         regions: for each shared part, the regions that this rank writes.
         state: the tensors of rank 0's state; empty on other ranks.
         digest: name of the digest to store for each file; None for no digest. The value on rank 0 is used.
     """
 
     values: str
-    join_info: JoinInfo | None = None
+    token: str | None = None
     regions: list[Regions] = field(default_factory=list)
     state: list[Spec] = field(default_factory=list)
     digest: str | None = None
@@ -38,15 +37,15 @@ class WriteRequest:
             for part in self.regions
         ]
         state = [(spec.name, NAMES[spec.dtype], tuple(spec.shape)) for spec in self.state]
-        return self.values, self.join_info, regions, state, self.digest
+        return self.values, self.token, regions, state, self.digest
 
     @classmethod
     def decode(cls, plain_values: tuple[Any, ...]) -> Self:
         """Return the message from its `plain_values`."""
-        values, join_info, regions, state, digest = plain_values
+        values, token, regions, state, digest = plain_values
         return cls(
             values,
-            join_info,
+            token,
             [
                 {name: None if bounds is None else region_from(bounds) for name, bounds in part.items()}
                 for part in regions

@@ -14,9 +14,8 @@ from typing import NamedTuple
 import torch
 
 from drivetrain._distributed.shards import Region, Span
+from drivetrain._storage.folder import Folder, NoFileError, Source, StorageError
 from drivetrain.checkpoint._format.checksums import DIGESTS, crc32
-from drivetrain.checkpoint._format.folder import Folder, Source, StorageError
-from drivetrain.checkpoint._format.local_file import NoFileError
 from drivetrain.checkpoint._format.manifest import FileRecord
 from drivetrain.checkpoint._format.pieces import as_rows, bytes_of, row_size
 from drivetrain.checkpoint._format.read_memory import allocate_bytes, allocate_tensor
