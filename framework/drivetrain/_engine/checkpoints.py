@@ -481,7 +481,7 @@ class RunCheckpoints:
         core, strategy = self._core, self._core.strategy
         checkpoint = self._run_state()
         contents = checkpoint.contents(weights_only, trainable_only)
-        contents.digest = digest
+        contents.hash_algorithm = digest
         metadata = contents.metadata = self._with_lineage(contents.metadata, identifier or os.urandom(16).hex())
         if strategy.rank == 0 and core.trainer.loggers:
             from drivetrain._engine.run_loggers import flush_loggers

@@ -165,11 +165,11 @@ def _check_no_weights(target: str) -> None:
 def _write_weights(target: str, sources: Sources, limit: int) -> None:
     files = _split_by_size(sources, limit)
     if len(files) == 1:
-        _write_tensors(f"{target}/model.safetensors", files[0])
+        write_tensors(files[0], f"{target}/model.safetensors")
         return
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     for name, tensors in zip(names, files, strict=True):
-        _write_tensors(f"{target}/{name}", tensors)
+        write_tensors(tensors, f"{target}/{name}")
     weight_map = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
     sizes = {
         "total_parameters": sum(source.spec.numel for source in sources.values()),
@@ -189,11 +189,6 @@ def _split_by_size(sources: Sources, limit: int) -> list[dict[str, TensorSource]
         files[-1][name] = source
         remaining -= source.spec.nbytes
     return files
-
-
-def _write_tensors(target: str, sources: Sources) -> None:
-    with create_file(target) as sink:
-        write_tensors(sources, sink)
 
 
 def _write_json(target: str, value: Any) -> None:

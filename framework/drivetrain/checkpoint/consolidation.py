@@ -11,15 +11,14 @@ from drivetrain._storage.folder import Sink
 from drivetrain._storage.paths import folder_at, split
 from drivetrain.checkpoint._folders import is_taken
 from drivetrain.checkpoint._format import CheckpointReader, load
-from drivetrain.checkpoint._format.file_writer import FileWriter
-from drivetrain.checkpoint._format.pieces import bytes_of, pieces_of, row_size
-from drivetrain.checkpoint._format.tensor_file import Spec, header_of, in_file_order
+from drivetrain.checkpoint._format.file_writer import file_writer
+from drivetrain.checkpoint._format.tensor_file import Spec, bytes_of, header_of, in_file_order, row_ranges
 from drivetrain.checkpoint._format.tensor_reader import TensorSource
 from drivetrain.checkpoint.averaged_weights import evaluated_weights
 from drivetrain.errors import CheckpointError, listed
 
 _OTHER_FORMATS = {".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npz", ".npy", ".h5", ".onnx", ".gguf"}
-_PIECE_BYTES = 16 * 2**20  # number of bytes that are read into memory at a time, unless a single row is larger
+_BYTES_IN_MEMORY = 16 * 2**20  # number of bytes that are read into memory at a time, unless a single row is larger
 
 
 def consolidate(
@@ -64,8 +63,7 @@ def consolidate(
             "another file would be lost.",
             "give another path, or overwrite=True (--overwrite).",
         )
-    with create_file(target) as sink:
-        write_tensors(_stored_tensors(checkpoint, averaged), sink)
+    write_tensors(_stored_tensors(checkpoint, averaged), target)
     return target
 
 
@@ -87,19 +85,19 @@ def _stored_tensors(checkpoint: CheckpointReader, averaged: bool | None) -> dict
     return sources
 
 
-def write_tensors(sources: Mapping[str, TensorSource], sink: Sink) -> None:
-    """Write tensors of a checkpoint as one safetensors file, under the names that are the keys of ``sources``."""
+def write_tensors(sources: Mapping[str, TensorSource], target: str) -> None:
+    """Write tensors of a checkpoint as one safetensors file, under the names that are the keys of ``sources``.
+
+    Raises:
+        CheckpointError: a tensor is damaged, or the file cannot be written.
+    """
     specs = in_file_order(Spec(name, source.dtype, source.shape) for name, source in sources.items())
-    writer = FileWriter(sink)
-    try:
+    with file_writer(create_file(target)) as writer:
         writer.write(header_of(specs))
         for spec in specs:
-            row = row_size(spec.shape)
-            for piece in pieces_of(spec, _PIECE_BYTES):
-                writer.write(bytes_of(sources[spec.name].read(Span(piece.first * row, piece.last * row))))
-        writer.record()
-    finally:
-        writer.close()
+            for first, last in row_ranges(spec, _BYTES_IN_MEMORY):
+                span = Span(first * spec.row_size, last * spec.row_size)
+                writer.write(bytes_of(sources[spec.name].read(span)))
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from drivetrain.checkpoint._format.flattened_tensor import is_flattenable
 from drivetrain.checkpoint._format.host_copy import CheckpointCopy, StateToSave, copy_to_host
 from drivetrain.checkpoint._format.manifest import AveragesRecord, CheckpointMetadata, Manifest, check_metadata
 from drivetrain.checkpoint._format.verification import verify
-from drivetrain.checkpoint._format.write_plan import Sizes
 
 __all__ = [
     "AveragesRecord",
@@ -15,7 +14,6 @@ __all__ = [
     "CheckpointMetadata",
     "CheckpointReader",
     "Manifest",
-    "Sizes",
     "StateToSave",
     "Weights",
     "check_metadata",

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from drivetrain._distributed.control_plane import ControlPlane, digest_of, refuse_differences
 from drivetrain._storage.publication import Publication
 from drivetrain.checkpoint._format.checkpoint_folder import begin_checkpoint, join_checkpoint
-from drivetrain.checkpoint._format.checksums import checksums_of
 from drivetrain.checkpoint._format.collective_errors import gather_or_raise, run_collectively
-from drivetrain.checkpoint._format.gathered_writes import GatheredWriter, LocalWriteError, Regions
+from drivetrain.checkpoint._format.file_writer import file_writer
 from drivetrain.checkpoint._format.host_copy import (
     CheckpointCopy,
     PartCopy,
@@ -33,10 +30,9 @@ from drivetrain.checkpoint._format.manifest import (
     files_in_manifest,
     versions,
 )
-from drivetrain.checkpoint._format.pieces import count_elements
 from drivetrain.checkpoint._format.save_messages import WriteRequest, WriteResult
 from drivetrain.checkpoint._format.tensor_file import Spec
-from drivetrain.checkpoint._format.write_plan import DEFAULT_SIZES, PlannedFile, Sizes
+from drivetrain.checkpoint._format.tensor_writer import Regions, TensorFile, TensorWriter
 from drivetrain.errors import CheckpointError
 
 
@@ -45,7 +41,6 @@ def save(
     contents: StateToSave,
     control: ControlPlane,
     shard_of: Callable[[Any], TensorOrShard] = lambda value: value,
-    sizes: Sizes = DEFAULT_SIZES,
 ) -> None:
     """Write a checkpoint. Collective.
 
@@ -54,13 +49,12 @@ def save(
         contents: this rank's contents.
         control: the control plane.
         shard_of: the strategy's function that turns a sharded value into a `ParameterShard`.
-        sizes: how tensors are split into files.
 
     Raises:
         CheckpointError: the save failed. The error is raised on every rank and names the failed rank and the cause. An
             existing checkpoint at ``path`` is unchanged.
     """
-    commit(path, copy_to_host(contents, control.rank, control.world_size, shard_of, sizes=sizes), control)
+    commit(path, copy_to_host(contents, control.rank, control.world_size, shard_of), control)
 
 
 def commit(path: str, staged: CheckpointCopy, control: ControlPlane) -> None:
@@ -103,7 +97,7 @@ def _exchange_requests(
         token=None if publication is None else publication.token,
         regions=[{name: contributed_region(shard) for name, shard in part.shards().items()} for part in shared],
         state=shared[-1].specs if shared and control.rank == 0 else [],
-        digest=staged.digest,
+        hash_algorithm=staged.hash_algorithm,
     )
     answers = gather_or_raise(control, f"The checkpoint {path!r} could not be written", request.plain_values(), problem)
     requests = [WriteRequest.decode(answer) for answer in answers]
@@ -140,7 +134,8 @@ def _check_coverage(path: str, specs: Sequence[Spec], rank_regions: Sequence[Reg
     for spec in specs:
         if spec.name not in rank_regions[0]:
             continue
-        count = count_elements([regions[spec.name] for regions in rank_regions])
+        shares = [regions[spec.name] for regions in rank_regions]
+        count = sum(region.numel for region in shares if region is not None)
         if count != spec.numel:
             raise CheckpointError(
                 f"The checkpoint {path!r} cannot be written: {spec.name!r} has {spec.numel} elements, and the "
@@ -157,65 +152,53 @@ def _write(
     path: str, staged: CheckpointCopy, requests: Sequence[WriteRequest], publication: Publication, control: ControlPlane
 ) -> tuple[dict[str, FileRecord], list[tuple[str, Part]]]:
     """Write this rank's files; return the records of all ranks' files, and the checkpoint's parts with their roles."""
-    file_records: dict[str, FileRecord] = {}
+    files: list[TensorFile] = []
+    documents: dict[str, bytes] = {}
     parts: list[tuple[str, Part]] = []
-    problem: Exception | None = None
     shared_regions = zip(*(request.regions for request in requests), strict=True)
-    digest = requests[0].digest
     for part in staged.parts:
         specs = requests[0].state if part.role == "state" else None
-        files = part.planned_files(control.rank, control.world_size, specs)
-        files = [replace(file, name=publication.file_name(file.name)) for file in files]
         regions = [{}] * control.world_size if part.role == "rank" else list(next(shared_regions))
+        files_of_part = [
+            TensorFile(publication.file_name(file.name), file.owner, file.specs, part.tensors, regions)
+            for file in part.planned_files(control.rank, control.world_size, specs)
+        ]
+        files += files_of_part
         document = None if part.document is None else publication.file_name(f"{part.stem}.json")
-        writer = GatheredWriter(part.tensors, regions, control, publication, staged.sizes.piece, digest)
-        try:
-            # The write is collective, so this rank calls it even after an earlier part has failed. An error of the
-            # exchange itself is not caught: the ranks are no longer at the same point, so this rank's failure must end
-            # the run instead of letting this rank wait for the others in a later collective.
-            file_records.update(writer.write(files))
-        except LocalWriteError as error:
-            problem = problem or error.cause
-        try:
-            if part.document is not None and document is not None and problem is None:
-                file_records[document] = _write_file(publication, document, part.document, digest)
-            index = _encode_index(part, files)
-            if index is not None and control.rank == 0 and problem is None:
-                name = publication.file_name(f"{part.stem}.safetensors.index.json")
-                file_records[name] = _write_file(publication, name, index, digest)
-        except Exception as error:
-            problem = problem or error
-        index_name = publication.file_name(f"{part.stem}.safetensors.index.json") if len(files) > 1 else None
-        parts.append((part.role, Part(document, tuple(file.name for file in files), index_name)))
+        if part.document is not None and document is not None:
+            documents[document] = part.document
+        index = publication.file_name(f"{part.stem}.safetensors.index.json") if len(files_of_part) > 1 else None
+        if index is not None and control.rank == 0:
+            documents[index] = _encode_index(part, files_of_part)
+        parts.append((part.role, Part(document, tuple(file.name for file in files_of_part), index)))
+    writer = TensorWriter(control, publication, requests[0].hash_algorithm)
+    writer.write(files)
+    problem = writer.problem
+    try:
+        for name, content in documents.items() if problem is None else ():
+            with file_writer(publication.create(name), requests[0].hash_algorithm) as document_writer:
+                document_writer.write(content)
+            writer.records[name] = document_writer.record
+    except Exception as error:
+        problem = error
     answers = gather_or_raise(
         control,
         f"The checkpoint {path!r} could not be written",
-        WriteResult(file_records, parts).plain_values(),
+        WriteResult(writer.records, parts).plain_values(),
         problem,
     )
     results = [WriteResult.decode(answer) for answer in answers]
-    records: dict[str, FileRecord] = {}
-    for result in results:
-        records.update(result.written)
+    records = {name: record for result in results for name, record in result.written.items()}
     rank_parts = [part for result in results for part in result.parts if part[0] == "rank"]
     return records, [part for part in results[0].parts if part[0] != "rank"] + rank_parts
 
 
-def _encode_index(part: PartCopy, files: Sequence[PlannedFile]) -> bytes | None:
-    """Return the index of a part's files in the format of Hugging Face's libraries; None if there is only one file."""
-    if len(files) < 2:
-        return None
+def _encode_index(part: PartCopy, files: Sequence[TensorFile]) -> bytes:
+    """Return the index of a part's files in the format of Hugging Face's libraries."""
     file_names = {spec.name: file.name for file in files for spec in file.specs}
     total = sum(spec.nbytes for file in files for spec in file.specs)
     index = {"metadata": {"total_size": total}, "weight_map": {name: file_names[name] for name in part.tensors}}
     return (json.dumps(index, indent=1) + "\n").encode()
-
-
-def _write_file(publication: Publication, name: str, content: bytes, digest: str | None) -> FileRecord:
-    sums = checksums_of(content)
-    with publication.create(name) as sink:
-        sink.writelines([content])
-    return FileRecord(sums.size, sums.text(), "" if digest is None else hashlib.new(digest, content).hexdigest())
 
 
 def _commit_manifest(

@@ -7,9 +7,9 @@ from dataclasses import astuple, dataclass, field
 from typing import Any, Self
 
 from drivetrain._distributed.shards import region_from
-from drivetrain.checkpoint._format.gathered_writes import Regions
 from drivetrain.checkpoint._format.manifest import FileRecord, Part
 from drivetrain.checkpoint._format.tensor_file import DTYPES, NAMES, Spec
+from drivetrain.checkpoint._format.tensor_writer import Regions
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +21,14 @@ class WriteRequest:
         token: what the other ranks need to join rank 0's publication; None on other ranks.
         regions: for each shared part, the regions that this rank writes.
         state: the tensors of rank 0's state; empty on other ranks.
-        digest: name of the digest to store for each file; None for no digest. The value on rank 0 is used.
+        hash_algorithm: name of the hash to store for each file; None for none. The value on rank 0 is used.
     """
 
     values: str
     token: str | None = None
     regions: list[Regions] = field(default_factory=list)
     state: list[Spec] = field(default_factory=list)
-    digest: str | None = None
+    hash_algorithm: str | None = None
 
     def plain_values(self) -> tuple[Any, ...]:
         """Return the message as plain values."""
@@ -37,12 +37,12 @@ class WriteRequest:
             for part in self.regions
         ]
         state = [(spec.name, NAMES[spec.dtype], tuple(spec.shape)) for spec in self.state]
-        return self.values, self.token, regions, state, self.digest
+        return self.values, self.token, regions, state, self.hash_algorithm
 
     @classmethod
     def decode(cls, plain_values: tuple[Any, ...]) -> Self:
         """Return the message from its `plain_values`."""
-        values, token, regions, state, digest = plain_values
+        values, token, regions, state, hash_algorithm = plain_values
         return cls(
             values,
             token,
@@ -51,7 +51,7 @@ class WriteRequest:
                 for part in regions
             ],
             [Spec(name, DTYPES[dtype], shape) for name, dtype, shape in state],
-            digest,
+            hash_algorithm,
         )
 
 

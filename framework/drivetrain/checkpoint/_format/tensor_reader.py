@@ -17,9 +17,8 @@ from drivetrain._distributed.shards import Region, Span
 from drivetrain._storage.folder import Folder, NoFileError, Source, StorageError
 from drivetrain.checkpoint._format.checksums import DIGESTS, crc32
 from drivetrain.checkpoint._format.manifest import FileRecord
-from drivetrain.checkpoint._format.pieces import as_rows, bytes_of, row_size
 from drivetrain.checkpoint._format.read_memory import allocate_bytes, allocate_tensor
-from drivetrain.checkpoint._format.tensor_file import Entry, Spec, read_header
+from drivetrain.checkpoint._format.tensor_file import Entry, Spec, bytes_of, read_header
 from drivetrain.errors import CheckpointError
 
 # Minimum number of blocks that are cached per file, because adjacent tensors share a block. With more parallel readers,
@@ -212,7 +211,7 @@ class TensorSource:
         if 0 in region.sizes:
             return torch.empty(region.sizes, dtype=self.entry.dtype)
         # Read the contiguous rows that the region touches, then slice the other dimensions.
-        shape, row = as_rows(self.shape), row_size(self.shape)
+        shape, row = self.entry.rows, self.entry.row_size
         first, count = (*region.offsets, 0)[0], (*region.sizes, 1)[0]
         rows = self._read_elements(first * row, (first + count) * row).view(count, *shape[1:])
         slices = tuple(slice(start, start + size) for start, size in zip(region.offsets, region.sizes, strict=True))
