@@ -259,7 +259,9 @@ class TensorWriter:
                 receives = {rank: torch.empty(count, dtype=torch.uint8) for rank, count in counts.items() if count}
             elif count := file.nbytes_of(own_rank, chunks):
                 try:
-                    sends[file.owner] = file.bytes_of_shares(own_rank, chunks)
+                    sends[file.owner] = shares = file.bytes_of_shares(own_rank, chunks)
+                    if shares.numel() != count:
+                        raise ValueError(f"this rank's shards have {shares.numel()} bytes instead of {count}")
                 except Exception as error:
                     self.problem = self.problem or error
                     sends[file.owner] = torch.zeros(count, dtype=torch.uint8)
