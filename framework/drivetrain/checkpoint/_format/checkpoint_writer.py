@@ -6,9 +6,11 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import astuple, dataclass, field
+from typing import Any, Self
 
 from drivetrain._distributed.control_plane import ControlPlane, digest_of, refuse_differences
+from drivetrain._distributed.shards import region_from
 from drivetrain._storage.publication import Publication
 from drivetrain.checkpoint._format.checkpoint_folder import begin_checkpoint, join_checkpoint
 from drivetrain.checkpoint._format.collective_errors import gather_or_raise, run_collectively
@@ -30,8 +32,7 @@ from drivetrain.checkpoint._format.manifest import (
     files_in_manifest,
     versions,
 )
-from drivetrain.checkpoint._format.save_messages import WriteRequest, WriteResult
-from drivetrain.checkpoint._format.tensor_file import Spec
+from drivetrain.checkpoint._format.tensor_file import DTYPES, NAMES, Spec
 from drivetrain.checkpoint._format.tensor_writer import Regions, TensorFile, TensorWriter
 from drivetrain.errors import CheckpointError
 
@@ -86,13 +87,56 @@ def commit(path: str, staged: CheckpointCopy, control: ControlPlane) -> None:
 # Exchange before writing: the ranks compare what they save, and exchange who writes which regions
 
 
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What a rank is about to write, as it tells the others.
+
+    Attributes:
+        values: digest of the values that must be the same on all ranks.
+        token: what the other ranks need to join rank 0's publication; None on other ranks.
+        regions: for each shared part, the regions that this rank writes.
+        state: the tensors of rank 0's state; empty on other ranks.
+        hash_algorithm: name of the hash to store for each file; None for none. The value on rank 0 is used.
+    """
+
+    values: str
+    token: str | None = None
+    regions: list[Regions] = field(default_factory=list)
+    state: list[Spec] = field(default_factory=list)
+    hash_algorithm: str | None = None
+
+    def plain_values(self) -> tuple[Any, ...]:
+        """Return the message as plain values."""
+        regions = [
+            {name: None if region is None else astuple(region) for name, region in part.items()}
+            for part in self.regions
+        ]
+        state = [(spec.name, NAMES[spec.dtype], tuple(spec.shape)) for spec in self.state]
+        return self.values, self.token, regions, state, self.hash_algorithm
+
+    @classmethod
+    def decode(cls, plain_values: tuple[Any, ...]) -> Self:
+        """Return the message from its `plain_values`."""
+        values, token, regions, state, hash_algorithm = plain_values
+        return cls(
+            values,
+            token,
+            [
+                {name: None if bounds is None else region_from(bounds) for name, bounds in part.items()}
+                for part in regions
+            ],
+            [Spec(name, DTYPES[dtype], shape) for name, dtype, shape in state],
+            hash_algorithm,
+        )
+
+
 def _exchange_requests(
     path: str, staged: CheckpointCopy, publication: Publication | None, problem: Exception | None, control: ControlPlane
-) -> list[WriteRequest]:
+) -> list[_Request]:
     """Return the requests of all ranks, after a check that they fit together. Collective."""
     values = {**_values_to_compare(staged), "the path": path}
     shared = staged.shared_parts()
-    request = WriteRequest(
+    request = _Request(
         values=digest_of(values),
         token=None if publication is None else publication.token,
         regions=[{name: contributed_region(shard) for name, shard in part.shards().items()} for part in shared],
@@ -100,7 +144,7 @@ def _exchange_requests(
         hash_algorithm=staged.hash_algorithm,
     )
     answers = gather_or_raise(control, f"The checkpoint {path!r} could not be written", request.plain_values(), problem)
-    requests = [WriteRequest.decode(answer) for answer in answers]
+    requests = [_Request.decode(answer) for answer in answers]
     if any(other.values != requests[0].values for other in requests):
         refuse_differences(
             control.gather_objects(values),
@@ -149,7 +193,7 @@ def _check_coverage(path: str, specs: Sequence[Spec], rank_regions: Sequence[Reg
 
 
 def _write(
-    path: str, staged: CheckpointCopy, requests: Sequence[WriteRequest], publication: Publication, control: ControlPlane
+    path: str, staged: CheckpointCopy, requests: Sequence[_Request], publication: Publication, control: ControlPlane
 ) -> tuple[dict[str, FileRecord], list[tuple[str, Part]]]:
     """Write this rank's files; return the records of all ranks' files, and the checkpoint's parts with their roles."""
     files: list[TensorFile] = []
@@ -181,16 +225,15 @@ def _write(
             writer.records[name] = document_writer.record
     except Exception as error:
         problem = error
-    answers = gather_or_raise(
-        control,
-        f"The checkpoint {path!r} could not be written",
-        WriteResult(writer.records, parts).plain_values(),
-        problem,
+    written = (
+        {name: astuple(record) for name, record in writer.records.items()},
+        [(role, astuple(part)) for role, part in parts],
     )
-    results = [WriteResult.decode(answer) for answer in answers]
-    records = {name: record for result in results for name, record in result.written.items()}
-    rank_parts = [part for result in results for part in result.parts if part[0] == "rank"]
-    return records, [part for part in results[0].parts if part[0] != "rank"] + rank_parts
+    answers = gather_or_raise(control, f"The checkpoint {path!r} could not be written", written, problem)
+    records = {name: FileRecord(*record) for records_of_rank, _ in answers for name, record in records_of_rank.items()}
+    all_parts = [[(role, Part(*part)) for role, part in parts_of_rank] for _, parts_of_rank in answers]
+    shared = [part for part in all_parts[0] if part[0] != "rank"]
+    return records, shared + [part for parts_of_rank in all_parts for part in parts_of_rank if part[0] == "rank"]
 
 
 def _encode_index(part: PartCopy, files: Sequence[TensorFile]) -> bytes:

@@ -17,7 +17,6 @@ from drivetrain._distributed.shards import Region, Span
 from drivetrain._storage.folder import Folder, NoFileError, Source, StorageError
 from drivetrain.checkpoint._format.checksums import DIGESTS, crc32
 from drivetrain.checkpoint._format.manifest import FileRecord
-from drivetrain.checkpoint._format.read_memory import allocate_bytes, allocate_tensor
 from drivetrain.checkpoint._format.tensor_file import Entry, Spec, bytes_of, read_header
 from drivetrain.errors import CheckpointError
 
@@ -119,7 +118,7 @@ class CheckedFile:
                 return
             cache_is_full = len(self._cached) >= self._max_cached
             content = (
-                self._cached.popitem(last=False)[1] if cache_is_full else allocate_bytes(min(self._block, self.size))
+                self._cached.popitem(last=False)[1] if cache_is_full else _allocate_bytes(min(self._block, self.size))
             )
         self._read(number, content[: min(self._block, self.size - number * self._block)])
         with self._lock:
@@ -221,7 +220,7 @@ class TensorSource:
         if not 0 <= start <= stop <= self.entry.numel:
             raise IndexError(f"elements {start} to {stop} of {self.entry.name!r}, which has {self.entry.numel}")
         dtype = self.entry.dtype
-        values = allocate_tensor(stop - start, dtype, f"{self.entry.name!r} in {self.file.name}")
+        values = _allocate_tensor(stop - start, dtype, f"{self.entry.name!r} in {self.file.name}")
         if start < stop:
             self.file.fill(self.entry.begin + start * dtype.itemsize, bytes_of(values))
         return values
@@ -245,3 +244,24 @@ def tensors_in(file: CheckedFile) -> dict[str, TensorSource]:
     """Return the tensors of a file by name; only the header of the file is read."""
     entries = read_header(file.name, file.size, file.read)
     return {name: TensorSource(file, entry) for name, entry in entries.items()}
+
+
+def _allocate_tensor(numel: int, dtype: torch.dtype, what: str) -> torch.Tensor:
+    """Return a new uninitialized CPU tensor of shape (numel,).
+
+    Raises:
+        CheckpointError: there is not enough memory; the message names ``what``.
+    """
+    try:
+        return torch.empty(numel, dtype=dtype, device="cpu")
+    except (RuntimeError, MemoryError) as error:
+        raise CheckpointError(
+            f"Not enough memory to read {what}: {numel * dtype.itemsize:,} bytes of memory are needed.",
+            "the allocation failed.",
+            "read the checkpoint on more ranks, or tensor by tensor.",
+        ) from error
+
+
+def _allocate_bytes(count: int) -> memoryview:
+    """Return ``count`` bytes of uninitialized memory. A bytearray would be filled with zeros first."""
+    return memoryview(torch.empty(count, dtype=torch.uint8, device="cpu").numpy())  # type: ignore[arg-type]
