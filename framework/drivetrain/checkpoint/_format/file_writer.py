@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from drivetrain._storage.folder import Content, Sink
-from drivetrain.checkpoint._format.checksums import DIGESTS, BlockChecksums
+from drivetrain.checkpoint._format.checksums import HASH_ALGORITHMS, BlockChecksums
 from drivetrain.checkpoint._format.manifest import FileRecord
 
 _MAX_WAITING = 2  # number of temporary contents that may wait for the disk while the next one is made
@@ -22,7 +22,7 @@ def file_writer(file: AbstractContextManager[Sink], hash_algorithm: str | None =
 
     Args:
         file: the file, which is closed.
-        hash_algorithm: name of a hash in `DIGESTS` that is computed of the file too; None for none.
+        hash_algorithm: name of a hash in `HASH_ALGORITHMS` that is computed of the file too; None for none.
     """
     with file as sink:
         writer = FileWriter(sink, hash_algorithm)
@@ -49,7 +49,7 @@ class FileWriter:
     def __init__(self, sink: Sink, hash_algorithm: str | None = None) -> None:
         self._sink = sink
         self._checksums = BlockChecksums()
-        self._hash: Any = None if hash_algorithm is None else DIGESTS[hash_algorithm]()
+        self._hash: Any = None if hash_algorithm is None else HASH_ALGORITHMS[hash_algorithm]()
         self._writer = ThreadPoolExecutor(1, "checkpoint-write")
         self._checksummer = ThreadPoolExecutor(1, "checkpoint-sum")
         self._waiting_contents: deque[Content] = deque()

@@ -40,7 +40,7 @@ class FileRecord:
     Attributes:
         size: size in bytes.
         crc32: checksums of the file's blocks, with eight hexadecimal digits for each block.
-        sha256: digest of the whole file, in hexadecimal digits; "" if none was requested.
+        sha256: fingerprint of the whole file, in hexadecimal digits; "" if none was requested.
     """
 
     size: int
@@ -304,13 +304,13 @@ def _from_json(document: dict[str, Any]) -> Manifest:
         raise ValueError(f"its block size of {block_size} bytes is not supported")
     files = {}
     for name, fields in document["files"].items():
-        record = FileRecord(_count(fields["size"]), _text(fields["crc32"]), _digest(fields.get("sha256", "")))
+        record = FileRecord(_count(fields["size"]), _text(fields["crc32"]), _fingerprint(fields.get("sha256", "")))
         if len(record.crc32) != 8 * block_count(record.size, block_size):
             raise ValueError(f"{name!r} has {len(record.crc32)} digits of checksums for {record.size} bytes")
         files[_file_name(name)] = record
-    without_digest = sorted(name for name, entry in files.items() if not entry.sha256)
-    if 0 < len(without_digest) < len(files):
-        raise ValueError(f"{listed(without_digest)} have no digest, and other files have one")
+    without_fingerprint = sorted(name for name, entry in files.items() if not entry.sha256)
+    if 0 < len(without_fingerprint) < len(files):
+        raise ValueError(f"{listed(without_fingerprint)} have no digest, and other files have one")
     manifest = Manifest(
         identifier=_text(document["id"]),
         world_size=_count(document["world_size"]),
@@ -361,7 +361,7 @@ def _from_json(document: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def _digest(text: Any) -> str:
+def _fingerprint(text: Any) -> str:
     if not isinstance(text, str) or not _SHA256_PATTERN.fullmatch(text):
         raise ValueError(f"{reprlib.repr(text)} is not a SHA-256")
     return text

@@ -15,7 +15,7 @@ import torch
 
 from drivetrain._distributed.shards import Region, Span
 from drivetrain._storage.folder import Folder, NoFileError, Source, StorageError
-from drivetrain.checkpoint._format.checksums import DIGESTS, crc32
+from drivetrain.checkpoint._format.checksums import HASH_ALGORITHMS, crc32
 from drivetrain.checkpoint._format.manifest import FileRecord
 from drivetrain.checkpoint._format.tensor_file import Entry, Spec, bytes_of, read_header
 from drivetrain.errors import CheckpointError
@@ -30,11 +30,11 @@ class CheckResult(NamedTuple):
 
     Attributes:
         bad_blocks: indices of the blocks that cannot be read or whose checksum differs.
-        digest_differs: whether the digest differs although all checksums match.
+        fingerprint_differs: whether the fingerprint differs although all checksums match.
     """
 
     bad_blocks: list[int]
-    digest_differs: bool
+    fingerprint_differs: bool
 
 
 class CheckedFile:
@@ -93,20 +93,21 @@ class CheckedFile:
                 self._read_shared(number, low - start, part)
 
     def check(self) -> CheckResult:
-        """Read the whole file and compare it with its checksums, and with its digest if it has one."""
+        """Read the whole file and compare it with its checksums, and with its fingerprint if it has one."""
         bad_blocks = []
-        digest = DIGESTS["sha256"]() if self._record.sha256 else None
+        fingerprint = HASH_ALGORITHMS["sha256"]() if self._record.sha256 else None
         memory = memoryview(bytearray(min(self._block, self.size)))
         for number in range(-(-self.size // self._block)):
             begin, end = self._bounds(number)
             try:
                 self._read(number, memory[: end - begin])
-                if digest is not None:
-                    digest.update(memory[: end - begin])
+                if fingerprint is not None:
+                    fingerprint.update(memory[: end - begin])
             except Exception:
                 bad_blocks.append(number)
-                digest = None
-        return CheckResult(bad_blocks, digest is not None and digest.hexdigest() != self._record.sha256)
+                fingerprint = None
+        differs = fingerprint is not None and fingerprint.hexdigest() != self._record.sha256
+        return CheckResult(bad_blocks, differs)
 
     def _bounds(self, number: int) -> tuple[int, int]:
         return number * self._block, min((number + 1) * self._block, self.size)

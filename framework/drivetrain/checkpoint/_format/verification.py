@@ -52,7 +52,7 @@ def _describe_problem(checkpoint: CheckpointReader, name: str) -> str | None:
     if result.bad_blocks:
         blocks = f"{len(result.bad_blocks)} of {block_count(file.size, block)} blocks"
         return f"{name} was altered: {blocks}, the first at byte {result.bad_blocks[0] * block}"
-    if result.digest_differs:
+    if result.fingerprint_differs:
         return f"{name} was altered: its checksums match, but its SHA-256 differs"
     return None
 
