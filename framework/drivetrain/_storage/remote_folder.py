@@ -86,21 +86,22 @@ class RemoteFolder(Folder):
         """
         with _as_os_errors():
             stream = self._filesystem.open(self._at(name), "wb")
-            try:
-                yield stream
-                nbytes = stream.tell()
+        try:
+            yield _RemoteSink(stream)
+            nbytes = stream.tell()
+            with _as_os_errors():
                 try:
                     stream.close()
                 except Exception:
                     if not _is_true(lambda: self.size(name) == nbytes):
                         raise
-            except BaseException:
-                # The incomplete content must not be uploaded, even when the stream is garbage-collected.
-                with suppress(Exception):
-                    stream.discard()
-                with suppress(AttributeError):
-                    stream.closed = True
-                raise
+        except BaseException:
+            # The incomplete content must not be uploaded, even when the stream is garbage-collected.
+            with suppress(Exception):
+                stream.discard()
+            with suppress(AttributeError):
+                stream.closed = True
+            raise
 
     @contextmanager
     def replace(self, name: str) -> Iterator[Sink]:
@@ -165,6 +166,19 @@ def _as_os_errors() -> Iterator[None]:
         raise
     except Exception as error:
         raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+class _RemoteSink:
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, content: Content) -> None:
+        with _as_os_errors():
+            self._stream.write(content)
+
+    def writelines(self, contents: Sequence[Content]) -> None:
+        for content in contents:
+            self.write(content)
 
 
 class _RemoteFile:
