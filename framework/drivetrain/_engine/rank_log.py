@@ -9,8 +9,6 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from drivetrain._storage.paths import folder_at
-
 if TYPE_CHECKING:
     from drivetrain._engine.run_folder import RunFolder
 
@@ -74,6 +72,8 @@ class RankLog:
             )
             with contextlib.suppress(FileNotFoundError):
                 if os.path.getsize(path) + len(record) > MAX_LOG_BYTES:
+                    from drivetrain._storage.paths import folder_at  # few runs write logs that are full
+
                     folder_at(folder).rename(os.path.basename(path), f"rank-{self._rank}.1.log")
             with open(path, "ab") as file:  # records are rare, so no descriptor is kept open
                 file.write(record)

@@ -34,10 +34,12 @@ class LocalFolder(Folder):
         os.makedirs(self.root, exist_ok=True)
 
     def exists(self, name: str = "") -> bool:
-        return os.path.lexists(self._at(name))
+        with suppress(FileNotFoundError):
+            return os.path.lexists(self._at(name))
+        return False
 
     def entries(self) -> Iterator[tuple[str, bool]]:
-        with os.scandir(self.root) as entries:
+        with os.scandir(self._at("")) as entries:
             for entry in entries:
                 yield entry.name, _is_folder(entry)
 
@@ -90,7 +92,10 @@ class LocalFolder(Folder):
         self._files.close()
 
     def _at(self, name: str) -> str:
-        return os.path.join(self.root, name) if name else self.root
+        path = os.path.join(self.root, name) if name else self.root
+        if "\0" in path:
+            raise FileNotFoundError(errno.ENOENT, "no file has a null character in its name", path)
+        return path
 
 
 def sync_folder(folder: str) -> None:

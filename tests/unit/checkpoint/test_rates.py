@@ -45,7 +45,8 @@ def test_a_save_and_a_load_process_each_byte_once(tmp_path: Path, monkeypatch: p
     synced = counting(os, "fsync", lambda descriptor: descriptor)
     fit.save_checkpoint(tmp_path / "c")
     sizes = {file.name: file.stat().st_size for file in (tmp_path / "c").iterdir()}
-    assert sum(written) == sum(sizes.values())
+    record = next((tmp_path / "runs").rglob("run.json")).stat().st_size
+    assert sum(written) == sum(sizes.values()) + record
     assert sum(summed) == sum(sizes.values()) - sizes["manifest.json"]
     # Every file, the temporary folder before its rename, the parent folder, and the run's record.
     assert len(synced) == len(sizes) + 3
