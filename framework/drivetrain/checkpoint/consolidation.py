@@ -6,13 +6,15 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
+
 from drivetrain._distributed.shards import Span
 from drivetrain._storage.folder import Sink
 from drivetrain._storage.paths import folder_at, split
 from drivetrain.checkpoint._folders import is_taken
 from drivetrain.checkpoint._format import CheckpointReader, load
 from drivetrain.checkpoint._format.file_writer import file_writer
-from drivetrain.checkpoint._format.tensor_file import Spec, bytes_of, header_of, in_file_order, row_ranges
+from drivetrain.checkpoint._format.tensor_file import Spec, header_of, in_file_order, row_ranges
 from drivetrain.checkpoint._format.tensor_reader import TensorSource
 from drivetrain.checkpoint.averaged_weights import evaluated_weights
 from drivetrain.errors import CheckpointError, listed
@@ -97,7 +99,9 @@ def write_tensors(sources: Mapping[str, TensorSource], target: str) -> None:
         for spec in specs:
             for first, last in row_ranges(spec, _BYTES_IN_MEMORY):
                 span = Span(first * spec.row_size, last * spec.row_size)
-                writer.write(bytes_of(sources[spec.name].read(span)))
+                values = sources[spec.name].read(span)
+                with writer.memory(values.nbytes) as memory:
+                    memory.copy_(values.view(torch.uint8))
 
 
 @contextmanager

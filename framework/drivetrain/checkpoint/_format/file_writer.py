@@ -8,11 +8,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
+
 from drivetrain._storage.folder import Content, Sink
 from drivetrain.checkpoint._format.checksums import HASH_ALGORITHMS, BlockChecksums
 from drivetrain.checkpoint._format.manifest import FileRecord
 
-_MAX_WAITING = 2  # number of temporary contents that may wait for the disk while the next one is made
+_BUFFERS = 3  # two may wait for the disk while the next one is filled
 _BATCH_BYTES = 16 * 2**20  # maximum number of bytes per write call, unless a single content is larger
 
 
@@ -55,31 +57,43 @@ class FileWriter:
         self._waiting_contents: deque[Content] = deque()
         self._last_write: Future[None] | None = None
         self._last_checksum: Future[None] | None = None
-        self._temporary_contents: deque[list[Future[None]]] = deque()
+        self._buffers = deque([torch.empty(0, dtype=torch.uint8)] * _BUFFERS)
+        self._uses: deque[list[Future[None]]] = deque([[]] * _BUFFERS)  # of the buffers, by what was queued last
         self._error: Exception | None = None
         self.record = FileRecord(0, "")
         """The file's size, checksums and hash, once the file is complete."""
 
-    def write(self, content: Content, borrowed: bool = False) -> None:
+    def write(self, content: Content) -> None:
         """Queue the next bytes of the file. Contents that wait in the queue are written together.
 
         Args:
             content: the bytes, which must not change until the file is complete.
-            borrowed: whether the memory belongs to an existing tensor. If it does not, the call waits while too many
-                temporary contents are queued.
 
         Raises:
             Exception: an earlier write failed.
         """
-        while not borrowed and len(self._temporary_contents) >= _MAX_WAITING:
-            for future in self._temporary_contents.popleft():
-                future.result()
         self._raise_error()
         self._waiting_contents.append(content)
         self._last_write = self._writer.submit(self._run_unless_failed, self._write_waiting)
         self._last_checksum = self._checksummer.submit(self._run_unless_failed, self._add_to_checksums, content)
-        if not borrowed:
-            self._temporary_contents.append([self._last_write, self._last_checksum])
+
+    @contextmanager
+    def memory(self, nbytes: int) -> Iterator[torch.Tensor]:
+        """Yield memory to fill with the next bytes of the file, which are queued when the context exits.
+
+        The call waits until the memory's earlier content is written. With memory of its own for each content, the
+        allocator would hold several times as much.
+        """
+        for future in self._uses.popleft():
+            future.result()
+        buffer = self._buffers.popleft()
+        if buffer.numel() < nbytes:
+            del buffer  # free the memory before more is allocated
+            buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self._buffers.append(buffer)
+        yield buffer[:nbytes]
+        self.write(memoryview(buffer.numpy())[:nbytes])  # type: ignore[arg-type]
+        self._uses.append([future for future in (self._last_write, self._last_checksum) if future is not None])
 
     def flush(self) -> None:
         """Wait until all queued contents are written. Their checksums may still be in progress.

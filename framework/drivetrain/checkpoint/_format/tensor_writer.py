@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 
 import torch
 
@@ -12,7 +12,7 @@ from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._distributed.shards import Box, ParameterShard, Region, Span
 from drivetrain._runtime.transfer import row_major
 from drivetrain._storage.publication import Publication
-from drivetrain.checkpoint._format.file_writer import file_writer
+from drivetrain.checkpoint._format.file_writer import FileWriter, file_writer
 from drivetrain.checkpoint._format.host_copy import TensorOrShard
 from drivetrain.checkpoint._format.manifest import FileRecord
 from drivetrain.checkpoint._format.tensor_file import Spec, bytes_of, header_of, row_ranges
@@ -31,6 +31,9 @@ _MAX_JOINED = 2**16
 
 Joining small values costs less than queueing each of them for the writer's threads.
 """
+
+
+_ALIGNMENT = 16  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,56 +104,57 @@ class TensorFile:
         parts = [self._own(chunk, *share).view(torch.uint8) for chunk, share in shares if share is not None]
         return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
 
-    def contents(
-        self, rank: int, chunks: Sequence[Chunk], received: Mapping[int, torch.Tensor]
-    ) -> Iterator[tuple[memoryview, bool]]:
-        """Yield the bytes of chunks in order, and whether their memory belongs to an existing tensor.
+    def write(
+        self, writer: FileWriter, rank: int, chunks: Sequence[Chunk], received: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Write chunks. Values that are in memory already are not copied.
 
         Args:
+            writer: writes the file.
             rank: this rank, which owns the file.
             chunks: the chunks.
             received: what the other ranks have sent, by rank: the results of their `bytes_of_shares`.
         """
         small: list[torch.Tensor] = []
-        begins = dict.fromkeys(received, 0)
+        remaining = dict(received)
         for chunk in chunks:
-            value = self.tensors[chunk.spec.name]
-            borrowed = False
+            value, dtype = self.tensors[chunk.spec.name], chunk.spec.dtype
             if isinstance(value, ParameterShard):
-                flat = self._pasted(rank, chunk, received, begins)
-            else:
-                flat = _rows(value, chunk)
-                borrowed = flat.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
-            if chunk.nbytes <= _MAX_JOINED:
-                small.append(flat.view(torch.uint8))
+                shares = list(self._shares(rank, chunk, remaining))
+                if chunk.nbytes <= _MAX_JOINED:
+                    small.append(_pasted(shares, torch.empty(chunk.shape, dtype=dtype)))
+                    continue
+                _write_joined(writer, small)
+                with writer.memory(chunk.nbytes) as memory:
+                    _pasted(shares, memory.view(dtype).view(chunk.shape))
                 continue
-            if small:
-                yield bytes_of(torch.cat(small)), False
-                small = []
-            yield bytes_of(flat), borrowed
-        if small:
-            yield bytes_of(torch.cat(small)), False
+            values = _rows(value, chunk)
+            if chunk.nbytes <= _MAX_JOINED:
+                small.append(row_major(values).cpu().view(torch.uint8))
+                continue
+            _write_joined(writer, small)
+            if values.device.type == "cpu" and values.is_contiguous():
+                writer.write(bytes_of(values))
+            else:
+                with writer.memory(chunk.nbytes) as memory:
+                    memory.view(dtype).view(chunk.shape).copy_(values)
+        _write_joined(writer, small)
 
-    def _pasted(
-        self, rank: int, chunk: Chunk, received: Mapping[int, torch.Tensor], begins: dict[int, int]
-    ) -> torch.Tensor:
-        """Return a chunk of a sharded tensor. ``begins`` has the number of bytes of each rank that were used."""
-        whole = torch.empty(chunk.shape, dtype=chunk.spec.dtype)
+    def _shares(
+        self, rank: int, chunk: Chunk, remaining: dict[int, torch.Tensor]
+    ) -> Iterator[tuple[Region, torch.Tensor]]:
+        """Yield what each rank contributes to a chunk, and take it from the bytes that are ``remaining``."""
         for source, regions in enumerate(self.regions):
             share = _share(regions, chunk)
             if share is None:
                 continue
             region = share[1]
             if source == rank:
-                values = self._own(chunk, *share)
+                yield region, self._own(chunk, *share)
             else:
-                begin, begins[source] = begins[source], begins[source] + region.numel * chunk.spec.dtype.itemsize
-                values = received[source][begin : begins[source]].view(chunk.spec.dtype)
-            if isinstance(region, Span):
-                whole.view(-1)[region.start : region.stop].copy_(values)
-            else:
-                whole[region.index].copy_(values.view(region.sizes))
-        return whole.view(-1)
+                count = region.numel * chunk.spec.dtype.itemsize
+                values, remaining[source] = remaining[source][:count], remaining[source][count:]
+                yield region, values.view(chunk.spec.dtype)
 
     def _own(self, chunk: Chunk, rows: slice, region: Region) -> torch.Tensor:
         """Return the elements of this rank's shard that lie in a chunk, flat and on the CPU."""
@@ -180,12 +184,30 @@ def _share(regions: Regions, chunk: Chunk) -> tuple[slice, Region] | None:
     return within, Box((low - first, *region.offsets[1:]), (high - low, *region.sizes[1:]))
 
 
+def _pasted(shares: Iterable[tuple[Region, torch.Tensor]], whole: torch.Tensor) -> torch.Tensor:
+    """Copy shares to their regions of ``whole``, and return its bytes."""
+    for region, values in shares:
+        if isinstance(region, Span):
+            whole.view(-1)[region.start : region.stop].copy_(values)
+        else:
+            whole[region.index].copy_(values.view(region.sizes))
+    return whole.view(-1).view(torch.uint8)
+
+
+def _write_joined(writer: FileWriter, small: list[torch.Tensor]) -> None:
+    """Write small values together, and forget them."""
+    if small:
+        with writer.memory(sum(part.numel() for part in small)) as memory:
+            torch.cat(small, out=memory)
+        small.clear()
+
+
 def _rows(tensor: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-    """Return a chunk of an unsharded tensor as a flat CPU tensor, which is a view if possible."""
-    values = tensor.detach().resolve_conj().resolve_neg()
+    """Return a chunk of an unsharded tensor."""
+    values = tensor.detach()
     if (chunk.first, chunk.last) != (0, chunk.spec.rows[0]):
         values = values[chunk.first : chunk.last]
-    return row_major(values).cpu()
+    return values.resolve_conj().resolve_neg()
 
 
 class TensorWriter:
@@ -202,6 +224,7 @@ class TensorWriter:
         self._publication = publication
         self._hash_algorithm = hash_algorithm
         self._exchange_error: Exception | None = None
+        self._received = torch.empty(0, dtype=torch.uint8)
         self.records: dict[str, FileRecord] = {}
         """The records of the files that this rank has written."""
         self.problem: Exception | None = None
@@ -228,8 +251,7 @@ class TensorWriter:
             with file_writer(self._publication.create(file.name), self._hash_algorithm) as writer:
                 writer.write(header_of(file.specs))
                 for chunks in batches:
-                    for content, borrowed in file.contents(self._control.rank, chunks, next(exchanges)):
-                        writer.write(content, borrowed)
+                    file.write(writer, self._control.rank, chunks, next(exchanges))
             self.records[file.name] = writer.record
         except Exception as error:
             if error is self._exchange_error:
@@ -255,8 +277,8 @@ class TensorWriter:
         for file, chunks in batches:
             if file.owner == own_rank:
                 ranks = [rank for rank in range(self._control.world_size) if rank != own_rank]
-                counts = {rank: file.nbytes_of(rank, chunks) for rank in ranks}
-                receives = {rank: torch.empty(count, dtype=torch.uint8) for rank, count in counts.items() if count}
+                counts = {rank: count for rank in ranks if (count := file.nbytes_of(rank, chunks))}
+                receives = self._memory_for(counts)
             elif count := file.nbytes_of(own_rank, chunks):
                 try:
                     sends[file.owner] = shares = file.bytes_of_shares(own_rank, chunks)
@@ -272,3 +294,11 @@ class TensorWriter:
                 self._exchange_error = error
                 raise
         return receives
+
+    def _memory_for(self, counts: Mapping[int, int]) -> dict[int, torch.Tensor]:
+        """Return memory for what is received, aligned for every dtype. It is the same memory in each exchange."""
+        begins = list(accumulate((-(-count // _ALIGNMENT) * _ALIGNMENT for count in counts.values()), initial=0))
+        if self._received.numel() < begins[-1]:
+            self._received = torch.empty(begins[-1], dtype=torch.uint8)
+        parts = zip(counts.items(), begins, strict=False)
+        return {rank: self._received[begin : begin + count] for (rank, count), begin in parts}
