@@ -144,9 +144,8 @@ class Ours:
 
     def begin(self, folder: Path) -> Wait:
         self._trainer.write_checkpoint(str(folder), background=True)
-        session = self._trainer.session
-        assert session is not None
-        return session.checkpoints.finish
+        finish: Wait = self._trainer.run_state.checkpoints.finish
+        return finish
 
 
 class Slower(Ours):

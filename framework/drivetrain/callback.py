@@ -43,6 +43,9 @@ class Callback:
     priority: int = 0
     """Callbacks with a higher value run earlier. Callbacks with a negative value run after the module's hook."""
 
+    shown_as: str | None = None
+    """The attribute of `RunContext` that shows callbacks of this kind, such as "checkpoint_callback"; None for none."""
+
     # State of the callback in checkpoints
 
     @property

@@ -17,9 +17,9 @@ from drivetrain._engine.resume_compatibility import check_allow
 from drivetrain._engine.run_folder import CKPT_PATH_KEYWORDS
 from drivetrain._engine.run_parts import RunRequest
 from drivetrain._engine.seeding import built_unseeded
-from drivetrain._engine.session_context import SessionContext
 from drivetrain._engine.stage_loaders import DataArguments
 from drivetrain._loops.hooks import is_overridden
+from drivetrain._run_state import RunState
 from drivetrain._runtime.accelerators import check_devices
 from drivetrain._runtime.seed import validate_seed
 from drivetrain._runtime.working_directory import REMOVED, lacks_its_start, resolved_path
@@ -33,6 +33,7 @@ from drivetrain.module._run_handle import is_attached
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
 from drivetrain.precision.resolve import PrecisionName, canonical_name
+from drivetrain.run_context import RunContext
 from drivetrain.strategies.registry import StrategyName, strategy_by_name
 from drivetrain.strategies.strategy import Strategy
 
@@ -44,7 +45,7 @@ logger = logging.getLogger("drivetrain")
 Limit = int | float | None
 
 
-class Fit(SessionContext):
+class Fit(RunContext):
     """Trains, validates, tests and predicts with a `TrainModule`. Building a `Fit` has no side effect.
 
     `RunContext` documents the attributes to read during and after a run, and the methods that hooks can call.
@@ -239,14 +240,9 @@ class Fit(SessionContext):
 
             self.given_profiler = resolve_profiler(profiler)
         self.state = "idle"
-        self.session = None
+        self.run_state = RunState()
         self.searched = set()
         self.built_unseeded = False
-        self._log_queue = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        # The session holds loops, data and connections of this process. A copy is like a `Fit` that has not run yet.
-        return self.__dict__ | {"session": None, "state": "idle", "_log_queue": None}
 
     # Entry points: the methods that start a run
 
@@ -422,13 +418,14 @@ class Fit(SessionContext):
 
     def _resolve_module(self, stage: str, module: TrainModule | None, ckpt_path: Any) -> tuple[TrainModule | None, Any]:
         """Return the module and checkpoint to evaluate, which default to the last run's module and best checkpoint."""
-        if module is not None or self.session is None:
+        last = self.run_state
+        if module is not None or not last.stage:
             return module, ckpt_path
         best = "" if self.checkpoint_callback is None else self.checkpoint_callback.best_model_path
-        if ckpt_path is None and best and self.session.core.stage == "fit":
+        if ckpt_path is None and best and last.stage == "fit":
             logger.info("%s was given no module: it runs the last run's module with the weights of %s.", stage, best)
             ckpt_path = best
-        return self.session.core.module, ckpt_path
+        return last.module, ckpt_path
 
     def _launch(
         self,

@@ -427,8 +427,11 @@ class OnOneRank(Phased):
         self.where = where
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        end = time.monotonic() + (20 if self.global_rank == 1 and self.where == "stall" else 0)
-        while time.monotonic() < end and not self.trainer.strategy.control.all_failures(timedelta(0)):
+        end, failures = (
+            time.monotonic() + 20 * (self.global_rank == 1 and self.where == "stall"),
+            self.trainer.strategy.control.failures,
+        )
+        while failures is not None and time.monotonic() < end and not failures.reports():
             time.sleep(0.1)
         loss = self.loss(batch)
         if self.global_rank == 1 and batch_idx == 1:

@@ -149,7 +149,7 @@ class Parametrized(Regression):
 
 def test_layers_that_cannot_be_pickled_come_back_if_configure_model_builds_them(tmp_path: Path) -> None:  # I-15
     module, reference = Parametrized(), Parametrized()
-    reference.trainer = SimpleNamespace(world_size=2)
+    reference.trainer = SimpleNamespace(world_size=2)  # type: ignore[assignment]
     launched("fork").fit(module, loader(SAMPLES, 4))
     torch.testing.assert_close(weights(module), weights(by_hand(reference)), **TIGHTER)
     assert module.loss(data(SAMPLES).tensors).isfinite()

@@ -153,7 +153,7 @@ _WAITING = {
     "script, from a thread that has ended": (
         "thread = threading.Thread(target=launch, args=(2,)); thread.start(); thread.join()"
     ),
-    "function": 'FunctionLauncher("forkserver").launch(place(2), work)',
+    "function": 'FunctionLauncher("forkserver").call(place(2), work)',
 }
 
 
@@ -192,7 +192,7 @@ def test_a_killed_caller_leaves_no_processes(tmp_path: Path) -> None:  # G-02
 
 
 def test_a_process_belongs_to_the_world_only_of_the_process_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(LAUNCHER_VARIABLE, "subprocess")
+    monkeypatch.setenv(LAUNCHER_VARIABLE, "script")
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv(PARENT_VARIABLE, str(os.getpid()))  # alive, and not our parent
     assert current_world() is None

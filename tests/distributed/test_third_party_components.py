@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from averaging import Averaging
 from drivetrain import ConfigurationError, Precision, Strategy
 from drivetrain.environments import Environment, Placement
-from drivetrain.launchers import Devices, Launcher, Work, named_launcher, torchrun_variables
+from drivetrain.launchers import Devices, Launcher, named_launcher, torchrun_variables
 from drivetrain.precision import MixedPrecision, resolve_precision
 from drivetrain.testing import run_distributed
 from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
@@ -284,23 +284,18 @@ class Wrapped(Launcher):
     def __init__(self, folder: Path, *wrapper: str) -> None:
         self.folder, self.wrapper = folder, wrapper
 
-    def run(self, work: Work, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> Any:
-        store = TCPStore(address, port, is_master=True, wait_for_workers=False)
-        sent = self.folder / "work"
-
-        def call(function: Any, *arguments: Any) -> Any:
-            sent.write_bytes(pickle.dumps((function, arguments)))
-            command = [*self.wrapper, sys.executable, "-c", _RANK, str(sent)]
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-            places = [replace(placement, rank=rank, local_rank=rank) for rank in range(placement.world_size)]
-            variables = [torchrun_variables(place, address, store.port) for place in places]
-            ranks = [subprocess.Popen(command, env=environment | of_rank) for of_rank in variables]
-            codes = [rank.wait() for rank in ranks]
-            if any(codes):
-                raise RuntimeError(f"the ranks ended with {codes}")
-            return pickle.loads(Path(f"{sent}.of_rank_0").read_bytes())
-
-        return work.run_in_other_processes(call)
+    def call(self, placement: Placement, function: Any, *arguments: Any, **options: Any) -> Any:
+        store = TCPStore(placement.address, placement.port, is_master=True, wait_for_workers=False)
+        first, sent = replace(placement, port=store.port), self.folder / "work"
+        sent.write_bytes(pickle.dumps((function, arguments)))
+        command = [*self.wrapper, sys.executable, "-c", _RANK, str(sent)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        variables = [torchrun_variables(first.neighbour(rank)) for rank in range(placement.world_size)]
+        ranks = [subprocess.Popen(command, env=environment | of_rank) for of_rank in variables]
+        codes = [rank.wait() for rank in ranks]
+        if any(codes):
+            raise RuntimeError(f"the ranks ended with {codes}")
+        return pickle.loads(Path(f"{sent}.of_rank_0").read_bytes())
 
 
 class Model(Regression):
@@ -318,17 +313,12 @@ def test_ranks_behind_another_program_train_the_callers_module(tmp_path: Path) -
 
 
 def test_a_launcher_that_starts_nothing_is_refused() -> None:  # K-03
-    with pytest.raises(TypeError, match="Lazy implements neither launch, which returns a World, nor run"):
+    with pytest.raises(TypeError, match="Lazy implements neither launch, which returns LaunchedProcesses, nor call"):
         type("Lazy", (Launcher,), {})
-    runs: dict[str, Any] = {
-        "Lazy.run returned without executing the run": lambda *_, **where: None,
-        "The function passed to work.run_in_other_processes returned a NoneType": (
-            lambda _, work, placement, **where: work.run_in_other_processes(lambda function, *arguments: None)
-        ),
-    }
-    for message, run in runs.items():
-        launcher = type("Lazy", (Launcher,), {"run": run})()
-        assert message in refusal(Regression(), loader(16, 4), strategy="ddp", devices=2, launcher=launcher)
+    for method in ("launch", "call"):
+        launcher = type("Lazy", (Launcher,), {method: lambda *_, **options: None})()
+        told = refusal(Regression(), loader(16, 4), strategy="ddp", devices=2, launcher=launcher)
+        assert f"Lazy.{method} returned a NoneType" in told
 
 
 class Cluster(Launcher):
@@ -346,8 +336,8 @@ class Cluster(Launcher):
     def check(self, num_local: int) -> None:
         self.asked.append(num_local)
 
-    def run(self, work: Work, placement: Placement, **where: Any) -> Any:
-        self.asked.append((work.device, placement.world_size, placement.num_nodes))
+    def call(self, placement: Placement, function: Any, *arguments: Any, device: str = "cpu", **options: Any) -> Any:
+        self.asked.append((device, placement.world_size, placement.num_nodes))
         raise ConfigurationError("The cluster is full")
 
 

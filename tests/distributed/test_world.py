@@ -215,12 +215,12 @@ def _node_of_two(folder: str, port: int) -> str:
     number = int(os.environ["RANK"])
     for name in [name for name in os.environ if name.startswith(("TORCHELASTIC", "GROUP", "ROLE"))]:
         del os.environ[name]
-    os.environ["TORCHELASTIC_RUN_ID"] = "B" if number == 1 else "A"
     while number == 2 and not Path(folder, "refused").exists():
         time.sleep(0.01)
     node = min(number, 1)
+    place = Placement(node, 2, 0, 1, node, 2, port=port, job="B" if number == 1 else "A")
     try:
-        return str(FunctionLauncher("fork").launch(Placement(node, 2, 0, 1, node, 2), _meet, port=port))
+        return str(FunctionLauncher("fork").call(place, _meet))
     except ConfigurationError as error:
         Path(folder, "refused").touch()
         return str(error)

@@ -88,10 +88,10 @@ class Life:
         pipes = [multiprocessing.Pipe(duplex=False) for _ in range(self.run.ranks)]
         watcher = _Watcher(self, [ours for ours, _ in pipes], fault)
         watcher.start()
-        whole = Placement(0, self.run.ranks, 0, self.run.ranks)
+        whole = Placement.on_one_node(0, self.run.ranks)
         launcher = FunctionLauncher("fork", grace=_GRACE) if fault.kind == ANY_INSTANT else FunctionLauncher("fork")
         try:
-            launcher.launch_all(whole, _live, self.run, [theirs for _, theirs in pipes], fault)
+            launcher.call_all(whole, _live, self.run, [theirs for _, theirs in pipes], fault)
         except BaseException as error:
             self.error = error
         finally:

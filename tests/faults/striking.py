@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -172,7 +172,7 @@ def _refuse(fault: Fault) -> None:
     free = socket.socket()
     free.bind(("127.0.0.1", 0))
     _held.append(free)  # kept bound, so that no other process gets it
-    world.port = free.getsockname()[1]
+    world.placement = replace(world.placement, port=free.getsockname()[1])
 
 
 KINDS: dict[str, Callable[[Fault], object]] = {

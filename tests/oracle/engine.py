@@ -280,7 +280,7 @@ add_hook("on_validation_batch_end", 2)
 def counts(trainer: Any) -> dict[str, int]:
     return {
         "steps": trainer.global_step,
-        "epochs": trainer.progress.epoch,  # those that were completely trained on
+        "epochs": trainer.run_state.progress.epoch,  # those that were completely trained on
         "micro_batches": trainer.micro_batches,
         "samples": trainer.samples_seen,
     }

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from drivetrain._engine.remote_result import RemoteResult
+from drivetrain._engine.remote_run import RemoteResult
 from drivetrain._loops import manual_step, step, uneven_inputs, windows
 from drivetrain._loops.validation import ValidationPlan
 from drivetrain._metrics.metric_store import MetricStore

@@ -37,6 +37,7 @@ LAYERS: list[set[str]] = [
     {"runs"},
     {"loggers", "profilers"},
     {"strategies"},
+    {"_run_state"},
     {"run_context"},  # what all units above may know about a run
     {"callback", "module"},
     {"data"},
@@ -51,7 +52,7 @@ EXPORTED_TO_STRATEGIES = {"strategies", "launchers", "loggers", "environments", 
 
 MAX_LINES = 600
 LONGER = {  # path: the reason why it is a single unit
-    "framework/drivetrain/run_context.py": "one interface: all that hooks and users may read and call of a run"
+    "framework/drivetrain/run_context.py": "one class: all that hooks and users may read and call of a run"
 }
 
 
@@ -208,12 +209,12 @@ def test_files_are_small_and_packages_marked_as_typed() -> None:
 
 
 PICKLES = {  # modules that unpickle, and what
-    "drivetrain._distributed.failure": "an error, through a file that only this user can write",
+    "drivetrain._distributed.failure": "an error, through a pipe to a process of this one",
     "drivetrain._distributed.flight_recorder": "of this very process",
     "drivetrain._loops.outputs": "a user's own objects, between ranks of one job",
-    "drivetrain.launchers._ray_worker": "the caller's function, brought by Ray",
+    "drivetrain.launchers._processes": "only pickles, what a function returned",
     "drivetrain.launchers.function_launcher": "through pipes to processes of this one",
-    "drivetrain.launchers.ray_launcher": "what a worker returned, brought by Ray",
+    "drivetrain.launchers.ray_launcher": "the caller's function and what a worker returned, brought by Ray",
     "drivetrain.testing._rank_process": "through pipes to processes of this one",
     "drivetrain.testing.run_distributed": "through pipes to processes of this one",
 }
@@ -259,13 +260,11 @@ NAMES = {"single_device", "ddp", "fsdp", "hsdp", "deepspeed", *get_args(Precisio
 ALLOWED = {
     # The user's own callback replaces the default one.
     "drivetrain._engine.defaults": {"ProgressBar", "ModelSummary", "Checkpoint"},
-    # Attributes of Fit return instances of these classes; the names are what "auto" resolves to.
-    "drivetrain._engine.session_context": {"Checkpoint", "EarlyStopping", "ProgressBar", "ddp", "single_device"},
     "drivetrain.fit": {"32-true"},  # the default
 }
 CONCRETE_PACKAGES = ("callbacks", "loggers", "launchers", "environments", "precision", "profilers")
 INTERFACES = {
-    *("Callback", "Logger", "Launcher", "Strategy", "Work", "World", "Environment", "Precision", "Profiler"),
+    *("Callback", "Logger", "Launcher", "LaunchedProcesses", "Strategy", "Environment", "Precision", "Profiler"),
     "ProfiledRun",
 }
 

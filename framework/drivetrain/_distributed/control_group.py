@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from drivetrain._distributed.control_plane import Pending, absent_error, refuse_differences
-from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
+from drivetrain._distributed.control_plane import ControlPlane, Pending, absent_error, refuse_differences
+from drivetrain._distributed.failure import RankFailedError
+from drivetrain._distributed.failure_exchange import FailureExchange
 from drivetrain._distributed.flight_recorder import FlightRecord
 from drivetrain._distributed.plain_values import decode, encode
 from drivetrain._distributed.watchdog import request_stacks
@@ -37,7 +38,7 @@ class _PendingReduction:
         return self._values
 
 
-class GroupControl:
+class GroupControl(ControlPlane):
     """The control plane over CPU, on a separate process group, so that its messages never queue behind gradients.
 
     Args:
@@ -61,13 +62,12 @@ class GroupControl:
         self._group = group
         self.timeout = timeout
         self._on_first_step = on_first_step
-        self.external_failures: Callable[[], Sequence[Failure]] = lambda: ()
-        self.store = store
+        self.store: Store = store
+        self.failures: FailureExchange = FailureExchange(store, rank, world_size)
         self.rank = rank
         self.world_size = world_size
         self.flight = FlightRecord(rank)
         self._clones: list[GroupControl] = []
-        self.failed = False
         self._agreements = 0
         self._shared = 0
         self._watches: list[Callable[[Store], None]] = []
@@ -124,7 +124,7 @@ class GroupControl:
         group = dist.new_group(backend="gloo", timeout=self.timeout)
         clone = GroupControl(group, store, self.rank, self.world_size, self.timeout)
         # Failures and stacks are not stored under the clone's prefix of the store.
-        clone.external_failures, clone.collect_stacks = self._reports, self.collect_stacks  # type: ignore[method-assign]
+        clone.failures, clone.collect_stacks = self.failures, self.collect_stacks  # type: ignore[method-assign]
         clone.flight = self.flight
         self._clones.append(clone)
         return clone
@@ -192,7 +192,7 @@ class GroupControl:
             if time.monotonic() < next_check:
                 continue
             next_check += _FAILURE_CHECK
-            failure = self.first_failure()
+            failure = self.failures.first()
             if failure is not None:
                 raise RankFailedError(failure)
             if time.monotonic() > min(deadline, next_ping):
@@ -248,53 +248,3 @@ class GroupControl:
             self.store.set("all left", "")
         elif self.rank == 0:
             self.store.wait(["all left"], _LEAVE_TIMEOUT)
-
-    # Exchange of failures through the store
-
-    def report_failure(self, failure: Failure) -> None:
-        self.failed = True
-        number = self.store.add("failures", 1)
-        self.store.set(f"failure/{number}", failure.encode())
-
-    def first_failure(self, wait: timedelta | None = None) -> Failure | None:
-        end = time.monotonic() + (wait.total_seconds() if wait is not None else 0.0)
-        while True:
-            reports = self._reports()
-            causes = [failure for failure in reports if failure.distance < 2]
-            cause = first_cause(causes) if causes else None
-            done = len(reports) >= self.world_size or time.monotonic() >= end
-            if done or (cause is not None and cause.distance == 0):
-                return cause
-            time.sleep(0.05)
-
-    def all_failures(self, wait: timedelta) -> list[Failure]:
-        end = time.monotonic() + wait.total_seconds()
-        while True:
-            reports = self._reports()
-            if len(reports) >= self.world_size or time.monotonic() >= end:
-                return reports
-            time.sleep(0.05)
-
-    def all_ranks_failed(self) -> bool:
-        return bool(self.store.add("failures", 0) >= self.world_size)
-
-    def silent_ranks(self) -> list[int]:
-        return sorted(set(range(self.world_size)) - {failure.rank for failure in self._reports()})
-
-    def _reports(self) -> list[Failure]:
-        count = self.store.add("failures", 0)
-        reports = [Failure.decode(self.store.get(f"failure/{number + 1}")) for number in range(count)]
-        # A rank that was killed cannot report its failure, but its launcher may.
-        reported = {failure.rank for failure in reports}
-        return reports + [failure for failure in self.external_failures() if failure.rank not in reported]
-
-    def wait_for_acknowledgements(self, wait: timedelta) -> None:
-        """Wait after a failure until all ranks have seen the failure, because this process may host the store."""
-        self.store.set(f"settled/{self.rank}", "")
-        end = time.monotonic() + wait.total_seconds()
-        while time.monotonic() < end:
-            ended = {failure.rank for failure in self.external_failures() if failure.exit_code is not None}
-            pending = [f"settled/{rank}" for rank in range(self.world_size) if rank not in ended]
-            if not pending or self.store.check(pending):
-                return
-            time.sleep(0.05)

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from drivetrain._distributed.failure import AbsentRanksError, Failure
+from drivetrain._distributed.failure import AbsentRanksError
+from drivetrain._distributed.failure_exchange import FailureExchange
 from drivetrain.errors import DistributedError, DrivetrainError
 
 _MAX_STACKS = 8  # the maximum number of distinct stacks in a message
@@ -27,35 +28,52 @@ class Pending(Protocol):
         """Wait for the reduction if necessary, and return its result."""
 
 
-class ControlPlane(Protocol):
+class CompletedReduction:
+    """A completed reduction."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+
+    def wait(self) -> torch.Tensor:
+        return self._values
+
+
+class ControlPlane:
     """Exchanges small values between ranks, separately from the strategy's collectives.
 
-    All methods are collective unless their docstring says otherwise: all ranks call them in the same order.
+    The methods of this class do what a single process needs; `GroupControl` overrides them for several ranks. All
+    methods are collective unless their docstring says otherwise: all ranks call them in the same order.
+
+    Attributes:
+        rank: this rank.
+        world_size: the number of ranks.
+        store: the key-value store under the prefix of this run, which all ranks share. A single process has None.
+        failures: how the ranks tell each other why they fail. A single process has None.
     """
 
-    rank: int
-    world_size: int
-    external_failures: Callable[[], Sequence[Failure]]
-    """Returns failures that another observer of the processes, such as their launcher, has detected."""
-
-    @property
-    def store(self) -> Store | None:
-        """The key-value store under the prefix of this run, which all ranks share. A single process has None."""
+    rank = 0
+    world_size = 1
+    store: Store | None = None
+    failures: FailureExchange | None = None
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         """Gather a CPU tensor of shape (n,), the same n on every rank, into (W, n)."""
+        return values.unsqueeze(0)
 
     def all_reduce_async(self, values: torch.Tensor) -> Pending:
         """Start to sum a CPU tensor of shape (n,) over the ranks."""
+        return CompletedReduction(values)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the values of all ranks, by rank, on every rank. `plain_values.encode` must accept the values."""
+        return [value]
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
         """Return the bytes of all ranks, by rank, on every rank, without decoding them.
 
         This method is only for objects of the user, which the ranks of one job exchange as pickles.
         """
+        return [content]
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -66,15 +84,19 @@ class ControlPlane(Protocol):
         Not collective: a rank with nothing to send or receive need not call this method. Messages between two ranks
         keep their order.
         """
+        if sends or receives:
+            raise ValueError("a single process has no other ranks to exchange tensors with")
 
     def clone(self) -> ControlPlane:
         """Return a second control plane over the same ranks, for another thread. It ends together with this one."""
+        return self
 
     def broadcast_object(self, value: Any) -> Any:
         """Return rank 0's value on every rank. `plain_values.encode` must accept the value.
 
         The value is passed through the store, without a collective of the process group.
         """
+        return value
 
     def count_flags(self, purpose: str, *flags: bool, timeout: timedelta | None = None) -> tuple[int, ...]:
         """Return, for each flag, the number of ranks that raise the flag.
@@ -90,6 +112,7 @@ class ControlPlane(Protocol):
             DistributedError: a rank called with another purpose, or did not call within ``timeout``. The message names
                 the rank.
         """
+        return tuple(int(flag) for flag in flags)
 
     def watch(self, poll: Callable[[Store], None]) -> None:
         """Call ``poll`` twice a second from another thread, with that thread's connection to the store. Not collective.
@@ -119,122 +142,21 @@ class ControlPlane(Protocol):
 
         With ``late``, every rank also dumps its last collectives into the folder given to `set_record_folder`.
         """
+        return {}
 
     def set_record_folder(self, folder: str | None) -> None:
         """Set the folder into which this rank dumps its last collectives if a rank waits too long. Not collective."""
 
     def records(self) -> str | None:
         """Return a glob pattern for the dumped files of all ranks, or None if nothing was dumped."""
-
-    def report_failure(self, failure: Failure) -> None:
-        """Publish a failure of this rank. Not collective."""
-
-    def first_failure(self, wait: timedelta | None = None) -> Failure | None:
-        """Return the first failure with `Failure.distance` 0, if one is reported within ``wait``. Not collective.
-
-        Otherwise return a report of absent ranks if there is one, because no further report may arrive, or None.
-        """
+        return None
 
     def leave(self) -> None:
         """Finish a run. The rank that hosts the store waits until the other ranks no longer read from the store."""
 
-    def all_failures(self, wait: timedelta) -> list[Failure]:
-        """Return the reported failures once all ranks have failed or ``wait`` has passed. Not collective."""
 
-    def all_ranks_failed(self) -> bool:
-        """Return whether all ranks have reported a failure, so that no further report will arrive. Not collective."""
-
-    def silent_ranks(self) -> list[int]:
-        """Return the ranks that have not reported a failure. Not collective."""
-
-    def wait_for_acknowledgements(self, wait: timedelta) -> None:
-        """Wait after a failure, at most ``wait``, until all ranks have seen the failure. Not collective."""
-
-
-class _CompletedReduction:
-    """A completed reduction."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self._values = values
-
-    def wait(self) -> torch.Tensor:
-        return self._values
-
-
-class LocalControl:
+class LocalControl(ControlPlane):
     """The control plane of a single process."""
-
-    rank = 0
-    world_size = 1
-    store: Store | None = None
-    external_failures: Callable[[], Sequence[Failure]] = tuple
-
-    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
-        return values.unsqueeze(0)
-
-    def all_reduce_async(self, values: torch.Tensor) -> Pending:
-        return _CompletedReduction(values)
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [value]
-
-    def gather_bytes(self, content: bytes) -> list[bytes]:
-        return [content]
-
-    def barrier(self) -> None:
-        return None
-
-    def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
-        if sends or receives:
-            raise ValueError("a single process has no other ranks to exchange tensors with")
-
-    def clone(self) -> ControlPlane:
-        return LocalControl()
-
-    def broadcast_object(self, value: Any) -> Any:
-        return value
-
-    def count_flags(self, purpose: str, *flags: bool, timeout: timedelta | None = None) -> tuple[int, ...]:
-        return tuple(int(flag) for flag in flags)
-
-    def watch(self, poll: Callable[[Store], None]) -> None:
-        return None
-
-    def wait_for(self, key: str, purpose: str) -> None:
-        return None
-
-    def after_first_step(self) -> None:
-        return None
-
-    def collect_stacks(self, ranks: Sequence[int] | None = None, late: bool = False) -> dict[int, str | None]:
-        return {}
-
-    def set_record_folder(self, folder: str | None) -> None:
-        return None
-
-    def records(self) -> str | None:
-        return None
-
-    def report_failure(self, failure: Failure) -> None:
-        return None
-
-    def first_failure(self, wait: timedelta | None = None) -> Failure | None:
-        return None
-
-    def leave(self) -> None:
-        return None
-
-    def all_failures(self, wait: timedelta) -> list[Failure]:
-        return []
-
-    def all_ranks_failed(self) -> bool:
-        return True
-
-    def silent_ranks(self) -> list[int]:
-        return []
-
-    def wait_for_acknowledgements(self, wait: timedelta) -> None:
-        return None
 
 
 def absent_error(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -39,23 +38,21 @@ class Failure:
     Attributes:
         rank: the global rank.
         exit_code: the exit code of the rank's process. It is negative for a signal, and None if it is not known yet.
-        signal_name: the name of the signal that ended the process, such as "SIGKILL", or None.
         error_type: the exception's qualified name, or None if there was no exception.
         message: the exception's text, or another description.
         traceback: the formatted traceback with its causes, or "".
-        pickled_error: the pickled exception in base 85, if the exception can be pickled. The pickle is only passed
-            through files that no other user can write. `encode` omits the pickle, so it never passes a store.
+        pickled_error: the pickled exception, if it can be pickled. It is only passed through pipes to the process that
+            started the rank. `encode` omits the pickle, so it never passes a store or a file.
         time_ns: the time of the failure by the machine's clock. The earliest failure usually causes the others.
     """
 
     rank: int
     exit_code: int | None = None
-    signal_name: str | None = None
     error_type: str | None = None
     message: str = ""
     traceback: str = ""
     time_ns: int = field(default_factory=time.time_ns)
-    pickled_error: str | None = field(default=None, repr=False)
+    pickled_error: bytes | None = field(default=None, repr=False)
 
     @classmethod
     def of_exception(cls, rank: int, error: BaseException) -> Self:
@@ -67,17 +64,21 @@ class Failure:
         return cls(rank=rank, error_type=error_type, message=str(error), traceback=text, pickled_error=_dump(error))
 
     @classmethod
-    def of_exit(cls, rank: int, exit_code: int, stacks: str = "") -> Self:
-        """Create the report of a process that ended without an exception.
+    def of_exit(cls, rank: int, exit_code: int) -> Self:
+        """Create the report of a process that ended without an exception."""
+        failure = cls(rank, exit_code)
+        name = failure.signal_name
+        return replace(failure, message=f"killed by {name}" if name else f"ended with exit code {exit_code}")
 
-        Args:
-            rank: the global rank.
-            exit_code: the exit code of the process.
-            stacks: the stacks that the process dumped, or "".
-        """
-        name = signal_name(exit_code)
-        message = f"killed by {name}" if name else f"ended with exit code {exit_code}"
-        return cls(rank=rank, exit_code=exit_code, signal_name=name, message=message, traceback=stacks)
+    @property
+    def signal_name(self) -> str | None:
+        """The name of the signal that ended the process, such as "SIGKILL", or None."""
+        if self.exit_code is None or self.exit_code >= 0:
+            return None
+        try:
+            return signal.Signals(-self.exit_code).name
+        except ValueError:
+            return f"signal {-self.exit_code}"
 
     @property
     def distance(self) -> int:
@@ -111,14 +112,10 @@ class Failure:
         if self.pickled_error is None:
             return None
         try:
-            error = pickle.loads(base64.b85decode(self.pickled_error))
+            error = pickle.loads(self.pickled_error)
         except Exception:
             return None
         return error if isinstance(error, BaseException) else None
-
-    def ended_with(self, exit_code: int) -> Self:
-        """Return a copy with the exit code of the process."""
-        return replace(self, exit_code=exit_code, signal_name=signal_name(exit_code))
 
     def encode(self) -> str:
         """Return the failure as text for a store, without the pickled exception.
@@ -133,18 +130,13 @@ class Failure:
         return replace(cls(**json.loads(text)), pickled_error=None)
 
     def write(self, path: str) -> None:
-        """Write the failure to a file for the process that started this process. An existing file is kept.
-
-        Args:
-            path: the path of the file, in a folder that only this user can write, because the exception in the file
-                will be unpickled.
-        """
+        """Write the failure, without the pickled exception, to a file. An existing file is kept."""
         if os.path.exists(path):
             return
-        # The file is renamed when it is complete, because the reader reads the file as soon as it exists.
-        Path(f"{path}.part").write_text(json.dumps(asdict(self)))
         from drivetrain._storage.paths import folder_at, split  # only ranks that fail need it
 
+        # The file is renamed when it is complete, because the reader reads the file as soon as it exists.
+        Path(f"{path}.part").write_text(self.encode())
         folder, name = split(path)
         folder_at(folder).rename(f"{name}.part", name)
 
@@ -152,7 +144,7 @@ class Failure:
     def read(cls, path: str) -> Self | None:
         """Return the failure that `write` stored, or None."""
         with contextlib.suppress(OSError, ValueError, TypeError):
-            return cls(**json.loads(Path(path).read_text()))
+            return cls.decode(Path(path).read_text())
         return None
 
     def describe(self) -> str:
@@ -200,16 +192,6 @@ def failure_file(error_file: str) -> str:
     return f"{error_file}.failure"
 
 
-def signal_name(exit_code: int | None) -> str | None:
-    """Return the name of the signal for a negative exit code, otherwise None."""
-    if exit_code is None or exit_code >= 0:
-        return None
-    try:
-        return signal.Signals(-exit_code).name
-    except ValueError:
-        return f"signal {-exit_code}"
-
-
 def first_cause(failures: Iterable[Failure]) -> Failure:
     """Return the failure that caused the others.
 
@@ -219,17 +201,24 @@ def first_cause(failures: Iterable[Failure]) -> Failure:
     return min(failures, key=lambda failure: (failure.distance, failure.time_ns))
 
 
-def error_of_all(failures: Sequence[Failure], world_size: int) -> BaseException | None:
-    """Return the error itself if all ranks raised the same one and it can be unpickled, or None."""
-    kinds_of_failure = {(failure.error_type, failure.message) for failure in failures}
-    if len(failures) < world_size or len(kinds_of_failure) > 1:
-        return None
-    return first_cause(failures).load_error()
+def error_of(failures: Sequence[Failure], world_size: int) -> BaseException:
+    """Return the error to raise for the failures of ranks.
+
+    If all ranks raised the same error and it can be unpickled, the result is this error with a note of the traceback.
+    """
+    cause = first_cause(failures)
+    differs = len({(failure.error_type, failure.message) for failure in failures}) > 1
+    original = None if differs or len(failures) < world_size else cause.load_error()
+    if original is None:
+        return RankFailedError(cause)
+    # A cause would be printed with the error's text again, and below it the frames of this process.
+    original.add_note(f"Traceback of rank {cause.rank}:\n{cause.frames()}")
+    return original
 
 
-def _dump(error: BaseException) -> str | None:
+def _dump(error: BaseException) -> bytes | None:
     try:
-        return base64.b85encode(pickle.dumps(error)).decode()
+        return pickle.dumps(error)
     except Exception:
         return None
 

@@ -4,20 +4,53 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 import socket
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from drivetrain.errors import ConfigurationError
+from drivetrain.errors import ConfigurationError, DistributedError
 
 NO_NAME = "none"
 """The name of every job that its launcher gives no name. torchrun's default is the same."""
 
 _JOB_KEY = "drivetrain/job"  # the key with the name of the store's job
 _JOB_KEY_TIMEOUT = timedelta(seconds=60)
+_REQUEST_TIMEOUT = timedelta(minutes=5)
 # Error numbers for an address that reaches this machine but is not assigned to this machine.
 _NOT_LOCAL = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+def connect(
+    address: str, port: int, job: str | None, rank: int, timeout: timedelta, *, outlives_ranks: bool = False
+) -> TCPStore:
+    """Connect to the store where the processes of a job meet.
+
+    Args:
+        address: the address of the store.
+        port: the port of the store.
+        job: the name of this process's job, or None.
+        rank: this process's rank.
+        timeout: how long to try to connect.
+        outlives_ranks: whether the store belongs to an agent such as torchrun's, which may start the ranks again.
+
+    Raises:
+        DistributedError: there is no store.
+        ConfigurationError: the store belongs to another job, or the rank is taken.
+    """
+    try:
+        store = TCPStore(address, port, is_master=False, timeout=timeout)
+    except RuntimeError as error:
+        raise DistributedError(
+            f"rank {rank} finds no store at {address}:{port}: {error}",
+            "all ranks connect to it, and "
+            + ("the agent that started rank 0 hosts it" if outlives_ranks else "rank 0 or its launcher hosts it"),
+            "check whether rank 0 has failed, and whether MASTER_ADDR and MASTER_PORT lead to it from this machine",
+        ) from error
+    (admit_first if outlives_ranks else admit)(store, job or NO_NAME, rank, address, port)
+    store.set_timeout(_REQUEST_TIMEOUT)
+    return store
 
 
 def host(address: str, port: int, *, num_nodes: int = 1, job: str | None = None) -> TCPStore:
@@ -73,6 +106,14 @@ def host_on(listener: socket.socket, address: str, job: str | None) -> TCPStore:
     if job is not None:
         store.set(_JOB_KEY, job)
     return store
+
+
+def name_new_job(num_nodes: int) -> str:
+    """Return the name of a job whose processes this process is about to start.
+
+    On one node the name is new. Several nodes start processes before they can agree on a name.
+    """
+    return os.urandom(8).hex() if num_nodes == 1 else NO_NAME
 
 
 def admit(store: TCPStore, job: str, rank: int, address: str, port: int) -> None:

@@ -84,11 +84,11 @@ class _InCommon:
         self._key = event, number
 
     def __call__(self, *arguments: Any) -> Any:
-        session = self._trainer.session
-        progress, early_draws = session.core.progress, session.core.callbacks.early_draws
+        run = self._trainer.run_state
+        progress, early_draws = run.progress, run.callbacks.early_draws
         if early_draws is not None and not progress.micro_batches:
             return early_draws.call(self.func, *arguments)
-        seed = derive_seed(_SALT, session.data.seed, progress.epoch, progress.micro_batches, *self._key)
+        seed = derive_seed(_SALT, run.data.seed, progress.epoch, progress.micro_batches, *self._key)
         restore = generators_restorer(self._trainer.strategy.device)
         seed_generators(seed)
         result = self.func(*arguments)

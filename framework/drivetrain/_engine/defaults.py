@@ -100,9 +100,3 @@ def checked_callbacks(given: Any, subject: str) -> list[Callback]:
 
             check_hooks(callback)
     return callbacks
-
-
-def with_module_callbacks(given: list[Callback], from_module: list[Callback]) -> list[Callback]:
-    """Return ``given`` and ``from_module``, without the callbacks in ``given`` whose class is in ``from_module``."""
-    replaced = {type(callback) for callback in from_module}
-    return [callback for callback in given if type(callback) not in replaced] + from_module

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from drivetrain._loops.progress import Progress
+from drivetrain._run_state import Progress
 from drivetrain.data._batch_source import BatchSource
 from drivetrain.data._sharding import EPOCH_START, EpochOffset
 from drivetrain.errors import ConfigurationError

@@ -13,7 +13,7 @@ from drivetrain._loops.evaluate import EvaluateLoop, EvaluationData, EvaluationM
 from drivetrain._loops.evaluation_interrupt import EarlyExit, ValidationExit
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.predict import IsPredicted, PredictLoop
-from drivetrain._loops.progress import Reporting
+from drivetrain._loops.progress_reports import Reporting
 from drivetrain._loops.step_arguments import WrappedModule
 from drivetrain._loops.stopping import StopRequest
 from drivetrain.callback import Callback
@@ -70,7 +70,7 @@ def build_evaluation(
             data.lengths,
         ),
         mode=EvaluationMode(
-            core.evaluation.buffers.take_from_rank_0 if core.stage == "fit" else sync_buffers,
+            core.buffers.take_from_rank_0 if core.stage == "fit" else sync_buffers,
             _inference_mode(core),
             early,
         ),
@@ -85,16 +85,15 @@ def build_validation(
     if core.saves_on_signals:
         early = ValidationExit(stopping.stop, core.strategy, core.module, core.metrics)
     evaluate = build_evaluation(core, data, "validate", runner, move, early=early)
-    evaluation = core.evaluation
 
     def validate() -> list[dict[str, float]]:
         snapshot = stopping.snapshot if core.progress.within_window else None
         with (
             snapshot.keep_evaluation_changes() if snapshot else nullcontext(),
             _separate_generators(core, data),
-            evaluation.buffers.restored_at_end(),
+            core.buffers.restored_at_end(),
         ):
-            evaluation.validating = True
+            core.validating = True
             try:
                 with core.span("validation"):
                     return evaluate()
@@ -104,7 +103,7 @@ def build_validation(
                         early.undo()  # a checkpoint saved after this error resumes before this validation
                 raise
             finally:
-                evaluation.validating = False
+                core.validating = False
 
     return validate
 
@@ -144,12 +143,12 @@ def run_sanity_check(
         move: moves a batch to the device; None if batches stay where they are.
         after_evaluation: called before the logged values are cleared.
     """
-    steps, hooks, evaluation = core.trainer.num_sanity_val_steps, core.hooks, core.evaluation
-    evaluation.sanity_checking = True
+    steps, hooks = core.trainer.num_sanity_val_steps, core.hooks
+    core.sanity_checking = True
     with (
         core.span("sanity check"),
         _separate_generators(core, data),
-        evaluation.buffers.restored_at_end(),
+        core.buffers.restored_at_end(),
         core.metrics.temporary("validate"),
     ):
         for hook in hooks.on_sanity_check_start:
@@ -158,7 +157,7 @@ def run_sanity_check(
         after_evaluation()
         for hook in hooks.on_sanity_check_end:
             hook()
-    evaluation.sanity_checking = False
+    core.sanity_checking = False
 
 
 def _limits(limits: Sequence[int | None], steps: int | None) -> list[int | None]:

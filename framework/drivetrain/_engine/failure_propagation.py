@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 from drivetrain._distributed.control_plane import ControlPlane, absent_error
 from drivetrain._distributed.failure import AbsentRanksError, Failure, RankFailedError, first_cause
+from drivetrain._distributed.failure_exchange import FailureExchange
 from drivetrain.errors import DistributedError
-from drivetrain.launchers import LaunchedProcesses
 
 Answer = TypeVar("Answer")
 
@@ -41,18 +43,18 @@ def publish_failure(control: ControlPlane, failure: Failure) -> None:
     Call the function before the process group is destroyed: destroying it makes the collectives of the other ranks
     fail, and these ranks then look for a report.
     """
-    try:
-        _call_with_timeout(_STORE_TIMEOUT, lambda: control.report_failure(failure))
-    except RuntimeError:
-        return  # the process that hosted the store has exited
+    if control.failures is not None:
+        with contextlib.suppress(RuntimeError):  # the process that hosted the store has exited
+            _call_with_timeout(_STORE_TIMEOUT, partial(control.failures.report, failure))
 
 
 def error_to_report(control: ControlPlane, error: BaseException) -> BaseException:
     """Return ``error``; for the timeout of a collective, return an error with the stacks of the other ranks."""
-    if not isinstance(error, RuntimeError) or not any(text in str(error) for text in _TIMEOUT_MESSAGES):
+    is_timeout = isinstance(error, RuntimeError) and any(text in str(error) for text in _TIMEOUT_MESSAGES)
+    if control.failures is None or not is_timeout:
         return error
     try:
-        if _call_with_timeout(_STORE_TIMEOUT, lambda: control.first_failure(_POLL_INTERVAL)) is not None:
+        if _call_with_timeout(_STORE_TIMEOUT, partial(control.failures.first, _POLL_INTERVAL)) is not None:
             return error
         stacks = _call_with_timeout(_CAUSE_TIMEOUT + _STORE_TIMEOUT, lambda: control.collect_stacks(late=True))
     except RuntimeError:
@@ -70,49 +72,52 @@ def error_to_report(control: ControlPlane, error: BaseException) -> BaseExceptio
 
 
 def resolve_cause(
-    control: ControlPlane, world: LaunchedProcesses | None, failure: Failure, error: BaseException
+    control: ControlPlane, failure: Failure, error: BaseException, store_outlives_ranks: bool
 ) -> tuple[BaseException, int | None]:
     """Return the error to raise, and the rank that prints the traceback; None if this rank prints it.
 
     The error is ``error`` itself or, if another rank's failure has caused it, a `RankFailedError` with the cause.
     If all ranks fail with the same error, only the lowest rank prints the traceback.
+
+    Args:
+        control: connects the ranks.
+        failure: the failure of this rank, which has been published.
+        error: the error of this rank.
+        store_outlives_ranks: whether no rank hosts the store, so that no rank depends on this one.
     """
+    exchange = control.failures
+    if exchange is None:
+        return error, None
     is_cause = failure.distance == 0 or isinstance(error, RankFailedError)
     try:
         if isinstance(error, AbsentRanksError):
-            _call_with_timeout(_CAUSE_TIMEOUT, lambda: control.wait_for_acknowledgements(_SHORT_LINGER))
+            _call_with_timeout(_CAUSE_TIMEOUT, partial(exchange.wait_for_acknowledgements, _SHORT_LINGER))
             return error, None
         if is_cause:
-            # A caller who starts a function in other processes hosts their store itself: no rank depends on this one.
-            linger = _SHORT_LINGER if world is not None and world.has_external_store else _LINGER
-            return error, _call_with_timeout(
-                linger + _STORE_TIMEOUT, lambda: _lowest_rank_with_same_error(control, failure, linger)
-            )
-        cause = _call_with_timeout(
-            _CAUSE_TIMEOUT + _STORE_TIMEOUT, lambda: _find_cause_elsewhere(control, world, failure, error)
-        )
-        return cause, None
+            linger = _SHORT_LINGER if store_outlives_ranks else _LINGER
+            lowest = partial(_lowest_rank_with_same_error, exchange, failure, linger)
+            return error, _call_with_timeout(linger + _STORE_TIMEOUT, lowest)
+        find = partial(_find_cause_elsewhere, exchange, failure, error)
+        return _call_with_timeout(_CAUSE_TIMEOUT + _STORE_TIMEOUT, find), None
     except RuntimeError:
         if failure.distance < 2 or is_cause:
             return error, None
         return _lost_connection_error(failure, "the store where all ranks meet"), None
 
 
-def _lowest_rank_with_same_error(control: ControlPlane, failure: Failure, linger: timedelta) -> int | None:
+def _lowest_rank_with_same_error(exchange: FailureExchange, failure: Failure, linger: timedelta) -> int | None:
     """Wait for the other ranks' failures. Return the lowest rank with the same error, or None if it is this rank."""
     end = time.monotonic() + linger.total_seconds()
-    ranks = [other.rank for other in control.all_failures(linger) if other.is_same_error(failure)]
-    control.wait_for_acknowledgements(timedelta(seconds=max(0.0, end - time.monotonic())))
+    ranks = [other.rank for other in exchange.all(linger) if other.is_same_error(failure)]
+    exchange.wait_for_acknowledgements(timedelta(seconds=max(0.0, end - time.monotonic())))
     lowest = min(ranks, default=failure.rank)
     return lowest if lowest < failure.rank else None
 
 
-def _find_cause_elsewhere(
-    control: ControlPlane, world: LaunchedProcesses | None, failure: Failure, error: BaseException
-) -> BaseException:
-    cause = _wait_for_cause(control, world)
-    silent = control.silent_ranks()
-    control.wait_for_acknowledgements(timedelta(0))
+def _find_cause_elsewhere(exchange: FailureExchange, failure: Failure, error: BaseException) -> BaseException:
+    cause = _wait_for_cause(exchange)
+    silent = exchange.silent_ranks()
+    exchange.wait_for_acknowledgements(timedelta(0))
     if cause is not None and cause.distance < failure.distance:
         return RankFailedError(cause)
     if failure.distance == 2 and silent:
@@ -130,23 +135,20 @@ def _lost_connection_error(failure: Failure, peer: str) -> DistributedError:
     )
 
 
-def _wait_for_cause(control: ControlPlane, world: LaunchedProcesses | None) -> Failure | None:
+def _wait_for_cause(exchange: FailureExchange) -> Failure | None:
     """Wait until the rank that failed first, or the launcher that watches its process, reports the cause."""
     end = time.monotonic() + _CAUSE_TIMEOUT.total_seconds()
     while True:
-        cause = control.first_failure(_POLL_INTERVAL)
+        cause = exchange.first(_POLL_INTERVAL)
         if cause is not None and cause.distance == 0:
             return cause
-        if world is not None and world.failures():
-            failed_process = first_cause(world.failures())
-            control.report_failure(failed_process)  # the other ranks do not watch processes
+        failed_processes = exchange.external()
+        if failed_processes:
+            failed_process = first_cause(failed_processes)
+            exchange.report(failed_process)  # the other ranks do not watch processes
             return failed_process
-        if control.all_ranks_failed() or time.monotonic() >= end:
+        if exchange.is_complete() or time.monotonic() >= end:
             return cause
-
-
-class _StoreTimeoutError(RuntimeError):
-    """The store did not answer in time."""
 
 
 def _call_with_timeout(limit: timedelta, call: Callable[[], Answer]) -> Answer:
@@ -167,7 +169,7 @@ def _call_with_timeout(limit: timedelta, call: Callable[[], Answer]) -> Answer:
     try:
         answer, error = answers.get(timeout=limit.total_seconds())
     except queue.Empty:
-        raise _StoreTimeoutError(f"the store has not answered within {limit}") from None
+        raise RuntimeError(f"the store has not answered within {limit}") from None
     if error is not None:
         raise error
     return answer  # type: ignore[return-value]

@@ -44,7 +44,7 @@ def log_histograms(run: RunCore, name: str, value: Any, step: int, bins: int) ->
             part = values.counted(ranges[key].edges(bins))
             local_counts[key] = [part.counts, part.sum, part.sum_of_squares]
     parts = control.gather_objects(local_counts)
-    if control.rank > 0 or run.evaluation.sanity_checking:
+    if control.rank > 0 or run.sanity_checking:
         return
     for key, value_range in ranges.items():
         if value_range.is_empty:  # no finite value

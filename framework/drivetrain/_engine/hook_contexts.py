@@ -38,7 +38,7 @@ class _InContext:
 
     def __call__(self, *arguments: Any) -> Any:
         trainer = self._trainer
-        core = trainer.session.core
-        complete = self._name != "on_after_backward" or (core.module.automatic_optimization and core.position.closes)
+        run = trainer.run_state
+        complete = self._name != "on_after_backward" or (run.module.automatic_optimization and run.position.closes)
         with trainer.strategy.hook_context(self._name, complete):
             return self._call(*arguments)

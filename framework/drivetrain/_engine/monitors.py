@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 
 from drivetrain._engine.run_parts import RunCore, RunData
-from drivetrain._loops.configured_optimizers import SchedulerConfig
 from drivetrain._loops.hooks import is_overridden
+from drivetrain._run_state import SchedulerConfig
 from drivetrain.callback import Callback
 from drivetrain.errors import nearest
 from drivetrain.module._module_hooks import ModuleHooks

@@ -11,9 +11,8 @@ from torch.optim import Optimizer
 from drivetrain._distributed.control_plane import check_ranks_agree
 from drivetrain._engine.rank_facts import optimizer_facts
 from drivetrain._engine.resume_compatibility import class_names
-from drivetrain._engine.run_parts import Optimization, RunCore
+from drivetrain._engine.run_parts import RunCore
 from drivetrain._loops.configured_optimizers import (
-    SchedulerConfig,
     check_optimizers,
     declared_elementwise,
     needs_engine_closure,
@@ -21,6 +20,7 @@ from drivetrain._loops.configured_optimizers import (
 )
 from drivetrain._loops.manual_step import build_optimizer_handles
 from drivetrain._loops.trainables import Trainables
+from drivetrain._run_state import Optimization, SchedulerConfig
 
 logger = logging.getLogger("drivetrain")
 

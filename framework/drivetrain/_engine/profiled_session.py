@@ -15,12 +15,11 @@ from drivetrain._engine.monitors import MonitoredKeysCheck
 from drivetrain._engine.run_parts import RunRequest, Training
 from drivetrain._engine.session import PreparedRun, Session
 from drivetrain._engine.stage_data import StageData
-from drivetrain._engine.topology import Topology
 from drivetrain._loops.manual_step import ManualStep
 from drivetrain._loops.step import AutomaticStep
 from drivetrain._storage.paths import child
+from drivetrain.launchers import LaunchedProcesses
 from drivetrain.profilers import ProfiledRun
-from drivetrain.run_context import RunContext
 from drivetrain.strategies.strategy import Strategy
 
 logger = logging.getLogger("drivetrain")
@@ -49,8 +48,8 @@ class ProfiledSession(Session):
     _measuring: ClassVar[set[int]] = set()
     """The ids of the profilers that are measuring a run."""
 
-    def __init__(self, request: RunRequest[RunContext], strategy: Strategy, topology: Topology) -> None:
-        super().__init__(request, strategy, topology)
+    def __init__(self, request: RunRequest, strategy: Strategy, processes: LaunchedProcesses) -> None:
+        super().__init__(request, strategy, processes)
         trainer, before = request.trainer, request.previous_folder
         self._profiler = trainer.profiler
         self._facts = ProfiledRun(request.stage, strategy.rank, strategy.world_size, strategy.device)
@@ -152,7 +151,7 @@ class ProfiledSession(Session):
         )
         if isinstance(step, ManualStep):
             self._time(step, "backward", "_backward")
-            for handle in self.optimization.handles:
+            for handle in self.core.optimization.handles:
                 self._time(handle, "optimizer", "_step_optimizer")
         elif isinstance(step, AutomaticStep):
             self._replace(step, "_backward", lambda call: self._timed("backward", call or _BACKWARD))

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from drivetrain._engine.defaults import checked_callbacks, with_module_callbacks
+from drivetrain._engine.defaults import checked_callbacks
 from drivetrain._loops.hooks import HookTable, is_overridden
+from drivetrain._run_state import with_module_callbacks
 from drivetrain.callback import Callback, bind_logging
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule

@@ -263,10 +263,10 @@ class RunCheckpoint:
         }
 
     def _own_buffers(self, weights: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
-        snapshot, evaluation = self._snapshot, self._core.evaluation
+        snapshot = self._snapshot
         overrides = {
             **replaced,
-            **evaluation.buffers.values(replaced),
+            **self._core.buffers.values(replaced),
             **({} if snapshot is None else snapshot.buffers),
         }
         return collect_rank_local_buffers(self._module, weights, overrides, self._strategy.control)

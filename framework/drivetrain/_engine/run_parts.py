@@ -1,8 +1,7 @@
 """The parts of a run, which a `Session` holds and passes between the functions that build them.
 
 `RunRequest` and `RunCore` are complete before set-up begins. `RunData` changes while a run reads its data.
-`Optimization`, `StopConditions` and `Training` are each built once, and passed to the function that builds the next
-of them.
+`StopConditions` and `Training` are each built once, and passed to the function that builds the next of them.
 """
 
 from __future__ import annotations
@@ -10,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim import Optimizer
 
 from drivetrain._config.secret_values import SecretFilter
 from drivetrain._engine.epoch_position import EpochPosition
@@ -23,16 +21,14 @@ from drivetrain._engine.run_folder import RunFolder
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import DataArguments
 from drivetrain._engine.window_snapshot import WindowSnapshot
-from drivetrain._loops.configured_optimizers import SchedulerConfig
 from drivetrain._loops.hooks import HookTable
 from drivetrain._loops.loader_lengths import Lengths
-from drivetrain._loops.manual_step import ManualStep, OptimizerHandle
-from drivetrain._loops.progress import Position, Progress
+from drivetrain._loops.manual_step import ManualStep
 from drivetrain._loops.save_requests import SaveRequests
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.train import TrainLoop
 from drivetrain._loops.trainables import Trainables
-from drivetrain._metrics import MetricStore
+from drivetrain._run_state import Optimization, Progress, RunState
 from drivetrain.data import DataModule
 from drivetrain.data._rng_replay import RngReplay
 from drivetrain.module._hyper_parameters import logged_hyper_parameters
@@ -45,11 +41,9 @@ if TYPE_CHECKING:
     from drivetrain._loops.step import TrainStep
     from drivetrain.data._batch_source import BatchSource
 
-Trainer = TypeVar("Trainer", bound=RunContext, covariant=True)
-
 
 @dataclass(frozen=True, slots=True)
-class RunRequest(Generic[Trainer]):
+class RunRequest:
     """One call of `Fit.fit`, `validate`, `test` or `predict`.
 
     Attributes:
@@ -68,7 +62,7 @@ class RunRequest(Generic[Trainer]):
         previous_folder: the folder of the preceding run; None if there was none.
     """
 
-    trainer: Trainer
+    trainer: RunContext
     stage: str
     module: TrainModule
     given: DataArguments
@@ -79,121 +73,6 @@ class RunRequest(Generic[Trainer]):
     averaged: bool | None = None
     counters: Progress | None = None
     previous_folder: RunFolder | None = None
-
-
-@dataclass(slots=True)
-class EvaluationWithinFit:
-    """Whether a fit is evaluating at the moment, and this rank's buffers, which are replaced during the evaluation.
-
-    Attributes:
-        buffers: exchanges this rank's buffers for rank 0's during an evaluation.
-        sanity_checking: whether the sanity check before training is running.
-        validating: whether a fit is validating, outside its sanity check.
-    """
-
-    buffers: EvaluationBuffers
-    sanity_checking: bool = False
-    validating: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RunCore:
-    """The parts that every stage has from its start, and that nearly every builder needs.
-
-    Attributes:
-        request: the call of `Fit` that started the run.
-        strategy: the strategy, which decides where and how the module runs.
-        metrics: the values that the module and the callbacks log.
-        progress: the counters that a checkpoint stores.
-        position: the loop and the micro-batch being processed.
-        evaluation: the state of an evaluation within fit.
-        callbacks: the callbacks, and the table of hooks that they and the module override.
-        folder: the run's folder and its record.
-        secrets: removes secrets from hyper-parameters before they are logged or saved.
-    """
-
-    request: RunRequest[RunContext]
-    strategy: Strategy
-    metrics: MetricStore
-    progress: Progress
-    position: Position
-    evaluation: EvaluationWithinFit
-    callbacks: RunCallbacks
-    folder: RunFolder
-    secrets: SecretFilter = field(default_factory=SecretFilter)
-
-    def __post_init__(self) -> None:
-        self.metrics.progress = self.progress
-
-    @property
-    def trainer(self) -> RunContext:
-        """The `Fit`, as hooks see it."""
-        return self.request.trainer
-
-    @property
-    def stage(self) -> str:
-        """The stage: "fit", "validate", "test" or "predict"."""
-        return self.request.stage
-
-    @property
-    def module(self) -> TrainModule:
-        """The user's module."""
-        return self.request.module
-
-    @property
-    def datamodule(self) -> DataModule | None:
-        """The data module, if one was passed."""
-        return self.request.given.datamodule
-
-    @property
-    def hooks(self) -> HookTable:
-        """The hooks that the module and the callbacks override."""
-        return self.callbacks.hooks
-
-    @property
-    def ran_elsewhere(self) -> bool:
-        """Whether this object represents a run that took place in other processes."""
-        return not self.callbacks.collected
-
-    @property
-    def saves_on_signals(self) -> bool:
-        """Whether a preemption signal makes the run save and exit; the same on every rank."""
-        return self.trainer.preemption_signals is not None
-
-    @property
-    def profile_needs_folder(self) -> bool:
-        """Whether the run needs a folder for the files of a profiler."""
-        return self.trainer.profiles and self.trainer.profiler.dirpath is None
-
-    def logged_hyper_parameters(self, warn: bool = True) -> dict[str, Any]:
-        """Return the hyper-parameters of the module and the data module that loggers receive, without secrets.
-
-        Args:
-            warn: whether to warn of secrets that are found for the first time.
-        """
-        from_data = {} if self.datamodule is None else logged_hyper_parameters(self.datamodule)
-        return self.secrets.take_out({**from_data, **logged_hyper_parameters(self.module)}, warn)[0]
-
-    def logger_call(self) -> Callable[[Mapping[str, torch.Tensor | float]], None] | None:
-        """Return the function that sends values to the loggers; None on ranks and in phases that do not log."""
-        if not self.trainer.loggers or self.strategy.rank != 0 or self.evaluation.sanity_checking:
-            return None
-        if not self.trainer.profiles:
-            return self.trainer.log_metrics
-
-        def log_in_phase(values: Mapping[str, torch.Tensor | float]) -> None:
-            with self.span("loggers"):
-                self.trainer.log_metrics(values)
-
-        return log_in_phase
-
-    def span(self, phase: str) -> AbstractContextManager[None]:
-        """Return a context that the run's profiler times as a phase, for code that runs once in a run or an epoch."""
-        return self.trainer.profiler.profile(phase) if self.trainer.profiles else nullcontext()
-
-    def progress_reporter(self) -> ProgressReporter | None:
-        """Return the object that reports a loop's progress to callbacks; None if none overrides `write_progress`."""
-        return self.callbacks.progress_reporter(self.trainer.log_every_n_steps)
 
 
 @dataclass(slots=True)
@@ -254,30 +133,88 @@ class RunData:
         return {**self.epoch_position.state_dict(source), "seed": self.seed}
 
 
-@dataclass(slots=True)
-class GradientNorm:
-    """The gradients' norm before they were last clipped; None if they have not been clipped yet."""
-
-    value: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Optimization:
-    """The optimizers of a fit as the strategy set them up; empty in other stages.
+@dataclass(slots=True, kw_only=True)
+class RunCore(RunState):
+    """The state of a run with the parts that only the engine uses. Nearly every builder needs it.
 
     Attributes:
-        optimizers: the optimizers.
-        schedulers: the learning rate schedulers, those of the strategy included.
-        handles: the wrappers of the optimizers that ``module.optimizers()`` returns.
-        closure: whether an optimizer evaluates the loss again within its step, as L-BFGS does.
-        gradient_norm: receives the gradients' norm whenever they are clipped.
+        request: the call of `Fit` that started the run.
+        stop: collects requests to stop, and holds the minimums of steps and epochs that defer a stop.
+        data: the data that the run reads.
+        buffers: exchanges this rank's buffers for rank 0's during an evaluation within fit.
+        callbacks: the callbacks, and the table of hooks that they and the module override.
+        folder: the run's folder and its record.
+        secrets: removes secrets from hyper-parameters before they are logged or saved.
     """
 
-    optimizers: list[Optimizer] = field(default_factory=list)
-    schedulers: list[SchedulerConfig] = field(default_factory=list)
-    handles: list[OptimizerHandle] = field(default_factory=list)
-    closure: bool = False
-    gradient_norm: GradientNorm = field(default_factory=GradientNorm)
+    request: RunRequest
+    module: TrainModule
+    datamodule: DataModule | None
+    strategy: Strategy
+    stop: StopRequest
+    data: RunData
+    buffers: EvaluationBuffers
+    callbacks: RunCallbacks
+    folder: RunFolder
+    secrets: SecretFilter = field(default_factory=SecretFilter)
+
+    def __post_init__(self) -> None:
+        self.metrics.progress = self.progress
+
+    @property
+    def trainer(self) -> RunContext:
+        """The `Fit`, as hooks see it."""
+        return self.request.trainer
+
+    @property
+    def hooks(self) -> HookTable:
+        """The hooks that the module and the callbacks override."""
+        return self.callbacks.hooks
+
+    @property
+    def ran_elsewhere(self) -> bool:
+        """Whether this object represents a run that took place in other processes."""
+        return not self.callbacks.collected
+
+    @property
+    def saves_on_signals(self) -> bool:
+        """Whether a preemption signal makes the run save and exit; the same on every rank."""
+        return self.trainer.preemption_signals is not None
+
+    @property
+    def profile_needs_folder(self) -> bool:
+        """Whether the run needs a folder for the files of a profiler."""
+        return self.trainer.profiles and self.trainer.profiler.dirpath is None
+
+    def logged_hyper_parameters(self, warn: bool = True) -> dict[str, Any]:
+        """Return the hyper-parameters of the module and the data module that loggers receive, without secrets.
+
+        Args:
+            warn: whether to warn of secrets that are found for the first time.
+        """
+        from_data = {} if self.datamodule is None else logged_hyper_parameters(self.datamodule)
+        return self.secrets.take_out({**from_data, **logged_hyper_parameters(self.module)}, warn)[0]
+
+    def logger_call(self) -> Callable[[Mapping[str, torch.Tensor | float]], None] | None:
+        """Return the function that sends values to the loggers; None on ranks and in phases that do not log."""
+        if not self.trainer.loggers or self.strategy.rank != 0 or self.sanity_checking:
+            return None
+        if not self.trainer.profiles:
+            return self.trainer.log_metrics
+
+        def log_in_phase(values: Mapping[str, torch.Tensor | float]) -> None:
+            with self.span("loggers"):
+                self.trainer.log_metrics(values)
+
+        return log_in_phase
+
+    def span(self, phase: str) -> AbstractContextManager[None]:
+        """Return a context that the run's profiler times as a phase, for code that runs once in a run or an epoch."""
+        return self.trainer.profiler.profile(phase) if self.trainer.profiles else nullcontext()
+
+    def progress_reporter(self) -> ProgressReporter | None:
+        """Return the object that reports a loop's progress to callbacks; None if none overrides `write_progress`."""
+        return self.callbacks.progress_reporter(self.trainer.log_every_n_steps)
 
 
 @dataclass(frozen=True, slots=True)

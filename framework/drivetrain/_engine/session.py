@@ -30,7 +30,6 @@ from drivetrain._engine.evaluation_setup import (
 from drivetrain._engine.failure_propagation import error_to_report, publish_failure, resolve_cause
 from drivetrain._engine.optimizer_setup import set_up_optimizers
 from drivetrain._engine.out_of_memory import explain_out_of_memory
-from drivetrain._engine.process_switches import apply_switches
 from drivetrain._engine.rank_facts import module_facts, setting_facts
 from drivetrain._engine.rank_log import RankLog
 from drivetrain._engine.run_callbacks import RunCallbacks
@@ -38,8 +37,6 @@ from drivetrain._engine.run_ending import RunEnding
 from drivetrain._engine.run_folder import RunFolder
 from drivetrain._engine.run_parts import (
     CheckpointParts,
-    EvaluationWithinFit,
-    Optimization,
     RunCore,
     RunData,
     RunRequest,
@@ -49,10 +46,10 @@ from drivetrain._engine.run_parts import (
     TrainingInputs,
 )
 from drivetrain._engine.seeding import seed_data_rank, seed_rank, warn_unseeded
-from drivetrain._engine.signals import Signals, announce, as_interruption, handled_signals, interruption_error
+from drivetrain._engine.signals import Signals, announce, as_interruption, handled_signals, interruption_error, requeue
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import DataSplit
-from drivetrain._engine.topology import Topology, check_control_plane, check_distinct_devices, check_module_setup
+from drivetrain._engine.strategy_checks import check_control_plane, check_distinct_devices, check_module_setup
 from drivetrain._engine.training_setup import (
     build_stopping,
     build_training,
@@ -61,17 +58,18 @@ from drivetrain._engine.training_setup import (
     under_context,
 )
 from drivetrain._loops.evaluate import HOOK_STAGE_NAMES
+from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.loader_lengths import Lengths
-from drivetrain._loops.progress import Position, Progress
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.trainables import Trainables
 from drivetrain._metrics import MetricStore
+from drivetrain._run_state import Progress
 from drivetrain._runtime.console_logging import log_once, log_to_console
-from drivetrain._runtime.process_state import ProcessState
+from drivetrain._runtime.process_state import ProcessState, apply_switches
 from drivetrain.data._rng_replay import RngReplay
+from drivetrain.launchers import LaunchedProcesses
 from drivetrain.module._run_handle import attach, detach
 from drivetrain.module.train_module import TrainModule
-from drivetrain.run_context import RunContext
 from drivetrain.strategies._module_lock import lock_module, unlock_module
 from drivetrain.strategies.run_settings import RunSettings
 from drivetrain.strategies.strategy import StepRunner, Strategy
@@ -106,32 +104,41 @@ class Session:
     Args:
         request: the entry point that was called, with its arguments.
         strategy: runs the module, and is bound to this process already.
-        topology: this process's place among all processes.
+        processes: the processes of the run, of which this process is one.
     """
 
-    def __init__(self, request: RunRequest[RunContext], strategy: Strategy, topology: Topology) -> None:
+    def __init__(self, request: RunRequest, strategy: Strategy, processes: LaunchedProcesses) -> None:
         trainer, module, control = request.trainer, request.module, strategy.control
         folder = RunFolder(request.previous_folder)
-        self.core = RunCore(
-            request,
-            strategy,
-            MetricStore(module),
-            request.counters or Progress(),
-            Position(),
-            EvaluationWithinFit(EvaluationBuffers(module, strategy)),
-            RunCallbacks(trainer, module),
-            folder,
-        )
         self.data = RunData(request.given, Lengths(control), RngReplay(strategy.device))
-        self.optimization = Optimization()
-        self.stopping = StopConditions(StopRequest(control, None, None, None))
+        self.core = RunCore(
+            request=request,
+            stage=request.stage,
+            module=module,
+            datamodule=request.given.datamodule,
+            strategy=strategy,
+            metrics=MetricStore(module),
+            progress=request.counters or Progress(),
+            stop=StopRequest(control, None, None, None),
+            has_validation_step=is_overridden("validation_step", module, TrainModule),
+            data=self.data,
+            buffers=EvaluationBuffers(module, strategy),
+            callbacks=RunCallbacks(trainer, module),
+            folder=folder,
+        )
+        self.stopping = StopConditions(self.core.stop)
         self.training: Training | None = None
         self._memory = SaveHistory()
         self.checkpoints = RunCheckpoints(self.core, self.data, self._memory, self._checkpoint_parts)
         self.last_line: str | None = None
         """The line to print instead of this rank's error if a lower rank failed the same way and prints its own."""
         self.collective_calls = CollectiveCalls(self.core)
-        self._topology = topology
+        self.core.checkpoints = self.checkpoints
+        self.core.estimate_steps = self._estimate_steps
+        self.core.check_collective = self.collective_calls.check
+        self.core.all_gather = self.collective_calls.all_gather
+        self.core.log_histograms = self._log_histograms
+        self._processes = processes
         self._trainables: Trainables | None = None
         self._compiled: CompiledSteps | None = None
         self._teardowns: list[Callable[[str], None]] = []  # the hooks to call; empty before set-up hooks are called
@@ -163,7 +170,7 @@ class Session:
             except BaseException as error:
                 stage_data = self.data.stage_data
                 batch_size = None if stage_data is None else stage_data.batch_size
-                explain_out_of_memory(error, core, self.optimization.optimizers, batch_size)
+                explain_out_of_memory(error, core, core.optimization.optimizers, batch_size)
                 with core.span("failure"):
                     cause = self._fail(error)
                 if self._signals.raised:
@@ -179,18 +186,21 @@ class Session:
                     child.training = training
                 self._detach()
         if self._ending.exit_error is not None:
-            self._requeue(self.stopping.stop.preempted)
+            self._requeue(core.stop.preempted)
             raise self._ending.exit_error
         return result
 
-    # Methods and properties that implement members of `RunContext`
+    # What hooks can ask of the run, by `RunState`
 
-    @property
-    def estimated_steps(self) -> int | float:
-        """The number of optimizer steps of the whole run; infinite if neither data nor limits bound the number.
+    def _log_histograms(self, name: str, value: Any, step: int, bins: int) -> None:
+        from drivetrain._engine.histograms import log_histograms  # only runs that call this need it
 
-        In `setup` of a fit, reading this property builds the training loader, which the run then uses, and is
-        collective.
+        log_histograms(self.core, name, value, step, bins)
+
+    def _estimate_steps(self) -> int | float:
+        """Return the number of optimizer steps of the whole run; infinite if neither data nor limits bound the number.
+
+        In `setup` of a fit, this method builds the training loader, which the run then uses, and is collective.
         """
         core, data = self.core, self.data
         data.estimate_was_read = True
@@ -232,6 +242,7 @@ class Session:
             attach(core.datamodule, trainer)
         if not core.request.trial:
             core.callbacks.configure()
+            core.module_callbacks = core.callbacks.from_module
         core.callbacks.collect()
         checkpoints.choose_start()
         strategy.control.set_record_folder(self._log.folder)
@@ -273,20 +284,20 @@ class Session:
         runner, move, reloading = prepared.runner, prepared.move, prepared.reloading
         assert self._trainables is not None
         with core.span("configure_optimizers"):
-            self.optimization = optimization = set_up_optimizers(
-                core, self._trainables, self._memory.components, checkpoints.regroup
-            )
+            core.optimization = set_up_optimizers(core, self._trainables, self._memory.components, checkpoints.regroup)
         self.stopping = stopping = build_stopping(core, data)
+        core.stop = stopping.stop
         validate = build_validation(core, data, stopping, runner, move) if data.validates else None
-        monitors = MonitoredKeysCheck(core, data, optimization.schedulers)
+        monitors = MonitoredKeysCheck(core, data, core.optimization.schedulers)
         self.training = training = build_training(
-            TrainingInputs(core, data, optimization, stopping, self._trainables, checkpoints.requests, validate),
+            TrainingInputs(core, data, core.optimization, stopping, self._trainables, checkpoints.requests, validate),
             runner,
             move,
             apply_trainable_changes=self._apply_trainable_changes,
             save=checkpoints.save_before_leaving,
             after_first_batch=monitors.after_first_batch,
         )
+        core.manual, core.pass_over_data = training.manual, training.pass_over_data
         if reloading is not None:
             reloading.connect(training.loop, stopping, runner, move)
         checkpoints.load()
@@ -318,7 +329,7 @@ class Session:
             ending.has_trained = True
             loop.run()
         core.metrics.enter(None)
-        leaving = self.stopping.stop.preempted
+        leaving = core.stop.preempted
         progress.cut_short = progress.batch_idx > 0 and not leaving
         if leaving:
             self._leave(leaving)
@@ -343,21 +354,22 @@ class Session:
         if core.strategy.world_size > 1:
             core.strategy.broadcast_module(core.module)
         self.checkpoints.load_weights()
-        self.stopping = StopConditions(StopRequest(core.strategy.control, None, None, None))
-        evaluate = build_stage(core, self.data, self.stopping.stop, prepared.runner, prepared.move)
+        core.stop = StopRequest(core.strategy.control, None, None, None)
+        self.stopping = StopConditions(core.stop)
+        evaluate = build_stage(core, self.data, core.stop, prepared.runner, prepared.move)
         self._signals.defer_to_run()
         with core.span(HOOK_STAGE_NAMES[core.stage]):
             result = evaluate()
-        if self.stopping.stop.preempted:
-            self._leave(self.stopping.stop.preempted)
+        if core.stop.preempted:
+            self._leave(core.stop.preempted)
         return result
 
     # Signals
 
     def _on_signal(self, number: int) -> None:
-        if self.stopping.stop.signal:
+        if self.core.stop.signal:
             return  # the other thread has reported it
-        self.stopping.stop.leave_after(number)
+        self.core.stop.leave_after(number)
         if self.core.strategy.rank == 0:
             announce(number, self.core.stage, self.core.request.trial)
 
@@ -377,19 +389,17 @@ class Session:
 
     def _requeue(self, number: int) -> None:
         if self.core.strategy.rank == 0 and goes_on_when_repeated(self.core):
-            from drivetrain._engine.requeue import requeue  # only preempted runs need it
-
             requeue(number, os.environ)
 
     # Set-up
 
     def _connect_ranks(self) -> None:
         """Pass the strategy's control plane, created by `setup_environment`, to the parts of the run that use it."""
-        core, strategy, world = self.core, self.core.strategy, self._topology.world
-        check_control_plane(strategy, self._topology.placement)
+        core, strategy = self.core, self.core.strategy
+        check_control_plane(strategy, self._processes.placement)
         check_distinct_devices(strategy)
-        if world is not None and strategy.world_size > 1:
-            strategy.control.external_failures = world.failures
+        if strategy.control.failures is not None:
+            strategy.control.failures.external = self._processes.failures
         self.data.rng_replay.device = strategy.device
         core.metrics.control = self.data.lengths.control = strategy.control
         core.metrics.contributes = strategy.is_data_leader
@@ -445,7 +455,8 @@ class Session:
     def _build_stage_data(self) -> StageData:
         core, data, strategy, trainer = self.core, self.data, self.core.strategy, self.core.trainer
         data_split = DataSplit(strategy.data_rank, strategy.data_world_size, data.seed, trainer.use_distributed_sampler)
-        return StageData(trainer, core.stage, core.module, data.given, data_split, strategy.control)
+        core.loaders = loaders = StageData(trainer, core.stage, core.module, data.given, data_split, strategy.control)
+        return loaders
 
     def _set_up_module(self, data: StageData) -> StepRunner:
         core, module, strategy = self.core, self.core.module, self.core.strategy
@@ -502,7 +513,7 @@ class Session:
 
     def _checkpoint_parts(self) -> CheckpointParts:
         loop = None if self.training is None else self.training.loop
-        return CheckpointParts(self.optimization, self.stopping, self._trainables, loop)
+        return CheckpointParts(self.core.optimization, self.stopping, self._trainables, loop)
 
     # Tear-down, after success and after a failure
 
@@ -571,7 +582,7 @@ class Session:
                 call()
             except Exception:
                 logger.exception("Tearing down the failed run raised another error:")
-        cause, reported_by = resolve_cause(control, self._topology.world, failure, error)
+        cause, reported_by = resolve_cause(control, failure, error, self._processes.kind == "function")
         cause = as_interruption(cause, self._handled_signals)
         if reported_by is not None:
             summary = failure.one_line_summary()

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import select
 import signal
+import subprocess
 import threading
 import time
 import weakref
@@ -30,6 +31,8 @@ _SECOND_SIGNAL_GRACE = 1.0
 
 _FIRST_SIGNAL_GRACE = 12.0
 """Seconds in which the main thread has to raise after a first signal with nothing to save. Schedulers allow 15 s."""
+
+_SCONTROL_TIMEOUT = 30  # seconds
 
 
 def handled_signals(setting: str | list[str] | None, variables: Mapping[str, str], stage: str) -> tuple[int, ...]:
@@ -73,6 +76,34 @@ def as_interruption(error: BaseException, numbers: Sequence[int]) -> BaseExcepti
         return error
     received = [number for number in numbers if error.failure.message == str(128 + number)]
     return interruption_error(received[0]) if received else error
+
+
+def requeue(number: int, variables: Mapping[str, str]) -> None:
+    """Requeue this SLURM job if the run stopped because of a signal that only announces the job's time limit.
+
+    Called only for runs that go on where they ended: a job that starts again from the beginning each time might never
+    finish.
+
+    ``sbatch --signal=USR1@90`` sends such a signal. SIGTERM does not count: ``scancel`` sends it too, and SLURM itself
+    requeues a job that it preempts.
+
+    Args:
+        number: the signal's number.
+        variables: the environment variables.
+    """
+    job = variables.get("SLURM_JOB_ID")
+    if job is None or number in (signal.SIGINT, signal.SIGTERM):
+        return
+    command = ["scontrol", "requeue", job]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT, check=False)
+        problem = result.stderr.strip() if result.returncode else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        problem = str(error)
+    if problem:
+        logger.warning("%s: %s. Submit the job again to resume from the newest checkpoint.", " ".join(command), problem)
+    else:
+        logger.warning("%s: the job is queued again.", " ".join(command))
 
 
 class Signals:

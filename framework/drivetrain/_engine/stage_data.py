@@ -23,6 +23,7 @@ from drivetrain._engine.stage_loaders import (
 )
 from drivetrain._loops.evaluate import HOOK_STAGE_NAMES
 from drivetrain._loops.hooks import is_overridden
+from drivetrain._run_state import StageLoaders
 from drivetrain._runtime.generators import preserved_generators
 from drivetrain.data._batch_source import BatchSource
 from drivetrain.errors import ConfigurationError
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("drivetrain")
 
 
-class StageData:
+class StageData(StageLoaders):
     """The prepared loaders of a stage, with their limits and lengths.
 
     Args:
@@ -58,6 +59,7 @@ class StageData:
         data_split: DataSplit,
         control: ControlPlane,
     ) -> None:
+        super().__init__()
         self._trainer = trainer
         self._module = module
         self._given = given
@@ -65,26 +67,16 @@ class StageData:
         self._control = control
         self.train: BatchSource | None = None
         """The prepared training loader; None in other stages."""
-        self.loaders: tuple[Any, ...] = ()
-        """The training loader(s) as the user passed them."""
         self.train_limit: int | None = None
         """The limit of micro-batches of a training epoch; None if the epoch ends with its data."""
-        self.train_length: int | None = None
-        """Expected micro-batches of a training epoch, the same on every rank; None if unknown."""
         self.train_certain = True
         """Whether ``train_length`` is exact, rather than a loader's estimate."""
         self.batch_size: int | None = None
         """The number of samples in one rank's training micro-batch; None if the loader has no ``batch_size``."""
-        self.evaluated: tuple[Any, ...] = ()
-        """The evaluation loaders, as a flat sequence."""
-        self.given_to_evaluate: dict[str, Any] = {}
-        """The evaluation loader or collection of loaders that the user passed, by stage."""
         self.sources: dict[str, list[BatchSource]] = {}
         """The prepared evaluation loaders by stage."""
         self.limits: dict[str, list[int | None]] = {}
         """The limit of micro-batches of each evaluation loader, by stage; None for all."""
-        self.lengths: dict[str, list[int | None]] = {}
-        """The expected micro-batches of each evaluation loader, by stage; None if unknown."""
         self._limit_settings: dict[str, tuple[int | float | None, str]] = {}
         if stage in ("fit", "train"):
             self._find_training()

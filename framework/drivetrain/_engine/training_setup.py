@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from drivetrain._config.arguments import parse_duration
 from drivetrain._engine.batches import BatchMover, move_micro_batches
 from drivetrain._engine.run_callbacks import RunCallbacks
-from drivetrain._engine.run_parts import GradientNorm, RunCore, RunData, StopConditions, Training, TrainingInputs
+from drivetrain._engine.run_parts import RunCore, RunData, StopConditions, Training, TrainingInputs
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import DataSplit, find_loaders
 from drivetrain._engine.window_snapshot import WindowSnapshot
@@ -23,7 +23,7 @@ from drivetrain._loops.epoch_checks import EpochChecks
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.loader_lengths import BatchCount
 from drivetrain._loops.manual_step import ManualStep, OverriddenOptimizerStep
-from drivetrain._loops.progress import Reporting
+from drivetrain._loops.progress_reports import Reporting
 from drivetrain._loops.schedulers import Schedulers, StepEstimate
 from drivetrain._loops.step import AutomaticStep, OptimizerStep, TrainStep
 from drivetrain._loops.step_arguments import StepArguments, WrappedModule
@@ -290,8 +290,9 @@ def _build_step(parts: TrainingInputs, runner: StepRunner) -> TrainStep:
     override = None
     if is_overridden("optimizer_step", module, TrainModule):
         override = OverriddenOptimizerStep(module, optimization.handles, core.progress)
-    clip = _build_clipping(core, optimization.gradient_norm)
-    optimizer_step = OptimizerStep(optimization.optimizers, clip, _zero_grad(core), override, _unscales_first(core))
+    optimizer_step = OptimizerStep(
+        optimization.optimizers, _build_clipping(core), _zero_grad(core), override, _unscales_first(core)
+    )
     step_parts = wrapped, core.hooks, core.metrics, parts.trainables, optimizer_step, arguments
     if not optimization.closure:
         return AutomaticStep(*step_parts)
@@ -328,7 +329,7 @@ def _check_manual(core: RunCore) -> None:
             )
 
 
-def _build_clipping(core: RunCore, norm: GradientNorm) -> Callable[[Sequence[Optimizer]], Any] | None:
+def _build_clipping(core: RunCore) -> Callable[[Sequence[Optimizer]], Any] | None:
     """Return the function that clips gradients; None without clipping."""
     trainer, module, strategy = core.trainer, core.module, core.strategy
     value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
@@ -346,7 +347,7 @@ def _build_clipping(core: RunCore, norm: GradientNorm) -> Callable[[Sequence[Opt
         return None
 
     def clip(optimizers: Sequence[Optimizer]) -> None:
-        norm.value = strategy.clip_gradients(optimizers, value, algorithm)
+        core.gradient_norm = strategy.clip_gradients(optimizers, value, algorithm)
 
     return clip
 

@@ -14,9 +14,8 @@ import torch
 from drivetrain._engine.launch import launch
 from drivetrain._engine.out_of_memory import ran_out_of_memory
 from drivetrain._engine.run_parts import RunRequest
-from drivetrain._engine.session_context import SessionContext
+from drivetrain._engine.run_processes import resolve_environment
 from drivetrain._engine.stage_loaders import DataArguments
-from drivetrain._engine.topology import resolve_environment
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._runtime.accelerators import resolve_devices
 from drivetrain._runtime.console_logging import log_to_console
@@ -28,6 +27,7 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.loggers._null_logger import NullLogger
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
+from drivetrain.run_context import RunContext
 
 logger = logging.getLogger("drivetrain")
 
@@ -37,7 +37,7 @@ Prepare = Callable[[Any, Any, Any], Any]
 
 
 def run_before_launch_hooks(
-    trainer: SessionContext, stage: str, module: TrainModule, given: DataArguments, ckpt_path: str | None = None
+    trainer: RunContext, stage: str, module: TrainModule, given: DataArguments, ckpt_path: str | None = None
 ) -> None:
     """Call ``before_launch`` of the callbacks, which may run trials."""
     trials = EngineTrials(trainer, stage, module, given, ckpt_path)
@@ -62,7 +62,7 @@ class EngineTrials:
 
     def __init__(
         self,
-        trainer: SessionContext,
+        trainer: RunContext,
         stage: str,
         module: TrainModule,
         given: DataArguments,
@@ -151,7 +151,7 @@ def _copied_data(datamodule: Any) -> Any:
     return duplicate
 
 
-def _trial_trainer(trainer: SessionContext, stage: str, callback: Any, steps: int) -> Any:
+def _trial_trainer(trainer: RunContext, stage: str, callback: Any, steps: int) -> Any:
     """Return a copy of a `Fit`, without its session, that runs ``steps`` with ``callback`` only."""
     trial: Any = copy.copy(trainer)
     trial.callbacks, trial.loggers = [callback], [NullLogger() for _ in trainer.loggers]
@@ -172,7 +172,7 @@ def _trial_trainer(trainer: SessionContext, stage: str, callback: Any, steps: in
     return trial
 
 
-def _starts_processes(trainer: SessionContext) -> bool:
+def _starts_processes(trainer: RunContext) -> bool:
     """Return whether this process may start other processes. It must not use the device before it starts them."""
     strategy = trainer.chosen_strategy
     if resolve_environment(trainer.environment).started_processes or (strategy is not None and strategy.single_process):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain._engine.evaluation_buffers import has_local_values
-from drivetrain._loops.progress import Progress
 from drivetrain._metrics import MetricStore
+from drivetrain._run_state import Progress
 from drivetrain.data._batch_source import BatchSource
 from drivetrain.data._rng_replay import RngReplay
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from drivetrain._loops.progress import Progress
 from drivetrain._loops.step import TrainStep
 from drivetrain._loops.windows import MicroBatch
+from drivetrain._run_state import Progress
 from drivetrain.errors import NonFiniteError
 
 _AUTOGRAD_MESSAGE = "returned nan values"  # a part of the message of autograd's error, which names the operation

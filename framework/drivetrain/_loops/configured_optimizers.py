@@ -6,13 +6,13 @@ import inspect
 import re
 import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from drivetrain._run_state import SchedulerConfig
 from drivetrain.errors import ConfigurationError, DrivetrainError, nearest
 from drivetrain.strategies._optimizer_state import parameter_names
 from drivetrain.strategies.strategy import Strategy
@@ -28,34 +28,6 @@ _FORMS = (
     "'closure': True for an optimizer that evaluates the loss again in its step, or 'elementwise': True for one whose "
     "update of an element depends on that element alone; or None."
 )
-
-
-@dataclass(slots=True)
-class SchedulerConfig:
-    """A learning-rate scheduler and when it steps.
-
-    Attributes:
-        scheduler: the scheduler.
-        interval: "epoch" or "step" (optimizer steps).
-        frequency: the number of intervals between two steps of the scheduler.
-        monitor: the logged value that a plateau scheduler monitors.
-        name: the scheduler's name in `LearningRateMonitor`.
-        strict: whether an error is raised if ``monitor`` was not logged. Otherwise the step is skipped, with a warning
-            the first time.
-        reduce_on_plateau: whether the scheduler's ``step`` takes the monitored value, as that of `ReduceLROnPlateau`
-            does.
-    """
-
-    scheduler: Any
-    interval: str = "epoch"
-    frequency: int = 1
-    monitor: str | None = None
-    name: str | None = None
-    strict: bool = True
-    reduce_on_plateau: bool = False
-
-    def __post_init__(self) -> None:
-        self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
 
 
 def parse_optimizers(configured: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:

@@ -14,10 +14,11 @@ from torch import Tensor
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._loops.evaluation_interrupt import EarlyExit
 from drivetrain._loops.hooks import HookTable, is_overridden
-from drivetrain._loops.progress import Position, Reporting
+from drivetrain._loops.progress_reports import Reporting
 from drivetrain._loops.step_arguments import StepArguments, WrappedModule
 from drivetrain._loops.uneven_inputs import without_side_effects
 from drivetrain._loops.windows import Batches
+from drivetrain._run_state import Position
 from drivetrain.data._batch_source import BatchSource
 from drivetrain.errors import ConfigurationError
 from drivetrain.module._module_hooks import ModuleHooks

@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 
 from drivetrain._loops.configured_optimizers import evaluates_once, explain_missing_closure
 from drivetrain._loops.hooks import HookTable, is_overridden
-from drivetrain._loops.progress import Progress
 from drivetrain._loops.step import resolve_backward, syncs_in_context
 from drivetrain._loops.step_arguments import StepArguments, WrappedModule
 from drivetrain._loops.trainables import Trainables
 from drivetrain._loops.uneven_inputs import without_side_effects
 from drivetrain._loops.windows import MicroBatch
 from drivetrain._metrics import MetricStore
+from drivetrain._run_state import Progress
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision

@@ -1,10 +1,17 @@
-"""Reports the progress of a loop to callbacks at intervals."""
+"""The objects to which a loop reports values and progress, and the reports to callbacks at intervals."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from drivetrain._loops.loader_lengths import Lengths
+    from drivetrain._metrics import MetricStore
 
 Item = TypeVar("Item")
 
@@ -39,3 +46,20 @@ class ProgressReporter:
                 self.report(done)
             yield chain((first,), islice(items, self._every - 1))
             done += self._every
+
+
+@dataclass(frozen=True, slots=True)
+class Reporting:
+    """The objects to which a loop reports values, progress, and loaders whose length is wrong.
+
+    Attributes:
+        metrics: the logged values.
+        log: sends a dict of numbers to the loggers; None without loggers.
+        progress_reporter: reports the progress of an epoch to callbacks; None if no callback needs it.
+        lengths: warns about loaders whose length proved wrong.
+    """
+
+    metrics: MetricStore
+    log: Callable[[Mapping[str, Tensor | float]], None] | None
+    progress_reporter: ProgressReporter | None
+    lengths: Lengths

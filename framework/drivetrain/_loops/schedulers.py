@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drivetrain._loops.configured_optimizers import SchedulerConfig
+from drivetrain._run_state import SchedulerConfig
 from drivetrain.errors import ConfigurationError, nearest
 
 logger = logging.getLogger("drivetrain")

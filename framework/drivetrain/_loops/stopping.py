@@ -10,7 +10,7 @@ from datetime import timedelta
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from drivetrain._distributed.control_plane import ControlPlane
-from drivetrain._loops.progress import Progress
+from drivetrain._run_state import Progress
 
 _TIME_IS_UP = 2
 """The reason code of a stop by ``max_time``, after which the run is saved to be resumed. Other stops have code 1."""

@@ -15,7 +15,7 @@ from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._loops.epoch_checks import EpochChecks
 from drivetrain._loops.hooks import HookTable
 from drivetrain._loops.loader_lengths import BatchCount
-from drivetrain._loops.progress import Position, Progress, Reporting
+from drivetrain._loops.progress_reports import Reporting
 from drivetrain._loops.save_requests import SaveRequests
 from drivetrain._loops.schedulers import Schedulers
 from drivetrain._loops.step import TrainStep
@@ -23,6 +23,7 @@ from drivetrain._loops.stopping import StopRequest, limit_reached
 from drivetrain._loops.uneven_inputs import Joining
 from drivetrain._loops.validation import ValidationPlan
 from drivetrain._loops.windows import MicroBatch
+from drivetrain._run_state import Position, Progress
 from drivetrain._runtime.generators import preserved_generators
 from drivetrain._runtime.transfer import map_tensors
 from drivetrain.data._rng_replay import RngReplay

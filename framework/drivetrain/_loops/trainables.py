@@ -19,8 +19,9 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.swa_utils import SWALR
 
 from drivetrain._distributed.control_plane import digest_of
-from drivetrain._loops.configured_optimizers import SchedulerConfig, check_parameters
+from drivetrain._loops.configured_optimizers import check_parameters
 from drivetrain._loops.hooks import is_overridden
+from drivetrain._run_state import SchedulerConfig
 from drivetrain.errors import ConfigurationError, listed
 from drivetrain.module.train_module import TrainModule
 from drivetrain.strategies._trainable import (

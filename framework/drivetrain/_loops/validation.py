@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
-from drivetrain._loops.progress import Progress
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._metrics import MetricStore
+from drivetrain._run_state import Progress
 from drivetrain.errors import ConfigurationError
 
 logger = logging.getLogger("drivetrain")

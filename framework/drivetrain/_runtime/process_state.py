@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -60,23 +61,31 @@ class ProcessState:
     def __init__(self, *, generators: bool = False, cuda_generators: bool = False) -> None:
         self._generators = generators
         self._cuda_generators = cuda_generators
-        self._restore: list[Callable[[], None]] = []
+        self._restore: list[Callable[[], object]] = []
 
     def __enter__(self) -> Self:
         self._restore = [
-            _save_environment(),
-            _save_default_dtype(),
-            _save_backend_flags(),
-            _save_deterministic(),
-            _save_autograd(),
-            _save_exception_hooks(),
-            _save_device(),
+            _saved_environment(),
+            _saved(torch.get_default_dtype, torch.set_default_dtype),
+            _saved(_matmul_precision, torch.set_float32_matmul_precision),
+            *(_saved_attribute(owner, name) for owner, name in _BACKEND_FLAGS),
+            # This function is used because `use_deterministic_algorithms` would import the compiler.
+            _saved(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+            _saved_attribute(torch.utils.deterministic, "fill_uninitialized_memory"),
+            partial(_set_compiler_deterministic, bool(_compiler_deterministic())),
+            _saved(torch.is_grad_enabled, torch.set_grad_enabled),
+            partial(
+                torch.autograd.set_detect_anomaly, torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+            ),
+            _saved_attribute(sys, "excepthook"),
+            _saved_attribute(threading, "excepthook"),
+            _saved(_current_device, _set_device),
         ]
         if threading.current_thread() is threading.main_thread():
-            self._restore.append(_save_signal_handlers())
+            self._restore.append(_saved_signal_handlers())
         if self._generators:
             self._restore.append(generators_restorer(torch.device("cpu")))
-            self._restore.append(_save_cuda_generators(self._cuda_generators))
+            self._restore.append(_saved_cuda_generators(self._cuda_generators))
         return self
 
     def __exit__(
@@ -86,7 +95,45 @@ class ProcessState:
             restore()
 
 
-def _save_environment() -> Callable[[], None]:
+def apply_switches(deterministic: bool | str | None, benchmark: bool | None, detect_anomaly: bool) -> None:
+    """Enable gradients, and set torch's flags from the arguments of `Fit`. None leaves a flag unchanged."""
+    torch.set_grad_enabled(True)  # fit may be called under no_grad
+    if deterministic is not None:
+        torch.use_deterministic_algorithms(bool(deterministic), warn_only=deterministic == "warn")
+        if deterministic:
+            # cuBLAS is only deterministic with this variable. If it is set too late, torch's error names it.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            _cudnn.benchmark = False
+    if benchmark is not None:
+        _cudnn.benchmark = benchmark
+    if detect_anomaly:
+        torch.autograd.set_detect_anomaly(True)
+
+
+def _saved(read: Callable[[], Any], write: Callable[[Any], object]) -> Callable[[], None]:
+    """Return a function that writes the current value again if the value has changed. None is not written."""
+    before = read()
+
+    def restore() -> None:
+        if before is not None and read() != before:
+            write(before)
+
+    return restore
+
+
+def _saved_attribute(owner: Any, name: str) -> Callable[[], None]:
+    return _saved(partial(_read, owner, name), partial(setattr, owner, name))
+
+
+def _read(owner: Any, name: str) -> Any:
+    try:
+        return getattr(owner, name)
+    except RuntimeError:
+        # An older flag combines several newer flags, and raises an error if the newer flags have different values.
+        return None
+
+
+def _saved_environment() -> Callable[[], None]:
     before = dict(os.environ)
 
     def restore() -> None:
@@ -99,36 +146,6 @@ def _save_environment() -> Callable[[], None]:
     return restore
 
 
-def _save_device() -> Callable[[], None]:
-    # Querying the current device would initialise CUDA. Until CUDA is initialised, device 0 is the current device.
-    before = torch.cuda.current_device() if _cuda_is_in_use() else 0
-
-    def restore() -> None:
-        if _cuda_is_in_use() and torch.cuda.current_device() != before:
-            torch.cuda.set_device(before)
-
-    return restore
-
-
-def _save_default_dtype() -> Callable[[], None]:
-    before = torch.get_default_dtype()
-    return lambda: torch.set_default_dtype(before)
-
-
-def _save_backend_flags() -> Callable[[], None]:
-    before = [(owner, name, _read(owner, name)) for owner, name in _BACKEND_FLAGS]
-    matmul = _matmul_precision()
-
-    def restore() -> None:
-        if matmul is not None and _matmul_precision() != matmul:
-            torch.set_float32_matmul_precision(matmul)
-        for owner, name, value in before:
-            if value is not None and _read(owner, name) != value:
-                setattr(owner, name, value)
-
-    return restore
-
-
 def _matmul_precision() -> str | None:
     try:
         return torch.get_float32_matmul_precision()
@@ -136,57 +153,27 @@ def _matmul_precision() -> str | None:
         return None  # the newer flags that this setting combines differ, as `_read` explains
 
 
-def _read(owner: Any, name: str) -> Any:
-    try:
-        return getattr(owner, name)
-    except RuntimeError:
-        # An older flag combines several newer flags, and raises an error if the newer flags have different values.
-        return None
-
-
-def _save_deterministic() -> Callable[[], None]:
-    # CUBLAS_WORKSPACE_CONFIG is restored with the environment.
-    mode = torch.get_deterministic_debug_mode()
-    memory: Any = torch.utils.deterministic
-    fill = memory.fill_uninitialized_memory
-    compiler = _inductor_deterministic()
-
-    def restore() -> None:
-        # This function is used because `use_deterministic_algorithms` would import the compiler.
-        torch.set_deterministic_debug_mode(mode)
-        memory.fill_uninitialized_memory = fill
-        if _inductor_deterministic() not in (None, bool(compiler)):
-            sys.modules[_INDUCTOR_CONFIG].deterministic = bool(compiler)  # type: ignore[attr-defined]
-
-    return restore
-
-
-def _inductor_deterministic() -> bool | None:
+def _compiler_deterministic() -> bool | None:
     """Return the flag that `use_deterministic_algorithms` sets in the compiler, or None if no compiler is imported."""
     return getattr(sys.modules.get(_INDUCTOR_CONFIG), "deterministic", None)
 
 
-def _save_autograd() -> Callable[[], None]:
-    grad = torch.is_grad_enabled()
-    anomaly, check_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-
-    def restore() -> None:
-        torch.set_grad_enabled(grad)
-        torch.autograd.set_detect_anomaly(anomaly, check_nan)
-
-    return restore
+def _set_compiler_deterministic(value: bool) -> None:
+    if _compiler_deterministic() not in (None, value):
+        sys.modules[_INDUCTOR_CONFIG].deterministic = value  # type: ignore[attr-defined]
 
 
-def _save_exception_hooks() -> Callable[[], None]:
-    main, threads = sys.excepthook, threading.excepthook
-
-    def restore() -> None:
-        sys.excepthook, threading.excepthook = main, threads
-
-    return restore
+def _current_device() -> int:
+    # Querying the current device would initialise CUDA. Until CUDA is initialised, device 0 is the current device.
+    return torch.cuda.current_device() if _cuda_is_in_use() else 0
 
 
-def _save_signal_handlers() -> Callable[[], None]:
+def _set_device(index: int) -> None:
+    if _cuda_is_in_use():
+        torch.cuda.set_device(index)
+
+
+def _saved_signal_handlers() -> Callable[[], None]:
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
 
     def restore() -> None:
@@ -205,7 +192,7 @@ def _cuda_is_in_use() -> bool:
     return in_use
 
 
-def _save_cuda_generators(cuda: bool) -> Callable[[], None]:
+def _saved_cuda_generators(cuda: bool) -> Callable[[], None]:
     devices = torch.cuda.get_rng_state_all() if cuda or _cuda_is_in_use() else []
 
     def restore() -> None:

@@ -89,6 +89,7 @@ class Checkpoint(Callback):
         ConfigurationError: an argument is invalid, or arguments contradict each other.
     """
 
+    shown_as = "checkpoint_callback"
     priority = -20  # after early stopping and after the module's own hooks, which log values
 
     def __init__(

@@ -51,6 +51,7 @@ class EarlyStopping(Callback):
             logged.
     """
 
+    shown_as = "early_stopping_callback"
     priority = -10  # after the module's hook has logged, before checkpoints and the progress bar
 
     def __init__(

@@ -48,6 +48,7 @@ class ProgressBar(Callback):
         ConfigurationError: ``refresh_rate`` is out of range.
     """
 
+    shown_as = "progress_bar_callback"
     priority = -100  # after all callbacks that log
 
     def __init__(self, refresh_rate: float = 10.0, stream: TextIO | None = None) -> None:

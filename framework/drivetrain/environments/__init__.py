@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from drivetrain.environments._variables import Variables
 from drivetrain.environments.detection import check_environment_name, detect_environment, environment_by_name
-from drivetrain.environments.environment import Environment
+from drivetrain.environments.environment import Environment, Variables
 from drivetrain.environments.kubeflow import KubeflowEnvironment
 from drivetrain.environments.lsf import LSFEnvironment
 from drivetrain.environments.mpi import MPIEnvironment
 from drivetrain.environments.placement import Placement
 from drivetrain.environments.plain import PlainEnvironment
 from drivetrain.environments.slurm import SlurmEnvironment
-from drivetrain.environments.torchrun import TorchrunEnvironment
+from drivetrain.environments.torchrun import TorchrunEnvironment, torchrun_variables
 
 __all__ = [
     "Environment",
@@ -26,4 +25,5 @@ __all__ = [
     "check_environment_name",
     "detect_environment",
     "environment_by_name",
+    "torchrun_variables",
 ]

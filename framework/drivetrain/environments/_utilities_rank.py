@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import SOURCE_SUFFIXES, FileFinder, SourceFileLoader
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -14,14 +13,15 @@ from drivetrain.errors import ConfigurationError
 
 _MODULE = "lightning_utilities.core.rank_zero"
 
+_launched_rank: int | None = None  # None if the environment determines the rank
+
 
 def set_utilities_rank(rank: int) -> None:
     """Set ``rank_zero_only.rank`` of lightning_utilities in this process, now or when the library is imported."""
-    module: Any = sys.modules.get(_MODULE)
-    if module is not None:
-        module.rank_zero_only.rank = rank
-    else:
-        _Finder.rank = rank
+    global _launched_rank
+    _launched_rank = rank
+    if _MODULE in sys.modules:
+        _set_rank(sys.modules[_MODULE])
 
 
 def set_rank_on_import() -> None:
@@ -30,40 +30,31 @@ def set_rank_on_import() -> None:
     The library itself takes 30 ms to import, so it is not imported here. A rank that is set already is kept.
     """
     module: Any = sys.modules.get(_MODULE)
-    if module is None:
-        sys.meta_path.insert(0, _Finder())
-    elif getattr(module.rank_zero_only, "rank", None) is None:
-        module.rank_zero_only.rank = _rank_of_environment()
+    if module is not None and getattr(module.rank_zero_only, "rank", None) is None:
+        _set_rank(module)
+    package = find_spec("lightning_utilities") if module is None else None
+    if package is not None and isinstance(package.loader, SourceFileLoader):
+        # Python asks this finder for the modules of this one folder only, so that other imports do not become slower.
+        folder = os.path.join(os.path.dirname(package.loader.path), "core")
+        sys.path_importer_cache[folder] = FileFinder(folder, (_Loader, SOURCE_SUFFIXES))
 
 
-class _Finder(MetaPathFinder):
-    """Finds the one module as the other finders do, and adds the rank after its import."""
+class _Loader(SourceFileLoader):
+    """Loads a module as usual, and then sets the rank."""
 
-    rank: int | None = None
-    """The rank that a launcher has set; None if the environment determines the rank."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != _MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader
-            execute = loader.exec_module
-
-            def execute_and_set_rank(module: Any) -> None:
-                execute(module)
-                module.rank_zero_only.rank = _rank_of_environment() if self.rank is None else self.rank
-
-            loader.exec_module = execute_and_set_rank
-        return spec
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        if self.name == _MODULE:
+            _set_rank(module)
 
 
-def _rank_of_environment() -> int:
-    from drivetrain.environments.detection import detect_environment  # only programs that use the library need it
+def _set_rank(module: Any) -> None:
+    from drivetrain.environments.detection import rank_of_environment  # only programs that use the library need it
 
-    environment = detect_environment()
-    try:
-        return environment.placement().rank if environment.started_processes else 0
-    except ConfigurationError:  # the run will report the incomplete variables
-        return 0
+    rank = _launched_rank
+    if rank is None:
+        try:
+            rank = rank_of_environment()
+        except ConfigurationError:  # the run will report the incomplete variables
+            rank = 0
+    module.rank_zero_only.rank = rank

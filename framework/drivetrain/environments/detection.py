@@ -46,6 +46,16 @@ def detect_environment(variables: Mapping[str, str] | None = None) -> Environmen
     return next(kind(variables) for kind in _ENVIRONMENTS if kind.detect(variables))
 
 
+def rank_of_environment() -> int:
+    """Return the rank that the variables of this process give, or 0 if nothing has started it as one rank of several.
+
+    Raises:
+        ConfigurationError: a variable is missing or wrong.
+    """
+    environment = detect_environment()
+    return environment.placement().rank if environment.started_processes else 0
+
+
 def environment_by_name(name: str, variables: Mapping[str, str] | None = None) -> Environment:
     """Return the environment called ``name``, or the detected environment for ``"auto"``.
 

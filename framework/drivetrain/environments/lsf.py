@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from drivetrain.environments._nodes import infer_placement
-from drivetrain.environments._variables import job_port
-from drivetrain.environments.environment import Environment
+from drivetrain.environments.environment import Environment, job_port
 from drivetrain.environments.placement import Placement
 from drivetrain.errors import ConfigurationError
 
@@ -26,7 +24,7 @@ class LSFEnvironment(Environment):
     def placement(self) -> Placement:
         """Return the placement from jsrun's variables."""
         variables = self.variables
-        return infer_placement(
+        return Placement.of_unknown_node(
             variables.integer("JSM_NAMESPACE_RANK"),
             variables.integer("JSM_NAMESPACE_SIZE"),
             variables.integer("JSM_NAMESPACE_LOCAL_RANK"),

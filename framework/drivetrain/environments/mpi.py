@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from drivetrain.environments._nodes import infer_placement
-from drivetrain.environments._variables import job_port
-from drivetrain.environments.environment import Environment
+from drivetrain.environments.environment import Environment, job_port
 from drivetrain.environments.placement import Placement
 from drivetrain.errors import ConfigurationError
 
@@ -46,7 +44,7 @@ class MPIEnvironment(Environment):
         world_size = variables.integer(*sizes)
         if world_size == 1:
             return Placement(rank=variables.integer(*ranks))
-        return infer_placement(
+        return Placement.of_unknown_node(
             variables.integer(*ranks), world_size, variables.integer(*local_ranks), variables.integer(*local_sizes)
         )
 

@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar
 
-from drivetrain.environments._variables import job_port
-from drivetrain.environments.environment import Environment
+from drivetrain.environments.environment import Environment, job_port
 from drivetrain.environments.placement import Placement
 
 _INTERACTIVE_STEP = "4294967290"  # SLURM_INTERACTIVE_STEP in slurm.h, the step of the shell that salloc opens

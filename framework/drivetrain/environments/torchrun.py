@@ -1,4 +1,4 @@
-"""torchrun, and other launchers that set its variables."""
+"""torchrun's variables, which it and other launchers set: how a process reads them, and how launchers set them."""
 
 from __future__ import annotations
 
@@ -43,3 +43,24 @@ class TorchrunEnvironment(Environment):
     def agent_hosts_store(self) -> bool:
         """Whether torchrun's agent hosts the store."""
         return self.variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def torchrun_variables(placement: Placement) -> dict[str, str]:
+    """Return the variables that torchrun would set for the process at ``placement``. Most libraries read them."""
+    return {
+        "RANK": str(placement.rank),
+        "WORLD_SIZE": str(placement.world_size),
+        "LOCAL_RANK": str(placement.local_rank),
+        "LOCAL_WORLD_SIZE": str(placement.local_world_size),
+        "GROUP_RANK": str(placement.node_rank),
+        "GROUP_WORLD_SIZE": str(placement.num_nodes),
+        "ROLE_RANK": str(placement.rank),
+        "ROLE_WORLD_SIZE": str(placement.world_size),
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": placement.address,
+        "MASTER_PORT": str(placement.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": placement.job or "none",
+    }

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
 from drivetrain._runtime.accelerators import Devices
 from drivetrain._runtime.lazy_names import lazy_names
-from drivetrain.launchers._torchrun_variables import suggested_threads, torchrun_variables
+from drivetrain.environments import torchrun_variables
+from drivetrain.launchers._processes import suggested_threads
 from drivetrain.launchers.choose import LAUNCHERS, check_launcher, choose_launcher, named_launcher
 from drivetrain.launchers.function_launcher import FunctionLauncher
 from drivetrain.launchers.launched_processes import LaunchedProcesses, current_world
-from drivetrain.launchers.launcher import Launcher, Work
+from drivetrain.launchers.launcher import Launcher
 from drivetrain.launchers.subprocess_launcher import SubprocessLauncher
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ __all__ = [
     "RankFailedError",
     "RayLauncher",
     "SubprocessLauncher",
-    "Work",
     "check_launcher",
     "choose_launcher",
     "current_world",

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch.distributed as dist
 
 from drivetrain._runtime.console_logging import log_to_console
-from drivetrain.environments import detect_environment
+from drivetrain.environments.detection import rank_of_environment
 from drivetrain.launchers.launched_processes import current_world
 
 P = ParamSpec("P")
@@ -52,7 +52,4 @@ def this_rank() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     world = current_world()
-    if world is not None:
-        return world.placement.rank
-    environment = detect_environment()
-    return environment.placement().rank if environment.started_processes else 0
+    return rank_of_environment() if world is None else world.placement.rank

@@ -8,27 +8,40 @@ import os
 import pickle
 import signal
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection
+from types import FrameType
+from typing import Any, Literal
 
 import torch
 
-from drivetrain._distributed.failure import Failure, RankFailedError, error_of_all, first_cause
-from drivetrain._distributed.rendezvous import host, host_on, listen
-from drivetrain._runtime.working_directory import working_directory
-from drivetrain.environments import Placement
+from drivetrain._distributed.failure import Failure, RankFailedError
+from drivetrain._distributed.rendezvous import host_on, listen, name_new_job
+from drivetrain.environments import Placement, torchrun_variables
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers._fork_safety import why_not_fork
 from drivetrain.launchers._parent_watchdog import die_with_caller, die_with_parent
-from drivetrain.launchers._processes import ERROR_FILE_VARIABLE, Processes, polls
-from drivetrain.launchers._signal_forwarding import SignalForwarding
-from drivetrain.launchers._torchrun_variables import suggested_threads, torchrun_variables
-from drivetrain.launchers.launched_processes import LaunchedProcesses, current_world, name_new_job, set_current_world
-from drivetrain.launchers.launcher import Launcher, Work
+from drivetrain.launchers._processes import (
+    FunctionProcesses,
+    ProcessSettings,
+    all_or_raise,
+    outcome_of,
+    suggested_threads,
+)
+from drivetrain.launchers.launched_processes import (
+    LaunchedProcesses,
+    current_world,
+    publish_first_failure,
+    set_current_world,
+)
+from drivetrain.launchers.launcher import Launcher
 
 StartMethod = Literal["spawn", "forkserver", "fork"]
-Result = TypeVar("Result")
 
 # If DDP imports torch._dynamo after `init_process_group`, the threads of the process group never end. The fork server
 # therefore imports torch._dynamo before it starts ranks.
@@ -47,8 +60,6 @@ class FunctionLauncher(Launcher):
         grace: seconds that the other ranks get to stop after the first failure.
     """
 
-    kind = "function"
-
     def __init__(self, start_method: StartMethod = "spawn", *, grace: float = 5.0) -> None:
         self.start_method = start_method
         self._grace = grace
@@ -63,138 +74,103 @@ class FunctionLauncher(Launcher):
                 'use launcher="forkserver" with your definitions in a module, or start the run earlier in the program',
             )
 
-    def run(self, work: Work, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> Any:
-        """Run ``work`` in new processes."""
-
-        def call(fn: Callable[..., Any], *args: Any) -> Any:
-            return self.launch(placement, fn, *args, address=address, port=port, forward_signals=work.signals)
-
-        return work.run_in_other_processes(call)
-
-    def launch(  # type: ignore[override]  # the caller gets no handle
+    def call(
         self,
         placement: Placement,
-        fn: Callable[..., Result],
-        *args: Any,
-        address: str = "127.0.0.1",
-        port: int = 0,
-        forward_signals: Sequence[int] = (),
-    ) -> Result:
-        """Call ``fn(*args)`` on every rank of this node and return the value from the first of these ranks.
+        function: Callable[..., Any],
+        *arguments: Any,
+        device: str = "cpu",
+        signals: Sequence[int] = (),
+    ) -> Any:
+        """Call ``function(*arguments)`` on every rank of this node and return the value from the first of these ranks.
 
         The processes get torchrun's variables, and the caller hosts their store. Arguments and return values are
         copied and share no memory between the processes.
 
         Args:
             placement: the placement of this node's first rank.
-            fn: the function to call.
-            args: the arguments of ``fn``. They are pickled with ``fn``, except with the start method "fork".
-            address: the host of the first node.
-            port: the port of the store on the first node; 0 lets the operating system choose.
-            forward_signals: signals to forward from the caller to the ranks.
+            function: the function to call.
+            arguments: the arguments. They are pickled with ``function``, except with the start method "fork".
+            device: unused; every device of this node can be used.
+            signals: signals to forward from the caller to the ranks.
 
         Raises:
-            ConfigurationError: ``fn`` or an argument cannot be pickled, or a launcher has started this process.
+            ConfigurationError: ``function`` or an argument cannot be pickled, or a launcher has started this process.
             RankFailedError: a rank raised or died. If all ranks raised the same error, that error is raised instead.
         """
-        return self.launch_all(placement, fn, *args, address=address, port=port, forward_signals=forward_signals)[0]
+        return self.call_all(placement, function, *arguments, signals=signals)[0]
 
-    def launch_all(
-        self,
-        placement: Placement,
-        fn: Callable[..., Result],
-        *args: Any,
-        address: str = "127.0.0.1",
-        port: int = 0,
-        forward_signals: Sequence[int] = (),
-    ) -> list[Result]:
-        """Call ``fn(*args)`` as `launch` does and return the values of all ranks of this node, by rank."""
+    def call_all(
+        self, placement: Placement, function: Callable[..., Any], *arguments: Any, signals: Sequence[int] = ()
+    ) -> list[Any]:
+        """Call ``function(*arguments)`` as `call` does and return the values of all ranks of this node, by rank."""
         _check_nesting()
-        work = _Call(fn, args) if self.start_method == "fork" else _dump(fn, args, self.start_method)
-        hosts_store, forks = placement.rank == 0, self.start_method == "fork"
-        job, nodes = name_new_job(placement), placement.num_nodes
-        listener = listen(address, port, nodes) if hosts_store and forks else None
-        store = host(address, port, num_nodes=nodes, job=job) if hosts_store and not forks else None
-        if listener is not None:
-            port = listener.getsockname()[1]
-        elif store is not None:
-            port = store.port
-        setups = [
-            _RankSetup(
-                self.start_method,
-                replace(placement, rank=placement.rank + local_rank, local_rank=local_rank),
-                address,
-                port,
-                job,
-                dict(os.environ),
-                working_directory(),
-                multiprocessing.get_start_method(allow_none=True),
-                listener,
-            )
-            for local_rank in range(placement.local_world_size)
-        ]
+        forks = self.start_method == "fork"
+        work = _Call(function, arguments) if forks else _dump(function, arguments, self.start_method)
+        placement = replace(placement, job=placement.job or name_new_job(placement.num_nodes))
+        listener = store = None
+        if placement.rank == 0:
+            listener = listen(placement.address, placement.port, placement.num_nodes)
+            placement = replace(placement, port=listener.getsockname()[1])
         if self.start_method == "forkserver":
             multiprocessing.set_forkserver_preload(list(PRELOAD))
-        processes = Processes.of_function(placement.rank, _run, [(setup, work) for setup in setups], self.start_method)
-        forwarding = SignalForwarding(processes, forward_signals)
+        settings, inherited = ProcessSettings.here(), listener if forks else None
+        places = map(placement.neighbour, range(placement.local_world_size))
+        setups = {place.rank: (_RankSetup(self.start_method, place, settings, inherited), work) for place in places}
+        processes = FunctionProcesses(_run, setups, self.start_method)
         try:
             if listener is not None:
-                # The store is created only after the fork. A thread of the store holds a lock while it resolves the
+                # The store is created only after a fork. A thread of the store holds a lock while it resolves the
                 # address of a peer, and in a process that is forked at that moment the lock would stay locked
                 # forever. Ranks that connect earlier wait until the store exists.
-                store = host_on(listener, address, job)
-            processes.store = store
-            with forwarding:
-                values = self._wait(processes)
+                store = host_on(listener, placement.address, placement.job)
+            with _forwarded(signals, processes) as forwarded:
+                outcomes = processes.outcomes(
+                    grace=self._grace, on_failure=lambda failure: publish_first_failure(store, failure)
+                )
+            for outcome in outcomes.values():
+                code = outcome.exit_code if isinstance(outcome, Failure) else None
+                if code is not None and -code in forwarded:
+                    signal.raise_signal(-code)  # the rank did not handle it
+            return self._results(outcomes, placement.local_world_size)
         except KeyboardInterrupt:
             # The terminal sends SIGINT to the ranks too.
             processes.wait(self._grace)
             raise
-        except BaseException:
-            number = forwarding.fatal_signal(processes.failures())
-            if number is not None:
-                signal.raise_signal(number)
-            raise
         finally:
             processes.end(kill=True)
-            del store
-        return [pickle.loads(values[rank]) for rank in sorted(values)]
+            # The frames of an error would keep the store. Python would crash if it collected it in a forked process.
+            store = None
 
-    def _wait(self, processes: Processes) -> dict[int, bytes]:
-        for _ in polls(float("inf")):
-            # Exit codes are read before values, because a process ends after it has sent its value.
-            codes, values, failures = processes.exit_codes(), processes.values(), processes.failures()
-            if not failures and all(code is None or rank in values for rank, code in codes.items()):
-                if None not in codes.values():
-                    return values
-                continue
-            if failures:
-                processes.announce(first_cause(failures))
-            # The other ranks stop by themselves, and report their own failures.
-            processes.wait(self._grace)
-            failures = processes.failures()
-            known = {failure.rank for failure in failures} | values.keys()
-            failures += [
-                Failure(rank, 0, message="ended before its function had returned")
-                for rank, code in processes.exit_codes().items()
-                if code is not None and rank not in known
-            ]
-            raise self._error(failures, len(codes))
-        raise AssertionError("unreachable: the polls never end")
+    def _results(self, outcomes: dict[int, bytes | Failure], world_size: int) -> list[Any]:
+        try:
+            values = all_or_raise(outcomes, world_size)
+        except RankFailedError as error:
+            if error.failure.error_type is None and error.failure.exit_code == 1 and self.start_method != "fork":
+                error.fix += (
+                    '; if the script has no `if __name__ == "__main__":`, put the work of the script under this line'
+                )
+            raise
+        return [pickle.loads(value) for value in values]
 
-    def _error(self, failures: Sequence[Failure], world_size: int) -> BaseException:
-        cause = first_cause(failures)
-        original = error_of_all(failures, world_size)
-        if original is not None:
-            # A cause would be printed with the error's text again, and below it the frames of this process.
-            original.add_note(f"Traceback of rank {cause.rank}:\n{cause.frames()}")
-            return original
-        error = RankFailedError(cause)
-        if cause.error_type is None and cause.exit_code == 1 and self.start_method != "fork":
-            error.fix += (
-                '; if the script has no `if __name__ == "__main__":`, put the work of the script under this line'
-            )
-        return error
+
+@contextmanager
+def _forwarded(numbers: Sequence[int], processes: FunctionProcesses) -> Iterator[set[int]]:
+    """Forward signals to the processes within the block, if this is the main thread. Yield those that came."""
+    sent: set[int] = set()
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        sent.add(number)
+        processes.send(number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    previous = {number: signal.signal(number, forward) for number in numbers if is_main}
+    try:
+        yield sent
+    finally:
+        for number, handler in previous.items():
+            if handler is not None:
+                signal.signal(number, handler)
 
 
 # Code that runs in the started processes
@@ -210,55 +186,35 @@ class _Call:
 class _RankSetup:
     start_method: StartMethod
     placement: Placement
-    address: str
-    port: int
-    job: str
-    variables: dict[str, str]
-    folder: str | None
-    child_start_method: str | None
+    settings: ProcessSettings
     listener: socket.socket | None
     """The listening socket of the caller's store, if the caller forks."""
 
 
-def _run(setup: _RankSetup, work: _Call | bytes) -> bytes:
+def _run(setup: _RankSetup, work: _Call | bytes, pipe: Connection) -> None:
     die_with_parent()
     if setup.start_method == "forkserver":
         die_with_caller()
+    place = setup.placement
     # OpenMP's threads do not survive a fork. A forked process that waited for these threads would block forever.
-    forked = setup.start_method == "fork"
-    torch.set_num_threads(1 if forked else suggested_threads(setup.placement.local_world_size))
-    _restore_process_settings(setup)
-    if setup.listener is not None:
-        setup.listener.close()
-    world = LaunchedProcesses("function", setup.placement, setup.address, setup.port, job=setup.job)
-    set_current_world(world)
-    try:
-        call = _load(work) if isinstance(work, bytes) else work
-        # The return value is pickled here, because multiprocessing would send a tensor as a handle, and the handle
-        # becomes invalid when this process ends.
-        return pickle.dumps(call.fn(*call.args))
-    except BaseException as error:
-        world.report(error)
-        raise
-
-
-def _restore_process_settings(setup: _RankSetup) -> None:
-    """Restore the caller's environment variables, working directory and multiprocessing start method.
-
-    The fork server has the variables and the directory of the moment when the server was started. Without the caller's
-    start method, DataLoader workers would be started like this process, import torch again, and take seconds to start.
-    """
-    error_file = os.environ[ERROR_FILE_VARIABLE]
-    os.environ.clear()
-    os.environ.update(setup.variables)
-    os.environ.update(torchrun_variables(setup.placement, setup.address, setup.port, setup.job))
-    os.environ[ERROR_FILE_VARIABLE] = error_file
-    if setup.folder is not None:
-        os.chdir(setup.folder)
-    multiprocessing.set_start_method(setup.child_start_method, force=True)
+    torch.set_num_threads(1 if setup.start_method == "fork" else suggested_threads(place.local_world_size))
+    setup.settings.apply()
+    os.environ.update(torchrun_variables(place))
     # After a fork, torch creates its thread pool at first use, which is this call. Otherwise all of autograd's device
     # threads would create the pool at the same time, and one of them would abort with "Invalid thread pool!".
     torch.set_num_threads(torch.get_num_threads())
+    if setup.listener is not None:
+        setup.listener.close()
+    set_current_world(LaunchedProcesses(place, "function"))
+    outcome = outcome_of(place.rank, partial(_call, work))
+    pipe.send(outcome)
+    if isinstance(outcome, Failure):
+        sys.exit(1)
+
+
+def _call(work: _Call | bytes) -> Any:
+    call = _load(work) if isinstance(work, bytes) else work
+    return call.fn(*call.args)
 
 
 def _load(work: bytes) -> _Call:
@@ -298,7 +254,7 @@ def _dump(fn: Callable[..., Any], args: tuple[Any, ...], method: StartMethod) ->
     try:
         return pickle.dumps(_Call(fn, args))
     except Exception as error:
-        from drivetrain.launchers._script_runners import runner
+        from drivetrain.launchers._rerun_command import runner  # only errors need it
 
         fix = "define functions and classes at the top level of a module; leave out open files, locks and lambdas"
         if runner() is not None:
@@ -314,7 +270,10 @@ def _dump(fn: Callable[..., Any], args: tuple[Any, ...], method: StartMethod) ->
 
 
 def _describe_unpicklable(fn: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    """Return a description of what cannot be pickled: the function, or the name and type of an argument."""
+    """Return a description of what cannot be pickled: the function, or the name and type of an argument.
+
+    For a dataclass, the description names the field.
+    """
     if not _can_dump(fn):
         return f"the function {getattr(fn, '__qualname__', fn)!r}"
     try:
@@ -324,6 +283,8 @@ def _describe_unpicklable(fn: Callable[..., Any], args: tuple[Any, ...]) -> str:
     for index, value in enumerate(args):
         if not _can_dump(value):
             name = names[index] if index < len(names) else str(index)
+            parts = {field.name: getattr(value, field.name) for field in fields(value)} if is_dataclass(value) else {}
+            name, value = next((part for part in parts.items() if not _can_dump(part[1])), (name, value))
             return f"the argument {name!r} (a {type(value).__qualname__})"
     return "the arguments"
 

@@ -1,4 +1,4 @@
-"""LaunchedProcesses: the processes that a launcher started, as seen from one of these processes."""
+"""LaunchedProcesses: the processes of a run, as seen from one of these processes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import sys
 import time
 from collections.abc import Iterable
 from datetime import timedelta
+from typing import Literal
 
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from drivetrain._distributed.failure import Failure, RankFailedError, failure_file, first_cause
-from drivetrain._distributed.rendezvous import NO_NAME, admit
-from drivetrain.environments import Placement, PlainEnvironment, TorchrunEnvironment
+from drivetrain._distributed.rendezvous import connect
+from drivetrain.environments import Placement, TorchrunEnvironment
 from drivetrain.environments._utilities_rank import set_utilities_rank
-from drivetrain.errors import ConfigurationError, DistributedError
+from drivetrain.errors import ConfigurationError, DistributedError, DrivetrainError
 from drivetrain.launchers._parent_watchdog import die_with_parent
-from drivetrain.launchers._processes import ERROR_FILE_VARIABLE, FAILURES_PREFIX, Processes
+from drivetrain.launchers._processes import ERROR_FILE_VARIABLE, ScriptProcesses
 
 # Environment variables of a process that runs the caller's script again. The children of that process inherit the
 # variables too, but the process id of their parent differs from the value of `PARENT_VARIABLE`.
@@ -26,41 +27,35 @@ LAUNCHER_VARIABLE = "_DRIVETRAIN_LAUNCHER"
 PARENT_VARIABLE = "_DRIVETRAIN_PARENT"
 THREAD_VARIABLE = "_DRIVETRAIN_FROM_THREAD"
 
+_FIRST_FAILURE = "first"  # the key, with the prefix "left", under which a caller that is not a rank publishes a failure
 _MEET_PAUSE = 0.02  # seconds between two checks of whether all ranks have arrived
 _CONNECT_LIMIT = timedelta(seconds=300)
 _CONNECT_LIMIT_ONE_NODE = timedelta(seconds=5)  # torch tries to connect twice, so the limit is 10 seconds in effect
 
 
 class LaunchedProcesses:
-    """The processes that a launcher started, as seen from one of these processes.
+    """The processes of a run, as seen from one of them.
 
     Attributes:
-        kind: "subprocess" if all processes run the caller's script and the caller is one of the ranks; "function" if
-            the processes run a function for a caller that is not a rank.
         placement: this process's placement.
-        address: the host of the store.
-        port: the port of the store.
+        kind: "script" if a launcher has all processes run the caller's script and the caller is one of the ranks;
+            "function" if the processes run a function for a caller that is not a rank; "cluster" if something else,
+            such as torchrun or the user, has started them.
     """
 
     def __init__(
         self,
-        kind: str,
         placement: Placement,
-        address: str,
-        port: int,
+        kind: Literal["script", "function", "cluster"] = "cluster",
         *,
         store: Store | None = None,
-        processes: Processes | None = None,
-        job: str | None = None,
+        children: ScriptProcesses | None = None,
     ) -> None:
-        self.kind = kind
         self.placement = placement
-        self.address = address
-        self.port = port
+        self.kind = kind
         self._store = store
-        self._processes = processes
-        self._job = job  # None if the store does not hold the name of its job
-        self._connection_error: RuntimeError | ConfigurationError | None = None
+        self._children = children
+        self._connection_error: DrivetrainError | None = None
         self._pid = os.getpid()
         self._meetings = 0
         self.signal_exit_code: int | None = None
@@ -69,44 +64,65 @@ class LaunchedProcesses:
     @property
     def is_caller(self) -> bool:
         """Whether this process started the other processes of its node."""
-        return self._processes is not None
+        return self._children is not None
 
     @property
-    def has_external_store(self) -> bool:
-        """Whether the store is hosted by a caller that is not a rank and outlives the ranks."""
-        return self.kind == "function"
+    def is_current_process(self) -> bool:
+        """Whether this is the process that created the object, and not a fork of it."""
+        return self._pid == os.getpid()
 
     def store(self, prefix: str) -> Store:
         """Return the key-value store that all processes share, with ``prefix`` prepended to its keys.
 
-        The caller on the first node hosts the store, which exists as long as this caller.
-
         Raises:
+            DistributedError: there is no store at the address of `placement`.
             ConfigurationError: the store at this address belongs to another job.
         """
         if self._connection_error is not None:
             raise self._connection_error  # a failing run calls this method again to read the reports of other ranks
         if self._store is None:
+            place = self.placement
             # On one machine, the store exists before this process starts, or as soon as all processes are forked.
-            limit = _CONNECT_LIMIT if self.placement.num_nodes > 1 else _CONNECT_LIMIT_ONE_NODE
+            limit = _CONNECT_LIMIT if place.num_nodes > 1 else _CONNECT_LIMIT_ONE_NODE
             try:
-                store = TCPStore(self.address, self.port, is_master=False, timeout=limit)
-                if self._job is not None:
-                    admit(store, self._job, self.placement.rank, self.address, self.port)
-            except (RuntimeError, ConfigurationError) as error:
+                self._store = connect(place.address, place.port, place.job, place.rank, limit)
+            except DrivetrainError as error:
                 self._connection_error = error
                 raise
-            store.set_timeout(_CONNECT_LIMIT)
-            self._store = store
         return PrefixStore(prefix, self._store)
 
+    def check_usable(self, world_size: int | None) -> None:
+        """Check that a further run can use the processes.
+
+        Args:
+            world_size: the requested number of processes; None for any.
+
+        Raises:
+            RankFailedError: a process that this process started has failed.
+            DistributedError: a process that this process started has left the script.
+            ConfigurationError: the number of processes differs.
+        """
+        failures, gone, size = self.failures(), self.ended(), self.placement.world_size
+        if failures:
+            raise RankFailedError(first_cause(failures))
+        if gone:
+            raise _gone_error(gone)
+        if world_size not in (None, size):
+            raise ConfigurationError(
+                f"{world_size} processes are asked for, and this script runs in {size}.",
+                "its processes were started by an earlier run and last until the script ends.",
+                f"use {size} again, or 1 (every process then runs on its own).",
+            )
+
     def wait_for_all(self) -> None:
-        """Wait until all ranks have reached their next run, and check meanwhile that no rank has ended.
+        """Wait until all ranks that a launcher has started reach their next run, and check that no rank has ended.
 
         Raises:
             RankFailedError: a process that this process started has failed.
             DistributedError: a process that this process started has left the script.
         """
+        if self.kind == "cluster":
+            return
         store = self.store("meetings")
         self._meetings += 1
         arrived = store.add("come", 1)
@@ -117,51 +133,40 @@ class LaunchedProcesses:
             gone = self.ended()
             arrived = store.add("come", 0)
             if gone and arrived < self._meetings * self.placement.world_size:
-                raise gone_error(gone)
+                raise _gone_error(gone)
             time.sleep(_MEET_PAUSE)
 
     def failures(self) -> list[Failure]:
         """Return the failures of the processes that this process started.
 
-        A process that started no other processes returns the first failure that its launcher published. The method is
-        cheap enough to be polled while waiting.
+        A process that runs a function returns the first failure that its caller has published. The method is cheap
+        enough to be polled while waiting.
         """
-        if self._processes is not None:
-            return self._processes.failures()
-        with contextlib.suppress(RuntimeError, ConfigurationError):
-            if self.has_external_store and self.store(FAILURES_PREFIX).check(["first"]):
-                return [Failure.decode(self.store(FAILURES_PREFIX).get("first"))]
+        if self._children is not None:
+            return self._children.failures()
+        with contextlib.suppress(RuntimeError, DrivetrainError):
+            if self.kind == "function" and self.store("left").check([_FIRST_FAILURE]):
+                return [Failure.decode(self.store("left").get(_FIRST_FAILURE))]
         return []
 
     def ended(self) -> dict[int, int]:
         """Return the exit codes, by rank, of the ended processes that this process started."""
-        codes = {} if self._processes is None else self._processes.exit_codes()
+        codes = {} if self._children is None else self._children.exit_codes()
         return {rank: code for rank, code in codes.items() if code is not None}
 
-    def kill(self) -> None:
-        """Kill the processes that this process started."""
-        if self._processes is not None:
-            self._processes.end(kill=True)
 
-    def report(self, error: BaseException) -> None:
-        """Report an error of this process to the process that started it, where `failures` returns the report."""
-        path = os.environ.get(ERROR_FILE_VARIABLE)
-        if path and not self.is_caller:
-            failure = Failure.of_exception(self.placement.rank, error)
-            try:
-                failure.write(failure_file(path))
-            except OSError:
-                # The disk is full, or the caller has ended and has removed the folder of the error files.
-                with contextlib.suppress(RuntimeError, ConfigurationError):
-                    self.store(FAILURES_PREFIX).set(str(failure.rank), failure.encode())
+def publish_first_failure(store: Store | None, failure: Failure) -> None:
+    """Publish a failure to ranks that run a function, for `LaunchedProcesses.failures`, as a killed rank cannot.
 
-    @property
-    def is_current_process(self) -> bool:
-        """Whether this is the process that created the object, and not a fork of it."""
-        return self._pid == os.getpid()
+    Args:
+        store: the ranks' store, if this process hosts it.
+        failure: the failure.
+    """
+    if store is not None:
+        PrefixStore("left", store).set(_FIRST_FAILURE, failure.encode())
 
 
-def gone_error(ranks: Iterable[int]) -> DistributedError:
+def _gone_error(ranks: Iterable[int]) -> DistributedError:
     """Return the error for ranks whose processes have ended while this rank makes a further call."""
     return DistributedError(
         f"rank {', '.join(map(str, sorted(ranks)))} has already left the script, which this rank is still running",
@@ -170,22 +175,11 @@ def gone_error(ranks: Iterable[int]) -> DistributedError:
     )
 
 
-def name_new_job(placement: Placement) -> str:
-    """Return the name of the job whose processes this process is about to start.
-
-    On one node the name is new. On several nodes it is the name that the user has given the job, or `NO_NAME`, because
-    each node starts processes before the nodes can agree on a name.
-    """
-    if placement.num_nodes == 1:
-        return os.urandom(8).hex()
-    return PlainEnvironment().job or NO_NAME
-
-
 _world: LaunchedProcesses | None = None
 
 
 def current_world() -> LaunchedProcesses | None:
-    """Return the world that this process belongs to, or None if no launcher has started this process.
+    """Return the processes that this process belongs to, or None if no launcher has started this process.
 
     In a process that runs the caller's script again, the first call connects the process to the caller. From then on
     the process ends when the caller ends, and reports its errors to the caller.
@@ -195,11 +189,11 @@ def current_world() -> LaunchedProcesses | None:
     """
     if _world is not None and _world.is_current_process:
         return _world
-    return _join() if os.environ.get(LAUNCHER_VARIABLE) == "subprocess" else None
+    return _join() if os.environ.get(LAUNCHER_VARIABLE) == "script" else None
 
 
 def set_current_world(world: LaunchedProcesses | None) -> None:
-    """Set the world of this process."""
+    """Set the processes that this process belongs to."""
     global _world
     _world = world
     if world is not None:
@@ -217,13 +211,7 @@ def _join() -> LaunchedProcesses | None:
             "read the last output of that process, then run the script again",
         )
     environment = TorchrunEnvironment()
-    world = LaunchedProcesses(
-        "subprocess",
-        environment.placement(),
-        environment.main_address,
-        environment.main_port,
-        job=environment.job or NO_NAME,
-    )
+    world = LaunchedProcesses(environment.with_address(environment.placement()), "script")
     set_current_world(world)
     die_with_parent(parent, from_thread=THREAD_VARIABLE in os.environ)
     atexit.register(_report_uncaught, world)
@@ -234,8 +222,10 @@ def _report_uncaught(world: LaunchedProcesses) -> None:
     # The interpreter stores an uncaught exception in `sys.last_value`. Reading this attribute is simpler than replacing
     # `sys.excepthook`.
     error = getattr(sys, "last_value", None)
-    if isinstance(error, BaseException) and world.is_current_process:
-        world.report(error)
+    path = os.environ.get(ERROR_FILE_VARIABLE)
+    if path and isinstance(error, BaseException) and world.is_current_process:
+        with contextlib.suppress(OSError):  # the disk is full, or the caller has ended and has removed the folder
+            Failure.of_exception(world.placement.rank, error).write(failure_file(path))
 
 
 def _is_alive(pid: int) -> bool:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pickle
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
-from drivetrain._distributed.failure import Failure, RankFailedError, error_of_all, first_cause
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from drivetrain._distributed.failure import Failure
+from drivetrain._distributed.rendezvous import host, name_new_job
 from drivetrain._runtime.accelerators import Devices, resolve_devices
 from drivetrain._runtime.process_state import ProcessState
-from drivetrain.environments import Placement
+from drivetrain.environments import Placement, torchrun_variables
 from drivetrain.errors import ConfigurationError
-from drivetrain.launchers._ray_worker import Worker, WorkerLocation
-from drivetrain.launchers.launcher import Launcher, Work
-
-Result = TypeVar("Result")
+from drivetrain.launchers._processes import all_or_raise, collect, outcome_of, suggested_threads
+from drivetrain.launchers.launched_processes import LaunchedProcesses, set_current_world
+from drivetrain.launchers.launcher import Launcher
 
 # Ray's error about a dead actor has lines that only identify the actor. These are the prefixes of such lines.
 _IDENTITY_PREFIXES = ("class_name:", "actor_id:", "namespace:", "name:", "repr:", "pid:", "ip:")
@@ -42,7 +45,6 @@ class RayLauncher(Launcher):
         grace: seconds that the other ranks get to stop after the first failure.
     """
 
-    kind = "ray"
     places_devices: ClassVar[bool] = True
 
     def __init__(
@@ -74,55 +76,47 @@ class RayLauncher(Launcher):
         kind = "cuda" if accelerator in ("gpu", "cuda") else resolve_devices(accelerator, "auto").type
         return Devices(kind, counted.indices, chosen=True)
 
-    def run(self, work: Work, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> Any:
-        """Run ``work`` in actors. Ray provides the addresses, and rank 0's worker chooses the port."""
-
-        def call(fn: Callable[..., Any], *args: Any) -> Any:
-            return self.launch(placement, fn, *args, device=work.device)
-
-        return work.run_in_other_processes(call)
-
-    def launch(  # type: ignore[override]  # the caller gets no handle
-        self, placement: Placement, fn: Callable[..., Result], *args: Any, device: str = "cpu"
-    ) -> Result:
-        """Call ``fn(*args)`` on every rank of all nodes and return the value from rank 0.
+    def call(
+        self,
+        placement: Placement,
+        function: Callable[..., Any],
+        *arguments: Any,
+        device: str = "cpu",
+        signals: Sequence[int] = (),
+    ) -> Any:
+        """Call ``function(*arguments)`` on every rank of all nodes and return the value from rank 0.
 
         Args:
-            placement: rank 0's placement.
-            fn: the function to call. The function and its arguments are pickled by value if they come from the script
-                of the caller.
-            args: the arguments of ``fn``.
+            placement: rank 0's placement. Ray provides the addresses, and rank 0's worker chooses the port.
+            function: the function to call. The function and its arguments are pickled by value if they come from the
+                script of the caller.
+            arguments: the arguments.
             device: "cpu" or "cuda".
+            signals: unused; signals are not forwarded.
 
         Raises:
-            ConfigurationError: ray is not installed, the cluster has no room, or ``fn`` or an argument cannot be
+            ConfigurationError: ray is not installed, the cluster has no room, or ``function`` or an argument cannot be
                 pickled.
             RankFailedError: a rank raised or died. If all ranks raised the same error, that error is raised instead.
         """
-        return self.launch_all(placement, fn, *args, device=device)[0]
-
-    def launch_all(
-        self, placement: Placement, fn: Callable[..., Result], *args: Any, device: str = "cpu"
-    ) -> list[Result]:
-        """Call ``fn(*args)`` as `launch` does and return the values of all ranks, by rank."""
         ray = _import_ray()
         with ProcessState():  # ray.init sets signal handlers and variables
             started_here = not ray.is_initialized()
             if started_here:
                 ray.init(address=self._address, include_dashboard=False, logging_level="error")
             try:
-                return self._launch(ray, placement, _dump(ray, fn, args), device)
+                return self._call(ray, placement, _dump(ray, function, arguments), device)
             finally:
                 if started_here:
                     ray.shutdown()
 
-    def _launch(self, ray: Any, placement: Placement, work: bytes, device: str) -> list[Any]:
+    def _call(self, ray: Any, placement: Placement, work: bytes, device: str) -> Any:
         resources = dict(self._resources or {"CPU": 1, **({"GPU": 1} if device == "cuda" else {})})
         group = self._reserve(ray, placement, resources)
         actors: list[Any] = []
         try:
             actors = [_actor(ray, group, placement, resources, rank) for rank in range(placement.world_size)]
-            return self._run(ray, actors, placement, work)
+            return self._run(ray, actors, placement, work)[0]
         finally:
             for actor in actors:
                 ray.kill(actor)
@@ -151,30 +145,28 @@ class RayLauncher(Launcher):
         )
 
     def _run(self, ray: Any, actors: Sequence[Any], placement: Placement, work: bytes) -> list[Any]:
-        places = [_placement_of(placement, rank) for rank in range(placement.world_size)]
-        outcomes = self._collect(ray, [actor.location.remote() for actor in actors])
-        locations: list[WorkerLocation] = _all_or_raise(outcomes)
-        [port] = _all_or_raise(self._collect(ray, [actors[0].host.remote(locations[0].address)]))
+        locations: list[WorkerLocation] = self._collect(ray, [actor.location.remote() for actor in actors])
+        first = replace(placement, address=locations[0].address, job=name_new_job(1))
+        [port] = self._collect(ray, [actors[0].host.remote(first)])
         shared, paths = ray.put(work), [path for path in sys.path if path]
-        calls = [
-            actor.run.remote(place, locations[0].address, port, _devices_of(place, locations), paths, shared)
-            for actor, place in zip(actors, places, strict=True)
-        ]
-        return [pickle.loads(value) for value in _all_or_raise(self._collect(ray, calls))]
+        calls = []
+        for rank, actor in enumerate(actors):
+            node, local_rank = divmod(rank, placement.local_world_size)
+            place = replace(first, rank=rank, local_rank=local_rank, node_rank=node, port=port)
+            on_node = locations[rank - local_rank : rank - local_rank + placement.local_world_size]
+            devices = [device for location in on_node for device in location.devices]
+            calls.append(actor.run.remote(place, devices, paths, shared))
+        return [pickle.loads(value) for value in self._collect(ray, calls)]
 
     def _collect(self, ray: Any, calls: Sequence[Any]) -> list[Any]:
-        """Return the result or the `Failure` of each call. After the first failure, wait only for the grace period."""
-        outcomes: list[Any] = [None] * len(calls)
-        rank_of = {call: rank for rank, call in enumerate(calls)}
-        end = float("inf")
-        while rank_of and (remaining := end - time.monotonic()) > 0:
-            done, _ = ray.wait(list(rank_of), num_returns=1, timeout=None if end == float("inf") else remaining)
-            for call in done:
-                rank = rank_of.pop(call)
-                outcomes[rank] = _get_outcome(ray, rank, call)
-                if isinstance(outcomes[rank], Failure):
-                    end = min(end, time.monotonic() + self._grace)
-        return outcomes
+        """Return the results of one call on each rank, beginning with rank 0."""
+
+        def receive(ranks: Collection[int], timeout: float) -> dict[int, Any]:
+            waits_forever = timeout == float("inf")
+            done, _ = ray.wait([calls[rank] for rank in ranks], timeout=None if waits_forever else timeout)
+            return {rank: _get_outcome(ray, rank, calls[rank]) for rank in ranks if calls[rank] in done}
+
+        return all_or_raise(collect(range(len(calls)), receive, grace=self._grace), len(calls))
 
 
 def _import_ray() -> Any:
@@ -201,17 +193,6 @@ def _actor(ray: Any, group: Any, placement: Placement, resources: Mapping[str, f
     return ray.remote(Worker).options(**options).remote()
 
 
-def _placement_of(first: Placement, rank: int) -> Placement:
-    node, local_rank = divmod(rank, first.local_world_size)
-    return replace(first, rank=rank, local_rank=local_rank, node_rank=node)
-
-
-def _devices_of(place: Placement, locations: Sequence[WorkerLocation]) -> list[str]:
-    """Return the devices of all workers on the node of ``place``, by local rank."""
-    begin = place.node_rank * place.local_world_size
-    return [device for location in locations[begin : begin + place.local_world_size] for device in location.devices]
-
-
 def _get_outcome(ray: Any, rank: int, call: Any) -> Any:
     try:
         return ray.get(call)
@@ -224,16 +205,6 @@ def _get_outcome(ray: Any, rank: int, call: Any) -> Any:
         reason = [line for line in lines if not line.startswith(_IDENTITY_PREFIXES)]
         location = "".join(f" on {line.split()[-1]}" for line in lines if line.startswith("ip:"))
         return Failure(rank, message=f"died{location}: {' '.join(reason[1:] or reason)}")
-
-
-def _all_or_raise(outcomes: list[Any]) -> list[Any]:
-    failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
-    if not failures:
-        return outcomes
-    error, original = RankFailedError(first_cause(failures)), error_of_all(failures, len(outcomes))
-    if original is not None:
-        raise original from error
-    raise error
 
 
 def _dump(ray: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -250,3 +221,56 @@ def _dump(ray: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 def _format_resources(resources: Mapping[str, float]) -> str:
     return " ".join(f"{name} {amount:g}" for name, amount in resources.items() if ":" not in name) or "nothing"
+
+
+# Code that runs in the actors
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLocation:
+    """Where Ray placed a worker.
+
+    Attributes:
+        address: the address of the machine.
+        devices: the ids of the worker's GPUs.
+    """
+
+    address: str
+    devices: list[str]
+
+
+class Worker:
+    """Runs one rank. The launcher makes this class a Ray actor."""
+
+    def __init__(self) -> None:
+        self._store: TCPStore | None = None
+
+    def location(self) -> WorkerLocation:
+        """Return where Ray placed this worker."""
+        ray = importlib.import_module("ray")
+        context = ray.get_runtime_context()
+        return WorkerLocation(ray.util.get_node_ip_address(), list(context.get_accelerator_ids().get("GPU", [])))
+
+    def host(self, placement: Placement) -> int:
+        """Host the rendezvous store at the address of ``placement``, which is this machine's, and return its port."""
+        self._store = host(placement.address, 0, job=placement.job)
+        return int(self._store.port)
+
+    def run(self, placement: Placement, devices: list[str], paths: list[str], work: bytes) -> bytes | Failure:
+        """Call the pickled function in ``work`` as one rank, and return the pickled return value or the failure."""
+        # The import paths of the caller are added, for modules outside the environment that also exist on this machine.
+        sys.path += [path for path in paths if path not in sys.path]
+        os.environ.update(torchrun_variables(placement))
+        if devices:
+            # Ray makes only the devices of this worker visible, but a rank selects one of all devices of its node by
+            # local rank.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        threads = os.environ.get("OMP_NUM_THREADS")
+        torch.set_num_threads(int(threads) if threads else suggested_threads(placement.local_world_size))
+        set_current_world(LaunchedProcesses(placement, "function", store=self._store))
+
+        def call() -> Any:
+            function, arguments = pickle.loads(work)
+            return function(*arguments)
+
+        return outcome_of(placement.rank, call)

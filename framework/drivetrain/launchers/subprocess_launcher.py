@@ -9,21 +9,18 @@ import sys
 import threading
 from dataclasses import replace
 
-from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
-from drivetrain._distributed.rendezvous import host
-from drivetrain.environments import Placement
+from drivetrain._distributed.failure import Failure, first_cause
+from drivetrain._distributed.rendezvous import host, name_new_job
+from drivetrain.environments import Placement, torchrun_variables
 from drivetrain.errors import ConfigurationError
-from drivetrain.launchers._processes import Processes
+from drivetrain.launchers._processes import ScriptProcesses, suggested_threads
 from drivetrain.launchers._rerun_command import rerun_command
-from drivetrain.launchers._torchrun_variables import thread_variables, torchrun_variables
 from drivetrain.launchers.launched_processes import (
     LAUNCHER_VARIABLE,
     PARENT_VARIABLE,
     THREAD_VARIABLE,
     LaunchedProcesses,
     current_world,
-    gone_error,
-    name_new_job,
     set_current_world,
 )
 from drivetrain.launchers.launcher import Launcher
@@ -42,8 +39,6 @@ class SubprocessLauncher(Launcher):
             exception.
     """
 
-    kind = "subprocess"
-
     def __init__(self, *, grace: float = 30.0, grace_after_failure: float = 5.0) -> None:
         self._grace = grace
         self._grace_after_failure = grace_after_failure
@@ -58,13 +53,8 @@ class SubprocessLauncher(Launcher):
         """
         return rerun_command()
 
-    def launch(self, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> LaunchedProcesses:
-        """Start the processes of this node, or return the world of the processes that an earlier call started.
-
-        Args:
-            placement: the placement of the caller, which is the first rank of its node.
-            address: the host of rank 0, which is needed for several nodes.
-            port: the port of the store on rank 0's host. On one node, 0 lets the operating system choose.
+    def launch(self, placement: Placement) -> LaunchedProcesses:
+        """Start the processes of this node, or return the processes that an earlier call started.
 
         Raises:
             ConfigurationError: the script cannot be run again, or the processes of an earlier call differ in number.
@@ -72,43 +62,31 @@ class SubprocessLauncher(Launcher):
         """
         world = current_world()
         if world is not None:
-            return _reuse_world(world, placement)
+            world.check_usable(placement.world_size)
+            return world
         if placement.local_rank != 0:
             raise ConfigurationError(
                 f"local rank {placement.local_rank} cannot start the other processes of its node",
                 "only the first process of a node starts the others",
                 "pass the placement of the first process",
             )
-        command = self.command()
-        job = name_new_job(placement)
-        store = host(address, port, num_nodes=placement.num_nodes, job=job) if placement.rank == 0 else None
-        port = port if store is None else store.port
-        processes = self._start(command, placement, address, port, job) if placement.local_world_size > 1 else None
-        world = LaunchedProcesses(self.kind, placement, address, port, store=store, processes=processes, job=job)
+        command, nodes = self.command(), placement.num_nodes
+        placement = replace(placement, job=placement.job or name_new_job(nodes))
+        store = None
+        if placement.rank == 0:
+            store = host(placement.address, placement.port, num_nodes=nodes, job=placement.job)
+            placement = replace(placement, port=store.port)
+        children = None
+        if placement.local_world_size > 1:
+            neighbours = map(placement.neighbour, range(1, placement.local_world_size))
+            children = ScriptProcesses(command, {place.rank: _variables(place) for place in neighbours})
+        world = LaunchedProcesses(placement, "script", store=store, children=children)
         set_current_world(world)
-        if processes is not None:
-            atexit.register(self._finish, world, processes)
+        if children is not None:
+            atexit.register(self._finish, world, children)
         return world
 
-    def _start(self, command: list[str], placement: Placement, address: str, port: int, job: str) -> Processes:
-        variables = [
-            {
-                **torchrun_variables(
-                    replace(placement, rank=placement.rank + local_rank, local_rank=local_rank),
-                    address,
-                    port,
-                    job,
-                ),
-                **thread_variables(placement.local_world_size, os.environ),
-                LAUNCHER_VARIABLE: self.kind,
-                PARENT_VARIABLE: str(os.getpid()),
-                **({} if threading.current_thread() is threading.main_thread() else {THREAD_VARIABLE: "1"}),
-            }
-            for local_rank in range(1, placement.local_world_size)
-        ]
-        return Processes.of_script(placement.rank + 1, command, variables)
-
-    def _finish(self, world: LaunchedProcesses, processes: Processes) -> None:
+    def _finish(self, world: LaunchedProcesses, processes: ScriptProcesses) -> None:
         """Wait for the other ranks when the caller exits, and terminate late ranks. Exit with a failed rank's code."""
         if not world.is_current_process:
             return
@@ -130,20 +108,17 @@ class SubprocessLauncher(Launcher):
             _exit_with(first_cause(failures))
 
 
-def _reuse_world(world: LaunchedProcesses, placement: Placement) -> LaunchedProcesses:
-    failures = world.failures()
-    if failures:
-        raise RankFailedError(first_cause(failures))
-    gone = world.ended()
-    if gone:
-        raise gone_error(gone)
-    if world.placement.world_size != placement.world_size:
-        raise ConfigurationError(
-            f"{placement.world_size} processes are requested, but this script runs in {world.placement.world_size}",
-            "an earlier fit, validate, test or predict started the processes, which live until the script ends",
-            f"use {world.placement.world_size} processes again, or 1 (every rank then runs separately)",
-        )
-    return world
+def _variables(placement: Placement) -> dict[str, str]:
+    variables = {
+        **torchrun_variables(placement),
+        LAUNCHER_VARIABLE: "script",
+        PARENT_VARIABLE: str(os.getpid()),
+    }
+    if not os.environ.get("OMP_NUM_THREADS"):
+        variables["OMP_NUM_THREADS"] = str(suggested_threads(placement.local_world_size))
+    if threading.current_thread() is not threading.main_thread():
+        variables[THREAD_VARIABLE] = "1"
+    return variables
 
 
 def _exit_with(failure: Failure) -> None:

@@ -106,7 +106,7 @@ class ProcessGroup:
         if self.control is not None:
             self.control.detach()
         if self._owned and dist.is_initialized():
-            if self.control is not None and self.control.failed and uses_nccl():
+            if self.control is not None and self.control.failures.has_reported and uses_nccl():
                 drop_groups()
             else:
                 dist.destroy_process_group()

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
-import os
 import pickle
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from drivetrain._distributed.failure import Failure
 from drivetrain._runtime.process_state import ProcessState
 from drivetrain.launchers._parent_watchdog import die_with_parent
+from drivetrain.launchers._processes import ProcessSettings, outcome_of
 from drivetrain.testing._leak_checks import ProcessSnapshot
 from drivetrain.testing._stack_dump import dump_stacks_to
 
@@ -31,10 +31,8 @@ class Call:
 
     Attributes:
         work: the pickled function and arguments.
-        variables: all environment variables.
-        folder: the working directory.
+        settings: the environment variables, the working directory and the start method of child processes.
         import_paths: ``sys.path``.
-        start_method: the start method of child processes that the function starts; None for the platform's default.
         process_group: the backend of the process group for the function, or None.
         rendezvous: the path of a file that does not exist yet, for the rendezvous of the process group.
         timeout: seconds until the rank dumps its stacks.
@@ -42,10 +40,8 @@ class Call:
     """
 
     work: bytes
-    variables: dict[str, str]
-    folder: str
+    settings: ProcessSettings
     import_paths: list[str]
-    start_method: str | None
     process_group: str | None
     rendezvous: str
     timeout: float
@@ -75,21 +71,13 @@ def serve(rank: int, world_size: int, pipe: Connection) -> None:
         try:
             call: Call = pipe.recv()
             with ProcessState(generators=True):
-                _apply_process_state(call)
+                call.settings.apply()
+                sys.path[:] = call.import_paths
                 leftovers = _run_call(call, rank, world_size, pipe)
             torch.set_num_threads(1)
             pipe.send(leftovers)
         except (EOFError, BrokenPipeError):
             return
-
-
-def _apply_process_state(call: Call) -> None:
-    os.environ.clear()
-    os.environ.update(call.variables)
-    os.chdir(call.folder)
-    sys.path[:] = call.import_paths
-    # With another start method, DataLoader workers would come from a second fork server, which imports torch again.
-    multiprocessing.set_start_method(call.start_method, force=True)
 
 
 def _run_call(call: Call, rank: int, world_size: int, pipe: Connection) -> Leftovers:
@@ -100,27 +88,22 @@ def _run_call(call: Call, rank: int, world_size: int, pipe: Connection) -> Lefto
     """
     snapshot = ProcessSnapshot()
     with dump_stacks_to(Path(call.stack_file), call.timeout):
-        pipe.send(_outcome(call, rank, world_size))
+        pipe.send(outcome_of(rank, partial(_result, call, rank, world_size)))
         pipe.recv()
         if call.process_group is not None and dist.is_initialized():
             dist.destroy_process_group()
     return Leftovers(snapshot.restore(), snapshot.still_running())
 
 
-def _outcome(call: Call, rank: int, world_size: int) -> bytes | Failure:
-    try:
-        if call.process_group is not None:
-            dist.init_process_group(
-                call.process_group,
-                init_method=f"file://{call.rendezvous}",
-                rank=rank,
-                world_size=world_size,
-                # This timeout is longer than the timeout of the caller, whose error shows the stacks of all ranks.
-                timeout=timedelta(seconds=call.timeout + 10),
-            )
-        fn, args = pickle.loads(call.work)
-        # The return value is pickled here, because multiprocessing would send a tensor as a handle, and the handle
-        # becomes invalid when the process ends.
-        return pickle.dumps(fn(*args))
-    except BaseException as error:
-        return Failure.of_exception(rank, error)
+def _result(call: Call, rank: int, world_size: int) -> Any:
+    if call.process_group is not None:
+        dist.init_process_group(
+            call.process_group,
+            init_method=f"file://{call.rendezvous}",
+            rank=rank,
+            world_size=world_size,
+            # This timeout is longer than the timeout of the caller, whose error shows the stacks of all ranks.
+            timeout=timedelta(seconds=call.timeout + 10),
+        )
+    fn, args = pickle.loads(call.work)
+    return fn(*args)

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
-import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Self
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
 from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
 from drivetrain._distributed.rendezvous import host
-from drivetrain.environments import Placement
+from drivetrain.environments import Placement, torchrun_variables
 from drivetrain.errors import ConfigurationError, DistributedError
-from drivetrain.launchers._torchrun_variables import torchrun_variables
+from drivetrain.launchers._processes import FunctionProcesses, ProcessSettings
 from drivetrain.launchers.function_launcher import PRELOAD
-from drivetrain.testing._rank_process import ALL_RETURNED, STARTED, Call, Leftovers, serve
+from drivetrain.testing._rank_process import ALL_RETURNED, Call, Leftovers, serve
 
 _START_LIMIT = 120.0  # seconds for the ranks to start, which includes an import of torch the first time
 _EXIT_LIMIT = 10.0  # seconds for a rank to clean up after a call, and for its process to exit
@@ -53,7 +47,7 @@ class World:
     def __init__(self, nprocs: int, *, preload: Sequence[str] = ()) -> None:
         self.nprocs = nprocs
         self._preload = preload
-        self._workers: list[_Worker] = []
+        self._processes: FunctionProcesses | None = None
         self._scratch: TemporaryDirectory[str] | None = None
         self._calls = 0
 
@@ -111,17 +105,34 @@ class World:
         """Return the pickled return values of all ranks, and what each rank left behind."""
         work = _dump(fn, args)
         try:
-            self._start()
+            processes, scratch = self._start()
             # With port 0 the operating system chooses a free port, which no other process can take in between.
             store = host("127.0.0.1", 0) if process_group is None else None
-            self._send(work, process_group, timeout, {**os.environ, **(env or {})}, store)
-            outcomes = self._collect(timeout)
-            leftovers = self._collect_leftovers()
+            self._calls += 1
+            files = [Path(scratch, f"stack-{self._calls}-{rank}.txt") for rank in range(self.nprocs)]
+            for rank, file in enumerate(files):
+                placement = Placement.on_one_node(rank, self.nprocs)
+                variables = {} if store is None else torchrun_variables(replace(placement, port=store.port))
+                settings = ProcessSettings.here({**(env or {}), **variables})
+                rendezvous = f"{scratch}/rendezvous-{self._calls}"
+                call = Call(work, settings, list(sys.path), process_group, rendezvous, timeout, str(file))
+                processes.write(rank, call)
+            outcomes = processes.messages(timeout=timeout, grace=_GRACE)
+            _raise_failure(outcomes, files)
+            late = [rank for rank in range(self.nprocs) if rank not in outcomes]
+            if late:
+                raise _timeout_error({rank: files[rank] for rank in late}, self.nprocs, timeout)
+            for rank in range(self.nprocs):
+                processes.write(rank, ALL_RETURNED)
+            leftovers = processes.messages(timeout=_EXIT_LIMIT, grace=_EXIT_LIMIT)
+            for rank in range(self.nprocs):
+                if not isinstance(leftovers.get(rank), Leftovers):
+                    raise _exit_error(rank, processes)
             del store
         except BaseException:
             self._kill()
             raise
-        return outcomes, leftovers
+        return [outcomes[rank] for rank in range(self.nprocs)], leftovers
 
     def close(self) -> None:
         """End the ranks.
@@ -130,94 +141,33 @@ class World:
             DistributedError: a rank did not end by itself, or ended with an exit code other than 0.
         """
         try:
-            for worker in self._workers:
-                worker.pipe.close()
-            for worker in self._workers:
-                worker.process.join(_EXIT_LIMIT)
-                if worker.process.exitcode != 0:
-                    raise _exit_error(worker)
+            if self._processes is not None:
+                self._processes.hang_up()
+                self._processes.wait(_EXIT_LIMIT)
+                for rank, code in self._processes.exit_codes().items():
+                    if code != 0:
+                        raise _exit_error(rank, self._processes)
         finally:
             self._kill()
 
     def _kill(self) -> None:
-        workers, self._workers = self._workers, []
-        for worker in workers:
-            worker.end()
+        processes, self._processes = self._processes, None
+        if processes is not None:
+            processes.end(kill=True)
         if self._scratch is not None:
             self._scratch.cleanup()
             self._scratch = None
 
-    def _start(self) -> None:
-        if self._workers:
-            return
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOAD, "drivetrain.testing._rank_process", *self._preload])
-        self._scratch = TemporaryDirectory(prefix="drivetrain-", ignore_cleanup_errors=True)
-        for rank in range(self.nprocs):
-            caller_end, rank_end = context.Pipe()
-            process = context.Process(target=serve, args=(rank, self.nprocs, rank_end), name=f"rank-{rank}")
-            self._workers.append(_Worker(rank, process, caller_end))
-            process.start()
-            rank_end.close()
-        for worker, message in self._messages(time.monotonic() + _START_LIMIT):
-            if isinstance(message, Failure):
-                raise RankFailedError(message)
-            assert message == STARTED, f"rank {worker.rank} began with {message!r}"
-
-    def _send(
-        self,
-        work: bytes,
-        process_group: str | None,
-        timeout: float,
-        variables: dict[str, str],
-        store: TCPStore | None,
-    ) -> None:
-        assert self._scratch is not None
-        self._calls += 1
-        for worker in self._workers:
-            rank_variables = {} if store is None else _rank_variables(worker.rank, self.nprocs, store.port)
-            worker.stack_file = Path(self._scratch.name) / f"stack-{self._calls}-{worker.rank}.txt"
-            worker.send(
-                Call(
-                    work,
-                    {**variables, **rank_variables},
-                    os.getcwd(),
-                    list(sys.path),
-                    multiprocessing.get_start_method(allow_none=True),
-                    process_group,
-                    f"{self._scratch.name}/rendezvous-{self._calls}",
-                    timeout,
-                    str(worker.stack_file),
-                )
-            )
-
-    def _collect(self, timeout: float) -> list[bytes]:
-        """Return the pickled return values of all ranks."""
-        deadline = time.monotonic() + timeout
-        outcomes: dict[int, Any] = {}
-        for worker, outcome in self._messages(deadline):
-            outcomes[worker.rank] = outcome
-            if isinstance(outcome, Failure):
-                deadline = min(deadline, time.monotonic() + _GRACE)
-                late = [other for other in self._workers if other.rank not in outcomes]
-                further = [answer for _, answer in self._messages(deadline, late)]
-                raise RankFailedError(
-                    first_cause(answer for answer in [outcome, *further] if isinstance(answer, Failure))
-                )
-        late = [worker for worker in self._workers if worker.rank not in outcomes]
-        if late:
-            raise _timeout_error(late, self.nprocs, timeout)
-        return [outcomes[rank] for rank in range(self.nprocs)]
-
-    def _collect_leftovers(self) -> dict[int, Leftovers]:
-        for worker in self._workers:
-            worker.send(ALL_RETURNED)
-        answers = {worker.rank: answer for worker, answer in self._messages(time.monotonic() + _EXIT_LIMIT)}
-        for worker in self._workers:
-            answer = answers.get(worker.rank)
-            if not isinstance(answer, Leftovers):
-                raise _exit_error(worker)
-        return answers
+    def _start(self) -> tuple[FunctionProcesses, str]:
+        """Return the processes and the folder for their files."""
+        if self._processes is None or self._scratch is None:
+            preload = [*PRELOAD, "drivetrain.testing._rank_process", *self._preload]
+            multiprocessing.set_forkserver_preload(preload)
+            self._scratch = TemporaryDirectory(prefix="drivetrain-", ignore_cleanup_errors=True)
+            arguments = {rank: (rank, self.nprocs) for rank in range(self.nprocs)}
+            self._processes = FunctionProcesses(serve, arguments, "forkserver")
+            _raise_failure(self._processes.messages(timeout=_START_LIMIT, grace=_GRACE))
+        return self._processes, self._scratch.name
 
     def _check(self, leftovers: Mapping[int, Leftovers]) -> None:
         for rank, rank_leftovers in leftovers.items():
@@ -230,19 +180,6 @@ class World:
                     "these leftovers would affect the next function in the same process",
                     "restore or end them before the function returns",
                 )
-
-    def _messages(self, deadline: float, senders: Sequence[_Worker] | None = None) -> Iterator[tuple[_Worker, Any]]:
-        """Yield one message from each rank as it arrives, with a `Failure` for a rank that died, until ``deadline``."""
-        waiting: dict[Any, _Worker] = {
-            worker.pipe: worker for worker in (self._workers if senders is None else senders)
-        }
-        while waiting:
-            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
-            if not ready:
-                return
-            for pipe in ready:
-                worker = waiting.pop(pipe)
-                yield worker, worker.receive()
 
 
 def run_distributed(
@@ -279,66 +216,40 @@ def _dump(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         ) from error
 
 
-def _rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
-    return torchrun_variables(Placement(rank, world_size, rank, world_size), "127.0.0.1", port)
+def _raise_failure(outcomes: Mapping[int, Any], stack_files: Sequence[Path] = ()) -> None:
+    failures = [outcome for outcome in outcomes.values() if isinstance(outcome, Failure)]
+    if failures:
+        cause = first_cause(failures)
+        if cause.error_type is None and stack_files:
+            cause = replace(cause, traceback=_read(stack_files[cause.rank]))
+        raise RankFailedError(cause)
 
 
-@dataclass(slots=True)
-class _Worker:
-    """A rank as seen by the caller."""
-
-    rank: int
-    process: BaseProcess
-    pipe: Connection
-    stack_file: Path = field(default_factory=Path)
-
-    def send(self, message: object) -> None:
-        """Send a message to the rank. If the rank has died, nothing is sent, and `receive` returns the failure."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self.pipe.send(message)
-
-    def receive(self) -> Any:
-        """Return the rank's message, or a failure if it has died."""
-        try:
-            return self.pipe.recv()
-        except (EOFError, ConnectionResetError):
-            self.process.join()
-            return Failure.of_exit(self.rank, self.process.exitcode or 0, self._read_stacks())
-
-    def dumped_stacks(self) -> str:
-        """Return the stacks that a rank has dumped after the timeout, or "" if the file is still empty."""
-        return self._read_stacks() if self.stack_file.is_file() else "(the function did not start)"
-
-    def _read_stacks(self) -> str:
-        return self.stack_file.read_text().strip() if self.stack_file.is_file() else ""
-
-    def end(self) -> None:
-        """Kill the process if it is still running."""
-        self.pipe.close()
-        if self.process.pid is not None:
-            if self.process.is_alive():
-                self.process.kill()
-            self.process.join()
+def _read(stack_file: Path) -> str:
+    """Return the stacks that a rank has dumped, or "" if there are none yet."""
+    return stack_file.read_text().strip() if stack_file.is_file() else ""
 
 
-def _timeout_error(late: Sequence[_Worker], nprocs: int, timeout: float) -> DistributedError:
+def _timeout_error(stack_files: Mapping[int, Path], nprocs: int, timeout: float) -> DistributedError:
+    """Return the error for ranks that are late, with the stacks that they dump into their files."""
     deadline = time.monotonic() + _STACK_LIMIT
-    while time.monotonic() < deadline and not all(worker.dumped_stacks() for worker in late):
+    while time.monotonic() < deadline and not all(_read(file) for file in stack_files.values() if file.is_file()):
         time.sleep(0.02)
     time.sleep(0.02)  # `faulthandler` writes a dump in several pieces
-    stacks = [f"rank {worker.rank}:\n{worker.dumped_stacks() or '(no stacks)'}" for worker in late]
+    stacks = {rank: _read(file) or "(no stacks)" for rank, file in stack_files.items() if file.is_file()}
+    shown = [f"rank {rank}:\n{stacks.get(rank, '(the function did not start)')}" for rank in stack_files]
     return DistributedError(
-        f"Rank {', '.join(str(worker.rank) for worker in late)} of {nprocs} did not return within {timeout:g} s",
-        "stacks:\n" + "\n".join(stacks),
+        f"Rank {', '.join(map(str, stack_files))} of {nprocs} did not return within {timeout:g} s",
+        "stacks:\n" + "\n".join(shown),
         "look for a collective that not every rank calls, or increase `timeout` if the function takes longer",
     )
 
 
-def _exit_error(worker: _Worker) -> DistributedError:
-    code = worker.process.exitcode
+def _exit_error(rank: int, processes: FunctionProcesses) -> DistributedError:
+    code = processes.exit_codes()[rank]
     detail = f"did not end within {_EXIT_LIMIT:g} s" if code is None else f"ended with code {code}"
     return DistributedError(
-        f"Rank {worker.rank} returned, but its process {detail}",
+        f"Rank {rank} returned, but its process {detail}",
         "something that the function started still exists: a thread, a process group or a child process",
         "stop all of these before the function returns",
     )

@@ -64,7 +64,7 @@ def test_values_come_back_and_nothing_of_the_caller_changes(
     temporary.mkdir()
     multiprocessing.util.get_temp_dir()  # for this process's sockets; pytest's path would be too long
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    for rank, result in enumerate(FunctionLauncher(method).launch_all(_TWO, _train, weight)):
+    for rank, result in enumerate(FunctionLauncher(method).call_all(_TWO, _train, weight)):
         assert torch.equal(result["state"]["weight"], torch.full((1 << 19,), 3.0))
         assert result["state"]["half"].tolist() == [1.0, 1.0, 1.0]
         assert result["variables"] == dict(zip(_NAMES, (str(rank), str(rank), "2", "2", "True"), strict=True))
@@ -84,10 +84,10 @@ def _rank() -> str:
     return os.environ["RANK"]
 
 
-def test_launch_returns_rank_0s_value() -> None:
-    assert FunctionLauncher("fork").launch_all(_ONE, _rank) == ["0"]
+def test_a_call_returns_rank_0s_value() -> None:
+    assert FunctionLauncher("fork").call_all(_ONE, _rank) == ["0"]
     unpicklable = 5, lambda value: value
-    assert FunctionLauncher("fork").launch(_TWO, lambda pair: (_rank(), pair[1](pair[0])), unpicklable) == ("0", 5)
+    assert FunctionLauncher("fork").call(_TWO, lambda pair: (_rank(), pair[1](pair[0])), unpicklable) == ("0", 5)
 
 
 def test_the_store_has_no_threads_when_processes_are_forked() -> None:
@@ -99,10 +99,10 @@ def test_the_store_has_no_threads_when_processes_are_forked() -> None:
         return len(os.listdir("/proc/self/task"))
 
     os.register_at_fork(before=lambda: seen.append(threads()) if watched else None)
-    FunctionLauncher("fork").launch(_TWO, _rank)  # torch's own threads have started
+    FunctionLauncher("fork").call(_TWO, _rank)  # torch's own threads have started
     before = threads()
     seen.clear()
-    assert FunctionLauncher("fork").launch(_TWO, _rank) == "0"
+    assert FunctionLauncher("fork").call(_TWO, _rank) == "0"
     watched.clear()
     assert seen == [before, before]
 
@@ -116,7 +116,7 @@ def test_forked_processes_compute_after_openmp_has_run_here() -> None:
     torch.set_num_threads(4)
     expected = _use_all_threads()
     torch.set_num_threads(before)
-    assert FunctionLauncher("fork").launch_all(_TWO, _use_all_threads) == [expected, expected]
+    assert FunctionLauncher("fork").call_all(_TWO, _use_all_threads) == [expected, expected]
 
 
 def _fail_on_one(how: str, folder: Path) -> None:
@@ -156,14 +156,14 @@ def test_the_first_cause_is_raised_and_all_ranks_end(method: Any, how: str, mess
     # G-01, G-02
     settings = {"grace": 0.5} if how == "raises beside one that hangs" else {}
     with pytest.raises(RankFailedError, match=message) as caught:
-        FunctionLauncher(method, **settings).launch(_TWO, _fail_on_one, how, tmp_path)
+        FunctionLauncher(method, **settings).call(_TWO, _fail_on_one, how, tmp_path)
     assert time.monotonic() - float((tmp_path / "failed").read_text()) < 15
     for rank in (0, 1):
         with pytest.raises(ProcessLookupError):
             os.kill(int((tmp_path / f"pid-{rank}").read_text()), 0)
     if how == "raises":
         assert caught.value.failure.error_type == "ValueError"
-        assert FunctionLauncher(method).launch(_TWO, _rank) == "0"  # G-07: and again in the same process
+        assert FunctionLauncher(method).call(_TWO, _rank) == "0"  # G-07: and again in the same process
 
 
 def _raise(error: BaseException) -> None:
@@ -173,16 +173,16 @@ def _raise(error: BaseException) -> None:
 def test_an_error_of_every_rank_is_raised_unchanged() -> None:
     refusal = ConfigurationError("devices=9 cannot be had", "there are 2", "ask for 2")
     with pytest.raises(ConfigurationError, match="devices=9 cannot be had") as caught:
-        FunctionLauncher("fork").launch(_TWO, _raise, refusal)
+        FunctionLauncher("fork").call(_TWO, _raise, refusal)
     assert caught.value.fix == "ask for 2"
     (note,) = caught.value.__notes__
     assert note.startswith("Traceback of rank ")
     assert note.endswith("raise error")
     assert caught.value.__cause__ is None  # it would be printed with the same text and traceback
     with pytest.raises(ValueError, match="from rank one"):
-        FunctionLauncher("fork").launch(_ONE, _raise, ValueError("from rank one"))
+        FunctionLauncher("fork").call(_ONE, _raise, ValueError("from rank one"))
     with pytest.raises(SystemExit) as exited:
-        FunctionLauncher("fork").launch(_TWO, _raise, SystemExit(143))
+        FunctionLauncher("fork").call(_TWO, _raise, SystemExit(143))
     assert exited.value.code == 143
 
 
@@ -191,23 +191,23 @@ def _with_loader(model: int, loader: object) -> None: ...
 
 def test_unpicklable_arguments_are_named() -> None:  # G-06
     with pytest.raises(ConfigurationError, match=r"(?s)spawn.*the argument 'loader' \(a lock\).*Fix: ") as caught:
-        FunctionLauncher("spawn").launch(_TWO, _with_loader, 1, threading.Lock())
+        FunctionLauncher("spawn").call(_TWO, _with_loader, 1, threading.Lock())
     assert caught.value.why
     assert "drivetrain.testing.run_distributed(function, 2)" in caught.value.fix  # pytest runs this code
     with pytest.raises(ConfigurationError, match=r"the function '.*<lambda>'"):
-        FunctionLauncher("forkserver").launch(_TWO, lambda: None)
+        FunctionLauncher("forkserver").call(_TWO, lambda: None)
 
 
 def _launch_again() -> str:
     try:
-        FunctionLauncher("fork").launch(_TWO, _rank)
+        FunctionLauncher("fork").call(_TWO, _rank)
     except ConfigurationError as error:
         return str(error)
     return "started"
 
 
 def test_a_started_process_starts_no_others() -> None:
-    assert "rank 0 of 2 cannot start processes" in FunctionLauncher("fork").launch(_TWO, _launch_again)
+    assert "rank 0 of 2 cannot start processes" in FunctionLauncher("fork").call(_TWO, _launch_again)
 
 
 _SCRIPT = """
@@ -223,7 +223,7 @@ def work(settings):
 
 two = Placement(world_size=2, local_world_size=2)
 {guard}
-    print(FunctionLauncher("spawn").launch_all(two, work, Settings(1)))
+    print(FunctionLauncher("spawn").call_all(two, work, Settings(1)))
 """
 
 

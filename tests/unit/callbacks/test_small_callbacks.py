@@ -191,7 +191,7 @@ def _collections(*callbacks: Callback) -> list[tuple[int, int]]:
     ran: list[tuple[int, int]] = []
 
     def note(phase: str, info: dict[str, int]) -> None:
-        if phase == "start" and trainer.state == "fitting" and trainer.progress.micro_batches:
+        if phase == "start" and trainer.state == "fitting" and trainer.micro_batches:
             ran.append((trainer.global_step, info["generation"]))
 
     gc.callbacks.append(note)

@@ -187,7 +187,7 @@ def test_max_steps_at_a_wrong_epoch_end_leaves_the_rest_to_a_resumed_run(tmp_pat
         run = fit(tmp_path, max_epochs=-1, max_steps=6)
         run.fit(Tiny(), data)
         assert (run.global_step, run.current_epoch) == (6, 1)  # L-10: an epoch that was cut short counts
-        assert run.progress.epoch == epochs
+        assert run.run_state.progress.epoch == epochs
         run.save_checkpoint(str(tmp_path / f"{epochs}"))
     module, run = Tiny(), fit(tmp_path)
     run.fit(module, Listed(20, 6), ckpt_path=str(tmp_path / "0"))

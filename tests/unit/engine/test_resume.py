@@ -130,7 +130,7 @@ class SaveEverywhere(Callback):
             setattr(self, hook, partial(self._save, hook))
 
     def _save(self, hook: str, trainer: Any, module: Any, *args: Any) -> None:
-        if not trainer.progress.within_window and not trainer.sanity_checking:
+        if not trainer.run_state.progress.within_window and not trainer.sanity_checking:
             trainer.defer_save(partial(self._write, hook, trainer, module))
 
     def _write(self, hook: str, trainer: Any, module: Any) -> None:

@@ -24,8 +24,8 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from drivetrain._distributed import rendezvous
-from drivetrain._distributed.rendezvous import NO_NAME, admit, admit_first, host
-from drivetrain._engine.topology import find_topology
+from drivetrain._distributed.rendezvous import NO_NAME, admit, admit_first, host, name_new_job
+from drivetrain._engine.run_processes import find_processes
 from drivetrain._runtime.accelerators import Devices
 from drivetrain.environments import (
     Environment,
@@ -39,13 +39,12 @@ from drivetrain.environments import (
     detect_environment,
     environment_by_name,
 )
-from drivetrain.errors import ConfigurationError
+from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.launchers import FunctionLauncher, SubprocessLauncher, choose_launcher
 from drivetrain.launchers import launched_processes as launched_world
-from drivetrain.launchers._ray_worker import Worker
-from drivetrain.launchers._rerun_command import rerun_command
-from drivetrain.launchers._script_runners import runner
-from drivetrain.launchers.launched_processes import LaunchedProcesses, name_new_job, set_current_world
+from drivetrain.launchers._rerun_command import rerun_command, runner
+from drivetrain.launchers.launched_processes import LaunchedProcesses, set_current_world
+from drivetrain.launchers.ray_launcher import Worker
 from drivetrain.testing import requires_linux
 
 
@@ -259,7 +258,7 @@ def test_a_missing_or_wrong_variable_is_named(name: str, variables: dict[str, st
 def test_plain_processes_on_several_nodes() -> None:
     variables = {"MASTER_ADDR": "host0", "MASTER_PORT": "1234", "NODE_RANK": "2"}
     assert PlainEnvironment(variables).first_placement_on_node(3, 4) == Placement(8, 12, 0, 4, 2, 3)
-    assert PlainEnvironment({}).first_placement_on_node(1, 4) == Placement(0, 4, 0, 4, 0, 1)
+    assert PlainEnvironment({}).first_placement_on_node(1, 4) == Placement.on_one_node(0, 4)
     for name in variables:
         with pytest.raises(ConfigurationError, match=f"num_nodes=3, but {name} is not set"):
             PlainEnvironment(_without(variables, name)).first_placement_on_node(3, 4)
@@ -397,10 +396,10 @@ def _free_port() -> int:
 
 
 def _place(port: int, rank: int = 0, **more: str) -> Any:
-    """Return the topology of one of two ranks with the variables that torchrun sets."""
+    """Return the processes as seen from one of two ranks with the variables that torchrun sets."""
     variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     environment = TorchrunEnvironment({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **variables, **more})
-    return find_topology(environment, Devices("cpu", (0,), chosen=False), 1, strategy=None)
+    return find_processes(environment, Devices("cpu", (0,), chosen=False), 1, strategy=None)
 
 
 class _Script(SubprocessLauncher):
@@ -409,7 +408,7 @@ class _Script(SubprocessLauncher):
 
     def host(self, port: int) -> Any:
         try:
-            return self.launch(Placement(), port=port)
+            return self.launch(Placement(port=port))
         finally:
             set_current_world(None)
 
@@ -425,7 +424,7 @@ def test_the_store_listens_at_the_given_address_and_a_taken_port_is_named(hostin
             hosting(port)
         assert "MASTER_PORT" in caught.value.fix
         with pytest.raises(ConfigurationError, match=f"port {port} is taken"):
-            FunctionLauncher("fork").launch(Placement(), int, port=port)
+            FunctionLauncher("fork").call(Placement(port=port), int)
     _kept = hosting(port)
     assert answers(port, "127.0.0.1")
     assert not answers(port)
@@ -435,7 +434,7 @@ def test_the_store_listens_at_the_given_address_and_a_taken_port_is_named(hostin
 def test_a_worker_of_rays_listens_at_its_address_and_a_name_is_resolved() -> None:  # J-06
     worker, store = Worker(), host("localhost", 0, num_nodes=2)
     assert TCPStore("localhost", store.port, is_master=False).check(["x"]) is False
-    for port in (worker.host("127.0.0.1"), store.port):
+    for port in (worker.host(Placement()), store.port):
         assert answers(port, "127.0.0.1")
         assert not answers(port)
 
@@ -458,7 +457,7 @@ def test_for_a_foreign_address_it_listens_on_all_interfaces_and_an_unknown_one_i
         ("a", "b", "the other job is 'a', and this job is 'b'"),
         ("a", NO_NAME, "the other job is 'a', and this job is a job without a name"),
         (NO_NAME, "b", "the other job is a job without a name, and this job is 'b'"),
-        pytest.param(name_new_job(Placement()), name_new_job(Placement()), "and this job is", id="without a cluster"),
+        pytest.param(name_new_job(1), name_new_job(1), "and this job is", id="without a cluster"),
     ],
 )
 def test_two_jobs_are_distinguished(hosts: str, comes: str, why: str) -> None:  # J-05
@@ -497,27 +496,27 @@ def test_a_process_keeps_its_store_and_renews_a_connection(tmp_path: Path, monke
     port = _free_port()
     first = _place(port)
     monkeypatch.chdir(tmp_path)
-    first.store.set("x", "y")
-    assert _place(port).store.get("x") == b"y"  # although the directory has changed
+    first.store("runs").set("x", "y")
+    assert _place(port).store("runs").get("x") == b"y"  # although the directory has changed
     port = _free_port()
     for value in (b"first", b"second"):
         store = host("127.0.0.1", port)  # the agent of torchrun hosts it, and may be started again
         rank = _place(port, 1, TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RUN_ID="run")
-        rank.store.set("x", value)
-        assert rank.store.get("x") == value
+        rank.store("runs").set("x", value)
+        assert rank.store("runs").get("x") == value
         del store
 
 
 def test_a_refused_process_does_not_try_again(monkeypatch: pytest.MonkeyPatch) -> None:  # G-01, J-05
-    connect = Mock(wraps=TCPStore)
-    monkeypatch.setattr(launched_world, "TCPStore", connect)
+    connect = Mock(wraps=rendezvous.connect)
+    monkeypatch.setattr(launched_world, "connect", connect)
     monkeypatch.setattr(launched_world, "_CONNECT_LIMIT_ONE_NODE", timedelta(seconds=0.1))
     store = host("127.0.0.1", 0, job="a")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        ports: dict[int, Any] = {free.getsockname()[1]: RuntimeError, store.port: ConfigurationError}
+        ports: dict[int, Any] = {free.getsockname()[1]: DistributedError, store.port: ConfigurationError}
         for port, error in ports.items():
-            world = LaunchedProcesses("function", Placement(1, 2, 1, 2), "127.0.0.1", port, job="b")
+            world = LaunchedProcesses(Placement(1, 2, 1, 2, port=port, job="b"), "function")
             for _ in range(2):
                 with pytest.raises(error, match=r"timed out|another job"):
                     world.store("runs")

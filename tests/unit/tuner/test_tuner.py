@@ -407,7 +407,7 @@ def train(root: Path, draws: str, searches: int, **settings: Any) -> dict[str, A
         if searches == 2:
             assert Tuner(fit).scale_batch_size(module, loaders, init_val=3, max_trials=2) == 6
         assert not root.exists()
-        assert (fit.state, fit.session, fit.global_step, batches) == ("idle", None, 0, [])
+        assert (fit.state, fit.module, fit.global_step, batches) == ("idle", None, 0, [])
         assert module.losses == []
         assert module.net[4].bias.grad is not None
         assert [one.training for one in module.net] == [True, False, True, True, True]

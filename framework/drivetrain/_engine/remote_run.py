@@ -1,19 +1,102 @@
-"""RemoteResult: the result of a run in other processes, and its transfer into the caller's objects."""
+"""A run whose ranks are all other processes: sends it there, and copies rank 0's result into the caller's objects."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import nn
 
+from drivetrain._distributed.failure import RankFailedError
 from drivetrain._engine.missing_weights import CHECKPOINT_ATTRIBUTE
 from drivetrain._engine.run_folder import RunFolder
-from drivetrain._engine.session_context import SessionContext
+from drivetrain._engine.run_parts import RunCore, RunRequest
+from drivetrain._engine.run_processes import resolve_environment
+from drivetrain._engine.session import Session
+from drivetrain._engine.signals import as_interruption, handled_signals
+from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, listed
+from drivetrain.launchers import LaunchedProcesses, Launcher
 from drivetrain.module.train_module import TrainModule
+from drivetrain.run_context import RunContext
 from drivetrain.strategies import replace_tensors
+
+
+def run_in_other_processes(
+    launcher: Launcher,
+    request: RunRequest,
+    placement: Placement,
+    device: str,
+    launch: Callable[[RunRequest], Any],
+) -> Any:
+    """Run a stage on ranks that the launcher starts, and return its result.
+
+    Afterwards the caller's module, trainer and callbacks have the state that a run in this process would leave.
+
+    Args:
+        launcher: calls a function on every rank.
+        request: the run.
+        placement: the placement of this node's first rank.
+        device: the type of the device that each rank uses.
+        launch: runs a request on one rank.
+    """
+    trainer = request.trainer
+    signals = handled_signals(trainer.preemption_signals, os.environ, request.stage)
+    try:
+        outcome = launcher.call(placement, _run_rank, launch, request, device=device, signals=signals)
+    except (SystemExit, KeyboardInterrupt):
+        trainer.state = "interrupted"
+        raise
+    except RankFailedError as error:
+        interruption = as_interruption(error, signals)
+        if interruption is error:
+            raise
+        trainer.state = "interrupted"
+        raise interruption from error
+    if not isinstance(outcome, RemoteResult):
+        raise ConfigurationError(
+            f"{type(launcher).__name__}.call returned a {type(outcome).__name__}.",
+            "it must call the function on every rank, and return the value from rank 0.",
+            "return the value from rank 0 unchanged.",
+        )
+    _apply_result(outcome, placement, request)
+    return outcome.result
+
+
+def _run_rank(launch: Callable[[RunRequest], Any], request: RunRequest) -> RemoteResult:
+    """Run one rank in a process that was started for the rank."""
+    trainer = request.trainer
+    if not resolve_environment(trainer.environment).started_processes:
+        trainer.environment = "auto"  # the caller's setting described the caller's process
+    return RemoteResult.of(trainer, request.module, launch(request), with_module=not request.trial)
+
+
+def _apply_result(outcome: RemoteResult, placement: Placement, request: RunRequest) -> None:
+    """Set the state of the caller's objects to the state that they would have after a run in this process."""
+    trainer = request.trainer
+    if trainer.chosen_strategy is None:
+        trainer.chosen_strategy = trainer.resolved_strategy(placement.world_size)
+    trainer.chosen_strategy.placement = placement
+    session = Session(request, trainer.chosen_strategy, LaunchedProcesses(placement, "function"))
+    core = session.core
+    core.progress.load_state_dict(outcome.progress)
+    core.progress.cut_short = core.progress.batch_idx > 0
+    core.metrics.restore(outcome.metrics)
+    core.folder.adopt(outcome.folder)
+    for logger, version in zip(trainer.loggers, outcome.versions, strict=False):
+        logger.adopt(version)
+    trainer.run_state = core
+    trainer.state = outcome.state
+    for callback, state in zip(trainer.callbacks, outcome.callbacks, strict=True):
+        callback.load_rank_zero_state(state)
+    if not request.trial:
+        for owner in (request.module, request.given.datamodule):
+            if owner is not None:
+                owner.trainer = trainer
+        outcome.fill(request.module)  # last, because it may raise an error
 
 
 @dataclass(slots=True)
@@ -52,7 +135,7 @@ class RemoteResult:
     @classmethod
     def of(
         cls,
-        trainer: SessionContext,
+        trainer: RunContext,
         module: TrainModule,
         result: Any,
         with_module: bool = True,
@@ -65,8 +148,8 @@ class RemoteResult:
             result: the return value of the stage.
             with_module: whether to include the module; False after a trial, whose weights are discarded.
         """
-        assert trainer.session is not None
-        core = trainer.session.core
+        core = trainer.run_state
+        assert isinstance(core, RunCore)
         is_rank_0 = trainer.is_global_zero
         sends_module = is_rank_0 and with_module
         return cls(
