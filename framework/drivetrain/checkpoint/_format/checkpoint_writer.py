@@ -6,8 +6,8 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field
-from typing import Any, Self
+from dataclasses import astuple, dataclass
+from typing import Any
 
 from drivetrain._distributed.control_plane import ControlPlane, digest_of, refuse_differences
 from drivetrain._distributed.shards import region_from
@@ -72,11 +72,10 @@ def commit(path: str, staged: CheckpointCopy, control: ControlPlane) -> None:
         except Exception as error:
             problem = error
     try:
-        requests = _exchange_requests(path, staged, publication, problem, control)
+        agreement = _agree(path, staged, publication, problem, control)
         if publication is None:
-            assert requests[0].token is not None
-            publication = join_checkpoint(path, requests[0].token)
-        written, parts = _write(path, staged, requests, publication, control)
+            publication = join_checkpoint(path, agreement.token)
+        written, parts = _write(path, staged, agreement, publication, control)
         _commit_manifest(path, staged, publication, written, parts, control)
     except BaseException:
         if publication is not None:
@@ -84,68 +83,43 @@ def commit(path: str, staged: CheckpointCopy, control: ControlPlane) -> None:
         raise
 
 
-# Exchange before writing: the ranks compare what they save, and exchange who writes which regions
+# Agreement before writing: the ranks compare what they save, and tell each other who writes which regions
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
-    """What a rank is about to write, as it tells the others.
+class _Agreement:
+    """What the ranks write together.
 
     Attributes:
-        values: digest of the values that must be the same on all ranks.
-        token: what the other ranks need to join rank 0's publication; None on other ranks.
-        regions: for each shared part, the regions that this rank writes.
-        state: the tensors of rank 0's state; empty on other ranks.
-        hash_algorithm: name of the hash to store for each file; None for none. The value on rank 0 is used.
+        token: the token of rank 0's publication.
+        regions: for each shared part, the regions that each rank contributes.
+        state: the tensors of rank 0's state.
+        hash_algorithm: name of the hash to store for each file, which rank 0 chooses; None for none.
     """
 
-    values: str
-    token: str | None = None
-    regions: list[Regions] = field(default_factory=list)
-    state: list[Spec] = field(default_factory=list)
-    hash_algorithm: str | None = None
-
-    def plain_values(self) -> tuple[Any, ...]:
-        """Return the message as plain values."""
-        regions = [
-            {name: None if region is None else astuple(region) for name, region in part.items()}
-            for part in self.regions
-        ]
-        state = [(spec.name, NAMES[spec.dtype], tuple(spec.shape)) for spec in self.state]
-        return self.values, self.token, regions, state, self.hash_algorithm
-
-    @classmethod
-    def decode(cls, plain_values: tuple[Any, ...]) -> Self:
-        """Return the message from its `plain_values`."""
-        values, token, regions, state, hash_algorithm = plain_values
-        return cls(
-            values,
-            token,
-            [
-                {name: None if bounds is None else region_from(bounds) for name, bounds in part.items()}
-                for part in regions
-            ],
-            [Spec(name, DTYPES[dtype], shape) for name, dtype, shape in state],
-            hash_algorithm,
-        )
+    token: str
+    regions: list[list[Regions]]
+    state: list[Spec]
+    hash_algorithm: str | None
 
 
-def _exchange_requests(
+def _agree(
     path: str, staged: CheckpointCopy, publication: Publication | None, problem: Exception | None, control: ControlPlane
-) -> list[_Request]:
-    """Return the requests of all ranks, after a check that they fit together. Collective."""
+) -> _Agreement:
+    """Check that what the ranks save fits together. Collective."""
     values = {**_values_to_compare(staged), "the path": path}
     shared = staged.shared_parts()
-    request = _Request(
-        values=digest_of(values),
-        token=None if publication is None else publication.token,
-        regions=[{name: contributed_region(shard) for name, shard in part.shards().items()} for part in shared],
-        state=shared[-1].specs if shared and control.rank == 0 else [],
-        hash_algorithm=staged.hash_algorithm,
+    contributed = [{name: contributed_region(shard) for name, shard in part.shards().items()} for part in shared]
+    state = [(spec.name, NAMES[spec.dtype], tuple(spec.shape)) for spec in shared[-1].specs] if shared else []
+    request = (
+        digest_of(values),
+        "" if publication is None else publication.token,
+        [{name: region and astuple(region) for name, region in part.items()} for part in contributed],
+        state if control.rank == 0 else [],
+        staged.hash_algorithm,
     )
-    answers = gather_or_raise(control, f"The checkpoint {path!r} could not be written", request.plain_values(), problem)
-    requests = [_Request.decode(answer) for answer in answers]
-    if any(other.values != requests[0].values for other in requests):
+    requests = gather_or_raise(control, f"The checkpoint {path!r} could not be written", request, problem)
+    if any(other[0] != requests[0][0] for other in requests):
         refuse_differences(
             control.gather_objects(values),
             "the ranks write one checkpoint together, and each rank writes its shard of every tensor.",
@@ -153,10 +127,15 @@ def _exchange_requests(
             "it: a path that contains the time differs between ranks.",
             CheckpointError,
         )
-    for number, part in enumerate(shared):
-        specs = requests[0].state if part.role == "state" else part.specs
-        _check_coverage(path, specs, [other.regions[number] for other in requests])
-    return requests
+    _, token, _, state, hash_algorithm = requests[0]
+    state_specs = [Spec(name, DTYPES[dtype], shape) for name, dtype, shape in state]
+    regions = [
+        [{name: bounds and region_from(bounds) for name, bounds in other[2][number].items()} for other in requests]
+        for number in range(len(shared))
+    ]
+    for part, regions_of_part in zip(shared, regions, strict=True):
+        _check_coverage(path, state_specs if part.role == "state" else part.specs, regions_of_part)
+    return _Agreement(token, regions, state_specs, hash_algorithm)
 
 
 def _values_to_compare(staged: CheckpointCopy) -> dict[str, str]:
@@ -193,16 +172,16 @@ def _check_coverage(path: str, specs: Sequence[Spec], rank_regions: Sequence[Reg
 
 
 def _write(
-    path: str, staged: CheckpointCopy, requests: Sequence[_Request], publication: Publication, control: ControlPlane
+    path: str, staged: CheckpointCopy, agreement: _Agreement, publication: Publication, control: ControlPlane
 ) -> tuple[dict[str, FileRecord], list[tuple[str, Part]]]:
     """Write this rank's files; return the records of all ranks' files, and the checkpoint's parts with their roles."""
     files: list[TensorFile] = []
     documents: dict[str, bytes] = {}
     parts: list[tuple[str, Part]] = []
-    shared_regions = zip(*(request.regions for request in requests), strict=True)
+    shared_regions = iter(agreement.regions)
     for part in staged.parts:
-        specs = requests[0].state if part.role == "state" else None
-        regions = [{}] * control.world_size if part.role == "rank" else list(next(shared_regions))
+        specs = agreement.state if part.role == "state" else None
+        regions = [{}] * control.world_size if part.role == "rank" else next(shared_regions)
         files_of_part = [
             TensorFile(publication.file_name(file.name), file.owner, file.specs, part.tensors, regions)
             for file in part.planned_files(control.rank, control.world_size, specs)
@@ -215,12 +194,12 @@ def _write(
         if index is not None and control.rank == 0:
             documents[index] = _encode_index(part, files_of_part)
         parts.append((part.role, Part(document, tuple(file.name for file in files_of_part), index)))
-    writer = TensorWriter(control, publication, requests[0].hash_algorithm)
+    writer = TensorWriter(control, publication, agreement.hash_algorithm)
     writer.write(files)
     problem = writer.problem
     try:
         for name, content in documents.items() if problem is None else ():
-            with file_writer(publication.create(name), requests[0].hash_algorithm) as document_writer:
+            with file_writer(publication.create(name), agreement.hash_algorithm) as document_writer:
                 document_writer.write(content)
             writer.records[name] = document_writer.record
     except Exception as error:
@@ -260,21 +239,22 @@ def _commit_manifest(
             return b""
         for name, record in written.items():
             _check_size(path, publication, name, record.size, single_rank=control.world_size == 1)
-        parts_by_role: dict[str, list[Part]] = {"weights": [], "optimizer": [], "callback": [], "state": [], "rank": []}
-        for role, part in parts:
-            parts_by_role[role].append(part)
+
+        def of_role(role: str) -> tuple[Part, ...]:
+            return tuple(part for each, part in parts if each == role)
+
         keys = [part.key for part in staged.parts if part.role == "callback"]
         manifest = Manifest(
             identifier=identifier,
             world_size=control.world_size,
             metadata=staged.metadata,
             files=written,
-            weights=parts_by_role["weights"][0],
+            weights=of_role("weights")[0],
             aliases=staged.aliases,
-            optimizers=tuple(parts_by_role["optimizer"]),
-            callbacks=dict(zip(keys, parts_by_role["callback"], strict=True)),
-            state=next((part for part in parts_by_role["state"] if part.files()), None),
-            ranks=tuple(parts_by_role["rank"]) if any(part.files() for part in parts_by_role["rank"]) else (),
+            optimizers=of_role("optimizer"),
+            callbacks=dict(zip(keys, of_role("callback"), strict=True)),
+            state=next((part for part in of_role("state") if part.files()), None),
+            ranks=of_role("rank") if any(part.files() for part in of_role("rank")) else (),
             versions=versions(),
         )
         return encode_manifest(manifest)
