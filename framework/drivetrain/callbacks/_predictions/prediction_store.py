@@ -119,7 +119,7 @@ class PredictionStore:
 
     def whole_parts(self, rank: int) -> dict[Part, StoredPart]:
         """Return the parts that a killed run has written for a data rank. A part that has changed since is left out."""
-        folder, parts = self._folder, {}
+        folder, parts = folder_at(self.path), {}
         for part in parts_among(self._names()):
             if part.rank != rank:
                 continue

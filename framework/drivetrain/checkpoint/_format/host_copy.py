@@ -138,10 +138,6 @@ def copy_to_host(
     """
     try:
         parts = list(_parts_of(contents, rank, shard_of))
-        unexpected: dict[str, Any] = {}
-        encode(contents.metadata.progress, unexpected, "progress")
-        encode(contents.metadata.hyper_parameters, unexpected, "hyper_parameters")
-        encode(contents.metadata.data_hyper_parameters, unexpected, "data_hyper_parameters")
         for part in parts:
             for name, value in part.tensors.items():
                 _check_storable(part, name, value)
