@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from unittest.mock import patch
 
 import torch
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from benchmarks.by_engine import Trained
 from drivetrain import Fit
-from drivetrain.checkpoint import load
+from drivetrain.checkpoint import SaveRequest, load
 from drivetrain.checkpoint._format import checksums, tensor_reader
 
 Wait = Callable[[], None]
@@ -143,8 +143,9 @@ class Ours:
                 source.read()  # read it all, since its checksum covers all of it
 
     def begin(self, folder: Path) -> Wait:
-        self._trainer.write_checkpoint(str(folder), background=True)
-        finish: Wait = self._trainer.run_state.checkpoints.finish
+        self._trainer.save(SaveRequest(str(folder), background=True))
+        checkpoints: Any = self._trainer.run_state.checkpoints
+        finish: Wait = checkpoints.finish
         return finish
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -12,7 +12,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from drivetrain._metrics import MetricStore
+from drivetrain.checkpoint.save_request import SaveRequest
 from drivetrain.strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from drivetrain.checkpoint._format import CheckpointReader
 
 
 @dataclass(slots=True)
@@ -190,6 +194,34 @@ class StageLoaders:
     """The expected micro-batches of each evaluation loader, by stage; None if unknown."""
 
 
+class CheckpointsOfRun(Protocol):
+    """The checkpoints of a run, as far as hooks and the training loop ask for them."""
+
+    waiting: list[Any]
+    """What to do at the next point from which the run can be resumed."""
+    rollback: Callable[[], None] | None
+    """Loads an earlier checkpoint. The loop calls the function after leaving the epoch. None without a request."""
+    in_epoch: bool
+    """Whether an epoch's batches are read, or its end is processed: a save then waits for the next point."""
+    opened: CheckpointReader | None
+    """The checkpoint that the run starts from, if any."""
+
+    def save(self, request: SaveRequest | Callable[[], SaveRequest | None]) -> None:
+        """Write a checkpoint, at once or at the next point."""
+
+    def carry_out_requests(self) -> None:
+        """Write the requested checkpoints, unless a rollback was requested. Collective."""
+
+    def save_before_leaving(self) -> None:
+        """Write the checkpoint from which a run that ends early is resumed. Collective."""
+
+    def newest_up_to(self, step: int) -> tuple[str, int] | None:
+        """Return the path and step of this run's newest checkpoint at or before ``step``, or None. Collective."""
+
+    def roll_back(self, path: str) -> None:
+        """Request a rollback to a checkpoint of this run. Collective."""
+
+
 class FolderOfRun(Protocol):
     """The run's folder, as far as hooks read it."""
 
@@ -253,7 +285,7 @@ class RunState:
     manual: ManualOptimization | None = None
     stop: StopRequests | None = None
     folder: FolderOfRun | None = None
-    checkpoints: Any = None
+    checkpoints: CheckpointsOfRun | None = None
     estimate_steps: Callable[[], int | float] = _outside_a_run
     all_gather: Callable[[Any, bool], Any] = _outside_a_run
     check_collective: Callable[[str], None] = _outside_a_run

@@ -11,19 +11,18 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from drivetrain._config.arguments import check_arguments
 from drivetrain._config.precedence import Settings, resolved_settings
+from drivetrain._engine.components import check_allow
 from drivetrain._engine.defaults import default_callbacks, default_loggers
 from drivetrain._engine.launch import launch
-from drivetrain._engine.resume_compatibility import check_allow
 from drivetrain._engine.run_folder import CKPT_PATH_KEYWORDS
 from drivetrain._engine.run_parts import RunRequest
 from drivetrain._engine.seeding import built_unseeded
 from drivetrain._engine.stage_loaders import DataArguments
-from drivetrain._loops.hooks import is_overridden
 from drivetrain._run_state import RunState
 from drivetrain._runtime.accelerators import check_devices
 from drivetrain._runtime.seed import validate_seed
 from drivetrain._runtime.working_directory import REMOVED, lacks_its_start, resolved_path
-from drivetrain.callback import Callback
+from drivetrain.callback import Callback, SearchesBeforeLaunch
 from drivetrain.data import DataModule
 from drivetrain.environments import Environment, check_environment_name
 from drivetrain.errors import ConfigurationError, shortened
@@ -464,7 +463,7 @@ class Fit(RunContext):
                 )
         self._log_queue = None  # discards the rows that a failed run has not delivered
         try:
-            if any(is_overridden("before_launch", callback, Callback) for callback in self.callbacks):
+            if any(isinstance(callback, SearchesBeforeLaunch) for callback in self.callbacks):
                 from drivetrain._engine.trials import run_before_launch_hooks  # only runs with trials need it
 
                 run_before_launch_hooks(self, stage, module, given, path)

@@ -9,15 +9,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
 from drivetrain._metrics import MetricStore
-from drivetrain._run_state import ManualOptimization, RunState, SchedulerConfig, StopRequests, with_module_callbacks
+from drivetrain._run_state import (
+    CheckpointsOfRun,
+    ManualOptimization,
+    RunState,
+    SchedulerConfig,
+    StopRequests,
+    with_module_callbacks,
+)
 from drivetrain._runtime.accelerators import resolve_devices
+from drivetrain.checkpoint.save_request import SaveRequest
 from drivetrain.environments import Environment, Placement, environment_by_name
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import Launcher, current_world
@@ -254,7 +262,7 @@ class RunContext:
     def ckpt_path(self) -> str | None:
         """The path of the checkpoint that the run started from ("last", "best" and "auto" are resolved), or None."""
         checkpoints = self.run_state.checkpoints
-        return None if checkpoints is None or checkpoints.opened is None else str(checkpoints.opened.path)
+        return None if checkpoints is None or checkpoints.opened is None else checkpoints.opened.path
 
     # Devices and ranks
 
@@ -426,7 +434,7 @@ class RunContext:
         if self.global_rank != 0:
             return
         text = " ".join(map(str, args))
-        if options or not any(callback.write_line(text) for callback in self.callbacks):
+        if options or not any(each.write_line(text) for each in self.callbacks if isinstance(each, PrintsLines)):
             print(*args, **options)
 
     # Profiling
@@ -547,71 +555,31 @@ class RunContext:
             weights_only: leave out the state that only a resumed run needs.
             trainable_only: store only checksums of parameters that have never trained.
         """
-        run = self._running("save_checkpoint")
-        run.check_collective("save_checkpoint")
-        run.checkpoints.save(os.fspath(path), weights_only, trainable_only)
+        self._running("save_checkpoint").check_collective("save_checkpoint")
+        self._checkpoints("save_checkpoint").save(SaveRequest(os.fspath(path), weights_only, trainable_only))
 
-    def defer_save(self, save: Callable[[], None]) -> None:
-        """Call ``save`` at the next point from which the run can be resumed exactly. Call this method on every rank.
+    def save(self, request: SaveRequest | Callable[[], SaveRequest | None]) -> None:
+        """Write a checkpoint at the next point from which the run can be resumed. Call this method on every rank.
 
-        The point is reached when all hooks of the current event have run and the accumulation window is closed.
-        """
-        self._running("defer_save").checkpoints.requests.ask(save)
-
-    def write_checkpoint(
-        self,
-        path: str,
-        weights_only: bool = False,
-        background: bool = False,
-        then: Callable[[], None] = lambda: None,
-        identifier: str = "",
-        digest: str | None = None,
-        trainable_only: bool = False,
-    ) -> None:
-        """Write a checkpoint now. Call this method only in a function passed to `defer_save`, as `Checkpoint` does.
+        Within an epoch the point is reached when all hooks of the current event have run and the accumulation window is
+        closed; elsewhere it is now. In ``on_exception`` the state before the step that failed is written, if the run
+        has one process and `Checkpoint(save_on_exception=True)` keeps that state.
 
         Args:
-            path: a path or an fsspec URL.
-            weights_only: leave out the state that only a resumed run needs.
-            background: copy the state, and write the copy while training continues.
-            then: called on every rank once the checkpoint is complete.
-            identifier: the identifier in the checkpoint's manifest; "" for a random identifier. Rank 0's value is used.
-            digest: the digest to store for each file: "sha256", or None for checksums only. Rank 0's value is used.
-            trainable_only: store only checksums of parameters that have never trained.
+            request: the checkpoint, or a function that returns it, or None to write nothing. A function is called when
+                the point is reached and all hooks of the current event have run.
 
         Raises:
             CheckpointError: the checkpoint could not be written. The error is raised on every rank.
         """
-        checkpoints = self._running("write_checkpoint").checkpoints
-        checkpoints.write(path, weights_only, background, then, identifier, digest, trainable_only)
-
-    def save_after_failure(
-        self,
-        path: str,
-        digest: str | None = None,
-        trainable_only: bool = False,
-        then: Callable[[], None] = lambda: None,
-        identifier: str = "",
-    ) -> None:
-        """Save the state that a failed run of one process had at its last step. Only ``on_exception`` may call this.
-
-        Args:
-            path: a path or an fsspec URL.
-            digest: as for `write_checkpoint`.
-            trainable_only: as for `write_checkpoint`.
-            then: as for `write_checkpoint`.
-            identifier: as for `write_checkpoint`.
-        """
-        checkpoints = self._running("save_after_failure").checkpoints
-        checkpoints.write_after_failure(path, digest, trainable_only, then, identifier)
+        self._checkpoints("save").save(request)
 
     def checkpoint_before(self, step: int) -> tuple[str, int] | None:
         """Return the path and step of this run's newest complete checkpoint that is not after ``step``, or None.
 
         Waits for a checkpoint that is being written. Collective.
         """
-        found: tuple[str, int] | None = self._running("checkpoint_before").checkpoints.newest_up_to(step)
-        return found
+        return self._checkpoints("checkpoint_before").newest_up_to(step)
 
     def roll_back(self, path: str) -> None:
         """Load a complete checkpoint of this run and continue training from it. Call this method on every rank.
@@ -622,7 +590,7 @@ class RunContext:
         Raises:
             CheckpointError: the checkpoint cannot be opened.
         """
-        self._running("roll_back").checkpoints.roll_back(path)
+        self._checkpoints("roll_back").roll_back(path)
 
     def checkpoint_removed(self, identifier: str) -> None:
         """Record that a checkpoint was deleted. ``identifier`` is the identifier in the checkpoint's manifest."""
@@ -828,6 +796,11 @@ class RunContext:
             )
         return self.run_state
 
+    def _checkpoints(self, what: str) -> CheckpointsOfRun:
+        checkpoints = self._running(what).checkpoints
+        assert checkpoints is not None
+        return checkpoints
+
     def __getstate__(self) -> dict[str, Any]:
         # The run holds loops, data and connections of this process. A copy is like a `Fit` that has not run yet.
         return self.__dict__ | {"run_state": RunState(), "state": "idle", "_log_queue": None}
@@ -897,6 +870,18 @@ class Trials(Protocol):
 
     def log_info(self, text: str, *values: Any) -> None:
         """Log a message on rank 0, with ``values`` as the arguments of the format string ``text``."""
+
+
+@runtime_checkable
+class PrintsLines(Protocol):
+    """Draws on the terminal, and so prints what others print."""
+
+    def write_line(self, text: str) -> bool:
+        """Print ``text`` for ``trainer.print`` on rank 0.
+
+        Returns:
+            True if this callback has printed the text. If no callback has, ``trainer.print`` prints the text itself.
+        """
 
 
 class SavedCheckpoints(Protocol):

@@ -13,6 +13,7 @@ from small_runs import Regression, each, loader, quiet, trained
 
 from drivetrain import Callback
 from drivetrain.callbacks import LambdaCallback
+from drivetrain.checkpoint import SaveRequest
 from drivetrain_strategies import FSDPStrategy
 from worlds import on_ranks
 
@@ -83,7 +84,7 @@ def test_steps_draw_as_without_hooks_unless_a_hook_seeds() -> None:  # S-10
 def _trained(path: str, ckpt_path: str | None) -> torch.Tensor:
     def save(trainer: Any, *_: Any) -> None:
         if trainer.global_step == 5:
-            trainer.defer_save(lambda: trainer.write_checkpoint(path))
+            trainer.save(SaveRequest(path))
 
     callbacks = [Draws("on_train_batch_end"), LambdaCallback(on_train_batch_end=save)]
     options: dict[str, Any] = {"strategy": "ddp", "callbacks": callbacks, "max_epochs": 2, "seed": 3}

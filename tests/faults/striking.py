@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain import Callback
-from drivetrain._engine.save_rehearsal import SaveRehearsal
+from drivetrain._engine.checkpoint_manager import CheckpointManager
 from drivetrain.launchers import current_world
 
 STEP_TIMEOUT = timedelta(seconds=3)
@@ -77,16 +77,16 @@ class Striker:
             self._strike()
 
     def _watch_rehearsals(self) -> None:
-        rehearse = SaveRehearsal.run
+        rehearse = CheckpointManager._rehearse
 
-        def run(rehearsal: SaveRehearsal) -> None:
+        def run(checkpoints: CheckpointManager, saves_resumable: bool) -> None:
             self._rehearses = True
             try:
-                rehearse(rehearsal)
+                rehearse(checkpoints, saves_resumable)
             finally:
                 self._rehearses = False
 
-        SaveRehearsal.run = run  # type: ignore[method-assign,assignment]
+        CheckpointManager._rehearse = run  # type: ignore[method-assign,assignment]
 
     def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event in _WRITING and str(arguments[0]).startswith(self._folder):

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from averaging import Averaging, AveragingInContext
 from drivetrain import Callback, CheckpointError, ConfigurationError, DrivetrainError, Fit, Strategy, TrainModule
 from drivetrain.callbacks import Checkpoint, EMAWeightAveraging
+from drivetrain.checkpoint import SaveRequest
 from drivetrain.loggers import Logger
 from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from oracle.data_loaders import Samples, first_of, parts_of, training_loader, validation_loader
@@ -200,7 +201,7 @@ class Recorder(Callback):
             if hook == "on_fit_end" or hook in WITHIN_STEPS:
                 trainer.save_checkpoint(self.path)
             else:
-                trainer.defer_save(lambda: trainer.write_checkpoint(self.path))
+                trainer.save(lambda: SaveRequest(self.path))
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         if not self.resumed or self.reseeds:

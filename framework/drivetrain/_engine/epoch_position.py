@@ -21,12 +21,14 @@ class EpochPosition:
         epoch: the epoch that began with another sharding before the run was resumed; -1 for none.
         begins: the position from which the rest of that epoch is sharded anew.
         samples: the number of samples with which the saved epoch began; None if it is unknown.
+        is_split_as_saved: whether the data is split as in the saved run, so that the run can resume bit for bit.
     """
 
     world_size: int = 1
     epoch: int = -1
     begins: EpochOffset = EPOCH_START
     samples: int | None = None
+    is_split_as_saved: bool = False
 
     def origin(self, epoch: int) -> EpochOffset:
         """Return the position from which ``epoch`` is sharded."""
@@ -59,7 +61,7 @@ class EpochPosition:
 
     def load_state_dict(
         self, state: Mapping[str, Any], source: BatchSource, progress: Progress, new_loader: bool = False
-    ) -> bool:
+    ) -> None:
         """Resume from ``state``. If the sharding differs, convert ``progress.batch_idx`` to the new batch size.
 
         Args:
@@ -68,13 +70,11 @@ class EpochPosition:
             progress: the counters, which are loaded already.
             new_loader: whether no batch of the epoch is used yet and the epoch has a new loader, perhaps with another
                 batch size.
-
-        Returns:
-            Whether the data is sharded as in the saved run, so that the run can resume bit for bit.
         """
         self.samples = state["samples"]
-        same_sharding = self.world_size == state["world_size"] and (new_loader or source.stride == state["stride"])
-        if same_sharding:
+        same_stride = new_loader or source.stride == state["stride"]
+        self.is_split_as_saved = self.world_size == state["world_size"] and same_stride
+        if self.is_split_as_saved:
             self.epoch, self.begins = state["epoch"], EpochOffset(*map(int, state["begins"]))
         elif progress.batch_idx:
             done, before = progress.epoch_samples, progress.batch_idx
@@ -83,4 +83,3 @@ class EpochPosition:
             number = -(-done // stride) if stride else -(-before * state["world_size"] // self.world_size)
             self.epoch, self.begins = progress.epoch, EpochOffset(done, number)
             progress.batch_idx = number
-        return same_sharding

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from drivetrain._loops.window_snapshot import has_local_values
 from drivetrain._runtime.transfer import row_major
 from drivetrain.strategies.strategy import Strategy
 
@@ -111,11 +112,6 @@ class EvaluationBuffers:
                 if own is not None and own.values is not None and unchanged:
                     values[name] = own.values
         return values
-
-
-def has_local_values(buffer: Tensor | None) -> TypeGuard[Tensor]:
-    """Whether ``buffer`` is a tensor whose values this rank holds, rather than None, a meta tensor or a DTensor."""
-    return buffer is not None and not buffer.is_meta and not hasattr(buffer, "full_tensor")
 
 
 def _same_bits(first: Tensor, second: Tensor) -> bool:

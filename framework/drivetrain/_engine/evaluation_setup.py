@@ -8,15 +8,14 @@ from functools import partial
 from typing import Any
 
 from drivetrain._engine.batches import Move, safe_move
-from drivetrain._engine.run_parts import RunCore, RunData, StopConditions
+from drivetrain._engine.run_parts import RunCore, RunData
 from drivetrain._loops.evaluate import EvaluateLoop, EvaluationData, EvaluationMode
 from drivetrain._loops.evaluation_interrupt import EarlyExit, ValidationExit
-from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.predict import IsPredicted, PredictLoop
 from drivetrain._loops.progress_reports import Reporting
 from drivetrain._loops.step_arguments import WrappedModule
 from drivetrain._loops.stopping import StopRequest
-from drivetrain.callback import Callback
+from drivetrain.callback import StoresPredictions
 from drivetrain.strategies.strategy import StepRunner
 
 
@@ -77,20 +76,18 @@ def build_evaluation(
     ).run
 
 
-def build_validation(
-    core: RunCore, data: RunData, stopping: StopConditions, runner: StepRunner, move: Move | None
-) -> Callable[[], list[dict[str, float]]]:
+def build_validation(core: RunCore, runner: StepRunner, move: Move | None) -> Callable[[], list[dict[str, float]]]:
     """Return a function that validates within fit, and afterwards restores the generators and buffers of training."""
     early = None
     if core.saves_on_signals:
-        early = ValidationExit(stopping.stop, core.strategy, core.module, core.metrics)
-    evaluate = build_evaluation(core, data, "validate", runner, move, early=early)
+        early = ValidationExit(core.stop, core.strategy, core.module, core.metrics)
+    evaluate = build_evaluation(core, core.data, "validate", runner, move, early=early)
 
     def validate() -> list[dict[str, float]]:
-        snapshot = stopping.snapshot if core.progress.within_window else None
+        snapshot = core.snapshot if core.progress.within_window else None
         with (
             snapshot.keep_evaluation_changes() if snapshot else nullcontext(),
-            _separate_generators(core, data),
+            _separate_generators(core, core.data),
             core.buffers.restored_at_end(),
         ):
             core.validating = True
@@ -147,7 +144,7 @@ def run_sanity_check(
     core.sanity_checking = True
     with (
         core.span("sanity check"),
-        _separate_generators(core, data),
+        _separate_generators(core, core.data),
         core.buffers.restored_at_end(),
         core.metrics.temporary("validate"),
     ):
@@ -177,8 +174,8 @@ def goes_on_when_repeated(core: RunCore) -> bool:
     return core.stage == "fit"
 
 
-def _storing_callbacks(core: RunCore) -> list[Callback]:
-    return [callback for callback in core.callbacks if is_overridden("existing_predictions", callback, Callback)]
+def _storing_callbacks(core: RunCore) -> list[StoresPredictions]:
+    return [callback for callback in core.callbacks if isinstance(callback, StoresPredictions)]
 
 
 def _existing_predictions(core: RunCore) -> list[IsPredicted]:

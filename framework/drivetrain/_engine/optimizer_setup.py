@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
-
-from torch.optim import Optimizer
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from drivetrain._distributed.control_plane import check_ranks_agree
+from drivetrain._engine.components import class_names, describe_groups, describe_schedulers
 from drivetrain._engine.rank_facts import optimizer_facts
-from drivetrain._engine.resume_compatibility import class_names
 from drivetrain._engine.run_parts import RunCore
 from drivetrain._loops.configured_optimizers import (
     check_optimizers,
@@ -19,32 +17,23 @@ from drivetrain._loops.configured_optimizers import (
     parse_optimizers,
 )
 from drivetrain._loops.manual_step import build_optimizer_handles
-from drivetrain._loops.trainables import Trainables
 from drivetrain._run_state import Optimization, SchedulerConfig
+
+if TYPE_CHECKING:
+    from drivetrain._engine.resumed_run import ResumedRun
 
 logger = logging.getLogger("drivetrain")
 
 
-def set_up_optimizers(
-    core: RunCore,
-    trainables: Trainables,
-    components: dict[str, Any],
-    regroup: Callable[[Sequence[Optimizer]], None],
-) -> Optimization:
+def set_up_optimizers(core: RunCore, resumed: ResumedRun | None) -> Optimization:
     """Call ``configure_optimizers`` and hand the optimizers to the strategy.
 
     Args:
-        core: the run.
-        trainables: tracks which parameters train.
-        components: receives the classes of optimizers and schedulers, and the optimizers' groups.
-        regroup: restores the parameter groups that the optimizers had in the resumed run.
+        core: the run. Its components receive the classes of optimizers and schedulers, and the groups.
+        resumed: the run that is resumed, whose optimizers and parameter groups the fit has to have.
     """
-    from drivetrain._engine.optimizer_settings import (
-        describe_groups,
-        describe_schedulers,
-    )  # the import of drivetrain does not need it
-
-    module, strategy = core.module, core.strategy
+    module, strategy, trainables = core.module, core.strategy, core.trainables
+    assert trainables is not None
     with strategy.optimizer_init_context():
         configured = module.configure_optimizers()
     optimizers, configs = parse_optimizers(configured)
@@ -55,14 +44,15 @@ def set_up_optimizers(
     closure = needs_engine_closure(configured, optimizers, automatic)
     strategy.elementwise_optimizers = declared_elementwise(configured)
     strategy.adopt_parameters(optimizers)
-    components |= {
+    core.components |= {
         "optimizers": class_names(optimizers),
         "schedulers": class_names(schedulers),
         "optimizer_groups": describe_groups(optimizers, strategy.named_parameters()),
         "scheduler_settings": describe_schedulers(schedulers),
         "frozen_parameters": trainables.frozen(),
     }
-    regroup(optimizers)
+    if resumed is not None:
+        resumed.regroup(optimizers)
     check_optimizers(module, optimizers, configs, automatic, closure)
     if strategy.rank == 0:
         _warn_of_unused_keys(configs, automatic)

@@ -15,6 +15,7 @@ from drivetrain._engine.monitors import MonitoredKeysCheck
 from drivetrain._engine.run_parts import RunRequest, Training
 from drivetrain._engine.session import PreparedRun, Session
 from drivetrain._engine.stage_data import StageData
+from drivetrain._loops.hooks import HOOKS
 from drivetrain._loops.manual_step import ManualStep
 from drivetrain._loops.step import AutomaticStep
 from drivetrain._storage.paths import child
@@ -56,7 +57,6 @@ class ProfiledSession(Session):
         self._folder_of_fit = before.path if before is not None and before.is_of_fit else None
         self._is_nested: bool | None = None  # None unless the run is being measured
         self._replace(self.core.callbacks, "collect", lambda collect: partial(self._time_hooks, collect))
-        self._replace(self.checkpoints.requests, "run", lambda run: partial(self._time_saves, run))
 
     # Beginning and ending the measurement
 
@@ -109,15 +109,7 @@ class ProfiledSession(Session):
     def _time_hooks(self, collect: Callable[[], None]) -> None:
         """Collect the callbacks, and time each hook."""
         collect()
-        for table in (self.core.hooks.early, self.core.hooks.late):
-            for name, hooks in table.items():
-                table[name] = tuple(self._timed(f"{_owner(hook)}.{name}", hook) for hook in hooks)
-
-    def _time_saves(self, run: Callable[[], None]) -> None:
-        """Write the requested checkpoints, if there are any, as one phase."""
-        requests = self.checkpoints.requests
-        writes = requests.waiting and requests.rollback is None
-        (self._timed("checkpoint", run) if writes else run)()
+        self.core.hooks.wrap(HOOKS, lambda name, _, hook: self._timed(f"{_owner(hook)}.{name}", hook))
 
     def _build_stage_data(self) -> StageData:
         data = super()._build_stage_data()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from drivetrain._distributed.control_plane import ControlPlane
-from drivetrain._engine.evaluation_buffers import has_local_values
+from drivetrain._loops.window_snapshot import has_local_values
 from drivetrain._runtime.transfer import row_major
 from drivetrain.checkpoint._compiled_names import plain_name
 from drivetrain.checkpoint._format.checksums import crc32

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain._distributed.control_plane import check_ranks_agree
 from drivetrain._engine.batches import BatchMover
+from drivetrain._engine.components import data_facts
 from drivetrain._engine.evaluation_setup import build_validation
-from drivetrain._engine.resume_compatibility import data_facts
-from drivetrain._engine.run_parts import RunCore, RunData, StopConditions
+from drivetrain._engine.run_parts import RunCore, RunData
 from drivetrain._engine.seeding import seed_rank
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.training_setup import epoch_data
@@ -20,7 +20,7 @@ from drivetrain._runtime.seed import derive_seed
 from drivetrain.strategies.strategy import StepRunner
 
 if TYPE_CHECKING:
-    from drivetrain.checkpoint._format import CheckpointReader
+    from drivetrain._engine.resumed_run import ResumedRun
 
 logger = logging.getLogger("drivetrain")
 
@@ -52,17 +52,17 @@ class Reloading:
         self._loaded_at = 0  # the epoch of the current loaders
         self._use: Callable[[StageData], None] | None = None
 
-    def begin(self, opened: CheckpointReader | None) -> None:
-        """Build the first loaders of the run: the loaders of epoch 0, or of the epoch that ``opened`` was saved in."""
+    def begin(self, resumed: ResumedRun | None) -> None:
+        """Build the first loaders of the run: the loaders of epoch 0, or of the epoch in which ``resumed`` goes on."""
         core, data = self._core, self._data
         data.reload = self.reload
-        if opened is not None:
-            self._loaded_at = self._first_epoch(int(opened.progress["epoch"]))
+        if resumed is not None:
+            self._loaded_at = self._first_epoch(int(resumed.checkpoint.progress["epoch"]))
         data.stage_data = self._build()
-        saved = {} if opened is None else opened.state().get("components") or {}
-        length, same_split = saved.get("length"), opened is not None
-        if opened is not None:
-            same_split = opened.state()["data"]["world_size"] == core.strategy.data_world_size
+        saved = {} if resumed is None else resumed.state.get("components") or {}
+        length, same_split = saved.get("length"), resumed is not None
+        if resumed is not None:
+            same_split = resumed.state["data"]["world_size"] == core.strategy.data_world_size
         data.first_length = length if same_split and isinstance(length, int) else data.train_length
         self._components["length"] = data.first_length
         if data.given.train is not None and core.strategy.rank == 0:
@@ -72,12 +72,11 @@ class Reloading:
                 self._every,
             )
 
-    def connect(self, loop: TrainLoop, stopping: StopConditions, runner: StepRunner, move: BatchMover | None) -> None:
+    def connect(self, loop: TrainLoop, runner: StepRunner, move: BatchMover | None) -> None:
         """Pass later loaders to the training loop.
 
         Args:
             loop: the run's loop.
-            stopping: holds the snapshot that reads the source of batches.
             runner: runs each step as the strategy requires.
             move: moves a batch to the device.
         """
@@ -85,9 +84,7 @@ class Reloading:
 
         def use(stage_data: StageData) -> None:
             self._components["data"] = data_facts(data.train, stage_data.loaders)
-            if stopping.snapshot is not None:
-                stopping.snapshot.set_source(data.train)
-            validate = build_validation(core, data, stopping, runner, move) if data.validates else None
+            validate = build_validation(core, runner, move) if data.validates else None
             loop.use(epoch_data(core, data, move), validate)
 
         self._use = use

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
-from torch.utils.data.sampler import BatchSampler
+from drivetrain._engine.components import GROUP_MEMBERS
+from drivetrain._engine.saved_state_schema import reporting_malformed
+from drivetrain.errors import ConfigurationError, listed
+from drivetrain.strategies.strategy import Strategy
 
-from drivetrain.data._batch_source import BatchSource
-from drivetrain.data.combined import CombinedLoader
-from drivetrain.errors import ConfigurationError, listed, nearest
+if TYPE_CHECKING:
+    from drivetrain.checkpoint._format import CheckpointReader
 
-ALLOWABLE_DIFFERENCES = ("data", "optimizer", "scheduler", "module")
-"""The differences from the saved run that `fit(..., allow=)` may permit."""
+Group = Mapping[str, Any]
+"""The names of a group's parameters as ``params``, and the group's options that are numbers, strings or lists."""
 
 
 class Difference(NamedTuple):
@@ -70,165 +72,25 @@ class StartsAnew:
         return self.schedulers or its_own or (bool(anew) and len(anew) == len(optimizers))
 
 
-def check_allow(allow: Sequence[str]) -> tuple[str, ...]:
-    """Return ``allow`` as a tuple.
+def differences_from(
+    checkpoint: CheckpointReader, state: Mapping[str, Any], components: dict[str, Any], strategy: Strategy
+) -> list[Difference]:
+    """Return the differences between the run of a checkpoint and this run, as far as its components are known.
+
+    Args:
+        checkpoint: the checkpoint.
+        state: its document of the run's state.
+        components: the record of this run.
+        strategy: the strategy of this run.
 
     Raises:
-        ConfigurationError: ``allow`` contains an unknown name.
+        CheckpointError: the record in the checkpoint is malformed.
     """
-    named = (allow,) if isinstance(allow, str) else tuple(allow)
-    for name in named:
-        if name not in ALLOWABLE_DIFFERENCES:
-            raise ConfigurationError(
-                f"fit(allow={name!r}) is unknown.{nearest(str(name), ALLOWABLE_DIFFERENCES)}",
-                "allow names the parts that may differ from the run that ckpt_path resumes.",
-                f"give some of {', '.join(ALLOWABLE_DIFFERENCES)}.",
-            )
-    return named
-
-
-def class_name(instance: object) -> str:
-    """Return the full name of the object's class, without the module if it is ``__main__``.
-
-    The next run may import a script that was ``__main__``, so that its classes get another module.
-    """
-    kind = type(instance)
-    return kind.__qualname__ if kind.__module__ == "__main__" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def class_names(optimizers: Sequence[Any]) -> list[str]:
-    """Return the class names of the optimizers or schedulers that the user returned."""
-    return [class_name(optimizer) for optimizer in optimizers]
-
-
-def data_facts(source: BatchSource | None, loaders: Sequence[Any]) -> dict[str, Any]:
-    """Return the description of the training data in a checkpoint: the number of samples and the kind of order.
-
-    Batch sizes are not recorded: they may differ between runs.
-
-    Args:
-        source: the source of the batches.
-        loaders: the loaders, as the user gave them.
-    """
-    return {
-        "samples": None if source is None else source.samples,
-        "order": [order for loader in loaders for order in _orders(loader)],
-    }
-
-
-def _orders(loader: Any) -> list[str]:
-    if isinstance(loader, CombinedLoader):
-        return _orders(loader.iterables)
-    several = list(loader.values()) if isinstance(loader, dict) else loader
-    if isinstance(several, list | tuple) and several and isinstance(several[0], DataLoader | CombinedLoader):
-        return [order for each in several for order in _orders(each)]
-    # A list of anything else is a list of batches.
-    if not isinstance(loader, DataLoader):
-        return ["as it comes"]
-    if isinstance(loader.dataset, IterableDataset):
-        return ["as it comes"]
-    sampler = loader.sampler
-    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
-        return [f"of {type(loader.batch_sampler).__qualname__}"]
-    if isinstance(sampler, RandomSampler):
-        return ["shuffled"]
-    if isinstance(sampler, SequentialSampler):
-        return ["in order"]
-    return [f"of {type(sampler).__qualname__}"]
-
-
-def find_differences(saved: Any, now: dict[str, Any], epoch_samples: int | None = None) -> list[Difference]:
-    """Return the differences between a checkpoint's record of its run and this run. Missing entries do not count.
-
-    Args:
-        saved: the checkpoint's record.
-        now: the record of this run.
-        epoch_samples: the number of training samples of the saved epoch, which may differ from the number at the start
-            of the saved run. This run may start with either; None if it is unknown.
-    """
-    if not isinstance(saved, dict):
-        return []
-    result = []
-    for key, kind in (("module", "module"), ("schedulers", "scheduler")):
-        if key in saved and key in now and not _same(saved[key], now[key]):
-            result.append(Difference(kind, _describe(saved[key]), _describe(now[key])))
-    same_schedulers = all(difference.kind != "scheduler" for difference in result)
-    if same_schedulers and "scheduler_settings" in saved and "scheduler_settings" in now:
-        result += _scheduler_differences(saved, now)
-    if "optimizers" in saved and "optimizers" in now:
-        result += _optimizer_differences(saved, now)
-    saved_data, data = saved.get("data"), now.get("data")
-    if isinstance(saved_data, dict) and isinstance(data, dict):
-        samples, count = saved_data.get("samples"), data["samples"]
-        order = data["order"]
-        if None not in (samples, count) and count not in (samples, epoch_samples):
-            result.append(Difference("data", f"{samples} training samples", str(count)))
-        elif saved_data.get("order", order) != order:
-            saved_order = ", ".join(saved_data["order"])
-            result.append(Difference("data", f"training data {saved_order}", ", ".join(order) or "none"))
-    return result
-
-
-def _scheduler_differences(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[Difference]:
-    from drivetrain._engine.optimizer_settings import compare_schedulers  # only a run that resumes needs it
-
-    for name, before, after in zip(
-        now["schedulers"], saved["scheduler_settings"], now["scheduler_settings"], strict=True
-    ):
-        for each in compare_schedulers(before, after, _describe([name])):
-            yield Difference("scheduler", each.saved, each.now, None, each.is_number)
-
-
-def _optimizer_differences(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[Difference]:
-    from drivetrain._engine.optimizer_settings import compare_groups  # only a run that resumes needs it
-
-    classes, current = saved["optimizers"], now["optimizers"]
-    if len(classes) != len(current):
-        yield Difference("optimizer", _describe(classes), _describe(current))
-        return
-    saved_groups = saved.get("optimizer_groups")
-    frozen = {*saved.get("frozen_parameters", ()), *now["frozen_parameters"]}
-    for index, (saved_class, own_class) in enumerate(zip(classes, current, strict=True)):
-        name = _describe([own_class])
-        if not _same(saved_class, own_class):
-            yield Difference("optimizer", _describe([saved_class]), name, index)
-        elif saved_groups is not None:
-            optimizer = name if len(classes) == 1 else f"optimizer {index}, {name}"
-            for each in compare_groups(saved_groups[index], now["optimizer_groups"][index], frozen, optimizer):
-                yield Difference("optimizer", each.saved, each.now, index, each.is_number)
-
-
-def immovable_optimizers(
-    flattened: Mapping[str, Any],
-    saved: tuple[str, int],
-    now: tuple[str, int],
-    shards: bool,
-    found: Sequence[Difference],
-) -> list[Difference]:
-    """Return a difference for each optimizer whose state this run would have to cut, although it is stored in blocks.
-
-    Args:
-        flattened: what the checkpoint says about state of tensor subclasses.
-        saved: the strategy and the number of ranks of the saved run.
-        now: the strategy and the number of ranks of this run.
-        shards: whether this run's strategy shards parameters.
-        found: the other differences. Optimizers that differ anyway are left out.
-    """
-    differing = {each.optimizer for each in found if each.kind == "optimizer" and not each.is_number}
-    return [
-        Difference(
-            "optimizer",
-            f"block-wise optimizer state ({listed(entry['names'])}) on {_layout(saved)}",
-            _layout(now),
-            int(index),
-        )
-        for index, entry in flattened.items()
-        if saved != now and (entry["per_rank"] or shards) and not differing & {int(index), None}
-    ]
-
-
-def _layout(layout: tuple[str, int]) -> str:
-    return f"{layout[1]} rank{'s' * (layout[1] > 1)} of {layout[0]}"
+    with reporting_malformed(checkpoint, "the run's state", "components"):
+        found = list(_differences(state.get("components"), components, state["data"].get("samples")))
+        if "optimizers" in components:
+            found += _immovable_optimizers(checkpoint, state, strategy, found)
+    return found
 
 
 def refuse_differences(path: str, differences: Sequence[Difference], allow: Sequence[str]) -> None:
@@ -249,14 +111,165 @@ def refuse_differences(path: str, differences: Sequence[Difference], allow: Sequ
         )
 
 
-def _same(saved: Any, now: Any) -> bool:
+def _differences(saved: Any, now: dict[str, Any], epoch_samples: int | None) -> Iterator[Difference]:
+    """Yield the differences between two records of components. Entries that one of them lacks do not count.
+
+    Args:
+        saved: the checkpoint's record.
+        now: the record of this run.
+        epoch_samples: the number of training samples of the saved epoch, which may differ from the number at the start
+            of the saved run. This run may start with either; None if it is unknown.
+    """
+    if not isinstance(saved, dict):
+        return
+    for key, kind in (("module", "module"), ("schedulers", "scheduler")):
+        if key in saved and key in now and not _same_classes(saved[key], now[key]):
+            yield Difference(kind, _describe(saved[key]), _describe(now[key]))
+    settings, own_settings = saved.get("scheduler_settings"), now.get("scheduler_settings")
+    if settings is not None and own_settings is not None and _same_classes(saved["schedulers"], now["schedulers"]):
+        for scheduler, before, after in zip(now["schedulers"], settings, own_settings, strict=True):
+            yield from _scheduler_differences(_describe([scheduler]), before, after)
+    if "optimizers" in saved and "optimizers" in now:
+        yield from _optimizer_differences(saved, now)
+    saved_data, data = saved.get("data"), now.get("data")
+    if isinstance(saved_data, dict) and isinstance(data, dict):
+        samples, count = saved_data.get("samples"), data["samples"]
+        order = data["order"]
+        if None not in (samples, count) and count not in (samples, epoch_samples):
+            yield Difference("data", f"{samples} training samples", str(count))
+        elif saved_data.get("order", order) != order:
+            saved_order = ", ".join(saved_data["order"])
+            yield Difference("data", f"training data {saved_order}", ", ".join(order) or "none")
+
+
+def _scheduler_differences(scheduler: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
+    for name in saved:
+        if name in now and not _same_values(saved[name], now[name]):
+            yield Difference("scheduler", f"{name}={saved[name]!r} of {scheduler}", f"{name}={now[name]!r}", None, True)
+
+
+def _optimizer_differences(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[Difference]:
+    classes, current = saved["optimizers"], now["optimizers"]
+    if len(classes) != len(current):
+        yield Difference("optimizer", _describe(classes), _describe(current))
+        return
+    saved_groups = saved.get("optimizer_groups")
+    # A function that passes only trainable parameters to the optimizer gives a parameter that is frozen in one of the
+    # runs to one of the optimizers.
+    frozen = {*saved.get("frozen_parameters", ()), *now["frozen_parameters"]}
+    for index, (saved_class, own_class) in enumerate(zip(classes, current, strict=True)):
+        name = _describe([own_class])
+        if not _same_classes(saved_class, own_class):
+            yield Difference("optimizer", _describe([saved_class]), name, index)
+        elif saved_groups is not None:
+            optimizer = name if len(classes) == 1 else f"optimizer {index}, {name}"
+            before_groups, after_groups = saved_groups[index], now["optimizer_groups"][index]
+            groups = _without(before_groups, frozen), _without(after_groups, frozen)
+            for before, after, is_number in _group_differences(*groups, optimizer):
+                yield Difference("optimizer", before, after, index, is_number)
+
+
+def _without(groups: Sequence[Group], names: Collection[str]) -> list[tuple[int, Group]]:
+    """Return the groups with their numbers, without the parameters ``names`` and without groups of only these."""
+    remaining = [
+        (number, {**group, "params": [name for name in group["params"] if name not in names]})
+        for number, group in enumerate(groups)
+    ]
+    return [(number, group) for number, group in remaining if group["params"] or not groups[number]["params"]]
+
+
+def _group_differences(
+    saved: Sequence[tuple[int, Group]], now: Sequence[tuple[int, Group]], optimizer: str
+) -> Iterator[tuple[str, str, bool]]:
+    """Yield what the saved run had and what this run has, and whether only a number differs.
+
+    Options are compared only if the same parameters are in the same groups.
+    """
+    moved = list(_moved(saved, now))
+    for names, before, after in moved:
+        yield f"{listed(names)} in {before} of {optimizer}", f"in {after}", False
+    if moved:
+        return
+    if len(saved) != len(now):
+        yield f"{len(saved)} parameter groups in {optimizer}", str(len(now)), False
+        return
+    for (number, group), (_, other) in zip(saved, now, strict=True):
+        for name, value in group.items():
+            # An option that only one of the runs has was added by a version of torch, or by another scheduler.
+            if name in other and name not in GROUP_MEMBERS and not _same_values(value, other[name]):
+                text = f"{name}={value!r} in group {number} of {optimizer}"
+                yield text, f"{name}={other[name]!r}", _differs_in_number(value, other[name])
+
+
+def _moved(
+    saved: Sequence[tuple[int, Group]], now: Sequence[tuple[int, Group]]
+) -> Iterator[tuple[list[str], str, str]]:
+    """Yield parameters that are in another group, or only in one of the runs, with the names of both groups."""
+    places = [
+        {name: (index, number) for index, (number, group) in enumerate(groups) for name in group["params"]}
+        for groups in (saved, now)
+    ]
+    moves: dict[tuple[str, str], list[str]] = {}
+    for name in {**places[0], **places[1]}:
+        before, after = places[0].get(name), places[1].get(name)
+        if (before and before[0]) != (after and after[0]):
+            moves.setdefault((_group_name(before), _group_name(after)), []).append(name)
+    for (before_name, after_name), names in moves.items():
+        yield names, before_name, after_name
+
+
+def _group_name(place: tuple[int, int] | None) -> str:
+    return "no group" if place is None else f"group {place[1]}"
+
+
+def _immovable_optimizers(
+    checkpoint: CheckpointReader, state: Mapping[str, Any], strategy: Strategy, found: Sequence[Difference]
+) -> list[Difference]:
+    """Return a difference for each optimizer whose state this run would have to cut, although it is stored in blocks.
+
+    Optimizers that differ anyway are left out.
+    """
+    manifest = checkpoint.manifest
+    saved = _layout(manifest.metadata.strategy, manifest.world_size)
+    now = _layout(type(strategy).__name__, strategy.world_size)
+    differing = {each.optimizer for each in found if each.kind == "optimizer" and not each.is_number}
+    return [
+        Difference("optimizer", f"block-wise optimizer state ({listed(entry['names'])}) on {saved}", now, int(index))
+        for index, entry in (state.get("flattened_optimizer_state") or {}).items()
+        if saved != now and (entry["per_rank"] or strategy.shards_parameters) and not differing & {int(index), None}
+    ]
+
+
+def _layout(strategy: str, ranks: int) -> str:
+    return f"{ranks} rank{'s' * (ranks > 1)} of {strategy}"
+
+
+def _same_classes(saved: Any, now: Any) -> bool:
     if isinstance(saved, list) and isinstance(now, list):
-        return len(saved) == len(now) and all(map(_same, saved, now))
+        return len(saved) == len(now) and all(map(_same_classes, saved, now))
     if saved == now:
         return True
     # A class of a script is recorded without its module, but with its module if the script is imported later.
     names = str(saved).rpartition("."), str(now).rpartition(".")
     return names[0][2] == names[1][2] and "" in (names[0][0], names[1][0])
+
+
+def _same_values(saved: Any, now: Any) -> bool:
+    """Return whether two values are equal, up to the precision of a learning rate in a float32 tensor."""
+    if isinstance(saved, list) and isinstance(now, list):
+        return len(saved) == len(now) and all(map(_same_values, saved, now))
+    if isinstance(saved, float) and isinstance(now, float):
+        return math.isclose(saved, now, rel_tol=1e-6) or (math.isnan(saved) and math.isnan(now))
+    return bool(saved == now)
+
+
+def _differs_in_number(saved: Any, now: Any) -> bool:
+    """Return whether two different values differ only in numbers. A boolean is not a number."""
+    if isinstance(saved, list) and isinstance(now, list):
+        return len(saved) == len(now) and all(
+            part == other or _differs_in_number(part, other) for part, other in zip(saved, now, strict=True)
+        )
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in (saved, now))
 
 
 def _describe(names: Any) -> str:

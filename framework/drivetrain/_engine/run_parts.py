@@ -20,15 +20,14 @@ from drivetrain._engine.run_callbacks import RunCallbacks
 from drivetrain._engine.run_folder import RunFolder
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import DataArguments
-from drivetrain._engine.window_snapshot import WindowSnapshot
 from drivetrain._loops.hooks import HookTable
 from drivetrain._loops.loader_lengths import Lengths
 from drivetrain._loops.manual_step import ManualStep
-from drivetrain._loops.save_requests import SaveRequests
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.train import TrainLoop
 from drivetrain._loops.trainables import Trainables
-from drivetrain._run_state import Optimization, Progress, RunState
+from drivetrain._loops.window_snapshot import WindowSnapshot
+from drivetrain._run_state import Progress, RunState
 from drivetrain.data import DataModule
 from drivetrain.data._rng_replay import RngReplay
 from drivetrain.module._hyper_parameters import logged_hyper_parameters
@@ -132,6 +131,13 @@ class RunData:
         source = None if self.stage_data is None else self.stage_data.train
         return {**self.epoch_position.state_dict(source), "seed": self.seed}
 
+    def load_state_dict(self, state: Mapping[str, Any], progress: Progress) -> None:
+        """Restore the position in the data, after the counters and the seed, and load the loaders of the epoch."""
+        if self.reload is not None:
+            self.reload(progress.epoch)
+        epoch_is_new = self.reload is not None and progress.batch_idx == 0
+        self.epoch_position.load_state_dict(state, self.train, progress, new_loader=epoch_is_new)
+
 
 @dataclass(slots=True, kw_only=True)
 class RunCore(RunState):
@@ -145,6 +151,10 @@ class RunCore(RunState):
         callbacks: the callbacks, and the table of hooks that they and the module override.
         folder: the run's folder and its record.
         secrets: removes secrets from hyper-parameters before they are logged or saved.
+        components: describes the module, data, optimizers and schedulers, to be compared with those of a resumed run.
+        trainables: tracks which parameters train; None before the strategy has set up the module, and in other stages.
+        snapshot: the state at the start of the current window; None unless a run may have to be saved within a window.
+        loop: the training loop; None before it is built.
     """
 
     request: RunRequest
@@ -157,6 +167,10 @@ class RunCore(RunState):
     callbacks: RunCallbacks
     folder: RunFolder
     secrets: SecretFilter = field(default_factory=SecretFilter)
+    components: dict[str, Any] = field(default_factory=dict)
+    trainables: Trainables | None = None
+    snapshot: WindowSnapshot | None = None
+    loop: TrainLoop | None = None
 
     def __post_init__(self) -> None:
         self.metrics.progress = self.progress
@@ -213,21 +227,8 @@ class RunCore(RunState):
         return self.trainer.profiler.profile(phase) if self.trainer.profiles else nullcontext()
 
     def progress_reporter(self) -> ProgressReporter | None:
-        """Return the object that reports a loop's progress to callbacks; None if none overrides `write_progress`."""
+        """Return the object that reports a loop's progress to callbacks; None if none has `write_progress`."""
         return self.callbacks.progress_reporter(self.trainer.log_every_n_steps)
-
-
-@dataclass(frozen=True, slots=True)
-class StopConditions:
-    """The objects through which training may end early.
-
-    Attributes:
-        stop: collects requests to stop, and holds the minimums of steps and epochs that defer a stop.
-        snapshot: the state at the start of the current window; None unless a run may have to be saved within a window.
-    """
-
-    stop: StopRequest
-    snapshot: WindowSnapshot | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,58 +249,3 @@ class Training:
     def manual(self) -> ManualStep | None:
         """The training step of manual optimization; None with automatic optimization."""
         return self.step if isinstance(self.step, ManualStep) else None
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingInputs:
-    """The objects from which `build_training` builds the training loop.
-
-    Attributes:
-        core: the parts of the run that every stage has.
-        data: the run's data.
-        optimization: the optimizers and schedulers.
-        stopping: the objects through which training may end early.
-        trainables: tracks which parameters train.
-        saves: checkpoints that were requested within a window.
-        validate: runs a validation; None if the fit does not validate.
-    """
-
-    core: RunCore
-    data: RunData
-    optimization: Optimization
-    stopping: StopConditions
-    trainables: Trainables
-    saves: SaveRequests
-    validate: Callable[[], list[dict[str, float]]] | None
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointParts:
-    """The parts of a fit that a checkpoint stores, as far as they have been set up.
-
-    Attributes:
-        optimization: the optimizers and schedulers.
-        stopping: holds the state at the start of the current window.
-        trainables: tracks which parameters train; None before the strategy has set up the module, and in other stages.
-        loop: the training loop; None before it is built.
-    """
-
-    optimization: Optimization
-    stopping: StopConditions
-    trainables: Trainables | None
-    loop: TrainLoop | None
-
-
-@dataclass(slots=True)
-class SaveHistory:
-    """State that the checkpoints of one run share.
-
-    Attributes:
-        components: describes the module, data, optimizers and schedulers, to be compared with those of a resumed run.
-        trained: the names of the parameters that have trained by the last save.
-        base: checksums of parameters that have never trained, for checkpoints that leave these parameters out.
-    """
-
-    components: dict[str, Any] = field(default_factory=dict)
-    trained: set[str] = field(default_factory=set)
-    base: dict[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Checks the types of the values in a run's saved state that are used without further checks."""
+"""Checks the values of a run's saved state that are used before their owners load them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,31 @@ _INVALID_VALUE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, Ari
 _MAX_COUNT = 2**63
 
 _TYPES: dict[str, Any] = {
-    **dict.fromkeys(("module", "datamodule", "callbacks", "precision", "loop", "data"), dict),
-    **dict.fromkeys(("components", "flattened_optimizer_state", "loop/plateaus", "loop/validation"), dict | None),
-    **dict.fromkeys(("data/seed", "data/world_size", "data/epoch"), int),
-    **dict.fromkeys(("data/stride", "loop/flushed_at"), int | None),
-    "schedulers": list,
-    "frozen": list | None,
-    "trained": list | None,
-    "data/begins": list,
-    "loop/asked_to_stop": str | None,
+    **dict.fromkeys(("callbacks", "data"), dict),
+    **dict.fromkeys(("components", "flattened_optimizer_state", "loop", "schedulers", "trainables"), dict | None),
+    **dict.fromkeys(("data/seed", "data/world_size"), int),
 }
 """The types of values in a run's state, by path. A missing value is None."""
+
+
+def check_saved_state(checkpoint: CheckpointReader) -> None:
+    """Check that the counters and the run's state in a checkpoint are well-formed.
+
+    Raises:
+        CheckpointError: a value is missing, or has another type. The error names the file and the key.
+    """
+    check_progress(checkpoint)
+    part = checkpoint.manifest.state
+    file = "state.json" if part is None or part.document is None else part.document
+    state = checkpoint.state()
+    for path, kind in _TYPES.items():
+        value = state
+        for key in path.split("/"):
+            value = value.get(key) if isinstance(value, dict) else None
+        if not isinstance(value, kind) or (isinstance(value, int) and abs(value) >= _MAX_COUNT):
+            raise _malformed(checkpoint, file, path, value)
+    if not 1 <= state["data"]["world_size"] <= checkpoint.manifest.world_size:
+        raise _malformed(checkpoint, file, "data/world_size", state["data"]["world_size"])
 
 
 def check_progress(checkpoint: CheckpointReader) -> None:
@@ -41,25 +55,6 @@ def check_progress(checkpoint: CheckpointReader) -> None:
         value = progress.get(name)
         if type(value) is not int or not 0 <= value < _MAX_COUNT:
             raise _malformed(checkpoint, "manifest.json", f"progress/{name}", value)
-
-
-def check_state(checkpoint: CheckpointReader) -> None:
-    """Check the types of values in the run's state.
-
-    Raises:
-        CheckpointError: a value is missing, or has another type. The error names the file and the key.
-    """
-    part = checkpoint.manifest.state
-    file = "state.json" if part is None or part.document is None else part.document
-    state = checkpoint.state()
-    for path, kind in _TYPES.items():
-        value = state
-        for key in path.split("/"):
-            value = value.get(key) if isinstance(value, dict) else None
-        if not isinstance(value, kind) or (isinstance(value, int) and abs(value) >= _MAX_COUNT):
-            raise _malformed(checkpoint, file, path, value)
-    if not 1 <= state["data"]["world_size"] <= checkpoint.manifest.world_size:
-        raise _malformed(checkpoint, file, "data/world_size", state["data"]["world_size"])
 
 
 @contextmanager

@@ -17,16 +17,12 @@ from torch.nn.parameter import is_lazy
 from drivetrain._distributed.control_plane import check_ranks_agree
 from drivetrain._distributed.failure import Failure
 from drivetrain._engine.batches import BatchMover, build_batch_mover
-from drivetrain._engine.checkpoints import RunCheckpoints
+from drivetrain._engine.checkpoint_manager import CheckpointManager
 from drivetrain._engine.collective_calls import CollectiveCalls
+from drivetrain._engine.components import class_name, data_facts
 from drivetrain._engine.error_reporting import note_known_fixes, note_where
 from drivetrain._engine.evaluation_buffers import EvaluationBuffers
-from drivetrain._engine.evaluation_setup import (
-    build_stage,
-    build_validation,
-    goes_on_when_repeated,
-    run_sanity_check,
-)
+from drivetrain._engine.evaluation_setup import build_stage, build_validation, goes_on_when_repeated, run_sanity_check
 from drivetrain._engine.failure_propagation import error_to_report, publish_failure, resolve_cause
 from drivetrain._engine.optimizer_setup import set_up_optimizers
 from drivetrain._engine.out_of_memory import explain_out_of_memory
@@ -35,26 +31,18 @@ from drivetrain._engine.rank_log import RankLog
 from drivetrain._engine.run_callbacks import RunCallbacks
 from drivetrain._engine.run_ending import RunEnding
 from drivetrain._engine.run_folder import RunFolder
-from drivetrain._engine.run_parts import (
-    CheckpointParts,
-    RunCore,
-    RunData,
-    RunRequest,
-    SaveHistory,
-    StopConditions,
-    Training,
-    TrainingInputs,
-)
-from drivetrain._engine.seeding import seed_data_rank, seed_rank, warn_unseeded
+from drivetrain._engine.run_parts import RunCore, RunData, RunRequest, Training
+from drivetrain._engine.seeding import order_seed, seed_data_rank, seed_rank, warn_unseeded
 from drivetrain._engine.signals import Signals, announce, as_interruption, handled_signals, interruption_error, requeue
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import DataSplit
+from drivetrain._engine.starting_point import StartingPoint
 from drivetrain._engine.strategy_checks import check_control_plane, check_distinct_devices, check_module_setup
 from drivetrain._engine.training_setup import (
-    build_stopping,
     build_training,
     estimated_before_data,
     estimated_steps,
+    prepare_stopping,
     under_context,
 )
 from drivetrain._loops.evaluate import HOOK_STAGE_NAMES
@@ -66,18 +54,19 @@ from drivetrain._metrics import MetricStore
 from drivetrain._run_state import Progress
 from drivetrain._runtime.console_logging import log_once, log_to_console
 from drivetrain._runtime.process_state import ProcessState, apply_switches
+from drivetrain.callback import folders_of
 from drivetrain.data._rng_replay import RngReplay
 from drivetrain.launchers import LaunchedProcesses
 from drivetrain.module._run_handle import attach, detach
 from drivetrain.module.train_module import TrainModule
 from drivetrain.strategies._module_lock import lock_module, unlock_module
-from drivetrain.strategies.run_settings import RunSettings
-from drivetrain.strategies.strategy import StepRunner, Strategy
+from drivetrain.strategies.strategy import RunSettings, StepRunner, Strategy
 
 if TYPE_CHECKING:
     from drivetrain._engine.compiled_steps import CompiledSteps
     from drivetrain._engine.monitors import MonitoredKeysCheck
     from drivetrain._engine.reloading import Reloading
+    from drivetrain._engine.resumed_run import ResumedRun
     from drivetrain._loops.train import TrainLoop
 
 logger = logging.getLogger("drivetrain")
@@ -126,10 +115,9 @@ class Session:
             callbacks=RunCallbacks(trainer, module),
             folder=folder,
         )
-        self.stopping = StopConditions(self.core.stop)
         self.training: Training | None = None
-        self._memory = SaveHistory()
-        self.checkpoints = RunCheckpoints(self.core, self.data, self._memory, self._checkpoint_parts)
+        self.checkpoints = CheckpointManager(self.core)
+        self._resumed: ResumedRun | None = None
         self.last_line: str | None = None
         """The line to print instead of this rank's error if a lower rank failed the same way and prints its own."""
         self.collective_calls = CollectiveCalls(self.core)
@@ -139,7 +127,6 @@ class Session:
         self.core.all_gather = self.collective_calls.all_gather
         self.core.log_histograms = self._log_histograms
         self._processes = processes
-        self._trainables: Trainables | None = None
         self._compiled: CompiledSteps | None = None
         self._teardowns: list[Callable[[str], None]] = []  # the hooks to call; empty before set-up hooks are called
         handled = handled_signals(trainer.preemption_signals, os.environ, request.stage)
@@ -225,7 +212,7 @@ class Session:
 
     def _prepare(self) -> PreparedRun:
         """Do the part of set-up that all stages share."""
-        core, data, checkpoints = self.core, self.data, self.checkpoints
+        core, data = self.core, self.data
         trainer, strategy = core.trainer, core.strategy
         apply_switches(trainer.deterministic, trainer.benchmark, trainer.detect_anomaly)
         if trainer.seed is not None:
@@ -244,20 +231,19 @@ class Session:
             core.callbacks.configure()
             core.module_callbacks = core.callbacks.from_module
         core.callbacks.collect()
-        checkpoints.choose_start()
+        start = StartingPoint.choose(core)
         strategy.control.set_record_folder(self._log.folder)
         with core.span("prepare_data"):
             self._prepare_data()
-        self._call_setup_hooks()
+        self._call_setup_hooks(start)
         self._check_folders()
-        data.seed = checkpoints.open()
+        self._open(start)
         if any(parameter.is_meta for parameter in core.module.parameters()):
             from drivetrain._engine.missing_weights import give_storage  # only modules without values need it
 
-            give_storage(core.module, checkpoints.opened is not None)
-        if core.stage == "fit":
-            checkpoints.check_remaining_training()
-        if trainer.built_unseeded and trainer.seed is not None and checkpoints.opened is None and strategy.rank == 0:
+            give_storage(core.module, self.checkpoints.opened is not None)
+        is_fresh = self.checkpoints.opened is None
+        if trainer.built_unseeded and trainer.seed is not None and is_fresh and strategy.rank == 0:
             warn_unseeded(core.module, trainer.seed)
         if strategy.rank == 0 and not core.request.trial:
             from drivetrain._engine.misnamed_hooks import warn_of_similar_names  # importing Fit does not need it
@@ -266,7 +252,11 @@ class Session:
                 warn_of_similar_names(owner)
         reloading = self._load_data()
         stage_data = data.loaded
-        checkpoints.check_module_and_data()
+        if core.stage == "fit":
+            facts = data_facts(stage_data.train, stage_data.loaders)
+            core.components |= {"module": class_name(core.module), "data": facts}
+        if self._resumed is not None:
+            self._resumed.compare()
         with core.span("setup_module"):
             runner = self._set_up_module(stage_data)
         core.callbacks.early_draws = seed_data_rank(trainer.seed, data.seed, strategy)
@@ -280,27 +270,27 @@ class Session:
     def _prepare_training(self, prepared: PreparedRun) -> tuple[Training, MonitoredKeysCheck]:
         from drivetrain._engine.monitors import MonitoredKeysCheck  # only training needs it
 
-        core, data, checkpoints = self.core, self.data, self.checkpoints
+        core, data = self.core, self.data
         runner, move, reloading = prepared.runner, prepared.move, prepared.reloading
-        assert self._trainables is not None
         with core.span("configure_optimizers"):
-            core.optimization = set_up_optimizers(core, self._trainables, self._memory.components, checkpoints.regroup)
-        self.stopping = stopping = build_stopping(core, data)
-        core.stop = stopping.stop
-        validate = build_validation(core, data, stopping, runner, move) if data.validates else None
+            core.optimization = set_up_optimizers(core, self._resumed)
+        prepare_stopping(core)
+        validate = build_validation(core, runner, move) if data.validates else None
         monitors = MonitoredKeysCheck(core, data, core.optimization.schedulers)
         self.training = training = build_training(
-            TrainingInputs(core, data, core.optimization, stopping, self._trainables, checkpoints.requests, validate),
+            core,
+            self.checkpoints,
+            validate,
             runner,
             move,
             apply_trainable_changes=self._apply_trainable_changes,
-            save=checkpoints.save_before_leaving,
             after_first_batch=monitors.after_first_batch,
         )
-        core.manual, core.pass_over_data = training.manual, training.pass_over_data
+        core.loop, core.manual, core.pass_over_data = training.loop, training.manual, training.pass_over_data
         if reloading is not None:
-            reloading.connect(training.loop, stopping, runner, move)
-        checkpoints.load()
+            reloading.connect(training.loop, runner, move)
+        if self._resumed is not None:
+            self._resumed.load()
         if not core.request.trial:
             log_once(core.strategy.precision.describe())
         return training, monitors
@@ -308,7 +298,7 @@ class Session:
     def _train(self, prepared: PreparedRun, loop: TrainLoop, monitors: MonitoredKeysCheck) -> None:
         core, checkpoints, ending = self.core, self.checkpoints, self._ending
         hooks, strategy, progress = core.hooks, core.strategy, core.progress
-        already_ended = checkpoints.already_ended
+        already_ended = None if self._resumed is None else self._resumed.already_ended
         if strategy.rank == 0 and already_ended is None and core.trainer.loggers:
             from drivetrain._engine.run_loggers import prepare_loggers  # only runs that log need it
 
@@ -321,7 +311,8 @@ class Session:
         self._signals.defer_to_run()
         for hook in hooks.on_train_start:
             hook()
-        checkpoints.restore_trainables_after_start_hooks()
+        if self._resumed is not None:
+            self._resumed.end()
         if already_ended is None:
             with core.span("set-up"):
                 checkpoints.rehearse_saves()
@@ -337,7 +328,7 @@ class Session:
         for hook in (*hooks.on_train_end, *hooks.on_fit_end):
             hook()
         self.data.rng_replay.end()
-        checkpoints.requests.run()
+        checkpoints.carry_out_requests()
         checkpoints.finish()
         if strategy.rank == 0 and not core.request.trial:
             reasons = loop.why_it_ended() if already_ended is None else [already_ended]
@@ -345,7 +336,7 @@ class Session:
 
     def _record_beginning(self) -> None:
         data, batches = self.data.loaded, self.core.trainer.num_training_batches
-        facts = {**self._memory.components.get("data", {}), "batches": batches if batches != math.inf else None}
+        facts = {**self.core.components.get("data", {}), "batches": batches if batches != math.inf else None}
         self.core.folder.note_training({**facts, "batch_size": data.batch_size}, self.data.seed, data.batch_size)
 
     def _evaluate(self, prepared: PreparedRun) -> Any:
@@ -353,9 +344,10 @@ class Session:
         core.strategy.setup_optimizers([])
         if core.strategy.world_size > 1:
             core.strategy.broadcast_module(core.module)
-        self.checkpoints.load_weights()
+        if self.checkpoints.opened is not None:
+            with core.span("checkpoint"):
+                self.checkpoints.saved_state.load_weights(self.checkpoints.opened, core.request.averaged)
         core.stop = StopRequest(core.strategy.control, None, None, None)
-        self.stopping = StopConditions(core.stop)
         evaluate = build_stage(core, self.data, core.stop, prepared.runner, prepared.move)
         self._signals.defer_to_run()
         with core.span(HOOK_STAGE_NAMES[core.stage]):
@@ -413,7 +405,7 @@ class Session:
             core.module.prepare_data()
         core.strategy.control.count_flags("the end of prepare_data")
 
-    def _call_setup_hooks(self) -> None:
+    def _call_setup_hooks(self, start: StartingPoint) -> None:
         core, datamodule = self.core, self.core.datamodule
         self._plan_teardowns()
         if datamodule is not None:
@@ -421,8 +413,22 @@ class Session:
                 datamodule.setup(core.stage)
         for setup in core.hooks.setup:
             setup(core.stage)
-        core.callbacks.set_up_appended(core.stage, self.checkpoints.claim_folder_for_late_callbacks)
+        core.callbacks.set_up_appended(core.stage, start.claim_folder_for_late_callbacks)
         self._plan_teardowns()
+
+    def _open(self, start: StartingPoint) -> None:
+        """Open the checkpoint that the run starts from, if there is one. Collective."""
+        core, opened = self.core, start.open()
+        self.checkpoints.opened = opened
+        if opened is None or core.stage != "fit":
+            self.data.seed = order_seed(core.trainer.seed, core.strategy.control)
+            return
+        from drivetrain._engine.resumed_run import ResumedRun  # only runs that resume need it
+
+        resumed = self._resumed = ResumedRun(core, self.checkpoints.saved_state, opened)
+        self.data.seed = int(resumed.state["data"]["seed"])
+        self.checkpoints.continue_lineage(opened.manifest.metadata)
+        resumed.check_remaining_training()
 
     def _plan_teardowns(self) -> None:
         datamodule = self.core.datamodule
@@ -432,7 +438,7 @@ class Session:
         """Check that the folders of the callbacks and the loggers can be written to."""
         core = self.core
         writing = list(core.callbacks) if core.stage == "fit" else []
-        if core.trainer.loggers or any(callback.writes_to for callback in writing):
+        if core.trainer.loggers or folders_of(writing):
             from drivetrain._engine.write_checks import check_writable_folders
 
             loggers = [] if core.stage == "predict" else core.trainer.loggers  # prediction logs nothing
@@ -448,8 +454,8 @@ class Session:
                 return None
             from drivetrain._engine.reloading import Reloading  # only runs that reload need it
 
-            reloading = Reloading(core, data, self._memory.components, self._build_stage_data)
-            reloading.begin(self.checkpoints.opened)
+            reloading = Reloading(core, data, core.components, self._build_stage_data)
+            reloading.begin(self._resumed)
             return reloading
 
     def _build_stage_data(self) -> StageData:
@@ -468,8 +474,8 @@ class Session:
             from drivetrain._engine.lazy_parameters import refuse_lazy_layers
 
             refuse_lazy_layers(module)
-        if core.stage == "fit":
-            self.checkpoints.restore_trainables()  # must come before the strategy wraps the parameters that train
+        if self._resumed is not None:
+            self._resumed.freeze()  # must come before the strategy wraps the parameters that train
         strategy.check(module)
         facts = {"stage": core.stage, **setting_facts(core.trainer), **data.facts(), **module_facts(module)}
         check_ranks_agree(strategy.control, facts)  # must come before wrapping, which would hang if ranks differed
@@ -482,7 +488,7 @@ class Session:
         runner = under_context(run_step, strategy.precision)
         lock_module(module)
         if core.stage == "fit":
-            self._trainables = Trainables(module, strategy)
+            self.core.trainables = Trainables(module, strategy)
         return runner
 
     def _settings(self, data: StageData) -> RunSettings:
@@ -505,15 +511,11 @@ class Session:
     def _apply_trainable_changes(self) -> None:
         """Check the changes that hooks have made since the last epoch. Called at the beginning of each epoch."""
         self.core.callbacks.refuse_appended()
-        assert self._trainables is not None
-        self._trainables.adapt_strategy()
+        assert self.core.trainables is not None
+        self.core.trainables.adapt_strategy()
 
     def _data_rank(self) -> tuple[int, int]:
         return self.core.strategy.data_rank, self.core.strategy.data_world_size
-
-    def _checkpoint_parts(self) -> CheckpointParts:
-        loop = None if self.training is None else self.training.loop
-        return CheckpointParts(self.core.optimization, self.stopping, self._trainables, loop)
 
     # Tear-down, after success and after a failure
 
@@ -539,8 +541,8 @@ class Session:
         core = self.core
         if self.training is not None:
             self.training.loop.release()
-        if self._trainables is not None:
-            self._trainables.end()
+        if self.core.trainables is not None:
+            self.core.trainables.end()
         unlock_module(core.module)
         for child in core.module.modules():
             if isinstance(child, TrainModule):

@@ -15,10 +15,9 @@ from torch.optim import Optimizer
 from drivetrain._config.arguments import parse_duration
 from drivetrain._engine.batches import BatchMover, move_micro_batches
 from drivetrain._engine.run_callbacks import RunCallbacks
-from drivetrain._engine.run_parts import RunCore, RunData, StopConditions, Training, TrainingInputs
+from drivetrain._engine.run_parts import RunCore, RunData, Training
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import DataSplit, find_loaders
-from drivetrain._engine.window_snapshot import WindowSnapshot
 from drivetrain._loops.epoch_checks import EpochChecks
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.loader_lengths import BatchCount
@@ -30,6 +29,7 @@ from drivetrain._loops.step_arguments import StepArguments, WrappedModule
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.train import Checkpointing, EpochData, Schedule, TrainingProgress, TrainLimits, TrainLoop
 from drivetrain._loops.validation import ValidationPlan
+from drivetrain._loops.window_snapshot import WindowSnapshot
 from drivetrain._loops.windows import (
     Batches,
     MicroBatch,
@@ -39,6 +39,8 @@ from drivetrain._loops.windows import (
     weighted_windows,
 )
 from drivetrain._loops.zero_grad import zero_grad
+from drivetrain._run_state import CheckpointsOfRun
+from drivetrain.callback import SavesOnException, SchedulesWindows
 from drivetrain.data._batch_copies import copy_batch
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
@@ -50,34 +52,36 @@ logger = logging.getLogger("drivetrain")
 
 
 def build_training(
-    parts: TrainingInputs,
+    core: RunCore,
+    saves: CheckpointsOfRun,
+    validate: Callable[[], list[dict[str, float]]] | None,
     runner: StepRunner,
     move: BatchMover | None,
     *,
     apply_trainable_changes: Callable[[], None],
-    save: Callable[[], None],
     after_first_batch: Callable[[], None],
 ) -> Training:
     """Build the training loop.
 
     Args:
-        parts: the parts of the run.
+        core: the run, with its optimizers, what may stop it, and its snapshot.
+        saves: writes the checkpoints.
+        validate: runs a validation; None if the fit does not validate.
         runner: calls a step of the module. `Strategy.setup_module` returned this function.
         move: moves a batch to the device; None if batches stay where they are.
         apply_trainable_changes: called after the hooks at the beginning of an epoch.
-        save: writes a checkpoint to resume from if the run ends early. Collective.
         after_first_batch: called once on rank 0, after the first micro-batch.
     """
-    core, data, stopping = parts.core, parts.data, parts.stopping
+    data = core.data
     trainer, metrics, strategy, module = core.trainer, core.metrics, core.strategy, core.module
-    step = inner = _build_step(parts, runner)
+    step = inner = _build_step(core, runner)
     if trainer.detect_anomaly:
         from drivetrain._loops.anomaly import AnomalyStep
 
         step = AnomalyStep(step, core.progress, strategy.rank)
     if strategy.rank == 0:
         strategy.precision.on_minimum_scale = _loss_scale_warning()
-    if parts.validate is not None:
+    if validate is not None:
         _warn_if_never_validates(core)
     limits = TrainLimits(trainer.max_epochs, trainer.max_steps, trainer.log_every_n_steps)
     loop = TrainLoop(
@@ -85,17 +89,17 @@ def build_training(
         epoch_data(core, data, move),
         hooks=core.hooks,
         control=strategy.control,
-        progress=TrainingProgress(core.progress, core.position, limits, stopping.stop),
+        progress=TrainingProgress(core.progress, core.position, limits, core.stop),
         reporting=Reporting(metrics, core.logger_call(), core.progress_reporter(), data.lengths),
-        checkpointing=Checkpointing(parts.saves, save, stopping.snapshot, data.rng_replay),
+        checkpointing=Checkpointing(saves, core.snapshot, data.rng_replay),
         schedule=Schedule(
-            schedulers=_build_schedulers(parts),
+            schedulers=_build_schedulers(core),
             validation=ValidationPlan(
-                parts.validate,
+                validate,
                 trainer.val_check_interval,
                 trainer.check_val_every_n_epoch,
                 data.train_length,
-                stopping.stop,
+                core.stop,
                 metrics,
                 warns=strategy.control.rank == 0,
                 reloads=data.reload is not None,
@@ -164,25 +168,25 @@ def build_training_pass(
     return run_pass
 
 
-def build_stopping(core: RunCore, data: RunData) -> StopConditions:
+def prepare_stopping(core: RunCore) -> None:
     """Build the request that ends training early, and the snapshot with which a run can end within a window."""
     trainer = core.trainer
     max_time = None if trainer.max_time is None else parse_duration("max_time", trainer.max_time)
-    stop = StopRequest(core.strategy.control, max_time, trainer.min_steps, trainer.min_epochs)
-    snapshot = None
+    core.stop = StopRequest(core.strategy.control, max_time, trainer.min_steps, trainer.min_epochs)
     # After a failure, only a run of one process can save.
-    every_step = core.strategy.world_size == 1 and any(callback.save_on_exception for callback in core.callbacks)
+    every_step = core.strategy.world_size == 1 and any(
+        isinstance(callback, SavesOnException) and callback.save_on_exception for callback in core.callbacks
+    )
     if every_step or (core.saves_on_signals and core.module.automatic_optimization):
-        snapshot = WindowSnapshot(
+        core.snapshot = WindowSnapshot(
             core.module,
-            data.train,
-            data.rng_replay,
+            lambda: core.data.train,
+            core.data.rng_replay,
             core.metrics,
             core.progress,
             lambda: trainer.accumulate_grad_batches,
             every_step,
         )
-    return StopConditions(stop, snapshot)
 
 
 def estimated_steps(trainer: RunContext, callbacks: RunCallbacks, data: RunData) -> int | float:
@@ -220,11 +224,11 @@ def _count_steps(
     """
     if length is None or trainer.max_epochs in (None, -1):
         return math.inf if trainer.max_steps == -1 else trainer.max_steps
-    schedule = next((callback for callback in callbacks if callback.micro_batches_per_window(0) is not None), None)
+    schedule = next((callback for callback in callbacks if isinstance(callback, SchedulesWindows)), None)
     if schedule is None:
         steps = done + math.ceil(length / trainer.accumulate_grad_batches) * (trainer.max_epochs - epoch)
     else:
-        windows = (schedule.micro_batches_per_window(number) or 1 for number in range(epoch, trainer.max_epochs))
+        windows = (schedule.micro_batches_per_window(number) for number in range(epoch, trainer.max_epochs))
         steps = done + sum(math.ceil(length / window) for window in windows)
     return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
 
@@ -258,8 +262,8 @@ def under_context(runner: StepRunner, precision: Precision) -> StepRunner:
     return run
 
 
-def _build_schedulers(parts: TrainingInputs) -> Schedulers:
-    core, data = parts.core, parts.data
+def _build_schedulers(core: RunCore) -> Schedulers:
+    data = core.data
     metrics, module = core.metrics, core.module
     override = module.lr_scheduler_step if is_overridden("lr_scheduler_step", module, TrainModule) else None
     estimate = StepEstimate(
@@ -268,7 +272,7 @@ def _build_schedulers(parts: TrainingInputs) -> Schedulers:
         data.estimate_was_read,
     )
     return Schedulers(
-        parts.optimization.schedulers if module.automatic_optimization else [],
+        core.optimization.schedulers if module.automatic_optimization else [],
         override,
         metrics.agreed,
         lambda: list(metrics.callback_metrics()),
@@ -278,22 +282,23 @@ def _build_schedulers(parts: TrainingInputs) -> Schedulers:
     )
 
 
-def _build_step(parts: TrainingInputs, runner: StepRunner) -> TrainStep:
-    core, data, optimization = parts.core, parts.data, parts.optimization
+def _build_step(core: RunCore, runner: StepRunner) -> TrainStep:
+    data, optimization, trainables = core.data, core.optimization, core.trainables
+    assert trainables is not None
     module, strategy = core.module, core.strategy
     wrapped = WrappedModule(module, runner, strategy)
     accepted = StepArguments(module.training_step)
     arguments = None if accepted.takes_batch_idx and not accepted.takes_dataloader_idx else accepted
     if not module.automatic_optimization:
         _check_manual(core)
-        return ManualStep(wrapped, optimization.handles, core.hooks, core.metrics, parts.trainables, arguments)
+        return ManualStep(wrapped, optimization.handles, core.hooks, core.metrics, trainables, arguments)
     override = None
     if is_overridden("optimizer_step", module, TrainModule):
         override = OverriddenOptimizerStep(module, optimization.handles, core.progress)
     optimizer_step = OptimizerStep(
         optimization.optimizers, _build_clipping(core), _zero_grad(core), override, _unscales_first(core)
     )
-    step_parts = wrapped, core.hooks, core.metrics, parts.trainables, optimizer_step, arguments
+    step_parts = wrapped, core.hooks, core.metrics, trainables, optimizer_step, arguments
     if not optimization.closure:
         return AutomaticStep(*step_parts)
     if strategy.precision.scales_loss:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,14 +16,14 @@ from drivetrain._loops.epoch_checks import EpochChecks
 from drivetrain._loops.hooks import HookTable
 from drivetrain._loops.loader_lengths import BatchCount
 from drivetrain._loops.progress_reports import Reporting
-from drivetrain._loops.save_requests import SaveRequests
 from drivetrain._loops.schedulers import Schedulers
 from drivetrain._loops.step import TrainStep
 from drivetrain._loops.stopping import StopRequest, limit_reached
 from drivetrain._loops.uneven_inputs import Joining
 from drivetrain._loops.validation import ValidationPlan
+from drivetrain._loops.window_snapshot import WindowSnapshot
 from drivetrain._loops.windows import MicroBatch
-from drivetrain._run_state import Position, Progress
+from drivetrain._run_state import CheckpointsOfRun, Position, Progress
 from drivetrain._runtime.generators import preserved_generators
 from drivetrain._runtime.transfer import map_tensors
 from drivetrain.data._rng_replay import RngReplay
@@ -68,27 +68,6 @@ class EpochData:
     count: BatchCount
 
 
-class Snapshot(Protocol):
-    """The state at the start of a window, for a run that may be saved and ended within a window."""
-
-    def begin_epoch(self) -> bool:
-        """Take the first snapshot of an epoch. If none is needed because windows have one micro-batch, return False."""
-
-    def take(self) -> None:
-        """Take a snapshot before the next window."""
-
-    def go_back(self) -> None:
-        """Make checkpoints store the state of the last snapshot from now on."""
-
-    @property
-    def is_active(self) -> bool:
-        """Whether checkpoints store the state of a snapshot."""
-
-    @property
-    def is_first_window_of_epoch(self) -> bool:
-        """Whether checkpoints store the state at the start of an epoch's first window, after the epoch's hooks."""
-
-
 @dataclass(frozen=True, slots=True)
 class TrainingProgress:
     """The counters of training, and the conditions under which training ends.
@@ -111,15 +90,13 @@ class Checkpointing:
     """How training is saved.
 
     Attributes:
-        requests: the checkpoints that hooks have requested.
-        save: writes the checkpoint from which a run that ends early is resumed. Collective.
+        saves: writes the checkpoints.
         snapshot: the state at the start of the open window; None if the run is never saved within a window.
         rng_replay: restores the random generators when a resumed run reads data again.
     """
 
-    requests: SaveRequests
-    save: Callable[[], None]
-    snapshot: Snapshot | None
+    saves: CheckpointsOfRun
+    snapshot: WindowSnapshot | None
     rng_replay: RngReplay
 
 
@@ -153,6 +130,27 @@ class EpochEnd(Enum):
     STOPPED = "a stop was requested"
     PREEMPTED = "a preemption signal was received"
     ROLLBACK = "a return to an earlier checkpoint was requested"
+
+
+@dataclass(frozen=True, slots=True)
+class LoopPosition:
+    """Where training goes on after a save, besides the counters.
+
+    Attributes:
+        data_is_over: whether the epoch's last micro-batch was trained on.
+        has_begun: whether the hooks that begin the epoch were called, although no micro-batch was trained on.
+        left_after_last_step: whether a preemption came after ``max_steps`` but before the epoch's end.
+        asked_to_stop: the reason of a stop that was requested before a preemption; None for none.
+        validated_at: the number of the run's micro-batches after which validation last ran.
+        validation_is_due: whether a validation comes next.
+    """
+
+    data_is_over: bool
+    has_begun: bool
+    left_after_last_step: bool
+    asked_to_stop: str | None
+    validated_at: int
+    validation_is_due: bool
 
 
 class TrainLoop:
@@ -190,7 +188,7 @@ class TrainLoop:
         self._stop = progress.stop
         self._metrics = reporting.metrics
         self._reporting = reporting
-        self._requests = checkpointing.requests
+        self._saves = checkpointing.saves
         self._checkpointing = checkpointing
         self._schedule = schedule
         self._validation = schedule.validation
@@ -199,7 +197,7 @@ class TrainLoop:
         self._steps_before: int | None = None  # global_step at the epoch's start; None in an epoch that was resumed
         self._warned_of_no_step = False
         self._use(data)
-        self._resumed: Mapping[str, Any] | None = None
+        self._resumed: LoopPosition | None = None
         self._data_is_over = False
         self._left_after_last_step = False  # whether a preemption came after max_steps but before the epoch's end
         self._asked_to_stop: str | None = None  # the reason of a stop that was requested before a preemption
@@ -221,19 +219,23 @@ class TrainLoop:
     def state_dict(self) -> dict[str, Any]:
         """Return the part of the loop's position that the counters do not contain, e.g. whether the data is over."""
         snapshot = self._checkpointing.snapshot
-        return {
-            "data_is_over": self._data_is_over or self._is_data_over(),
-            "has_begun": snapshot is not None and snapshot.is_first_window_of_epoch,
-            "left_after_last_step": self._left_after_last_step,
-            "asked_to_stop": self._asked_to_stop,
-            "flushed_at": self._flushed_at,
-            "validation": self._validation.state_dict(),
-            "plateaus": self._schedule.schedulers.state_dict(),
-        }
+        position = LoopPosition(
+            data_is_over=self._data_is_over or self._is_data_over(),
+            has_begun=snapshot is not None and snapshot.is_first_window_of_epoch,
+            left_after_last_step=self._left_after_last_step,
+            asked_to_stop=self._asked_to_stop,
+            validated_at=self._validation.last_run_at,
+            validation_is_due=self._validation.is_due,
+        )
+        plateaus = self._schedule.schedulers.state_dict()
+        return {**asdict(position), "flushed_at": self._flushed_at, "plateaus": plateaus}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make `run` resume at the position that `state_dict` returned."""
-        self._resumed = state
+        position = dict(state)
+        self._flushed_at = int(position.pop("flushed_at"))
+        self._schedule.schedulers.load_state_dict(position.pop("plateaus"))
+        self._resumed = LoopPosition(**{**position, "validated_at": int(position["validated_at"])})
 
     @property
     def steps_scheduler(self) -> bool:
@@ -251,35 +253,33 @@ class TrainLoop:
         if self._length == 0:  # because of limit_train_batches=0
             return
         resumed, self._resumed = self._resumed, None
-        self._flushed_at = self._progress.micro_batches if resumed is None else resumed["flushed_at"]
-        self._schedule.schedulers.load_state_dict({} if resumed is None else resumed["plateaus"])
         reset_metrics = resumed is not None  # in a new run, on_train_start has logged values of the first epoch
-        if resumed is not None and resumed["asked_to_stop"] is not None:
-            self._stop.ask(resumed["asked_to_stop"])
-        while not self._is_finished() or (resumed is not None and resumed["left_after_last_step"]):
+        if resumed is not None and resumed.asked_to_stop is not None:
+            self._stop.ask(str(resumed.asked_to_stop))
+        while not self._is_finished() or (resumed is not None and resumed.left_after_last_step):
             self._begin_epoch(resumed, reset_metrics)
-            data_is_over = resumed is not None and bool(resumed["data_is_over"])
+            data_is_over = resumed is not None and resumed.data_is_over
             reset_metrics, resumed = True, None
             snapshot = self._checkpointing.snapshot
             if snapshot is not None and not snapshot.begin_epoch():
                 snapshot = None
             previous = self._position.enter("training")
-            self._requests.in_epoch = True
+            self._saves.in_epoch = True
             ended = self._train_epoch(snapshot, data_is_over)
             self._position.leave(previous)
             self._position.micro_batch = None
             run_ends = ended is not EpochEnd.ROLLBACK and self._end_epoch(ended)
-            self._requests.in_epoch = False
-            if self._requests.rollback is not None and not self._stop.preempted:
-                resumed = self._roll_back(self._requests.rollback)
+            self._saves.in_epoch = False
+            if self._saves.rollback is not None and not self._stop.preempted:
+                resumed = self._roll_back(self._saves.rollback)
             elif run_ends:
                 return
 
-    def _begin_epoch(self, resumed: Mapping[str, Any] | None, reset_metrics: bool) -> None:
+    def _begin_epoch(self, resumed: LoopPosition | None, reset_metrics: bool) -> None:
         """Load the epoch's data and call the hooks that begin it, unless they were called before a resume.
 
         Args:
-            resumed: the loop's state from the checkpoint, in the epoch in which a run is resumed; None in other epochs.
+            resumed: the position at which a run is resumed in this epoch; None in other epochs.
             reset_metrics: whether the values logged so far are discarded.
         """
         if self._schedule.reload is not None:
@@ -288,7 +288,7 @@ class TrainLoop:
         epoch_begins = self._progress.batch_idx == 0
         if epoch_begins:
             self._checkpointing.rng_replay.start_epoch()
-        epoch_begins = epoch_begins and not (resumed is not None and resumed["has_begun"])
+        epoch_begins = epoch_begins and not (resumed is not None and resumed.has_begun)
         self._steps_before = self._progress.global_step if epoch_begins else None
         if epoch_begins:
             self._metrics.enter("train", reset=reset_metrics)
@@ -301,10 +301,10 @@ class TrainLoop:
         if resized is not None:
             self._use(resized)
             self._validation.resize(resized.length, self._progress)
-        if not epoch_begins and resumed is not None and resumed["validation"] is not None:
-            self._validation.load_state_dict(resumed["validation"], self._progress)
+        if not epoch_begins and resumed is not None:
+            self._validation.resume(resumed.validated_at, resumed.validation_is_due, self._progress)
 
-    def _train_epoch(self, snapshot: Snapshot | None, data_is_over: bool) -> EpochEnd:
+    def _train_epoch(self, snapshot: WindowSnapshot | None, data_is_over: bool) -> EpochEnd:
         """Train on the remaining micro-batches of an epoch.
 
         Args:
@@ -312,7 +312,7 @@ class TrainLoop:
             data_is_over: whether the epoch's last micro-batch was trained on before the run was saved and resumed.
         """
         progress, position, stop, step = self._progress, self._position, self._stop, self._step
-        metrics, validation, requests = self._metrics, self._validation, self._requests.waiting
+        metrics, validation, requests = self._metrics, self._validation, self._saves.waiting
         batch_start, batch_end = self._hooks.on_train_batch_start, self._hooks.on_train_batch_end
         max_steps, log_every = self._limits.max_steps, self._log_every
         schedulers = self._schedule.schedulers
@@ -390,7 +390,7 @@ class TrainLoop:
             if self._stop.preempted:
                 self._leave()
                 return True
-            self._requests.run()
+            self._saves.carry_out_requests()
         results = self._reduce_epoch()
         for hook in hooks.early["on_train_epoch_end"]:
             hook()
@@ -409,13 +409,13 @@ class TrainLoop:
             progress.epoch += 1
             progress.batch_idx = progress.epoch_samples = 0
         self._data_is_over = False
-        self._requests.run()
+        self._saves.carry_out_requests()
         stop = self._stop
         stop.agree("the end of a training epoch")
         stopping = stop.after_epoch(progress.global_step, progress.epoch)
         finished = ended is not EpochEnd.DATA or self._is_finished()
         if stop.preempted or (stopping and not finished and stop.saves_to_resume):
-            self._checkpointing.save()
+            self._saves.save_before_leaving()
         return stopping or finished
 
     # The reasons for which an epoch or a run ends, and what is done for each
@@ -463,8 +463,8 @@ class TrainLoop:
 
     def _save_or_roll_back(self) -> bool:
         """Write the requested checkpoints; return whether a return to an earlier checkpoint was requested instead."""
-        self._requests.run()
-        return self._requests.rollback is not None
+        self._saves.carry_out_requests()
+        return self._saves.rollback is not None
 
     def _validate(self, window_closed: bool) -> EpochEnd | None:
         """Validate within the epoch; return why the epoch ends after the validation, or None if the epoch continues."""
@@ -472,7 +472,7 @@ class TrainLoop:
         self._validation.run()
         if self._stop.preempted:
             return self._leave()
-        if window_closed and self._requests.waiting and self._save_or_roll_back():
+        if window_closed and self._saves.waiting and self._save_or_roll_back():
             return EpochEnd.ROLLBACK
         return None
 
@@ -492,7 +492,7 @@ class TrainLoop:
         if stop.preempted:
             return self._leave()
         if stop.saves_to_resume:
-            self._checkpointing.save()
+            self._saves.save_before_leaving()
         if data_is_over:
             return EpochEnd.DATA
         return self._end_at(EpochEnd.STOPPED, self._micro_batches(progress.epoch, progress.batch_idx))
@@ -502,7 +502,7 @@ class TrainLoop:
         if self._stop.preempted:
             return self._leave()
         if self._stop.saves_to_resume:
-            self._checkpointing.save()
+            self._saves.save_before_leaving()
         return self._end_at(EpochEnd.STOPPED, micro_batches)
 
     def _end_at(self, reason: EpochEnd, micro_batches: Iterator[MicroBatch]) -> EpochEnd:
@@ -524,17 +524,15 @@ class TrainLoop:
         self._stop.agree("leaving")  # so that a stop that another rank has requested is saved too
         if self._stop.requested:
             self._asked_to_stop = self._stop.reason or ""
-        self._checkpointing.save()
+        self._saves.save_before_leaving()
         return EpochEnd.PREEMPTED
 
-    def _roll_back(self, load: Callable[[], None]) -> Mapping[str, Any] | None:
-        """Restore an earlier checkpoint by ``load``; return the state of the loop that the checkpoint contains."""
-        self._requests.rollback = None
+    def _roll_back(self, load: Callable[[], None]) -> LoopPosition | None:
+        """Restore an earlier checkpoint by ``load``; return the position of the loop that the checkpoint contains."""
+        self._saves.rollback = None
         load()
         self._stop.agree("going back to an earlier checkpoint")
         resumed, self._resumed = self._resumed, None
-        self._flushed_at = self._progress.micro_batches if resumed is None else resumed["flushed_at"]
-        self._schedule.schedulers.load_state_dict({} if resumed is None else resumed["plateaus"])
         return resumed
 
     def _warn_of_no_step(self) -> None:

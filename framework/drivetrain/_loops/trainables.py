@@ -214,11 +214,22 @@ class Trainables:
 
     def frozen(self) -> list[str]:
         """Return the names of the frozen parameters, without those that the strategy froze."""
+        is_running = self._strategy.module is not None
+        named = self._strategy.named_parameters().items() if is_running else self._module.named_parameters()
         return [
-            name
-            for name, parameter in self._strategy.named_parameters().items()
-            if not parameter.requires_grad and name not in self._frozen_by_strategy
+            name for name, parameter in named if not parameter.requires_grad and name not in self._frozen_by_strategy
         ]
+
+    def state_dict(self) -> dict[str, list[str]]:
+        """Return the names of the frozen parameters, and which of them have trained before."""
+        frozen = self.frozen()
+        return {"frozen": frozen, "trained": [name for name in frozen if name in self.trained]}
+
+    def load_state_dict(self, state: Mapping[str, list[str]]) -> None:
+        """Freeze and unfreeze parameters as when `state_dict` was called."""
+        self.freeze_as_saved(state["frozen"], None)
+        self.trained |= {*state["trained"]}
+        self.note_new_parameters()
 
     def freeze_as_saved(self, names: Iterable[str], hook_name: str | None) -> None:
         """Freeze ``names`` and unfreeze all other parameters, as they were in the run that is resumed.

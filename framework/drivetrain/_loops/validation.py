@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._metrics import MetricStore
@@ -54,7 +54,8 @@ class ValidationPlan:
             self._set(validate, length, _in_micro_batches(interval, every_n_epochs, length) if validate else None)
         self._validates_this_epoch = False
         self._progress: Progress | None = None
-        self._last_run_at = -1
+        self.last_run_at = -1
+        """The number of the run's micro-batches after which `run` was last called; -1 for none."""
         self.next_at = -1
         """The number of the epoch's micro-batches after which to call `run`; -1 for none."""
 
@@ -94,31 +95,32 @@ class ValidationPlan:
         if self._validates_this_epoch:
             self._schedule_next(progress)
 
-    def state_dict(self) -> dict[str, int]:
-        """Return when validation last ran, and when it runs next within this epoch."""
-        return {"ran_at": self._last_run_at, "next_at": self.next_at}
+    @property
+    def is_due(self) -> bool:
+        """Whether `run` is to be called before the next micro-batch."""
+        return self._progress is not None and self.next_at == self._progress.batch_idx
 
-    def load_state_dict(self, state: Mapping[str, int], progress: Progress) -> None:
-        """Restore the state after `begin_epoch`; a validation that was due when the state was saved is due now."""
-        self._last_run_at = state["ran_at"]
+    def resume(self, last_run_at: int, is_due: bool, progress: Progress) -> None:
+        """Restore `last_run_at` and `is_due`, after `begin_epoch`."""
+        self.last_run_at = last_run_at
         if self.next_at != -1:
             self._schedule_next(progress)  # skips a validation that ran within the open window
-        if self.next_at != -1 and state["next_at"] == progress.batch_idx:
-            self.next_at = state["next_at"]
+        if self.next_at != -1 and is_due:
+            self.next_at = progress.batch_idx
 
     def run(self) -> None:
         """Validate now, within an epoch. A preemption may end the validation early, on all ranks."""
         assert self._validate is not None
         assert self._progress is not None
-        last_run, self._last_run_at = self._last_run_at, self._progress.micro_batches
+        last_run, self.last_run_at = self.last_run_at, self._progress.micro_batches
         try:
             self._validate()
         except BaseException:
-            self._last_run_at = last_run  # the validation did not finish, and is still due
+            self.last_run_at = last_run  # the validation did not finish, and is still due
             raise
         self._metrics.enter("train", reset=False)
         if self._stop.preempted:
-            self._last_run_at = last_run
+            self.last_run_at = last_run
             return
         self._stop.agree("the end of a validation run")
         self._schedule_next(self._progress)
@@ -135,7 +137,7 @@ class ValidationPlan:
             self._warn_of_short_epoch(self._progress)
         due = self._validates_this_epoch and (self._interval is None or stopping or self._is_missed())
         # A stop that was requested in a validation does not repeat that validation.
-        if due and self._last_run_at != self._progress.micro_batches:
+        if due and self.last_run_at != self._progress.micro_batches:
             self.run()
 
     def _warn_of_short_epoch(self, progress: Progress) -> None:
@@ -157,7 +159,7 @@ class ValidationPlan:
         if self._interval is not None:
             position = progress.micro_batches if self._every_n_epochs is None else progress.batch_idx
             remaining = self._interval - position % self._interval
-            while progress.micro_batches + remaining <= self._last_run_at:
+            while progress.micro_batches + remaining <= self.last_run_at:
                 remaining += self._interval
             self.next_at = progress.batch_idx + remaining
 
@@ -169,15 +171,6 @@ class ValidationPlan:
             return False
         # An interval in micro-batches is missed only if no validation ran in this epoch.
         return self._is_fraction or self.next_at == self._interval
-
-
-def renumber_validation(state: Mapping[str, int], before: int, now: int) -> dict[str, int]:
-    """Return the state after the epoch's micro-batches are renumbered, so that number ``before`` becomes ``now``.
-
-    A validation that was due is still due, and a validation that has run is not repeated. Later validations are
-    scheduled by the new numbers.
-    """
-    return {**state, "next_at": now if state["next_at"] == before else -1}
 
 
 def _in_micro_batches(interval: int | float | None, every_n_epochs: int | None, length: int | None) -> int | None:

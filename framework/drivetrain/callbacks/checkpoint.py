@@ -6,28 +6,35 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from drivetrain._config.argument_checks import check_choice, check_count
 from drivetrain._runtime.working_directory import resolved_path
 from drivetrain._storage.paths import child, resolve_folder
 from drivetrain.callback import Callback
-from drivetrain.callbacks._checkpoint_arguments import check_arguments, check_monitor
 from drivetrain.callbacks._checkpoint_names import (
     COUNTERS,
     DEFAULT_TEMPLATE,
+    ReservedNames,
     check_template,
     checkpoint_name,
     names_in,
 )
-from drivetrain.callbacks._claimed_names import ClaimedNames
-from drivetrain.callbacks._monitored_value import fresh_value, missing_value, monitored_value, was_logged
+from drivetrain.callbacks._monitored_value import (
+    acts_at_epoch_end,
+    fresh_value,
+    missing_value,
+    monitored_value,
+    was_logged,
+)
 from drivetrain.checkpoint._folders import LATEST, remove, write_latest
 from drivetrain.checkpoint._format.checksums import check_digest
 from drivetrain.checkpoint._retention import KeptCheckpoint, Retention
+from drivetrain.checkpoint.save_request import SaveRequest
 from drivetrain.errors import ConfigurationError
 from drivetrain.runs._directory import CHECKPOINTS
 
@@ -37,6 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("drivetrain")
 
+_MODES = ("min", "max")
 _TIME_CHECK_INTERVAL = 16  # optimizer steps between checks of the elapsed time, each of which is a broadcast
 
 
@@ -91,6 +99,7 @@ class Checkpoint(Callback):
 
     shown_as = "checkpoint_callback"
     priority = -20  # after early stopping and after the module's own hooks, which log values
+    _key_arguments = ("monitor", "mode", "every_n_train_steps", "every_n_epochs", "save_weights_only")
 
     def __init__(
         self,
@@ -120,9 +129,31 @@ class Checkpoint(Callback):
                 "a checkpoint could overwrite another one that is kept.",
                 "remove the argument: -v1 is appended to a name only while a checkpoint with that name is kept.",
             )
-        check_monitor(monitor, mode)
+        if monitor is not None and not isinstance(monitor, str):
+            raise ConfigurationError(
+                f"Checkpoint(monitor={monitor!r}).",
+                "monitor is the name of a logged value.",
+                "give a name, such as 'val_loss', or None to keep the newest checkpoint.",
+            )
+        if monitor is None and mode == "max":
+            raise ConfigurationError(
+                "Checkpoint(mode='max') without a monitor.",
+                "without a monitored value the newest checkpoint is kept, whatever the mode.",
+                "set monitor= to the name of a logged value, or remove mode.",
+            )
+        interval: Any = train_time_interval
+        if interval is not None and (not isinstance(interval, timedelta) or interval <= timedelta(0)):
+            raise ConfigurationError(
+                f"Checkpoint(train_time_interval={interval!r}).",
+                "train_time_interval is the time between two checkpoints.",
+                "give a datetime.timedelta, such as timedelta(minutes=30).",
+            )
+        check_choice("Checkpoint", "mode", mode, _MODES, "the direction in which the monitored value improves")
+        check_count("Checkpoint", "save_top_k", save_top_k, -1, "how many of the best checkpoints to keep, -1 for all")
+        check_count("Checkpoint", "keep_last", keep_last or 0, 0, "how many of the newest checkpoints to keep")
+        check_count("Checkpoint", "every_n_train_steps", every_n_train_steps or 0, 0, "a number of optimizer steps")
+        check_count("Checkpoint", "every_n_epochs", every_n_epochs or 0, 0, "a number of epochs")
         check_digest("Checkpoint", digest)
-        check_arguments(mode, save_top_k, keep_last, every_n_train_steps, every_n_epochs, train_time_interval)
         self.dirpath = None if dirpath is None else resolved_path(dirpath)
         self._default_dirpath: str | None = None  # the folder that the run chose, if the user passed no `dirpath`
         self._run_id = ""
@@ -164,7 +195,7 @@ class Checkpoint(Callback):
         self._last_timed_save = time.monotonic()  # when training started or ``train_time_interval`` was last reached
         self._fitting = False
         self._retention_before_rollback: dict[str, Any] = {}
-        self._claims = ClaimedNames()
+        self._reserved = ReservedNames()
         self._to_remove: list[KeptCheckpoint] = []  # checkpoints to remove once a later one is complete
 
     # Which checkpoints are kept, and under which names
@@ -226,12 +257,6 @@ class Checkpoint(Callback):
 
     # State of this callback in checkpoints
 
-    @property
-    def state_key(self) -> str:
-        """The class name and the arguments that distinguish two `Checkpoint` callbacks."""
-        names = ("monitor", "mode", "every_n_train_steps", "every_n_epochs", "save_weights_only")
-        return f"{type(self).__qualname__}{ {name: getattr(self, name) for name in names}!r}"
-
     def state_dict(self) -> dict[str, Any]:
         """Return the folder, and the names and identifiers of the checkpoints that this run has written."""
         best = self._retention.best
@@ -240,7 +265,6 @@ class Checkpoint(Callback):
             "run": self._run_id,
             "best": "" if best is None else best.name,
             "last_saved_step": self._last_saved_step,
-            "last_considered_step": self._last_considered_step,
             "waiting_in": self._waiting_in,
             "interrupt_checkpoint": None if self._interrupt_checkpoint is None else asdict(self._interrupt_checkpoint),
             "to_remove": [asdict(saved) for saved in self._to_remove],
@@ -249,12 +273,16 @@ class Checkpoint(Callback):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the list of checkpoints if this run has written them to this folder. Others are never removed."""
-        self._last_saved_step, self._last_considered_step = (
-            _step_or_unset(state_dict[name]) for name in ("last_saved_step", "last_considered_step")
-        )
-        waiting_in = state_dict["waiting_in"]
-        self._waiting_in = waiting_in if type(waiting_in) is int else None
         folder = state_dict["dirpath"]
+        if not self._fitting:  # the run was in other processes, and this is the state of its rank 0
+            self._run_id = state_dict["run"]
+            if self.dirpath is None or self.dirpath == self._default_dirpath:
+                self.dirpath = self._default_dirpath = folder
+            else:
+                self.dirpath = os.path.expanduser(self.dirpath)
+        last_saved_step, waiting_in = state_dict["last_saved_step"], state_dict["waiting_in"]
+        self._last_saved_step = last_saved_step if type(last_saved_step) is int else -1
+        self._waiting_in = waiting_in if type(waiting_in) is int else None
         same_run = state_dict["run"] in (self._run_id, "")
         if self.dirpath is None or folder != resolve_folder(self.dirpath) or not same_run:
             return
@@ -274,15 +302,6 @@ class Checkpoint(Callback):
                 error,
             )
 
-    def load_rank_zero_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy rank 0's list of checkpoints, and rank 0's folder if the run chose the folder."""
-        if self.dirpath is None or self.dirpath == self._default_dirpath:
-            self.dirpath = self._default_dirpath = state_dict["dirpath"]
-        else:
-            self.dirpath = os.path.expanduser(self.dirpath)
-        self._run_id = state_dict["run"]
-        self.load_state_dict(state_dict)
-
     # What the engine asks of every callback
 
     @property
@@ -290,10 +309,8 @@ class Checkpoint(Callback):
         """The folder of the checkpoints."""
         return () if self.dirpath is None or self._disabled else (self.dirpath,)
 
-    @property
-    def wants_run_folder(self) -> bool:
-        """True: the run's folder contains ``run.json`` and, without ``dirpath``, the checkpoints."""
-        return True
+    wants_run_folder = True
+    """The run's folder contains ``run.json`` and, without ``dirpath``, the checkpoints."""
 
     @property
     def kept_checkpoints(self) -> Sequence[str]:
@@ -310,17 +327,14 @@ class Checkpoint(Callback):
     def monitors(self) -> Mapping[str, str]:
         """The logged values that ``monitor`` and ``filename`` require."""
         callback = type(self).__name__
-        required = {
-            name: f"{callback}(filename={self.filename!r}), which names {name!r}" for name in names_in(self.filename)
-        }
-        return (
-            required
-            if self.monitor in (None, *COUNTERS)
-            else {str(self.monitor): f"{callback}(monitor={self.monitor!r})", **required}
-        )
+        in_filename = f"{callback}(filename={self.filename!r}), which names "
+        required = {name: f"{in_filename}{name!r}" for name in names_in(self.filename)}
+        if self.monitor is None or self.monitor in COUNTERS:
+            return required
+        return {self.monitor: f"{callback}(monitor={self.monitor!r})", **required}
 
     def before_rollback(self, trainer: RunContext, module: TrainModule) -> None:
-        """Remember the list of checkpoints, which loading the checkpoint's state replaces."""
+        """Keep the list of checkpoints, which loading the checkpoint's state replaces."""
         self._retention_before_rollback = self._retention.state_dict()
 
     def after_rollback(self, trainer: RunContext, module: TrainModule, path: str) -> None:
@@ -331,11 +345,11 @@ class Checkpoint(Callback):
         self._retention.load_state_dict(self._retention_before_rollback)
         later, self._last_resumable_step = self._retention.drop_after(trainer.global_step), -1
         self._to_remove += later
+        self._last_considered_step = trainer.global_step
         if trainer.strategy.control.rank == 0:
             folder, _, name = path.rpartition("/")
-            self._clean_up(
-                trainer, list(self._to_remove), name if later and folder == self._folder().rstrip("/") else None
-            )
+            is_newest = later and folder == self._folder().rstrip("/")
+            self._clean_up(trainer, list(self._to_remove), name if is_newest else None)
 
     # When to save
 
@@ -357,20 +371,17 @@ class Checkpoint(Callback):
     def teardown(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Release the names of checkpoints that were not completed."""
         self._fitting = False
-        self._claims.release_all()
+        self._reserved.release_all()
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Determine when to save, and remove obsolete checkpoints that an interrupted run has left behind."""
-        once_per_epoch = trainer.val_check_interval in (None, 1.0) and trainer.check_val_every_n_epoch == 1
-        at_epoch_end = self.save_on_train_epoch_end
-        self._at_epoch_end = once_per_epoch or not trainer.num_val_batches if at_epoch_end is None else at_epoch_end
+        self._at_epoch_end = acts_at_epoch_end(trainer, self.save_on_train_epoch_end)
+        self._last_considered_step = trainer.global_step
         self._last_timed_save = time.monotonic()
         if trainer.strategy.control.rank == 0 and not self._disabled:
             self._clean_up(trainer, list(self._to_remove))
 
-    def _after_micro_batch(
-        self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
-    ) -> None:
+    def _after_micro_batch(self, trainer: RunContext, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save a checkpoint if ``every_n_train_steps`` or ``train_time_interval`` is reached."""
         step = trainer.global_step
         if step == self._last_considered_step:
@@ -413,12 +424,7 @@ class Checkpoint(Callback):
         """Save a checkpoint if ``save_on_exception`` is set and the state of the last step is not saved yet."""
         if not self._fitting or not self.save_on_exception or self._disabled or self._is_saved(trainer):
             return
-        if trainer.world_size > 1:
-            trainer.save_after_failure("")  # only warns, because the ranks cannot save together any more
-            return
-        name, identifier, replaced = self._name_interrupted(trainer, "exception")
-        path, then = child(self._folder(), name), self._on_complete(trainer, name, replaced)
-        trainer.save_after_failure(path, self.digest, self.trainable_only, then, identifier)
+        trainer.save(lambda: self._interrupted(trainer, "exception"))
 
     def save_before_leaving(self, trainer: RunContext, module: TrainModule) -> bool:
         """Save a checkpoint to resume from. A collective operation.
@@ -431,22 +437,19 @@ class Checkpoint(Callback):
         if self._disabled or self is not min(savers, key=lambda saver: saver.save_weights_only, default=self):
             return False
         if all(saver._last_resumable_step != trainer.global_step for saver in savers):
-            name, identifier, _ = self._name_interrupted(trainer, "interrupted")
-            self._write(trainer, name, identifier, weights_only=False, background=False)
+            trainer.save(lambda: self._interrupted(trainer, "interrupted"))
         return True
 
-    def _name_interrupted(self, trainer: RunContext, prefix: str) -> tuple[str, str, list[KeptCheckpoint]]:
-        """Return the name and identifier of a checkpoint that goes once a later one is complete, and what it replaces.
-
-        Collective.
-        """
+    def _interrupted(self, trainer: RunContext, prefix: str) -> SaveRequest:
+        """Return the request for a checkpoint that is removed once a later one is complete. Collective."""
         step = trainer.global_step
         earlier = [] if self._interrupt_checkpoint is None else [self._interrupt_checkpoint]
-        name, identifier = self._choose_name(trainer, f"{prefix}-step={step}", earlier)
-        replaced = [saved for saved in earlier if saved.name != name]
-        self._to_remove += replaced
+        name, identifier = self._reserved.reserve(
+            trainer.strategy.control, self._folder(), f"{prefix}-step={step}", earlier
+        )
+        self._to_remove += [saved for saved in earlier if saved.name != name]
         self._interrupt_checkpoint, self._last_resumable_step = KeptCheckpoint(name, identifier, step=step), step
-        return name, identifier, replaced
+        return self._request(trainer, name, identifier, weights_only=False, background=False)
 
     def _is_saved(self, trainer: RunContext) -> bool:
         """Whether a complete checkpoint holds the state of the last step of a run that failed."""
@@ -478,7 +481,8 @@ class Checkpoint(Callback):
         epoch = self._waiting_in if is_last and self._waiting_in is not None else trainer.current_epoch
         self._waiting_in = epoch if missing and not is_last else None
         if missing:
-            if not (is_last or may_wait or self._awaits_validation(trainer)) and not was_logged(trainer, missing):
+            awaits_validation = not self._has_validated and any(trainer.num_val_batches)
+            if not (is_last or may_wait or awaits_validation) and not was_logged(trainer, missing):
                 raise missing_value(trainer, self.monitors[missing[0]], missing[0])
             if may_wait:
                 return
@@ -489,17 +493,13 @@ class Checkpoint(Callback):
         self._current_score = score
         values = {name: math.nan if value is None else value for name, value in logged.items()}
         values |= {"epoch": epoch, "step": trainer.global_step}
-        trainer.defer_save(lambda: self._save(trainer, score, values))
+        trainer.save(lambda: self._next_checkpoint(trainer, score, values))
 
     def _score(self, trainer: RunContext, logged: Mapping[str, float | None]) -> float | None:
         assert self.monitor is not None
         if self.monitor in COUNTERS and self.monitor not in trainer.callback_metrics:
             return float(trainer.current_epoch if self.monitor == "epoch" else trainer.global_step)
         return logged[self.monitor] if self.monitor in logged else monitored_value(trainer, self.monitor)
-
-    def _awaits_validation(self, trainer: RunContext) -> bool:
-        """Whether the run validates, and has not validated yet."""
-        return not self._has_validated and any(trainer.num_val_batches)
 
     def _say_what_is_missing(self, trainer: RunContext, name: str, is_last: bool) -> None:
         if trainer.strategy.control.rank > 0 or (self._said_that_it_waits and not is_last):
@@ -517,15 +517,20 @@ class Checkpoint(Callback):
             "" if self.keep_last else " keep_last=1 would save the newest state meanwhile.",
         )
 
-    def _save(self, trainer: RunContext, score: float | None, values: Mapping[str, float]) -> None:
+    def _next_checkpoint(
+        self, trainer: RunContext, score: float | None, values: Mapping[str, float]
+    ) -> SaveRequest | None:
+        """Return the request for a checkpoint of this step; None if it is saved already or would not be kept."""
         step = trainer.global_step
         if self._retention.rescore(step, score) or (step == self._last_saved_step and score is None):
-            return  # the state of this step is saved already
+            return None
         self._last_saved_step = step
         if not self._retention.would_keep(score):
-            return
+            return None
         preferred_name = self._name(self.filename, values)
-        name, identifier = self._choose_name(trainer, preferred_name, self._retention.to_remove(score))
+        name, identifier = self._reserved.reserve(
+            trainer.strategy.control, self._folder(), preferred_name, self._retention.to_remove(score)
+        )
         self._to_remove += self._retention.add(name, identifier, score, step)
         if not self.save_weights_only:
             self._last_resumable_step = step
@@ -535,29 +540,24 @@ class Checkpoint(Callback):
         if self.verbose and trainer.strategy.control.rank == 0:
             monitored = "" if score is None else f", {self.monitor} = {score:.6g}"
             logger.info("Epoch %d, step %d: saving %r%s.", values["epoch"], values["step"], name, monitored)
-        self._write(trainer, name, identifier, self.save_weights_only, self.save_async)
+        return self._request(trainer, name, identifier, self.save_weights_only, self.save_async)
 
-    def _choose_name(self, trainer: RunContext, name: str, to_remove: Sequence[KeptCheckpoint]) -> tuple[str, str]:
-        return self._claims.claim(trainer.strategy.control, self._folder(), name, to_remove)
-
-    def _write(self, trainer: RunContext, name: str, identifier: str, weights_only: bool, background: bool) -> None:
-        then = self._on_complete(trainer, name, list(self._to_remove))  # later entries wait for the next checkpoint
-        path = child(self._folder(), name)
-        trainer.write_checkpoint(path, weights_only, background, then, identifier, self.digest, self.trainable_only)
-
-    def _on_complete(self, trainer: RunContext, name: str, removable: Sequence[KeptCheckpoint]) -> Callable[[], None]:
-        """Return the function to call once a checkpoint is complete."""
+    def _request(
+        self, trainer: RunContext, name: str, identifier: str, weights_only: bool, background: bool
+    ) -> SaveRequest:
+        removable = list(self._to_remove)  # later entries wait for the next checkpoint
 
         def on_complete() -> None:
             if trainer.strategy.control.rank == 0:
                 self._clean_up(trainer, removable, name)
-                self._claims.release(name)
+                self._reserved.release(name)
                 for each in trainer.loggers:
                     each.after_save_checkpoint(self)
             else:
                 self._to_remove = [saved for saved in self._to_remove if saved not in removable]
 
-        return on_complete
+        path = child(self._folder(), name)
+        return SaveRequest(path, weights_only, self.trainable_only, background, self.digest, identifier, on_complete)
 
     def _clean_up(self, trainer: RunContext, removable: Sequence[KeptCheckpoint], newest: str | None = None) -> None:
         """Update ``latest`` and remove checkpoints that are no longer kept, once a later one is complete.
@@ -589,7 +589,3 @@ class Checkpoint(Callback):
 
 def _savers(trainer: RunContext) -> list[Checkpoint]:
     return [callback for callback in trainer.callbacks if isinstance(callback, Checkpoint)]
-
-
-def _step_or_unset(number: Any) -> int:
-    return number if type(number) is int else -1

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.consolidation import consolidate as consolidate
     from drivetrain.checkpoint.conversion import convert as convert
     from drivetrain.checkpoint.inspection import show as show
+    from drivetrain.checkpoint.save_request import SaveRequest as SaveRequest
 
 _FORMAT = "drivetrain.checkpoint._format"
 _HOME = {
     "CheckpointReader": _FORMAT,
+    "SaveRequest": ".save_request",
     "consolidate": ".consolidation",
     "convert": ".conversion",
     "evaluated_weights": ".averaged_weights",
@@ -29,6 +31,4 @@ _HOME = {
     "verify": _FORMAT,
 }
 
-__all__ = ["CheckpointReader", "consolidate", "convert", "evaluated_weights", "load", "show", "verify"]
-
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__getattr__, __dir__, __all__ = lazy_names(__name__, _HOME)

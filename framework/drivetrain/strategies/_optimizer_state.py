@@ -11,6 +11,9 @@ from torch.optim import Optimizer
 
 from drivetrain.errors import CheckpointError
 
+IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
+"""Options that select an implementation of the same update. A resumed run uses its own values."""
+
 
 def parameter_names(module: nn.Module) -> dict[int, str]:
     """Return each parameter's plain name by ``id(parameter)``. A tied parameter gets the first of its names."""
@@ -181,3 +184,46 @@ def check_optimizer_fits(optimizer: Optimizer, groups: Sequence[Sequence[str]], 
             "state is matched by parameter name, and groups are matched by their order.",
             "build the optimizer over the same parameters, or load the weights alone.",
         )
+
+
+def add_later_groups(
+    optimizer: Optimizer,
+    configured: Sequence[Mapping[str, Any]],
+    saved: Sequence[Mapping[str, Any]],
+    named: Mapping[str, Any],
+) -> None:
+    """Give an optimizer that starts anew the groups that were added to it during the saved run.
+
+    The code that added them does not add them again, so that their parameters would no longer train. The groups have
+    their saved settings, but no state.
+
+    Args:
+        optimizer: the optimizer, with the groups that ``configure_optimizers`` gave.
+        configured: the groups that ``configure_optimizers`` gave in the saved run.
+        saved: the groups at the save.
+        named: the module's parameters by name.
+    """
+    present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    known = {name for group in configured for name in group["params"]}
+    inherited = optimizer.defaults.keys() - {*IMPLEMENTATION_OPTIONS}
+    has_names = "param_names" in optimizer.param_groups[0]
+    for group in saved:
+        names = [name for name in group["params"] if name in named and name not in known]
+        added = [(name, named[name]) for name in names if id(named[name]) not in present]
+        if added:
+            settings = {name: value for name, value in group.items() if name in inherited}
+            params = added if has_names else [parameter for _, parameter in added]
+            optimizer.add_param_group({**settings, "params": params})
+
+
+def keep_implementation(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Replace the saved options that select an implementation by those of ``optimizer``.
+
+    The saved ones may not exist on this run's device or for its tensors.
+
+    Args:
+        optimizer: the optimizer that will load ``state``.
+        state: the saved state, whose groups are changed.
+    """
+    for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=False):
+        saved.update({name: group[name] for name in IMPLEMENTATION_OPTIONS if name in group and name in saved})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -17,9 +17,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.strategies import ControlPlane, broadcast_together, may_move, replace_tensors
-from drivetrain_strategies._deferred_init import Recording
+from drivetrain_strategies._deferred_init import DeferredModule
 from drivetrain_strategies._gather_limit import check_gather_limit
 from drivetrain_strategies._gather_order import GatherOrder
+from drivetrain_strategies._step_module import StepModule, unwrap_step_output
 from drivetrain_strategies.deepspeed._checks import is_known
 from drivetrain_strategies.deepspeed._cleanup import ModuleSnapshot, forget_root
 from drivetrain_strategies.deepspeed._empty_parameters import EmptyParameters
@@ -28,10 +29,8 @@ from drivetrain_strategies.deepspeed._frozen_weights import FrozenWeights
 from drivetrain_strategies.deepspeed._gradient_exchange import GradientExchange
 from drivetrain_strategies.deepspeed._internals import Zero, without_broadcast, write_part
 from drivetrain_strategies.deepspeed._library import redirected_prints
-from drivetrain_strategies.deepspeed._optimizers import GradientCopies
-from drivetrain_strategies.deepspeed._partition import Partitioner, materialize
+from drivetrain_strategies.deepspeed._partition import Partitioner
 from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision
-from drivetrain_strategies.deepspeed._root_module import Root, unwrap_output
 from drivetrain_strategies.deepspeed._state import State, StoredParameter, whole_of
 from drivetrain_strategies.deepspeed._user_hooks import UserHooks
 
@@ -80,20 +79,20 @@ class DeepSpeedRun:
         self._module = module
         self._config = config
         self._options = options
-        self._snapshot: ModuleSnapshot | None = None
-        self._root: Root | None = None
+        self._undo = ExitStack()
+        """Removes everything that DeepSpeed and this class have added to the module."""
         self._engine: Any = None
         self._zero: Zero | None = None
         self._unrounded: dict[int, StoredParameter] = {}
         self._state: State | None = None
-        self._copies: GradientCopies | None = None
+        self._handles: list[Any] = []
         self._exchange: GradientExchange | None = None
         self._gather_order: GatherOrder | None = None
         self._user_hooks: UserHooks | None = None
         self._watch: EmptyParameters | None = None
         self._unwatched: set[str] = set()  # names of the steps that used no empty parameter
-        self._untrained: list[nn.Parameter] = []
-        self._within_forward = self._has_gradients = self._warned_skipped = self._restored = False
+        self._within_forward = self._has_gradients = self._warned_skipped = False
+        self._has_weights = False  # from the start until the module has whole weights again
         self._frozen = FrozenWeights(nn.Module(), options.stage, rounded=False)
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
@@ -110,19 +109,21 @@ class DeepSpeedRun:
 
     # Set-up: broadcast, partitioning and the engine's start
 
-    def start(self, optimizers: Sequence[Optimizer], recording: Recording | None) -> None:
+    def start(self, optimizers: Sequence[Optimizer], deferred: DeferredModule) -> None:
         """Broadcast rank 0's weights, shard them, and start the engine if the run needs one. Collective."""
         module, options = self._module, self._options
         with may_move(module):
-            self._snapshot = ModuleSnapshot(module)
+            snapshot = ModuleSnapshot(module)
+            self._undo.callback(snapshot.undo)
+            self._has_weights = True
             needs_engine = bool(optimizers) or "optimizer" in self._config or options.stage == 3
             with redirected_prints():
                 if options.stage == 3:
-                    self._partition(recording)
+                    self._partition(deferred)
                 else:
                     self._broadcast_weights(needs_engine)
                 if needs_engine:
-                    self._initialize(optimizers)
+                    self._initialize(optimizers, snapshot)
         broadcast_together(list(module.buffers()))
         self._state = State(module, self._unrounded, self._zero, self._update_compute_weights)
         self._frozen = FrozenWeights(module, options.stage, rounded=options.precision.half_dtype is not None)
@@ -153,12 +154,12 @@ class DeepSpeedRun:
                 self._unrounded[id(parameter)] = StoredParameter(unrounded, tuple(parameter.shape), None)
         module.to(options.device)  # the parameters are on the device already, so only buffers are moved
 
-    def _partition(self, recording: Recording | None) -> None:
+    def _partition(self, deferred: DeferredModule) -> None:
         module, options = self._module, self._options
         with explain_start_errors():
             partitioner = Partitioner(self._config, options.precision.half_dtype, options.device)
         self._unrounded = partitioner.unrounded
-        materialize(module, recording, partitioner.partition, options.device, options.control)
+        partitioner.materialize(module, deferred, options.control)
         partitioner.partition_all(module)
         for child in module.modules():
             for name, buffer in child._buffers.items():
@@ -170,7 +171,7 @@ class DeepSpeedRun:
         if options.control.world_size > 1:
             self._gather_order = GatherOrder(_separately_gathered(module, leaves), options.control)
 
-    def _initialize(self, optimizers: Sequence[Optimizer]) -> None:
+    def _initialize(self, optimizers: Sequence[Optimizer], snapshot: ModuleSnapshot) -> None:
         module = self._module
         in_optimizer = {
             id(parameter)
@@ -179,28 +180,26 @@ class DeepSpeedRun:
             for parameter in group["params"]
         }
         # Stage 3 cannot handle gradients of parameters that the optimizer does not hold.
-        self._untrained = [
-            parameter
-            for parameter in module.parameters()
-            if parameter.requires_grad and in_optimizer and id(parameter) not in in_optimizer
-        ]
-        for parameter in self._untrained:
-            parameter.requires_grad_(False)
+        for parameter in module.parameters():
+            if parameter.requires_grad and in_optimizer and id(parameter) not in in_optimizer:
+                parameter.requires_grad_(False)
+                self._undo.callback(parameter.requires_grad_, True)
         names = {parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad}
         # DeepSpeed allocates the whole bucket even if the model is smaller.
         numel = sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in names)
         self._config["zero_optimization"].setdefault("reduce_bucket_size", max(1, min(500_000_000, numel)))
-        self._root = Root(module)
+        root = StepModule(module, hides_values=True)
+        self._undo.callback(forget_root, root)
         with explain_start_errors(), without_broadcast():
             self._engine, *_ = self._deepspeed.initialize(
-                model=self._root,
+                model=root,
                 optimizer=optimizers[0] if optimizers else None,
                 model_parameters=list(names),
                 config=copy.deepcopy(self._config),
             )
-        assert self._snapshot is not None
-        self._snapshot.record_additions()
         engine = self._engine
+        self._undo.callback(engine.destroy)
+        snapshot.record_additions()
         if not optimizers and engine.optimizer_name() is None:
             return
         self._zero = Zero(engine)
@@ -215,13 +214,14 @@ class DeepSpeedRun:
                 optimizer.__dict__[name] = partial(self._call_and_update_weights, getattr(optimizer, name))
         self.optimizers = [optimizer]
         if not is_known(optimizer):
-            self._copies = GradientCopies(optimizer)  # torch's and DeepSpeed's optimizers keep no gradient
+            self._handles = _copy_gradients_in_steps(optimizer)  # torch's and DeepSpeed's optimizers keep none
         if engine.lr_scheduler is not None:
             self.schedulers = [engine.lr_scheduler]
             engine.lr_scheduler = None  # the loop steps the scheduler once per optimizer step
         control, find_unused = self._options.control, self._options.find_unused_parameters
         compares = find_unused is None and self._zero.stage > 1 and control.world_size > 1
         self._exchange = GradientExchange(names, self._zero, control, compares)
+        self._undo.callback(self._exchange.close)
         self._restore_masters()
 
     @torch.no_grad()
@@ -279,9 +279,9 @@ class DeepSpeedRun:
         self._within_forward = True
         try:
             if gather_order is None:
-                return unwrap_output(self._engine(call))
+                return unwrap_step_output(self._engine(call))
             with explain_different_parameters(), gather_order.compared():
-                return unwrap_output(self._engine(call))
+                return unwrap_step_output(self._engine(call))
         finally:
             self._within_forward = False
 
@@ -406,17 +406,17 @@ class DeepSpeedRun:
         parameters = dict(self._module.named_parameters())
         # Copies go to the host until DeepSpeed's buffers are freed: a device may not have memory for both.
         whole_weights = {name: whole_of(weights[name]).cpu() for name in parameters}
-        self._undo()
-        self._restored = True
+        self._release()
+        self._has_weights = False
         for name, parameter in parameters.items():
             parameter.data = whole_weights[name].to(parameter.device)
             parameter.grad = None
 
     def end(self) -> None:
         """Release everything that this run acquired, also after a failure. Does not communicate."""
-        if self._snapshot is not None and not self._restored:
+        if self._has_weights:
             self._leave_weights()
-        self._undo()
+        self._release()
         for optimizer in self.optimizers:
             for name in ("zero_grad", *_WRITING_METHODS):
                 optimizer.__dict__.pop(name, None)
@@ -424,8 +424,8 @@ class DeepSpeedRun:
             optimizer.state.clear()
             for group in optimizer.param_groups:
                 group["params"] = [torch.empty(0)]
-        if self._copies is not None:
-            self._copies.close()
+        for handle in self._handles:
+            handle.remove()
         self._options.precision.loss_scaler = None
 
     @torch.no_grad()
@@ -437,7 +437,7 @@ class DeepSpeedRun:
         module = self._module
         stored_parameters = dict(self._unrounded.items() if self._state is None else self._state.stored_parameters())
         if self._options.stage == 3:
-            self._undo()
+            self._release()
             replace_tensors(
                 module,
                 {
@@ -447,7 +447,7 @@ class DeepSpeedRun:
             )
             return
         values = {key: stored.read() for key, stored in stored_parameters.items()}
-        self._undo()
+        self._release()
         for parameter in module.parameters():
             # Trained weights stay rounded, since each rank has only its part of the master weights. Copies are
             # assigned, so that no parameter is a view of DeepSpeed's buffers.
@@ -459,22 +459,32 @@ class DeepSpeedRun:
                 parameter.data = parameter.data.to(dtype, copy=True)
             parameter.grad = None
 
-    def _undo(self) -> None:
-        """Remove everything that DeepSpeed and this class added to the module."""
-        if self._exchange is not None:
-            self._exchange.close()
-        if self._engine is not None:
-            with redirected_prints():
-                self._engine.destroy()
-        if self._root is not None:
-            forget_root(self._root)
-        if self._snapshot is not None:
-            self._snapshot.undo()
-        for parameter in self._untrained:
-            parameter.requires_grad_(True)
-        self._untrained = []
-        self._engine = self._root = self._zero = self._state = self._exchange = self._gather_order = None
-        self._user_hooks = None
+    def _release(self) -> None:
+        with redirected_prints():  # the engine's destroy prints
+            self._undo.close()
+        self._engine = self._zero = self._state = self._exchange = self._gather_order = self._user_hooks = None
+
+
+def _copy_gradients_in_steps(optimizer: Optimizer) -> list[Any]:
+    """Give a user's optimizer copies of the gradients in each step; return handles that end this.
+
+    DeepSpeed's flat gradients may be buffers that it uses again in the next window. An optimizer that keeps a gradient
+    would find it overwritten.
+    """
+    buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def copy_gradients(optimizer: Optimizer, *_: Any) -> None:
+        flats = (flat for group in optimizer.param_groups for flat in group["params"])
+        buffers[:] = [(flat, flat.grad) for flat in flats if flat.grad is not None]
+        for flat, buffer in buffers:
+            flat.grad = buffer.clone()
+
+    def put_back(*_: Any) -> None:
+        for flat, buffer in buffers:
+            flat.grad = buffer
+        buffers.clear()
+
+    return [optimizer.register_step_pre_hook(copy_gradients), optimizer.register_step_post_hook(put_back)]
 
 
 def _separately_gathered(module: nn.Module, leaves: Sequence[nn.Module]) -> dict[str, nn.Module]:

@@ -155,7 +155,7 @@ def test_what_others_wrote_stays_and_new_names_do_not_collide(tmp_path: Path) ->
 
 
 def _writers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "checkpoint-write"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint-write")]
 
 
 def test_in_the_background_the_state_at_the_call_is_saved(tmp_path: Path) -> None:  # F-08

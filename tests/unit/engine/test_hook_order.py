@@ -17,6 +17,7 @@ from test_logging import Kept
 
 from drivetrain import Callback, ConfigurationError, DataModule
 from drivetrain.callbacks import Checkpoint, LambdaCallback, LossSpikeGuard, ProgressBar
+from drivetrain.checkpoint import SaveRequest
 
 
 def _everyone(*hooks: str) -> list[str]:
@@ -229,23 +230,24 @@ class Saver(Callback):
     saves_resumable = True
     writes_to: Any = ()
     kept_checkpoints: Any = ()
+    best_model_path = ""
 
-    def __init__(self, folder: Path, every: int = 10**9, leaving: str = "defer_save") -> None:
+    def __init__(self, folder: Path, every: int = 10**9, leaving: str = "save") -> None:
         self.folder, self.every, self.leaving = folder, every, leaving
         self.writes_to, self.kept_checkpoints = [str(folder)], []
         self.rollbacks: list[str] = []
 
-    def _write(self, trainer: Any) -> None:
+    def _request(self, trainer: Any) -> SaveRequest:
         path = f"{self.folder}/mine-{trainer.global_step}"
-        trainer.write_checkpoint(path, then=lambda: self.kept_checkpoints.append(path))
+        return SaveRequest(path, on_complete=lambda: self.kept_checkpoints.append(path))
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step % self.every == 0:
-            trainer.defer_save(lambda: self._write(trainer))
+            trainer.save(lambda: self._request(trainer))
 
     def save_before_leaving(self, trainer: Any, module: Any) -> bool:
-        if self.leaving == "defer_save":
-            trainer.defer_save(lambda: self._write(trainer))
+        if self.leaving == "save":
+            trainer.save(lambda: self._request(trainer))
         elif self.leaving == "save_checkpoint":
             trainer.save_checkpoint(f"{self.folder}/mine-{trainer.global_step}")
         return self.leaving != "nothing"
@@ -262,7 +264,7 @@ PREEMPTED = calling(
 )
 
 
-@pytest.mark.parametrize("leaving", ["defer_save", "save_checkpoint", "nothing"])
+@pytest.mark.parametrize("leaving", ["save", "save_checkpoint", "nothing"])
 def test_a_third_party_callback_saves_before_a_preempted_run_exits(tmp_path: Path, caplog: Any, leaving: str) -> None:
     callbacks = [Saver(tmp_path / "own", leaving=leaving), PREEMPTED]
     with pytest.raises(SystemExit):

@@ -84,9 +84,9 @@ Shape = collections.namedtuple("Shape", "width height")
         (lambda: with_foreign_state(torch.zeros(3)), None, r"SGD has state for a tensor of shape \(3,\)"),
         (lambda: with_foreign_state("all"), None, "SGD has state for 'all'"),
         (Tiny, Queued(), "datamodule/queue.*deque"),
-        (Tiny, Stateful({1, 2}), "callbacks/Stateful/state/own.*set"),
-        (Tiny, Stateful(10**5000), "callbacks/Stateful/state/own.*integer of 16610 bits"),
-        (Tiny, Stateful(extra=len), "callbacks/Stateful/extra/own.*builtin"),
+        (Tiny, Stateful({1, 2}), "callbacks/Stateful/own.*set"),
+        (Tiny, Stateful(10**5000), "callbacks/Stateful/own.*integer of 16610 bits"),
+        (Tiny, Stateful(extra=len), "callback_hooks/Stateful/own.*builtin"),
     ],
 )
 def test_state_that_cannot_be_saved_is_refused_by_name(

@@ -172,7 +172,7 @@ def test_going_back_reloads_the_loaders_of_that_epoch(tmp_path: Path) -> None:  
     def go_back_once(trainer: Any) -> None:
         at = (trainer.current_epoch, trainer.batch_idx)
         if at == (1, 2) and not went_back:
-            trainer.defer_save(lambda: trainer.save_checkpoint(kept))
+            trainer.save_checkpoint(kept)
         if at == (3, 1) and not went_back:
             went_back.append(trainer.global_step)
             trainer.roll_back(kept)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from drivetrain import Callback, CheckpointError, TrainModule
+from drivetrain.checkpoint import SaveRequest
 from drivetrain.data import CombinedLoader
 
 STEPS = 12  # two epochs of 18 micro-batches, three per step
@@ -131,7 +132,7 @@ class SaveEverywhere(Callback):
 
     def _save(self, hook: str, trainer: Any, module: Any, *args: Any) -> None:
         if not trainer.run_state.progress.within_window and not trainer.sanity_checking:
-            trainer.defer_save(partial(self._write, hook, trainer, module))
+            trainer.save(partial(self._write, hook, trainer, module))
 
     def _write(self, hook: str, trainer: Any, module: Any) -> None:
         name = f"{hook}-{trainer.micro_batches:03d}"
@@ -243,7 +244,7 @@ def test_validation_keeps_its_schedule_with_another_batch_size(
 
     def save(trainer: Any) -> None:
         if next(calls) == nth:
-            trainer.defer_save(lambda: trainer.write_checkpoint(str(saved)))
+            trainer.save(lambda: SaveRequest(str(saved)))
 
     validated(tmp_path, 2, calling(hook, save), val_check_interval=interval)
     assert validated(tmp_path, 4, resumed=saved, val_check_interval=interval) == expected

@@ -162,9 +162,8 @@ class CheckpointReader:
             ) from error
 
     def _with_renames(self, state: dict[str, Any]) -> dict[str, Any]:
-        for key in ("frozen", "trained"):
-            if state.get(key) is not None:
-                state[key] = self.renamed(state[key])
+        for key, names in (state.get("trainables") or {}).items():
+            state["trainables"][key] = self.renamed(names)
         for groups in (state.get("components") or {}).get("optimizer_groups") or ():
             for group in groups:
                 group["params"] = self.renamed(group["params"])

@@ -5,27 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from drivetrain._engine.evaluation_buffers import has_local_values
 from drivetrain._metrics import MetricStore
 from drivetrain._run_state import Progress
 from drivetrain.data._batch_source import BatchSource
 from drivetrain.data._rng_replay import RngReplay
-
-
-@dataclass(slots=True)
-class _Snapshot:
-    """The state at the start of a window, except buffers. ``draws`` and ``metrics`` are called when it is saved."""
-
-    batch_idx: int
-    draws: Callable[[], dict[str, Any]]
-    metrics: Callable[[], dict[str, Any]]
-    source: Any
 
 
 class WindowSnapshot:
@@ -38,8 +26,8 @@ class WindowSnapshot:
 
     Args:
         module: the user's module.
-        source: the source of the training batches.
-        draws: records the generators' states.
+        source: returns the source of the training batches of an epoch.
+        rng_replay: records the generators' states.
         metrics: the store that steps log to.
         progress: the counters.
         size: returns the number of micro-batches in a window of this epoch.
@@ -49,38 +37,35 @@ class WindowSnapshot:
     def __init__(
         self,
         module: nn.Module,
-        source: BatchSource,
-        draws: RngReplay,
+        source: Callable[[], BatchSource],
+        rng_replay: RngReplay,
         metrics: MetricStore,
         progress: Progress,
         size: Callable[[], int],
         every_step: bool = False,
     ) -> None:
         self._module = module
-        self._source = source
-        self._draws = draws
+        self._get_source = source
+        self._rng_replay = rng_replay
         self._metrics = metrics
         self._progress = progress
         self._size = size
         self.every_step = every_step
         self._weights: list[Tensor] = []
         self._versions: list[int] = []
-        self._snapshot: _Snapshot | None = None
+        self._taken_at = -1  # the position in the epoch; -1 for none
+        self._rank_state: dict[tuple[str, ...], Callable[[], Any]] = {}
         self._buffer_owners: list[tuple[str, dict[str, Tensor | None], str]] = []
         self._metric_objects: list[str] = []
         self._buffers: dict[str, Tensor] = {}
         self._is_active = False
-
-    def set_source(self, source: BatchSource) -> None:
-        """Use another source from the next epoch on. Call this method between two epochs."""
-        self._source = source
 
     def begin_epoch(self) -> bool:
         """Take the first snapshot of an epoch. If none is needed because windows have one micro-batch, return False.
 
         Buffers and metric objects are collected again, since hooks at the start of an epoch may change them.
         """
-        self._snapshot = None
+        self._taken_at = -1
         if self._size() == 1 and not self.every_step:
             return False
         if self.every_step:
@@ -92,18 +77,21 @@ class WindowSnapshot:
             for name in _persistent_buffers(layer)
         ]
         self._metric_objects = list(self._metrics.objects.all())
+        self._source = self._get_source()
         self.take()
         return True
 
     def take(self) -> None:
         """Take a snapshot, before any batch of the next window is read."""
-        state = self._source.state_dict()
-        self._snapshot = _Snapshot(
-            self._progress.batch_idx,
-            self._draws.capture(self._progress.batch_idx),
-            self._metrics.capture(self._metric_objects),
-            deepcopy(state) if self._source.stateful else state,
-        )
+        self._taken_at = self._progress.batch_idx
+        source_state = self._source.state_dict()
+        if self._source.stateful:
+            source_state = deepcopy(source_state)
+        self._rank_state = {
+            ("rng_states",): self._rng_replay.capture(self._taken_at),
+            ("metrics",): self._metrics.capture(self._metric_objects),
+            ("source",): lambda: source_state,
+        }
         if self._buffer_owners:
             self._copy_buffers()
         if self.every_step:
@@ -136,7 +124,7 @@ class WindowSnapshot:
         """Reset the counters to the start of the window, and activate the snapshot if it is of this window."""
         self._progress.reset_to_window_start()
         # Between a window's step and the next snapshot, the snapshot is outdated.
-        self._is_active = self._snapshot is not None and self._snapshot.batch_idx == self._progress.batch_idx
+        self._is_active = self._taken_at == self._progress.batch_idx
 
     @property
     def is_active(self) -> bool:
@@ -161,18 +149,19 @@ class WindowSnapshot:
         """Whether the active snapshot is of an epoch's first window, taken after the hooks of the epoch's start."""
         return self.is_active and self._progress.batch_idx == 0
 
-    def rank_state(self) -> dict[str, Any]:
-        """Return this rank's own state for a checkpoint, without buffers."""
-        assert self._snapshot is not None
-        return {
-            "rng_states": self._snapshot.draws(),
-            "metrics": self._snapshot.metrics(),
-            "source": self._snapshot.source,
-        }
+    @property
+    def rank_state(self) -> Mapping[tuple[str, ...], Callable[[], Any]]:
+        """Functions that return what owners of this rank's state gave then, by their paths; empty while not active."""
+        return self._rank_state if self.is_active else {}
 
     def _current_buffers(self) -> dict[str, Tensor]:
         current = {key: buffers.get(name) for key, buffers, name in self._buffer_owners}
         return {key: buffer for key, buffer in current.items() if has_local_values(buffer)}
+
+
+def has_local_values(buffer: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether ``buffer`` is a tensor whose values this rank holds, rather than None, a meta tensor or a DTensor."""
+    return buffer is not None and not buffer.is_meta and not hasattr(buffer, "full_tensor")
 
 
 def _persistent_buffers(layer: nn.Module) -> list[str]:
