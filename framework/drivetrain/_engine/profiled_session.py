@@ -7,14 +7,13 @@ import operator
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
-from drivetrain._engine.batches import BatchMover
 from drivetrain._engine.monitors import MonitoredKeysCheck
 from drivetrain._engine.run_parts import RunRequest, Training
 from drivetrain._engine.session import PreparedRun, Session
 from drivetrain._engine.stage_data import StageData
+from drivetrain._loops.batch_mover import BatchMover
 from drivetrain._loops.hooks import HOOKS
 from drivetrain._loops.manual_step import ManualStep
 from drivetrain._loops.step import AutomaticStep
@@ -115,7 +114,7 @@ class ProfiledSession(Session):
         data = super()._build_stage_data()
         if data.train is not None:
             self._replace(data.train, "epoch", lambda epoch: lambda *args: self._read("data", epoch(*args)))
-        for source in chain(*data.sources.values()):
+        for source in (loader.source for loaders in data.evaluation.values() for loader in loaders):
             self._replace(source, "epoch", lambda epoch: lambda *args: self._steps(self._read("data", epoch(*args))))
         return data
 
@@ -138,9 +137,7 @@ class ProfiledSession(Session):
         loop, step = training.loop, training.step
         self._time(loop, "training", "run")
         self._time(loop, "logging", "_flush", "_reduce_epoch", "_flush_epoch")
-        self._replace(
-            loop._schedule.checks, "with_first_check", lambda check: lambda items: check(self._windows(items))
-        )
+        self._replace(loop.reader, "micro_batches", lambda read: lambda *args: self._windows(read(*args)))
         if isinstance(step, ManualStep):
             self._time(step, "backward", "_backward")
             for handle in self.core.optimization.handles:

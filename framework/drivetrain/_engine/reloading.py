@@ -7,13 +7,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from drivetrain._distributed.control_plane import check_ranks_agree
-from drivetrain._engine.batches import BatchMover
 from drivetrain._engine.components import data_facts
 from drivetrain._engine.evaluation_setup import build_validation
 from drivetrain._engine.run_parts import RunCore, RunData
 from drivetrain._engine.seeding import seed_rank
 from drivetrain._engine.stage_data import StageData
-from drivetrain._engine.training_setup import epoch_data
+from drivetrain._loops.batch_mover import BatchMover
 from drivetrain._loops.train import TrainLoop
 from drivetrain._runtime.generators import preserved_generators
 from drivetrain._runtime.seed import derive_seed
@@ -85,7 +84,8 @@ class Reloading:
         def use(stage_data: StageData) -> None:
             self._components["data"] = data_facts(data.train, stage_data.loaders)
             validate = build_validation(core, runner, move) if data.validates else None
-            loop.use(epoch_data(core, data, move), validate)
+            loop.reader.use(data.training)
+            loop.validation.renew(validate, data.train_length)
 
         self._use = use
 

@@ -23,6 +23,7 @@ from drivetrain._engine.stage_loaders import DataArguments
 from drivetrain._loops.hooks import HookTable
 from drivetrain._loops.loader_lengths import Lengths
 from drivetrain._loops.manual_step import ManualStep
+from drivetrain._loops.progress_reports import ProgressReporter
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.train import TrainLoop
 from drivetrain._loops.trainables import Trainables
@@ -36,9 +37,9 @@ from drivetrain.run_context import RunContext
 from drivetrain.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
-    from drivetrain._loops.progress_reports import ProgressReporter
     from drivetrain._loops.step import TrainStep
     from drivetrain.data._batch_source import BatchSource
+    from drivetrain.data._limited_source import LimitedSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +111,16 @@ class RunData:
         return self.stage_data
 
     @property
+    def training(self) -> LimitedSource:
+        """The training loader, once it is built."""
+        training = self.loaded.training
+        assert training is not None
+        return training
+
+    @property
     def train(self) -> BatchSource:
         """The source of training batches, once it is built."""
-        source = self.loaded.train
-        assert source is not None
-        return source
+        return self.training.source
 
     @property
     def train_length(self) -> int | None:
@@ -124,7 +130,7 @@ class RunData:
     @property
     def validates(self) -> bool:
         """Whether there are validation loaders."""
-        return self.stage_data is not None and bool(self.stage_data.sources.get("validate"))
+        return self.stage_data is not None and bool(self.stage_data.evaluation.get("validate"))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint stores of how the data is split and ordered."""

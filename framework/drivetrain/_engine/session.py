@@ -16,7 +16,6 @@ from torch.nn.parameter import is_lazy
 
 from drivetrain._distributed.control_plane import check_ranks_agree
 from drivetrain._distributed.failure import Failure
-from drivetrain._engine.batches import BatchMover, build_batch_mover
 from drivetrain._engine.checkpoint_manager import CheckpointManager
 from drivetrain._engine.collective_calls import CollectiveCalls
 from drivetrain._engine.components import class_name, data_facts
@@ -35,7 +34,6 @@ from drivetrain._engine.run_parts import RunCore, RunData, RunRequest, Training
 from drivetrain._engine.seeding import order_seed, seed_data_rank, seed_rank, warn_unseeded
 from drivetrain._engine.signals import Signals, announce, as_interruption, handled_signals, interruption_error, requeue
 from drivetrain._engine.stage_data import StageData
-from drivetrain._engine.stage_loaders import DataSplit
 from drivetrain._engine.starting_point import StartingPoint
 from drivetrain._engine.strategy_checks import check_control_plane, check_distinct_devices, check_module_setup
 from drivetrain._engine.training_setup import (
@@ -45,6 +43,7 @@ from drivetrain._engine.training_setup import (
     prepare_stopping,
     under_context,
 )
+from drivetrain._loops.batch_mover import BatchMover, build_batch_mover
 from drivetrain._loops.evaluate import HOOK_STAGE_NAMES
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.loader_lengths import Lengths
@@ -459,9 +458,8 @@ class Session:
             return reloading
 
     def _build_stage_data(self) -> StageData:
-        core, data, strategy, trainer = self.core, self.data, self.core.strategy, self.core.trainer
-        data_split = DataSplit(strategy.data_rank, strategy.data_world_size, data.seed, trainer.use_distributed_sampler)
-        core.loaders = loaders = StageData(trainer, core.stage, core.module, data.given, data_split, strategy.control)
+        core, data = self.core, self.data
+        core.loaders = loaders = StageData(core.trainer, core.stage, core.module, data.given, core.strategy, data.seed)
         return loaders
 
     def _set_up_module(self, data: StageData) -> StepRunner:
