@@ -131,18 +131,12 @@ class Failure:
 
     def write(self, path: str) -> None:
         """Write the failure, without the pickled exception, to a file. An existing file is kept."""
-        if os.path.exists(path):
-            return
-        from drivetrain._storage.paths import folder_at, split  # only ranks that fail need it
-
-        # The file is renamed when it is complete, because the reader reads the file as soon as it exists.
-        Path(f"{path}.part").write_text(self.encode())
-        folder, name = split(path)
-        folder_at(folder).rename(f"{name}.part", name)
+        if not os.path.exists(path):
+            Path(path).write_text(self.encode())
 
     @classmethod
     def read(cls, path: str) -> Self | None:
-        """Return the failure that `write` stored, or None."""
+        """Return the failure that `write` stored, or None if there is no file or it is not complete."""
         with contextlib.suppress(OSError, ValueError, TypeError):
             return cls.decode(Path(path).read_text())
         return None

@@ -50,10 +50,8 @@ class ProfiledSession(Session):
 
     def __init__(self, request: RunRequest, strategy: Strategy, processes: LaunchedProcesses) -> None:
         super().__init__(request, strategy, processes)
-        trainer, before = request.trainer, request.previous_folder
-        self._profiler = trainer.profiler
+        self._profiler = request.trainer.profiler
         self._facts = ProfiledRun(request.stage, strategy.rank, strategy.world_size, strategy.device)
-        self._folder_of_fit = before.path if before is not None and before.is_of_fit else None
         self._is_nested: bool | None = None  # None unless the run is being measured
         self._replace(self.core.callbacks, "collect", lambda collect: partial(self._time_hooks, collect))
 
@@ -98,9 +96,7 @@ class ProfiledSession(Session):
         facts.name = f"{profiler.filename or f'{facts.stage}-{profiler.kind}'}-rank-{facts.rank}"
         facts.folder = profiler.dirpath
         if profiler.dirpath is None and not trainer.fast_dev_run:
-            # An evaluation gets a folder when a logger first writes to one, which only rank 0 knows.
-            is_fit = facts.stage == "fit"
-            run_folder = self.core.folder.path if is_fit else self._folder_of_fit or trainer.default_root_dir
+            run_folder = self.core.folder.path or (trainer.default_root_dir if facts.stage != "fit" else None)
             facts.folder = None if run_folder is None else child(run_folder, FOLDER)
 
     # Wrapping the parts of the run

@@ -17,7 +17,6 @@ from drivetrain._config.secret_values import SecretFilter
 from drivetrain._engine.epoch_position import EpochPosition
 from drivetrain._engine.evaluation_buffers import EvaluationBuffers
 from drivetrain._engine.run_callbacks import RunCallbacks
-from drivetrain._engine.run_folder import RunFolder
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import DataArguments
 from drivetrain._loops.hooks import HookTable
@@ -34,6 +33,7 @@ from drivetrain.data._rng_replay import RngReplay
 from drivetrain.module._hyper_parameters import logged_hyper_parameters
 from drivetrain.module.train_module import TrainModule
 from drivetrain.run_context import RunContext
+from drivetrain.runs._run_folder import RunFolder
 from drivetrain.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -155,7 +155,6 @@ class RunCore(RunState):
         data: the data that the run reads.
         buffers: exchanges this rank's buffers for rank 0's during an evaluation within fit.
         callbacks: the callbacks, and the table of hooks that they and the module override.
-        folder: the run's folder and its record.
         secrets: removes secrets from hyper-parameters before they are logged or saved.
         components: describes the module, data, optimizers and schedulers, to be compared with those of a resumed run.
         trainables: tracks which parameters train; None before the strategy has set up the module, and in other stages.
@@ -171,7 +170,6 @@ class RunCore(RunState):
     data: RunData
     buffers: EvaluationBuffers
     callbacks: RunCallbacks
-    folder: RunFolder
     secrets: SecretFilter = field(default_factory=SecretFilter)
     components: dict[str, Any] = field(default_factory=dict)
     trainables: Trainables | None = None

@@ -29,7 +29,6 @@ from drivetrain._engine.rank_facts import module_facts, setting_facts
 from drivetrain._engine.rank_log import RankLog
 from drivetrain._engine.run_callbacks import RunCallbacks
 from drivetrain._engine.run_ending import RunEnding
-from drivetrain._engine.run_folder import RunFolder
 from drivetrain._engine.run_parts import RunCore, RunData, RunRequest, Training
 from drivetrain._engine.seeding import order_seed, seed_data_rank, seed_rank, warn_unseeded
 from drivetrain._engine.signals import Signals, announce, as_interruption, handled_signals, interruption_error, requeue
@@ -97,7 +96,6 @@ class Session:
 
     def __init__(self, request: RunRequest, strategy: Strategy, processes: LaunchedProcesses) -> None:
         trainer, module, control = request.trainer, request.module, strategy.control
-        folder = RunFolder(request.previous_folder)
         self.data = RunData(request.given, Lengths(control), RngReplay(strategy.device))
         self.core = RunCore(
             request=request,
@@ -112,7 +110,6 @@ class Session:
             data=self.data,
             buffers=EvaluationBuffers(module, strategy),
             callbacks=RunCallbacks(trainer, module),
-            folder=folder,
         )
         self.training: Training | None = None
         self.checkpoints = CheckpointManager(self.core)
@@ -134,7 +131,7 @@ class Session:
         writes_files = not (trainer.fast_dev_run or trainer.barebones)
         root_is_chosen = trainer.settings["default_root_dir"].source != "default"
         fallback = trainer.default_root_dir if writes_files and root_is_chosen else None
-        self._log = RankLog(folder, strategy.rank, strategy.world_size, fallback=fallback)
+        self._log = RankLog(self.core.folder, strategy.rank, strategy.world_size, fallback=fallback)
         self._ending = RunEnding(self.core)
 
     def execute(self) -> Any:
@@ -336,7 +333,7 @@ class Session:
     def _record_beginning(self) -> None:
         data, batches = self.data.loaded, self.core.trainer.num_training_batches
         facts = {**self.core.components.get("data", {}), "batches": batches if batches != math.inf else None}
-        self.core.folder.note_training({**facts, "batch_size": data.batch_size}, self.data.seed, data.batch_size)
+        self.core.folder.notes.note_training({**facts, "batch_size": data.batch_size}, self.data.seed, data.batch_size)
 
     def _evaluate(self, prepared: PreparedRun) -> Any:
         core = self.core
@@ -434,14 +431,12 @@ class Session:
         self._teardowns = [*([] if datamodule is None else [datamodule.teardown]), *self.core.hooks.teardown]
 
     def _check_folders(self) -> None:
-        """Check that the folders of the callbacks and the loggers can be written to."""
+        """Check that the folders of the callbacks can be written to."""
         core = self.core
-        writing = list(core.callbacks) if core.stage == "fit" else []
-        if core.trainer.loggers or folders_of(writing):
+        if core.stage == "fit" and folders_of(core.callbacks):
             from drivetrain._engine.write_checks import check_writable_folders
 
-            loggers = [] if core.stage == "predict" else core.trainer.loggers  # prediction logs nothing
-            check_writable_folders(core.strategy, writing, loggers)
+            check_writable_folders(core.strategy, list(core.callbacks))
 
     def _load_data(self) -> Reloading | None:
         """Build the loaders. Return the object that rebuilds them, or None if they are not to be rebuilt."""

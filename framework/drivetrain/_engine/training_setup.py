@@ -255,8 +255,7 @@ def under_context(runner: StepRunner, precision: Precision) -> StepRunner:
 
 
 def _build_schedulers(core: RunCore) -> Schedulers:
-    data = core.data
-    metrics, module = core.metrics, core.module
+    data, module = core.data, core.module
     override = module.lr_scheduler_step if is_overridden("lr_scheduler_step", module, TrainModule) else None
     estimate = StepEstimate(
         estimated_steps(core.trainer, core.callbacks, data),
@@ -266,9 +265,7 @@ def _build_schedulers(core: RunCore) -> Schedulers:
     return Schedulers(
         core.optimization.schedulers if module.automatic_optimization else [],
         override,
-        metrics.agreed,
-        lambda: list(metrics.callback_metrics()),
-        metrics.logged_at,
+        core.metrics,
         estimate,
         warns=core.strategy.rank == 0,
     )

@@ -12,12 +12,12 @@ from typing import Any, SupportsFloat
 
 from drivetrain._config.argument_checks import check_count
 from drivetrain._runtime.lazy_names import is_installed
-from drivetrain._storage.paths import local_path
+from drivetrain._storage.paths import child, folder_at, local_path
 from drivetrain._storage.retries import retried
 from drivetrain.errors import DrivetrainError
 from drivetrain.loggers._csv_table import Row, format_rows, format_table, parse_table
 from drivetrain.loggers._directory_logger import DirectoryLogger
-from drivetrain.loggers._media_files import MediaFiles
+from drivetrain.loggers._media_files import remove_media_after, write_media
 from drivetrain.loggers.media import Histogram, Table, pixels_of, png_of, png_of_figure, text_of
 
 _FILE = "metrics.csv"
@@ -64,8 +64,9 @@ class CSVLogger(DirectoryLogger):
         meaning = "the number of steps between two writes"
         check_count("CSVLogger", "flush_logs_every_n_steps", flush_logs_every_n_steps, 1, meaning)
         super().__init__(save_dir, name, version, prefix)
+        self._is_local = local_path(self.save_dir) is not None  # and can append to files
         self._flush_every = flush_logs_every_n_steps
-        self._table_directory: str | None = None  # the directory that the following attributes refer to
+        self._table_folder: str | None = None  # the folder that the following attributes refer to
         self._columns: list[str] | None = None  # None until the file has been read
         self._pending: list[Row] = []  # rows that are not written yet
         self._flushed_step: int | None = None  # the step of the last write, or of the first row
@@ -99,7 +100,7 @@ class CSVLogger(DirectoryLogger):
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write ``params`` to ``hparams.json``, without secrets."""
-        self._directory.write_json("hparams.json", self._secret_filter.take_out(params)[0])
+        self.write_json("hparams.json", self._secret_filter.take_out(params)[0])
 
     def log_image(self, key: str, value: Any, step: int) -> None:
         """Write an image as a PNG file, if Pillow is installed."""
@@ -132,7 +133,7 @@ class CSVLogger(DirectoryLogger):
         self._write_file(key, step, "csv", format_table(table.columns, rows).encode())
 
     def _write_file(self, key: str, step: int, kind: str, content: bytes) -> None:
-        MediaFiles(self._directory).write(f"{self._prefix}{key}", step, kind, content)
+        write_media(self.make_folder(), f"{self._prefix}{key}", step, kind, content)
 
     def save(self) -> None:
         """Write the pending rows.
@@ -154,12 +155,15 @@ class CSVLogger(DirectoryLogger):
         """
         self._pending = [row for row in self._pending if not _is_after(row, step)]
         self._flushed_step = None
-        self._switch_directory(self._directory.path)
+        folder = self.log_dir
+        if folder is None:
+            return
+        self._switch_folder(folder)
         self._rewound_to = step
         self._rows_before_rewind = 0
         self._rewritten_metrics = set()
         self._retry(lambda: self._drop_rows_after(step))
-        self._retry(lambda: MediaFiles(self._directory).rewind(step))
+        self._retry(lambda: remove_media_after(folder, step))
 
     def _save_or_warn(self) -> None:
         """Write the pending rows, with a warning instead of an error, because a failure must not end the training."""
@@ -190,7 +194,7 @@ class CSVLogger(DirectoryLogger):
             self._write_failed = False
 
         try:
-            retried(attempt, 0 if self._directory.is_local else retries, _PERMANENT_ERRORS)
+            retried(attempt, 0 if self._is_local else retries, _PERMANENT_ERRORS)
         except Exception as error:
             raise DrivetrainError(
                 f"metrics.csv below {self.save_dir!r} cannot be written: {type(error).__name__}: {error}.",
@@ -198,15 +202,15 @@ class CSVLogger(DirectoryLogger):
                 "check the free space, the permissions, and for a URL the credentials and the network.",
             ) from error
 
-    def _switch_directory(self, path: str) -> None:
-        """Reset the state of the table if ``path`` is another directory than before."""
-        if self._table_directory not in (None, path):
+    def _switch_folder(self, path: str) -> None:
+        """Reset the state of the table if ``path`` is another folder than before."""
+        if self._table_folder not in (None, path):
             self._columns = self._text = None
             self._rewound_to, self._rows_before_rewind, self._rewritten_metrics = None, 0, set()
-        self._table_directory = path
+        self._table_folder = path
 
     def _write(self) -> None:
-        self._switch_directory(self._directory.make())
+        self._switch_folder(self.make_folder())
         if self._columns is None:
             self._load_existing()
         assert self._columns is not None
@@ -248,7 +252,7 @@ class CSVLogger(DirectoryLogger):
         columns, rows = parse_table(text)
         columns = list(dict.fromkeys(["step", *columns]))
         normalised = format_table(columns, rows)
-        if not self._directory.is_local:
+        if not self._is_local:
             self._text = normalised
         elif text and normalised != text:
             self._replace(normalised)  # drops a truncated last line
@@ -278,15 +282,15 @@ class CSVLogger(DirectoryLogger):
         if self._text is not None:
             return self._text
         try:
-            content = self._directory.folder.read(_FILE)
+            content = folder_at(self._table_folder or "").read(_FILE)
         except FileNotFoundError:
             return None
         return content.decode("utf-8-sig", "surrogateescape")  # Invalid bytes are written back unchanged.
 
     def _replace(self, text: str) -> None:
         """Replace the file atomically, so that a kill or an error loses no rows."""
-        self._directory.folder.write(_FILE, text.encode("utf-8", "surrogateescape"))
-        if not self._directory.is_local:
+        folder_at(self._table_folder or "").write(_FILE, text.encode("utf-8", "surrogateescape"))
+        if not self._is_local:
             self._text = text
 
     def _append(self, text: str) -> bool:
@@ -294,7 +298,7 @@ class CSVLogger(DirectoryLogger):
         if self._text is not None:
             self._replace(self._text + text)
             return True
-        path = local_path(self._directory.file(_FILE))
+        path = local_path(child(self._table_folder or "", _FILE))
         assert path is not None  # at a URL, `_text` is known
         try:
             size = os.path.getsize(path)

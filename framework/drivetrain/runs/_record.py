@@ -6,7 +6,6 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -68,15 +67,6 @@ class Record(NamedTuple):
         return Job.from_json(self.document.get("job"))
 
     @property
-    def loggers(self) -> list[tuple[tuple[str, str], str]]:
-        """The loggers of the run, each as the pair (class, name) and the version."""
-        document = self.document.get("loggers")
-        entries = [entry for entry in document if isinstance(entry, dict)] if isinstance(document, list) else []
-        return [
-            ((_text(entry.get("class")), _text(entry.get("name"))), _text(entry.get("version"))) for entry in entries
-        ]
-
-    @property
     def parts(self) -> list[dict[str, Any]]:
         """The parts of the run, oldest first. Each start and each resume begins a part."""
         parts = self.document.get("parts")
@@ -115,12 +105,6 @@ def write(folder: str, document: Mapping[str, Any]) -> None:
         OSError: the record cannot be written.
     """
     folder_at(folder).write(RECORD, encode_record(document))
-
-
-def remove(folder: str) -> None:
-    """Remove the record in a folder, if there is one."""
-    with suppress(FileNotFoundError):
-        folder_at(folder).remove(RECORD)
 
 
 def clear_leftovers(folder: str) -> None:
