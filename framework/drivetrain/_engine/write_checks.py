@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from drivetrain._runtime.working_directory import REMOVED, lacks_its_start
 from drivetrain.callback import Callback, folders_of
