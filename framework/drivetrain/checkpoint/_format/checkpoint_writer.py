@@ -129,7 +129,7 @@ def _agree(
         )
     _, token, _, state, hash_algorithm = requests[0]
     state_specs = [Spec(name, DTYPES[dtype], shape) for name, dtype, shape in state]
-    regions = [
+    regions: list[list[Regions]] = [
         [{name: bounds and region_from(bounds) for name, bounds in other[2][number].items()} for other in requests]
         for number in range(len(shared))
     ]
