@@ -239,8 +239,7 @@ ENGINE = {"_engine", "_loops", "fit"}
 NAMES = {"single_device", "ddp", "fsdp", "hsdp", "deepspeed", *get_args(PrecisionName)} - {16, 32, 64}
 ALLOWED = {
     # The user's own callback replaces the default one.
-    "drivetrain._engine.defaults": {"ProgressBar", "ModelSummary", "Checkpoint"},
-    "drivetrain.fit": {"32-true"},  # the default
+    "drivetrain._engine.defaults": {"ModelSummary"},
 }
 CONCRETE_PACKAGES = ("callbacks", "loggers", "launchers", "environments", "precision", "profilers")
 INTERFACES = {
