@@ -272,7 +272,7 @@ class Session:
             core.optimization = set_up_optimizers(core, self._resumed)
         prepare_stopping(core)
         validate = build_validation(core, runner, move) if data.validates else None
-        monitors = MonitoredKeysCheck(core, data, core.optimization.schedulers)
+        monitors = MonitoredKeysCheck(core)
         self.training = training = build_training(
             core,
             self.checkpoints,
@@ -302,7 +302,7 @@ class Session:
         for hook in hooks.on_fit_start:
             hook()
         if self.data.validates and core.trainer.num_sanity_val_steps and checkpoints.opened is None:
-            run_sanity_check(core, self.data, prepared.runner, prepared.move, monitors.note_validation)
+            run_sanity_check(core, prepared.runner, prepared.move, monitors.note_validation)
         core.metrics.enter("train", reset=checkpoints.opened is None)
         self._signals.defer_to_run()
         for hook in hooks.on_train_start:
@@ -344,7 +344,7 @@ class Session:
             with core.span("checkpoint"):
                 self.checkpoints.saved_state.load_weights(self.checkpoints.opened, core.request.averaged)
         core.stop = StopRequest(core.strategy.control, None, None, None)
-        evaluate = build_stage(core, self.data, core.stop, prepared.runner, prepared.move)
+        evaluate = build_stage(core, prepared.runner, prepared.move)
         self._signals.defer_to_run()
         with core.span(HOOK_STAGE_NAMES[core.stage]):
             result = evaluate()
@@ -448,7 +448,7 @@ class Session:
                 return None
             from drivetrain._engine.reloading import Reloading  # only runs that reload need it
 
-            reloading = Reloading(core, data, core.components, self._build_stage_data)
+            reloading = Reloading(core, self._build_stage_data)
             reloading.begin(self._resumed)
             return reloading
 

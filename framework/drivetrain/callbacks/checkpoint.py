@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain._config.argument_checks import check_choice, check_count
 from drivetrain._runtime.working_directory import resolved_path
+from drivetrain._storage.paths import child, resolve_folder
 from drivetrain.callback import Callback
 from drivetrain.callbacks._checkpoint_names import (
     COUNTERS,
@@ -23,7 +24,7 @@ from drivetrain.callbacks._checkpoint_names import (
     names_in,
 )
 from drivetrain.callbacks._monitored_value import acts_at_epoch_end, fresh_value, missing_value, was_logged
-from drivetrain.checkpoint._folders import LATEST, child, remove, resolve_folder, write_latest
+from drivetrain.checkpoint._folders import LATEST, remove, write_latest
 from drivetrain.checkpoint._format.checksums import check_digest
 from drivetrain.checkpoint._retention import KeptCheckpoint, Retention
 from drivetrain.checkpoint.save_request import SaveRequest
