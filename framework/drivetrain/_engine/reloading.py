@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drivetrain._distributed.control_plane import check_ranks_agree
 from drivetrain._engine.components import data_facts
 from drivetrain._engine.evaluation_setup import build_validation
-from drivetrain._engine.run_parts import RunCore, RunData
+from drivetrain._engine.run_parts import RunCore
 from drivetrain._engine.seeding import seed_rank
 from drivetrain._engine.stage_data import StageData
 from drivetrain._loops.batch_mover import BatchMover
@@ -37,15 +37,11 @@ class Reloading:
 
     Args:
         core: the run.
-        data: the run's data, whose loaders are replaced.
-        components: the description of the run's parts that checkpoints store.
         load: builds the loaders.
     """
 
-    def __init__(self, core: RunCore, data: RunData, components: dict[str, Any], load: Callable[[], StageData]) -> None:
+    def __init__(self, core: RunCore, load: Callable[[], StageData]) -> None:
         self._core = core
-        self._data = data
-        self._components = components
         self._load = load
         self._every = core.trainer.reload_dataloaders_every_n_epochs
         self._loaded_at = 0  # the epoch of the current loaders
@@ -53,7 +49,7 @@ class Reloading:
 
     def begin(self, resumed: ResumedRun | None) -> None:
         """Build the first loaders of the run: the loaders of epoch 0, or of the epoch in which ``resumed`` goes on."""
-        core, data = self._core, self._data
+        core, data = self._core, self._core.data
         data.reload = self.reload
         if resumed is not None:
             self._loaded_at = self._first_epoch(int(resumed.checkpoint.progress["epoch"]))
@@ -63,7 +59,7 @@ class Reloading:
         if resumed is not None:
             same_split = resumed.state["data"]["world_size"] == core.strategy.data_world_size
         data.first_length = length if same_split and isinstance(length, int) else data.train_length
-        self._components["length"] = data.first_length
+        self._core.components["length"] = data.first_length
         if data.given.train is not None and core.strategy.rank == 0:
             logger.warning(
                 "reload_dataloaders_every_n_epochs=%d, but a training loader was passed to fit: it is not rebuilt. "
@@ -79,10 +75,10 @@ class Reloading:
             runner: runs each step as the strategy requires.
             move: moves a batch to the device.
         """
-        core, data = self._core, self._data
+        core, data = self._core, self._core.data
 
         def use(stage_data: StageData) -> None:
-            self._components["data"] = data_facts(data.train, stage_data.loaders)
+            self._core.components["data"] = data_facts(data.train, stage_data.loaders)
             validate = build_validation(core, runner, move) if data.validates else None
             loop.reader.use(data.training)
             loop.validation.renew(validate, data.train_length)
@@ -98,7 +94,7 @@ class Reloading:
         """
         if self._first_epoch(epoch) == self._loaded_at:
             return
-        data = self._data
+        data = self._core.data
         assert self._use is not None
         data.loaded.close()
         self._loaded_at = self._first_epoch(epoch)
@@ -115,7 +111,7 @@ class Reloading:
         current, progress.epoch = progress.epoch, self._loaded_at
         try:
             with preserved_generators(self._core.strategy.device):
-                seed_rank(derive_seed(_LOADER_SEED, self._data.seed, self._loaded_at), 0)
+                seed_rank(derive_seed(_LOADER_SEED, self._core.data.seed, self._loaded_at), 0)
                 return self._load()
         finally:
             progress.epoch = current
