@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from unittest.mock import patch
 
 import torch
@@ -144,7 +144,8 @@ class Ours:
 
     def begin(self, folder: Path) -> Wait:
         self._trainer.save(SaveRequest(str(folder), background=True))
-        finish: Wait = self._trainer.run_state.checkpoints.finish
+        checkpoints: Any = self._trainer.run_state.checkpoints
+        finish: Wait = checkpoints.finish
         return finish
 
 

@@ -126,7 +126,7 @@ def _differences(saved: Any, now: dict[str, Any], epoch_samples: int | None) -> 
         if key in saved and key in now and not _same_classes(saved[key], now[key]):
             yield Difference(kind, _describe(saved[key]), _describe(now[key]))
     settings, own_settings = saved.get("scheduler_settings"), now.get("scheduler_settings")
-    if None not in (settings, own_settings) and _same_classes(saved["schedulers"], now["schedulers"]):
+    if settings is not None and own_settings is not None and _same_classes(saved["schedulers"], now["schedulers"]):
         for scheduler, before, after in zip(now["schedulers"], settings, own_settings, strict=True):
             yield from _scheduler_differences(_describe([scheduler]), before, after)
     if "optimizers" in saved and "optimizers" in now:
@@ -163,7 +163,8 @@ def _optimizer_differences(saved: dict[str, Any], now: dict[str, Any]) -> Iterat
             yield Difference("optimizer", _describe([saved_class]), name, index)
         elif saved_groups is not None:
             optimizer = name if len(classes) == 1 else f"optimizer {index}, {name}"
-            groups = [_without(groups[index], frozen) for groups in (saved_groups, now["optimizer_groups"])]
+            before_groups, after_groups = saved_groups[index], now["optimizer_groups"][index]
+            groups = _without(before_groups, frozen), _without(after_groups, frozen)
             for before, after, is_number in _group_differences(*groups, optimizer):
                 yield Difference("optimizer", before, after, index, is_number)
 

@@ -31,7 +31,7 @@ from drivetrain._engine.rank_log import RankLog
 from drivetrain._engine.run_callbacks import RunCallbacks
 from drivetrain._engine.run_ending import RunEnding
 from drivetrain._engine.run_folder import RunFolder
-from drivetrain._engine.run_parts import RunCore, RunData, RunRequest, Training
+from drivetrain._engine.run_parts import RunCore, RunData, RunRequest
 from drivetrain._engine.seeding import order_seed, seed_data_rank, seed_rank, warn_unseeded
 from drivetrain._engine.signals import Signals, announce, as_interruption, handled_signals, interruption_error, requeue
 from drivetrain._engine.stage_data import StageData
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from drivetrain._engine.monitors import MonitoredKeysCheck
     from drivetrain._engine.reloading import Reloading
     from drivetrain._engine.resumed_run import ResumedRun
+    from drivetrain._loops.step import TrainStep
     from drivetrain._loops.train import TrainLoop
 
 logger = logging.getLogger("drivetrain")
@@ -115,7 +116,6 @@ class Session:
             callbacks=RunCallbacks(trainer, module),
             folder=folder,
         )
-        self.training: Training | None = None
         self.checkpoints = CheckpointManager(self.core)
         self._resumed: ResumedRun | None = None
         self.last_line: str | None = None
@@ -264,10 +264,11 @@ class Session:
 
     def _fit(self, prepared: PreparedRun) -> None:
         with self.core.span("set-up"):
-            training, monitors = self._prepare_training(prepared)
-        self._train(prepared, training.loop, monitors)
+            _, monitors = self._prepare_training(prepared)
+        assert self.core.loop is not None
+        self._train(prepared, self.core.loop, monitors)
 
-    def _prepare_training(self, prepared: PreparedRun) -> tuple[Training, MonitoredKeysCheck]:
+    def _prepare_training(self, prepared: PreparedRun) -> tuple[TrainStep, MonitoredKeysCheck]:
         from drivetrain._engine.monitors import MonitoredKeysCheck  # only training needs it
 
         core, data = self.core, self.data
@@ -277,7 +278,7 @@ class Session:
         prepare_stopping(core)
         validate = build_validation(core, runner, move) if data.validates else None
         monitors = MonitoredKeysCheck(core, data, core.optimization.schedulers)
-        self.training = training = build_training(
+        step = build_training(
             core,
             self.checkpoints,
             validate,
@@ -286,14 +287,13 @@ class Session:
             apply_trainable_changes=self._apply_trainable_changes,
             after_first_batch=monitors.after_first_batch,
         )
-        core.loop, core.manual, core.pass_over_data = training.loop, training.manual, training.pass_over_data
         if reloading is not None:
-            reloading.connect(training.loop, runner, move)
+            reloading.connect(runner, move)
         if self._resumed is not None:
             self._resumed.load()
         if not core.request.trial:
             log_once(core.strategy.precision.describe())
-        return training, monitors
+        return step, monitors
 
     def _train(self, prepared: PreparedRun, loop: TrainLoop, monitors: MonitoredKeysCheck) -> None:
         core, checkpoints, ending = self.core, self.checkpoints, self._ending
@@ -454,7 +454,7 @@ class Session:
                 return None
             from drivetrain._engine.reloading import Reloading  # only runs that reload need it
 
-            reloading = Reloading(core, data, core.components, self._build_stage_data)
+            reloading = Reloading(core, self._build_stage_data)
             reloading.begin(self._resumed)
             return reloading
 
@@ -539,8 +539,8 @@ class Session:
 
     def _detach(self) -> None:
         core = self.core
-        if self.training is not None:
-            self.training.loop.release()
+        if core.loop is not None:
+            core.loop.release()
         if self.core.trainables is not None:
             self.core.trainables.end()
         unlock_module(core.module)
@@ -563,7 +563,7 @@ class Session:
         core, ending = self.core, self._ending
         strategy, control = core.strategy, core.strategy.control
         error = error_to_report(control, error)
-        note_where(error, core, self.training is not None)
+        note_where(error, core, core.loop is not None)
         note_known_fixes(error)
         failure = Failure.of_exception(strategy.rank, error)
         publish_failure(control, failure)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from drivetrain._config.arguments import parse_duration
 from drivetrain._engine.batches import BatchMover, move_micro_batches
 from drivetrain._engine.run_callbacks import RunCallbacks
-from drivetrain._engine.run_parts import RunCore, RunData, Training
+from drivetrain._engine.run_parts import RunCore, RunData
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import DataSplit, find_loaders
 from drivetrain._loops.epoch_checks import EpochChecks
@@ -59,8 +59,8 @@ def build_training(
     *,
     apply_trainable_changes: Callable[[], None],
     after_first_batch: Callable[[], None],
-) -> Training:
-    """Build the training loop.
+) -> TrainStep:
+    """Build the training loop of a run, and return its step, without the checks of ``detect_anomaly``.
 
     Args:
         core: the run, with its optimizers, what may stop it, and its snapshot.
@@ -83,7 +83,7 @@ def build_training(
     if validate is not None:
         _warn_if_never_validates(core)
     limits = TrainLimits(trainer.max_epochs, trainer.max_steps, trainer.log_every_n_steps)
-    loop = TrainLoop(
+    core.loop = TrainLoop(
         step,
         epoch_data(core, data, move),
         hooks=core.hooks,
@@ -109,7 +109,9 @@ def build_training(
             checks=EpochChecks(step, metrics, type(module).__name__, strategy.rank == 0, after_first_batch),
         ),
     )
-    return Training(loop, inner, build_training_pass(core, data, runner, move))
+    core.manual = inner if isinstance(inner, ManualStep) else None
+    core.pass_over_data = build_training_pass(core, data, runner, move)
+    return inner
 
 
 def _warn_if_never_validates(core: RunCore) -> None:
