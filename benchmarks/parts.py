@@ -34,7 +34,6 @@ RULES: list[tuple[str, str | None]] = [
     ("/drivetrain/callbacks/_bar_line.py", "progress bar"),
     ("/drivetrain/callbacks/_live_lines.py", "progress bar"),
     ("/drivetrain/callbacks/_time_left.py", "progress bar"),
-    ("/drivetrain/callbacks/_deferred_values.py", "progress bar"),
     ("/drivetrain/callbacks/", "hooks"),
     ("/drivetrain/data/", "fetching data"),
     ("/drivetrain/_loops/windows.py", "fetching data"),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -18,15 +19,16 @@ class Callback:
     """Base class of objects that extend a run.
 
     Every method is optional, because each has a default that does nothing. A hook that no callback overrides is not
-    called at all and costs nothing. The methods fall into three groups:
+    called at all and costs nothing. The methods fall into two groups:
 
     - *Hooks* (`setup`, `teardown` and everything named ``on_*``) run at fixed points of the run. Most callbacks
       override only these.
     - *State*: `state_dict` and `load_state_dict` are for small values, `save_tensors` and `load_tensors` for sharded
       tensors.
-    - *Engine queries* (`save_before_leaving`, `writes_to`, `monitors`, ...) answer questions of the engine. Callbacks
-      that write checkpoints, stop training, print progress or change the accumulation window override them. An answer
-      must be the same on every rank.
+
+    Callbacks that write checkpoints, stop training, print progress or change the accumulation window have what the
+    protocols below this class describe (`SavesBeforeLeaving`, `MonitorsValues`, ...). The engine asks only the
+    callbacks that have it.
 
     Hooks run in the order of ``docs/how-a-step-runs.md``: callbacks first, by descending `priority`, then the module.
     Callbacks with a negative priority run after the module's hook. Use a negative priority for callbacks that read
@@ -48,27 +50,27 @@ class Callback:
 
     # State of the callback in checkpoints
 
+    _key_arguments: tuple[str, ...] = ()  # attributes that distinguish two callbacks of the same class
+    _saved_attributes: tuple[str, ...] = ()  # attributes of a built-in callback that are its state
+
     @property
     def state_key(self) -> str:
         """The key of this callback's state in a checkpoint. Two callbacks of one class need different keys."""
-        return type(self).__qualname__
+        arguments = {name: getattr(self, name) for name in self._key_arguments}
+        return f"{type(self).__qualname__}{arguments or ''}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save in a checkpoint: JSON-serializable values and tensors."""
-        return {}
+        return {name.lstrip("_"): deepcopy(getattr(self, name)) for name in self._saved_attributes}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
+        """Restore the state that `state_dict` returned.
 
-    def load_rank_zero_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy rank 0's state into this object, after a run whose ranks were processes that have since exited.
-
-        Args:
-            state_dict: the state that `state_dict` returned on rank 0. By default the state is passed to
-                `load_state_dict`, unless it is empty.
+        After a run whose ranks were processes that have since exited, this method is also called in the process that
+        launched them, with the state of rank 0.
         """
-        if state_dict:
-            self.load_state_dict(state_dict)
+        for name in self._saved_attributes:
+            setattr(self, name, state_dict[name.lstrip("_")])
 
     def save_tensors(self, trainer: RunContext, module: Any) -> Mapping[str, Any]:
         """Return tensors by name. Checkpoints store them like weights: each rank writes the shards that it holds.
@@ -92,23 +94,6 @@ class Callback:
             tensors: whole tensors by name. A tensor with the name of a weight that this rank holds a shard of is a
                 `drivetrain.strategies.ParameterShard` of the same region.
         """
-
-    @property
-    def evaluates_averages(self) -> bool | None:
-        """Whether the run evaluates with averages of the weights that this callback saves; None if there are none now.
-
-        If this is not None, `save_tensors` returns the averages under the names of their weights. Checkpoints then also
-        hold them if only weights are saved, and record the answer: tests, loaded modules and exports use the weights
-        that the run evaluated with. If several callbacks have averages, the first that evaluates with them counts.
-        """
-        return None
-
-    def trained_weights(self, trainer: RunContext, module: Any) -> Mapping[str, Any]:
-        """Return, by name, the trained values of weights that this callback has replaced in the module for now.
-
-        Checkpoints contain these values as the weights. Their form is that of `save_tensors`.
-        """
-        return {}
 
     # Logging
 
@@ -269,64 +254,92 @@ class Callback:
     ) -> None:
         """Called after a prediction micro-batch, with what `predict_step` returned."""
 
-    # Engine queries, whose answers must be the same on every rank
+
+def bind_logging(callback: Callback, module: Any) -> None:
+    """Connect ``callback.log`` to ``module.log``, or disconnect it if ``module`` is None."""
+    # The reference is weak, so that copying the callback does not copy the module.
+    callback.__dict__["_logging_module"] = None if module is None else weakref.ref(module)
+
+
+# What a callback may have besides: the engine asks only those that have it. Answers are the same on every rank.
+
+
+@runtime_checkable
+class SearchesBeforeLaunch(Protocol):
+    """Finds a setting by trial runs, which the module or the data module reads during set-up."""
 
     def before_launch(self, trials: Trials) -> None:
-        """Search for a setting before the run starts, before processes are launched and before `setup`.
+        """Search for a setting before the run starts, before processes are launched and before `Callback.setup`.
 
-        Override this method for settings that trial runs determine and that the module or data module reads during
-        set-up, such as the learning rate or batch size. If ranks already exist (torchrun, SLURM), every rank calls the
-        method. Callbacks that the module's ``configure_callbacks`` returns do not exist yet, so this method is not
-        called for them.
+        If ranks already exist (torchrun, SLURM), every rank calls the method. Callbacks that the module's
+        ``configure_callbacks`` returns do not exist yet, so this method is not called for them.
 
         Args:
             trials: an object that runs a few steps of the requested stage and then restores all state.
         """
 
-    def save_before_leaving(self, trainer: RunContext, module: Any) -> bool:
-        """Save a checkpoint to resume from, because a preemption signal or ``max_time`` ends the run early.
 
-        The engine calls this method for every callback on every rank, between two accumulation windows. Save with
-        `Fit.save_checkpoint` or `Fit.save`. A function that is passed to `save` is called before the run ends.
+@runtime_checkable
+class SavesBeforeLeaving(Protocol):
+    """Saves a checkpoint to resume from when a preemption signal or ``max_time`` ends the run early."""
+
+    def save_before_leaving(self, trainer: RunContext, module: Any) -> bool:
+        """Save with `Fit.save_checkpoint` or `Fit.save`. A function passed to `save` is called before the run ends.
+
+        Called on every rank, between two accumulation windows.
 
         Returns:
             True if this callback saved or requested a checkpoint that the run can resume from. If no callback returns
             True, the engine warns that nothing was saved.
         """
-        return False
 
-    @property
-    def writes_to(self) -> Sequence[str]:
-        """Folders and fsspec URLs that this callback writes to. The engine reads this property after `setup`.
 
-        `Fit.fit` checks before the first step that the folders are writable. ``ckpt_path="last"``, ``"best"`` and
-        ``"auto"`` search the folders for checkpoints.
-        """
-        return ()
+@runtime_checkable
+class WritesFolders(Protocol):
+    """Writes files into folders of its own."""
 
-    @property
-    def wants_run_folder(self) -> bool:
-        """Whether this callback needs ``trainer.log_dir`` even if the fit has no loggers."""
-        return False
+    writes_to: Sequence[str]
+    """Folders and fsspec URLs that this callback writes to, which are read after `Callback.setup`.
 
-    @property
-    def kept_checkpoints(self) -> Sequence[str]:
-        """Paths of the checkpoints that this callback has written and not removed; a rollback chooses one of them."""
-        return ()
+    `Fit.fit` checks before the first step that the folders are writable. ``ckpt_path="last"``, ``"best"`` and
+    ``"auto"`` search the folders for checkpoints.
+    """
 
-    @property
-    def best_model_path(self) -> str:
-        """Path of the best checkpoint, which ``ckpt_path="best"`` loads; "" if there is none."""
-        return ""
 
-    save_on_exception: bool = False
+@runtime_checkable
+class WantsRunFolder(Protocol):
+    """Writes into the run's folder."""
+
+    wants_run_folder: bool
+    """Whether this callback needs ``trainer.log_dir`` even if the fit has no loggers."""
+
+
+@runtime_checkable
+class KeepsCheckpoints(Protocol):
+    """Keeps checkpoints of the run."""
+
+    kept_checkpoints: Sequence[str]
+    """Paths of the checkpoints that were written and not removed; a rollback chooses one of them."""
+
+    best_model_path: str
+    """Path of the best checkpoint, which ``ckpt_path="best"`` loads; "" if there is none."""
+
+    saves_resumable: bool
+    """Whether a run can resume from the checkpoints. Weights alone do not suffice."""
+
+
+@runtime_checkable
+class SavesOnException(Protocol):
+    """Saves a run that fails."""
+
+    save_on_exception: bool
     """Whether this callback calls `RunContext.save` in ``on_exception``. The run then copies buffers,
     generators and metrics before each step, because a step that fails has changed them."""
 
-    @property
-    def saves_resumable(self) -> bool:
-        """Whether this callback saves checkpoints from which a run can resume. Weights alone do not suffice."""
-        return False
+
+@runtime_checkable
+class FollowsRollbacks(Protocol):
+    """Has state that is not the one of the checkpoint that a run rolls back to."""
 
     def before_rollback(self, trainer: RunContext, module: Any) -> None:
         """Called before the run rolls back to an earlier checkpoint, whose callback state is loaded next."""
@@ -334,28 +347,62 @@ class Callback:
     def after_rollback(self, trainer: RunContext, module: Any, path: str) -> None:
         """Called after the run rolled back to the checkpoint of step ``trainer.global_step`` at ``path``."""
 
-    @property
-    def monitors(self) -> Mapping[str, str]:
-        """Logged values that this callback requires, each with the argument that requires it, for error messages.
 
-        For example ``{"val_loss": "EarlyStopping(monitor='val_loss')"}``. If nothing logs a
-        required value, the engine warns in the first step.
-        """
-        return {}
+@runtime_checkable
+class MonitorsValues(Protocol):
+    """Reads logged values."""
 
-    def micro_batches_per_window(self, epoch: int) -> int | None:
-        """Return the micro-batches per accumulation window in ``epoch``; None if this callback does not change them.
+    monitors: Mapping[str, str]
+    """Logged values that this callback requires, each with the argument that requires it, for error messages.
 
-        The engine uses the number to estimate the total number of steps for learning-rate schedules.
-        """
-        return None
+    For example ``{"val_loss": "EarlyStopping(monitor='val_loss')"}``. If nothing logs a required value, the engine
+    warns in the first step.
+    """
+
+
+@runtime_checkable
+class SchedulesWindows(Protocol):
+    """Changes the size of accumulation windows."""
+
+    def micro_batches_per_window(self, epoch: int) -> int:
+        """Return the micro-batches per window in ``epoch``, from which the engine estimates the number of steps."""
+
+
+@runtime_checkable
+class EndsRuns(Protocol):
+    """Ends runs, which then do not train further when they are resumed."""
 
     def reason_for_ending(self, state_dict: Mapping[str, Any]) -> str | None:
-        """Return why this callback ended the run that saved ``state_dict``; None if this callback did not end it.
+        """Return why this callback ended the run that saved ``state_dict``; None if this callback did not end it."""
 
-        A run that a callback ended does not train further when it is resumed.
+
+@runtime_checkable
+class HoldsAverages(Protocol):
+    """Averages weights: `Callback.save_tensors` returns the averages under the names of their weights."""
+
+    evaluates_averages: bool | None
+    """Whether the run evaluates with the averages; None if there are no averages now.
+
+    Checkpoints also hold averages if only weights are saved, and record the answer: tests, loaded modules and
+    exports use the weights that the run evaluated with. If several callbacks have averages, the first that
+    evaluates with them counts.
+    """
+
+
+@runtime_checkable
+class ReplacesWeights(Protocol):
+    """Replaces weights of the module for a while."""
+
+    def trained_weights(self, trainer: RunContext, module: Any) -> Mapping[str, Any]:
+        """Return, by name, the trained values of weights that this callback has replaced in the module for now.
+
+        Checkpoints contain these values as the weights. Their form is that of `Callback.save_tensors`.
         """
-        return None
+
+
+@runtime_checkable
+class StoresPredictions(Protocol):
+    """Stores predictions where a later run finds them."""
 
     def existing_predictions(self, trainer: RunContext, module: Any) -> Callable[[int, int], bool] | None:
         """Return a function that determines whether an earlier run has stored the predictions of a batch.
@@ -367,15 +414,11 @@ class Callback:
             ``is_predicted(batch_idx, dataloader_idx)``. `RunContext.batch_indices` is None if the batch has not been
             read yet. None, on all ranks, if there are no earlier predictions.
         """
-        return None
 
-    def write_line(self, text: str) -> bool:
-        """Print ``text`` for ``trainer.print`` on rank 0, if this callback draws on the terminal.
 
-        Returns:
-            True if this callback has printed the text. If no callback has, ``trainer.print`` prints the text itself.
-        """
-        return False
+@runtime_checkable
+class ReportsProgress(Protocol):
+    """Prints lines of progress."""
 
     def write_progress(self, trainer: RunContext, module: Any, batches: int) -> None:
         """Print a line of progress, if one is due and the output is not a terminal.
@@ -391,7 +434,7 @@ class Callback:
         """
 
 
-def bind_logging(callback: Callback, module: Any) -> None:
-    """Connect ``callback.log`` to ``module.log``, or disconnect it if ``module`` is None."""
-    # The reference is weak, so that copying the callback does not copy the module.
-    callback.__dict__["_logging_module"] = None if module is None else weakref.ref(module)
+def folders_of(callbacks: Iterable[Callback]) -> list[str]:
+    """Return the folders and URLs that callbacks write to, each once."""
+    writing = (each for each in callbacks if isinstance(each, WritesFolders))
+    return list(dict.fromkeys(folder for each in writing for folder in each.writes_to))

@@ -18,12 +18,11 @@ from drivetrain._engine.run_folder import CKPT_PATH_KEYWORDS
 from drivetrain._engine.run_parts import RunRequest
 from drivetrain._engine.seeding import built_unseeded
 from drivetrain._engine.stage_loaders import DataArguments
-from drivetrain._loops.hooks import is_overridden
 from drivetrain._run_state import RunState
 from drivetrain._runtime.accelerators import check_devices
 from drivetrain._runtime.seed import validate_seed
 from drivetrain._runtime.working_directory import REMOVED, lacks_its_start, resolved_path
-from drivetrain.callback import Callback
+from drivetrain.callback import Callback, SearchesBeforeLaunch
 from drivetrain.data import DataModule
 from drivetrain.environments import Environment, check_environment_name
 from drivetrain.errors import ConfigurationError, shortened
@@ -464,7 +463,7 @@ class Fit(RunContext):
                 )
         self._log_queue = None  # discards the rows that a failed run has not delivered
         try:
-            if any(is_overridden("before_launch", callback, Callback) for callback in self.callbacks):
+            if any(isinstance(callback, SearchesBeforeLaunch) for callback in self.callbacks):
                 from drivetrain._engine.trials import run_before_launch_hooks  # only runs with trials need it
 
                 run_before_launch_hooks(self, stage, module, given, path)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -434,7 +434,7 @@ class RunContext:
         if self.global_rank != 0:
             return
         text = " ".join(map(str, args))
-        if options or not any(callback.write_line(text) for callback in self.callbacks):
+        if options or not any(each.write_line(text) for each in self.callbacks if isinstance(each, PrintsLines)):
             print(*args, **options)
 
     # Profiling
@@ -870,6 +870,18 @@ class Trials(Protocol):
 
     def log_info(self, text: str, *values: Any) -> None:
         """Log a message on rank 0, with ``values`` as the arguments of the format string ``text``."""
+
+
+@runtime_checkable
+class PrintsLines(Protocol):
+    """Draws on the terminal, and so prints what others print."""
+
+    def write_line(self, text: str) -> bool:
+        """Print ``text`` for ``trainer.print`` on rank 0.
+
+        Returns:
+            True if this callback has printed the text. If no callback has, ``trainer.print`` prints the text itself.
+        """
 
 
 class SavedCheckpoints(Protocol):

@@ -138,6 +138,7 @@ class Parametrized(Regression):
     def configure_model(self) -> None:
         if not self.in_setup:
             self.build()
+            torch.rand(1)  # as layers draw that are built without a seed
 
     def setup(self, stage: str) -> None:
         if self.in_setup:
@@ -150,7 +151,9 @@ class Parametrized(Regression):
 def test_layers_that_cannot_be_pickled_come_back_if_configure_model_builds_them(tmp_path: Path) -> None:  # I-15
     module, reference = Parametrized(), Parametrized()
     reference.trainer = SimpleNamespace(world_size=2)  # type: ignore[assignment]
+    before = torch.random.get_rng_state()
     launched("fork").fit(module, loader(SAMPLES, 4))
+    assert torch.equal(torch.random.get_rng_state(), before)
     torch.testing.assert_close(weights(module), weights(by_hand(reference)), **TIGHTER)
     assert module.loss(data(SAMPLES).tensors).isfinite()
     trainer = launched("fork", enable_checkpointing=True, default_root_dir=tmp_path)

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from drivetrain._distributed.control_plane import ControlPlane, LocalControl
 from drivetrain._runtime.generators import preserved_generators
+from drivetrain.callback import FollowsRollbacks, KeepsCheckpoints, SavesBeforeLeaving, folders_of
 from drivetrain.checkpoint.save_request import SaveRequest
 from drivetrain.errors import CheckpointError, ConfigurationError
 
@@ -228,7 +229,8 @@ class CheckpointManager:
         self.finish()
         core = self._core
         with self._at_resumable_point():
-            saved = [callback.save_before_leaving(core.trainer, core.module) for callback in core.callbacks]
+            savers = [callback for callback in core.callbacks if isinstance(callback, SavesBeforeLeaving)]
+            saved = [callback.save_before_leaving(core.trainer, core.module) for callback in savers]
         self.carry_out_requests()
         self.finish()
         if not any(saved) and core.strategy.rank == 0 and not core.request.trial and not self._warned_of_no_save:
@@ -302,10 +304,12 @@ class CheckpointManager:
             CheckpointError: a part of the state cannot be saved. The error is raised on every rank.
         """
         core = self._core
-        savers = [callback for callback in core.callbacks if callback.writes_to]
-        if not savers:
+        if not folders_of(core.callbacks):
             return
-        saves_resumable = any(callback.saves_resumable for callback in savers)
+        saves_resumable = any(
+            isinstance(callback, KeepsCheckpoints) and callback.saves_resumable and folders_of([callback])
+            for callback in core.callbacks
+        )
         rehearse = partial(self._rehearse, saves_resumable)
         rehearse()
         if not saves_resumable and not core.saves_on_signals:
@@ -372,7 +376,8 @@ class CheckpointManager:
         self.finish()
         control, found = self._core.strategy.control, None
         if control.rank == 0:
-            for path in {path for callback in self._core.callbacks for path in callback.kept_checkpoints}:
+            keepers = [each for each in self._core.callbacks if isinstance(each, KeepsCheckpoints)]
+            for path in {path for keeper in keepers for path in keeper.kept_checkpoints}:
                 with suppress(CheckpointError):  # another process removed the checkpoint
                     checkpoint = load(path)
                     check_progress(checkpoint)
@@ -410,12 +415,13 @@ class CheckpointManager:
 
         def load_now() -> None:
             self.finish()
-            for callback in core.callbacks:
+            followers = [callback for callback in core.callbacks if isinstance(callback, FollowsRollbacks)]
+            for callback in followers:
                 callback.before_rollback(core.trainer, core.module)
             self.saved_state.load(checkpoint, StartsAnew())
             if core.strategy.rank == 0:
                 core.folder.note("rolled back", f"to {path}", core.progress.global_step)
-            for callback in core.callbacks:
+            for callback in followers:
                 callback.after_rollback(core.trainer, core.module, path)
 
         self.rollback = load_now

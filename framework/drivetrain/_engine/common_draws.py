@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from drivetrain._loops.hooks import HookTable
+from drivetrain._loops.hooks import Call, HookTable, is_users_hook
 from drivetrain._runtime.generators import generators_restorer
 from drivetrain._runtime.seed import derive_seed, seed_generators
 
@@ -20,8 +20,8 @@ _BETWEEN_STEPS = (
 )
 
 
-def draw_in_common(table: HookTable, trainer: Any) -> HookTable:
-    """Wrap the user's hooks between steps; return ``table``. With a single rank, there is nothing to wrap.
+def draw_in_common(table: HookTable, trainer: Any) -> None:
+    """Wrap the user's hooks between steps. With a single rank, there is nothing to wrap.
 
     Within steps and loaders, ranks draw different numbers, for dropout and augmentations. A hook that initializes a
     layer again would therefore give each rank weights of its own, which DDP would keep apart for the rest of the run.
@@ -30,19 +30,11 @@ def draw_in_common(table: HookTable, trainer: Any) -> HookTable:
         table: the hooks.
         trainer: the `Fit`.
     """
-    for event, name in enumerate(_BETWEEN_STEPS):
-        for calls in (table.early, table.late):
-            calls[name] = tuple(
-                _InCommon(call, trainer, event, number) if is_users_hook(call) else call
-                for number, call in enumerate(calls[name])
-            )
-    return table
 
+    def wrap(name: str, number: int, call: Call) -> Call:
+        return _InCommon(call, trainer, _BETWEEN_STEPS.index(name), number) if is_users_hook(call) else call
 
-def is_users_hook(call: Callable[..., Any]) -> bool:
-    """Return whether a call in the table of hooks belongs to the user's code."""
-    owner = getattr(getattr(call, "func", call), "__self__", None)
-    return not type(owner).__module__.startswith(("drivetrain.", "drivetrain_strategies."))
+    table.wrap(_BETWEEN_STEPS, wrap)
 
 
 class EarlyDraws:

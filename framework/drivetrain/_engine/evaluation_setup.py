@@ -11,12 +11,11 @@ from drivetrain._engine.batches import Move, safe_move
 from drivetrain._engine.run_parts import RunCore, RunData
 from drivetrain._loops.evaluate import EvaluateLoop, EvaluationData, EvaluationMode
 from drivetrain._loops.evaluation_interrupt import EarlyExit, ValidationExit
-from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.predict import IsPredicted, PredictLoop
 from drivetrain._loops.progress_reports import Reporting
 from drivetrain._loops.step_arguments import WrappedModule
 from drivetrain._loops.stopping import StopRequest
-from drivetrain.callback import Callback
+from drivetrain.callback import StoresPredictions
 from drivetrain.strategies.strategy import StepRunner
 
 
@@ -175,8 +174,8 @@ def goes_on_when_repeated(core: RunCore) -> bool:
     return core.stage == "fit"
 
 
-def _storing_callbacks(core: RunCore) -> list[Callback]:
-    return [callback for callback in core.callbacks if is_overridden("existing_predictions", callback, Callback)]
+def _storing_callbacks(core: RunCore) -> list[StoresPredictions]:
+    return [callback for callback in core.callbacks if isinstance(callback, StoresPredictions)]
 
 
 def _existing_predictions(core: RunCore) -> list[IsPredicted]:

@@ -5,26 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from drivetrain._engine.common_draws import is_users_hook
-from drivetrain._loops.hooks import HOOKS, HookTable
+from drivetrain._loops.hooks import HOOKS, HookTable, is_users_hook
 
 _WITHOUT_CONTEXT = ("setup", "teardown", "on_exception", "on_save_checkpoint", "on_load_checkpoint")
 
 
-def in_contexts_of_strategy(table: HookTable, trainer: Any) -> HookTable:
-    """Wrap the user's hooks in `Strategy.hook_context`; return ``table``.
+def call_in_contexts(table: HookTable, trainer: Any) -> None:
+    """Wrap the user's hooks in `Strategy.hook_context`.
 
     Args:
         table: the hooks.
         trainer: the `Fit`.
     """
-    for name in HOOKS:
-        if name not in _WITHOUT_CONTEXT:
-            for calls in (table.early, table.late):
-                calls[name] = tuple(
-                    _InContext(call, trainer, name) if is_users_hook(call) else call for call in calls[name]
-                )
-    return table
+    table.wrap(
+        (name for name in HOOKS if name not in _WITHOUT_CONTEXT),
+        lambda name, _, call: _InContext(call, trainer, name) if is_users_hook(call) else call,
+    )
 
 
 class _InContext:

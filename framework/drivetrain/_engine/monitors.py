@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from drivetrain._engine.run_parts import RunCore, RunData
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._run_state import SchedulerConfig
-from drivetrain.callback import Callback
+from drivetrain.callback import Callback, MonitorsValues
 from drivetrain.errors import nearest
 from drivetrain.module._module_hooks import ModuleHooks
 
@@ -64,7 +64,7 @@ class MonitoredKeysCheck:
 
     def _monitored(self) -> Iterator[tuple[str, str]]:
         for callback in self._run.callbacks:
-            for name, description in callback.monitors.items():
+            for name, description in (callback.monitors if isinstance(callback, MonitorsValues) else {}).items():
                 yield description, name
         for config in self._schedulers:
             if config.reduce_on_plateau and config.monitor is not None and config.strict:

@@ -15,6 +15,7 @@ from drivetrain._engine.monitors import MonitoredKeysCheck
 from drivetrain._engine.run_parts import RunRequest
 from drivetrain._engine.session import PreparedRun, Session
 from drivetrain._engine.stage_data import StageData
+from drivetrain._loops.hooks import HOOKS
 from drivetrain._loops.manual_step import ManualStep
 from drivetrain._loops.step import AutomaticStep, TrainStep
 from drivetrain.checkpoint._folders import child
@@ -108,9 +109,7 @@ class ProfiledSession(Session):
     def _time_hooks(self, collect: Callable[[], None]) -> None:
         """Collect the callbacks, and time each hook."""
         collect()
-        for table in (self.core.hooks.early, self.core.hooks.late):
-            for name, hooks in table.items():
-                table[name] = tuple(self._timed(f"{_owner(hook)}.{name}", hook) for hook in hooks)
+        self.core.hooks.wrap(HOOKS, lambda name, _, hook: self._timed(f"{_owner(hook)}.{name}", hook))
 
     def _build_stage_data(self) -> StageData:
         data = super()._build_stage_data()

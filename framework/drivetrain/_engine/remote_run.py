@@ -91,7 +91,8 @@ def _apply_result(outcome: RemoteResult, placement: Placement, request: RunReque
     trainer.run_state = core
     trainer.state = outcome.state
     for callback, state in zip(trainer.callbacks, outcome.callbacks, strict=True):
-        callback.load_rank_zero_state(state)
+        if state:
+            callback.load_state_dict(state)
     if not request.trial:
         for owner in (request.module, request.given.datamodule):
             if owner is not None:

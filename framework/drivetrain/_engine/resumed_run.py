@@ -12,6 +12,7 @@ from drivetrain._engine.resume_compatibility import Difference, StartsAnew, diff
 from drivetrain._engine.saved_state_schema import check_saved_state, reporting_malformed
 from drivetrain._loops.stopping import limit_reached
 from drivetrain._loops.trainables import freeze_only
+from drivetrain.callback import EndsRuns
 from drivetrain.checkpoint._loading_hooks import HookedWeights
 from drivetrain.errors import CheckpointError, ConfigurationError, listed
 
@@ -81,8 +82,10 @@ class ResumedRun:
             return None
         for callback in self._core.callbacks:
             key = callback.state_key
+            if key not in states or not isinstance(callback, EndsRuns):
+                continue
             with reporting_malformed(self.checkpoint, "the run's state", f"callbacks/{key}"):
-                reason = callback.reason_for_ending(states[key]) if key in states else None
+                reason = callback.reason_for_ending(states[key])
             if reason is not None:
                 return f"{type(callback).__name__} has ended the run: {reason}"
         return None

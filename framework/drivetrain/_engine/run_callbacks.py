@@ -7,9 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from drivetrain._engine.defaults import checked_callbacks
-from drivetrain._loops.hooks import HookTable, is_overridden
+from drivetrain._loops.hooks import HookTable
 from drivetrain._run_state import with_module_callbacks
-from drivetrain.callback import Callback, bind_logging
+from drivetrain.callback import Callback, ReportsProgress, bind_logging
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 from drivetrain.run_context import RunContext
@@ -62,16 +62,15 @@ class RunCallbacks:
         """Collect the trainer's current callbacks and the module's, and look up the hooks."""
         self._from_trainer = checked_callbacks(self._trainer.callbacks, "trainer.callbacks holds")
         self._all = with_module_callbacks(self._from_trainer, self.from_module)
-        table = HookTable(self._trainer, self._module, self._all)
+        self._hooks = HookTable(self._trainer, self._module, self._all)
         if self._trainer.world_size > 1:
             from drivetrain._engine.common_draws import draw_in_common
 
-            table = draw_in_common(table, self._trainer)
+            draw_in_common(self._hooks, self._trainer)
         if self._trainer.strategy.has_hook_contexts:
-            from drivetrain._engine.hook_contexts import in_contexts_of_strategy  # only such strategies need it
+            from drivetrain._engine.hook_contexts import call_in_contexts  # only such strategies need it
 
-            table = in_contexts_of_strategy(table, self._trainer)
-        self._hooks = table
+            call_in_contexts(self._hooks, self._trainer)
         for callback in self._all:
             bind_logging(callback, self._module)
 
@@ -110,12 +109,12 @@ class RunCallbacks:
             bind_logging(callback, None)
 
     def progress_reporter(self, every: int) -> ProgressReporter | None:
-        """Return the object that reports a loop's progress to callbacks; None if none overrides `write_progress`.
+        """Return the object that reports a loop's progress to callbacks; None if none has `write_progress`.
 
         Args:
             every: optimizer steps between two reports; 0 for none.
         """
-        listeners = [callback for callback in self._all if is_overridden("write_progress", callback, Callback)]
+        listeners = [callback for callback in self._all if isinstance(callback, ReportsProgress)]
         if not listeners or every <= 0:
             return None
         from drivetrain._loops.progress_reports import ProgressReporter  # only runs that report progress need it

@@ -7,6 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from drivetrain._engine.write_checks import FAILS_AT_FIRST_ROW, FAILS_AT_FIRST_SAVE
+from drivetrain.callback import WantsRunFolder
 from drivetrain.checkpoint._folders import child, resolve_folder
 from drivetrain.loggers import Logger
 from drivetrain.runs._directory import claim_version, free_version, lock_folder, make_directory, runs_folder_of
@@ -56,7 +57,7 @@ def locate_run(run: RunCore) -> RunLocation | None:
             # An evaluation by the same Fit has logged there already.
             place = place._replace(evaluated=before.path.rstrip("/").rpartition("/")[2])
         return place
-    saves = any(callback.wants_run_folder for callback in run.callbacks)
+    saves = any(isinstance(each, WantsRunFolder) and each.wants_run_folder for each in run.callbacks)
     if not saves and not run.profile_needs_folder:
         return None
     writer = "Checkpoint" if saves else _PROFILER

@@ -224,5 +224,5 @@ class RunCore(RunState):
         return self.trainer.profiler.profile(phase) if self.trainer.profiles else nullcontext()
 
     def progress_reporter(self) -> ProgressReporter | None:
-        """Return the object that reports a loop's progress to callbacks; None if none overrides `write_progress`."""
+        """Return the object that reports a loop's progress to callbacks; None if none has `write_progress`."""
         return self.callbacks.progress_reporter(self.trainer.log_every_n_steps)

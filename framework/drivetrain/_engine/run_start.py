@@ -29,6 +29,7 @@ from drivetrain._engine.run_location import (
 from drivetrain._engine.run_recorder import RunRecorder
 from drivetrain._engine.saved_state_schema import check_saved_state, reporting_malformed
 from drivetrain._engine.write_checks import write_problem
+from drivetrain.callback import KeepsCheckpoints, folders_of
 from drivetrain.checkpoint._discovery import StorageRetry
 from drivetrain.checkpoint._folders import child, is_checkpoint_at, is_plain_name
 from drivetrain.checkpoint._format import CheckpointReader, load
@@ -113,7 +114,7 @@ def _search(run: RunCore, place: RunLocation | None, folders: Sequence[str] | No
     if folders is not None:
         search.collect_checkpoints(folders)
     elif ckpt_path in CKPT_PATH_KEYWORDS:
-        search.collect_runs([folder for callback in run.callbacks for folder in callback.writes_to])
+        search.collect_runs(folders_of(run.callbacks))
     elif ckpt_path is not None:
         with suppress(CheckpointError):  # every rank gets the error when it opens the checkpoint
             search.add_run_of(load(ckpt_path))
@@ -167,14 +168,15 @@ def _choose(run: RunCore, search: ResumeCandidates | None) -> ResumePoint:
 
 def _checkpoint_to_evaluate(run: RunCore, search: ResumeCandidates, ckpt_path: str) -> ResumePoint:
     """Return the checkpoint whose weights an evaluation loads; its run may be live."""
-    best = [callback.best_model_path for callback in run.callbacks if callback.best_model_path]
-    if ckpt_path == "best" and best:
-        return ResumePoint(best[0])
+    keepers = (callback for callback in run.callbacks if isinstance(callback, KeepsCheckpoints))
+    best = next((keeper.best_model_path for keeper in keepers if keeper.best_model_path), None)
+    if ckpt_path == "best" and best is not None:
+        return ResumePoint(best)
     choice = search.newest(check_saved_state, include_running=True)
     if ckpt_path != "best" or choice.path is None:
         return choice
     newest = load(choice.path)
-    path, problem = _best_checkpoint(newest, [folder for callback in run.callbacks for folder in callback.writes_to])
+    path, problem = _best_checkpoint(newest, folders_of(run.callbacks))
     if path is None:
         name = repr(choice.path) if choice.record is None else choice.record.name
         return ResumePoint(None, skipped=(*choice.skipped, f"{name} ({problem})"))

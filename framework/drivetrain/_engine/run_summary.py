@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from drivetrain.callback import KeepsCheckpoints
+
 if TYPE_CHECKING:
     from drivetrain._engine.run_parts import RunCore
-    from drivetrain.callback import Callback
 
 _MAX_NAMES = 10  # the maximum number of listed entries of the run's folder
 
@@ -21,8 +22,8 @@ def output_summary(run: RunCore, written: str | None) -> list[str]:
         run: the run.
         written: the path of the last checkpoint that the run has written, which may have been removed; None for none.
     """
-    callbacks = list(run.callbacks)
-    best = {each.best_model_path: _score(each) for each in callbacks if each.best_model_path and _score(each)}
+    keepers = [each for each in run.callbacks if isinstance(each, KeepsCheckpoints)]
+    best = {each.best_model_path: _score(each) for each in keepers if each.best_model_path and _score(each)}
     last = newest_checkpoint(run, written)
     lines = [
         f"best {'and last ' if path == last else ''}checkpoint: {_relative_path(path)}{score}"
@@ -43,7 +44,7 @@ def _exists(path: str) -> bool:
     return "://" in path or os.path.exists(path)
 
 
-def _score(callback: Callback) -> str:
+def _score(callback: KeepsCheckpoints) -> str:
     """Return the monitored value of the callback's best checkpoint, as " (name value)"; "" if nothing is monitored."""
     score, monitor = getattr(callback, "best_model_score", None), getattr(callback, "monitor", None)
     return f" ({monitor} {score:.4g})" if score is not None and monitor is not None else ""

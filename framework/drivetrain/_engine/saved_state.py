@@ -28,7 +28,7 @@ from drivetrain._engine.run_parts import RunCore
 from drivetrain._engine.saved_state_schema import reporting_malformed
 from drivetrain._engine.seeding import seed_rank
 from drivetrain._runtime.seed import derive_seed
-from drivetrain.callback import Callback
+from drivetrain.callback import Callback, HoldsAverages, ReplacesWeights
 from drivetrain.checkpoint._base_weights import base_checksums, check_base
 from drivetrain.checkpoint._format import (
     AveragesRecord,
@@ -185,8 +185,9 @@ class SavedState:
         averages = None
         if is_running:
             for callback in self._core.callbacks:
-                with _ignoring_errors(rehearsing):
-                    replaced |= callback.trained_weights(self._trainer, module)
+                if isinstance(callback, ReplacesWeights):
+                    with _ignoring_errors(rehearsing):
+                        replaced |= callback.trained_weights(self._trainer, module)
             trained = {**replaced, **({} if snapshot is None else snapshot.buffers)}
             weights = weights | {name: value for name, value in trained.items() if name in weights}
             tensors, averages = self._callback_tensors(rehearsing, weights_only, weights)
@@ -257,7 +258,7 @@ class SavedState:
         averages: AveragesRecord | None = None
         for key, callback in self._callbacks_by_key():
             with _ignoring_errors(rehearsing):
-                evaluated = callback.evaluates_averages
+                evaluated = callback.evaluates_averages if isinstance(callback, HoldsAverages) else None
                 left_out = only_averages and evaluated is None
                 tensors = {} if left_out else callback.save_tensors(self._trainer, self._module)
                 if tensors:

@@ -54,6 +54,7 @@ from drivetrain._metrics import MetricStore
 from drivetrain._run_state import Progress
 from drivetrain._runtime.console_logging import log_once, log_to_console
 from drivetrain._runtime.process_state import ProcessState, apply_switches
+from drivetrain.callback import folders_of
 from drivetrain.data._rng_replay import RngReplay
 from drivetrain.launchers import LaunchedProcesses
 from drivetrain.module._run_handle import attach, detach
@@ -438,7 +439,7 @@ class Session:
         """Check that the folders of the callbacks and the loggers can be written to."""
         core = self.core
         writing = list(core.callbacks) if core.stage == "fit" else []
-        if core.trainer.loggers or any(callback.writes_to for callback in writing):
+        if core.trainer.loggers or folders_of(writing):
             from drivetrain._engine.write_checks import check_writable_folders
 
             loggers = [] if core.stage == "predict" else core.trainer.loggers  # prediction logs nothing

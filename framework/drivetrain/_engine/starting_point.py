@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from drivetrain._engine.rank_facts import check_folder_agreement
 from drivetrain._engine.run_folder import CKPT_PATH_KEYWORDS, StartDecision
+from drivetrain.callback import WantsRunFolder, folders_of
 from drivetrain.errors import CheckpointError
 
 # Whatever reads checkpoints is imported on use, because many runs read none.
@@ -24,7 +25,7 @@ class StartingPoint:
     def __init__(self, core: RunCore) -> None:
         self._core = core
         self._path = core.request.ckpt_path
-        self._searched_folders = self._callback_folders()
+        self._searched_folders = folders_of(core.callbacks)
         self._beginning = StartDecision()
 
     @classmethod
@@ -37,7 +38,7 @@ class StartingPoint:
         """
         point = cls(core)
         profilers = [core.trainer.profiler] if core.profile_needs_folder else []
-        callbacks = [callback for callback in core.callbacks if callback.wants_run_folder]
+        callbacks = [each for each in core.callbacks if isinstance(each, WantsRunFolder) and each.wants_run_folder]
         argument = [] if point._path is None else ["ckpt_path"]
         needed_by = [*(type(user).__name__ for user in (*core.trainer.loggers, *callbacks, *profilers)), *argument]
         check_folder_agreement(core.strategy.control, needed_by)
@@ -89,14 +90,15 @@ class StartingPoint:
         from drivetrain._engine.run_start import find_in_folders
 
         core, path, is_fit = self._core, self._beginning.path, self._core.stage == "fit"
+        folders = folders_of(core.callbacks)
         # Rank 0 chooses for all ranks, because a network file system may show the others an older state.
-        added_in_setup = [folder for folder in self._callback_folders() if folder not in self._searched_folders]
+        added_in_setup = [folder for folder in folders if folder not in self._searched_folders]
         if path is None and added_in_setup:
             path = find_in_folders(core, added_in_setup)
         if path is None and self._path != "auto":
             raise CheckpointError(
                 f"ckpt_path={self._path!r}: there is no checkpoint to {'resume from' if is_fit else 'evaluate'}.",
-                f"looked in {', '.join([runs_folder(core), *self._callback_folders()])}, for checkpoints "
+                f"looked in {', '.join([runs_folder(core), *folders])}, for checkpoints "
                 f"saved by runs of {type(core.module).__name__} with the same hyper-parameters."
                 f"{self._beginning.skipped}",
                 "pass a path, or ckpt_path='auto', which starts a new run if there is none."
@@ -105,7 +107,3 @@ class StartingPoint:
                 "Checkpoint(monitor=...).",
             )
         return path
-
-    def _callback_folders(self) -> list[str]:
-        """Return the folders that callbacks write checkpoints to, each once."""
-        return list(dict.fromkeys(folder for callback in self._core.callbacks for folder in callback.writes_to))

@@ -40,6 +40,7 @@ from drivetrain._loops.windows import (
 )
 from drivetrain._loops.zero_grad import zero_grad
 from drivetrain._run_state import CheckpointsOfRun
+from drivetrain.callback import SavesOnException, SchedulesWindows
 from drivetrain.data._batch_copies import copy_batch
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
@@ -175,7 +176,9 @@ def prepare_stopping(core: RunCore) -> None:
     max_time = None if trainer.max_time is None else parse_duration("max_time", trainer.max_time)
     core.stop = StopRequest(core.strategy.control, max_time, trainer.min_steps, trainer.min_epochs)
     # After a failure, only a run of one process can save.
-    every_step = core.strategy.world_size == 1 and any(callback.save_on_exception for callback in core.callbacks)
+    every_step = core.strategy.world_size == 1 and any(
+        isinstance(callback, SavesOnException) and callback.save_on_exception for callback in core.callbacks
+    )
     if every_step or (core.saves_on_signals and core.module.automatic_optimization):
         core.snapshot = WindowSnapshot(
             core.module,
@@ -223,11 +226,11 @@ def _count_steps(
     """
     if length is None or trainer.max_epochs in (None, -1):
         return math.inf if trainer.max_steps == -1 else trainer.max_steps
-    schedule = next((callback for callback in callbacks if callback.micro_batches_per_window(0) is not None), None)
+    schedule = next((callback for callback in callbacks if isinstance(callback, SchedulesWindows)), None)
     if schedule is None:
         steps = done + math.ceil(length / trainer.accumulate_grad_batches) * (trainer.max_epochs - epoch)
     else:
-        windows = (schedule.micro_batches_per_window(number) or 1 for number in range(epoch, trainer.max_epochs))
+        windows = (schedule.micro_batches_per_window(number) for number in range(epoch, trainer.max_epochs))
         steps = done + sum(math.ceil(length / window) for window in windows)
     return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
 

@@ -16,12 +16,11 @@ from drivetrain._engine.out_of_memory import ran_out_of_memory
 from drivetrain._engine.run_parts import RunRequest
 from drivetrain._engine.run_processes import resolve_environment
 from drivetrain._engine.stage_loaders import DataArguments
-from drivetrain._loops.hooks import is_overridden
 from drivetrain._runtime.accelerators import resolve_devices
 from drivetrain._runtime.console_logging import log_to_console
 from drivetrain._runtime.generators import preserved_generators
 from drivetrain._runtime.process_state import ProcessState
-from drivetrain.callback import Callback
+from drivetrain.callback import SearchesBeforeLaunch
 from drivetrain.data._loader_generators import collect_generators
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers._null_logger import NullLogger
@@ -42,7 +41,7 @@ def run_before_launch_hooks(
     """Call ``before_launch`` of the callbacks, which may run trials."""
     trials = EngineTrials(trainer, stage, module, given, ckpt_path)
     for callback in sorted(trainer.callbacks, key=lambda each: -each.priority):
-        if is_overridden("before_launch", callback, Callback):
+        if isinstance(callback, SearchesBeforeLaunch):
             callback.before_launch(trials)
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from drivetrain._runtime.working_directory import REMOVED, lacks_its_start
-from drivetrain.callback import Callback
+from drivetrain.callback import Callback, folders_of
 from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.loggers import Logger
 from drivetrain.strategies.strategy import Strategy
@@ -54,7 +54,7 @@ def check_writable_folders(strategy: Strategy, callbacks: Sequence[Callback], lo
 
 def _problems(callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> Iterator[tuple[str, str, str]]:
     for callback in callbacks:
-        for folder in callback.writes_to:
+        for folder in folders_of([callback]):
             if (problem := write_problem(folder)) is not None:
                 name = type(callback).__name__
                 fix = f"give {name} a dirpath that can be written to, or Fit a default_root_dir."

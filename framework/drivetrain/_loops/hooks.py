@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -42,24 +42,24 @@ class HookTable:
 
     def __init__(self, trainer: RunContext, module: Any, callbacks: Sequence[Callback]) -> None:
         ordered = sorted(callbacks, key=lambda callback: -callback.priority)
+        before_module = [callback for callback in ordered if callback.priority >= 0]
+        after_module = [callback for callback in ordered if callback.priority < 0]
         self.early: dict[str, tuple[Call, ...]] = {}
         self.late: dict[str, tuple[Call, ...]] = {}
         for name in HOOKS:
-            calls = {
-                id(callback): partial(getattr(callback, name), trainer, module)
-                for callback in ordered
-                if is_overridden(name, callback, Callback)
-            }
-            early_calls = [
-                calls[id(callback)] for callback in ordered if callback.priority >= 0 and id(callback) in calls
-            ]
-            late_calls = [
-                calls[id(callback)] for callback in ordered if callback.priority < 0 and id(callback) in calls
-            ]
-            if hasattr(ModuleHooks, name) and is_overridden(name, module, ModuleHooks):
-                early_calls.append(getattr(module, name))
-            self.early[name] = tuple(early_calls)
-            self.late[name] = tuple(late_calls)
+            early, late = (
+                [partial(getattr(each, name), trainer, module) for each in group if is_overridden(name, each, Callback)]
+                for group in (before_module, after_module)
+            )
+            in_module = hasattr(ModuleHooks, name) and is_overridden(name, module, ModuleHooks)
+            self.early[name] = (*early, getattr(module, name)) if in_module else tuple(early)
+            self.late[name] = tuple(late)
+
+    def wrap(self, names: Iterable[str], wrap: Callable[[str, int, Call], Call]) -> None:
+        """Replace each call of some hooks by ``wrap(name, number, call)``, where numbers count in `early` or `late`."""
+        for name in names:
+            for calls in (self.early, self.late):
+                calls[name] = tuple(wrap(name, number, call) for number, call in enumerate(calls[name]))
 
     def __getattr__(self, name: str) -> tuple[Call, ...]:
         # Python calls this once for each name, since the tuple is an ordinary attribute afterwards.
@@ -68,3 +68,9 @@ class HookTable:
         calls = self.early[name] + self.late[name]
         setattr(self, name, calls)
         return calls
+
+
+def is_users_hook(call: Call) -> bool:
+    """Return whether a call in the table of hooks belongs to the user's code."""
+    owner = getattr(getattr(call, "func", call), "__self__", None)
+    return not type(owner).__module__.startswith(("drivetrain.", "drivetrain_strategies."))

@@ -13,8 +13,8 @@ from drivetrain.errors import ConfigurationError
 
 def lazy_names(
     package: str, defining_modules: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the package's ``__getattr__`` and ``__dir__``.
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return the package's ``__getattr__``, ``__dir__`` and ``__all__``.
 
     Args:
         package: the ``__name__`` of the package.
@@ -29,10 +29,8 @@ def lazy_names(
         setattr(sys.modules[package], name, value)  # later look-ups do not call this function
         return value
 
-    def names() -> list[str]:
-        return sorted(defining_modules)
-
-    return get, names
+    names = sorted(defining_modules)
+    return get, lambda: names, names
 
 
 def is_installed(*modules: str) -> bool:

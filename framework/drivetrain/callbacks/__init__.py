@@ -61,31 +61,4 @@ _HOME = {
     "WeightAveraging": ".weight_averaging",
 }
 
-__all__ = [
-    "BackboneFinetuning",
-    "BaseFinetuning",
-    "BasePredictionWriter",
-    "BatchSizeFinder",
-    "Checkpoint",
-    "DeviceStatsMonitor",
-    "EMAWeightAveraging",
-    "EarlyStopping",
-    "GarbageCollection",
-    "GradientAccumulationScheduler",
-    "LambdaCallback",
-    "LearningRateFinder",
-    "LearningRateMonitor",
-    "LossSpikeGuard",
-    "ModelSummary",
-    "NonFiniteGuard",
-    "PredictionWriter",
-    "ProgressBar",
-    "ReplicaCheck",
-    "RichProgressBar",
-    "StochasticWeightAveraging",
-    "ThroughputMonitor",
-    "Timer",
-    "WeightAveraging",
-]
-
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__getattr__, __dir__, __all__ = lazy_names(__name__, _HOME)

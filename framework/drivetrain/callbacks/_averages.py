@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain._distributed.shards import ParameterShard
+from drivetrain.strategies._trainable import get_requires_grad
 from drivetrain.strategies.strategy import Strategy
 
 Average = Callable[[list[Tensor], list[Tensor], int], None]
@@ -36,6 +37,10 @@ class Averages:
         self._buffers = buffers
         self.averages: dict[str, Tensor] = {}
         """This rank's part of each average, by the weight's name."""
+        self.has_new_parameters = True
+        """Whether parameters were registered since the weights were collected."""
+        self._all_parameters: list[Tensor] = []
+        self._requires_grad_flags: tuple[bool, ...] = ()
         # Averages and weights, by device and dtype. The weights are views of the trained weights, or copies of them.
         self._pairs: list[tuple[list[Tensor], list[Tensor]]] = []
         self._weights_are_copies = False  # whether the weights are copies, which do not follow the training
@@ -49,6 +54,11 @@ class Averages:
     def swapped_in(self) -> bool:
         """Whether the averages are in the module."""
         return bool(self._trained_weights)
+
+    def must_collect(self) -> bool:
+        """Return whether other parameters are trainable than when the weights were collected."""
+        flags = tuple(map(get_requires_grad, self._all_parameters))
+        return self.has_new_parameters or flags != self._requires_grad_flags
 
     @torch.no_grad()
     def collect_weights(self) -> None:
@@ -69,6 +79,9 @@ class Averages:
             weights.append(weight)
         self._pairs = list(by_type.values())
         parameters = self._strategy.named_parameters()
+        self._all_parameters = list(parameters.values())
+        self._requires_grad_flags = tuple(map(get_requires_grad, self._all_parameters))
+        self.has_new_parameters = False
         self._parameters = [
             parameter
             for name, parameter in parameters.items()

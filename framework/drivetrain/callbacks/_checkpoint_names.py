@@ -1,12 +1,16 @@
-"""Names of checkpoints: templates that are filled with counters and logged values."""
+"""Names of checkpoints: templates that are filled with counters and logged values, and names that are reserved."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
-from drivetrain.checkpoint._folders import LATEST
+from drivetrain._distributed.control_plane import ControlPlane
+from drivetrain.checkpoint._folders import LATEST, claim_name, is_checkpoint_at
 from drivetrain.checkpoint._format.storage import is_checkpoint_file
+from drivetrain.checkpoint._retention import KeptCheckpoint
 from drivetrain.errors import ConfigurationError, nearest
 
 DEFAULT_TEMPLATE = "{epoch}-{step}"
@@ -99,3 +103,44 @@ def _problem_of_name(name: str) -> str | None:
     if len(name) > _LONGEST_NAME:
         return f"it makes names of {len(name)} characters, and most file systems take 255, including -v1 and the like"
     return None
+
+
+class ReservedNames:
+    """The names of checkpoints that are being written, reserved against other runs in the same folder."""
+
+    def __init__(self) -> None:
+        self._releases: dict[str, Callable[[], None]] = {}
+
+    def reserve(
+        self, control: ControlPlane, folder: str, name: str, replaceable: Sequence[KeptCheckpoint]
+    ) -> tuple[str, str]:
+        """Return a name and an identifier for a new checkpoint, chosen by rank 0. Collective.
+
+        Args:
+            control: the control plane.
+            folder: the folder of the checkpoint.
+            name: the preferred name, to which a version is appended if the name is taken.
+            replaceable: the only checkpoints that may be overwritten.
+        """
+
+        def may_overwrite(existing: str) -> bool:
+            with suppress(OSError):  # If the storage fails, another name is chosen.
+                named = [saved for saved in replaceable if saved.name == existing]
+                return any(is_checkpoint_at(folder, existing, saved.identifier) for saved in named)
+            return False
+
+        if control.rank == 0:
+            name, release = claim_name(folder, name, may_overwrite)
+            self._releases[name] = release
+        chosen: tuple[str, str] = control.broadcast_object((name, secrets.token_hex(16)))
+        return chosen
+
+    def release(self, name: str) -> None:
+        """Release a name, if it is reserved."""
+        if name in self._releases:
+            self._releases.pop(name)()
+
+    def release_all(self) -> None:
+        """Release the names of checkpoints that were not completed."""
+        for name in list(self._releases):
+            self.release(name)

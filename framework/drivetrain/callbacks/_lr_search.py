@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +18,8 @@ from drivetrain.errors import ConfigurationError
 if TYPE_CHECKING:
     from drivetrain.run_context import RunContext, Trials
 
-MODES = ("exponential", "linear")
-DEFAULT_ATTRIBUTES = ("lr", "learning_rate")
+_MODES = ("exponential", "linear")
+_ATTRIBUTES = ("lr", "learning_rate")
 _SMOOTHING = 0.98
 """Decay of the exponential moving average of the loss."""
 
@@ -92,21 +93,109 @@ class LRFind:
         return indices[int(slopes.argmin())]
 
 
-class LRRangeTest(Callback):
-    """Sets the learning rate before each step of a trial and records the loss of the step.
+@dataclass(frozen=True, slots=True)
+class LRSearch:
+    """The arguments of a search for a learning rate.
 
     Args:
         min_lr: the learning rate of the first step.
         max_lr: the learning rate of the last step.
-        steps: the number of optimizer steps.
+        num_training: the number of optimizer steps.
         mode: how the rate grows: "exponential" or "linear".
-        early_stop_threshold: the multiple of the best smoothed loss above which the trial stops; None never stops
+        early_stop_threshold: the multiple of the best smoothed loss above which the search stops; None never stops
             early.
+        update_attr: whether to set an attribute to the rate that is found.
+        attr_name: the name of this attribute; "" for ``lr`` or ``learning_rate``.
+
+    Raises:
+        ConfigurationError: an argument is invalid. The message names the argument.
     """
 
-    def __init__(self, min_lr: float, max_lr: float, steps: int, mode: str, early_stop_threshold: float | None) -> None:
-        self._min, self._max, self._steps, self._mode = min_lr, max_lr, steps, mode
-        self._threshold = early_stop_threshold
+    min_lr: float
+    max_lr: float
+    num_training: int
+    mode: str
+    early_stop_threshold: float | None
+    update_attr: bool
+    attr_name: str
+
+    def __post_init__(self) -> None:
+        grows = "whether the learning rate grows by a constant factor or amount"
+        check_choice("lr_find", "mode", self.mode, _MODES, grows)
+        if not 0 < self.min_lr < self.max_lr:
+            raise ConfigurationError(
+                f"min_lr={self.min_lr!r} with max_lr={self.max_lr!r}.",
+                "the learning rate grows from min_lr to max_lr during the search.",
+                "give 0 < min_lr < max_lr, such as 1e-8 and 1.",
+            )
+        steps = "the number of optimizer steps whose losses are compared"
+        check_count("lr_find", "num_training", self.num_training, 2, steps)
+        if self.early_stop_threshold is not None and not self.early_stop_threshold > 0:
+            raise ConfigurationError(
+                f"early_stop_threshold={self.early_stop_threshold!r}.",
+                "the search stops when the loss exceeds this multiple of the best loss.",
+                "use a positive number, such as 4.0, or None.",
+            )
+
+    def run(self, trials: Trials) -> LRFind:
+        """Search in a trial and, with ``update_attr``, set the attribute to the rate. A collective operation.
+
+        Raises:
+            ConfigurationError: the module has no single optimizer that the engine steps, or there is no attribute to
+                update.
+        """
+        name = self.attribute(trials) if self.update_attr else None
+        if name is not None:
+            trials.declare_tuned(name)
+        test = LRRangeTest(self)
+        trials.run(test, self.num_training)
+        result = LRFind({"lr": test.rates, "loss": test.losses}, self.mode)
+        suggestion = result.suggestion() if name is not None else None
+        owner = type(trials.module).__name__
+        if name is not None and suggestion is not None:
+            set_attribute(name, suggestion, trials.module, trials.datamodule)
+            trials.log_info("%s.%s is set to the learning rate %.4g.", owner, name, suggestion)
+        elif name is not None:
+            trials.log_info(
+                "The search suggests no learning rate, so %s.%s is unchanged. The search made %d steps, of which the "
+                "first 10, the last and those with a non-finite loss are ignored. Raise num_training, or lower max_lr.",
+                owner,
+                name,
+                len(test.losses),
+            )
+        return result
+
+    def attribute(self, trials: Trials) -> str:
+        """Return the name of the attribute or hyper-parameter that holds the learning rate.
+
+        Raises:
+            ConfigurationError: neither the module nor the data module has such an attribute or hyper-parameter.
+        """
+        names = (self.attr_name,) if self.attr_name else _ATTRIBUTES
+        for name in names:
+            if find_holders(name, trials.module, trials.datamodule):
+                return name
+        raise ConfigurationError(
+            f"{type(trials.module).__name__} has no attribute or hyper-parameter {' or '.join(map(repr, names))}.",
+            "update_attr=True sets that attribute to the suggested learning rate, for configure_optimizers to read.",
+            "set self.lr = ... in __init__ and use it, name another attribute (attr_name=), or pass update_attr=False.",
+        )
+
+    def rate_at(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 0."""
+        fraction = min(step, self.num_training - 1) / max(1, self.num_training - 1)
+        if self.mode == "linear":
+            return self.min_lr + fraction * (self.max_lr - self.min_lr)
+        return float(self.min_lr * (self.max_lr / self.min_lr) ** fraction)
+
+
+class LRRangeTest(Callback):
+    """Sets the learning rate before each step of a trial and records the loss of the step."""
+
+    _saved_attributes = ("rates", "losses")
+
+    def __init__(self, search: LRSearch) -> None:
+        self._search = search
         self.rates: list[float] = []
         self.losses: list[float] = []
         self._average = 0.0
@@ -114,12 +203,6 @@ class LRRangeTest(Callback):
         self._last_step = 0
         self._sum: Any = 0.0  # weighted sum of the losses of the current accumulation window
         self._weight = 0.0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"rates": self.rates, "losses": self.losses}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.rates, self.losses = list(state_dict["rates"]), list(state_dict["losses"])
 
     def on_fit_start(self, trainer: RunContext, module: Any) -> None:
         count = len(trainer.optimizers)
@@ -135,16 +218,14 @@ class LRRangeTest(Callback):
 
     def on_before_zero_grad(self, trainer: RunContext, module: Any, optimizer: torch.optim.Optimizer) -> None:
         self._sum, self._weight = 0.0, 0.0
-        rate = self._rate_at(trainer.global_step)
+        rate = self._search.rate_at(trainer.global_step)
         for group in optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
 
-    def on_train_batch_end(
-        self, trainer: RunContext, module: Any, outputs: dict[str, Any], batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: RunContext, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         weight = trainer.micro_batch_weight
         if weight and outputs.get("loss") is not None:
             self._sum = self._sum + outputs["loss"].double().item() * weight
@@ -160,105 +241,17 @@ class LRRangeTest(Callback):
         )
         self._record_loss(trainer, total / weights if weights else math.nan)
 
-    def _rate_at(self, step: int) -> float:
-        fraction = min(step, self._steps - 1) / max(1, self._steps - 1)
-        if self._mode == "linear":
-            return self._min + fraction * (self._max - self._min)
-        return float(self._min * (self._max / self._min) ** fraction)
-
     def _record_loss(self, trainer: RunContext, loss: float) -> None:
         """Record the loss of a step, which is the same on every rank, and stop the trial if the loss diverges."""
-        self.rates.append(self._rate_at(self._last_step - 1))
+        self.rates.append(self._search.rate_at(self._last_step - 1))
         self._average = _SMOOTHING * self._average + (1 - _SMOOTHING) * loss
         smoothed = self._average / (1 - _SMOOTHING ** len(self.rates))
         self.losses.append(smoothed)
-        if self._threshold is not None and len(self.rates) > 1:
+        threshold = self._search.early_stop_threshold
+        if threshold is not None and len(self.rates) > 1:
             # The margin is a multiple of abs(best): if best is negative, a multiple of best would be below best.
-            limit = self._best + (self._threshold - 1) * abs(self._best) if math.isfinite(self._best) else math.inf
-            diverges = not math.isfinite(smoothed) or smoothed > limit
-            if diverges:
+            limit = self._best + (threshold - 1) * abs(self._best) if math.isfinite(self._best) else math.inf
+            if not math.isfinite(smoothed) or smoothed > limit:
                 trainer.should_stop = True
         if math.isfinite(smoothed):
             self._best = min(self._best, smoothed)
-
-
-def find_lr(
-    trials: Trials,
-    min_lr: float,
-    max_lr: float,
-    num_training: int,
-    mode: str,
-    early_stop_threshold: float | None,
-    update_attr: bool,
-    attr_name: str,
-) -> LRFind:
-    """Search for a learning rate in a trial and, with ``update_attr``, set the attribute to this rate.
-
-    A collective operation.
-
-    Raises:
-        ConfigurationError: an argument is invalid, the module has no single optimizer that the engine steps, or there
-            is no attribute to update.
-    """
-    check_lr_arguments(min_lr, max_lr, num_training, mode, early_stop_threshold)
-    module, datamodule = trials.module, trials.datamodule
-    name = lr_attribute(module, datamodule, attr_name) if update_attr else None
-    if name is not None:
-        trials.declare_tuned(name)
-    search = LRRangeTest(min_lr, max_lr, num_training, mode, early_stop_threshold)
-    trials.run(search, num_training)
-    result = LRFind({"lr": search.rates, "loss": search.losses}, mode)
-    suggestion = result.suggestion() if name is not None else None
-    if name is not None and suggestion is not None:
-        set_attribute(name, suggestion, module, datamodule)
-        trials.log_info("%s.%s is set to the learning rate %.4g.", type(module).__name__, name, suggestion)
-    elif name is not None:
-        trials.log_info(
-            "The search suggests no learning rate, so %s.%s is unchanged. The search made %d steps, of which the first "
-            "10, the last and those with a non-finite loss are ignored. Raise num_training, or lower max_lr.",
-            type(module).__name__,
-            name,
-            len(result.results["loss"]),
-        )
-    return result
-
-
-def lr_attribute(module: Any, datamodule: Any, requested: str) -> str:
-    """Return the name of the attribute or hyper-parameter that holds the learning rate.
-
-    Raises:
-        ConfigurationError: neither the module nor the data module has such an attribute or hyper-parameter.
-    """
-    names = (requested,) if requested else DEFAULT_ATTRIBUTES
-    for name in names:
-        if find_holders(name, module, datamodule):
-            return name
-    raise ConfigurationError(
-        f"{type(module).__name__} has no attribute or hyper-parameter {' or '.join(map(repr, names))}.",
-        "update_attr=True sets that attribute to the suggested learning rate, for configure_optimizers to read.",
-        "set self.lr = ... in __init__ and use it, name another attribute (attr_name=), or pass update_attr=False.",
-    )
-
-
-def check_lr_arguments(
-    min_lr: float, max_lr: float, num_training: int, mode: str, early_stop_threshold: float | None
-) -> None:
-    """Validate the arguments of a learning rate search.
-
-    Raises:
-        ConfigurationError: an argument is invalid. The message names the argument.
-    """
-    check_choice("lr_find", "mode", mode, MODES, "whether the learning rate grows by a constant factor or amount")
-    if not 0 < min_lr < max_lr:
-        raise ConfigurationError(
-            f"min_lr={min_lr!r} with max_lr={max_lr!r}.",
-            "the learning rate grows from min_lr to max_lr during the search.",
-            "give 0 < min_lr < max_lr, such as 1e-8 and 1.",
-        )
-    check_count("lr_find", "num_training", num_training, 2, "the number of optimizer steps whose losses are compared")
-    if early_stop_threshold is not None and not early_stop_threshold > 0:
-        raise ConfigurationError(
-            f"early_stop_threshold={early_stop_threshold!r}.",
-            "the search stops when the loss exceeds this multiple of the best loss.",
-            "use a positive number, such as 4.0, or None.",
-        )

@@ -30,6 +30,17 @@ def fresh_value(trainer: RunContext, name: str) -> float | None:
     return value if reduced_at in (None, trainer.global_step) else None
 
 
+def acts_at_epoch_end(trainer: RunContext, choice: bool | None) -> bool:
+    """Return whether a callback acts at the end of an epoch, not of a validation: the user's choice, if there is one.
+
+    Otherwise the end of the epoch is chosen if validation runs once per epoch, or not at all.
+    """
+    if choice is not None:
+        return choice
+    once_per_epoch = trainer.val_check_interval in (None, 1.0) and trainer.check_val_every_n_epoch == 1
+    return once_per_epoch or not trainer.num_val_batches
+
+
 def was_logged(trainer: RunContext, names: Sequence[str]) -> bool:
     """Return whether all these values were logged at some time. A collective operation."""
     return all(monitored_value(trainer, name) is not None for name in names)

@@ -23,7 +23,7 @@ class ProgressLines(ProgressBar):
     The batch hooks of this class are those of `Callback`, which the engine does not call.
     """
 
-    on_train_batch_end = Callback.on_train_batch_end
+    on_train_batch_end = Callback.on_train_batch_end  # type: ignore[assignment]  # ProgressBar has one for all stages
     on_validation_batch_end = Callback.on_validation_batch_end
     on_test_batch_end = Callback.on_test_batch_end
     on_predict_batch_end = Callback.on_predict_batch_end

@@ -29,6 +29,8 @@ class GradientAccumulationScheduler(Callback):
 
     priority = 100  # before callbacks that read the window
 
+    _key_arguments = ("scheduling",)
+
     def __init__(self, scheduling: Mapping[int, int]) -> None:
         if not scheduling:
             raise ConfigurationError(
@@ -45,11 +47,6 @@ class GradientAccumulationScheduler(Callback):
                 )
         self.scheduling = dict(sorted(scheduling.items()))
         self._original_window: int | None = None  # ``accumulate_grad_batches`` before the run
-
-    @property
-    def state_key(self) -> str:
-        """The class name and the schedule."""
-        return f"{type(self).__qualname__}{self.scheduling!r}"
 
     def window(self, epoch: int) -> int:
         """Return the number of micro-batches per window in ``epoch``."""

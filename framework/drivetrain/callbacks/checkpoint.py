@@ -12,25 +12,25 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from drivetrain._config.argument_checks import check_choice, check_count
 from drivetrain._runtime.working_directory import resolved_path
 from drivetrain.callback import Callback
-from drivetrain.callbacks._checkpoint_arguments import check_arguments, check_monitor
 from drivetrain.callbacks._checkpoint_names import (
     COUNTERS,
     DEFAULT_TEMPLATE,
+    ReservedNames,
     check_template,
     checkpoint_name,
     names_in,
 )
-from drivetrain.callbacks._claimed_names import ClaimedNames
-from drivetrain.callbacks._monitored_value import fresh_value, missing_value, monitored_value, was_logged
-from drivetrain.checkpoint._folders import (
-    LATEST,
-    child,
-    remove,
-    resolve_folder,
-    write_latest,
+from drivetrain.callbacks._monitored_value import (
+    acts_at_epoch_end,
+    fresh_value,
+    missing_value,
+    monitored_value,
+    was_logged,
 )
+from drivetrain.checkpoint._folders import LATEST, child, remove, resolve_folder, write_latest
 from drivetrain.checkpoint._format.checksums import check_digest
 from drivetrain.checkpoint._retention import KeptCheckpoint, Retention
 from drivetrain.checkpoint.save_request import SaveRequest
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("drivetrain")
 
+_MODES = ("min", "max")
 _TIME_CHECK_INTERVAL = 16  # optimizer steps between checks of the elapsed time, each of which is a broadcast
 
 
@@ -97,6 +98,7 @@ class Checkpoint(Callback):
 
     shown_as = "checkpoint_callback"
     priority = -20  # after early stopping and after the module's own hooks, which log values
+    _key_arguments = ("monitor", "mode", "every_n_train_steps", "every_n_epochs", "save_weights_only")
 
     def __init__(
         self,
@@ -126,9 +128,31 @@ class Checkpoint(Callback):
                 "a checkpoint could overwrite another one that is kept.",
                 "remove the argument: -v1 is appended to a name only while a checkpoint with that name is kept.",
             )
-        check_monitor(monitor, mode)
+        if monitor is not None and not isinstance(monitor, str):
+            raise ConfigurationError(
+                f"Checkpoint(monitor={monitor!r}).",
+                "monitor is the name of a logged value.",
+                "give a name, such as 'val_loss', or None to keep the newest checkpoint.",
+            )
+        if monitor is None and mode == "max":
+            raise ConfigurationError(
+                "Checkpoint(mode='max') without a monitor.",
+                "without a monitored value the newest checkpoint is kept, whatever the mode.",
+                "set monitor= to the name of a logged value, or remove mode.",
+            )
+        interval: Any = train_time_interval
+        if interval is not None and (not isinstance(interval, timedelta) or interval <= timedelta(0)):
+            raise ConfigurationError(
+                f"Checkpoint(train_time_interval={interval!r}).",
+                "train_time_interval is the time between two checkpoints.",
+                "give a datetime.timedelta, such as timedelta(minutes=30).",
+            )
+        check_choice("Checkpoint", "mode", mode, _MODES, "the direction in which the monitored value improves")
+        check_count("Checkpoint", "save_top_k", save_top_k, -1, "how many of the best checkpoints to keep, -1 for all")
+        check_count("Checkpoint", "keep_last", keep_last or 0, 0, "how many of the newest checkpoints to keep")
+        check_count("Checkpoint", "every_n_train_steps", every_n_train_steps or 0, 0, "a number of optimizer steps")
+        check_count("Checkpoint", "every_n_epochs", every_n_epochs or 0, 0, "a number of epochs")
         check_digest("Checkpoint", digest)
-        check_arguments(mode, save_top_k, keep_last, every_n_train_steps, every_n_epochs, train_time_interval)
         self.dirpath = None if dirpath is None else resolved_path(dirpath)
         self._default_dirpath: str | None = None  # the folder that the run chose, if the user passed no `dirpath`
         self._run_id = ""
@@ -170,7 +194,7 @@ class Checkpoint(Callback):
         self._last_timed_save = time.monotonic()  # when training started or ``train_time_interval`` was last reached
         self._fitting = False
         self._retention_before_rollback: dict[str, Any] = {}
-        self._claims = ClaimedNames()
+        self._reserved = ReservedNames()
         self._to_remove: list[KeptCheckpoint] = []  # checkpoints to remove once a later one is complete
 
     # Which checkpoints are kept, and under which names
@@ -232,12 +256,6 @@ class Checkpoint(Callback):
 
     # State of this callback in checkpoints
 
-    @property
-    def state_key(self) -> str:
-        """The class name and the arguments that distinguish two `Checkpoint` callbacks."""
-        names = ("monitor", "mode", "every_n_train_steps", "every_n_epochs", "save_weights_only")
-        return f"{type(self).__qualname__}{ {name: getattr(self, name) for name in names}!r}"
-
     def state_dict(self) -> dict[str, Any]:
         """Return the folder, and the names and identifiers of the checkpoints that this run has written."""
         best = self._retention.best
@@ -246,7 +264,6 @@ class Checkpoint(Callback):
             "run": self._run_id,
             "best": "" if best is None else best.name,
             "last_saved_step": self._last_saved_step,
-            "last_considered_step": self._last_considered_step,
             "waiting_in": self._waiting_in,
             "interrupt_checkpoint": None if self._interrupt_checkpoint is None else asdict(self._interrupt_checkpoint),
             "to_remove": [asdict(saved) for saved in self._to_remove],
@@ -255,12 +272,16 @@ class Checkpoint(Callback):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the list of checkpoints if this run has written them to this folder. Others are never removed."""
-        self._last_saved_step, self._last_considered_step = (
-            _step_or_unset(state_dict[name]) for name in ("last_saved_step", "last_considered_step")
-        )
-        waiting_in = state_dict["waiting_in"]
-        self._waiting_in = waiting_in if type(waiting_in) is int else None
         folder = state_dict["dirpath"]
+        if not self._fitting:  # the run was in other processes, and this is the state of its rank 0
+            self._run_id = state_dict["run"]
+            if self.dirpath is None or self.dirpath == self._default_dirpath:
+                self.dirpath = self._default_dirpath = folder
+            else:
+                self.dirpath = os.path.expanduser(self.dirpath)
+        last_saved_step, waiting_in = state_dict["last_saved_step"], state_dict["waiting_in"]
+        self._last_saved_step = last_saved_step if type(last_saved_step) is int else -1
+        self._waiting_in = waiting_in if type(waiting_in) is int else None
         same_run = state_dict["run"] in (self._run_id, "")
         if self.dirpath is None or folder != resolve_folder(self.dirpath) or not same_run:
             return
@@ -280,15 +301,6 @@ class Checkpoint(Callback):
                 error,
             )
 
-    def load_rank_zero_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy rank 0's list of checkpoints, and rank 0's folder if the run chose the folder."""
-        if self.dirpath is None or self.dirpath == self._default_dirpath:
-            self.dirpath = self._default_dirpath = state_dict["dirpath"]
-        else:
-            self.dirpath = os.path.expanduser(self.dirpath)
-        self._run_id = state_dict["run"]
-        self.load_state_dict(state_dict)
-
     # What the engine asks of every callback
 
     @property
@@ -296,10 +308,8 @@ class Checkpoint(Callback):
         """The folder of the checkpoints."""
         return () if self.dirpath is None or self._disabled else (self.dirpath,)
 
-    @property
-    def wants_run_folder(self) -> bool:
-        """True: the run's folder contains ``run.json`` and, without ``dirpath``, the checkpoints."""
-        return True
+    wants_run_folder = True
+    """The run's folder contains ``run.json`` and, without ``dirpath``, the checkpoints."""
 
     @property
     def kept_checkpoints(self) -> Sequence[str]:
@@ -316,17 +326,14 @@ class Checkpoint(Callback):
     def monitors(self) -> Mapping[str, str]:
         """The logged values that ``monitor`` and ``filename`` require."""
         callback = type(self).__name__
-        required = {
-            name: f"{callback}(filename={self.filename!r}), which names {name!r}" for name in names_in(self.filename)
-        }
-        return (
-            required
-            if self.monitor in (None, *COUNTERS)
-            else {str(self.monitor): f"{callback}(monitor={self.monitor!r})", **required}
-        )
+        in_filename = f"{callback}(filename={self.filename!r}), which names "
+        required = {name: f"{in_filename}{name!r}" for name in names_in(self.filename)}
+        if self.monitor is None or self.monitor in COUNTERS:
+            return required
+        return {self.monitor: f"{callback}(monitor={self.monitor!r})", **required}
 
     def before_rollback(self, trainer: RunContext, module: TrainModule) -> None:
-        """Remember the list of checkpoints, which loading the checkpoint's state replaces."""
+        """Keep the list of checkpoints, which loading the checkpoint's state replaces."""
         self._retention_before_rollback = self._retention.state_dict()
 
     def after_rollback(self, trainer: RunContext, module: TrainModule, path: str) -> None:
@@ -337,11 +344,11 @@ class Checkpoint(Callback):
         self._retention.load_state_dict(self._retention_before_rollback)
         later, self._last_resumable_step = self._retention.drop_after(trainer.global_step), -1
         self._to_remove += later
+        self._last_considered_step = trainer.global_step
         if trainer.strategy.control.rank == 0:
             folder, _, name = path.rpartition("/")
-            self._clean_up(
-                trainer, list(self._to_remove), name if later and folder == self._folder().rstrip("/") else None
-            )
+            is_newest = later and folder == self._folder().rstrip("/")
+            self._clean_up(trainer, list(self._to_remove), name if is_newest else None)
 
     # When to save
 
@@ -363,20 +370,17 @@ class Checkpoint(Callback):
     def teardown(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Release the names of checkpoints that were not completed."""
         self._fitting = False
-        self._claims.release_all()
+        self._reserved.release_all()
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Determine when to save, and remove obsolete checkpoints that an interrupted run has left behind."""
-        once_per_epoch = trainer.val_check_interval in (None, 1.0) and trainer.check_val_every_n_epoch == 1
-        at_epoch_end = self.save_on_train_epoch_end
-        self._at_epoch_end = once_per_epoch or not trainer.num_val_batches if at_epoch_end is None else at_epoch_end
+        self._at_epoch_end = acts_at_epoch_end(trainer, self.save_on_train_epoch_end)
+        self._last_considered_step = trainer.global_step
         self._last_timed_save = time.monotonic()
         if trainer.strategy.control.rank == 0 and not self._disabled:
             self._clean_up(trainer, list(self._to_remove))
 
-    def _after_micro_batch(
-        self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
-    ) -> None:
+    def _after_micro_batch(self, trainer: RunContext, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save a checkpoint if ``every_n_train_steps`` or ``train_time_interval`` is reached."""
         step = trainer.global_step
         if step == self._last_considered_step:
@@ -439,7 +443,9 @@ class Checkpoint(Callback):
         """Return the request for a checkpoint that is removed once a later one is complete. Collective."""
         step = trainer.global_step
         earlier = [] if self._interrupt_checkpoint is None else [self._interrupt_checkpoint]
-        name, identifier = self._choose_name(trainer, f"{prefix}-step={step}", earlier)
+        name, identifier = self._reserved.reserve(
+            trainer.strategy.control, self._folder(), f"{prefix}-step={step}", earlier
+        )
         self._to_remove += [saved for saved in earlier if saved.name != name]
         self._interrupt_checkpoint, self._last_resumable_step = KeptCheckpoint(name, identifier, step=step), step
         return self._request(trainer, name, identifier, weights_only=False, background=False)
@@ -474,7 +480,8 @@ class Checkpoint(Callback):
         epoch = self._waiting_in if is_last and self._waiting_in is not None else trainer.current_epoch
         self._waiting_in = epoch if missing and not is_last else None
         if missing:
-            if not (is_last or may_wait or self._awaits_validation(trainer)) and not was_logged(trainer, missing):
+            awaits_validation = not self._has_validated and any(trainer.num_val_batches)
+            if not (is_last or may_wait or awaits_validation) and not was_logged(trainer, missing):
                 raise missing_value(trainer, self.monitors[missing[0]], missing[0])
             if may_wait:
                 return
@@ -492,10 +499,6 @@ class Checkpoint(Callback):
         if self.monitor in COUNTERS and self.monitor not in trainer.callback_metrics:
             return float(trainer.current_epoch if self.monitor == "epoch" else trainer.global_step)
         return logged[self.monitor] if self.monitor in logged else monitored_value(trainer, self.monitor)
-
-    def _awaits_validation(self, trainer: RunContext) -> bool:
-        """Whether the run validates, and has not validated yet."""
-        return not self._has_validated and any(trainer.num_val_batches)
 
     def _say_what_is_missing(self, trainer: RunContext, name: str, is_last: bool) -> None:
         if trainer.strategy.control.rank > 0 or (self._said_that_it_waits and not is_last):
@@ -524,7 +527,9 @@ class Checkpoint(Callback):
         if not self._retention.would_keep(score):
             return None
         preferred_name = self._name(self.filename, values)
-        name, identifier = self._choose_name(trainer, preferred_name, self._retention.to_remove(score))
+        name, identifier = self._reserved.reserve(
+            trainer.strategy.control, self._folder(), preferred_name, self._retention.to_remove(score)
+        )
         self._to_remove += self._retention.add(name, identifier, score, step)
         if not self.save_weights_only:
             self._last_resumable_step = step
@@ -536,9 +541,6 @@ class Checkpoint(Callback):
             logger.info("Epoch %d, step %d: saving %r%s.", values["epoch"], values["step"], name, monitored)
         return self._request(trainer, name, identifier, self.save_weights_only, self.save_async)
 
-    def _choose_name(self, trainer: RunContext, name: str, to_remove: Sequence[KeptCheckpoint]) -> tuple[str, str]:
-        return self._claims.claim(trainer.strategy.control, self._folder(), name, to_remove)
-
     def _request(
         self, trainer: RunContext, name: str, identifier: str, weights_only: bool, background: bool
     ) -> SaveRequest:
@@ -547,7 +549,7 @@ class Checkpoint(Callback):
         def on_complete() -> None:
             if trainer.strategy.control.rank == 0:
                 self._clean_up(trainer, removable, name)
-                self._claims.release(name)
+                self._reserved.release(name)
                 for each in trainer.loggers:
                     each.after_save_checkpoint(self)
             else:
@@ -586,7 +588,3 @@ class Checkpoint(Callback):
 
 def _savers(trainer: RunContext) -> list[Checkpoint]:
     return [callback for callback in trainer.callbacks if isinstance(callback, Checkpoint)]
-
-
-def _step_or_unset(number: Any) -> int:
-    return number if type(number) is int else -1

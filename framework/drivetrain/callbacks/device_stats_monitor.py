@@ -33,16 +33,13 @@ class DeviceStatsMonitor(Callback):
         ConfigurationError: at the start of the run, if psutil is needed but not installed, or there is nothing to log.
     """
 
+    _key_arguments = ("cpu_stats",)
+
     def __init__(self, cpu_stats: bool | None = None) -> None:
         self.cpu_stats = cpu_stats
         self._log_every_n_steps = 0  # 0 logs nothing
         self._step_awaiting_end = 0  # the step of which only the statistics before the step are logged; 0 for none
         self._logs_host_stats = False
-
-    @property
-    def state_key(self) -> str:
-        """The class name and ``cpu_stats``."""
-        return f"{type(self).__qualname__}{{'cpu_stats': {self.cpu_stats!r}}}"
 
     def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Check that the statistics to log are available."""
@@ -80,9 +77,7 @@ class DeviceStatsMonitor(Callback):
             self._step_awaiting_end = step
             self._log(trainer, "on_train_batch_start", step)
 
-    def on_train_batch_end(
-        self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: RunContext, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the statistics after every ``log_every_n_steps``-th step."""
         if self._step_awaiting_end and trainer.global_step == self._step_awaiting_end:
             self._step_awaiting_end = 0

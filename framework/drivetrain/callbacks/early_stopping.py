@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from drivetrain._config.argument_checks import check_choice, check_count
 from drivetrain.callback import Callback
-from drivetrain.callbacks._monitored_value import missing_value, monitored_value
+from drivetrain.callbacks._monitored_value import acts_at_epoch_end, missing_value, monitored_value
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 _MODES = ("min", "max")
 
 
+@dataclass(eq=False, repr=False)
 class EarlyStopping(Callback):
     """Stops training when ``monitor`` has not improved for ``patience`` checks.
 
@@ -38,7 +40,6 @@ class EarlyStopping(Callback):
         check_on_train_epoch_end: whether to check at the end of a training epoch (True) or at the end of a validation
             (False). None chooses the epoch's end if validation runs once per epoch or not at all, and the validation's
             end otherwise.
-        log_rank_zero_only: must be True, because all ranks make the same decision and only rank 0 prints.
 
     Attributes:
         wait_count: checks since the last improvement.
@@ -54,88 +55,49 @@ class EarlyStopping(Callback):
     shown_as = "early_stopping_callback"
     priority = -10  # after the module's hook has logged, before checkpoints and the progress bar
 
-    def __init__(
-        self,
-        monitor: str,
-        min_delta: float = 0.0,
-        patience: int = 3,
-        verbose: bool = False,
-        mode: str = "min",
-        strict: bool = True,
-        check_finite: bool = True,
-        stopping_threshold: float | None = None,
-        divergence_threshold: float | None = None,
-        check_on_train_epoch_end: bool | None = None,
-        log_rank_zero_only: bool = True,
-    ) -> None:
-        if not log_rank_zero_only:
+    _key_arguments = (
+        "monitor",
+        "mode",
+        "min_delta",
+        "patience",
+        "stopping_threshold",
+        "divergence_threshold",
+        "check_on_train_epoch_end",
+    )
+    _saved_attributes = ("wait_count", "best_score", "stopped_epoch", "stopping_reason", "_checked_at")
+
+    monitor: str
+    min_delta: float = 0.0
+    patience: int = 3
+    verbose: bool = False
+    mode: str = "min"
+    strict: bool = True
+    check_finite: bool = True
+    stopping_threshold: float | None = None
+    divergence_threshold: float | None = None
+    check_on_train_epoch_end: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("EarlyStopping", "mode", self.mode, _MODES, "the direction in which the monitored value improves")
+        if not isinstance(self.monitor, str):
             raise ConfigurationError(
-                "EarlyStopping(log_rank_zero_only=False).",
-                "all ranks decide from the same number, so only rank 0 prints.",
-                "remove the argument.",
-            )
-        check_choice("EarlyStopping", "mode", mode, _MODES, "the direction in which the monitored value improves")
-        if not isinstance(monitor, str):
-            raise ConfigurationError(
-                f"EarlyStopping(monitor={monitor!r})",
+                f"EarlyStopping(monitor={self.monitor!r})",
                 "monitor is the name of a logged value",
                 "give a name, such as 'val_loss'",
             )
-        check_count("EarlyStopping", "patience", patience, 0, "a number of checks without improvement")
-        self.monitor = monitor
-        self.min_delta = abs(min_delta)
-        self.patience = int(patience)  # An int, because a NumPy integer would change `state_key`.
-        self.verbose = verbose
-        self.mode = mode
-        self.strict = strict
-        self.check_finite = check_finite
-        self.stopping_threshold = stopping_threshold
-        self.divergence_threshold = divergence_threshold
-        self.check_on_train_epoch_end = check_on_train_epoch_end
+        check_count("EarlyStopping", "patience", self.patience, 0, "a number of checks without improvement")
+        self.min_delta = abs(self.min_delta)
+        self.patience = int(self.patience)  # An int, because a NumPy integer would change `state_key`.
+        self._at_epoch_end = True
+        self._warned = False
+        self._reset()
+
+    def _reset(self) -> None:
         self.wait_count = 0
-        self.best_score = math.inf
+        self.best_score = math.inf if self.mode == "min" else -math.inf
         self.stopped_epoch = 0
         self.stopping_reason: str | None = None
         self._checked_at: int | None = None  # the global step of the value that was last checked
-        self._reset()
-        self._at_epoch_end = True
-        self._fitting = False
-        self._warned = False
-
-    @property
-    def state_key(self) -> str:
-        """The class name and the arguments that distinguish two `EarlyStopping` callbacks."""
-        settings = {
-            name: getattr(self, name)
-            for name in (
-                "monitor",
-                "mode",
-                "min_delta",
-                "patience",
-                "stopping_threshold",
-                "divergence_threshold",
-                "check_on_train_epoch_end",
-            )
-        }
-        return f"{type(self).__qualname__}{settings!r}"
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number of checks without improvement, the best value, and when and why training stopped."""
-        return {
-            "wait_count": self.wait_count,
-            "best_score": self.best_score,
-            "stopped_epoch": self.stopped_epoch,
-            "stopping_reason": self.stopping_reason,
-            "checked_at": self._checked_at,
-        }
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self.wait_count = state_dict["wait_count"]
-        self.best_score = float(state_dict["best_score"])
-        self.stopped_epoch = state_dict["stopped_epoch"]
-        self.stopping_reason = state_dict["stopping_reason"]
-        self._checked_at = state_dict.get("checked_at")
 
     @property
     def monitors(self) -> Mapping[str, str]:
@@ -149,24 +111,12 @@ class EarlyStopping(Callback):
 
     def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Reset the state before a fit. The state of a checkpoint is loaded after this hook."""
-        self._fitting = stage == "fit"
-        if self._fitting:
+        if stage == "fit":
             self._reset()
-
-    def _reset(self) -> None:
-        self.wait_count = 0
-        self.best_score = math.inf if self.mode == "min" else -math.inf
-        self.stopped_epoch = 0
-        self.stopping_reason = None
-        self._checked_at = None
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Determine whether to check at the end of epochs or of validations."""
-        if self.check_on_train_epoch_end is not None:
-            self._at_epoch_end = self.check_on_train_epoch_end
-        else:
-            once_per_epoch = trainer.val_check_interval in (None, 1.0) and trainer.check_val_every_n_epoch == 1
-            self._at_epoch_end = once_per_epoch or not trainer.num_val_batches
+        self._at_epoch_end = acts_at_epoch_end(trainer, self.check_on_train_epoch_end)
         if self.stopping_reason is not None:  # the resumed run had not reached min_epochs or min_steps
             trainer.stop_unless_withdrawn(self, f"EarlyStopping: {self.stopping_reason}")
 
@@ -177,7 +127,7 @@ class EarlyStopping(Callback):
 
     def on_validation_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Check the monitored value, if checks are made at the end of validations."""
-        if self._fitting and not self._at_epoch_end and not trainer.sanity_checking:
+        if trainer.state == "fitting" and not self._at_epoch_end and not trainer.sanity_checking:
             self._check(trainer)
 
     def _check(self, trainer: RunContext) -> None:

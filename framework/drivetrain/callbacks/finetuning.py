@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -146,6 +147,7 @@ class BaseFinetuning(Callback):
             optimizer.add_param_group({"params": new, "lr": rate})
 
 
+@dataclass(eq=False, repr=False)
 class BackboneFinetuning(BaseFinetuning):
     """Trains the head alone at first, and after some epochs also ``module.backbone``, with a growing learning rate.
 
@@ -168,44 +170,28 @@ class BackboneFinetuning(BaseFinetuning):
         ConfigurationError: an argument is out of range; at the start of the run, if the module has no ``backbone``.
     """
 
-    def __init__(
-        self,
-        unfreeze_backbone_at_epoch: int = 10,
-        lambda_func: Callable[[int], float] = lambda epoch: 2.0,
-        backbone_initial_ratio_lr: float = 0.1,
-        backbone_initial_lr: float | None = None,
-        should_align: bool = True,
-        initial_denom_lr: float = 10.0,
-        train_bn: bool = True,
-        verbose: bool = False,
-        rounding: int = 12,
-    ) -> None:
+    _saved_attributes = ("previous_backbone_lr",)
+
+    unfreeze_backbone_at_epoch: int = 10
+    lambda_func: Callable[[int], float] = lambda epoch: 2.0
+    backbone_initial_ratio_lr: float = 0.1
+    backbone_initial_lr: float | None = None
+    should_align: bool = True
+    initial_denom_lr: float = 10.0
+    train_bn: bool = True
+    verbose: bool = False
+    rounding: int = 12
+
+    def __post_init__(self) -> None:
         meaning = "an epoch, counted from 0"
-        check_count("BackboneFinetuning", "unfreeze_backbone_at_epoch", unfreeze_backbone_at_epoch, 0, meaning)
-        rates = {"backbone_initial_ratio_lr": backbone_initial_ratio_lr, "backbone_initial_lr": backbone_initial_lr}
-        for name, rate in rates.items():
+        check_count("BackboneFinetuning", "unfreeze_backbone_at_epoch", self.unfreeze_backbone_at_epoch, 0, meaning)
+        for name in ("backbone_initial_ratio_lr", "backbone_initial_lr"):
+            rate = getattr(self, name)
             if rate is not None and not rate >= 0:
                 raise ConfigurationError(
                     f"BackboneFinetuning({name}={rate!r})", "a learning rate is not negative", "give 0 or more"
                 )
-        self.unfreeze_backbone_at_epoch = unfreeze_backbone_at_epoch
-        self.lambda_func = lambda_func
-        self.backbone_initial_ratio_lr = backbone_initial_ratio_lr
-        self.backbone_initial_lr = backbone_initial_lr
-        self.should_align = should_align
-        self.initial_denom_lr = initial_denom_lr
-        self.train_bn = train_bn
-        self.verbose = verbose
-        self.rounding = rounding
         self.previous_backbone_lr: float | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the backbone's learning rate."""
-        return {"previous_backbone_lr": self.previous_backbone_lr}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the backbone's learning rate."""
-        self.previous_backbone_lr = state_dict["previous_backbone_lr"]
 
     def setup(self, trainer: RunContext, module: Any, stage: str) -> None:
         """Check that there is a backbone, and freeze it."""

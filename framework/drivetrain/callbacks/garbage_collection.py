@@ -50,9 +50,7 @@ class GarbageCollection(Callback):
         gc.collect()
         gc.disable()
 
-    def on_train_batch_end(
-        self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: RunContext, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Collect young objects if ``every_n_steps`` is reached."""
         step = trainer.global_step
         if step - self._collected_at >= self.every_n_steps:

@@ -23,6 +23,8 @@ class LambdaCallback(Callback):
         ConfigurationError: a name is not the name of a hook, or a value is not callable.
     """
 
+    _key_arguments = ("hooks",)
+
     def __init__(self, *, priority: int = 0, **hooks: Callable[..., Any]) -> None:
         for name, function in hooks.items():
             if name not in HOOKS:
@@ -39,9 +41,4 @@ class LambdaCallback(Callback):
                 )
             setattr(self, name, function)
         self.priority = priority
-        self._names = tuple(sorted(hooks))
-
-    @property
-    def state_key(self) -> str:
-        """The class name and the names of the hooks."""
-        return f"{type(self).__qualname__}{self._names!r}"
+        self.hooks = tuple(sorted(hooks))

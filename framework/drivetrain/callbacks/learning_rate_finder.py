@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.callback import Callback
-from drivetrain.callbacks._lr_search import LRFind, check_lr_arguments, find_lr, lr_attribute
+from drivetrain.callbacks._finder import Finder
+from drivetrain.callbacks._lr_search import LRFind, LRSearch
 from drivetrain.callbacks._tuned_attributes import set_attribute
-from drivetrain.callbacks._tuned_value import load_saved_result
-from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from drivetrain.run_context import RunContext, Trials
+    from drivetrain.run_context import Trials
 
 
-class LearningRateFinder(Callback):
+class LearningRateFinder(Finder):
     """Trains with increasing learning rates before a fit, and sets the rate at which the loss falls most steeply.
 
     The search trains a copy of the module and restores data, random generators and counters, so only the learning rate
@@ -40,6 +37,9 @@ class LearningRateFinder(Callback):
             module has not exactly one optimizer, or the module uses manual optimization.
     """
 
+    _stages = ("fit",)
+    _saved_attributes = ("_suggestion",)
+
     def __init__(
         self,
         min_lr: float = 1e-8,
@@ -50,60 +50,18 @@ class LearningRateFinder(Callback):
         update_attr: bool = True,
         attr_name: str = "",
     ) -> None:
-        check_lr_arguments(min_lr, max_lr, num_training_steps, mode, early_stop_threshold)
-        self._min_lr, self._max_lr = min_lr, max_lr
-        self._num_training_steps = num_training_steps
-        self._mode = mode
-        self._early_stop_threshold = early_stop_threshold
-        self._update_attr = update_attr
-        self._attr_name = attr_name
-        self._was_launched = False
+        self._search = LRSearch(min_lr, max_lr, num_training_steps, mode, early_stop_threshold, update_attr, attr_name)
         self._suggestion: float | None = None
         self.optimal_lr: LRFind | None = None
         """The result of the search; None before a search."""
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"suggestion": self._suggestion}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._suggestion = state_dict["suggestion"]
-
-    def before_launch(self, trials: Trials) -> None:
-        self._was_launched = True
-        if trials.stage != "fit" or trials.is_dry_run:
-            return
-        saved = load_saved_result(trials.ckpt_path, self.state_key)
-        if saved is not None:
-            self._suggestion = saved.get("suggestion")
-            if self._update_attr and self._suggestion is not None:
-                name = lr_attribute(trials.module, trials.datamodule, self._attr_name)
-                set_attribute(name, self._suggestion, trials.module, trials.datamodule)
-            return
-        self.optimal_lr = find_lr(
-            trials,
-            self._min_lr,
-            self._max_lr,
-            self._num_training_steps,
-            self._mode,
-            self._early_stop_threshold,
-            self._update_attr,
-            self._attr_name,
-        )
+    def search(self, trials: Trials) -> None:
+        """Search, and set the attribute to the rate that is found."""
+        self.optimal_lr = self._search.run(trials)
         self._suggestion = self.optimal_lr.suggestion()
 
-    def setup(self, trainer: RunContext, module: Any, stage: str) -> None:
-        check_was_launched(self, self._was_launched or stage != "fit")
-
-
-def check_was_launched(callback: Callback, was_launched: bool) -> None:
-    """Raise an error if a finder was added to the run too late to search.
-
-    Raises:
-        ConfigurationError: the callback's `before_launch` was not called.
-    """
-    if not was_launched:
-        raise ConfigurationError(
-            f"{type(callback).__name__} was added after the run had started.",
-            "the search runs before set-up, so a finder cannot be added in configure_callbacks or setup.",
-            "pass the finder to Fit(callbacks=...).",
-        )
+    def restore(self, saved: dict[str, Any], trials: Trials) -> None:
+        """Set the attribute to the rate of the run that is resumed."""
+        self._suggestion = saved.get("suggestion")
+        if self._search.update_attr and self._suggestion is not None:
+            set_attribute(self._search.attribute(trials), self._suggestion, trials.module, trials.datamodule)

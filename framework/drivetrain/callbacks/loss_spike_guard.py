@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 
 from drivetrain._config.argument_checks import check_choice, check_count
 from drivetrain._metrics.packing import Readback
-from drivetrain.callback import Callback
+from drivetrain.callback import Callback, KeepsCheckpoints
 from drivetrain.callbacks._spike_statistic import SpikeStatistic
 from drivetrain.errors import ConfigurationError, LossSpikeError
 from drivetrain.module.train_module import TrainModule
@@ -63,6 +64,7 @@ class _PendingLosses(NamedTuple):
         return sums
 
 
+@dataclass(eq=False, repr=False)
 class LossSpikeGuard(Callback):
     """Watches the loss of every step (the mean over its micro-batches and all ranks) for sudden rises.
 
@@ -102,42 +104,35 @@ class LossSpikeGuard(Callback):
 
     priority = 90  # after NonFiniteGuard, before callbacks that save or decide
 
-    def __init__(
-        self,
-        action: str = "warn",
-        threshold: float = 10.0,
-        window: int = 200,
-        warmup: int = 50,
-        every_n_steps: int = 10,
-        max_rollbacks: int = 3,
-    ) -> None:
-        check_choice("LossSpikeGuard", "action", action, _ACTIONS, "what to do at a spike")
-        for name, value in {"window": window, "warmup": warmup, "every_n_steps": every_n_steps}.items():
-            check_count("LossSpikeGuard", name, value, 1, "a number of steps")
-        if threshold <= 0 or warmup > window:
+    _key_arguments = ("action",)
+
+    action: str = "warn"
+    threshold: float = 10.0
+    window: int = 200
+    warmup: int = 50
+    every_n_steps: int = 10
+    max_rollbacks: int = 3
+
+    def __post_init__(self) -> None:
+        check_choice("LossSpikeGuard", "action", self.action, _ACTIONS, "what to do at a spike")
+        for name in ("window", "warmup", "every_n_steps"):
+            check_count("LossSpikeGuard", name, getattr(self, name), 1, "a number of steps")
+        if self.threshold <= 0 or self.warmup > self.window:
             raise ConfigurationError(
-                f"LossSpikeGuard(threshold={threshold!r}, window={window}, warmup={warmup})",
+                f"LossSpikeGuard(threshold={self.threshold!r}, window={self.window}, warmup={self.warmup})",
                 "either no loss or almost every loss would be a spike",
                 "give a threshold above 0, and a warmup that is no longer than the window",
             )
-        self.action = action
-        self.every_n_steps = every_n_steps
-        self.max_rollbacks = max_rollbacks
         self.rollbacks = 0
         """Number of rollbacks so far."""
         self.skipped_steps: set[int] = set()
         """Steps to skip after a rollback. Each is given as the `global_step` before the step."""
-        self._statistic = SpikeStatistic(threshold, window, warmup)
+        self._statistic = SpikeStatistic(self.threshold, self.window, self.warmup)
         self._losses: Tensor | None = None
         self._micro_batches: list[_MicroBatch] = []
         self._pending: list[_PendingLosses] = []  # losses that have not arrived on every rank
         self._step = 0  # global_step at the start of the current micro-batch
         self._drop_step: bool | None = None  # whether to drop the current step; None if not decided yet
-
-    @property
-    def state_key(self) -> str:
-        """The class name and the action."""
-        return f"{type(self).__qualname__}{ {'action': self.action}!r}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the recent losses, the number of rollbacks and the steps to skip."""
@@ -180,9 +175,7 @@ class LossSpikeGuard(Callback):
                 for parameter in group["params"]:
                     parameter.grad = None
 
-    def on_train_batch_end(
-        self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: RunContext, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Record the micro-batch, and check the losses if ``every_n_steps`` is reached or the buffer is full."""
         self._drop_step = None
         self._micro_batches.append(_MicroBatch(self._step, trainer.micro_batch_weight))
@@ -321,7 +314,9 @@ class LossSpikeGuard(Callback):
             reason = f"strategy {trainer.strategy.name!r} does not expose its gradients, so steps cannot be skipped"
         elif not module.automatic_optimization:
             reason = "in manual optimization training_step itself steps the optimizers"
-        elif self.action == "rollback" and not any(callback.saves_resumable for callback in trainer.callbacks):
+        elif self.action == "rollback" and not any(
+            isinstance(callback, KeepsCheckpoints) and callback.saves_resumable for callback in trainer.callbacks
+        ):
             reason = "there is no Checkpoint callback that saves checkpoints to roll back to"
         else:
             return

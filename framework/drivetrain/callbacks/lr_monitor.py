@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 _INTERVALS = ("step", "epoch")
 
 
+@dataclass(eq=False, repr=False)
 class LearningRateMonitor(Callback):
     """Logs the learning rate of every parameter group, on rank 0.
 
@@ -35,30 +37,21 @@ class LearningRateMonitor(Callback):
         ConfigurationError: ``logging_interval`` is unknown.
     """
 
-    def __init__(
-        self, logging_interval: str | None = None, log_momentum: bool = False, log_weight_decay: bool = False
-    ) -> None:
-        if logging_interval is not None:
+    _key_arguments = ("logging_interval", "log_momentum", "log_weight_decay")
+
+    logging_interval: str | None = None
+    log_momentum: bool = False
+    log_weight_decay: bool = False
+
+    def __post_init__(self) -> None:
+        if self.logging_interval is not None:
             meaning = "whether learning rates are logged by steps or by epochs, or None"
-            check_choice("LearningRateMonitor", "logging_interval", logging_interval, _INTERVALS, meaning)
-        self.logging_interval = logging_interval
-        self.log_momentum = log_momentum
-        self.log_weight_decay = log_weight_decay
+            check_choice("LearningRateMonitor", "logging_interval", self.logging_interval, _INTERVALS, meaning)
         self._log_every_n_steps = 1
         self._by_step = self._by_epoch = False
         self._last_logged_step = -1
         self.lrs: dict[str, list[float]] = {}
         """The logged values of each learning rate in this run, oldest first."""
-
-    @property
-    def state_key(self) -> str:
-        """The class name and the arguments."""
-        settings = {
-            "logging_interval": self.logging_interval,
-            "log_momentum": self.log_momentum,
-            "log_weight_decay": self.log_weight_decay,
-        }
-        return f"{type(self).__qualname__}{settings!r}"
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Determine whether to log by steps or by epochs."""

@@ -38,14 +38,11 @@ class ModelSummary(Callback):
         ConfigurationError: ``max_depth`` is not an integer of at least -1.
     """
 
+    _key_arguments = ("max_depth",)
+
     def __init__(self, max_depth: int = 1) -> None:
         check_count("ModelSummary", "max_depth", max_depth, -1, "the number of levels to show, or -1 for all")
         self.max_depth = max_depth
-
-    @property
-    def state_key(self) -> str:
-        """The class name and the depth."""
-        return f"{type(self).__qualname__}{{'max_depth': {self.max_depth!r}}}"
 
     def on_fit_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Print the summary."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ class _MicroBatch(NamedTuple):
     """Number of items over which the micro-batch's loss is a mean. If it is 0, the loss may be NaN and is ignored."""
 
 
+@dataclass(eq=False, repr=False)
 class NonFiniteGuard(Callback):
     """Raises `NonFiniteError` when a loss is NaN or infinite, naming the step, the rank and the batch.
 
@@ -58,26 +60,19 @@ class NonFiniteGuard(Callback):
 
     priority = 100  # before callbacks that save or decide
 
-    def __init__(self, every_n_steps: int = 50, check_gradients: bool = False, check_parameters: bool = False) -> None:
+    _key_arguments = ("every_n_steps", "check_gradients", "check_parameters")
+
+    every_n_steps: int = 50
+    check_gradients: bool = False
+    check_parameters: bool = False
+
+    def __post_init__(self) -> None:
         meaning = "the number of optimizer steps between two checks"
-        check_count("NonFiniteGuard", "every_n_steps", every_n_steps, 1, meaning)
-        self.every_n_steps = every_n_steps
-        self.check_gradients = check_gradients
-        self.check_parameters = check_parameters
+        check_count("NonFiniteGuard", "every_n_steps", self.every_n_steps, 1, meaning)
         self._buffer: Tensor | None = None
         self._micro_batches: list[_MicroBatch] = []
         self._step = 0  # global_step at the start of the current micro-batch
         self._last_check = 0
-
-    @property
-    def state_key(self) -> str:
-        """The class name and the arguments."""
-        settings = {
-            "every_n_steps": self.every_n_steps,
-            "check_gradients": self.check_gradients,
-            "check_parameters": self.check_parameters,
-        }
-        return f"{type(self).__qualname__}{settings!r}"
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Check that ``check_gradients`` is possible in this run, and reset the buffer."""
@@ -106,9 +101,7 @@ class NonFiniteGuard(Callback):
             largest = get_total_norm(gradients, math.inf)
             self._buffer_entry(largest, _GRADIENT).add_(largest)
 
-    def on_train_batch_end(
-        self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: RunContext, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Record the micro-batch, and check the buffer if ``every_n_steps`` is reached or the buffer is full."""
         self._micro_batches.append(
             _MicroBatch(trainer.current_epoch, self._step, batch_idx, trainer.micro_batch_weight)

@@ -131,6 +131,8 @@ class PredictionWriter(BasePredictionWriter):
             stored (raised at the first batch).
     """
 
+    _key_arguments = ("path",)
+
     def __init__(
         self, path: str | os.PathLike[str], format: str = "safetensors", *, part_bytes: int = _PART_BYTES
     ) -> None:
@@ -142,11 +144,6 @@ class PredictionWriter(BasePredictionWriter):
         self.format = format
         self.part_bytes = part_bytes
         self._run: PredictionRun | None = None
-
-    @property
-    def state_key(self) -> str:
-        """The class name and the path."""
-        return f"{type(self).__qualname__}[{self.path}]"
 
     def on_predict_start(self, trainer: RunContext, module: Any) -> None:
         """Start to write predictions, or continue those of a killed run. A collective operation."""

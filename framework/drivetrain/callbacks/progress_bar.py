@@ -7,10 +7,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from torch import Tensor
+
+from drivetrain._metrics.packing import Readback
 from drivetrain._runtime.terminal_output import is_terminal, write_output
 from drivetrain.callback import Callback
 from drivetrain.callbacks._bar_line import Phase, fit_line, format_metrics, format_time
-from drivetrain.callbacks._deferred_values import NamedNumbers
 from drivetrain.callbacks._live_lines import LiveLines
 from drivetrain.callbacks._time_left import TimeLeft
 from drivetrain.errors import ConfigurationError
@@ -156,16 +158,6 @@ class ProgressBar(Callback):
         self._training = Phase(title, _epoch_batches(trainer), _now(), trainer.batch_idx)
         self._start_phase(self._training)
 
-    def on_train_batch_end(
-        self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
-    ) -> None:
-        """Advance the bar, and redraw it if a refresh is due."""
-        phase = self._training
-        if phase is not None:
-            phase.done = batch_idx + 1
-        if self._lines is not None and _now() >= self._next_refresh:
-            self._refresh(trainer)
-
     def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Print the final line of the epoch."""
         self._end_phase(trainer, self._training)
@@ -189,7 +181,7 @@ class ProgressBar(Callback):
         """Advance the bar, and redraw it if a refresh is due."""
         phase = self._phase
         if phase is not None:
-            phase.done += 1
+            phase.done = batch_idx + 1 if phase is self._training else phase.done + 1
         if self._lines is not None and _now() >= self._next_refresh:
             self._refresh(trainer)
 
@@ -204,7 +196,7 @@ class ProgressBar(Callback):
             self._end_phase(trainer, phase)
 
     on_test_start = on_predict_start = on_validation_start
-    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+    on_train_batch_end = on_test_batch_end = on_predict_batch_end = on_validation_batch_end
     on_test_end = on_predict_end = on_validation_end
 
     def get_metrics(self, trainer: RunContext, module: TrainModule) -> dict[str, Any]:
@@ -298,6 +290,27 @@ class ProgressBar(Callback):
     def __getstate__(self) -> dict[str, Any]:
         unpicklable = ("_stream", "_phase", "_training", "_lines", "_arriving", "_pending_line", "_time_left")
         return self.__dict__ | dict.fromkeys(unpicklable)
+
+
+class NamedNumbers:
+    """Starts to copy values to the host for display.
+
+    Args:
+        values: numbers and one-element tensors by name.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor | float]) -> None:
+        self._names = list(values)
+        self._readback = Readback(list(values.values()))
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `numbers` would return without waiting for a device."""
+        return self._readback.has_arrived
+
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers by name, after waiting for those that have not arrived."""
+        return dict(zip(self._names, self._readback.numbers(), strict=True))
 
 
 def _epoch_batches(trainer: RunContext) -> float:

@@ -56,6 +56,8 @@ class ReplicaCheck(Callback):
 
     priority = 90  # before callbacks that save or decide
 
+    _key_arguments = ("every_n_steps", "buffers", "ignore")
+
     def __init__(self, every_n_steps: int = 100, buffers: bool = True, ignore: Sequence[str] = ()) -> None:
         meaning = "the number of optimizer steps between two checks"
         check_count("ReplicaCheck", "every_n_steps", every_n_steps, 1, meaning)
@@ -64,19 +66,11 @@ class ReplicaCheck(Callback):
         self.ignore = tuple(ignore)
         self._last_checked_step = -1
 
-    @property
-    def state_key(self) -> str:
-        """The class name and the arguments."""
-        settings = {"every_n_steps": self.every_n_steps, "buffers": self.buffers, "ignore": self.ignore}
-        return f"{type(self).__qualname__}{settings!r}"
-
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Check that all ranks start with the same weights."""
         self._check(trainer, module)
 
-    def on_train_batch_end(
-        self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: RunContext, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Check the weights every ``every_n_steps`` steps."""
         step = trainer.global_step
         if step % self.every_n_steps == 0 and step != self._last_checked_step:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +44,7 @@ class StochasticWeightAveraging(WeightAveraging):
     """
 
     priority = 50  # before callbacks that log the learning rates
+    _saved_attributes = (*WeightAveraging._saved_attributes, "_initial_rates")
 
     def __init__(
         self,
@@ -79,15 +80,6 @@ class StochasticWeightAveraging(WeightAveraging):
         self.annealing_strategy = annealing_strategy
         self._first_epoch = 0  # the first epoch to average, counted from 0
         self._initial_rates: list[float] = []  # each group's learning rate at the start of the first epoch to average
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of `WeightAveraging` and the learning rates at the start of annealing."""
-        return {**super().state_dict(), "rates_before": self._initial_rates}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        super().load_state_dict(state_dict)
-        self._initial_rates = list(state_dict["rates_before"])
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Return True at the end of each epoch from ``swa_epoch_start`` on."""

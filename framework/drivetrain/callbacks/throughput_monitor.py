@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ class _Counters(NamedTuple):
     weight: float
 
 
+@dataclass(eq=False, repr=False)
 class ThroughputMonitor(Callback):
     """Logs rates over a sliding window of steps, every ``log_every_n_steps`` steps.
 
@@ -60,15 +61,20 @@ class ThroughputMonitor(Callback):
         ConfigurationError: an argument is not above 0.
     """
 
-    def __init__(self, window: int = 100, peak_flops: float | None = None, flops: float | None = None) -> None:
-        for name, value in (("window", window), ("peak_flops", peak_flops), ("flops", flops)):
+    _key_arguments = ("window", "peak_flops", "flops")
+    _saved_attributes = ("latest",)  # for the launching process, after a run in other processes
+
+    window: int = 100
+    peak_flops: float | None = None
+    flops: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("window", "peak_flops", "flops"):
+            value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigurationError(
                     f"ThroughputMonitor({name}={value!r})", f"{name} must be positive", "give a number above 0"
                 )
-        self.window = window
-        self.peak_flops = peak_flops
-        self.flops = flops
         self.latest: dict[str, float] = {}
         self._history: deque[_Counters] = deque()
         self._weight: float | torch.Tensor = 0.0  # the sum of the micro-batches' weights on this rank
@@ -81,20 +87,6 @@ class ThroughputMonitor(Callback):
         self._device_peak_flops: float | None = None
         self._flops_per_micro_batch: float | None = None
         self._flop_counter: FlopCounterMode | None = None
-
-    @property
-    def state_key(self) -> str:
-        """The class name and the arguments."""
-        settings = {"window": self.window, "peak_flops": self.peak_flops, "flops": self.flops}
-        return f"{type(self).__qualname__}{settings!r}"
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the latest rates, so that the launching process has them after a run in other processes."""
-        return {"latest": dict(self.latest)}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the latest rates. The next logged step replaces them."""
-        self.latest = dict(state_dict["latest"])
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Reset all counters."""
@@ -129,9 +121,7 @@ class ThroughputMonitor(Callback):
             self._flop_counter = FlopCounterMode(display=False)
             self._flop_counter.__enter__()  # type: ignore[no-untyped-call]
 
-    def on_train_batch_end(
-        self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: RunContext, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Record the counters after the first step and every ``log_every_n_steps`` steps."""
         if self._flop_counter is not None:
             self._stop_counting()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,31 @@ if TYPE_CHECKING:
 
 _INTERVALS = ("step", "epoch")
 _STAGES = ("train", "validate", "test")
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Measures the time spent in one stage."""
+
+    spent: float = 0.0
+    """Seconds up to the last stop, including earlier runs that were resumed."""
+    since: float | None = None
+    """When the clock was started, in seconds of `time.monotonic`; None if it is stopped."""
+    started: float | None = None
+    """When the stage first started, in seconds of `time.time`."""
+    ended: float | None = None
+    """When the stage ended, in seconds of `time.time`."""
+
+    def elapsed(self) -> float:
+        return self.spent + (0.0 if self.since is None else time.monotonic() - self.since)
+
+    def start(self) -> None:
+        self.since, self.ended = time.monotonic(), None
+        self.started = time.time() if self.started is None else self.started
+
+    def stop(self) -> None:
+        if self.since is not None:
+            self.spent, self.since, self.ended = self.elapsed(), None, time.time()
 
 
 class Timer(Callback):
@@ -34,6 +60,8 @@ class Timer(Callback):
         ConfigurationError: ``duration`` is not a positive duration, or ``interval`` is unknown.
     """
 
+    _key_arguments = ("duration", "interval")
+
     def __init__(
         self,
         duration: str | timedelta | Mapping[str, float] | None = None,
@@ -45,26 +73,14 @@ class Timer(Callback):
         self.interval = interval
         self.verbose = verbose
         self._limit_seconds = self.duration.total_seconds() if self.duration is not None else float("inf")
-        self._spent_seconds = dict.fromkeys(_STAGES, 0.0)
-        self._running_since: dict[str, float] = {}  # in seconds of `time.monotonic`, for stages that are running
-        self._started: dict[str, float] = {}  # in seconds of `time.time`
-        self._ended: dict[str, float] = {}  # in seconds of `time.time`
+        self._clocks = {stage: _Clock() for stage in _STAGES}
         self._deadline = float("inf")
-        self._fitting = False
-
-    @property
-    def state_key(self) -> str:
-        """The class name, the duration and the interval."""
-        settings = {"duration": None if self.duration is None else self._limit_seconds, "interval": self.interval}
-        return f"{type(self).__qualname__}{settings!r}"
 
     # The measured times
 
     def time_elapsed(self, stage: str = "train") -> float:
         """Return the seconds spent in "train", "validate" or "test", including earlier runs that were resumed."""
-        check_choice("time_elapsed", "stage", stage, _STAGES, "what the timer measures")
-        since = self._running_since.get(stage)
-        return self._spent_seconds[stage] + (time.monotonic() - since if since is not None else 0.0)
+        return self._clock("time_elapsed", stage).elapsed()
 
     def time_remaining(self, stage: str = "train") -> float | None:
         """Return the remaining seconds; None without a duration."""
@@ -72,38 +88,36 @@ class Timer(Callback):
 
     def start_time(self, stage: str = "train") -> float | None:
         """Return when the stage started, in seconds of `time.time`; None if the stage has not started."""
-        check_choice("start_time", "stage", stage, _STAGES, "what the timer measures")
-        return self._started.get(stage)
+        return self._clock("start_time", stage).started
 
     def end_time(self, stage: str = "train") -> float | None:
         """Return when the stage ended, in seconds of `time.time`; None if the stage has not ended."""
-        check_choice("end_time", "stage", stage, _STAGES, "what the timer measures")
-        return self._ended.get(stage)
+        return self._clock("end_time", stage).ended
+
+    def _clock(self, method: str, stage: str) -> _Clock:
+        check_choice(method, "stage", stage, _STAGES, "what the timer measures")
+        return self._clocks[stage]
 
     # Hooks and state
 
     def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Reset the times before a fit. Time of validations within `fit` also counts as training time."""
-        self._fitting = stage == "fit"
-        if self._fitting:
-            self._spent_seconds = dict.fromkeys(
-                self._spent_seconds, 0.0
-            )  # The times of a checkpoint are loaded after this hook.
+        if stage == "fit":  # The times of a checkpoint are loaded after this hook.
+            for clock in self._clocks.values():
+                clock.spent = 0.0
 
     def teardown(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Stop clocks that are still running after a failure."""
-        for running in list(self._running_since):
-            self._stop(running)
+        for clock in self._clocks.values():
+            clock.stop()
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Start the clock of training, and stop training immediately if a resumed run has no time left."""
-        self._start("train")
-        self._deadline = self._running_since["train"] + self._limit_seconds - self._spent_seconds["train"]
+        self._clocks["train"].start()
+        self._deadline = time.monotonic() + self._limit_seconds - self.time_elapsed()
         self._check(trainer)
 
-    def on_train_batch_end(
-        self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: RunContext, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """With ``interval="step"``, stop training if the time is up."""
         if self.interval == "step" and time.monotonic() >= self._deadline:
             self._check(trainer)
@@ -114,32 +128,33 @@ class Timer(Callback):
 
     def on_train_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Stop the clock of training."""
-        self._stop("train")
+        self._clocks["train"].stop()
 
     def on_validation_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Start the clock of validation."""
         if not trainer.sanity_checking:
-            self._start("validate")
+            self._clocks["validate"].start()
 
     def on_validation_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Stop the clock of validation."""
-        self._stop("validate")
+        self._clocks["validate"].stop()
 
     def on_test_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Start the clock of testing."""
-        self._start("test")
+        self._clocks["test"].start()
 
     def on_test_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Stop the clock of testing."""
-        self._stop("test")
+        self._clocks["test"].stop()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the seconds spent in each stage."""
-        return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in _STAGES}}
+        return {"time_elapsed": {stage: clock.elapsed() for stage, clock in self._clocks.items()}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the seconds that the resumed run has spent in each stage."""
-        self._spent_seconds |= {stage: float(spent) for stage, spent in state_dict["time_elapsed"].items()}
+        for stage, spent in state_dict["time_elapsed"].items():
+            self._clocks[stage].spent = float(spent)
 
     def _check(self, trainer: RunContext) -> None:
         if time.monotonic() < self._deadline or trainer.should_stop:
@@ -149,14 +164,3 @@ class Timer(Callback):
             trainer.print(
                 f"Timer: the time of {self.duration} is up after {timedelta(seconds=int(self.time_elapsed()))}"
             )
-
-    def _start(self, stage: str) -> None:
-        self._started.setdefault(stage, time.time())
-        self._running_since[stage] = time.monotonic()
-        self._ended.pop(stage, None)
-
-    def _stop(self, stage: str) -> None:
-        if stage in self._running_since:
-            self._spent_seconds[stage] = self.time_elapsed(stage)
-            del self._running_since[stage]
-            self._ended[stage] = time.time()

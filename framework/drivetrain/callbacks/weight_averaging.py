@@ -17,7 +17,6 @@ from drivetrain._config.argument_checks import check_count
 from drivetrain.callback import Callback
 from drivetrain.callbacks._averages import Averages
 from drivetrain.errors import ConfigurationError
-from drivetrain.strategies._trainable import get_requires_grad
 
 if TYPE_CHECKING:
     from drivetrain.run_context import RunContext
@@ -51,6 +50,7 @@ class WeightAveraging(Callback):
     """
 
     priority = -5  # after the module's hooks, which may change weights, and before callbacks that stop or save
+    _saved_attributes: tuple[str, ...] = ("updates", "_must_update", "_validated_at")
 
     def __init__(self, avg_fn: AverageFn | None = None, use_buffers: bool = True, evaluate: bool = True) -> None:
         if avg_fn is not None and not callable(avg_fn):
@@ -66,11 +66,9 @@ class WeightAveraging(Callback):
         """Number of updates of the averages."""
         self._averages: Averages | None = None
         self._step = 0  # global_step when the last micro-batch ended
+        self._epoch = 0  # the epoch of the last step
         self._validated_at: int | None = None  # global_step of the last validation with ``evaluate``
         self._must_update = False  # whether the update at an epoch's end is made before the next step
-        self._parameters: list[Any] = []
-        self._requires_grad_flags: tuple[bool, ...] = ()
-        self._must_collect = False  # whether to call `_collect_weights` before the next step
         self._handles: list[Any] = []
 
     # Methods that subclasses may override
@@ -96,16 +94,6 @@ class WeightAveraging(Callback):
             average.copy_(self.avg_fn(average, weight, updates))
 
     # State in checkpoints
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number of updates, and whether one is still to be made. `save_tensors` returns the averages."""
-        return {"updates": self.updates, "must_update": self._must_update, "validated_at": self._validated_at}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self.updates = int(state_dict["updates"])
-        self._must_update = bool(state_dict["must_update"])
-        self._validated_at = state_dict["validated_at"]
 
     def save_tensors(self, trainer: RunContext, module: Any) -> Mapping[str, Any]:
         """Return the averages by the weights' names."""
@@ -150,24 +138,20 @@ class WeightAveraging(Callback):
         self._step = trainer.global_step
         for register in (register_module_module_registration_hook, register_module_parameter_registration_hook):
             self._handles.append(register(self._note_registration))
-        self._must_collect = True
-        self._collect_weights(trainer)
+        self._averages.collect_weights()
 
     def on_train_batch_start(self, trainer: RunContext, module: Any, batch: Any, batch_idx: int) -> None:
         """Make the update of the last epoch's end, and collect the weights again if other parameters are trainable."""
         if self._must_update:
             self._update()
-        if self._must_collect or tuple(map(get_requires_grad, self._parameters)) != self._requires_grad_flags:
-            self._must_collect = True
-            self._collect_weights(trainer)
+        if self._averages is not None and self._averages.must_collect():
+            self._averages.collect_weights()
 
-    def on_train_batch_end(
-        self, trainer: RunContext, module: Any, outputs: dict[str, Any], batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: RunContext, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Update the averages after a step, if `should_update`."""
         step = trainer.global_step
         if step != self._step:
-            self._step = step
+            self._step, self._epoch = step, trainer.current_epoch
             if self.should_update(step_idx=step - 1):
                 self._update()
 
@@ -217,9 +201,8 @@ class WeightAveraging(Callback):
         self._averages = Averages(trainer.strategy, module, self.use_buffers)
 
     def after_rollback(self, trainer: RunContext, module: Any, path: str) -> None:
-        """Collect the weights again in the next step."""
+        """Count steps from the one that the run has rolled back to."""
         self._step = trainer.global_step
-        self._must_collect = True
 
     def on_exception(self, trainer: RunContext, module: Any, exception: BaseException) -> None:
         """Restore the trained weights if a validation failed, because the failed run may save them."""
@@ -229,20 +212,14 @@ class WeightAveraging(Callback):
         """Free the averages."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._parameters, self._averages = [], [], None
+        self._handles, self._averages = [], None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_averages": None, "_parameters": [], "_handles": []}
+        return self.__dict__ | {"_averages": None, "_handles": []}
 
     def _note_registration(self, *_: Any) -> None:
-        self._must_collect = True
-
-    def _collect_weights(self, trainer: RunContext) -> None:
-        assert self._averages is not None
-        self._averages.collect_weights()
-        self._parameters = list(trainer.strategy.named_parameters().values())
-        self._requires_grad_flags = tuple(map(get_requires_grad, self._parameters))
-        self._must_collect = False
+        if self._averages is not None:
+            self._averages.has_new_parameters = True
 
     def _update(self) -> None:
         assert self._averages is not None
@@ -301,7 +278,6 @@ class EMAWeightAveraging(WeightAveraging):
         self.update_every_n_steps = update_every_n_steps
         self.update_starting_at_step = update_starting_at_step
         self.update_starting_at_epoch = update_starting_at_epoch
-        self._epoch = 0
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Return True after every n-th step, from the given step and epoch on."""
@@ -311,13 +287,6 @@ class EMAWeightAveraging(WeightAveraging):
             and step_idx >= (self.update_starting_at_step or 0)
             and self._epoch >= (self.update_starting_at_epoch or 0)
         )
-
-    def on_train_batch_end(
-        self, trainer: RunContext, module: Any, outputs: dict[str, Any], batch: Any, batch_idx: int
-    ) -> None:
-        """Update the averages after a step, if `should_update`."""
-        self._epoch = trainer.current_epoch
-        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
 
     def average(self, averages: list[Tensor], weights: list[Tensor], updates: int) -> None:
         """Update ``averages`` in place: ``average += (1 - decay) * (weight - average)``."""

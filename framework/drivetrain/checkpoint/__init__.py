@@ -31,15 +31,4 @@ _HOME = {
     "verify": _FORMAT,
 }
 
-__all__ = [
-    "CheckpointReader",
-    "SaveRequest",
-    "consolidate",
-    "convert",
-    "evaluated_weights",
-    "load",
-    "show",
-    "verify",
-]
-
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__getattr__, __dir__, __all__ = lazy_names(__name__, _HOME)

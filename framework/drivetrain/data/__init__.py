@@ -19,17 +19,6 @@ if TYPE_CHECKING:
     from drivetrain.data.sample_order import order as order
     from drivetrain.data.splitting import split_by_rank as split_by_rank
 
-__all__ = [
-    "CombinedLoader",
-    "DataModule",
-    "KeyedPermutation",
-    "Predictions",
-    "SequentialOrder",
-    "order",
-    "read_predictions",
-    "split_by_rank",
-]
-
 _HOME = {
     "CombinedLoader": ".combined",
     "DataModule": ".datamodule",
@@ -41,4 +30,4 @@ _HOME = {
     "split_by_rank": ".splitting",
 }
 
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__getattr__, __dir__, __all__ = lazy_names(__name__, _HOME)

@@ -37,4 +37,4 @@ __all__ = [
     "torchrun_variables",
 ]
 
-__getattr__, _ = lazy_names(__name__, {"RayLauncher": ".ray_launcher"})  # imported only for runs on Ray
+__getattr__, *_ = lazy_names(__name__, {"RayLauncher": ".ray_launcher"})  # imported only for runs on Ray

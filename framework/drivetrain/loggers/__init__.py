@@ -25,6 +25,4 @@ _HOME = {
     "WandbLogger": ".wandb_logger",
 }
 
-__all__ = ["CSVLogger", "Histogram", "Logger", "MLFlowLogger", "Table", "TensorBoardLogger", "WandbLogger"]
-
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__getattr__, __dir__, __all__ = lazy_names(__name__, _HOME)

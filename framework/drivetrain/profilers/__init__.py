@@ -25,14 +25,4 @@ _HOME = {
     "SimpleProfiler": ".simple_profiler",
 }
 
-__all__ = [
-    "AdvancedProfiler",
-    "PassThroughProfiler",
-    "PhaseRow",
-    "ProfiledRun",
-    "Profiler",
-    "PyTorchProfiler",
-    "SimpleProfiler",
-]
-
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__getattr__, __dir__, __all__ = lazy_names(__name__, _HOME)

@@ -81,40 +81,4 @@ _MODULE_BY_NAME = {
     "strategy_by_name": ".registry",
 }
 
-__all__ = [
-    "DEFAULT_STEP_TIMEOUT",
-    "DEFAULT_TIMEOUT",
-    "Box",
-    "ControlPlane",
-    "DistributedStrategy",
-    "LocalControl",
-    "MemoryAdvice",
-    "ParameterShard",
-    "Pending",
-    "Region",
-    "RunSettings",
-    "Span",
-    "StepRunner",
-    "Strategy",
-    "TrainableChange",
-    "WeightMismatch",
-    "absent_error",
-    "average_together",
-    "broadcast_together",
-    "changed_within_window_error",
-    "check_optimizer_fits",
-    "cut",
-    "known_strategies",
-    "load_current",
-    "load_named_optimizer_state",
-    "may_move",
-    "named_optimizer_state",
-    "refuse_embedding_max_norm",
-    "replace_tensors",
-    "resized_buffers",
-    "set_timeout",
-    "spread",
-    "strategy_by_name",
-]
-
-__getattr__, __dir__ = lazy_names(__name__, _MODULE_BY_NAME)
+__getattr__, __dir__, __all__ = lazy_names(__name__, _MODULE_BY_NAME)

@@ -12,6 +12,4 @@ if TYPE_CHECKING:
 
 _HOME = {"LRFind": "drivetrain.callbacks._lr_search", "Tuner": ".tuner"}
 
-__all__ = ["LRFind", "Tuner"]
-
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__getattr__, __dir__, __all__ = lazy_names(__name__, _HOME)

@@ -224,6 +224,14 @@ def test_forwards_that_log_recurrent_layers_attention_and_meta_modules_are_count
     assert "0, 1: on the meta device" in str(summary)
 
 
+@pytest.mark.parametrize("given", [(), (ModelSummary(2),)])
+def test_a_run_prints_one_summary_unless_it_is_turned_off(given: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    quiet_fit(enable_model_summary=True, callbacks=given).fit(Regression(), loader())
+    assert capsys.readouterr().out.count("Name ") == 1
+    quiet_fit().fit(Regression(), loader())
+    assert "Name " not in capsys.readouterr().out
+
+
 def _printed(strategy: str) -> tuple[str, bool]:
     """Train with and without a summary; return what the former printed, and whether the weights are the same."""
     weights, printed = [], []

@@ -28,7 +28,6 @@ from drivetrain._runtime import terminal_output
 from drivetrain._runtime.terminal_output import write_output
 from drivetrain.callbacks import LambdaCallback, ProgressBar, RichProgressBar, progress_bar
 from drivetrain.callbacks._bar_line import Phase, fit_line, format_number, format_rate, format_time
-from drivetrain.callbacks._deferred_values import NamedNumbers
 from drivetrain.callbacks._progress_default import ProgressLines
 from drivetrain.callbacks._time_left import TimeLeft
 from drivetrain.testing import requires_package
@@ -342,7 +341,7 @@ def test_a_long_evaluation_prints_its_progress_over_all_loaders(stage: str, cloc
 
 def test_a_line_does_not_wait_for_a_device(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     # L-09, O-04: a line whose values have not arrived is printed at a later interval, with its own step
-    class Late(NamedNumbers):
+    class Late(progress_bar.NamedNumbers):
         @property
         def has_arrived(self) -> bool:
             return clock.now >= 1080

@@ -230,6 +230,7 @@ class Saver(Callback):
     saves_resumable = True
     writes_to: Any = ()
     kept_checkpoints: Any = ()
+    best_model_path = ""
 
     def __init__(self, folder: Path, every: int = 10**9, leaving: str = "save") -> None:
         self.folder, self.every, self.leaving = folder, every, leaving

@@ -295,7 +295,7 @@ def test_a_resume_within_an_epoch_needs_the_size_of_that_epoch(tmp_path: Path) -
     def run(folder: str, size: int, hook: str = "on_train_epoch_start", start: Any = None) -> Any:
         data = Numbered(size)
         resizes = Resizes(data, hook, (4, 8, 12) if hook == "on_train_epoch_start" else (8, 8))
-        saver = Checkpoint(tmp_path / folder, every_n_train_steps=1, save_top_k=-1)
+        saver = Checkpoint(tmp_path / folder, every_n_train_steps=4, save_top_k=-1)
         at_ends = Checkpoint(tmp_path / folder / "ends", save_top_k=-1)
         fit(tmp_path, max_epochs=3, callbacks=[resizes, saver, at_ends]).fit(
             Tiny(), DataLoader(data, 2, shuffle=True), ckpt_path=start

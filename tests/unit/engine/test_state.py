@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import pickle
 import random
@@ -395,3 +396,28 @@ def test_what_hooks_see_of_a_run_is_documented_and_fit_adds_only_its_entry_point
     assert {name for name in vars(Fit()) if not name.startswith("_")} <= public(RunContext)
     members = [member for name, member in vars(RunContext).items() if name in public(RunContext)]
     assert not [member for member in members if isinstance(member, property) or callable(member) if not member.__doc__]
+
+
+def test_every_value_of_a_run_is_available_in_the_hooks_of_every_stage(tmp_path: Path) -> None:
+    public = {name for name in {*vars(RunContext), *RunContext.__annotations__} if not name.startswith("_")}
+    names = [name for name in public if not inspect.isfunction(vars(RunContext).get(name))]
+    values: dict[str, Any] = {}
+    states: list[str] = []
+
+    def read(trainer: Any) -> None:
+        values.update({name: getattr(trainer, name) for name in names})
+
+    noting = calling("setup", lambda trainer: (read(trainer), states.append(trainer.state)))
+    trainer, module = fit(tmp_path, callbacks=[calling("on_train_batch_end", read), noting], max_steps=3), Tiny()
+    assert trainer.state == "idle"
+    trainer.fit(module, loader())
+    assert values["global_step"] == values["batch_idx"] == trainer.global_step == 3
+    assert values["state"] == "fitting"
+    assert values["num_training_batches"] == 4
+    assert values["strategy"] is trainer.strategy
+    assert values["precision"] is trainer.strategy.precision
+    trainer.validate(module, loader(2), verbose=False)
+    trainer.test(module, loader(2), verbose=False)
+    trainer.predict(module, loader(2))
+    assert states == ["fitting", "validating", "testing", "predicting"]
+    assert trainer.state == "finished"

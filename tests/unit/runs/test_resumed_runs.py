@@ -144,6 +144,18 @@ def test_logs_of_a_resumed_run_have_every_step_once(tmp_path: Path, step: int, p
     assert rows(again.log_dir) == rows(undisturbed.log_dir)
 
 
+def test_the_rows_before_a_checkpoint_are_on_the_disk_when_it_is_saved(tmp_path: Path) -> None:  # J-13
+    found: dict[int, list[str]] = {}
+
+    def read(step: int) -> None:
+        if step in (3, 5):  # the steps after the saves
+            found[step] = [row["step"] for row in rows(trainer.log_dir)]
+
+    trainer = fit(tmp_path, callbacks=every(2), logger=CSVLogger(tmp_path, flush_logs_every_n_steps=100))
+    trainer.fit(Net(at_step=read), data())
+    assert [steps[-1] for steps in found.values()] == ["2", "4"]
+
+
 def test_a_finished_run_is_not_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
     caplog.set_level("INFO", "drivetrain")
     first = trained(tmp_path)

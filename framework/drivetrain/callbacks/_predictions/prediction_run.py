@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from drivetrain._loops.outputs import on_host
-from drivetrain.callbacks._predictions.data_identity import class_name, data_identity
+from drivetrain.callbacks._predictions.prediction_identity import prediction_identity
 from drivetrain.callbacks._predictions.prediction_store import PredictionStore, StoredPart
-from drivetrain.callbacks._predictions.weights_digest import weights_digest
 from drivetrain.checkpoint._format.collective_errors import run_collectively
 from drivetrain.checkpoint._format.documents import encode
 from drivetrain.checkpoint._format.tensor_file import check_storable
@@ -50,15 +49,7 @@ class PredictionRun:
         self._rank, self._data_rank = strategy.rank, strategy.data_rank
         self._is_data_leader = strategy.is_data_leader
         self._part_bytes = part_bytes
-        self._identity: dict[str, Any] = {
-            "weights": weights_digest(strategy),
-            "module": class_name(module),
-            "precision": strategy.precision.name,
-            "data": [data_identity(loader) for loader in trainer.evaluated_loaders],
-            "limit": repr(trainer.limit_predict_batches),
-            "use_distributed_sampler": trainer.use_distributed_sampler,
-            "number of ranks": strategy.data_world_size,
-        }
+        self._identity = prediction_identity(trainer, module)
         self._failure_message = message = f"Predictions could not be written to {path!r}"
         self.store = run_collectively(control, message, lambda: PredictionStore(path))
         self._earlier: dict[Part, StoredPart] = {}  # the parts of the killed run, of this rank's batches

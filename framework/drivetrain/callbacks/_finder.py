@@ -1,0 +1,72 @@
+"""Finder: the base class of callbacks that search for a setting before a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.callback import Callback
+from drivetrain.checkpoint._format import load
+from drivetrain.errors import CheckpointError, ConfigurationError
+
+if TYPE_CHECKING:
+    from drivetrain.run_context import RunContext, Trials
+
+_AUTOMATIC_PATHS = ("auto", "last", "best")
+
+
+class Finder(Callback):
+    """Searches for a setting by trials, unless the run resumes from a checkpoint that contains the setting.
+
+    Subclasses define `search`, which sets an attribute to what it finds, and `restore`, which sets the attribute again.
+    """
+
+    _stages: tuple[str, ...] = ("fit", "validate", "test", "predict")  # the stages before which to search
+    _was_launched = False
+
+    def search(self, trials: Trials) -> None:
+        """Search for the setting."""
+        raise NotImplementedError
+
+    def restore(self, saved: dict[str, Any], trials: Trials) -> None:
+        """Use the setting that this callback's state in a checkpoint contains."""
+        raise NotImplementedError
+
+    def before_launch(self, trials: Trials) -> None:
+        """Search for the setting, or restore it."""
+        self._was_launched = True
+        if trials.is_dry_run or trials.stage not in self._stages:
+            return
+        saved = saved_state(trials.ckpt_path, self.state_key) if trials.stage == "fit" else None
+        if saved is None:
+            self.search(trials)
+        else:
+            self.restore(saved, trials)
+
+    def setup(self, trainer: RunContext, module: Any, stage: str) -> None:
+        """Raise an error if this callback was added to the run too late to search."""
+        if not self._was_launched and stage in self._stages:
+            raise ConfigurationError(
+                f"{type(self).__name__} was added after the run had started.",
+                "the search runs before set-up, so a finder cannot be added in configure_callbacks or setup.",
+                "pass the finder to Fit(callbacks=...).",
+            )
+
+
+def saved_state(ckpt_path: str | None, key: str) -> dict[str, Any] | None:
+    """Return the state of a finder in the checkpoint that a run resumes from.
+
+    Args:
+        ckpt_path: the run's ``ckpt_path``.
+        key: the finder's ``state_key``.
+
+    Returns:
+        The state, or {} if the checkpoint does not contain the state or cannot be read. None if ``ckpt_path`` is None,
+        "auto", "last" or "best", and thus not the path of a checkpoint.
+    """
+    if ckpt_path is None or ckpt_path in _AUTOMATIC_PATHS:
+        return None
+    try:
+        saved = load(ckpt_path).state()["callbacks"][key]
+    except (CheckpointError, KeyError, TypeError):  # The run raises an error when it loads the checkpoint.
+        return {}
+    return saved if isinstance(saved, dict) else {}
