@@ -178,21 +178,14 @@ class SavedState:
             rehearsing: whether nothing will be written. Errors of hooks are then ignored, since what hooks need may not
                 exist yet.
         """
-        module, snapshot, is_running = self._module, self._core.snapshot, self._strategy.module is not None
-        replaced: dict[str, Any] = {}  # the trained values of weights that callbacks have replaced in the module
-        weights = self._strategy.model_state() if is_running else dict(module.state_dict())
-        tensors: dict[str, Any] = {}  # after the run, sharded tensors may no longer exist
-        averages = None
+        module, is_running = self._module, self._strategy.module is not None
         if is_running:
-            for callback in self._core.callbacks:
-                if isinstance(callback, ReplacesWeights):
-                    with _ignoring_errors(rehearsing):
-                        replaced |= callback.trained_weights(self._trainer, module)
-            trained = {**replaced, **({} if snapshot is None else snapshot.buffers)}
-            weights = weights | {name: value for name, value in trained.items() if name in weights}
+            replaced = self._replaced_weights(rehearsing)
+            weights = self._trained_weights(replaced)
             tensors, averages = self._callback_tensors(rehearsing, weights_only, weights)
-        else:
+        else:  # the module has the whole weights, and sharded tensors of callbacks may no longer exist
             refuse_missing_weights(module)
+            replaced, weights, tensors, averages = {}, dict(module.state_dict()), {}, None
         metadata = replace(self._metadata(), weights_only=weights_only, averages=averages)
         contents = StateToSave(weights, metadata, tied_names(module), callbacks=tensors)
         if not weights_only:
@@ -239,6 +232,20 @@ class SavedState:
             pretrained=pretrained_models(module),
             layer_versions=layer_versions(module),
         )
+
+    def _replaced_weights(self, rehearsing: bool) -> dict[str, Any]:
+        """Return the trained values of the weights that callbacks have replaced in the module."""
+        replaced: dict[str, Any] = {}
+        for callback in self._core.callbacks:
+            if isinstance(callback, ReplacesWeights):
+                with _ignoring_errors(rehearsing):
+                    replaced |= callback.trained_weights(self._trainer, self._module)
+        return replaced
+
+    def _trained_weights(self, replaced: Mapping[str, Any]) -> dict[str, Any]:
+        weights, snapshot = self._strategy.model_state(), self._core.snapshot
+        trained = {**replaced, **({} if snapshot is None else snapshot.buffers)}
+        return weights | {name: value for name, value in trained.items() if name in weights}
 
     def _own_buffers(self, weights: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's buffers that differ from rank 0's, which `weights` holds. Collective."""
