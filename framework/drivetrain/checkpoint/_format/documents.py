@@ -59,7 +59,7 @@ def encode(value: Any, tensors: dict[str, Any], *path: str) -> Any:
 def _encode(value: Any, tensors: dict[str, Any], path: tuple[str, ...]) -> Any:
     if len(path) > MAX_DEPTH:
         raise RecursionError
-    if is_flattenable(value):
+    if isinstance(value, torch.Tensor) and is_flattenable(value):
         flat = FlattenedTensor.of(value)
         encoded = {name: _encode(tensor, tensors, (*path, name)) for name, tensor in flat.tensors.items()}
         context = _encode(_with_dtypes(flat.context), tensors, (*path, "context"))
