@@ -89,6 +89,67 @@ class Recording:
         return {_storage_key(output) for call in self.calls for output in call.outputs if output.is_meta}
 
 
+class DeferredModule:
+    """A module that ``configure_model`` builds on the meta device. `materialize` gives its tensors their values."""
+
+    def __init__(self) -> None:
+        self._recording: Recording | None = None
+        self._meta_tensors: list[MetaTensor] = []
+
+    @contextmanager
+    def record_on_meta(self, context: AbstractContextManager[Any]) -> Iterator[None]:
+        """Enter ``context`` and `record_on_meta`; keep the recording if nothing raised."""
+        with context, record_on_meta() as recording:
+            yield
+        self._recording = recording
+
+    def find_in(self, module: nn.Module) -> bool:
+        """Find the meta tensors of ``module``, before a precision converts them. Return whether there are any.
+
+        Raises:
+            ConfigurationError: see `find_meta_tensors`.
+        """
+        self._meta_tensors = find_meta_tensors(module, self._recording)
+        if not self._meta_tensors:
+            self._recording = None  # it keeps tensors alive
+        return bool(self._meta_tensors)
+
+    def materialize(
+        self, assign_parameter: Callable[[str, torch.Tensor], None], device: torch.device, control: ControlPlane
+    ) -> None:
+        """Replay the build from the generator state with which rank 0 began it. Collective.
+
+        The generator is left as an ordinary build leaves it, unless it was in another state on this rank.
+
+        Args:
+            assign_parameter: called once with the name and the value of each parameter. Of tied names, it gets the
+                first. Other tensors are assigned to the module.
+            device: the device of tensors other than parameters.
+            control: the control plane.
+        """
+        recording, by_id = self._recording, {id(one.tensor): one for one in self._meta_tensors}
+        self._recording, self._meta_tensors = None, []
+        if recording is None:
+            return
+        for store, key in (slot for meta_tensor in by_id.values() for slot in meta_tensor.slots):
+            if store[key].grad_fn is not None:
+                store[key].detach_()  # a graph would refer to parameters, which a strategy may have to swap
+
+        def on_final(tensor: torch.Tensor, value: torch.Tensor) -> None:
+            meta_tensor = by_id[id(tensor)]
+            if meta_tensor.slots:
+                meta_tensor.assign(value, device)
+            else:
+                assign_parameter(meta_tensor.name, value)
+
+        state = torch.tensor(control.broadcast_object(recording.generator.tolist()), dtype=torch.uint8)
+        state_before = torch.get_rng_state()
+        torch.set_rng_state(state)
+        materialize(recording, [meta_tensor.tensor for meta_tensor in by_id.values()], on_final)
+        if not torch.equal(state, recording.generator) or not torch.equal(state_before, recording.generator):
+            torch.set_rng_state(state_before)
+
+
 @contextmanager
 def record_on_meta() -> Iterator[Recording]:
     """Build on the meta device within this context, and record how tensors are initialised.
@@ -111,25 +172,6 @@ def record_on_meta() -> Iterator[Recording]:
         ) from error
     finally:
         torch.set_rng_state(recording.generator)
-
-
-class DeferredModule:
-    """Holds the recording of a run's ``configure_model`` until the module is materialized."""
-
-    def __init__(self) -> None:
-        self._recording: Recording | None = None
-
-    @contextmanager
-    def record_on_meta(self, context: AbstractContextManager[Any]) -> Iterator[None]:
-        """Enter ``context`` and `record_on_meta`; keep the recording if nothing raised."""
-        with context, record_on_meta() as recording:
-            yield
-        self._recording = recording
-
-    def take(self) -> Recording | None:
-        """Return the recording and drop the reference to it, since a recording keeps tensors alive."""
-        recording, self._recording = self._recording, None
-        return recording
 
 
 class _OperationRecorder(TorchDispatchMode):
@@ -282,24 +324,6 @@ def materialize(
     restore_generator(recording.final_origin)
 
 
-def materialize_on_every_rank(
-    recording: Recording,
-    wanted: list[torch.Tensor],
-    on_final: Callable[[torch.Tensor, torch.Tensor], None],
-    control: ControlPlane,
-) -> None:
-    """Run the recorded calls from the generator state with which rank 0 began recording; see `materialize`. Collective.
-
-    The generator is left as an ordinary build leaves it, unless it was in another state on this rank.
-    """
-    state = torch.tensor(control.broadcast_object(recording.generator.tolist()), dtype=torch.uint8)
-    state_before = torch.get_rng_state()
-    torch.set_rng_state(state)
-    materialize(recording, wanted, on_final)
-    if not torch.equal(state, recording.generator) or not torch.equal(state_before, recording.generator):
-        torch.set_rng_state(state_before)
-
-
 def _run(
     call: _Call, materialized: Callable[[torch.Tensor], torch.Tensor], storages: dict[int, torch.UntypedStorage]
 ) -> None:
@@ -370,8 +394,9 @@ class MetaTensor:
     """A parameter, buffer or attribute of a module that is a meta tensor.
 
     Attributes:
-        name: qualified name of the tensor in the module.
-        tensor: the meta tensor.
+        name: qualified name of the tensor in the module. A tied parameter has the first of its names.
+        tensor: an alias of the meta tensor, as it was built: a precision may change the dtype of a parameter. It is
+            made by ``data``, since an alias by ``detach`` would count as a use of the tensor.
         slots: the dicts and lists that hold the tensor, each with its key there; empty for a parameter.
     """
 
@@ -396,7 +421,7 @@ def find_meta_tensors(module: nn.Module, recording: Recording | None) -> list[Me
         ConfigurationError: a tensor was not built in ``configure_model``, so its values are unknown, or it is in a
             place that cannot be changed, such as a tuple.
     """
-    parameters: list[MetaTensor] = []
+    parameters: dict[int, MetaTensor] = {}
     others: dict[int, MetaTensor] = {}
     fixed_names: list[str] = []
     seen = set(map(id, module.modules()))
@@ -409,7 +434,7 @@ def find_meta_tensors(module: nn.Module, recording: Recording | None) -> list[Me
             if isinstance(store, tuple) or isinstance(value, nn.Parameter):
                 fixed_names.append(name)
             else:
-                others.setdefault(id(value), MetaTensor(name, value, [])).slots.append((store, key))
+                others.setdefault(id(value), MetaTensor(name, value.data, [])).slots.append((store, key))
         elif id(value) not in seen and _may_hold_tensors(value):
             seen.add(id(value))
             if isinstance(value, dict | list | tuple):
@@ -425,7 +450,7 @@ def find_meta_tensors(module: nn.Module, recording: Recording | None) -> list[Me
         seen.update(map(id, (child._parameters, child._buffers, child._modules)))
         for key, parameter in child._parameters.items():
             if parameter is not None and parameter.is_meta:
-                parameters.append(MetaTensor(f"{prefix}{key}", parameter, []))
+                parameters.setdefault(id(parameter), MetaTensor(f"{prefix}{key}", parameter.data, []))
         for store in (child._buffers, vars(child)):
             for key, value in list(store.items()):
                 # Only what was recorded can be below attributes. Without a recording, a long search is of no use.
@@ -440,7 +465,7 @@ def find_meta_tensors(module: nn.Module, recording: Recording | None) -> list[Me
             "register these tensors as buffers or parameters, or put them in a list, or pass meta=False to the "
             "strategy.",
         )
-    of_parameters = {_storage_key(parameter.tensor): parameter.name for parameter in parameters}
+    of_parameters = {_storage_key(parameter.tensor): parameter.name for parameter in parameters.values()}
     for other in others.values():
         parameter_name = of_parameters.get(_storage_key(other.tensor))
         if parameter_name is not None:
@@ -449,7 +474,7 @@ def find_meta_tensors(module: nn.Module, recording: Recording | None) -> list[Me
                 "the strategy shards the parameter, so this tensor would keep the parameter's first values.",
                 "compute it from the parameter where it is used, for example in a property.",
             )
-    meta_tensors = [*parameters, *others.values()]
+    meta_tensors = [*parameters.values(), *others.values()]
     known_keys = set() if recording is None or not meta_tensors else recording.storages()
     unknown_names = [
         meta_tensor.name for meta_tensor in meta_tensors if _storage_key(meta_tensor.tensor) not in known_keys

@@ -1,9 +1,10 @@
-"""SingleDeviceStrategy: one process, one device."""
+"""SingleDeviceStrategy: one process, one device. Other strategies also put the module on a device, and back."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -14,7 +15,6 @@ from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import Precision
 from drivetrain.strategies import StepRunner, Strategy
-from drivetrain_strategies._device_restore import OriginalDevice
 from drivetrain_strategies._module_checks import refuse_device_map, refuse_meta
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class SingleDeviceStrategy(Strategy):
     def __init__(self, device: torch.device | str | int | None = None) -> None:
         super().__init__()
         self._requested_device = None if device is None else torch.device(device)
-        self._original_device: OriginalDevice | None = None
+        self._undo = ExitStack()
 
     def bind(
         self, placement: Placement, device: torch.device, precision: Precision, store: Store | None = None
@@ -53,19 +53,42 @@ class SingleDeviceStrategy(Strategy):
 
     def setup_module(self, module: nn.Module) -> StepRunner:
         self.module = module
-        self._original_device = OriginalDevice(module)
+        self._undo.callback(OriginalDevice(module).restore)
         self.precision.convert_module(module)
         module.to(self.device)
         return operator.call
 
     def memory_advice(self, module: nn.Module) -> Sequence[MemoryAdvice]:
-        from drivetrain_strategies._replicated import sharding_advice  # needed only after an out-of-memory error
-
         return [sharding_advice(self.world_size), *super().memory_advice(module)]
 
     def teardown(self) -> None:
-        if self._original_device is not None:
-            self._original_device.restore()
-        self.module = None
-        self.optimizers = []
-        self._original_device = None
+        self._undo.close()
+        super().teardown()
+
+
+class OriginalDevice:
+    """Records a module's device, to move the module back to this device after a run.
+
+    A module with tensors on several devices, or with none, is not moved.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        devices = {tensor.device for tensor in [*module.parameters(), *module.buffers()]}
+        self._device = devices.pop() if len(devices) == 1 else None
+
+    def restore(self) -> None:
+        """Move the module back to the recorded device, but for parameters that the run has left on the meta device."""
+        device = self._device
+        if device is not None and device != torch.device("meta"):
+            self._module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
+
+
+def sharding_advice(world_size: int) -> MemoryAdvice:
+    """Return the advice to use a strategy that shards the module, instead of holding the whole module on a rank."""
+    from drivetrain.strategies import MemoryAdvice  # needed only after an out-of-memory error
+
+    condition = " on several devices" if world_size == 1 else ""
+    return MemoryAdvice(
+        "state", f"strategy='fsdp'{condition}: each rank holds a shard of parameters, gradients and optimizer state"
+    )

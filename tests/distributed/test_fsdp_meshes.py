@@ -1,4 +1,4 @@
-"""FSDP on two-dimensional meshes, hybrid or with tensor parallelism."""
+"""FSDP on two-dimensional meshes: hybrid, with tensor parallelism, or within a strategy that holds it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from fsdp_nets import Block, Deep
-from small_runs import TIGHT, Regression, data, global_batches, loader, quiet, seeded, train_by_hand, weights
+from small_runs import TIGHT, Regression, data, global_batches, loader, quiet, refusal, seeded, train_by_hand, weights
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain import grad_norm
 from drivetrain.callbacks import LambdaCallback
 from drivetrain.environments import Placement
+from drivetrain.strategies import DistributedStrategy
 from drivetrain_strategies import FSDPStrategy
-from drivetrain_strategies.fsdp._device_mesh import resolve_layout
+from drivetrain_strategies.fsdp._device_mesh import mesh_sizes
 from worlds import on_ranks
 
 # Layouts of many meshes, without their ranks.
@@ -31,8 +33,89 @@ from worlds import on_ranks
 def test_the_sizes_of_a_hybrid(local: int, nodes: int, sizes: dict[str, int], expected: tuple[int, int]) -> None:
     # D-04: shard within a node, replicate across nodes
     placement = Placement(0, local * nodes, 0, local, 0, nodes)
-    layout = resolve_layout(placement, "hybrid", sizes.get("replicate_size"), sizes.get("shard_size"), 1)
-    assert (layout.replicate, layout.shard) == expected
+    found = mesh_sizes(placement, "hybrid", sizes.get("replicate_size"), sizes.get("shard_size"), 1)
+    assert found == dict(zip(("replicate", "shard"), expected, strict=True))
+
+
+DELEGATED = [
+    *("module_init_context", "hook_context", "check", "adopt_parameters", "named_parameters", "broadcast_module"),
+    *("trainable_changed", "gradient_sync", "zeroed_gradients", "requiring_grad_only_for", "backward"),
+    *("forget_gradients", "optimizer_step", "model_state", "load_model_state", "optimizer_state"),
+    *("load_optimizer_state", "shard_of", "model_regions", "restore_module", "memory_advice"),
+]
+
+
+class Holding(DistributedStrategy):
+    """Shards by an `FSDPStrategy` that it holds. ``copies`` neighbours read the same batches, as stages do."""
+
+    name = "holding"
+    collective_forward = shards_parameters = has_hook_contexts = True
+
+    def __init__(self, copies: int, **options: Any) -> None:
+        super().__init__()
+        self.copies = copies
+        self.held = FSDPStrategy(**options)
+        self.mesh: Any = None
+
+    def bind(self, placement: Placement, device: torch.device, precision: Any, store: Any = None) -> None:
+        super().bind(placement, device, precision, store)
+        self.held.bind(Placement(self.data_rank, self.data_world_size), device, precision)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        size, hybrid = self.data_world_size, self.held.sharding == "hybrid"
+        sizes = {"replicate": 2, "shard": size // 2} if hybrid else {"data": size}
+        self.mesh = init_device_mesh("cpu", (*sizes.values(), self.copies), mesh_dim_names=(*sizes, "copy"))
+        group: Any = self.data_group or dist.group.WORLD
+        self.held.use_mesh(self.mesh[tuple(sizes)], group, self.control)
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.copies
+
+    @property
+    def data_world_size(self) -> int:
+        return self.world_size // self.copies
+
+    @property
+    def is_data_leader(self) -> bool:
+        return self.rank % self.copies == 0
+
+    @property
+    def data_group(self) -> Any:
+        return self.mesh["data"].get_group() if self.copies > 1 else None
+
+    @property
+    def device_mesh(self) -> Any:
+        return self.mesh
+
+    def setup_module(self, module: nn.Module) -> Any:
+        self.module = module
+        return self.held.setup_module(module)
+
+    def setup_optimizers(self, optimizers: Any) -> Any:
+        self.held.elementwise_optimizers = self.elementwise_optimizers
+        return super().setup_optimizers(self.held.setup_optimizers(optimizers))
+
+    def teardown(self) -> None:
+        self.held.teardown()
+        for group in {id(one): one for one in self.mesh.get_all_groups()}.values():
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+        self.mesh = None
+        super().teardown()
+
+
+def _delegated(name: str) -> Any:
+    return lambda self, *args, **options: getattr(self.held, name)(*args, **options)
+
+
+for delegated in DELEGATED:
+    setattr(Holding, delegated, _delegated(delegated))
+
+
+def _strategy(options: dict[str, Any]) -> Any:
+    return Holding(**options) if "copies" in options else FSDPStrategy(**options)
 
 
 class Split(Regression):
@@ -85,10 +168,11 @@ def _run(options: dict[str, Any], stream: bool) -> dict[str, Any]:
             parts[layer] = [one.to_local().numel() / one.numel() for one in (weight, weight.grad)]
 
     settings: dict[str, Any] = {"callbacks": LambdaCallback(on_before_optimizer_step=record_parts)}
-    fit = quiet(strategy=FSDPStrategy(**options), accumulate_grad_batches=2, gradient_clip_val=0.5, **settings)
-    batches = DataLoader(Stream(), batch_size=None) if stream else loader(40, 4 if "tensor_parallel" in options else 2)
+    fit = quiet(strategy=_strategy(options), accumulate_grad_batches=2, gradient_clip_val=0.5, **settings)
+    sharing = options.get("tensor_parallel", 1) * options.get("copies", 1)
+    batches = DataLoader(Stream(), batch_size=None) if stream else loader(40, 8 * sharing // dist.get_world_size())
     fit.fit(module, batches)
-    outputs = torch.cat(quiet(strategy=FSDPStrategy(**options)).predict(module, loader(10, 2)))
+    outputs = torch.cat(quiet(strategy=_strategy(options)).predict(module, loader(10, 2)))
     assert not any(child._forward_hooks or child._forward_pre_hooks for child in module.modules())
     assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
     assert len(dist.distributed_c10d._world.pg_map) == 1  # A-02: in a user's process group, no group of ours is left
@@ -121,8 +205,10 @@ TENSOR: dict[str, Any] = {"tensor_parallel": 2}
         ({**HYBRID, "wrap": [Block]}, False, 1 / 2, 1 / 2),
         (TENSOR, True, 1 / 4, 1 / 2),
         ({**TENSOR, **HYBRID}, False, 1 / 2, 1),
+        ({"copies": 2}, True, 1 / 2, 1 / 2),
+        ({"copies": 1, **HYBRID, "wrap": [Block]}, False, 1 / 2, 1 / 2),
     ],
-    ids=["hybrid", "tensor parallel on streams", "hybrid and tensor parallel"],
+    ids=["hybrid", "tensor parallel on streams", "hybrid and tensor parallel", "held", "held and hybrid"],
 )
 def test_two_by_two_equals_the_reference(
     options: dict[str, Any], stream: bool, split: float, whole: float, reference: Any
@@ -138,6 +224,23 @@ def test_two_by_two_equals_the_reference(
         assert run["parts"] == {"blocks.0.up": [split] * 2, "blocks.0.down": [split] * 2, "stem": [whole] * 2}
         with torch.no_grad():
             torch.testing.assert_close(run["outputs"], reference.net(data(10).tensors[0]), atol=1e-5, rtol=1e-4)
+
+
+def test_a_held_strategy_gives_the_numbers_of_fsdp() -> None:  # K-01: by public names alone
+    plain = on_ranks(_run, 2, {}, False)[0]
+    for run in on_ranks(_run, 4, {"copies": 2}, False):
+        assert torch.equal(run["weights"], plain["weights"])
+        assert run["metrics"] == plain["metrics"]
+
+
+def _of_another_shape() -> str:
+    return refusal(Split(), loader(16, 4), strategy=Holding(1, sharding="hybrid", replicate_size=1))
+
+
+def test_a_mesh_of_another_shape_is_refused() -> None:
+    for text in on_ranks(_of_another_shape, 2):
+        assert "FSDPStrategy got a mesh of shape (2, 1)" in text
+        assert "over 2 data ranks needs one of shape (1, 2)" in text
 
 
 def _overflowing(options: dict[str, Any], name: str) -> tuple[list[float], int, Tensor]:

@@ -60,8 +60,7 @@ from drivetrain.launchers import LaunchedProcesses
 from drivetrain.module._run_handle import attach, detach
 from drivetrain.module.train_module import TrainModule
 from drivetrain.strategies._module_lock import lock_module, unlock_module
-from drivetrain.strategies.run_settings import RunSettings
-from drivetrain.strategies.strategy import StepRunner, Strategy
+from drivetrain.strategies.strategy import RunSettings, StepRunner, Strategy
 
 if TYPE_CHECKING:
     from drivetrain._engine.compiled_steps import CompiledSteps

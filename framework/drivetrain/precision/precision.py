@@ -220,5 +220,11 @@ class Precision:
         return f"{type(self).__name__}({self.name!r})"
 
 
+class FullPrecision(Precision):
+    """``"32-true"``: the module runs unchanged, without autocast, loss scaling or conversion of dtypes."""
+
+    name = "32-true"
+
+
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

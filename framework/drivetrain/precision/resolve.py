@@ -9,11 +9,9 @@ import torch
 
 from drivetrain._config.entry_points import EntryPointRegistry
 from drivetrain.errors import ConfigurationError
-from drivetrain.precision.double import DoublePrecision
-from drivetrain.precision.full import FullPrecision
-from drivetrain.precision.half import HalfPrecision
 from drivetrain.precision.mixed import MixedPrecision
-from drivetrain.precision.precision import Precision
+from drivetrain.precision.precision import FullPrecision, Precision
+from drivetrain.precision.single_dtype import DoublePrecision, HalfPrecision
 
 PrecisionName = Literal[
     "64-true", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64", "32", "bf16", "16", 64, 32, 16

@@ -15,8 +15,8 @@ from drivetrain._distributed.buffers import match_buffers_to_rank_0
 from drivetrain._distributed.collectives import all_gather, average_together, broadcast, broadcast_together, reduce
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.environments import Placement
+from drivetrain.errors import ConfigurationError
 from drivetrain.precision import Precision
-from drivetrain.strategies._embedding_checks import refuse_embedding_max_norm
 from drivetrain.strategies._process_group import ProcessGroup
 from drivetrain.strategies.strategy import Strategy
 
@@ -67,9 +67,7 @@ class DistributedStrategy(Strategy):
 
     def broadcast_module(self, module: nn.Module) -> None:
         self._broadcast_parameters = tuple(module.parameters())
-        tensors = [*self._broadcast_parameters, *module.buffers()]
-        if tensors:
-            broadcast_together(tensors)
+        broadcast_together([*self._broadcast_parameters, *module.buffers()])
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
         return nullcontext() if enabled else self._accumulating()
@@ -112,8 +110,7 @@ class DistributedStrategy(Strategy):
             known_ids = {id(parameter) for parameter in self._broadcast_parameters}
             new_parameters = [parameter for parameter in module.parameters() if id(parameter) not in known_ids]
             self._broadcast_parameters = tuple(module.parameters())
-            if new_parameters:
-                broadcast_together(new_parameters)
+            broadcast_together(new_parameters)
 
     def restore_module(self) -> None:
         if self.module is not None and self.world_size > 1:
@@ -133,17 +130,33 @@ class DistributedStrategy(Strategy):
     def barrier(self) -> None:
         self.control.barrier()
 
-    def sync_buffers(self, module: nn.Module) -> None:
+    def sync_buffers(self, module: nn.Module, group: Any = None) -> None:
+        """Copy the buffers of the first rank of ``group`` to its other ranks. None stands for all ranks."""
         match_buffers_to_rank_0(module, self.control)
-        buffers = list(module.buffers())
-        if buffers:
-            broadcast_together(buffers)
+        broadcast_together(list(module.buffers()), group)
 
     def teardown(self) -> None:
         super().teardown()
         self._broadcast_parameters = ()
         self._group.close()
         self.control = LocalControl()
+
+
+def refuse_embedding_max_norm(module: nn.Module, world_size: int) -> None:
+    """Refuse ``nn.Embedding(max_norm=...)`` on several ranks.
+
+    Raises:
+        ConfigurationError: the module contains such an embedding, which the message names.
+    """
+    if world_size == 1:
+        return
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.max_norm is not None:
+            raise ConfigurationError(
+                f"{name!r} is an {type(child).__name__} with max_norm={child.max_norm}, on {world_size} ranks.",
+                "such a layer rewrites the rows that this rank looks up, so the replicas would silently diverge.",
+                "remove max_norm, and renormalize all rows in on_train_batch_end, on every rank.",
+            )
 
 
 def _gradient_form(gradient: torch.Tensor | None) -> tuple[bool, bool]:

@@ -1,14 +1,11 @@
-"""Strategy: the interface that defines on which processes and devices a run computes.
-
-`Strategy` is composed of five groups of methods that an author may override: placement, lifecycle, optimization,
-collectives and checkpoint state. The only method that must be defined is `Strategy.setup_module`.
-"""
+"""Strategy: the interface that defines on which processes and devices a run computes."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
@@ -22,7 +19,6 @@ from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import Precision
 from drivetrain.strategies._optimizer_state import load_named_optimizer_state, named_optimizer_state
-from drivetrain.strategies.run_settings import RunSettings
 
 if TYPE_CHECKING:
     from drivetrain._runtime.memory_advice import MemoryAdvice
@@ -31,16 +27,91 @@ StepRunner = Callable[..., Any]
 """``runner(step, *args)`` calls ``step(*args)`` in the way that the strategy requires, such as within DDP's forward."""
 
 
-class StrategyPlacement:
-    """Rank, device and data share of this process.
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """The settings of `Fit` that a strategy's engine (DeepSpeed's, for example) would otherwise choose itself.
 
-    Override `data_rank`, `data_world_size`, `is_data_leader` and `data_group` together if several ranks hold parts of
-    one replica and therefore read the same data (tensor parallelism). The other properties are final.
+    Attributes:
+        stage: "fit", "validate", "test" or "predict".
+        accumulate_grad_batches: micro-batches per window.
+        gradient_clip_val: clipping threshold; None or 0 disables clipping.
+        gradient_clip_algorithm: "norm" or "value".
+        batch_size: samples in one rank's micro-batch; None if the loader has no attribute ``batch_size``.
+        automatic_optimization: False if ``training_step`` runs backward and steps itself.
     """
 
-    placement: Placement
-    device: torch.device
-    precision: Precision
+    stage: str = "fit"
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: float | None = None
+    gradient_clip_algorithm: str = "norm"
+    batch_size: int | None = None
+    automatic_optimization: bool = True
+
+
+class Strategy(ABC):
+    """Defines where a run computes: its processes, the wrapping and sharding of the module, and collectives.
+
+    A subclass must define `setup_module`. It may override the methods for placement, lifecycle, optimization,
+    collectives and checkpoint state, whose defaults suit a single process that holds the whole module. `rank`,
+    `world_size`, `local_rank`, `node_rank` and `root_device` are final. Subclass
+    `drivetrain.strategies.DistributedStrategy` for several processes.
+
+    A strategy uses the module, the optimizers and a `Precision`, but neither the engine nor the callbacks. ``Fit``
+    calls the strategy's methods in this order:
+
+    `bind` (placement, device, precision) → `setup_environment` → `set_run_settings` → ``configure_model`` under
+    `module_init_context` → `check` → `setup_module` → ``configure_optimizers`` → `setup_optimizers` → steps →
+    `restore_module` → `teardown`.
+
+    Register a factory in the entry-point group ``drivetrain.strategies`` to select the strategy by name.
+    """
+
+    name: ClassVar[str] = "custom"
+
+    single_process: ClassVar[bool] = False
+    """True if the strategy cannot use more than one process."""
+
+    collective_forward: bool = False
+    """True if every forward is collective, also in evaluation, so that a rank without data must run the forward too."""
+
+    shards_parameters: bool = False
+    """True if a rank holds only parts of parameters. Evaluation then runs in no_grad, never in inference_mode."""
+
+    accepts_none_loss: ClassVar[bool] = True
+    """False if ``training_step`` may not return None even in a single process."""
+
+    has_hook_contexts: ClassVar[bool] = False
+    """True if hooks that user code defines run in a `hook_context`."""
+
+    supports_sync_batchnorm: ClassVar[bool] = False
+    """True if the strategy implements `sync_batchnorm`. Other strategies refuse the setting on several ranks."""
+
+    def __init__(self) -> None:
+        self.sync_batchnorm = False
+        """Whether batch statistics are computed over all ranks. ``Fit(sync_batchnorm=True)`` sets this attribute."""
+        self.launcher: Any = None
+        """The `drivetrain.launchers.Launcher` that this strategy needs; None leaves the choice to ``Fit``."""
+        self.placement = Placement()
+        self.device = torch.device("cpu")
+        self.precision = Precision()
+        self.control: ControlPlane = LocalControl()
+        self.settings = RunSettings()
+        self.module: torch.nn.Module | None = None
+        self.optimizers: list[Optimizer] = []
+        self.elementwise_optimizers: Sequence[Optimizer] = ()
+        """The optimizers that ``configure_optimizers`` declared element-wise. Set before `adopt_parameters`."""
+        self.schedulers: list[Any] = []
+        """Learning-rate schedulers that the strategy built itself. Each scheduler steps once per optimizer step."""
+
+    @abstractmethod
+    def setup_module(self, module: torch.nn.Module) -> StepRunner:
+        """Move, convert and wrap ``module``; return the callable through which every step runs.
+
+        An implementation stores the bare module in ``self.module``, whose state is saved and loaded by plain names.
+        """
+
+    # Placement: rank, device and data share of this process. `data_rank`, `data_world_size`, `is_data_leader` and
+    # `data_group` are overridden together, if several ranks hold parts of one replica and so read the same data.
 
     def bind(
         self, placement: Placement, device: torch.device, precision: Precision, store: Store | None = None
@@ -56,8 +127,6 @@ class StrategyPlacement:
         self.placement = placement
         self.device = device
         self.precision = precision
-
-    # Final properties
 
     @property
     @final
@@ -85,8 +154,6 @@ class StrategyPlacement:
     def node_rank(self) -> int:
         return self.placement.node_rank
 
-    # Properties that may be overridden
-
     @property
     def data_rank(self) -> int:
         """Index of the data share that this rank reads. Not equal to `rank` if ranks hold parts of one replica."""
@@ -112,16 +179,7 @@ class StrategyPlacement:
         """The `torch.distributed.device_mesh.DeviceMesh` of the run; None if the strategy has none."""
         return None
 
-
-class StrategyLifecycle:
-    """Setup before the first step and cleanup after the last step. All methods may be overridden."""
-
-    device: torch.device
-    precision: Precision
-    settings: RunSettings
-    module: torch.nn.Module | None
-    optimizers: list[Optimizer]
-    elementwise_optimizers: Sequence[Optimizer]
+    # Lifecycle: set-up before the first step and cleanup after the last step
 
     def setup_environment(self) -> None:
         """Join the other processes and select the CUDA device. The engine restores the previous device afterwards."""
@@ -168,18 +226,7 @@ class StrategyLifecycle:
         self.optimizers = []
         self.elementwise_optimizers = ()
 
-
-class StrategyOptimization(StrategyPlacement):
-    """Optimizers, gradients, backward and step.
-
-    All methods may be overridden. The defaults delegate to the precision and suit one process that holds the whole
-    module.
-    """
-
-    module: torch.nn.Module | None
-    optimizers: list[Optimizer]
-
-    # Optimizers
+    # Optimization: optimizers, trainable parameters, gradients, backward and step
 
     def optimizer_init_context(self) -> AbstractContextManager[Any]:
         """Return the context under which ``configure_optimizers`` builds optimizers."""
@@ -285,12 +332,7 @@ class StrategyOptimization(StrategyPlacement):
         """Update the loss scale. Called once after all optimizers of a step have stepped."""
         self.precision.update()
 
-
-class StrategyCollectives:
-    """Collectives for user code and the engine.
-
-    All methods may be overridden. The defaults suit a single process.
-    """
+    # Collectives for user code and the engine. The defaults suit a single process
 
     def reduce(self, tensor: torch.Tensor, op: str = "mean") -> torch.Tensor:
         """Return ``tensor`` reduced over all ranks by ``op``, which is "mean", "sum", "max" or "min"."""
@@ -316,16 +358,8 @@ class StrategyCollectives:
     def sync_buffers(self, module: torch.nn.Module) -> None:
         """Copy rank 0's buffers to every rank."""
 
-
-class StrategyState:
-    """Weights and optimizer state, by the parameters' names in the bare module without the strategy's wrappers.
-
-    All methods may be overridden. The defaults suit a strategy that holds the whole module on every rank. A strategy
-    that shards the module overrides all methods.
-    """
-
-    module: torch.nn.Module | None
-    optimizers: list[Optimizer]
+    # Checkpoint state: weights and optimizer state, by the parameters' names in the bare module without wrappers. The
+    # defaults suit a strategy that holds the whole module on every rank; one that shards it overrides all of them
 
     def model_state(self) -> dict[str, torch.Tensor]:
         """Return parameters and persistent buffers by the names of the bare module."""
@@ -368,69 +402,6 @@ class StrategyState:
     def optimizer_regions(self, index: int = 0) -> dict[str, Region]:
         """Return the regions of one optimizer's state tensors that have the parameter's shape, by parameter name."""
         return self.model_regions()
-
-
-class Strategy(StrategyLifecycle, StrategyOptimization, StrategyCollectives, StrategyState, StrategyPlacement, ABC):
-    """Defines where a run computes: its processes, the wrapping and sharding of the module, and collectives.
-
-    A subclass must define `setup_module`. Each base class holds one group of methods that a subclass may override:
-    lifecycle, optimization, collectives, checkpoint state or placement. The defaults suit a single process that holds
-    the whole module. `rank`, `world_size`, `local_rank`, `node_rank` and `root_device` are final. Subclass
-    `drivetrain.strategies.DistributedStrategy` for several processes.
-
-    A strategy uses the module, the optimizers and a `Precision`, but neither the engine nor the callbacks. ``Fit``
-    calls the strategy's methods in this order:
-
-    `bind` (placement, device, precision) → `setup_environment` → `set_run_settings` → ``configure_model`` under
-    `module_init_context` → `check` → `setup_module` → ``configure_optimizers`` → `setup_optimizers` → steps →
-    `restore_module` → `teardown`.
-
-    Register a factory in the entry-point group ``drivetrain.strategies`` to select the strategy by name.
-    """
-
-    name: ClassVar[str] = "custom"
-
-    single_process: ClassVar[bool] = False
-    """True if the strategy cannot use more than one process."""
-
-    collective_forward: bool = False
-    """True if every forward is collective, also in evaluation, so that a rank without data must run the forward too."""
-
-    shards_parameters: bool = False
-    """True if a rank holds only parts of parameters. Evaluation then runs in no_grad, never in inference_mode."""
-
-    accepts_none_loss: ClassVar[bool] = True
-    """False if ``training_step`` may not return None even in a single process."""
-
-    has_hook_contexts: ClassVar[bool] = False
-    """True if hooks that user code defines run in a `hook_context`."""
-
-    supports_sync_batchnorm: ClassVar[bool] = False
-    """True if the strategy implements `sync_batchnorm`. Other strategies refuse the setting on several ranks."""
-
-    def __init__(self) -> None:
-        self.sync_batchnorm = False
-        """Whether batch statistics are computed over all ranks. ``Fit(sync_batchnorm=True)`` sets this attribute."""
-        self.launcher: Any = None
-        """The `drivetrain.launchers.Launcher` that this strategy needs; None leaves the choice to ``Fit``."""
-        self.placement = Placement()
-        self.device = torch.device("cpu")
-        self.precision = Precision()
-        self.control: ControlPlane = LocalControl()
-        self.settings = RunSettings()
-        self.module: torch.nn.Module | None = None
-        self.optimizers: list[Optimizer] = []
-        self.elementwise_optimizers: Sequence[Optimizer] = ()
-        """The optimizers that ``configure_optimizers`` declared element-wise. Set before `adopt_parameters`."""
-        self.schedulers: list[Any] = []
-        """Learning-rate schedulers that the strategy built itself. Each scheduler steps once per optimizer step."""
-
-    @abstractmethod
-    def setup_module(self, module: torch.nn.Module) -> StepRunner:
-        """Move, convert and wrap ``module``; return the callable through which every step runs.
-
-        An implementation stores the bare module in ``self.module``, whose state is saved and loaded by plain names.
-        """
 
     if not TYPE_CHECKING:
 

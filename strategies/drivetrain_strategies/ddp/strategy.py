@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -22,17 +22,16 @@ from drivetrain.strategies import (
     broadcast_together,
     refuse_embedding_max_norm,
 )
-from drivetrain_strategies._device_restore import OriginalDevice
 from drivetrain_strategies._module_checks import (
     refuse_device_map,
     refuse_meta,
     refuse_other_device,
 )
-from drivetrain_strategies._replicated import sharding_advice
 from drivetrain_strategies._step_module import StepModule, unwrap_step_output
 from drivetrain_strategies.ddp import _reducer as reducer
 from drivetrain_strategies.ddp._comm_hooks import CommHook, refuse_user_state, register_comm_hook
 from drivetrain_strategies.ddp._sync_batchnorm import SyncBatchNormSwap
+from drivetrain_strategies.single_device import OriginalDevice, sharding_advice
 
 
 class DDPStrategy(DistributedStrategy):
@@ -88,8 +87,7 @@ class DDPStrategy(DistributedStrategy):
             self._options["bucket_cap_mb"] = bucket_cap_mb
         if broadcast_buffers is not None:
             self._options["broadcast_buffers"] = broadcast_buffers
-        self._original_device: OriginalDevice | None = None
-        self._batchnorm_swap: SyncBatchNormSwap | None = None
+        self._undo = ExitStack()
         self._ddp: DistributedDataParallel | None = None
         self._manual_optimization = False
         self._check_reduction: Callable[[], None] | None = None
@@ -130,16 +128,16 @@ class DDPStrategy(DistributedStrategy):
 
     def setup_module(self, module: nn.Module) -> StepRunner:
         self.module = module
-        self._original_device = OriginalDevice(module)
+        self._undo.callback(OriginalDevice(module).restore)
         if self.sync_batchnorm:
-            self._batchnorm_swap = SyncBatchNormSwap(module)
+            self._undo.callback(SyncBatchNormSwap(module).undo)
         self.precision.convert_module(module)
         module.to(self.device)
         self._manual_optimization = not getattr(module, "automatic_optimization", True)
         self._replicated = tuple(module.parameters())
         if not self._wrap(module, init_sync=True):
             # Without trainable parameters, there is no DDP wrapper that broadcasts the values.
-            self._broadcast([*module.parameters(), *module.buffers()])
+            broadcast_together([*module.parameters(), *module.buffers()])
         if self._manual_optimization:
             return self._manual_runner()  # here, `backward` prepares DDP, not DDP's forward
         if self.world_size == 1 and self.find_unused_parameters and self.comm_hook is None:
@@ -219,17 +217,13 @@ class DDPStrategy(DistributedStrategy):
         self._replicated = tuple(module.parameters())
         if created:
             refuse_other_device(created, self.device)
-            self._broadcast([*created.values(), *module.buffers()])
+            broadcast_together([*created.values(), *module.buffers()])
         if list(map(id, self._trainable)) == [
             id(parameter) for parameter in self._replicated if parameter.requires_grad
         ]:
             return
         refuse_user_state(self.comm_hook)
         self._wrap(module, init_sync=False)
-
-    def _broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        if tensors:
-            broadcast_together(tensors)
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
         return nullcontext() if enabled or self._ddp is None else self._ddp.no_sync()
@@ -254,14 +248,9 @@ class DDPStrategy(DistributedStrategy):
         return [sharding_advice(self.world_size), *super().memory_advice(module)]
 
     def teardown(self) -> None:
-        if self._batchnorm_swap is not None:
-            self._batchnorm_swap.undo()
-        if self._original_device is not None:
-            self._original_device.restore()
+        self._undo.close()
         if self._ddp is not None:
             reducer.release_process_group(self._ddp)
         self._ddp = self._check_reduction = None
-        self._original_device = None
-        self._batchnorm_swap = None
         self._replicated, self._trainable = (), []
         super().teardown()

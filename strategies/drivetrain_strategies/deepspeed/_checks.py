@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError, listed
 from drivetrain.strategies import RunSettings, TrainableChange, refuse_embedding_max_norm
-from drivetrain_strategies._gathered_step import is_elementwise
+from drivetrain_strategies._elementwise import is_elementwise
 from drivetrain_strategies._module_checks import refuse_device_map, refuse_sparse_embeddings
 
 _ELEMENTWISE_OF_DEEPSPEED = frozenset({"FusedAdam", "DeepSpeedCPUAdam", "FusedLion", "DeepSpeedCPULion"})

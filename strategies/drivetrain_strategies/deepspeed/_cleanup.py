@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -52,45 +53,29 @@ class DeepSpeedWorld:
         from deepspeed.comm import comm
         from deepspeed.utils import groups
 
-        self._comm, self._groups, self._ops = comm, groups, deepspeed.ops
-        self._accelerator = deepspeed.accelerator.real_accelerator
-        self._backend_before = comm.cdb
-        self._accelerator_before = self._accelerator.ds_accelerator
+        self._groups = groups
         self._groups_before = {name: getattr(groups, name) for name in _GROUP_ATTRIBUTES}
-        self._linear_before = nn.functional.linear
-        # DeepSpeed's shared-memory collectives would have to be compiled, so they are disabled and gloo's are used.
-        self._shm_compatible_before = deepspeed.ops.__compatible_ops__.get("deepspeed_shm_comm")
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        # DeepSpeed takes the local rank only from LOCAL_RANK, and uses the value as the device index.
-        self._local_rank_before = os.environ.get("LOCAL_RANK")
-        index: int | None = device.index
-        if index is not None:
-            os.environ["LOCAL_RANK"] = str(index)
-        else:
-            os.environ.setdefault("LOCAL_RANK", str(local_rank))
-        self._choose_accelerator(device)
-        deepspeed.init_distributed()
-        if self._backend_before is None:  # the functions' older names emit a deprecation warning
-            for attribute, name in _RENAMED_FUNCTIONS.items():
-                setattr(comm.cdb, attribute, getattr(dist, name, getattr(comm.cdb, attribute)))
-
-    def _choose_accelerator(self, device: torch.device) -> None:
-        chosen = self._accelerator.get_accelerator().device_name()
-        if chosen == device.type:
-            return
-        # DeepSpeed chooses its accelerator once per process. A process forked later keeps this choice, but may see
-        # other devices.
-        if device.type == "cpu":
-            from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator as Accelerator
-        elif device.type == "cuda" and "DS_ACCELERATOR" not in os.environ:
-            from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator as Accelerator
-        else:
-            raise ConfigurationError(
-                f"DeepSpeed uses the accelerator {chosen!r}, but the run uses {device}.",
-                "DeepSpeed detects its accelerator, or reads it from DS_ACCELERATOR.",
-                f"set DS_ACCELERATOR={device.type}, or choose a matching Fit(accelerator=...).",
-            )
-        self._accelerator.ds_accelerator = Accelerator()
+        accelerator = deepspeed.accelerator.real_accelerator
+        with ExitStack() as undo:
+            for owner, name in ((comm, "cdb"), (accelerator, "ds_accelerator"), (nn.functional, "linear")):
+                undo.callback(setattr, owner, name, getattr(owner, name))
+            # DeepSpeed's shared-memory collectives would have to be compiled, so they are disabled and gloo's are used.
+            undo.callback(deepspeed.ops.__compatible_ops__.update, dict(deepspeed.ops.__compatible_ops__))
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+            # DeepSpeed takes the local rank only from LOCAL_RANK, and uses the value as the device index.
+            undo.callback(_set_variable, "LOCAL_RANK", os.environ.get("LOCAL_RANK"))
+            index: int | None = device.index
+            if index is not None:
+                os.environ["LOCAL_RANK"] = str(index)
+            else:
+                os.environ.setdefault("LOCAL_RANK", str(local_rank))
+            _choose_accelerator(accelerator, device)
+            is_new = comm.cdb is None
+            deepspeed.init_distributed()
+            if is_new:  # the functions' older names emit a deprecation warning
+                for attribute, name in _RENAMED_FUNCTIONS.items():
+                    setattr(comm.cdb, attribute, getattr(dist, name, getattr(comm.cdb, attribute)))
+            self._undo = undo.pop_all()
 
     def close(self) -> None:
         """Release DeepSpeed's process groups and undo its patches. Does not communicate."""
@@ -100,15 +85,33 @@ class DeepSpeedWorld:
                 if dist.is_initialized():
                     dist.destroy_process_group(group)
                 setattr(self._groups, name, before)
-        self._comm.cdb = self._backend_before
-        self._accelerator.ds_accelerator = self._accelerator_before
-        if self._shm_compatible_before is not None:
-            self._ops.__compatible_ops__["deepspeed_shm_comm"] = self._shm_compatible_before
-        nn.functional.linear = self._linear_before
-        if self._local_rank_before is None:
-            os.environ.pop("LOCAL_RANK", None)
-        else:
-            os.environ["LOCAL_RANK"] = self._local_rank_before
+        self._undo.close()
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def _choose_accelerator(real_accelerator: Any, device: torch.device) -> None:
+    chosen = real_accelerator.get_accelerator().device_name()
+    if chosen == device.type:
+        return
+    # DeepSpeed chooses its accelerator once per process. A process forked later keeps this choice, but may see other
+    # devices.
+    if device.type == "cpu":
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator as Accelerator
+    elif device.type == "cuda" and "DS_ACCELERATOR" not in os.environ:
+        from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator as Accelerator
+    else:
+        raise ConfigurationError(
+            f"DeepSpeed uses the accelerator {chosen!r}, but the run uses {device}.",
+            "DeepSpeed detects its accelerator, or reads it from DS_ACCELERATOR.",
+            f"set DS_ACCELERATOR={device.type}, or choose a matching Fit(accelerator=...).",
+        )
+    real_accelerator.ds_accelerator = Accelerator()
 
 
 class ModuleSnapshot:

@@ -17,9 +17,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.strategies import ControlPlane, broadcast_together, may_move, replace_tensors
-from drivetrain_strategies._deferred_init import Recording
+from drivetrain_strategies._deferred_init import DeferredModule
 from drivetrain_strategies._gather_limit import check_gather_limit
 from drivetrain_strategies._gather_order import GatherOrder
+from drivetrain_strategies._step_module import StepModule, unwrap_step_output
 from drivetrain_strategies.deepspeed._checks import is_known
 from drivetrain_strategies.deepspeed._cleanup import ModuleSnapshot, forget_root
 from drivetrain_strategies.deepspeed._empty_parameters import EmptyParameters
@@ -28,10 +29,8 @@ from drivetrain_strategies.deepspeed._frozen_weights import FrozenWeights
 from drivetrain_strategies.deepspeed._gradient_exchange import GradientExchange
 from drivetrain_strategies.deepspeed._internals import Zero, without_broadcast, write_part
 from drivetrain_strategies.deepspeed._library import redirected_prints
-from drivetrain_strategies.deepspeed._optimizers import GradientCopies
-from drivetrain_strategies.deepspeed._partition import Partitioner, materialize
+from drivetrain_strategies.deepspeed._partition import Partitioner
 from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision
-from drivetrain_strategies.deepspeed._root_module import Root, unwrap_output
 from drivetrain_strategies.deepspeed._state import State, StoredParameter, whole_of
 from drivetrain_strategies.deepspeed._user_hooks import UserHooks
 
@@ -81,12 +80,12 @@ class DeepSpeedRun:
         self._config = config
         self._options = options
         self._snapshot: ModuleSnapshot | None = None
-        self._root: Root | None = None
+        self._root: StepModule | None = None
         self._engine: Any = None
         self._zero: Zero | None = None
         self._unrounded: dict[int, StoredParameter] = {}
         self._state: State | None = None
-        self._copies: GradientCopies | None = None
+        self._handles: list[Any] = []
         self._exchange: GradientExchange | None = None
         self._gather_order: GatherOrder | None = None
         self._user_hooks: UserHooks | None = None
@@ -110,7 +109,7 @@ class DeepSpeedRun:
 
     # Set-up: broadcast, partitioning and the engine's start
 
-    def start(self, optimizers: Sequence[Optimizer], recording: Recording | None) -> None:
+    def start(self, optimizers: Sequence[Optimizer], deferred: DeferredModule) -> None:
         """Broadcast rank 0's weights, shard them, and start the engine if the run needs one. Collective."""
         module, options = self._module, self._options
         with may_move(module):
@@ -118,7 +117,7 @@ class DeepSpeedRun:
             needs_engine = bool(optimizers) or "optimizer" in self._config or options.stage == 3
             with redirected_prints():
                 if options.stage == 3:
-                    self._partition(recording)
+                    self._partition(deferred)
                 else:
                     self._broadcast_weights(needs_engine)
                 if needs_engine:
@@ -153,12 +152,12 @@ class DeepSpeedRun:
                 self._unrounded[id(parameter)] = StoredParameter(unrounded, tuple(parameter.shape), None)
         module.to(options.device)  # the parameters are on the device already, so only buffers are moved
 
-    def _partition(self, recording: Recording | None) -> None:
+    def _partition(self, deferred: DeferredModule) -> None:
         module, options = self._module, self._options
         with explain_start_errors():
             partitioner = Partitioner(self._config, options.precision.half_dtype, options.device)
         self._unrounded = partitioner.unrounded
-        materialize(module, recording, partitioner.partition, options.device, options.control)
+        partitioner.materialize(module, deferred, options.control)
         partitioner.partition_all(module)
         for child in module.modules():
             for name, buffer in child._buffers.items():
@@ -190,7 +189,7 @@ class DeepSpeedRun:
         # DeepSpeed allocates the whole bucket even if the model is smaller.
         numel = sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in names)
         self._config["zero_optimization"].setdefault("reduce_bucket_size", max(1, min(500_000_000, numel)))
-        self._root = Root(module)
+        self._root = StepModule(module, hides_values=True)
         with explain_start_errors(), without_broadcast():
             self._engine, *_ = self._deepspeed.initialize(
                 model=self._root,
@@ -215,7 +214,7 @@ class DeepSpeedRun:
                 optimizer.__dict__[name] = partial(self._call_and_update_weights, getattr(optimizer, name))
         self.optimizers = [optimizer]
         if not is_known(optimizer):
-            self._copies = GradientCopies(optimizer)  # torch's and DeepSpeed's optimizers keep no gradient
+            self._handles = _copy_gradients_in_steps(optimizer)  # torch's and DeepSpeed's optimizers keep none
         if engine.lr_scheduler is not None:
             self.schedulers = [engine.lr_scheduler]
             engine.lr_scheduler = None  # the loop steps the scheduler once per optimizer step
@@ -279,9 +278,9 @@ class DeepSpeedRun:
         self._within_forward = True
         try:
             if gather_order is None:
-                return unwrap_output(self._engine(call))
+                return unwrap_step_output(self._engine(call))
             with explain_different_parameters(), gather_order.compared():
-                return unwrap_output(self._engine(call))
+                return unwrap_step_output(self._engine(call))
         finally:
             self._within_forward = False
 
@@ -424,8 +423,8 @@ class DeepSpeedRun:
             optimizer.state.clear()
             for group in optimizer.param_groups:
                 group["params"] = [torch.empty(0)]
-        if self._copies is not None:
-            self._copies.close()
+        for handle in self._handles:
+            handle.remove()
         self._options.precision.loss_scaler = None
 
     @torch.no_grad()
@@ -475,6 +474,28 @@ class DeepSpeedRun:
         self._untrained = []
         self._engine = self._root = self._zero = self._state = self._exchange = self._gather_order = None
         self._user_hooks = None
+
+
+def _copy_gradients_in_steps(optimizer: Optimizer) -> list[Any]:
+    """Give a user's optimizer copies of the gradients in each step; return handles that end this.
+
+    DeepSpeed's flat gradients may be buffers that it uses again in the next window. An optimizer that keeps a gradient
+    would find it overwritten.
+    """
+    buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def copy_gradients(optimizer: Optimizer, *_: Any) -> None:
+        flats = (flat for group in optimizer.param_groups for flat in group["params"])
+        buffers[:] = [(flat, flat.grad) for flat in flats if flat.grad is not None]
+        for flat, buffer in buffers:
+            flat.grad = buffer.clone()
+
+    def put_back(*_: Any) -> None:
+        for flat, buffer in buffers:
+            flat.grad = buffer
+        buffers.clear()
+
+    return [optimizer.register_step_pre_hook(copy_gradients), optimizer.register_step_post_hook(put_back)]
 
 
 def _separately_gathered(module: nn.Module, leaves: Sequence[nn.Module]) -> dict[str, nn.Module]:

@@ -7,10 +7,19 @@ from typing import Any
 
 from torch import nn
 
-from drivetrain.errors import ConfigurationError
-from drivetrain_strategies._manual_updates import PARTITIONED, ROUNDED, manual_update_error
+from drivetrain.errors import ConfigurationError, listed
 
 _VERSION = attrgetter("_version")
+
+_PARTITIONED = (
+    "the weights are partitioned, so the update changed empty tensors, but not the partitions.",
+    "update the weights within deepspeed.zero.GatheredParameters(weights, modifier_rank=0), or use 'fsdp' or 'ddp'.",
+)
+_ROUNDED = (
+    "the update changed half-precision copies, but not the float32 weights, which checkpoints save.",
+    "use precision='32-true', or strategy='fsdp' or 'ddp'. To average trainable weights, use EMAWeightAveraging.",
+)
+"""Why an update is lost, and the fix."""
 
 
 class FrozenWeights:
@@ -53,4 +62,9 @@ class FrozenWeights:
             for name, (version, part) in self._versions.items()
             if version != before[name][0] and part == before[name][1]
         ]
-        return manual_update_error(names, self._strategy, ROUNDED if self._rounded else PARTITIONED) if names else None
+        if not names:
+            return None
+        return ConfigurationError(
+            f"User code updated weights under {self._strategy}: {listed(names)}.",
+            *(_ROUNDED if self._rounded else _PARTITIONED),
+        )

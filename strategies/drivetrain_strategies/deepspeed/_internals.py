@@ -123,12 +123,6 @@ def without_broadcast() -> Iterator[None]:
         DeepSpeedEngine._broadcast_model = broadcast_model
 
 
-def _is_bf16_optimizer(optimizer: Any) -> bool:
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer  # importing the module takes seconds
-
-    return isinstance(optimizer, BF16_Optimizer)
-
-
 class Zero:
     """DeepSpeed's engine with an optimizer.
 
@@ -137,10 +131,12 @@ class Zero:
     """
 
     def __init__(self, engine: Any) -> None:
+        from deepspeed.runtime.bf16_optimizer import BF16_Optimizer  # importing the module takes seconds
+
         self.engine = engine
         self.optimizer = engine.optimizer
         self.stage = int(engine.zero_optimization_stage())
-        self._bf16 = _is_bf16_optimizer(self.optimizer)
+        self._bf16 = isinstance(self.optimizer, BF16_Optimizer)
         self._clip = self.optimizer.clip_grad
         self._reduced = False
         self._norm: torch.Tensor | None = None

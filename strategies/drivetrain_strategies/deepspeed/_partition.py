@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from drivetrain.strategies import ControlPlane, Span
-from drivetrain_strategies._deferred_init import Recording, find_meta_tensors, materialize_on_every_rank
+from drivetrain_strategies._deferred_init import DeferredModule
 from drivetrain_strategies.deepspeed._internals import on_drive
 from drivetrain_strategies.deepspeed._state import StoredParameter
 
@@ -63,47 +62,33 @@ class Partitioner:
             if not parameter.is_meta and not hasattr(parameter, "ds_id"):
                 self.partition(parameter)
 
+    def materialize(self, module: nn.Module, deferred: DeferredModule, control: ControlPlane) -> None:
+        """Give a module that was built on the meta device its values, and partition each parameter. Collective.
 
-def materialize(
-    module: nn.Module,
-    recording: Recording | None,
-    partition: Callable[[nn.Parameter], None],
-    device: torch.device,
-    control: ControlPlane,
-) -> None:
-    """Replay a module's initialisation from rank 0's generator, and partition each initialised parameter. Collective.
+        Parameters stay the same objects, since optimizers may hold them.
+        """
+        has_meta = deferred.find_in(module)
+        parameters: dict[str, Any] = dict(module.named_parameters())
+        for parameter in parameters.values():
+            if parameter.is_meta and parameter.grad_fn is not None:
+                parameter.detach_()  # swap_tensors refuses parameters to which an autograd graph refers
 
-    Parameters stay the same objects, since optimizers may hold them.
-    """
-    built = [(meta_tensor, meta_tensor.tensor) for meta_tensor in find_meta_tensors(module, recording)]
-    if not built or recording is None:
-        return
-    for _, tensor in built:
-        if tensor.grad_fn is not None:
-            tensor.detach_()  # swap_tensors refuses parameters to which an autograd graph refers
-    meta_tensors = {id(tensor): meta_tensor for meta_tensor, tensor in reversed(built)}  # keeps the first tied name
+        def assign(name: str, value: torch.Tensor) -> None:
+            parameter = parameters[name]
+            materialized = nn.Parameter(
+                value.detach().to(self._device, parameter.dtype, copy=True), requires_grad=parameter.requires_grad
+            )
+            attributes = dict(parameter.__dict__)
+            hooks, gradient_hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+            torch.utils.swap_tensors(parameter, materialized)  # type: ignore[no-untyped-call]
+            # The swap leaves these with the meta tensor. Handles of hooks refer to the same dicts as before.
+            parameter.__dict__.update(attributes)
+            parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks, gradient_hooks
+            self.partition(parameter)
 
-    def on_final(tensor: torch.Tensor, value: torch.Tensor) -> None:
-        meta_tensor = meta_tensors[id(tensor)]
-        if meta_tensor.slots:
-            meta_tensor.assign(value, device)
-            return
-        assert isinstance(tensor, nn.Parameter)
-        materialized = nn.Parameter(
-            value.detach().to(device, tensor.dtype, copy=True), requires_grad=tensor.requires_grad
-        )
-        attributes = dict(tensor.__dict__)
-        hooks, gradient_hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-        torch.utils.swap_tensors(tensor, materialized)  # type: ignore[no-untyped-call]
-        # The swap leaves these with the meta tensor. Handles of hooks refer to the same dicts as before.
-        tensor.__dict__.update(attributes)
-        tensor._backward_hooks, tensor._post_accumulate_grad_hooks = hooks, gradient_hooks
-        partition(tensor)
-
-    recurrent_layers = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
-    for layer in recurrent_layers:
-        layer._flat_weight_refs = []  # swap_tensors refuses weakly referenced tensors
-    wanted = list({id(tensor): tensor for _, tensor in built}.values())
-    materialize_on_every_rank(recording, wanted, on_final, control)
-    for layer in recurrent_layers:
-        layer._init_flat_weights()
+        recurrent_layers = [child for child in module.modules() if has_meta and isinstance(child, nn.RNNBase)]
+        for layer in recurrent_layers:
+            layer._flat_weight_refs = []  # swap_tensors refuses weakly referenced tensors
+        deferred.materialize(assign, self._device, control)
+        for layer in recurrent_layers:
+            layer._init_flat_weights()

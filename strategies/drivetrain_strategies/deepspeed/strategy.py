@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -23,17 +22,9 @@ from drivetrain.strategies import (
     Region,
     StepRunner,
 )
-from drivetrain_strategies._activation_checkpointing import (
-    Checkpointing,
-    ForwardSwap,
-    Policy,
-    checkpointing_advice,
-    outermost_modules,
-)
+from drivetrain_strategies._changed_forwards import Checkpointing, ForwardSwap, Policy, checkpointing_advice
 from drivetrain_strategies._deferred_init import DeferredModule
-from drivetrain_strategies._device_restore import OriginalDevice
 from drivetrain_strategies._gather_limit import GATHER_LIMIT
-from drivetrain_strategies._half_norms import half_precision_norms, with_float32_weights
 from drivetrain_strategies._module_checks import refuse_absent_classes, refuse_meta
 from drivetrain_strategies.deepspeed._checks import (
     add_param_group_error,
@@ -49,6 +40,7 @@ from drivetrain_strategies.deepspeed._engine_run import DeepSpeedRun, RunOptions
 from drivetrain_strategies.deepspeed._error_messages import check_operations, explain_compilation_errors
 from drivetrain_strategies.deepspeed._library import RedirectedLogging, check_library, import_library
 from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision, check_fp16
+from drivetrain_strategies.single_device import OriginalDevice
 
 
 class DeepSpeedStrategy(DistributedStrategy):
@@ -134,11 +126,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         """Clear everything that belongs to one run."""
         self.schedulers = []
         self._deepspeed: Any = None
-        self._redirected_logging: RedirectedLogging | None = None
-        self._world: DeepSpeedWorld | None = None
+        self._undo = ExitStack()
+        """Undoes what this strategy and DeepSpeed have changed, the last change first."""
         self._deferred_module = DeferredModule()
-        self._original_device: OriginalDevice | None = None
-        self._forward_swap: ForwardSwap | None = None
         self._run: DeepSpeedRun | None = None
         self._max_norm: float | None = None
         self._trainable_at_start: dict[str, tuple[nn.Parameter, bool]] = {}
@@ -150,13 +140,13 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def setup_environment(self) -> None:
         self._deepspeed = import_library()
-        self._redirected_logging = RedirectedLogging().__enter__()
+        self._undo.enter_context(RedirectedLogging())
         if self.precision.name == "16-mixed":
             # This check runs before any process group is created. A rank that failed while groups are created would
             # break the connections that other ranks are opening.
             check_fp16(self.device)
         super().setup_environment()
-        self._world = DeepSpeedWorld(self._deepspeed, self.device, self.local_rank)
+        self._undo.callback(DeepSpeedWorld(self._deepspeed, self.device, self.local_rank).close)
 
     # Set-up of the module and its optimizers
 
@@ -185,14 +175,12 @@ class DeepSpeedStrategy(DistributedStrategy):
         # The engine wraps the module only in `setup_optimizers`, because configure_optimizers must find parameters in
         # their original shapes, and because the returned optimizers may be refused.
         self.module = module
-        self._original_device = OriginalDevice(module)
-        self._forward_swap = ForwardSwap()
+        self._undo.callback(OriginalDevice(module).restore)
+        swap = ForwardSwap()
+        self._undo.callback(swap.undo)
         if self._half_dtype is not None:
-            for norm in half_precision_norms(module):
-                self._forward_swap.put(norm, partial(with_float32_weights, norm))
-        if self.activation_checkpointing is not None:
-            for child in outermost_modules(module, self.activation_checkpointing):
-                self._forward_swap.put(child, self._checkpointing)
+            swap.keep_norms_in_float32(module)
+        swap.checkpoint(module, self.activation_checkpointing, self._checkpointing)
 
         def run(step: Callable[..., Any], *args: Any) -> Any:
             assert self._run is not None
@@ -222,7 +210,8 @@ class DeepSpeedStrategy(DistributedStrategy):
                 self.find_unused_parameters,
             ),
         )
-        self._run.start(optimizers, self._deferred_module.take())
+        self._undo.callback(self._run.end)
+        self._run.start(optimizers, self._deferred_module)
         self.schedulers = self._run.schedulers
         self._trainable_at_start = {
             name: (parameter, parameter.requires_grad) for name, parameter in module.named_parameters()
@@ -369,16 +358,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             self._run.restore()
 
     def teardown(self) -> None:
-        if self._run is not None:
-            self._run.end()
-        if self._forward_swap is not None:
-            self._forward_swap.undo()
-        if self._original_device is not None:
-            self._original_device.restore()
-        if self._world is not None:
-            self._world.close()
-        if self._redirected_logging is not None:
-            self._redirected_logging.__exit__()
+        self._undo.close()
         self._reset()
         super().teardown()
 

@@ -1,112 +1,102 @@
-"""Applies a plan to a module: activation checkpointing, compilation, sharding and prefetching, in this order."""
+"""Applies a plan to a module: shards its parameters, gives them their first values, and sets prefetching."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
-from drivetrain_strategies._activation_checkpointing import ForwardSwap, outermost_modules
-from drivetrain_strategies._half_norms import half_precision_norms, with_float32_weights
+from drivetrain.precision import Precision
+from drivetrain.strategies import ControlPlane
+from drivetrain_strategies._deferred_init import DeferredModule
 from drivetrain_strategies._step_module import StepModule
-from drivetrain_strategies.fsdp._broadcast_init import broadcast_from_rank_0
 from drivetrain_strategies.fsdp._device_mesh import Mesh
-from drivetrain_strategies.fsdp._internals import forget_original
+from drivetrain_strategies.fsdp._internals import Sharded, forget_original
 from drivetrain_strategies.fsdp._original_parameters import Original
-from drivetrain_strategies.fsdp._plan import Plan, Unit
-
-
-@dataclass(frozen=True, slots=True)
-class ShardingOptions:
-    """Options of `fully_shard`.
-
-    Attributes:
-        reshard_after_forward: passed to `fully_shard` for all units except the root. The root uses torch's default.
-        precision: the dtypes in which parameters are gathered and gradients are reduced.
-        offload: where shards are stored.
-        device: the device that the rank computes on.
-    """
-
-    reshard_after_forward: bool | None
-    precision: MixedPrecisionPolicy
-    offload: OffloadPolicy
-    device: torch.device
-
-
-def change_forwards(
-    module: nn.Module,
-    plan: Plan,
-    classes: Sequence[type[nn.Module]] | None,
-    checkpointing: Callable[[Callable[..., Any]], Callable[..., Any]],
-    compile_options: dict[str, Any] | None,
-    gathered_in_half: bool = False,
-) -> ForwardSwap:
-    """Wrap forwards in activation checkpointing, then in compilation. FSDP's hooks, added later, run around both.
-
-    If weights are gathered in half precision, normalization layers compute in float32 where their kernels require it.
-
-    Args:
-        module: the bare module.
-        plan: the plan. Each of its units except the root is compiled.
-        classes: classes of modules to checkpoint; None checkpoints nothing.
-        checkpointing: wraps a forward in activation checkpointing.
-        compile_options: options for `torch.compile`; None compiles nothing.
-        gathered_in_half: whether float32 weights are gathered in half precision.
-    """
-    swap = ForwardSwap()
-    if gathered_in_half:
-        for norm in half_precision_norms(module):
-            swap.put(norm, partial(with_float32_weights, norm))
-    if classes is not None:
-        for block in outermost_modules(module, classes):
-            swap.put(block, checkpointing)
-    if compile_options is not None:
-        for unit in plan.units[:-1]:
-            swap.put(unit.module, lambda forward: torch.compile(forward, **compile_options))
-    return swap
+from drivetrain_strategies.fsdp._plan import Plan
+from drivetrain_strategies.fsdp._state import in_layout_of
 
 
 def shard(
-    root: StepModule, plan: Plan, mesh: Mesh, sharding: ShardingOptions, originals: Sequence[Original]
+    root: StepModule,
+    plan: Plan,
+    mesh: Mesh,
+    originals: Sequence[Original],
+    reshard_after_forward: bool | None,
+    **options: Any,
 ) -> FSDPModule:
     """Shard the units from the innermost outwards, then ``root``. Collective.
 
     Each unit's parameters are broadcast from rank 0 before the unit is sharded. Afterwards the full storage of the
     parameters is freed.
+
+    Args:
+        root: the module that runs the steps.
+        plan: the units of the user's module.
+        mesh: the mesh to shard over.
+        originals: the module's parameters, which shards replace.
+        reshard_after_forward: passed to `fully_shard` for all units except the root. The root uses torch's default.
+        **options: passed to `fully_shard` for all units.
     """
     originals_by_id = {id(original.parameter): original for original in originals}
-    options: dict[str, Any] = {"mesh": mesh.data, "mp_policy": sharding.precision, "offload_policy": sharding.offload}
+    options["mesh"] = mesh.data
     replicated = set(plan.replicated.values())
     ignored = replicated | set(plan.ties)
     if plan.ties:
         # Tied parameters are registered on the root. `fully_shard` then finds all modules that share a tied parameter.
         root.ties = nn.ParameterList(plan.ties)
     for unit in plan.units:
-        broadcast_from_rank_0(unit.parameters, sharding.device, mesh.data_group)
+        mesh.broadcast(unit.parameters)
         if unit is plan.root:
             fully_shard(root, ignored_params=replicated, **options)
         else:
-            fully_shard(
-                unit.module, ignored_params=ignored, reshard_after_forward=sharding.reshard_after_forward, **options
-            )
-        _release(unit, originals_by_id)
+            fully_shard(unit.module, ignored_params=ignored, reshard_after_forward=reshard_after_forward, **options)
+        for parameter in unit.parameters:
+            forget_original(parameter)
+            originals_by_id[id(parameter)].free_storage()
     sharded = cast(FSDPModule, root)
-    if sharding.device.type == "cpu":
+    if mesh.data.device_type == "cpu":
         for child in root.modules():
             if isinstance(child, FSDPModule):
                 child.set_force_sum_reduction_for_comms(True)  # gloo does not support ReduceOp.PREMUL_SUM
     return sharded
 
 
-def _release(unit: Unit, originals: Mapping[int, Original]) -> None:
-    for parameter in unit.parameters:
-        forget_original(parameter)
-        originals[id(parameter)].free_storage()
+def materialize(
+    deferred: DeferredModule,
+    originals: Sequence[Original],
+    sharded: Sharded,
+    plan: Plan,
+    device: torch.device,
+    control: ControlPlane,
+) -> None:
+    """Give parameters that were built on the meta device their first values, one whole tensor at a time. Collective.
+
+    Each rank keeps its shards, and whole values of what is replicated.
+    """
+    sharded.give_storage(device)
+    replicated = {id(parameter): name for name, parameter in plan.replicated.items()}
+    by_name = {original.name: original for original in originals if original.parameter.is_meta}
+    for original in by_name.values():
+        if id(original.parameter) in replicated:
+            empty = torch.empty_like(original.parameter, device=device)
+            parameter = nn.Parameter(empty, requires_grad=original.parameter.requires_grad)
+            original.register(parameter)
+            plan.replicated[replicated[id(original.parameter)]] = parameter
+
+    def assign(name: str, value: torch.Tensor) -> None:
+        current: Any = by_name[name].current
+        part: Any = in_layout_of(value.to(current.dtype), current)
+        if isinstance(current, DTensor):
+            current.to_local().copy_(part.to_local())
+        else:
+            current.data.copy_(part)
+
+    deferred.materialize(assign, device, control)
 
 
 def set_prefetch(plan: Plan, forward: int, backward: int) -> None:
@@ -120,3 +110,24 @@ def set_prefetch(plan: Plan, forward: int, backward: int) -> None:
             modules_ahead = ordered[position + 1 : position + 1 + depth]
             if modules_ahead:
                 method(module, modules_ahead)
+
+
+# Policies of `fully_shard`
+
+
+def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
+    """Return the policy for a precision: parameters are gathered in their own dtype.
+
+    Under a mixed precision, autocast rounds per operation, as under other strategies. Operations that autocast runs in
+    float32 (norms, softmax, losses, embeddings) read float32 parameters. If the parameters were gathered in half
+    precision, they would be rounded once more than under other strategies. Forward inputs are never cast, because the
+    root's input is a batch, which includes the targets.
+    """
+    return MixedPrecisionPolicy(reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False)
+
+
+def offload_policy(cpu_offload: bool | OffloadPolicy, device: torch.device) -> OffloadPolicy:
+    """Return torch's offload policy. Host memory is pinned unless the device is the CPU."""
+    if isinstance(cpu_offload, OffloadPolicy):
+        return cpu_offload
+    return CPUOffloadPolicy(pin_memory=device.type != "cpu") if cpu_offload else OffloadPolicy()

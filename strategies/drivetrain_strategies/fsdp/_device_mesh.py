@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
-from drivetrain.strategies import set_timeout
+from drivetrain.strategies import broadcast_together, set_timeout
 from drivetrain_strategies.fsdp._internals import release_process_groups
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The sizes of a mesh. Their product ``replicate * shard * tensor`` is the world size.
-
-    Attributes:
-        replicate: number of copies of the sharded parameters.
-        shard: number of ranks over which one copy is sharded.
-        tensor: number of ranks over which single layers are split (tensor parallelism).
-        hybrid: whether the mesh has a dimension for copies, even of size 1.
-    """
-
-    replicate: int
-    shard: int
-    tensor: int
-    hybrid: bool
-
-
-def resolve_layout(
+def mesh_sizes(
     placement: Placement, sharding: str, replicate_size: int | None, shard_size: int | None, tensor_parallel: int
-) -> Layout:
-    """Return the mesh sizes for ``placement``.
+) -> dict[str, int]:
+    """Return the sizes of the run's mesh by dimension. Their product is the number of ranks.
 
-    With ``sharding="hybrid"`` and no sizes, each node holds one copy, sharded over the node's ranks.
+    The dimensions are "replicate" for copies of the sharded parameters and "shard" for the ranks of a copy (hybrid), or
+    "data", and "tensor" if layers are split. With ``sharding="hybrid"`` and no sizes, each node holds one copy.
 
     Raises:
         ConfigurationError: the product of the sizes is not the world size.
@@ -51,6 +36,7 @@ def resolve_layout(
             f"use a divisor of {world}.",
         )
     data = world // tensor_parallel
+    tensor = {"tensor": tensor_parallel} if tensor_parallel > 1 else {}
     for label, size in (("shard_size", shard_size), ("replicate_size", replicate_size)):
         if size is not None and size > data:
             raise ConfigurationError(
@@ -65,7 +51,7 @@ def resolve_layout(
                 f"{sharding!r} shards one copy over all ranks.",
                 "use sharding='hybrid', or leave shard_size out.",
             )
-        return Layout(1, data, tensor_parallel, False)
+        return {"data": data, **tensor}
     if shard_size is None and replicate_size is None:
         local = placement.local_world_size // tensor_parallel
         shard_size = local if local and data % local == 0 else data
@@ -77,44 +63,77 @@ def resolve_layout(
             "each rank holds one shard of one copy.",
             f"choose two numbers whose product is {data}, or leave one of them out.",
         )
-    return Layout(replicate, shard, tensor_parallel, True)
+    return {"replicate": replicate, "shard": shard, **tensor}
 
 
 class Mesh:
-    """The `DeviceMesh` of a run and the process groups created for the mesh.
+    """Where a run shards its parameters, and which ranks read different data.
 
     Args:
-        layout: the sizes of the mesh.
+        whole: the mesh of the run.
+        data: the dimensions of ``whole`` over which parameters are divided: one for shards, before it one for copies.
+        data_group: the ranks of ``data``, which read different data.
+        common_group: the ranks whose unsplit parameters and buffers are equal; None stands for all ranks.
         device: the device that this rank computes on.
-        timeout: timeout of the groups created for the run, which replaces torch's default.
 
     Attributes:
-        whole: the mesh with dimensions "replicate" and "shard" (hybrid) or "data", and "tensor" if layers are split.
-        data: the mesh without the dimension "tensor". The mesh has two dimensions if hybrid, and otherwise one.
+        is_part_of_world: whether there are ranks outside of ``data``.
     """
 
-    def __init__(self, layout: Layout, device: torch.device, timeout: timedelta) -> None:
-        sizes = {"replicate": layout.replicate, "shard": layout.shard} if layout.hybrid else {"data": layout.shard}
-        data_names = tuple(sizes)
-        if layout.tensor > 1:
-            sizes["tensor"] = layout.tensor
-        self.layout = layout
-        self.whole: DeviceMesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        self.data: DeviceMesh = self.whole if layout.tensor == 1 else self.whole[data_names]
-        # Reductions outside `fully_shard` run over the ranks with distinct data.
-        self.data_group: Any = dist.group.WORLD if layout.tensor == 1 else self._flat().get_group()
-        set_timeout(timeout, self._own_groups())
+    def __init__(
+        self, whole: DeviceMesh, data: DeviceMesh, data_group: Any, common_group: Any, device: torch.device
+    ) -> None:
+        self.whole = whole
+        self.data = data
+        self.data_group = data_group
+        self.common_group = common_group
+        self.is_part_of_world = data.size() < dist.get_world_size()
+        self._device = device
+        self._own_groups: list[Any] | None = None
 
-    def _flat(self) -> DeviceMesh:
-        return self.data._flatten("data") if self.data.ndim > 1 else self.data
+    @classmethod
+    def of_sizes(cls, sizes: dict[str, int], device: torch.device, timeout: timedelta) -> Mesh:
+        """Create a mesh of all ranks, and process groups with this timeout, until `close`. Collective.
+
+        Args:
+            sizes: see `mesh_sizes`.
+            device: the device that this rank computes on.
+            timeout: the timeout of the groups.
+        """
+        whole = data = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        data_group = dist.group.WORLD
+        if "tensor" in sizes:
+            data = whole[tuple(name for name in sizes if name != "tensor")]
+            data_group = (data._flatten("data") if data.ndim > 1 else data).get_group()
+        mesh = cls(whole, data, data_group, None, device)
+        groups = {id(group): group for group in [*whole.get_all_groups(), data_group]}
+        mesh._own_groups = [group for group in groups.values() if group is not dist.group.WORLD]
+        set_timeout(timeout, mesh._own_groups)
+        return mesh
+
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Move tensors to this rank's device and broadcast the first rank's values. Collective; packs by dtype.
+
+        Meta tensors are skipped. Of a DTensor (tensor parallelism), the local part is broadcast over the data ranks.
+        """
+        whole: list[torch.Tensor] = []
+        split: list[torch.Tensor] = []
+        for tensor in tensors:
+            if tensor.is_meta:
+                continue
+            if isinstance(tensor, DTensor):
+                split.append(tensor.to_local())
+                continue
+            if tensor.device != self._device:
+                tensor.data = tensor.data.to(self._device)
+            whole.append(tensor.data)
+        broadcast_together(whole, self.common_group)
+        broadcast_together(split, self.data_group)
 
     def close(self) -> None:
-        """Destroy the groups that were created for the run. The default group stays open."""
-        for group in self._own_groups():
-            dist.destroy_process_group(group)
-        release_process_groups(self.whole)
-        self.data_group = None
-
-    def _own_groups(self) -> list[Any]:
-        groups_by_id = {id(group): group for group in [*self.whole.get_all_groups(), self.data_group]}
-        return [group for group in groups_by_id.values() if group is not dist.group.WORLD and group is not None]
+        """Destroy the groups that were created for the run. Other groups, and a mesh of somebody else, stay open."""
+        if self._own_groups is not None:
+            for group in self._own_groups:
+                dist.destroy_process_group(group)
+            release_process_groups(self.whole)
+        self.data_group = self.common_group = None

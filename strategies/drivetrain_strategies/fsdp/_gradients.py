@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from drivetrain.errors import ConfigurationError, listed
+from drivetrain.strategies import average_together, changed_within_window_error
 from drivetrain_strategies.fsdp._internals import Sharded
-from drivetrain_strategies.fsdp._replicated_parameters import ReplicatedParameters
 from drivetrain_strategies.fsdp._unsplit_gradients import UnsplitGradients
 from drivetrain_strategies.fsdp._unused_parameters import UnusedParameters
 
@@ -38,8 +39,8 @@ class Gradients:
         reshard_after_backward: bool,
     ) -> None:
         self._sharded = sharded
-        self.replicated = list(replicated)
-        self._replicated_average = ReplicatedParameters(replicated, group) if replicated else None
+        self._replicated = list(replicated)
+        self._group = group
         self._unused = unused
         self._unsplit = unsplit
         self._reshard_after_backward = reshard_after_backward
@@ -64,7 +65,7 @@ class Gradients:
         """Make a backward add exactly zero to every gradient within this context."""
         handles = [
             parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
-            for parameter in self.replicated
+            for parameter in self._replicated
             if parameter.requires_grad
         ]
         try:
@@ -83,7 +84,7 @@ class Gradients:
             if fsdp_param.sharded_param.requires_grad and id(fsdp_param.sharded_param) not in parameters
         ]
         other_replicated = [
-            parameter for parameter in self.replicated if parameter.requires_grad and id(parameter) not in parameters
+            parameter for parameter in self._replicated if parameter.requires_grad and id(parameter) not in parameters
         ]
 
         def require(requires_grad: bool) -> None:
@@ -98,18 +99,91 @@ class Gradients:
         finally:
             require(True)
 
-    def trainable_changed(self) -> None:
-        """Let the next window determine the unused parameters again, and compare gradients of new trainable ones."""
+    def trainable_changed(self, module: nn.Module) -> None:
+        """Adapt to the current set of trainable parameters of ``module``, whose parameters are shards.
+
+        `fully_shard` reads ``requires_grad`` when it gathers a parameter, so only the dtypes that it derived in the
+        first forward are recomputed. The next window determines the unused parameters again. Does not communicate.
+
+        Raises:
+            ConfigurationError: a layer was created, or the trainable parameters of a unit have several dtypes.
+        """
+        sharded_ids = {id(fsdp_param.sharded_param) for fsdp_param in self._sharded.parameters}
+        known_ids = {id(parameter) for parameter in self._replicated} | sharded_ids
+        created = [name for name, parameter in module.named_parameters() if id(parameter) not in known_ids]
+        if created:
+            raise ConfigurationError(
+                f"A layer was created within a run, under FSDP: {listed(created)}.",
+                "parameters are sharded before the first step. Gradients of new parameters would not be exchanged, and "
+                "every rank would train its own copy.",
+                "build the layer in configure_model and freeze it until it is needed, or use strategy='ddp'.",
+            )
+        try:
+            self._sharded.trainable_changed()
+        except AssertionError as error:
+            raise ConfigurationError(
+                "Within a run, the trainable parameters changed, and an FSDP unit now has trainable parameters of "
+                "several dtypes.",
+                f"the gradients of a unit are reduced together. torch says: {error}",
+                "keep layers of another dtype frozen, or convert the model to one dtype before the run.",
+            ) from error
         self._unused.reset()
         if self._unsplit is not None:
             self._unsplit.restart()
+
+    def refuse_changes_while_gathered(self) -> None:
+        """Refuse changes to ``requires_grad`` or to frozen values that were made while parameters were gathered.
+
+        torch silently drops such changes.
+
+        Raises:
+            ConfigurationError: names the parameters.
+        """
+        sharded = self._sharded
+        updated = sharded.updated_while_gathered()
+        if updated:
+            sharded.reshard()
+            raise gathered_update_error(sharded.names_of(updated))
+        changed = sharded.toggled_while_gathered()
+        if changed:
+            sharded.reshard()
+            raise changed_within_window_error(sharded.names_of(changed), "FSDPStrategy")
 
     def after_backward(self) -> None:
         """Finish the exchange of gradients. Collective, except while gradients are accumulated."""
         if not self._exchange_enabled:
             return
-        self._unused.clear_unused_gradients(self._sharded.take_unused())
-        if self._replicated_average is not None:
-            self._replicated_average.average()
+        self._unused.clear_gradients()
+        if self._replicated:
+            self._average_replicated()
         if self._unsplit is not None and self._unsplit.pending:
             self._unsplit.compare()
+
+    @torch.no_grad()
+    def _average_replicated(self) -> None:
+        """Average the gradients of replicated parameters. One that no rank used keeps no gradient. Collective."""
+        parameters = [parameter for parameter in self._replicated if parameter.requires_grad]
+        if not parameters:
+            return
+        unused = [number for number, parameter in enumerate(parameters) if parameter.grad is None]
+        used = parameters[0].new_ones(len(parameters))  # created on the device, since a copy from the host would block
+        for number in unused:
+            used[number].zero_()
+            parameters[number].grad = torch.zeros_like(parameters[number])
+        average_together(
+            [*(parameter.grad for parameter in parameters if parameter.grad is not None), used], self._group
+        )
+        if unused:  # reading the flags waits for the device
+            used_anywhere = used.tolist()
+            for number in unused:
+                if not used_anywhere[number]:
+                    parameters[number].grad = None
+
+
+def gathered_update_error(names: Sequence[str]) -> ConfigurationError:
+    """Return the error for an update of weights by user code that would be lost."""
+    return ConfigurationError(
+        f"User code updated weights under FSDPStrategy: {listed(list(names))}.",
+        "the update changed gathered copies, which are dropped after the step, but not the shards.",
+        "update the weights in on_train_batch_end, where the module holds the shards.",
+    )

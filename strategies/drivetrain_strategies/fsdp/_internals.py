@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
@@ -22,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from torch.distributed.tensor import DTensor, _random
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -30,7 +31,6 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from drivetrain_strategies._module_checks import refuse_accumulate_hook
 from drivetrain_strategies.fsdp._original_parameters import add_gradient_hooks, copy_attributes, gradient_hooks
 from drivetrain_strategies.fsdp._weight_casts import WeightCasts
-from drivetrain_strategies.fsdp._whole_tensors import Whole
 
 REQUIRED_METHODS = (
     (FSDPModule, "_get_fsdp_state"),
@@ -47,6 +47,9 @@ REQUIRED_METHODS = (
 )
 """The methods of torch that this module requires, each as a class and the method's name."""
 
+FULL_TENSOR = DTensor.full_tensor
+"""torch's method, which `ChangedDTensor` replaces within a run."""
+
 WeightCastsFactory = Callable[[Sequence[nn.Module], Sequence[Any]], WeightCasts | None]
 """Builds the `WeightCasts` of a unit from its modules and `FSDPParam` objects, or returns None to track no casts."""
 
@@ -54,37 +57,21 @@ _get_requires_grad = attrgetter("requires_grad")  # read for many parameters at 
 _VERSION = attrgetter("_version")
 
 
-class ShardDraws:
-    """Draws other random numbers for each shard of a DTensor on the CPU, and the same for the replicas of a shard.
+class _Whole(torch.autograd.Function):
+    """Gathers a DTensor. Averages its gradient over the ranks, as all gradients are."""
 
-    torch does so on accelerators alone. On the CPU, ranks whose generators have equal states, as in hooks, would draw
-    the same numbers for all shards.
-    """
+    @staticmethod
+    def forward(context: Any, value: DTensor) -> torch.Tensor:
+        context.mesh = value.device_mesh
+        return FULL_TENSOR(value)
 
-    distribute_region_enabled = True  # torch reads it
-
-    @classmethod
-    def install(cls) -> None:
-        """Draw in this way from now on, unless torch has an object that draws."""
-        _random._rng_tracker = _random._rng_tracker or cls()  # type: ignore[assignment]
-
-    @classmethod
-    def uninstall(cls) -> None:
-        """Undo `install`."""
-        tracker: Any = _random._rng_tracker
-        if isinstance(tracker, cls):
-            _random._rng_tracker = None
-
-    @contextmanager
-    def _distribute_region(self, spec: Any, generator: torch.Generator | None = None) -> Iterator[None]:
-        shard = 0
-        for dimension, placement in enumerate(spec.placements):
-            if placement.is_shard():
-                shard = shard * spec.mesh.size(dimension) + spec.mesh.get_local_rank(dimension)
-        seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
-        with torch.random.fork_rng(devices=()):
-            torch.default_generator.manual_seed((seed + shard) % 2**63)
-            yield
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> DTensor:
+        mesh: DeviceMesh = context.mesh
+        average = gradient / mesh.size()
+        for dimension in range(mesh.ndim):
+            dist.all_reduce(average, group=mesh.get_group(dimension))
+        return DTensor.from_local(average, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 class _WatchedGroup(FSDPParamGroup):
@@ -176,6 +163,8 @@ class Sharded:
                 parameter.__class__ = _WatchedParam
                 parameter.watcher = self
                 self.parameters.append(parameter)
+        names = {id(parameter): name.removeprefix("module.") for name, parameter in self._module.named_parameters()}
+        self._names = {id(fsdp_param): names[id(fsdp_param.sharded_param)] for fsdp_param in self.parameters}
 
     @torch.no_grad()
     def give_storage(self, device: torch.device) -> None:
@@ -251,9 +240,9 @@ class Sharded:
     def whole(self, value: DTensor) -> torch.Tensor:
         """Return the whole tensor, whose gradient is averaged over the ranks and flows to ``value``. Collective."""
         self.allow_direct_gradients()
-        return cast(torch.Tensor, Whole.apply(value))  # type: ignore[no-untyped-call]
+        return cast(torch.Tensor, _Whole.apply(value))  # type: ignore[no-untyped-call]
 
-    def shard_meshes(self) -> set[DeviceMesh]:
+    def meshes(self) -> set[DeviceMesh]:
         """Return the meshes over which the parameters are sharded."""
         return {cast(Any, parameter.sharded_param).device_mesh for parameter in self.parameters}
 
@@ -345,8 +334,7 @@ class Sharded:
 
     def names_of(self, parameters: Sequence[_WatchedParam]) -> list[str]:
         """Return the plain names of parameters, without the prefix that the root `StepModule` adds."""
-        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        return [names[id(fsdp_param.sharded_param)].removeprefix("module.") for fsdp_param in parameters]
+        return [self._names[id(fsdp_param)] for fsdp_param in parameters]
 
     def shards_by_gathered_id(self) -> dict[int, nn.Parameter]:
         """Return each shard by the id of the gathered tensor that replaces the shard in the modules."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -12,8 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from drivetrain_strategies._gathered_step import map_state
-from drivetrain_strategies.fsdp._state import in_layout_of
+from drivetrain.errors import ConfigurationError
+from drivetrain_strategies.fsdp._state import in_layout_of, map_tensors
+
+logger = logging.getLogger("drivetrain")
 
 
 class _PlainParameter(torch.Tensor):
@@ -52,9 +55,31 @@ class PlainStep:
         if self._instance_step is not None:
             self.optimizer.__dict__["step"] = self._instance_step
 
-    def nbytes(self) -> int:
-        """Return the number of bytes of parameters that are gathered together."""
-        return sum(one.numel() * one.element_size() for one in _sharded(self.optimizer.param_groups) if self.whole)
+    def announce(self) -> None:
+        """Log how an optimizer that is not known to be element-wise steps."""
+        logger.info(
+            "%s may not be element-wise: each step gathers its parameters, gradients and state on every rank. If its "
+            "update of an element depends on that element alone, return {'optimizer': optimizer, 'elementwise': True} "
+            "from configure_optimizers, which saves this memory and time.",
+            type(self.optimizer).__name__,
+        )
+
+    def check_fits(self, limit: int) -> None:
+        """Refuse to gather more than ``limit`` bytes of parameters in each step.
+
+        Raises:
+            ConfigurationError: names the optimizer and both sizes.
+        """
+        nbytes = sum(one.numel() * one.element_size() for one in _sharded(self.optimizer.param_groups) if self.whole)
+        if nbytes > limit:
+            kind = type(self.optimizer).__name__
+            raise ConfigurationError(
+                f"{kind} holds {nbytes:,} bytes of sharded parameters, which is more than gather_limit={limit:,}.",
+                f"{kind} may not be element-wise, so each of its steps gathers parameters, gradients and optimizer "
+                "state on every rank.",
+                "if its update of an element depends on that element alone, return {'optimizer': optimizer, "
+                "'elementwise': True} from configure_optimizers; otherwise raise FSDPStrategy(gather_limit=...).",
+            )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the optimizer on plain tensors; return what its step returns. Collective."""
@@ -76,7 +101,7 @@ class PlainStep:
         state = self.optimizer.state
         entered = [_StandIn(shard, self.whole, self._kept_gradients) for shard in _sharded(self.optimizer.param_groups)]
         for stand_in in entered:
-            map_state(state, stand_in.shard, stand_in.plain_of)
+            _map_state(state, stand_in.shard, stand_in.plain_of)
         self._entered = entered
         for stand_in in entered:
             stand_in.swap()
@@ -90,7 +115,7 @@ class PlainStep:
             stand_in.swap()
         for stand_in in entered:
             stand_in.write()
-            map_state(self.optimizer.state, stand_in.shard, stand_in.sharded)
+            _map_state(self.optimizer.state, stand_in.shard, stand_in.sharded)
             stand_in.note_gradient(self._kept_gradients)
 
 
@@ -177,6 +202,16 @@ def _sharded(groups: Any) -> list[Any]:
     """Return the sharded parameters that a step may update."""
     parameters = (parameter for group in groups for parameter in group["params"])
     return [one for one in parameters if isinstance(one, DTensor) and (one.requires_grad or one.grad is not None)]
+
+
+def _map_state(state: Any, parameter: Any, change: Callable[[Any], Any]) -> None:
+    """Apply ``change`` to the tensors in a parameter's state. Containers stay the same objects where they can."""
+    if parameter in state:
+        changed = map_tensors(state[parameter], change)
+        if isinstance(changed, dict):
+            state[parameter].update(changed)
+        else:
+            state[parameter] = changed
 
 
 def _copy_local(target: Any, source: torch.Tensor) -> None:

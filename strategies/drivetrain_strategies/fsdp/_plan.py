@@ -201,17 +201,12 @@ def _inside(name: str, unit: str) -> bool:
 def _registrations(module: nn.Module, units: dict[str, nn.Module]) -> Iterator[tuple[str, str, nn.Parameter]]:
     """Yield name, innermost enclosing unit and parameter for each registration of a parameter in a module."""
     unit_names = {id(child): name for name, child in units.items()}
-
-    def walk(current: nn.Module, name: str, owner: str) -> Iterator[tuple[str, str, nn.Parameter]]:
-        owner = unit_names.get(id(current), owner)
-        for key, parameter in current._parameters.items():
+    owners = {"": ""}
+    for name, child in module.named_modules(remove_duplicate=False):
+        owner = owners[name] = unit_names.get(id(child), owners[name.rpartition(".")[0]])
+        for key, parameter in child._parameters.items():
             if parameter is not None:
                 yield f"{name}.{key}" if name else key, owner, parameter
-        for key, child in current._modules.items():
-            if child is not None:
-                yield from walk(child, f"{name}.{key}" if name else key, owner)
-
-    yield from walk(module, "", "")
 
 
 def _replicated_parameters(module: nn.Module, ignored: Sequence[str | type[nn.Module]]) -> dict[str, nn.Parameter]:

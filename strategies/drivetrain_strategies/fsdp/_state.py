@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -11,22 +12,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from drivetrain.strategies import Box, ParameterShard, Region, WeightMismatch, load_current, resized_buffers
-from drivetrain_strategies._gathered_step import map_tensors
 from drivetrain_strategies.fsdp._internals import local_region
 
 
 def sharded_state(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and persistent buffers by name. Sharded values are DTensors. Tied names share one object."""
-    detached: dict[int, torch.Tensor] = {}
-    state: dict[str, torch.Tensor] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor):  # the extra state of a module
-            state[name] = value
-            continue
-        if id(value) not in detached:
-            detached[id(value)] = value.detach()
-        state[name] = detached[id(value)]
-    return state
+    values: dict[int, torch.Tensor] = {}
+    return {
+        name: values.setdefault(id(value), value.detach()) if isinstance(value, torch.Tensor) else value
+        for name, value in module.state_dict(keep_vars=True).items()
+    }
 
 
 def region_of(tensor: DTensor) -> Box:
@@ -126,3 +121,19 @@ def _in_layout_if_shaped_like(target: torch.Tensor, value: torch.Tensor | Parame
     is_shaped_alike = len(value.shape) > 0 and tuple(value.shape) == tuple(target.shape)
     can_be_cut = isinstance(value, ParameterShard | DTensor) or type(value) is torch.Tensor  # quantised state cannot
     return in_layout_of(value, target) if is_shaped_alike and can_be_cut else value
+
+
+def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return ``value`` with ``change`` applied to its tensors and shards, also in dicts, lists and tuples.
+
+    A container in which nothing changed is returned itself.
+    """
+    if isinstance(value, torch.Tensor | ParameterShard):
+        return change(value)
+    if isinstance(value, dict):
+        changed = {key: map_tensors(part, change) for key, part in value.items()}
+        return value if all(changed[key] is value[key] for key in value) else changed
+    if isinstance(value, list | tuple):
+        parts = [map_tensors(part, change) for part in value]
+        return value if all(map(is_, parts, value)) else type(value)(parts)
+    return value

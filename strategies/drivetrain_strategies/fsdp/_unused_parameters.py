@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 
+from drivetrain.errors import listed
 from drivetrain.strategies import ControlPlane
+from drivetrain_strategies.fsdp._internals import Sharded
 
 logger = logging.getLogger("drivetrain")
 
@@ -26,14 +27,14 @@ class UnusedParameters:
     Args:
         setting: ``find_unused_parameters``. True sums the flags in every window, False never does, and None decides in
             the first window.
-        names: names of the parameters by ``id`` of torch's `FSDPParam`.
+        sharded: the sharded module.
         control: the control plane.
     """
 
-    def __init__(self, setting: bool | None, names: dict[int, str], control: ControlPlane) -> None:
+    def __init__(self, setting: bool | None, sharded: Sharded, control: ControlPlane) -> None:
         self._setting = self._counts_unused = setting
-        self._position = {key: number for number, key in enumerate(names)}
-        self._names = list(names.values())
+        self._sharded = sharded
+        self._positions = {id(parameter): number for number, parameter in enumerate(sharded.parameters)}
         self._control = control
         self._warned = False
 
@@ -42,38 +43,31 @@ class UnusedParameters:
         self._counts_unused = self._setting
         self._warned = False
 
-    def clear_unused_gradients(self, unused: list[Any]) -> None:
+    def clear_gradients(self) -> None:
         """Remove the zero gradients of parameters that no rank used, after a synchronized backward.
 
         Collective if the flags are summed.
-
-        Args:
-            unused: parameters without a gradient on this rank.
         """
+        unused = self._sharded.take_unused()
         if self._counts_unused is None:
             (missing_anywhere,) = self._control.count_flags("parameters without a gradient", bool(unused))
             self._counts_unused = missing_anywhere > 0
         if not self._counts_unused:
             if unused and not self._warned:
-                self._warn(unused)
+                self._warned = True
+                logger.warning(
+                    "%d parameter(s) got no gradient on this rank, although all parameters did in the first step: %s. "
+                    "These gradients count as zero, even if no rank uses the parameters. With "
+                    "FSDPStrategy(find_unused_parameters=True), parameters that no rank uses get no gradient. "
+                    "This warning is shown once.",
+                    len(unused),
+                    listed(self._sharded.names_of(unused)),
+                )
             return
-        unused_flags = torch.zeros(len(self._names), dtype=torch.int32)
+        flags = torch.zeros(len(self._positions), dtype=torch.int32)
         for parameter in unused:
-            unused_flags[self._position[id(parameter)]] = 1
-        missing_counts = self._control.all_reduce_async(unused_flags).wait()
-        world_size = self._control.world_size
+            flags[self._positions[id(parameter)]] = 1
+        counts = self._control.all_reduce_async(flags).wait()
         for parameter in unused:
-            if int(missing_counts[self._position[id(parameter)]]) == world_size:
+            if int(counts[self._positions[id(parameter)]]) == self._control.world_size:
                 parameter.sharded_param.grad = None
-
-    def _warn(self, unused: list[Any]) -> None:
-        self._warned = True
-        names = [self._names[self._position[id(parameter)]] for parameter in unused]
-        logger.warning(
-            "%d parameter(s) got no gradient on this rank, although all parameters did in the first step: %s. These "
-            "gradients count as zero, even if no rank uses the parameters. With "
-            "FSDPStrategy(find_unused_parameters=True), parameters that no rank uses get no gradient. "
-            "This warning is shown once.",
-            len(names),
-            ", ".join(repr(name) for name in names[:10]),
-        )

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from drivetrain.environments import Placement
+from drivetrain.errors import ConfigurationError
 from drivetrain.precision import Precision
 from drivetrain.strategies import (
     DEFAULT_STEP_TIMEOUT,
     DEFAULT_TIMEOUT,
+    ControlPlane,
     DistributedStrategy,
     MemoryAdvice,
     Region,
@@ -27,14 +31,20 @@ from drivetrain.strategies import (
     load_named_optimizer_state,
     named_optimizer_state,
 )
-from drivetrain_strategies._activation_checkpointing import Checkpointing, ForwardSwap, Policy, checkpointing_advice
+from drivetrain_strategies._changed_forwards import Checkpointing, ForwardSwap, Policy, checkpointing_advice
 from drivetrain_strategies._deferred_init import DeferredModule
+from drivetrain_strategies._elementwise import is_elementwise
 from drivetrain_strategies._gather_limit import GATHER_LIMIT, check_gather_limit
 from drivetrain_strategies._gather_order import GatherOrder
-from drivetrain_strategies._gathered_step import announce, check_fits, is_elementwise
 from drivetrain_strategies._step_module import StepModule, unwrap_step_output
-from drivetrain_strategies.fsdp._apply_plan import ShardingOptions, change_forwards, set_prefetch, shard
-from drivetrain_strategies.fsdp._broadcast_init import broadcast_from_rank_0
+from drivetrain_strategies.fsdp._apply_plan import (
+    materialize,
+    mixed_precision_policy,
+    offload_policy,
+    set_prefetch,
+    shard,
+)
+from drivetrain_strategies.fsdp._changed_dtensor import ChangedDTensor
 from drivetrain_strategies.fsdp._checks import (
     check_arguments,
     check_module,
@@ -42,18 +52,15 @@ from drivetrain_strategies.fsdp._checks import (
     check_optimizer,
     check_torch,
 )
-from drivetrain_strategies.fsdp._device_mesh import Layout, Mesh, resolve_layout
-from drivetrain_strategies.fsdp._frozen_casts import save_no_frozen_casts
+from drivetrain_strategies.fsdp._device_mesh import Mesh, mesh_sizes
 from drivetrain_strategies.fsdp._gradients import Gradients
 from drivetrain_strategies.fsdp._internals import (
-    ShardDraws,
     Sharded,
     WeightCastsFactory,
     forget_meshes,
     remove_tensor_parallel_hooks,
     undo_sharding,
 )
-from drivetrain_strategies.fsdp._meta_init import MetaModule
 from drivetrain_strategies.fsdp._optimizers import AdoptedOptimizers
 from drivetrain_strategies.fsdp._original_parameters import (
     Original,
@@ -63,20 +70,11 @@ from drivetrain_strategies.fsdp._original_parameters import (
 )
 from drivetrain_strategies.fsdp._plain_step import PlainStep, mixes_meshes
 from drivetrain_strategies.fsdp._plan import Plan, Wrap, make_plan
-from drivetrain_strategies.fsdp._precision import mixed_precision_policy, offload_policy
-from drivetrain_strategies.fsdp._shard_writes import drop_data_assignments, keep_data_assignments
 from drivetrain_strategies.fsdp._state import load_state, regions_of, shard_of, sharded_optimizer_state, sharded_state
-from drivetrain_strategies.fsdp._trainable_changes import adapt_to_trainable, refuse_changes_while_gathered
 from drivetrain_strategies.fsdp._unsplit_gradients import UnsplitGradients
 from drivetrain_strategies.fsdp._unused_parameters import UnusedParameters
-from drivetrain_strategies.fsdp._user_hooks import UserHooks
-from drivetrain_strategies.fsdp._user_steps import UserSteps
-from drivetrain_strategies.fsdp._weight_casts import WeightCasts
-from drivetrain_strategies.fsdp._whole_scalars import read_local_scalars, read_whole_scalars
-from drivetrain_strategies.fsdp._whole_tensors import (
-    average_gradients_of_full_tensor,
-    keep_local_gradients_of_full_tensor,
-)
+from drivetrain_strategies.fsdp._user_code import UserHooks, UserSteps
+from drivetrain_strategies.fsdp._weight_casts import WeightCasts, save_no_frozen_casts
 
 logger = logging.getLogger("drivetrain")
 
@@ -173,7 +171,7 @@ class FSDPStrategy(DistributedStrategy):
         self.gather_limit = gather_limit
         self.meta = meta
         self._checkpointing = Checkpointing(activation_policy)
-        self._layout: Layout | None = None
+        self._mesh_sizes: dict[str, int] = {}
         self._reset()
 
     def _reset(self) -> None:
@@ -183,7 +181,9 @@ class FSDPStrategy(DistributedStrategy):
         self._deferred_module = DeferredModule()
         self._originals: list[Original] = []
         self._hooks: UserHooks | None = None
-        self._root: StepModule | None = None
+        self._changed_dtensor: ChangedDTensor | None = None
+        self._wrappers = ExitStack()
+        """Removes what was added to the module, whose parameters are shards afterwards."""
         self._sharded: Sharded | None = None
         self._forward_swap: ForwardSwap | None = None
         self._gradients: Gradients | None = None
@@ -196,7 +196,7 @@ class FSDPStrategy(DistributedStrategy):
     # Placement: the device mesh, and which part of the data this rank reads
 
     def bind(self, placement: Placement, device: torch.device, precision: Precision, store: Any = None) -> None:
-        self._layout = resolve_layout(
+        self._mesh_sizes = mesh_sizes(
             placement, self.sharding, self.replicate_size, self.shard_size, self.tensor_parallel
         )
         super().bind(placement, device, precision, store)
@@ -204,8 +204,36 @@ class FSDPStrategy(DistributedStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         check_offload(self.cpu_offload, self.device)
-        assert self._layout is not None
-        self._mesh = Mesh(self._layout, self.device, self._group.timeout)
+        self._mesh = Mesh.of_sizes(self._mesh_sizes, self.device, self._group.timeout)
+
+    def use_mesh(self, mesh: DeviceMesh, data_group: ProcessGroup, control: ControlPlane) -> None:
+        """Shard over the mesh of a strategy that holds this one. Called in place of `setup_environment`.
+
+        Such a strategy combines sharding with other ways to divide a run. It connects the processes, creates and
+        closes the mesh and its groups, and delegates what concerns parameters, gradients, optimizers and state. The
+        placement that it gives `bind` counts the data ranks alone. The ranks of ``data_group`` start with the weights
+        of its first one, so the holding strategy decides what the first ranks of several groups start with.
+
+        Args:
+            mesh: the mesh over which parameters are sharded, of shape (shards,), or (copies, shards) with hybrid
+                sharding. It may be a part of a larger mesh.
+            data_group: the ranks of ``mesh``, in the same order.
+            control: exchanges small values between the ranks that call this strategy's methods together.
+
+        Raises:
+            ConfigurationError: the mesh has another shape than `sharding` and the sizes demand.
+        """
+        shape = tuple(self._mesh_sizes.values())
+        if tuple(mesh.shape) != shape or self.tensor_parallel > 1:
+            raise ConfigurationError(
+                f"FSDPStrategy got a mesh of shape {tuple(mesh.shape)}.",
+                f"sharding={self.sharding!r} over {self.world_size} data ranks needs one of shape {shape}, and the "
+                "strategy that holds this one splits layers itself.",
+                "pass the data dimensions of the run's mesh, and leave tensor_parallel out.",
+            )
+        check_offload(self.cpu_offload, self.device)
+        self.control = control
+        self._mesh = Mesh(mesh, mesh, data_group, data_group, self.device)
 
     @property
     def device_mesh(self) -> Any:
@@ -248,70 +276,68 @@ class FSDPStrategy(DistributedStrategy):
         mesh = self._mesh
         assert mesh is not None
         self.module = module
-        meta_module = MetaModule(module, self._deferred_module.take())
+        has_meta_tensors = self._deferred_module.find_in(module)
         self.precision.convert_module(module)
         self._originals = original_parameters_of(module)
         plan = self.plan = make_plan(module, self.wrap, self.ignored)
-        table = plan.table(mesh.layout.shard)
+        table = plan.table(mesh.data.shape[-1])
         if self.rank == 0 and table not in _LOGGED_PLANS:
             _LOGGED_PLANS.add(table)
             logger.info("%s", table)
         self._manual_optimization = not getattr(module, "automatic_optimization", True)
-        compile_options = (self.compile if isinstance(self.compile, dict) else {}) if self.compile else None
-        self._forward_swap = change_forwards(
-            module,
-            plan,
-            self.activation_checkpointing,
-            self._checkpointing,
-            compile_options,
-            self._gathers_in_half,
-        )
+        if self.tensor_parallel > 1:
+            self._wrappers.callback(remove_tensor_parallel_hooks, module)
+        swap = self._forward_swap = ForwardSwap()  # FSDP's hooks, added later, run around the new forwards
+        self._wrappers.callback(swap.undo)
+        gathered_dtype = self._gathered_dtype
+        if gathered_dtype is not None and gathered_dtype.itemsize == 2 and self.precision.has_forward_context:
+            swap.keep_norms_in_float32(module)
+        swap.checkpoint(module, self.activation_checkpointing, self._checkpointing)
+        if self.compile:
+            compile_options = self.compile if isinstance(self.compile, dict) else {}
+            for unit in plan.units[:-1]:
+                swap.put(unit.module, partial(torch.compile, **compile_options))
         self._save_no_frozen_casts()
-        if self.device.type == "cpu":
-            ShardDraws.install()
-        broadcast_from_rank_0(plan.replicated.values(), self.device)
-        self._root = StepModule(module)
-        root = shard(self._root, plan, mesh, self._sharding_options(), self._originals)
+        mesh.broadcast(plan.replicated.values())
+        step_module = StepModule(module)
+        self._wrappers.callback(undo_sharding, step_module)
+        root = shard(
+            step_module,
+            plan,
+            mesh,
+            self._originals,
+            self.reshard_after_forward,
+            mp_policy=self.mixed_precision or mixed_precision_policy(self.precision),
+            offload_policy=offload_policy(self.cpu_offload, self.device),
+        )
         sharded = self._sharded = Sharded(root, self._weight_casts_factory())
-        meta_module.initialise(self._originals, sharded, plan, self.device, self.control)
+        if has_meta_tensors:
+            materialize(self._deferred_module, self._originals, sharded, plan, self.device, self.control)
         for original in self._originals:
             original.hand_over()
         self._hooks = UserHooks(module, sharded)
-        read_whole_scalars()
-        keep_data_assignments()
-        average_gradients_of_full_tensor(sharded.shard_meshes, sharded.whole)
-        broadcast_from_rank_0(module.buffers(), self.device)
+        self._changed_dtensor = ChangedDTensor(sharded, self.device)
+        mesh.broadcast(module.buffers())
         set_prefetch(plan, self.forward_prefetch, self.backward_prefetch)
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
         find_unused = True if self._manual_optimization else self.find_unused_parameters
-        param_names = {id(fsdp_param): names[id(fsdp_param.sharded_param)] for fsdp_param in sharded.parameters}
-        unused = UnusedParameters(find_unused, param_names, self.control)
-        replicated = list(plan.replicated.values())
+        unused = UnusedParameters(find_unused, sharded, self.control)
         unsplit = None
         if self.tensor_parallel > 1:
             group = mesh.whole.get_group("tensor")
             unsplit = UnsplitGradients(dict(module.named_parameters()), group, self.control)
+        replicated = list(plan.replicated.values())
         self._gradients = Gradients(sharded, replicated, mesh.data_group, unused, unsplit, self.reshard_after_backward)
-        if replicated or self.tensor_parallel > 1:  # an overflow may occur on some ranks only
+        if replicated or mesh.is_part_of_world:  # an overflow may occur on some ranks only
             self.precision.found_inf_reducer = self._all_reduce_overflow
         if len(plan.units) > 1:
             self._gather_order = GatherOrder({unit.name: unit.module for unit in plan.units[:-1]}, self.control)
         self._adopted_optimizers = AdoptedOptimizers(self._originals)
         return self._runner(cast(Callable[..., Any], root))
 
-    def _sharding_options(self) -> ShardingOptions:
-        return ShardingOptions(
-            self.reshard_after_forward,
-            self.mixed_precision or mixed_precision_policy(self.precision),
-            offload_policy(self.cpu_offload, self.device),
-            self.device,
-        )
-
     @property
-    def _gathers_in_half(self) -> bool:
-        """Whether weights are gathered in half precision, and autocast is enabled."""
-        dtype = self._sharding_options().precision.param_dtype
-        return dtype is not None and dtype.itemsize == 2 and self.precision.has_forward_context
+    def _gathered_dtype(self) -> torch.dtype | None:
+        """The dtype in which weights are gathered; None gathers them in their own."""
+        return None if self.mixed_precision is None else self.mixed_precision.param_dtype
 
     def _weight_casts_factory(self) -> WeightCastsFactory | None:
         """Return a function that builds the `WeightCasts` of a unit; None if autocast casts or caches no weights."""
@@ -319,7 +345,7 @@ class FSDPStrategy(DistributedStrategy):
         dtype = precision.compute_dtype
         if self.compile or not precision.has_forward_context or dtype.itemsize > 2:
             return None
-        if self._sharding_options().precision.param_dtype is not None:
+        if self._gathered_dtype is not None:
             return None
         # Selective checkpointing disables autocast's cache in the modules that it recomputes.
         uncached = tuple(self.activation_checkpointing or ()) if self._checkpointing.disables_cast_cache else ()
@@ -361,8 +387,8 @@ class FSDPStrategy(DistributedStrategy):
             step = PlainStep(optimizer, whole=not elementwise)
             self._plain_steps.append(step)
             if step.whole and self.rank == 0:
-                announce(optimizer)
-        check_fits(optimizer, step.nbytes(), self.gather_limit)
+                step.announce()
+        step.check_fits(self.gather_limit)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         if self.module is None:
@@ -375,8 +401,7 @@ class FSDPStrategy(DistributedStrategy):
         """Do nothing: parameters were broadcast before they were sharded."""
 
     def trainable_changed(self, module: nn.Module) -> None:
-        assert self._sharded is not None
-        adapt_to_trainable(self._resharded_module(), self._sharded, self._require_gradients())
+        self._require_gradients().trainable_changed(self._resharded_module())
         self._save_no_frozen_casts()
 
     # During a step: forward, gradients, backward and optimizer step
@@ -432,15 +457,15 @@ class FSDPStrategy(DistributedStrategy):
         return self._gradients
 
     def backward(self, loss: torch.Tensor) -> None:
-        sharded = self._sharded
+        sharded, gradients = self._sharded, self._require_gradients()
         assert sharded is not None
-        refuse_changes_while_gathered(sharded)
+        gradients.refuse_changes_while_gathered()
         if isinstance(loss, DTensor):  # of sharded parameters alone
             loss = sharded.whole(loss)
         if self._within_forward:
             sharded.begin_backward_within_forward(loss)
         self.precision.backward(loss)
-        self._require_gradients().after_backward()
+        gradients.after_backward()
         if self._within_forward:
             sharded.gather_root()
 
@@ -515,41 +540,33 @@ class FSDPStrategy(DistributedStrategy):
     # Teardown
 
     def restore_module(self) -> None:
-        module = self.module
-        if module is None or self._sharded is None:
+        module, mesh = self.module, self._mesh
+        if module is None or mesh is None or self._sharded is None:
             return
-        self.sync_buffers(module)
+        self.sync_buffers(module, mesh.common_group)
         nbytes = sum(original.current.numel() * original.current.element_size() for original in self._originals)
         if not check_gather_limit(nbytes, self.gather_limit, "FSDPStrategy", warn=self.rank == 0):
             return
-        self._undo()
+        self._remove_wrappers()
         restore_whole_parameters(self._originals)
         self._originals = []
         if self._adopted_optimizers is not None:
             self._adopted_optimizers.restore()
 
-    def _undo(self) -> None:
-        """Remove all hooks and wrappers from the module. The module's parameters are shards afterwards."""
-        if self._forward_swap is not None:
-            self._forward_swap.undo()
-        if self._root is not None:
-            undo_sharding(self._root)
-        if self.tensor_parallel > 1 and self.module is not None:
-            remove_tensor_parallel_hooks(self.module)
-        self._forward_swap = self._root = self._sharded = self._hooks = None
+    def _remove_wrappers(self) -> None:
+        self._wrappers.close()
+        self._sharded = self._hooks = None
 
     def teardown(self) -> None:
-        ShardDraws.uninstall()
-        self._undo()
-        read_local_scalars()
-        keep_local_gradients_of_full_tensor()
-        drop_data_assignments()
+        if self._changed_dtensor is not None:
+            self._changed_dtensor.undo()
+        self._remove_wrappers()
         leave_on_meta(self._originals)  # those that were not restored
         for step in self._plain_steps:
             step.undo()
         self.precision.found_inf_reducer = None
         if self._mesh is not None:
             self._mesh.close()
-            forget_meshes(self.device if self.tensor_parallel > 1 else None)
+            forget_meshes(self.device if self._mesh.is_part_of_world else None)
         self._reset()
         super().teardown()

@@ -1,13 +1,14 @@
-"""Replaces forwards of module instances, for activation checkpointing and compilation."""
+"""Replaces forwards of module instances: activation checkpointing, and norms that need weights in float32."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -58,6 +59,34 @@ class ForwardSwap:
         """Replace ``module.forward`` by ``wrap(module.forward)``."""
         self._replaced.append((module, module.__dict__.get("forward")))
         module.__dict__["forward"] = wrap(module.forward)
+
+    def keep_norms_in_float32(self, module: nn.Module) -> None:
+        """Let layers in ``module`` whose kernels may refuse weights in half precision cast them to float32.
+
+        BatchNorm and InstanceNorm refuse half-precision weights if they keep running statistics. LayerNorm and
+        GroupNorm refuse half-precision weights for float32 inputs on the CPU.
+        """
+        for child in module.modules():
+            if isinstance(child, (_NormBase, nn.LayerNorm, nn.GroupNorm)) and child.weight is not None:
+                self.put(child, partial(_with_float32_weights, child))
+
+    def checkpoint(
+        self, module: nn.Module, classes: Sequence[type[nn.Module]] | None, checkpointing: Checkpointing
+    ) -> None:
+        """Checkpoint the modules whose class is in ``classes``. Of nested modules, only the outermost.
+
+        Raises:
+            ConfigurationError: ``module`` contains no instance of a class. The error lists the classes in ``module``.
+        """
+        if classes is None:
+            return
+        refuse_absent_classes(module, classes, "activation_checkpointing")
+        chosen: list[str] = []
+        for name, child in list(module.named_modules()):
+            within_chosen = any(name.startswith(f"{outer}.") for outer in chosen)
+            if any(isinstance(child, wanted) for wanted in classes) and not within_chosen:
+                chosen.append(name)
+                self.put(child, checkpointing)
 
     def undo(self) -> None:
         """Restore all replaced forwards."""
@@ -126,20 +155,26 @@ def _without_cast_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run_uncached
 
 
-def outermost_modules(module: nn.Module, classes: Sequence[type[nn.Module]]) -> Iterable[nn.Module]:
-    """Yield every module whose class is in ``classes``. Of nested modules, yield only the outermost.
+def _with_float32_weights(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``forward`` to run with the weights of ``layer`` cast to float32, as under plain autocast.
 
-    Raises:
-        ConfigurationError: ``module`` contains no instance of a class. The error lists the classes in ``module``.
+    For LayerNorm and GroupNorm, the weights are not cast if the input already has their dtype.
     """
-    refuse_absent_classes(module, classes, "activation_checkpointing")
-    chosen: list[str] = []
-    for name, child in module.named_modules():
-        if any(isinstance(child, wanted) for wanted in classes) and not any(
-            name.startswith(f"{outer}.") for outer in chosen
-        ):
-            chosen.append(name)
-            yield child
+    keeps_statistics = isinstance(layer, _NormBase)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        parameters: dict[str, Any] = layer._parameters
+        inputs = args or tuple(kwargs.values())
+        if not keeps_statistics and inputs[0].dtype == parameters["weight"].dtype:
+            return forward(*args, **kwargs)
+        half_parameters = {name: parameter for name, parameter in parameters.items() if parameter is not None}
+        parameters.update({name: parameter.float() for name, parameter in half_parameters.items()})
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            parameters.update(half_parameters)
+
+    return run
 
 
 def checkpointing_advice(strategy: type) -> MemoryAdvice:
