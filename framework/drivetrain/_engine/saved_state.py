@@ -353,7 +353,7 @@ class SavedState:
             if anew.scheduler(config.scheduler, optimization.optimizers)
         }
         for group in ("callbacks", "callback_hooks"):  # the saved run may have had other callbacks
-            skipped |= {(group, key) for key, _ in self._callbacks_by_key() if key not in state.get(group, ())}
+            skipped |= {(group, key) for key, _ in self._callbacks_by_key() if key not in (state.get(group) or ())}
         if anew.data:
             skipped |= {owner.path for owner in self._position_owners()}
         # At the end of the data, the next epoch starts at its beginning, whatever state a loader has there.
