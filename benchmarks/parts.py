@@ -36,6 +36,7 @@ RULES: list[tuple[str, str | None]] = [
     ("/drivetrain/callbacks/_time_left.py", "progress bar"),
     ("/drivetrain/callbacks/", "hooks"),
     ("/drivetrain/data/", "fetching data"),
+    ("/drivetrain/_loops/epoch_reader.py", "fetching data"),
     ("/drivetrain/_loops/windows.py", "fetching data"),
     ("/drivetrain/strategies/", "strategy, precision"),
     ("/drivetrain/precision/", "strategy, precision"),

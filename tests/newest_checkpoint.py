@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from drivetrain.checkpoint._discovery import RETRY_SECONDS, StorageRetry, resumable_in, select_newest
-from drivetrain.checkpoint._format import CheckpointReader
+from drivetrain.checkpoint._discovery import RETRY_SECONDS, StorageRetry, resumable_in
+from drivetrain.checkpoint._format import CheckpointReader, load
+from drivetrain.runs._identity import Identity
+from drivetrain.runs._start_decision import StartRequest, decide
+from drivetrain.runs._start_search import StartSearch
 
 
 def newest(
@@ -15,4 +18,8 @@ def newest(
 ) -> CheckpointReader | None:
     """Return the newest checkpoint directly inside ``folders`` that a run can resume from, or None."""
     retry = StorageRetry(retry_seconds)
-    return select_newest(resumable_in(folders, retry), retry, check)
+    search = StartSearch(StartRequest("auto", True, Identity("", "", {}), [], "", needs_folder=False), retry)
+    search.found.checkpoints = resumable_in(folders, retry)
+    while (path := decide(search.found, search.request).path) and search.drop_if_unreadable(path, check):
+        pass
+    return None if path is None else load(path)

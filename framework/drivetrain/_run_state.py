@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from drivetrain._metrics import MetricStore
 from drivetrain.checkpoint.save_request import SaveRequest
+from drivetrain.runs._run_folder import RunFolder
 from drivetrain.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -222,16 +223,6 @@ class CheckpointsOfRun(Protocol):
         """Request a rollback to a checkpoint of this run. Collective."""
 
 
-class FolderOfRun(Protocol):
-    """The run's folder, as far as hooks read it."""
-
-    path: str | None
-    id: str
-
-    def note_removal(self, identifier: str) -> None:
-        """Record that a checkpoint was deleted."""
-
-
 def _outside_a_run(*arguments: Any) -> Any:
     raise AssertionError("the session sets this function before the first hook")
 
@@ -284,7 +275,7 @@ class RunState:
     gradient_norm: torch.Tensor | None = None
     manual: ManualOptimization | None = None
     stop: StopRequests | None = None
-    folder: FolderOfRun | None = None
+    folder: RunFolder = field(default_factory=RunFolder)
     checkpoints: CheckpointsOfRun | None = None
     estimate_steps: Callable[[], int | float] = _outside_a_run
     all_gather: Callable[[Any, bool], Any] = _outside_a_run

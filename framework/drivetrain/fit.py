@@ -14,7 +14,6 @@ from drivetrain._config.precedence import Settings, resolved_settings
 from drivetrain._engine.components import check_allow
 from drivetrain._engine.defaults import default_callbacks, default_loggers
 from drivetrain._engine.launch import launch
-from drivetrain._engine.run_folder import CKPT_PATH_KEYWORDS
 from drivetrain._engine.run_parts import RunRequest
 from drivetrain._engine.seeding import built_unseeded
 from drivetrain._engine.stage_loaders import DataArguments
@@ -33,6 +32,7 @@ from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
 from drivetrain.precision.resolve import PrecisionName, canonical_name
 from drivetrain.run_context import RunContext
+from drivetrain.runs import CKPT_PATH_KEYWORDS
 from drivetrain.strategies.registry import StrategyName, strategy_by_name
 from drivetrain.strategies.strategy import Strategy
 

@@ -26,9 +26,9 @@ from drivetrain._run_state import (
 )
 from drivetrain._runtime.accelerators import resolve_devices
 from drivetrain.checkpoint.save_request import SaveRequest
-from drivetrain.environments import Environment, Placement, environment_by_name
+from drivetrain.environments import Environment, Placement, resolve_environment
 from drivetrain.errors import ConfigurationError
-from drivetrain.launchers import Launcher, current_world
+from drivetrain.launchers import Launcher, current_processes
 from drivetrain.loggers import Logger
 from drivetrain.precision import Precision, resolve_precision
 from drivetrain.strategies.registry import strategy_by_name
@@ -528,15 +528,15 @@ class RunContext:
     def log_dir(self) -> str | None:
         """The folder of this run or the last one, as a path or URL equal on every rank; None if the run has no folder.
 
-        The folder holds the loggers' files, ``checkpoints/``, ``logs/`` and ``run.json``; see docs/runs.md. The folder
-        of an evaluation is created when a logger first writes to it.
+        The folder holds the loggers' files, ``checkpoints/``, ``logs/`` and ``run.json``; see docs/runs.md. An
+        evaluation uses the folder of the last fit; without one, it has a folder if a logger writes files.
         """
-        return None if self.run_state.folder is None else self.run_state.folder.path
+        return self.run_state.folder.path
 
     @property
     def run_id(self) -> str:
         """The identifier of the run in `log_dir`, kept if the run is resumed in its folder; "" without a folder."""
-        return "" if self.run_state.folder is None else self.run_state.folder.id
+        return self.run_state.folder.id
 
     # Checkpoints
 
@@ -594,9 +594,7 @@ class RunContext:
 
     def checkpoint_removed(self, identifier: str) -> None:
         """Record that a checkpoint was deleted. ``identifier`` is the identifier in the checkpoint's manifest."""
-        folder = self._running("checkpoint_removed").folder
-        if folder is not None:
-            folder.note_removal(identifier)
+        self._running("checkpoint_removed").folder.notes.note_removal(identifier)
 
     # Optimizers
 
@@ -766,12 +764,11 @@ class RunContext:
         A process that was started to run the caller's script again has the rank that it was started for. Conflicting
         settings raise an error when the run begins, not in this function.
         """
-        if self.num_nodes == 1 and self.devices in (1, "1") and current_world() is not None:
+        if self.num_nodes == 1 and self.devices in (1, "1") and current_processes() is not None:
             return Placement()  # each process of the script executes a separate run
-        if dist.is_available() and dist.is_initialized():
+        if dist.is_initialized():
             return Placement.on_one_node(dist.get_rank(), dist.get_world_size())
-        setting = self.environment
-        environment = setting if isinstance(setting, Environment) else environment_by_name(setting)
+        environment = resolve_environment(self.environment)
         return environment.placement() if environment.started_processes else Placement()
 
     def _indices(self) -> list[int]:

@@ -16,14 +16,14 @@ from scripts import run_cases
 
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
-from drivetrain.launchers import SubprocessLauncher, current_world
+from drivetrain.launchers import SubprocessLauncher, current_processes
 from drivetrain.launchers.launched_processes import LAUNCHER_VARIABLE, PARENT_VARIABLE
 
 _HEAD = """
 import os, pathlib, signal, sys, threading, time
 import torch
 from drivetrain.environments import PlainEnvironment
-from drivetrain.launchers import FunctionLauncher, SubprocessLauncher, current_world
+from drivetrain.launchers import FunctionLauncher, SubprocessLauncher, current_processes
 
 def place(number):
     return PlainEnvironment({}).first_placement_on_node(1, number)
@@ -84,7 +84,7 @@ if CASE == "others fail":
     for failure in world.failures():
         say(f"{failure.rank} {failure.exit_code} {failure.signal_name} {failure.error_type} {failure.message}")
 elif CASE == "another outlives the caller":
-    current_world()  # joined by the main thread, which is what the kernel's signal is bound to
+    current_processes()  # joined by the main thread, which is what the kernel's signal is bound to
     worlds = []
 
     def start():
@@ -195,12 +195,12 @@ def test_a_process_belongs_to_the_world_only_of_the_process_that_started_it(monk
     monkeypatch.setenv(LAUNCHER_VARIABLE, "script")
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv(PARENT_VARIABLE, str(os.getpid()))  # alive, and not our parent
-    assert current_world() is None
+    assert current_processes() is None
     dead = subprocess.Popen(["true"])
     dead.wait()
     monkeypatch.setenv(PARENT_VARIABLE, str(dead.pid))
     with pytest.raises(DistributedError, match="the process that started rank 3 has ended"):
-        current_world()
+        current_processes()
 
 
 def test_only_the_first_rank_of_a_node_launches() -> None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
-from drivetrain.launchers import FunctionLauncher, RankFailedError, current_world
+from drivetrain.launchers import FunctionLauncher, RankFailedError, current_processes
 from drivetrain.testing import World, run_distributed
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
@@ -203,11 +203,15 @@ def test_state_left_behind_is_an_error_and_removed() -> None:  # A-02, A-03
 
 
 def _meet() -> str:
-    world = current_world()
+    world = current_processes()
     assert world is not None
-    world.store("test").set(os.environ["RANK"], "here")
-    world.store("test").wait(["0", "1"])
-    return os.environ["RANK"]
+    rank, store = os.environ["RANK"], world.store("test")
+    store.set(rank, "here")
+    store.wait(["0", "1"])
+    store.set(f"{rank} met", "")
+    if rank == "0":  # the store ends with the caller of this rank
+        store.wait(["1 met"])
+    return rank
 
 
 def _node_of_two(folder: str, port: int) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 from drivetrain import Callback
 from drivetrain._engine.checkpoint_manager import CheckpointManager
-from drivetrain.launchers import current_world
+from drivetrain.launchers import current_processes
 
 STEP_TIMEOUT = timedelta(seconds=3)
 """How long the ranks of a run with a stall wait for each other, once they have made a step."""
@@ -167,7 +167,7 @@ def _cut_off(fault: Fault) -> None:
 
 def _refuse(fault: Fault) -> None:
     """Redirect connections to the other ranks to a port on which nothing listens."""
-    world = current_world()
+    world = current_processes()
     assert world is not None
     free = socket.socket()
     free.bind(("127.0.0.1", 0))

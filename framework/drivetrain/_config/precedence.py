@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
@@ -60,6 +60,9 @@ class Settings(Mapping[str, Setting]):
 
     def __len__(self) -> int:
         return len(self._settings)
+
+    def items(self) -> ItemsView[str, Setting]:
+        return self._settings.items()
 
     def __str__(self) -> str:
         rows = [("setting", "value", "source")]

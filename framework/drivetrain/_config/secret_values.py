@@ -196,6 +196,9 @@ def _without(value: Any, location: tuple[str, ...], left_out: list[str], ancesto
     if named is not None:
         before, kept = len(left_out), {}
         for key, part in named:
+            if part is None or isinstance(part, int | float):  # also True and False
+                kept[key] = part
+                continue
             path = (*location, str(key))
             if isinstance(key, str) and (
                 (names_a_secret(key) and any(_texts(part, within_names=True)))

@@ -131,15 +131,12 @@ class Failure:
 
     def write(self, path: str) -> None:
         """Write the failure, without the pickled exception, to a file. An existing file is kept."""
-        if os.path.exists(path):
-            return
-        # The file is renamed when it is complete, because the reader reads the file as soon as it exists.
-        Path(f"{path}.part").write_text(self.encode())
-        os.replace(f"{path}.part", path)
+        if not os.path.exists(path):
+            Path(path).write_text(self.encode())
 
     @classmethod
     def read(cls, path: str) -> Self | None:
-        """Return the failure that `write` stored, or None."""
+        """Return the failure that `write` stored, or None if there is no file or it is not complete."""
         with contextlib.suppress(OSError, ValueError, TypeError):
             return cls.decode(Path(path).read_text())
         return None

@@ -55,16 +55,12 @@ class FailureExchange:
     def all(self, wait: timedelta) -> list[Failure]:
         """Return the reported failures once all ranks have failed or ``wait`` has passed."""
         end = time.monotonic() + wait.total_seconds()
-        while len(reports := self.reports()) < self._world_size and time.monotonic() < end:
+        while self.silent_ranks() and time.monotonic() < end:
             time.sleep(_POLL)
-        return reports
-
-    def is_complete(self) -> bool:
-        """Return whether all ranks have reported a failure, so that no further report will arrive."""
-        return bool(self._store.add("failures", 0) >= self._world_size)
+        return self.reports()
 
     def silent_ranks(self) -> list[int]:
-        """Return the ranks that have not reported a failure."""
+        """Return the ranks that have not reported a failure, and may still do so."""
         return sorted(set(range(self._world_size)) - {failure.rank for failure in self.reports()})
 
     def reports(self) -> list[Failure]:

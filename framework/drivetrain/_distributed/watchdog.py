@@ -73,15 +73,20 @@ class Watchdog:
 
 def format_stack(thread: int) -> str:
     """Return the stack of a thread of this process, innermost call first, from `faulthandler`."""
+    stacks = dumped_stacks()
+    for stack in stacks:
+        head, _, body = stack.partition("\n")
+        if f"0x{thread:016x}" in head:
+            return "\n".join(body.splitlines()[:_MAX_LINES])
+    return "\n\n".join(stacks).strip()
+
+
+def dumped_stacks() -> list[str]:
+    """Return the stack of each thread of this process, below a line with the thread's number, from `faulthandler`."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
-        text = file.read()
-    for part in text.split("\n\n"):
-        head, _, body = part.partition("\n")
-        if f"0x{thread:016x}" in head:
-            return "\n".join(body.splitlines()[:_MAX_LINES])
-    return text.strip()
+        return file.read().split("\n\n")
 
 
 def request_stacks(store: Store, rank: int, world_size: int, late: bool = False) -> dict[int, str]:

@@ -151,7 +151,7 @@ class CheckpointManager:
             if request.on_complete is not None:
                 request.on_complete()
             if strategy.rank == 0:
-                core.folder.note_checkpoint(request.path, metadata)
+                core.folder.notes.note_checkpoint(request.path, metadata)
 
         if in_background:
             self._write_in_background(write)
@@ -420,7 +420,7 @@ class CheckpointManager:
                 callback.before_rollback(core.trainer, core.module)
             self.saved_state.load(checkpoint, StartsAnew())
             if core.strategy.rank == 0:
-                core.folder.note("rolled back", f"to {path}", core.progress.global_step)
+                core.folder.notes.note("rolled back", f"to {path}", core.progress.global_step)
             for callback in followers:
                 callback.after_rollback(core.trainer, core.module, path)
 

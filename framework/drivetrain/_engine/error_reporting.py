@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain._distributed.failure import RankFailedError
 from drivetrain.errors import LossSpikeError, NonFiniteError
-from drivetrain.launchers import current_world
+from drivetrain.launchers import current_processes
 
 if TYPE_CHECKING:
     from drivetrain._engine.run_parts import RunCore
@@ -84,8 +84,8 @@ def peer_failures_in_one_line(rank: int | None = None) -> Iterator[None]:
     try:
         yield
     except RankFailedError as error:
-        world = current_world() if rank is None else None
-        rank = world.placement.rank if world is not None else rank or 0
+        processes = current_processes() if rank is None else None
+        rank = processes.placement.rank if processes is not None else rank or 0
         print_in_one_line(error, f"Rank {rank} ends because another rank failed: {error.failure.one_line_summary()}")
         raise
 

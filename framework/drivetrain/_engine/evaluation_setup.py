@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from drivetrain._engine.batches import Move, safe_move
 from drivetrain._engine.run_parts import RunCore, RunData
+from drivetrain._loops.batch_mover import Move, safe_move
 from drivetrain._loops.evaluate import EvaluateLoop, EvaluationData, EvaluationMode
 from drivetrain._loops.evaluation_interrupt import EarlyExit, ValidationExit
 from drivetrain._loops.predict import IsPredicted, PredictLoop
@@ -18,18 +18,22 @@ from drivetrain._loops.stopping import StopRequest
 from drivetrain.callback import StoresPredictions
 from drivetrain.strategies.strategy import StepRunner
 
+_Loop = TypeVar("_Loop", EvaluateLoop, PredictLoop)
+
 
 def build_stage(
     core: RunCore, data: RunData, stop: StopRequest, runner: StepRunner, move: Move | None
 ) -> Callable[[], Any]:
     """Return a function that runs the stage: validate, test or predict. All ranks may end it early after a signal."""
     early = EarlyExit(stop, core.strategy) if core.saves_on_signals else None
-    if core.stage == "predict":
-        return build_prediction(core, data, runner, move, early)
-    return build_evaluation(core, data, core.stage, runner, move, early=early)
+    if core.stage != "predict":
+        return _build_loop(EvaluateLoop, core, data, core.stage, runner, move, early=early).run
+    loop = _build_loop(PredictLoop, core, data, "predict", runner, move, early=early)
+    return partial(loop.run, core.request.return_predictions, partial(_existing_predictions, core))
 
 
-def build_evaluation(
+def _build_loop(
+    kind: type[_Loop],
     core: RunCore,
     data: RunData,
     stage: str,
@@ -37,43 +41,39 @@ def build_evaluation(
     move: Move | None,
     sanity_steps: int | None = None,
     early: EarlyExit | None = None,
-) -> Callable[[], list[dict[str, float]]]:
-    """Return a function that validates or tests the run's module and returns the values of each loader.
+) -> _Loop:
+    """Build the loop of a stage.
 
     Args:
+        kind: the class of the loop.
         core: the run.
         data: the run's data.
-        stage: "validate" or "test".
+        stage: "validate", "test" or "predict".
         runner: runs each step as the strategy requires.
         move: moves a batch to the device; None if batches stay where they are.
         sanity_steps: the number of micro-batches of each loader in a sanity check, whose values are not logged; -1 for
             all, None if this is no sanity check.
-        early: lets all ranks end the evaluation early after a signal; None if they always finish.
+        early: lets all ranks end the loop early after a signal; None if they always finish.
     """
-    strategy = core.strategy
+    strategy, logs = core.strategy, stage != "predict" and sanity_steps is None
     sync_buffers = partial(strategy.sync_buffers, core.module)
-    return EvaluateLoop(
+    return kind(
         stage,
         WrappedModule(core.module, runner, strategy),
         hooks=core.hooks,
         position=core.position,
         data=EvaluationData(
-            data.loaded.sources[stage],
+            [loader.source for loader in data.loaded.evaluation[stage]],
             lambda: _limits(data.loaded.resize_evaluation(stage), sanity_steps),
             _safe_mover(core, data, stage, move),
         ),
-        reporting=Reporting(
-            core.metrics,
-            None if sanity_steps is not None else core.logger_call(),
-            core.progress_reporter(),
-            data.lengths,
-        ),
+        reporting=Reporting(core.metrics, core.logger_call() if logs else None, core.progress_reporter(), data.lengths),
         mode=EvaluationMode(
             core.buffers.take_from_rank_0 if core.stage == "fit" else sync_buffers,
             _inference_mode(core),
             early,
         ),
-    ).run
+    )
 
 
 def build_validation(core: RunCore, runner: StepRunner, move: Move | None) -> Callable[[], list[dict[str, float]]]:
@@ -81,7 +81,7 @@ def build_validation(core: RunCore, runner: StepRunner, move: Move | None) -> Ca
     early = None
     if core.saves_on_signals:
         early = ValidationExit(core.stop, core.strategy, core.module, core.metrics)
-    evaluate = build_evaluation(core, core.data, "validate", runner, move, early=early)
+    evaluate = _build_loop(EvaluateLoop, core, core.data, "validate", runner, move, early=early).run
 
     def validate() -> list[dict[str, float]]:
         snapshot = core.snapshot if core.progress.within_window else None
@@ -103,27 +103,6 @@ def build_validation(core: RunCore, runner: StepRunner, move: Move | None) -> Ca
                 core.validating = False
 
     return validate
-
-
-def build_prediction(
-    core: RunCore, data: RunData, runner: StepRunner, move: Move | None, early: EarlyExit | None
-) -> Callable[[], list[Any] | None]:
-    """Return a function that predicts with the run's module, and that ``early`` may end early."""
-    return PredictLoop(
-        WrappedModule(core.module, runner, core.strategy),
-        hooks=core.hooks,
-        position=core.position,
-        data=EvaluationData(
-            data.loaded.sources["predict"],
-            lambda: data.loaded.resize_evaluation("predict"),
-            _safe_mover(core, data, "predict", move),
-        ),
-        reporting=Reporting(core.metrics, None, core.progress_reporter(), data.lengths),
-        inference_mode=_inference_mode(core),
-        keeps_outputs=core.request.return_predictions,
-        get_predicted_checks=partial(_existing_predictions, core),
-        early_exit=early,
-    ).run
 
 
 def run_sanity_check(
@@ -150,7 +129,7 @@ def run_sanity_check(
     ):
         for hook in hooks.on_sanity_check_start:
             hook()
-        build_evaluation(core, data, "validate", runner, move, steps)()
+        _build_loop(EvaluateLoop, core, data, "validate", runner, move, steps).run()
         after_evaluation()
         for hook in hooks.on_sanity_check_end:
             hook()
@@ -188,7 +167,7 @@ def _safe_mover(core: RunCore, data: RunData, stage: str, move: Move | None) -> 
     """Return ``move``; on CUDA, a version that is safe if loaders reuse a batch's memory during the copy."""
     if move is None or core.strategy.device.type != "cuda":
         return move
-    return safe_move(move, all(source.fresh_memory for source in data.loaded.sources[stage]))
+    return safe_move(move, all(loader.source.fresh_memory for loader in data.loaded.evaluation[stage]))
 
 
 def _separate_generators(core: RunCore, data: RunData) -> AbstractContextManager[None]:

@@ -147,7 +147,7 @@ def _wait_for_cause(exchange: FailureExchange) -> Failure | None:
             failed_process = first_cause(failed_processes)
             exchange.report(failed_process)  # the other ranks do not watch processes
             return failed_process
-        if exchange.is_complete() or time.monotonic() >= end:
+        if not exchange.silent_ranks() or time.monotonic() >= end:
             return cause
 
 

@@ -13,28 +13,22 @@ import torch
 from drivetrain._engine.error_reporting import peer_failures_in_one_line, print_in_one_line
 from drivetrain._engine.requirements import check_requirements, warn_of_unused_loader
 from drivetrain._engine.run_parts import RunCore, RunRequest
-from drivetrain._engine.run_processes import (
-    check_number,
-    find_processes,
-    first_placement,
-    is_standalone,
-    resolve_environment,
-)
+from drivetrain._engine.run_processes import check_number, find_processes, first_placement, is_standalone
 from drivetrain._engine.session import Session
 from drivetrain._engine.strategy_checks import asks_for_sync_batchnorm
 from drivetrain._runtime.accelerators import resolve_devices
+from drivetrain.environments import resolve_environment
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import (
     LaunchedProcesses,
     Launcher,
     choose_launcher,
-    current_world,
+    current_processes,
     named_launcher,
     suggested_threads,
 )
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import resolve_precision
-from drivetrain.run_context import RunContext
 
 logger = logging.getLogger("drivetrain")
 
@@ -55,8 +49,9 @@ def launch(request: RunRequest) -> Any:
         counters = None if request.stage == "fit" else copy(preceding.progress)
         request = replace(request, counters=counters, previous_folder=preceding.folder)
     environment = resolve_environment(trainer.environment)
-    launcher_or_name, strategy = _launcher_setting(trainer), trainer.chosen_strategy
-    launcher = named_launcher(launcher_or_name)
+    strategy = trainer.chosen_strategy
+    setting: str | Launcher = (strategy.launcher if strategy is not None else None) or trainer.launcher
+    launcher = named_launcher(setting)
     if launcher is not None and launcher.places_devices and is_standalone(environment):
         devices = launcher.devices(trainer.accelerator, trainer.devices)
         check_number(strategy, len(devices.indices) * trainer.num_nodes)
@@ -68,7 +63,7 @@ def launch(request: RunRequest) -> Any:
         if processes is not None:
             return _run_as_rank(request, processes)
         placement = first_placement(environment, devices, trainer.num_nodes)
-    launcher = choose_launcher(launcher or launcher_or_name, placement.local_world_size)
+    launcher = choose_launcher(launcher or setting, placement.local_world_size)
     if type(launcher).launch is not Launcher.launch:
         processes = launcher.launch(placement)
         if not isinstance(processes, LaunchedProcesses):
@@ -114,7 +109,7 @@ def run_here(request: RunRequest, processes: LaunchedProcesses) -> Any:
     trainer.state = {"fit": "fitting", "validate": "validating", "test": "testing", "predict": "predicting"}[stage]
     began_on_meta = _has_meta_parameters(request.module)
     threads = torch.get_num_threads()
-    launched = current_world()
+    launched = current_processes()
     if launched is not None and launched.is_caller and "OMP_NUM_THREADS" not in os.environ:
         # The processes started next to this one use the other cores.
         torch.set_num_threads(min(threads, suggested_threads(placement.local_world_size)))
@@ -143,9 +138,3 @@ def run_here(request: RunRequest, processes: LaunchedProcesses) -> Any:
 
 def _has_meta_parameters(module: TrainModule) -> bool:
     return any(parameter.is_meta for parameter in module.parameters())
-
-
-def _launcher_setting(trainer: RunContext) -> str | Launcher:
-    """Return the launcher of the strategy, if there is one, or else the argument ``launcher`` of `Fit`."""
-    strategy_launcher: Launcher | None = None if trainer.chosen_strategy is None else trainer.chosen_strategy.launcher
-    return strategy_launcher or trainer.launcher

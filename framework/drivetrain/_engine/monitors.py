@@ -64,8 +64,9 @@ class MonitoredKeysCheck:
 
     def _monitored(self) -> Iterator[tuple[str, str]]:
         for callback in self._run.callbacks:
-            for name, description in (callback.monitors if isinstance(callback, MonitorsValues) else {}).items():
-                yield description, name
+            if isinstance(callback, MonitorsValues):
+                for name, description in callback.monitors.items():
+                    yield description, name
         for config in self._schedulers:
             if config.reduce_on_plateau and config.monitor is not None and config.strict:
                 yield f"'monitor': {config.monitor!r} of {type(config.scheduler).__name__}", config.monitor

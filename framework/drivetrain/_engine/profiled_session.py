@@ -7,14 +7,13 @@ import operator
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
-from drivetrain._engine.batches import BatchMover
 from drivetrain._engine.monitors import MonitoredKeysCheck
 from drivetrain._engine.run_parts import RunRequest
 from drivetrain._engine.session import PreparedRun, Session
 from drivetrain._engine.stage_data import StageData
+from drivetrain._loops.batch_mover import BatchMover
 from drivetrain._loops.hooks import HOOKS
 from drivetrain._loops.manual_step import ManualStep
 from drivetrain._loops.step import AutomaticStep, TrainStep
@@ -51,10 +50,8 @@ class ProfiledSession(Session):
 
     def __init__(self, request: RunRequest, strategy: Strategy, processes: LaunchedProcesses) -> None:
         super().__init__(request, strategy, processes)
-        trainer, before = request.trainer, request.previous_folder
-        self._profiler = trainer.profiler
+        self._profiler = request.trainer.profiler
         self._facts = ProfiledRun(request.stage, strategy.rank, strategy.world_size, strategy.device)
-        self._folder_of_fit = before.path if before is not None and before.is_of_fit else None
         self._is_nested: bool | None = None  # None unless the run is being measured
         self._replace(self.core.callbacks, "collect", lambda collect: partial(self._time_hooks, collect))
 
@@ -99,9 +96,7 @@ class ProfiledSession(Session):
         facts.name = f"{profiler.filename or f'{facts.stage}-{profiler.kind}'}-rank-{facts.rank}"
         facts.folder = profiler.dirpath
         if profiler.dirpath is None and not trainer.fast_dev_run:
-            # An evaluation gets a folder when a logger first writes to one, which only rank 0 knows.
-            is_fit = facts.stage == "fit"
-            run_folder = self.core.folder.path if is_fit else self._folder_of_fit or trainer.default_root_dir
+            run_folder = self.core.folder.path or (trainer.default_root_dir if facts.stage != "fit" else None)
             facts.folder = None if run_folder is None else child(run_folder, FOLDER)
 
     # Wrapping the parts of the run
@@ -115,7 +110,7 @@ class ProfiledSession(Session):
         data = super()._build_stage_data()
         if data.train is not None:
             self._replace(data.train, "epoch", lambda epoch: lambda *args: self._read("data", epoch(*args)))
-        for source in chain(*data.sources.values()):
+        for source in (loader.source for loaders in data.evaluation.values() for loader in loaders):
             self._replace(source, "epoch", lambda epoch: lambda *args: self._steps(self._read("data", epoch(*args))))
         return data
 
@@ -139,9 +134,7 @@ class ProfiledSession(Session):
         assert loop is not None
         self._time(loop, "training", "run")
         self._time(loop, "logging", "_flush", "_reduce_epoch", "_flush_epoch")
-        self._replace(
-            loop._schedule.checks, "with_first_check", lambda check: lambda items: check(self._windows(items))
-        )
+        self._replace(loop.reader, "micro_batches", lambda read: lambda *args: self._windows(read(*args)))
         if isinstance(step, ManualStep):
             self._time(step, "backward", "_backward")
             for handle in self.core.optimization.handles:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from drivetrain._engine.run_folder import RunFolder
+    from drivetrain.runs._run_folder import RunFolder
 
 _LOGGER = logging.getLogger("drivetrain")
 

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from drivetrain._distributed.control_plane import check_ranks_agree
-from drivetrain._engine.batches import BatchMover
 from drivetrain._engine.components import data_facts
 from drivetrain._engine.evaluation_setup import build_validation
 from drivetrain._engine.run_parts import RunCore
 from drivetrain._engine.seeding import seed_rank
 from drivetrain._engine.stage_data import StageData
-from drivetrain._engine.training_setup import epoch_data
+from drivetrain._loops.batch_mover import BatchMover
 from drivetrain._runtime.generators import preserved_generators
 from drivetrain._runtime.seed import derive_seed
 from drivetrain.strategies.strategy import StepRunner
@@ -95,7 +94,8 @@ class Reloading:
         data.stage_data = self._build()
         check_ranks_agree(core.strategy.control, data.stage_data.facts())
         core.components["data"] = data_facts(data.train, data.stage_data.loaders)
-        loop.use(epoch_data(core, data, move), build_validation(core, runner, move) if data.validates else None)
+        loop.reader.use(data.training)
+        loop.validation.renew(build_validation(core, runner, move) if data.validates else None, data.train_length)
 
     def _first_epoch(self, epoch: int) -> int:
         """Return the first of the epochs that share the loaders of ``epoch``."""

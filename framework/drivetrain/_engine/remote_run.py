@@ -12,16 +12,14 @@ from torch import nn
 
 from drivetrain._distributed.failure import RankFailedError
 from drivetrain._engine.missing_weights import CHECKPOINT_ATTRIBUTE
-from drivetrain._engine.run_folder import RunFolder
 from drivetrain._engine.run_parts import RunCore, RunRequest
-from drivetrain._engine.run_processes import resolve_environment
 from drivetrain._engine.session import Session
 from drivetrain._engine.signals import as_interruption, handled_signals
-from drivetrain.environments import Placement
+from drivetrain.environments import Placement, resolve_environment
 from drivetrain.errors import ConfigurationError, listed
 from drivetrain.launchers import LaunchedProcesses, Launcher
 from drivetrain.module.train_module import TrainModule
-from drivetrain.run_context import RunContext
+from drivetrain.runs._run_folder import RunFolder
 from drivetrain.strategies import replace_tensors
 
 
@@ -66,12 +64,13 @@ def run_in_other_processes(
     return outcome.result
 
 
-def _run_rank(launch: Callable[[RunRequest], Any], request: RunRequest) -> RemoteResult:
-    """Run one rank in a process that was started for the rank."""
+def _run_rank(launch: Callable[[RunRequest], Any], request: RunRequest) -> RemoteResult | None:
+    """Run one rank in a process that was started for the rank. Only the first rank of a node returns its result."""
     trainer = request.trainer
     if not resolve_environment(trainer.environment).started_processes:
         trainer.environment = "auto"  # the caller's setting described the caller's process
-    return RemoteResult.of(trainer, request.module, launch(request), with_module=not request.trial)
+    result = launch(request)
+    return RemoteResult.of(request, result) if trainer.local_rank == 0 else None
 
 
 def _apply_result(outcome: RemoteResult, placement: Placement, request: RunRequest) -> None:
@@ -86,8 +85,10 @@ def _apply_result(outcome: RemoteResult, placement: Placement, request: RunReque
     core.progress.cut_short = core.progress.batch_idx > 0
     core.metrics.restore(outcome.metrics)
     core.folder.adopt(outcome.folder)
-    for logger, version in zip(trainer.loggers, outcome.versions, strict=False):
-        logger.adopt(version)
+    if trainer.loggers:
+        from drivetrain._engine.run_location import hand_out  # only runs that log need it
+
+        hand_out(trainer.loggers, core.folder)
     trainer.run_state = core
     trainer.state = outcome.state
     for callback, state in zip(trainer.callbacks, outcome.callbacks, strict=True):
@@ -102,7 +103,7 @@ def _apply_result(outcome: RemoteResult, placement: Placement, request: RunReque
 
 @dataclass(slots=True)
 class RemoteResult:
-    """The state of one rank after a run.
+    """The state of the first rank of a node after a run.
 
     Attributes:
         result: the return value of the stage.
@@ -117,7 +118,6 @@ class RemoteResult:
         callbacks: the states of the callbacks, in their order.
         state: the trainer's ``state``.
         folder: the run's folder.
-        versions: the versions of the loggers.
     """
 
     result: Any
@@ -131,47 +131,29 @@ class RemoteResult:
     callbacks: list[dict[str, Any]]
     state: str
     folder: RunFolder
-    versions: list[str]
 
     @classmethod
-    def of(
-        cls,
-        trainer: RunContext,
-        module: TrainModule,
-        result: Any,
-        with_module: bool = True,
-    ) -> Self:
-        """Collect the state after a run; only rank 0 includes the result and the module.
-
-        Args:
-            trainer: the `Fit` that ran the module.
-            module: the module that was run.
-            result: the return value of the stage.
-            with_module: whether to include the module; False after a trial, whose weights are discarded.
-        """
-        core = trainer.run_state
+    def of(cls, request: RunRequest, result: Any) -> Self:
+        """Collect the state after a run of which ``result`` is the return value."""
+        trainer, module, core = request.trainer, request.module, request.trainer.run_state
         assert isinstance(core, RunCore)
-        is_rank_0 = trainer.is_global_zero
-        sends_module = is_rank_0 and with_module
+        sent = nn.Module() if request.trial else module  # the weights of a trial are discarded
         return cls(
-            result=result if is_rank_0 else None,
-            tensors={name: _on_host(tensor) for name, tensor in _tensors_of(module).items()} if sends_module else {},
+            result=result,
+            tensors={name: _on_host(tensor) for name, tensor in _tensors_of(sent).items()},
             checkpoint=module.__dict__.get(CHECKPOINT_ATTRIBUTE),
-            structure=_structure(module),
-            trains={name: parameter.requires_grad for name, parameter in module.named_parameters()}
-            if sends_module
-            else {},
-            extra={name: layer.get_extra_state() for name, layer in _with_extra_state(module)} if sends_module else {},
+            structure=_structure(sent),
+            trains={name: parameter.requires_grad for name, parameter in sent.named_parameters()},
+            extra={name: layer.get_extra_state() for name, layer in _with_extra_state(sent)},
             progress=core.progress.state_dict(),
             metrics={name: float(value) for name, value in core.metrics.callback_metrics().items()},
             callbacks=[dict(callback.state_dict()) for callback in trainer.callbacks],
             state=trainer.state,
             folder=core.folder,
-            versions=[logger.version_name for logger in trainer.loggers] if core.folder.path is not None else [],
         )
 
     def fill(self, module: TrainModule) -> None:
-        """Copy rank 0's module into the caller's module, whose tensors stay the same objects if they have values.
+        """Copy the rank's module into the caller's module, whose tensors stay the same objects if they have values.
 
         Layers that the run has built are built by ``configure_model``.
 

@@ -120,7 +120,7 @@ class ResumedRun:
             text = f"The checkpoint's value goes on, and not that of configure_optimizers: {text}."
             kinds = ", ".join(f'"{kind}"' for kind in dict.fromkeys(difference.kind for difference in kept))
             logger.warning("%s To start with this run's values: fit(..., allow=(%s,)).", text, kinds)
-            self._core.folder.note("kept settings", text, int(self.checkpoint.progress["global_step"]))
+            self._core.folder.notes.note("kept settings", text, int(self.checkpoint.progress["global_step"]))
 
     def freeze(self) -> None:
         """Freeze and unfreeze parameters as in the resumed run, before the module is wrapped. Not collective."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from drivetrain._engine.defaults import checked_callbacks
 from drivetrain._loops.hooks import HookTable
+from drivetrain._loops.progress_reports import ProgressReporter
 from drivetrain._run_state import with_module_callbacks
 from drivetrain.callback import Callback, ReportsProgress, bind_logging
 from drivetrain.errors import ConfigurationError
@@ -16,7 +17,6 @@ from drivetrain.run_context import RunContext
 
 if TYPE_CHECKING:
     from drivetrain._engine.common_draws import EarlyDraws
-    from drivetrain._loops.progress_reports import ProgressReporter
 
 
 class RunCallbacks:
@@ -117,8 +117,6 @@ class RunCallbacks:
         listeners = [callback for callback in self._all if isinstance(callback, ReportsProgress)]
         if not listeners or every <= 0:
             return None
-        from drivetrain._loops.progress_reports import ProgressReporter  # only runs that report progress need it
-
         writers = [partial(callback.write_progress, self._trainer, self._module) for callback in listeners]
         return ProgressReporter(writers, every)
 

@@ -67,7 +67,8 @@ class RunEnding:
                 problem = finalize_loggers(core.trainer, status)
         if problem is not None:
             status, self._recorded_reason = "failed", _described(problem)
-        core.folder.end({"success": "finished"}.get(status, status), self._recorded_reason, core.progress.global_step)
+        status, step = {"success": "finished"}.get(status, status), core.progress.global_step
+        core.folder.notes.end(status, self._recorded_reason, step)
         if problem is not None:
             raise problem
 

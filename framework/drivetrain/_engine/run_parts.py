@@ -16,11 +16,11 @@ from drivetrain._config.secret_values import SecretFilter
 from drivetrain._engine.epoch_position import EpochPosition
 from drivetrain._engine.evaluation_buffers import EvaluationBuffers
 from drivetrain._engine.run_callbacks import RunCallbacks
-from drivetrain._engine.run_folder import RunFolder
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import DataArguments
 from drivetrain._loops.hooks import HookTable
 from drivetrain._loops.loader_lengths import Lengths
+from drivetrain._loops.progress_reports import ProgressReporter
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.train import TrainLoop
 from drivetrain._loops.trainables import Trainables
@@ -31,11 +31,12 @@ from drivetrain.data._rng_replay import RngReplay
 from drivetrain.module._hyper_parameters import logged_hyper_parameters
 from drivetrain.module.train_module import TrainModule
 from drivetrain.run_context import RunContext
+from drivetrain.runs._run_folder import RunFolder
 from drivetrain.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
-    from drivetrain._loops.progress_reports import ProgressReporter
     from drivetrain.data._batch_source import BatchSource
+    from drivetrain.data._limited_source import LimitedSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +108,16 @@ class RunData:
         return self.stage_data
 
     @property
+    def training(self) -> LimitedSource:
+        """The training loader, once it is built."""
+        training = self.loaded.training
+        assert training is not None
+        return training
+
+    @property
     def train(self) -> BatchSource:
         """The source of training batches, once it is built."""
-        source = self.loaded.train
-        assert source is not None
-        return source
+        return self.training.source
 
     @property
     def train_length(self) -> int | None:
@@ -121,7 +127,7 @@ class RunData:
     @property
     def validates(self) -> bool:
         """Whether there are validation loaders."""
-        return self.stage_data is not None and bool(self.stage_data.sources.get("validate"))
+        return self.stage_data is not None and bool(self.stage_data.evaluation.get("validate"))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint stores of how the data is split and ordered."""
@@ -146,7 +152,6 @@ class RunCore(RunState):
         data: the data that the run reads.
         buffers: exchanges this rank's buffers for rank 0's during an evaluation within fit.
         callbacks: the callbacks, and the table of hooks that they and the module override.
-        folder: the run's folder and its record.
         secrets: removes secrets from hyper-parameters before they are logged or saved.
         components: describes the module, data, optimizers and schedulers, to be compared with those of a resumed run.
         trainables: tracks which parameters train; None before the strategy has set up the module, and in other stages.
@@ -162,7 +167,6 @@ class RunCore(RunState):
     data: RunData
     buffers: EvaluationBuffers
     callbacks: RunCallbacks
-    folder: RunFolder
     secrets: SecretFilter = field(default_factory=SecretFilter)
     components: dict[str, Any] = field(default_factory=dict)
     trainables: Trainables | None = None

@@ -9,9 +9,9 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 
 from drivetrain._distributed.rendezvous import NO_NAME, connect, host
 from drivetrain._runtime.accelerators import Devices
-from drivetrain.environments import Environment, Placement, environment_by_name
+from drivetrain.environments import Environment, Placement
 from drivetrain.errors import ConfigurationError
-from drivetrain.launchers import LaunchedProcesses, current_world
+from drivetrain.launchers import LaunchedProcesses, current_processes
 from drivetrain.strategies.strategy import Strategy
 
 _CONNECT_TIMEOUT = timedelta(minutes=5)
@@ -41,23 +41,20 @@ def find_processes(
         DistributedError: no process hosts the store.
     """
     requested = len(devices.indices) * num_nodes
-    single = check_number(strategy, requested)
-    if single and devices.chosen is False:
-        requested = 1
     alone = LaunchedProcesses(Placement(), store=HashStore())
-    if dist.is_available() and dist.is_initialized() and not single:
+    if check_number(strategy, requested):
+        return alone
+    if dist.is_initialized():
         placement = _placement_in_users_group(environment, requested, devices.chosen)
         return LaunchedProcesses(placement, store=HashStore())  # the ranks meet in the user's group
-    world = current_world()
-    if world is not None:
-        if single or (devices.chosen and requested == 1):
+    processes = current_processes()
+    if processes is not None:
+        if devices.chosen and requested == 1:
             return alone
-        world.check_usable(requested if devices.chosen else None)
-        return world
+        processes.check_usable(requested if devices.chosen else None)
+        return processes
     if environment.started_processes:
         placement = environment.placement()
-        if single:
-            return alone
         _check_world_size(placement, requested, devices.chosen, environment.name)
         if placement.world_size == 1:
             return LaunchedProcesses(placement, store=HashStore())
@@ -81,15 +78,9 @@ def first_placement(environment: Environment | None, devices: Devices, num_nodes
     return placement if num_nodes == 1 else environment.with_address(placement)
 
 
-def resolve_environment(setting: str | Environment) -> Environment:
-    """Return the environment for ``Fit(environment=...)``, which is an `Environment` or a name."""
-    return setting if isinstance(setting, Environment) else environment_by_name(setting)
-
-
 def is_standalone(environment: Environment) -> bool:
     """Whether this process is no rank of a run yet: no cluster, launcher or process group has made it one."""
-    in_group = dist.is_available() and dist.is_initialized()
-    return not (environment.started_processes or in_group or current_world() is not None)
+    return not (environment.started_processes or dist.is_initialized() or current_processes() is not None)
 
 
 def check_number(strategy: Strategy | None, requested: int) -> bool:
@@ -109,10 +100,9 @@ def check_number(strategy: Strategy | None, requested: int) -> bool:
 
 
 def _placement_in_users_group(environment: Environment, requested: int, chosen: bool) -> Placement:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     placement = environment.placement() if environment.started_processes else None
-    if placement is None or placement.world_size != world_size:
-        placement = Placement.on_one_node(rank, world_size)
+    if placement is None or placement.world_size != dist.get_world_size():
+        placement = Placement.on_one_node(dist.get_rank(), dist.get_world_size())
     _check_world_size(placement, requested, chosen, "the initialised process group")
     return placement
 

@@ -6,127 +6,69 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any
 
 from drivetrain._config.secret_values import without_url_passwords
 from drivetrain._runtime.working_directory import working_directory
-from drivetrain.checkpoint._folders import child
 from drivetrain.checkpoint._format import CheckpointMetadata, StorageError
 from drivetrain.checkpoint._format.manifest import versions
-from drivetrain.checkpoint._format.storage import filesystem_of
-from drivetrain.errors import ConfigurationError
 from drivetrain.runs import _liveness
-from drivetrain.runs._directory import RECORD, claim_version, make_directory
+from drivetrain.runs._directory import RECORD, remove_unused
 from drivetrain.runs._process import Job, Process
 from drivetrain.runs._record import (
     FINISHED,
     FORMAT,
     RUNNING,
     Record,
-    archive_record,
-    clear_leftovers,
     now,
     plain,
     read,
-    remove,
     write,
 )
+from drivetrain.runs._run_folder import RunNotes
 
 logger = logging.getLogger("drivetrain")
 
 _MAX_ENTRIES = 1000  # of each list in a record (parts, events, checkpoints); the newest are kept
 
 
-class RunRecorder:
-    """Keeps the record of one run up to date.
+class RunRecorder(RunNotes):
+    """Keeps the record of one run up to date, on rank 0.
 
     Args:
         folder: the run's folder, which exists.
-        identifier: the run's id.
         run: the entries of the record that are known when the run begins.
-        earlier: the record of the run that is resumed; None for a new run.
-        is_removable: whether the folder was created for this run.
+        resumes: the run that is resumed, whose id the run keeps; None for a new run.
+        created: the folders that were created for this run, its own first.
     """
 
     def __init__(
         self,
         folder: str,
-        identifier: str,
         run: Mapping[str, Any],
-        earlier: dict[str, Any] | None,
-        is_removable: bool,
+        resumes: Record | None,
+        created: Sequence[str] = (),
     ) -> None:
         self.folder = folder
-        self.id = identifier
-        self._earlier = earlier
-        self._is_removable = is_removable
-        self._trained = run["stage"] != "fit"
+        self.id = os.urandom(8).hex() if resumes is None else resumes.id
+        self._earlier = None if resumes is None else resumes.document
+        self._created = created
+        self._trained = False
         self._write_failed = False  # whether the last attempt to write failed
         self._lock = threading.Lock()
-        self._document: dict[str, Any] | None = _first_document(identifier, run, earlier or {})
+        self._document: dict[str, Any] | None = _first_document(self.id, run, self._earlier or {})
         self._token = self._document["parts"][-1]["token"]
         write(folder, self._document)
-        _liveness.running_ids.add(identifier)
+        _liveness.running_ids.add(self.id)
         self._heartbeat = _Heartbeat(self)
         self._heartbeat.start()
 
-    @classmethod
-    def claim(
-        cls,
-        place: str,
-        fixed: str | None,
-        asked: str | None,
-        run: Mapping[str, Any],
-        expected: str | None = None,
-        is_known_alive: Callable[[Record], bool] | None = None,
-    ) -> Self:
-        """Create a folder that no other run has, and write the record in it.
-
-        Args:
-            place: the folder that contains the folders of runs of this name.
-            fixed: the folder's name if the user chose it, else None.
-            asked: the name that user code has read before the run and may rely on; None if it was not read.
-            run: the entries of the record that are known when the run begins.
-            expected: the name to use unless another run has claimed it; None for any.
-            is_known_alive: returns whether a run was seen alive on another machine; None if this was not checked.
-
-        Raises:
-            ConfigurationError: a running run has the folder ``fixed``.
-            OSError: the folder cannot be created or written to.
-        """
-        if fixed is None:
-            folder, is_new = child(place, claim_version(place, asked, expected)), True
-        else:
-            folder = child(place, fixed)
-            is_new = not os.path.lexists(filesystem_of(folder)[1])
-            _take_over(folder, is_known_alive)
-        return cls(folder, os.urandom(8).hex(), run, None, is_removable=is_new)
-
-    @classmethod
-    def resume(cls, record: Record, run: Mapping[str, Any]) -> Self | None:
-        """Take over the folder of a run that has ended or was killed; return None if another process did so first.
-
-        Raises:
-            OSError: the folder cannot be written to.
-        """
-        current = read(record.folder)
-        if current is None or current.document != record.document:
-            return None
-        clear_leftovers(record.folder)
-        return cls(record.folder, record.id, run, record.document, is_removable=False)
+    def __reduce__(self) -> tuple[type[RunNotes], tuple[()]]:
+        return RunNotes, ()  # another process does not write the record
 
     def note_start(self, path: str | None, identifier: str, step: int, parent: str, continues_run: bool) -> None:
-        """Record the checkpoint that the run starts from.
-
-        Args:
-            path: the checkpoint's path; None for a fresh start.
-            identifier: the checkpoint's id; "" for a fresh start.
-            step: the number of optimizer steps before the checkpoint was written.
-            parent: the id of the run that wrote the checkpoint; "" for none.
-            continues_run: whether this run continues in the folder of the run that wrote the checkpoint.
-        """
         text = "a fresh start" if path is None else f"from {path}"
 
         def change(document: dict[str, Any]) -> None:
@@ -136,26 +78,11 @@ class RunRecorder:
 
         self._update(change, from_step=step, from_checkpoint=identifier or None)
 
-    def note_loggers(self, described: list[dict[str, Any]], at_once: bool) -> None:
-        """Record the loggers, once their versions are known.
-
-        Args:
-            described: a description of each logger.
-            at_once: whether to write the record now, not with the next update.
-        """
-        with self._lock:
-            if self._document is not None:
-                self._document["loggers"] = plain(described)
-        if at_once:
-            self.beat()
-
     def note_training(self, data: Mapping[str, Any], seed: int, batch_size: int | None) -> None:
-        """Record the training data when training begins."""
         self._trained = True
         self._update(lambda document: document.update(data=plain(data)), seed=seed, batch_size=batch_size)
 
     def note_checkpoint(self, path: str, metadata: CheckpointMetadata) -> None:
-        """Record a checkpoint that is complete."""
         entry = {
             "path": _relative(path, self.folder),
             "id": metadata.identifier,
@@ -172,14 +99,12 @@ class RunRecorder:
         self._update(add)
 
     def note_removal(self, identifier: str) -> None:
-        """Record that a checkpoint was removed. The change is written with the next update."""
-        with self._lock:
+        with self._lock:  # written with the next update
             if self._document is not None:
                 entries = self._document["checkpoints"]
                 self._document["checkpoints"] = [entry for entry in entries if entry.get("id") != identifier]
 
     def note(self, kind: str, text: str, step: int) -> None:
-        """Record an event."""
         self._update(lambda document: _add_event(document, kind, text, step))
 
     def beat(self) -> None:
@@ -187,16 +112,11 @@ class RunRecorder:
         self._update(lambda document: None)
 
     def end(self, status: str, why: str, step: int) -> None:
-        """Record how the run ended.
+        """Record how the run ended. Passwords in URLs are not written.
 
-        If a fit never trained, its folder is removed, provided that the fit created the folder and that the folder
-        contains only the record. If the fit resumed an earlier run, the record of the earlier run is restored, unless
+        If the run never trained, the folders that were created for it are removed, unless something was written to
+        them. If the run resumed an earlier one, the record of the earlier run is restored, unless
         the earlier run had made all its steps and is now marked as finished.
-
-        Args:
-            status: a status of `runs._record`.
-            why: the reason, in words. Passwords in URLs are not written.
-            step: the number of optimizer steps the run has made.
         """
         why = without_url_passwords(why)
         self._heartbeat.stop()
@@ -210,10 +130,7 @@ class RunRecorder:
                         if self._document is not None:
                             self._write(self._earlier)
                     return
-                filesystem, root = filesystem_of(self.folder)
-                if self._is_removable and filesystem is None and os.listdir(root) == [RECORD]:
-                    remove(self.folder)
-                    os.rmdir(root)
+                if remove_unused(self._created):
                     return
         time = now()
 
@@ -314,7 +231,6 @@ def _first_document(identifier: str, run: Mapping[str, Any], before: Mapping[str
         "working_directory": working_directory(),
         "versions": _versions(),
         "data": None,
-        "loggers": [],
         "checkpoints": checkpoints,
         "parts": [*parts, part][-_MAX_ENTRIES:],
         "events": events,
@@ -324,23 +240,6 @@ def _first_document(identifier: str, run: Mapping[str, Any], before: Mapping[str
 def _add_event(document: dict[str, Any], kind: str, text: str, step: int) -> None:
     event = {"at": now(), "kind": kind, "step": step, "text": text}
     document["events"] = [*document["events"], event][-_MAX_ENTRIES:]
-
-
-def _take_over(folder: str, is_known_alive: Callable[[Record], bool] | None) -> None:
-    """Create the folder that the user named, or rename the record of an earlier run in it."""
-    before = read(folder)
-    if before is None:
-        make_directory(folder)
-        return
-    if _liveness.is_alive(before, Job.of(os.environ)) or (is_known_alive is not None and is_known_alive(before)):
-        raise ConfigurationError(
-            f"The folder {folder!r} belongs to a run that is under way{_process_hint(before.process)}.",
-            "two runs would write to the same log files.",
-            "wait for that run to end; or give this run's logger another version, or no version.",
-        )
-    archived_name = archive_record(folder)
-    if before.is_training:
-        logger.warning("%r has an earlier run's files; its record is kept as %s.", folder, archived_name)
 
 
 def _versions() -> dict[str, str]:

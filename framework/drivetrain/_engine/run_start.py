@@ -1,186 +1,272 @@
-"""Chooses a run's checkpoint and folder. Rank 0 decides and sends the result to the other ranks."""
+"""How a run begins: rank 0 looks for runs and checkpoints, decides, claims the run's folder, and tells the other ranks.
+
+`begin` reads from top to bottom. The decision itself is `decide` in `drivetrain.runs._start_decision`, and everything
+that is written before training is written by `carry_out`.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
-from functools import cache
+from collections.abc import Callable, Generator, Iterator, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from drivetrain._config.secret_values import arguments_without_secrets, without_secrets, without_url_passwords
 from drivetrain._distributed.control_plane import ControlPlane
-from drivetrain._engine.run_folder import CKPT_PATH_KEYWORDS, RunFolder, StartDecision
-from drivetrain._engine.run_location import (
-    RunLocation,
-    claim_at_first_write,
-    first_with_files,
-    locate_logger,
-    locate_logs,
-    locate_run,
-    loggers_sharing_folder,
-    logs_into,
-    previous_versions,
-    run_name,
-    write_error,
-)
+from drivetrain._engine.run_location import RunLocation, check_loggers_apart, hand_out, locate, writers_of
 from drivetrain._engine.run_recorder import RunRecorder
 from drivetrain._engine.saved_state_schema import check_saved_state, reporting_malformed
-from drivetrain._engine.write_checks import write_problem
+from drivetrain._engine.write_checks import first_refusal
 from drivetrain.callback import KeepsCheckpoints, folders_of
 from drivetrain.checkpoint._discovery import StorageRetry
-from drivetrain.checkpoint._folders import child, is_checkpoint_at, is_plain_name
+from drivetrain.checkpoint._folders import child, is_checkpoint_at
 from drivetrain.checkpoint._format import CheckpointReader, load
 from drivetrain.checkpoint._retention import KeptCheckpoint
-from drivetrain.errors import CheckpointError, ConfigurationError
-from drivetrain.runs import _liveness
-from drivetrain.runs._directory import (
-    free_version,
-    lock_folder,
-)
+from drivetrain.errors import ConfigurationError
+from drivetrain.runs import CKPT_PATH_KEYWORDS, _liveness
+from drivetrain.runs._directory import claim_version, lock_folder, make_directory, split_folder
 from drivetrain.runs._identity import Identity, class_path, encode_hyper_parameters
-from drivetrain.runs._liveness import HeartbeatWatch
 from drivetrain.runs._process import Job
-from drivetrain.runs._record import plain, read
-from drivetrain.runs._resume_point import ResumeCandidates, ResumePoint
+from drivetrain.runs._record import archive_record, clear_leftovers, plain, read
+from drivetrain.runs._run_folder import EvaluationNotes, RunStart
+from drivetrain.runs._start_decision import StartDecision, StartRequest, decide
+from drivetrain.runs._start_search import StartSearch
 
 if TYPE_CHECKING:
     from drivetrain._engine.run_parts import RunCore
 
 logger = logging.getLogger("drivetrain")
 
-_POLL_INTERVAL = 5.0
-"""Seconds between two reads of another run's heartbeat, and between two messages to the other ranks."""
 
-
-def begin(run: RunCore) -> StartDecision:
+def begin(run: RunCore) -> RunStart:
     """Choose the checkpoint that a run starts from, and claim the run's folder. Collective.
 
     Args:
-        run: the run. This function sets the path and the id of its folder.
+        run: the run. This function sets its folder, and gives the loggers theirs.
 
     Raises:
         ConfigurationError: the folder cannot be created, or belongs to a live run. Raised on every rank.
         StorageError: the files of a remote storage cannot be listed.
     """
-    control, folder, ckpt_path = run.strategy.control, run.folder, run.request.ckpt_path
-    is_fit = run.stage == "fit"
-    place = locate_run(run) if is_fit else None
-    fixed = None if place is None else place.fixed
-    search = None
-    needs_search = ckpt_path in CKPT_PATH_KEYWORDS or (is_fit and ckpt_path is not None) or fixed is not None
-    if control.rank == 0 and needs_search:
-        search = _search(run, place)
-    if is_fit and (ckpt_path is not None or fixed is not None):
-        _wait_for_liveness(control, search)
-    decided = _decide(run, place, search) if control.rank == 0 else None
-    beginning = StartDecision(*control.broadcast_object(decided))
-    if beginning.problem is not None:
+    control, folder, location = run.strategy.control, run.folder, locate(run)
+    start = RunStart(*_told_by_rank_0(control, lambda: _start(run, location)))
+    if start.refusal is not None:
         control.count_flags("the error about the run's folder")  # no rank may leave before all have read the result
-        raise ConfigurationError(*beginning.problem)
-    if control.rank > 0:
-        folder.path, folder.id = beginning.folder, beginning.id
-        for each, version in zip(run.trainer.loggers, beginning.versions, strict=False):
-            each.adopt(version)
-    folder.name, folder.is_of_fit = run_name(run), folder.is_of_fit or is_fit
-    folder.before = None
-    return beginning
+        raise ConfigurationError(*start.refusal)
+    folder.path, folder.id, folder.name = start.folder, start.id, location.name
+    hand_out(run.trainer.loggers, folder)
+    return start
 
 
 def find_in_folders(run: RunCore, folders: Sequence[str]) -> str | None:
     """Return the newest checkpoint in folders that callbacks chose in their ``setup``. Collective."""
-    control = run.strategy.control
-    search = _search(run, None, folders) if control.rank == 0 else None
-    if run.stage == "fit":
-        _wait_for_liveness(control, search)  # an evaluation may read the checkpoints of a live run
-    found: str | None = control.broadcast_object(None if search is None else _choose(run, search).path)
-    return found
 
-
-# The checkpoint
-
-
-def _search(run: RunCore, place: RunLocation | None, folders: Sequence[str] | None = None) -> ResumeCandidates:
-    location, ckpt_path = place or locate_logs(run), run.request.ckpt_path
-    hyper_parameters = encode_hyper_parameters(without_secrets(run.module.hparams)[0])
-    identity = Identity(class_path(type(run.module)), run_name(run), hyper_parameters, frozenset(run.trainer.searched))
-    search = ResumeCandidates(
-        location.path, location.fixed if run.stage == "fit" else None, identity, Job.of(os.environ), StorageRetry()
-    )
-    if place is not None and place.fixed is not None:
-        search.set_folder_owner(place.fixed)
-    if folders is not None:
+    def look() -> Generator[str | None]:
+        search = StartSearch(_request(run, locate(run), needs_folder=False), StorageRetry())
         search.collect_checkpoints(folders)
-    elif ckpt_path in CKPT_PATH_KEYWORDS:
-        search.collect_runs(folders_of(run.callbacks))
-    elif ckpt_path is not None:
-        with suppress(CheckpointError):  # every rank gets the error when it opens the checkpoint
-            search.add_run_of(load(ckpt_path))
-    return search
+        decision = yield from _decide(search)
+        yield decision.path or ""
+
+    return _told_by_rank_0(run.strategy.control, look) or None
 
 
-def _wait_for_liveness(control: ControlPlane, search: ResumeCandidates | None) -> None:
-    """Watch the heartbeat of a run that may be live on another machine. Collective: the other ranks wait for rank 0."""
-    watch: HeartbeatWatch | None = None
-
-    def is_over() -> bool:
-        nonlocal watch
-        assert search is not None
-        if watch is not None and watch.is_over:
-            search.finish_watch(watch)
-            watch = None
-        if watch is None:
-            uncertain = search.run_of_unknown_liveness(check_saved_state)
-            if uncertain is None:
-                return True
-            watch = HeartbeatWatch(uncertain, _liveness.WATCH_SECONDS, search.read_record)
-            logger.warning(
-                "%s may be under way on another machine. This run watches the record of that run for %.0f s.",
-                uncertain.name,
-                _liveness.WATCH_SECONDS,
-            )
-        return False
-
-    while not control.broadcast_object(is_over() if control.rank == 0 else None):
-        if watch is not None:
-            watch.poll(_POLL_INTERVAL)
+def _told_by_rank_0(control: ControlPlane, steps: Callable[[], Iterator[Any]]) -> Any:
+    """Return the first value other than None that rank 0 yields. None keeps the other ranks waiting. Collective."""
+    told, on_rank_0 = None, steps() if control.rank == 0 else repeat(None)
+    while told is None:
+        told = control.broadcast_object(next(on_rank_0))
+    return told
 
 
-def _choose(run: RunCore, search: ResumeCandidates | None) -> ResumePoint:
-    """Return the checkpoint that a run starts from, and for a fit the record of the run that it continues."""
+# On rank 0
+
+
+def _start(run: RunCore, location: RunLocation) -> Generator[RunStart | None]:
+    """Yield None while another run is watched, and then how the run begins, once its folder is claimed."""
+    try:
+        decision = yield from _find_and_claim(run, location)
+    except ConfigurationError as error:
+        yield RunStart(refusal=(error.what, error.why, error.fix))
+        return
+    _log_choice(run, decision)
+    folder, continues = run.folder, decision.resumes is not None
+    yield RunStart(decision.path, folder.path, folder.id, continues, decision.parent, decision.describe_skipped())
+
+
+def _find_and_claim(run: RunCore, location: RunLocation) -> Generator[None, None, StartDecision]:
+    check_loggers_apart(run.trainer.loggers)
+    writers = writers_of(run, location)
+    refusal = first_refusal(writers.items())
+    if refusal is not None:
+        raise ConfigurationError(*refusal)
+    request = _request(run, location, needs_folder=bool(writers))
+    search = StartSearch(request, StorageRetry())
+    search.look()
+    while True:
+        decision = yield from _decide(search)
+        if decision.refusal is not None:
+            raise ConfigurationError(*decision.refusal)
+        try:
+            if not request.needs_folder or carry_out(decision, run, location):
+                return decision
+        except OSError as error:
+            place = request.runs_folder
+            raise ConfigurationError(*writers[place].refusal(place, error.strerror or str(error))) from error
+        search.refresh(decision)
+
+
+def _request(run: RunCore, location: RunLocation, needs_folder: bool) -> StartRequest:
+    """Return what is asked of a run: a function of the arguments of `Fit` and of the call, and of the environment."""
+    ckpt_path, is_fit = run.request.ckpt_path, run.stage == "fit"
+    if ckpt_path == "best" and not is_fit:
+        keepers = (callback for callback in run.callbacks if isinstance(callback, KeepsCheckpoints))
+        ckpt_path = next((each.best_model_path for each in keepers if each.best_model_path), ckpt_path)
+    hyper_parameters = encode_hyper_parameters(without_secrets(run.module.hparams)[0])
+    identity = Identity(class_path(type(run.module)), location.name, hyper_parameters, frozenset(run.trainer.searched))
+    before, logger = run.request.previous_folder, location.logger
+    folder_before = None if before is None else before.path
+    parent, last = split_folder(folder_before or (logger is not None and logger.log_dir) or "")
+    is_here = parent == location.runs_folder
+    joins_last = is_here and folder_before is not None
+    return StartRequest(
+        ckpt_path,
+        is_fit,
+        identity,
+        Job.of(os.environ),
+        location.runs_folder,
+        checkpoint_folders=folders_of(run.callbacks),
+        needs_folder=needs_folder or (joins_last and not is_fit),
+        version=location.version,
+        last=last if is_here else None,
+        joins_last=joins_last,
+    )
+
+
+def _decide(search: StartSearch) -> Generator[None, None, StartDecision]:
+    """Decide until the decision holds: its checkpoint can be read, and no run that it takes for dead is under way.
+
+    The generator yields after each look at a run that is watched.
+    """
+    request, found = search.request, search.found
+    while True:
+        decision = decide(found, request)
+        found_path = decision.path if request.ckpt_path in CKPT_PATH_KEYWORDS else None
+        if found_path is not None and search.drop_if_unreadable(found_path, check_saved_state):
+            continue
+        run = decision.unsure_of
+        if run is None:
+            return _with_best(decision, search) if found_path and request.ckpt_path == "best" else decision
+        logger.warning(
+            "%s may be under way on another machine. This run watches the record of that run for %.0f s.",
+            run.name,
+            _liveness.WATCH_SECONDS,
+        )
+        found.alive[run.folder] = yield from _liveness.watch(run, search.read_record)
+
+
+def carry_out(decision: StartDecision, run: RunCore, location: RunLocation) -> bool:
+    """Claim the folder that was decided on, and begin the run's record in it. Nothing else is written before training.
+
+    Returns:
+        Whether the folder is the run's; False if its record has changed since the disk was searched.
+
+    Raises:
+        OSError: the folder cannot be created or written to.
+    """
+    before = run.request.previous_folder
+    if decision.adds_to:
+        assert decision.version is not None
+        run.folder.path = child(location.runs_folder, decision.version)
+        if before is not None and before.path == run.folder.path:
+            run.folder.id, run.folder.notes = before.id, EvaluationNotes(before.notes)
+        return True
+    earlier = decision.resumes or decision.replaces
+    with lock_folder(location.runs_folder):
+        if decision.version is None:
+            version, created = claim_version(location.runs_folders)
+            folder = child(location.runs_folder, version)
+        else:
+            folder = child(location.runs_folder, decision.version)
+            if read(folder) != earlier:
+                return False
+            created = make_directory(folder)
+        if decision.resumes is not None:
+            clear_leftovers(folder)
+        elif earlier is not None:
+            kept_as = archive_record(folder)
+            if earlier.is_training:
+                logger.warning("%r has an earlier run's files; its record is kept as %s.", folder, kept_as)
+        # A profile is written after the end of the run, so that its folder is not removed then.
+        removable = [] if run.profile_needs_folder else created
+        recorder = RunRecorder(folder, _description(run, location, folder), decision.resumes, removable)
+    run.folder.path, run.folder.id, run.folder.notes = folder, recorder.id, recorder
+    return True
+
+
+def _description(run: RunCore, location: RunLocation, folder: str) -> dict[str, Any]:
+    """Return the entries of the record that are known when the run begins, without secrets."""
+    trainer, strategy, version = run.trainer, run.strategy, split_folder(folder)[1]
+    settings = dict(trainer.settings.items())
+    public, setting_secrets = without_secrets({name: _public(setting.value) for name, setting in settings.items()})
+    arguments, argument_secrets = arguments_without_secrets(sys.argv)
+    _, data_secrets = without_secrets({} if run.datamodule is None else run.datamodule.hparams)
+    hyper_parameters, module_secrets = without_secrets(run.module.hparams)
+    run.secrets.warn([*data_secrets, *module_secrets, *setting_secrets, *argument_secrets])
+    return {
+        "stage": run.stage,
+        "module": class_path(type(run.module)),
+        "name": location.name,
+        "hyper_parameters": encode_hyper_parameters(hyper_parameters),
+        "settings": plain({name: {"value": value, "source": settings[name].source} for name, value in public.items()}),
+        "argv": [sys.executable, *arguments],
+        "world_size": strategy.world_size,
+        "strategy": strategy.name,
+        "precision": strategy.precision.describe(),
+        "device": str(strategy.device),
+        "loggers": [
+            {
+                "class": class_path(type(each)),
+                "name": each.name,
+                "version": str(each.version) if each.save_dir is None else version,
+            }
+            for each in trainer.loggers
+        ],
+    }
+
+
+def _public(value: Any) -> Any:
+    return without_url_passwords(value) if isinstance(value, str) else value
+
+
+def _log_choice(run: RunCore, decision: StartDecision) -> None:
     ckpt_path = run.request.ckpt_path
-    if search is None or ckpt_path is None:
-        return ResumePoint(ckpt_path)
-    if run.stage != "fit":
-        return _checkpoint_to_evaluate(run, search, ckpt_path)
     if ckpt_path not in CKPT_PATH_KEYWORDS:
-        with suppress(CheckpointError):
-            return search.resume_from(load(ckpt_path))
-        return ResumePoint(ckpt_path)  # every rank gets the error when it opens the checkpoint
-    choice = search.newest(check_saved_state)
-    if ckpt_path != "best" or choice.path is None:
-        return choice
-    best, _ = _best_checkpoint(load(choice.path), [])
-    return choice._replace(path=best or choice.path, record=None)
+        return
+    found = decision.path is not None
+    use, none = ("continuing from", "a fresh start") if run.stage == "fit" else ("the weights of", "no checkpoint")
+    text = f"{use} {decision.path}" if found else none
+    if decision.resumes is not None and not found:
+        text += f" in {decision.resumes.folder}, which this job had claimed"
+    logger.warning("ckpt_path=%r: %s.%s", ckpt_path, text, decision.describe_skipped())
 
 
-def _checkpoint_to_evaluate(run: RunCore, search: ResumeCandidates, ckpt_path: str) -> ResumePoint:
-    """Return the checkpoint whose weights an evaluation loads; its run may be live."""
-    keepers = (callback for callback in run.callbacks if isinstance(callback, KeepsCheckpoints))
-    best = next((keeper.best_model_path for keeper in keepers if keeper.best_model_path), None)
-    if ckpt_path == "best" and best is not None:
-        return ResumePoint(best)
-    choice = search.newest(check_saved_state, include_running=True)
-    if ckpt_path != "best" or choice.path is None:
-        return choice
-    newest = load(choice.path)
-    path, problem = _best_checkpoint(newest, folders_of(run.callbacks))
-    if path is None:
-        name = repr(choice.path) if choice.record is None else choice.record.name
-        return ResumePoint(None, skipped=(*choice.skipped, f"{name} ({problem})"))
-    return choice._replace(path=path)
+# ckpt_path="best"
+
+
+def _with_best(decision: StartDecision, search: StartSearch) -> StartDecision:
+    """Return a decision for the newest checkpoint with the best one by a monitored value, which the newest one names.
+
+    Without a best one, a fit starts from the newest, and an evaluation from none.
+    """
+    assert decision.path is not None
+    request, run = search.request, search.found.runs.get(decision.parent)
+    path, problem = _best_checkpoint(load(decision.path), [] if request.is_fit else request.checkpoint_folders)
+    if path is not None or request.is_fit:
+        return decision._replace(path=path or decision.path)
+    name = repr(decision.path) if run is None else run.name
+    return decision._replace(path=None, skipped=(*decision.skipped, f"{name} ({problem})"))
 
 
 def _best_checkpoint(newest: CheckpointReader, folders: Sequence[str]) -> tuple[str | None, str]:
@@ -210,156 +296,3 @@ def _scored_best(state: Any) -> KeptCheckpoint | None:
         return None
     saved = [KeptCheckpoint.from_state(each) for each in kept if isinstance(each, dict) and "score" in each]
     return next((each for each in saved if each.name == name.rpartition("/")[2] and each.score is not None), None)
-
-
-# The folder, on rank 0
-
-
-def _decide(run: RunCore, place: RunLocation | None, search: ResumeCandidates | None) -> StartDecision:
-    folder = run.folder
-    if place is None:
-        choice = _choose(run, search)
-    else:
-        problem = write_problem(place.path)
-        if problem is not None:
-            return StartDecision(problem=write_error(place, problem))
-        try:
-            choice = _claim_folder(run, place, search)
-        except ConfigurationError as error:
-            return StartDecision(problem=(error.what, error.why, error.fix))
-        except OSError as error:
-            return StartDecision(problem=write_error(place, error.strerror or str(error)))
-    if run.request.ckpt_path in CKPT_PATH_KEYWORDS:
-        _log_choice(run, run.request.ckpt_path, choice)
-    skipped = choice.describe_skipped()
-    if run.stage != "fit":
-        _share_with_evaluation(run)
-        return StartDecision(choice.path, folder.path, folder.id, versions=_versions(run), skipped=skipped)
-    continues = choice.record is not None
-    return StartDecision(choice.path, folder.path, folder.id, continues, choice.parent, _versions(run), skipped=skipped)
-
-
-def _claim_folder(run: RunCore, place: RunLocation, search: ResumeCandidates | None) -> ResumePoint:
-    """Choose a checkpoint, and claim the folder of its run or a new one, under a lock on the parent folder."""
-    folder = run.folder
-    loggers, described = run.trainer.loggers, _description(run)
-    with lock_folder(place.path):
-        while True:
-            choice = _choose(run, search)
-            if choice.record is None:
-                fixed = place.fixed or place.evaluated
-                is_known_alive = None if search is None else search.is_known_alive
-                recorder = RunRecorder.claim(place.path, fixed, place.asked, described, is_known_alive=is_known_alive)
-                _set_recorder(folder, recorder)
-                break
-            resumed = RunRecorder.resume(choice.record, described)
-            if resumed is not None:
-                _set_recorder(folder, resumed)
-                break
-            assert search is not None
-            search.mark_alive(choice.record)  # another process claimed it first
-    assert folder.path is not None
-    version = folder.path.rstrip("/").rpartition("/")[2]
-    first = first_with_files(loggers)
-    sharing = [] if first is None else loggers_sharing_folder(first, loggers)
-    for each in sharing:
-        each.adopt(version)
-    others = [each for each in loggers if each not in sharing]
-    saved_versions = previous_versions(choice.record, loggers)
-
-    def note(at_once: bool = True) -> None:
-        assert folder.recorder is not None
-        folder.recorder.note_loggers(
-            [{"class": class_path(type(each)), "name": each.name, "version": each.version_name} for each in loggers],
-            at_once,
-        )
-
-    for each in others:
-        saved_version = saved_versions.get(loggers.index(each))
-        if saved_version is not None and is_plain_name(saved_version):
-            each.adopt(saved_version)
-        else:
-            claim_at_first_write(each, others, note)
-    note(at_once=False)
-    return choice
-
-
-def _set_recorder(folder: RunFolder, recorder: RunRecorder) -> None:
-    folder.recorder, folder.path, folder.id = recorder, recorder.folder, recorder.id
-
-
-def _description(run: RunCore) -> dict[str, Any]:
-    """Return the entries of the record that are known when the run begins, without secrets."""
-    trainer, strategy = run.trainer, run.strategy
-    settings = {name: {"value": _public(each.value), "source": each.source} for name, each in trainer.settings.items()}
-    public, setting_secrets = without_secrets(settings)
-    arguments, argument_secrets = arguments_without_secrets(sys.argv)
-    datamodule = run.datamodule
-    _, data_secrets = without_secrets({} if datamodule is None else datamodule.hparams)
-    hyper_parameters, module_secrets = without_secrets(run.module.hparams)
-    run.secrets.warn([*data_secrets, *module_secrets, *setting_secrets, *argument_secrets])
-    return {
-        "stage": run.stage,
-        "module": class_path(type(run.module)),
-        "name": run_name(run),
-        "hyper_parameters": encode_hyper_parameters(hyper_parameters),
-        "settings": plain(public),
-        "argv": [sys.executable, *arguments],
-        "world_size": strategy.world_size,
-        "strategy": strategy.name,
-        "precision": strategy.precision.describe(),
-        "device": str(strategy.device),
-    }
-
-
-def _public(value: Any) -> Any:
-    return without_url_passwords(value) if isinstance(value, str) else value
-
-
-def _share_with_evaluation(run: RunCore) -> None:
-    """Make an evaluation log to the last run's folder, or to a folder that is claimed at the first write."""
-    folder, loggers = run.folder, run.trainer.loggers
-    first = first_with_files(loggers)
-    before = folder.before
-    if first is None:
-        return
-    if before is not None and before.path is not None and logs_into(first, before.path):
-        folder.join(before)
-        return
-    place = locate_logger(first, loggers)
-    version = place.fixed or place.asked or free_version(place.path)
-    folder.path = child(place.path, version)
-
-    @cache
-    def claim() -> str:
-        with lock_folder(place.path):
-            existing = None if place.fixed is None else read(folder.path or "")
-            if place.fixed is not None and existing is not None and existing.is_training:
-                return place.fixed  # keep the record of the fit that ran in this folder
-            _set_recorder(folder, RunRecorder.claim(place.path, place.fixed, place.asked, _description(run), version))
-        assert folder.path is not None
-        return folder.path.rstrip("/").rpartition("/")[2]
-
-    sharing = loggers_sharing_folder(first, loggers)
-    for each in sharing:
-        if each.directory is not None:
-            each.directory.expect(version, claim)
-        else:
-            each.adopt(version)
-    for each in loggers:
-        if each not in sharing:
-            claim_at_first_write(each, loggers)
-
-
-def _versions(run: RunCore) -> tuple[str, ...]:
-    """Return the loggers' versions; empty if there are no other ranks to send them to."""
-    return tuple(each.version_name for each in run.trainer.loggers) if run.strategy.world_size > 1 else ()
-
-
-def _log_choice(run: RunCore, ckpt_path: str, choice: ResumePoint) -> None:
-    found = choice.path is not None
-    use, none = ("continuing from", "a fresh start") if run.stage == "fit" else ("the weights of", "no checkpoint")
-    text = f"{use} {choice.path}" if found else none
-    if choice.record is not None and not found:
-        text += f" in {choice.record.folder}, which this job had claimed"
-    logger.warning("ckpt_path=%r: %s.%s", ckpt_path, text, choice.describe_skipped())

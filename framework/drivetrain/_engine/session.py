@@ -16,7 +16,6 @@ from torch.nn.parameter import is_lazy
 
 from drivetrain._distributed.control_plane import check_ranks_agree
 from drivetrain._distributed.failure import Failure
-from drivetrain._engine.batches import BatchMover, build_batch_mover
 from drivetrain._engine.checkpoint_manager import CheckpointManager
 from drivetrain._engine.collective_calls import CollectiveCalls
 from drivetrain._engine.components import class_name, data_facts
@@ -30,12 +29,10 @@ from drivetrain._engine.rank_facts import module_facts, setting_facts
 from drivetrain._engine.rank_log import RankLog
 from drivetrain._engine.run_callbacks import RunCallbacks
 from drivetrain._engine.run_ending import RunEnding
-from drivetrain._engine.run_folder import RunFolder
 from drivetrain._engine.run_parts import RunCore, RunData, RunRequest
 from drivetrain._engine.seeding import order_seed, seed_data_rank, seed_rank, warn_unseeded
 from drivetrain._engine.signals import Signals, announce, as_interruption, handled_signals, interruption_error, requeue
 from drivetrain._engine.stage_data import StageData
-from drivetrain._engine.stage_loaders import DataSplit
 from drivetrain._engine.starting_point import StartingPoint
 from drivetrain._engine.strategy_checks import check_control_plane, check_distinct_devices, check_module_setup
 from drivetrain._engine.training_setup import (
@@ -45,6 +42,7 @@ from drivetrain._engine.training_setup import (
     prepare_stopping,
     under_context,
 )
+from drivetrain._loops.batch_mover import BatchMover, build_batch_mover
 from drivetrain._loops.evaluate import HOOK_STAGE_NAMES
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.loader_lengths import Lengths
@@ -99,7 +97,6 @@ class Session:
 
     def __init__(self, request: RunRequest, strategy: Strategy, processes: LaunchedProcesses) -> None:
         trainer, module, control = request.trainer, request.module, strategy.control
-        folder = RunFolder(request.previous_folder)
         self.data = RunData(request.given, Lengths(control), RngReplay(strategy.device))
         self.core = RunCore(
             request=request,
@@ -114,7 +111,6 @@ class Session:
             data=self.data,
             buffers=EvaluationBuffers(module, strategy),
             callbacks=RunCallbacks(trainer, module),
-            folder=folder,
         )
         self.checkpoints = CheckpointManager(self.core)
         self._resumed: ResumedRun | None = None
@@ -135,7 +131,7 @@ class Session:
         writes_files = not (trainer.fast_dev_run or trainer.barebones)
         root_is_chosen = trainer.settings["default_root_dir"].source != "default"
         fallback = trainer.default_root_dir if writes_files and root_is_chosen else None
-        self._log = RankLog(folder, strategy.rank, strategy.world_size, fallback=fallback)
+        self._log = RankLog(self.core.folder, strategy.rank, strategy.world_size, fallback=fallback)
         self._ending = RunEnding(self.core)
 
     def execute(self) -> Any:
@@ -337,7 +333,7 @@ class Session:
     def _record_beginning(self) -> None:
         data, batches = self.data.loaded, self.core.trainer.num_training_batches
         facts = {**self.core.components.get("data", {}), "batches": batches if batches != math.inf else None}
-        self.core.folder.note_training({**facts, "batch_size": data.batch_size}, self.data.seed, data.batch_size)
+        self.core.folder.notes.note_training({**facts, "batch_size": data.batch_size}, self.data.seed, data.batch_size)
 
     def _evaluate(self, prepared: PreparedRun) -> Any:
         core = self.core
@@ -435,14 +431,12 @@ class Session:
         self._teardowns = [*([] if datamodule is None else [datamodule.teardown]), *self.core.hooks.teardown]
 
     def _check_folders(self) -> None:
-        """Check that the folders of the callbacks and the loggers can be written to."""
+        """Check that the folders of the callbacks can be written to."""
         core = self.core
-        writing = list(core.callbacks) if core.stage == "fit" else []
-        if core.trainer.loggers or folders_of(writing):
+        if core.stage == "fit" and folders_of(core.callbacks):
             from drivetrain._engine.write_checks import check_writable_folders
 
-            loggers = [] if core.stage == "predict" else core.trainer.loggers  # prediction logs nothing
-            check_writable_folders(core.strategy, writing, loggers)
+            check_writable_folders(core.strategy, list(core.callbacks))
 
     def _load_data(self) -> Reloading | None:
         """Build the loaders. Return the object that rebuilds them, or None if they are not to be rebuilt."""
@@ -459,9 +453,8 @@ class Session:
             return reloading
 
     def _build_stage_data(self) -> StageData:
-        core, data, strategy, trainer = self.core, self.data, self.core.strategy, self.core.trainer
-        data_split = DataSplit(strategy.data_rank, strategy.data_world_size, data.seed, trainer.use_distributed_sampler)
-        core.loaders = loaders = StageData(trainer, core.stage, core.module, data.given, data_split, strategy.control)
+        core, data = self.core, self.data
+        core.loaders = loaders = StageData(core.trainer, core.stage, core.module, data.given, core.strategy, data.seed)
         return loaders
 
     def _set_up_module(self, data: StageData) -> StepRunner:

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drivetrain._distributed.control_plane import ControlPlane, check_ranks_agree
+from drivetrain._distributed.control_plane import check_ranks_agree
 from drivetrain._engine.stage_loaders import (
     DataArguments,
-    DataSplit,
-    evaluation_sources,
-    expected_length,
     find_loaders,
     is_combined,
-    limit_of,
     loader_method,
     several_loaders,
-    training_source,
 )
 from drivetrain._loops.evaluate import HOOK_STAGE_NAMES
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._run_state import StageLoaders
 from drivetrain._runtime.generators import preserved_generators
+from drivetrain.data import CombinedLoader
 from drivetrain.data._batch_source import BatchSource
+from drivetrain.data._limited_source import LimitedSource
+from drivetrain.data._loaders import prepare_loader
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
+from drivetrain.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from drivetrain.run_context import RunContext
@@ -43,8 +42,8 @@ class StageData(StageLoaders):
         stage: "fit", "validate", "test" or "predict"; or "train" for fit without its validation.
         module: the module of the run, which may provide loaders.
         given: the loaders or the data module that were passed.
-        data_split: how the data is split over ranks.
-        control: exchanges lengths between ranks whose loaders differ.
+        strategy: the strategy, by whose ranks the data is split.
+        seed: the seed of the sample order, the same on every rank.
 
     Raises:
         ConfigurationError: a loader is missing or empty, or the module lacks the step that the stage runs.
@@ -56,28 +55,22 @@ class StageData(StageLoaders):
         stage: str,
         module: TrainModule,
         given: DataArguments,
-        data_split: DataSplit,
-        control: ControlPlane,
+        strategy: Strategy,
+        seed: int,
     ) -> None:
         super().__init__()
         self._trainer = trainer
         self._module = module
         self._given = given
-        self._data_split = data_split
-        self._control = control
-        self.train: BatchSource | None = None
+        self._strategy = strategy
+        self._control = strategy.control
+        self._seed = seed
+        self.training: LimitedSource | None = None
         """The prepared training loader; None in other stages."""
-        self.train_limit: int | None = None
-        """The limit of micro-batches of a training epoch; None if the epoch ends with its data."""
-        self.train_certain = True
-        """Whether ``train_length`` is exact, rather than a loader's estimate."""
         self.batch_size: int | None = None
         """The number of samples in one rank's training micro-batch; None if the loader has no ``batch_size``."""
-        self.sources: dict[str, list[BatchSource]] = {}
+        self.evaluation: dict[str, list[LimitedSource]] = {}
         """The prepared evaluation loaders by stage."""
-        self.limits: dict[str, list[int | None]] = {}
-        """The limit of micro-batches of each evaluation loader, by stage; None for all."""
-        self._limit_settings: dict[str, tuple[int | float | None, str]] = {}
         if stage in ("fit", "train"):
             self._find_training()
             if stage == "fit" and is_overridden("validation_step", module, TrainModule):
@@ -87,16 +80,15 @@ class StageData(StageLoaders):
         else:
             self._find_evaluation(stage, within_fit=False)
 
-    def __iter__(self) -> Iterator[BatchSource]:
-        if self.train is not None:
-            yield self.train
-        for sources in self.sources.values():
-            yield from sources
+    @property
+    def train(self) -> BatchSource | None:
+        """The source of training batches; None in other stages."""
+        return None if self.training is None else self.training.source
 
     def close(self) -> None:
         """Stop the loaders' worker processes."""
-        for source in self:
-            source.close()
+        for loader in chain([] if self.training is None else [self.training], *self.evaluation.values()):
+            loader.source.close()
 
     def facts(self) -> dict[str, Any]:
         """Return the facts that must be the same on every rank, for the handshake."""
@@ -105,14 +97,14 @@ class StageData(StageLoaders):
             facts["training micro-batches"] = self.train.length if self.train.shards_known else None
             facts["training samples"] = self.train.samples
             facts["training subset"] = self.train.subset
-        for stage, sources in self.sources.items():
+        for stage, loaders in self.evaluation.items():
+            sources = [loader.source for loader in loaders]
             facts[f"{stage} micro-batches"] = [source.length if source.shards_known else None for source in sources]
             facts[f"{stage} samples"] = [source.samples for source in sources]
             facts[f"{stage} subset"] = [source.subset for source in sources]
         return facts
 
     def _find_training(self) -> None:
-        trainer = self._trainer
         loaders = self._given.built_train_loaders
         if loaders is None:
             loaders = find_loaders("train", self._given.train, self._given.datamodule, self._module)
@@ -124,8 +116,28 @@ class StageData(StageLoaders):
             )
         self.loaders = (loaders,)
         self.batch_size = getattr(loaders, "batch_size", None)
-        self.train = training_source(loaders, self._data_split, sequential=bool(trainer.overfit_batches))
-        self._measure_training()
+        if is_combined(loaders) and not isinstance(loaders, CombinedLoader):
+            loaders = CombinedLoader(loaders, mode="max_size_cycle")
+        self.training = self._prepare("training loader", loaders, "limit_train_batches", stage="train", within_fit=True)
+        self._measure_training(self.training)
+
+    def _prepare(self, title: str, loader: Any, limit: str, *, stage: str, within_fit: bool) -> LimitedSource:
+        strategy, trainer = self._strategy, self._trainer
+        overfits = within_fit and bool(trainer.overfit_batches)
+        try:
+            source = prepare_loader(
+                loader,
+                training=stage == "train",
+                predicting=stage == "predict" or overfits,
+                rank=strategy.data_rank,
+                world_size=strategy.data_world_size,
+                seed=self._seed,
+                replace_sampler=trainer.use_distributed_sampler,
+            )
+        except ConfigurationError as error:
+            raise ConfigurationError(f"The {title}: {error.what}", error.why, error.fix) from error.__cause__
+        name = "overfit_batches" if overfits else limit
+        return LimitedSource(source, getattr(trainer, name), name)
 
     def resize_training(self) -> bool:
         """Use the present size of the training data from the next epoch on; return whether it changed. Collective.
@@ -134,18 +146,19 @@ class StageData(StageLoaders):
             DistributedError: the sizes differ between ranks.
             ConfigurationError: the data has no batch now.
         """
-        assert self.train is not None
-        changed = self._changed_on_any_rank(self.train.refresh())
+        assert self.training is not None
+        changed = self._changed_on_any_rank(self.training.source.refresh())
         if changed:
-            self._measure_training()
+            self._measure_training(self.training)
         return changed
 
     def resize_evaluation(self, stage: str) -> list[int | None]:
         """Use the present sizes of the data of a stage, and return the limits. See `resize_training`. Collective."""
-        changed = [source.refresh() for source in self.sources[stage]]
+        loaders = self.evaluation[stage]
+        changed = [loader.source.refresh() for loader in loaders]
         if self._changed_on_any_rank(any(changed)):
             self._measure_evaluation(stage)
-        return self.limits[stage]
+        return [loader.limit for loader in loaders]
 
     def _changed_on_any_rank(self, changed: bool) -> bool:
         if self._control.world_size == 1:
@@ -155,21 +168,19 @@ class StageData(StageLoaders):
             check_ranks_agree(self._control, self.facts())
         return ranks > 0
 
-    def _measure_training(self) -> None:
-        trainer = self._trainer
-        assert self.train is not None
-        setting, name = trainer.limit_train_batches, "limit_train_batches"
-        if trainer.overfit_batches:
-            setting, name = trainer.overfit_batches, "overfit_batches"
-        length = self.train.length
-        if not self.train.shards_known:
+    def _measure_training(self, training: LimitedSource) -> None:
+        length = training.source.length
+        if not training.source.shards_known:
             # Each rank knows only the length of its own loader, and the longest loader ends the epoch.
             lengths = self._control.gather_objects(length)
             length = None if None in lengths else max(lengths)
-        self.train_limit = limit = limit_of(setting, length, name)
-        self.train_length = expected_length(limit, length)
-        is_exact = self.train.shards_known and self.train.length_is_exact
-        self.train_certain = is_exact or (limit is not None and limit == self.train_length)
+        training.measure(length)
+        self.train_length = training.length
+
+    def _measure_evaluation(self, stage: str) -> None:
+        for loader in self.evaluation[stage]:
+            loader.measure(loader.source.length)
+        self.lengths[stage] = [loader.length for loader in self.evaluation[stage]]
 
     def _find_evaluation(self, stage: str, within_fit: bool) -> None:
         trainer, given, module = self._trainer, self._given, self._module
@@ -196,26 +207,15 @@ class StageData(StageLoaders):
                 f"write def {step}(self, batch, batch_idx).",
             )
         name = "limit_val_batches" if stage == "validate" else f"limit_{stage}_batches"
-        setting = getattr(trainer, name)
-        if within_fit and setting == 0:
+        if within_fit and getattr(trainer, name) == 0:
             return
-        if within_fit and trainer.overfit_batches:
-            setting, name = trainer.overfit_batches, "overfit_batches"
-            if not is_combined(self.loaders[0]):  # the training loader takes the place of each validation loader
-                several = is_combined(loaders)
-                loaders = [self.loaders[0]] * len(several_loaders(loaders)) if several else self.loaders[0]
+        if within_fit and trainer.overfit_batches and not is_combined(self.loaders[0]):
+            several = is_combined(loaders)  # the training loader takes the place of each validation loader
+            loaders = [self.loaders[0]] * len(several_loaders(loaders)) if several else self.loaders[0]
         self.given_to_evaluate[stage] = loaders
         self.evaluated = tuple(several_loaders(loaders))
-        self.sources[stage] = evaluation_sources(
-            stage, loaders, self._data_split, sequential=within_fit and bool(trainer.overfit_batches)
-        )
-        self._limit_settings[stage] = setting, name
+        prepared = self.evaluation[stage] = []
+        for index, loader in enumerate(self.evaluated):
+            title = f"{HOOK_STAGE_NAMES[stage]} loader{f' {index}' if len(self.evaluated) > 1 else ''}"
+            prepared.append(self._prepare(title, loader, name, stage=stage, within_fit=within_fit))
         self._measure_evaluation(stage)
-
-    def _measure_evaluation(self, stage: str) -> None:
-        setting, name = self._limit_settings[stage]
-        self.limits[stage] = [limit_of(setting, source.length, name) for source in self.sources[stage]]
-        self.lengths[stage] = [
-            expected_length(limit, source.length)
-            for limit, source in zip(self.limits[stage], self.sources[stage], strict=True)
-        ]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from drivetrain._engine.rank_facts import check_folder_agreement
-from drivetrain._engine.run_folder import CKPT_PATH_KEYWORDS, StartDecision
 from drivetrain.callback import WantsRunFolder, folders_of
 from drivetrain.errors import CheckpointError
+from drivetrain.runs import CKPT_PATH_KEYWORDS
+from drivetrain.runs._run_folder import RunStart
 
 # Whatever reads checkpoints is imported on use, because many runs read none.
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class StartingPoint:
         self._core = core
         self._path = core.request.ckpt_path
         self._searched_folders = folders_of(core.callbacks)
-        self._beginning = StartDecision()
+        self._start = RunStart()
 
     @classmethod
     def choose(cls, core: RunCore) -> StartingPoint:
@@ -54,7 +55,7 @@ class StartingPoint:
     def _begin(self) -> None:
         from drivetrain._engine.run_start import begin
 
-        self._beginning = begin(self._core)
+        self._start = begin(self._core)
 
     def open(self) -> CheckpointReader | None:
         """Open the checkpoint that the run starts from, if there is one. Collective.
@@ -62,13 +63,13 @@ class StartingPoint:
         Raises:
             CheckpointError: there is no checkpoint, or training cannot resume from it.
         """
-        core, path, beginning = self._core, self._path, self._beginning
+        core, path, start = self._core, self._path, self._start
         is_fit = core.stage == "fit"
         if path in CKPT_PATH_KEYWORDS:
             path = self._found_path()
         if path is None:
             if is_fit:
-                core.folder.note_start(None, None, "", beginning.continues_run)
+                core.folder.note_start(None, start)
             return None
         from drivetrain._engine.resumed_run import check_resumable
         from drivetrain.checkpoint._format import load, run_collectively
@@ -81,15 +82,15 @@ class StartingPoint:
 
         opened = run_collectively(core.strategy.control, f"The checkpoint {path!r} cannot be opened", open_and_check)
         if is_fit:
-            core.folder.note_start(opened.manifest.metadata, path, beginning.parent, beginning.continues_run)
+            core.folder.note_start(opened.manifest.metadata, start._replace(path=path))
         return opened
 
     def _found_path(self) -> str | None:
         """Return the path of the checkpoint that was found for "last", "best" or "auto"."""
-        from drivetrain._engine.run_location import runs_folder
+        from drivetrain._engine.run_location import locate
         from drivetrain._engine.run_start import find_in_folders
 
-        core, path, is_fit = self._core, self._beginning.path, self._core.stage == "fit"
+        core, path, is_fit = self._core, self._start.path, self._core.stage == "fit"
         folders = folders_of(core.callbacks)
         # Rank 0 chooses for all ranks, because a network file system may show the others an older state.
         added_in_setup = [folder for folder in folders if folder not in self._searched_folders]
@@ -98,9 +99,9 @@ class StartingPoint:
         if path is None and self._path != "auto":
             raise CheckpointError(
                 f"ckpt_path={self._path!r}: there is no checkpoint to {'resume from' if is_fit else 'evaluate'}.",
-                f"looked in {', '.join([runs_folder(core), *folders])}, for checkpoints "
+                f"looked in {', '.join([locate(core).runs_folder, *folders])}, for checkpoints "
                 f"saved by runs of {type(core.module).__name__} with the same hyper-parameters."
-                f"{self._beginning.skipped}",
+                f"{self._start.skipped}",
                 "pass a path, or ckpt_path='auto', which starts a new run if there is none."
                 if is_fit
                 else "pass a path, or ckpt_path='last' for the newest checkpoint; 'best' needs a run with "

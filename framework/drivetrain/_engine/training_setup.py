@@ -4,44 +4,34 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import islice
 from typing import Any
 
 from torch.optim import Optimizer
 
 from drivetrain._config.arguments import parse_duration
-from drivetrain._engine.batches import BatchMover, move_micro_batches
 from drivetrain._engine.run_callbacks import RunCallbacks
 from drivetrain._engine.run_parts import RunCore, RunData
 from drivetrain._engine.stage_data import StageData
-from drivetrain._engine.stage_loaders import DataSplit, find_loaders
+from drivetrain._engine.stage_loaders import find_loaders
+from drivetrain._loops.batch_mover import BatchMover
 from drivetrain._loops.epoch_checks import EpochChecks
+from drivetrain._loops.epoch_reader import EpochReader
 from drivetrain._loops.hooks import is_overridden
-from drivetrain._loops.loader_lengths import BatchCount
 from drivetrain._loops.manual_step import ManualStep, OverriddenOptimizerStep
 from drivetrain._loops.progress_reports import Reporting
 from drivetrain._loops.schedulers import Schedulers, StepEstimate
 from drivetrain._loops.step import AutomaticStep, OptimizerStep, TrainStep
 from drivetrain._loops.step_arguments import StepArguments, WrappedModule
 from drivetrain._loops.stopping import StopRequest
-from drivetrain._loops.train import Checkpointing, EpochData, Schedule, TrainingProgress, TrainLimits, TrainLoop
+from drivetrain._loops.train import Checkpointing, Schedule, TrainingProgress, TrainLimits, TrainLoop
 from drivetrain._loops.validation import ValidationPlan
 from drivetrain._loops.window_snapshot import WindowSnapshot
-from drivetrain._loops.windows import (
-    Batches,
-    MicroBatch,
-    allreduced_windows,
-    precomputed_windows,
-    single_windows,
-    weighted_windows,
-)
 from drivetrain._loops.zero_grad import zero_grad
 from drivetrain._run_state import CheckpointsOfRun
 from drivetrain.callback import SavesOnException, SchedulesWindows
-from drivetrain.data._batch_copies import copy_batch
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
@@ -83,10 +73,11 @@ def build_training(
         strategy.precision.on_minimum_scale = _loss_scale_warning()
     if validate is not None:
         _warn_if_never_validates(core)
+    reader = _build_reader(core, data, move)
     limits = TrainLimits(trainer.max_epochs, trainer.max_steps, trainer.log_every_n_steps)
     core.loop = TrainLoop(
         step,
-        epoch_data(core, data, move),
+        reader,
         hooks=core.hooks,
         control=strategy.control,
         progress=TrainingProgress(core.progress, core.position, limits, core.stop),
@@ -106,7 +97,7 @@ def build_training(
             ),
             reload=data.reload,
             apply_trainable_changes=apply_trainable_changes,
-            resize=partial(_resize, core, data, move),
+            resize=partial(_resize, core, data),
             checks=EpochChecks(step, metrics, type(module).__name__, strategy.rank == 0, after_first_batch),
         ),
     )
@@ -127,8 +118,25 @@ def _warn_if_never_validates(core: RunCore) -> None:
         )
 
 
-def _resize(core: RunCore, data: RunData, move: BatchMover | None, epoch_begins: bool) -> EpochData | None:
-    """Read the size of the training data again; return the epoch's data if the size has changed. Collective.
+def _build_reader(core: RunCore, data: RunData, move: BatchMover | None) -> EpochReader:
+    module = core.module
+    is_weighed = module.automatic_optimization and is_overridden("batch_weight", module, TrainModule)
+    reader = EpochReader(
+        core.trainer,
+        core.strategy,
+        module.batch_weight if is_weighed else None,
+        move,
+        progress=core.progress,
+        rng_replay=data.rng_replay,
+        lengths=data.lengths,
+        origin_of=data.epoch_position.origin,
+    )
+    reader.use(data.training)
+    return reader
+
+
+def _resize(core: RunCore, data: RunData, epoch_begins: bool) -> bool:
+    """Read the size of the training data again; return whether it has changed. Collective.
 
     Raises:
         ConfigurationError: an epoch that is resumed within began with another number of samples.
@@ -136,24 +144,9 @@ def _resize(core: RunCore, data: RunData, move: BatchMover | None, epoch_begins:
     changed = data.loaded.resize_training()
     if not epoch_begins:
         data.epoch_position.check_samples(data.train)
-    if not changed:
-        return None
-    data.resized_at = (core.progress.epoch, core.progress.global_step) if epoch_begins else (0, 0)
-    return epoch_data(core, data, move)
-
-
-def epoch_data(core: RunCore, data: RunData, move: BatchMover | None) -> EpochData:
-    """Return the training data of an epoch, read from the current loaders."""
-    source = data.train
-    count = BatchCount("training loader", source.length, not source.shards_known, data.lengths)
-    end = _EndOfData()
-    return EpochData(
-        micro_batches=_micro_batches(core, data, move, count, end),
-        exhausted=lambda: end.reached,
-        length=data.train_length,
-        length_is_exact=data.loaded.train_certain or source.stateful,
-        count=count,
-    )
+    if changed:
+        data.resized_at = (core.progress.epoch, core.progress.global_step) if epoch_begins else (0, 0)
+    return changed
 
 
 def build_training_pass(
@@ -165,7 +158,7 @@ def build_training_pass(
         from drivetrain._loops.statistics_pass import pass_over_training_data
 
         wrapped = WrappedModule(core.module, runner, core.strategy)
-        pass_over_training_data(data.train, data.loaded.train_limit, wrapped, core.metrics, move)
+        pass_over_training_data(data.training, wrapped, core.metrics, move)
 
     return run_pass
 
@@ -206,8 +199,7 @@ def estimated_before_data(core: RunCore, data: RunData) -> int | float:
     """
     strategy, given = core.strategy, data.given
     data.given = replace(given, built_train_loaders=find_loaders("train", given.train, given.datamodule, core.module))
-    data_split = DataSplit(strategy.data_rank, strategy.data_world_size, 0, core.trainer.use_distributed_sampler)
-    loaded = StageData(core.trainer, "train", core.module, data.given, data_split, strategy.control)
+    loaded = StageData(core.trainer, "train", core.module, data.given, strategy, seed=0)
     loaded.close()
     return _count_steps(core.trainer, core.callbacks, loaded.train_length)
 
@@ -265,8 +257,7 @@ def under_context(runner: StepRunner, precision: Precision) -> StepRunner:
 
 
 def _build_schedulers(core: RunCore) -> Schedulers:
-    data = core.data
-    metrics, module = core.metrics, core.module
+    data, module = core.data, core.module
     override = module.lr_scheduler_step if is_overridden("lr_scheduler_step", module, TrainModule) else None
     estimate = StepEstimate(
         estimated_steps(core.trainer, core.callbacks, data),
@@ -276,9 +267,7 @@ def _build_schedulers(core: RunCore) -> Schedulers:
     return Schedulers(
         core.optimization.schedulers if module.automatic_optimization else [],
         override,
-        metrics.agreed,
-        lambda: list(metrics.callback_metrics()),
-        metrics.logged_at,
+        core.metrics,
         estimate,
         warns=core.strategy.rank == 0,
     )
@@ -392,85 +381,3 @@ def _unscales_first(core: RunCore) -> bool:
     clips = trainer.gradient_clip_val and not is_overridden("clip_gradients", strategy, Strategy)
     precision = strategy.precision
     return precision.scales_loss and (read_by_hooks or not clips or not precision.unscales_while_clipping)
-
-
-class _EndOfData:
-    """Records whether the current epoch's data has ended."""
-
-    def __init__(self) -> None:
-        self.reached = False
-
-    def reach(self) -> None:
-        """Record that the data has ended."""
-        self.reached = True
-
-    def follow(self, batches: Batches) -> Batches:
-        """Yield ``batches``, and record when they end."""
-        yield from batches
-        self.reach()
-
-
-def _micro_batches(
-    core: RunCore, data: RunData, move: BatchMover | None, count: BatchCount, end: _EndOfData
-) -> Callable[[int, int], Iterator[MicroBatch]]:
-    """Return the function ``begin(epoch, first)``, which iterates over an epoch from micro-batch ``first``."""
-    strategy, trainer, module, train_limit = core.strategy, core.trainer, core.module, data.loaded.train_limit
-    source = data.train
-    weigh = module.batch_weight if is_overridden("batch_weight", module, TrainModule) else None
-    if not module.automatic_optimization:
-        weigh = None
-    ranks = strategy.data_world_size
-    exchanged = ranks > 1 and (weigh is not None or not source.shards_known)
-    read_ahead = source.in_process and (exchanged or strategy.device.type == "cuda")
-    trained = (lambda: core.progress.batch_idx) if read_ahead else None
-
-    def begin(epoch: int, first: int) -> Iterator[MicroBatch]:
-        limit, size = train_limit, trainer.accumulate_grad_batches
-        origin = data.epoch_position.origin(epoch)
-        # An epoch that began with another world size has no limit, and ends with its data.
-        remaining = None if limit is None or (origin.samples and limit == source.length) else max(0, limit - first)
-        # With overfit_batches, every epoch has the sample order of the first one.
-        order = 0 if trainer.overfit_batches else epoch
-        batches = source.epoch(order, first, origin)
-        end.reached = False
-        if source.stateful and not exchanged:
-            # The source may restart at its end, and its state is then wrong for a checkpoint.
-            batches = end.follow(batches)
-        if not origin.samples:
-            batches = count.follow(batches, first)
-        batches = data.rng_replay.follow(batches, first, trained)
-        if source.needs_order_check:
-            from drivetrain._loops.data_order_checks import compare_ranks
-
-            batches = compare_ranks(batches, source, "training loader", strategy)
-        shards = None if exchanged or weigh is not None else source.shards(order, first, origin)
-        fresh_memory = source.fresh_memory
-        if not fresh_memory and shards is None and (size > 1 or (exchanged and not source.stateful)):
-            # All batches of a window are read before the first is trained on, and the loader may overwrite them.
-            batches = ((copy_batch(batch), shard) for batch, shard in batches)
-            fresh_memory = True
-        if remaining is not None:
-            batches = islice(batches, remaining)
-            shards = shards and islice(shards, remaining)
-        if exchanged:
-            micro_batches = allreduced_windows(
-                batches,
-                size,
-                strategy.control,
-                weigh,
-                remaining,
-                ranks,
-                strategy.is_data_leader,
-                joining_batch=getattr(source, "joining_batch", None) if first else None,
-                read_ahead=not source.stateful,
-                on_end=end.reach if source.stateful else None,
-            )
-        elif ranks == 1 and size == 1 and weigh is None:
-            micro_batches = single_windows(batches)
-        elif weigh is not None:
-            micro_batches = weighted_windows(batches, size, weigh)
-        else:
-            micro_batches = precomputed_windows(batches, size, ranks, shards)
-        return move_micro_batches(micro_batches, move, ahead=not source.stateful, fresh_memory=fresh_memory)
-
-    return begin

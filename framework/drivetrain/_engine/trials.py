@@ -14,7 +14,6 @@ import torch
 from drivetrain._engine.launch import launch
 from drivetrain._engine.out_of_memory import ran_out_of_memory
 from drivetrain._engine.run_parts import RunRequest
-from drivetrain._engine.run_processes import resolve_environment
 from drivetrain._engine.stage_loaders import DataArguments
 from drivetrain._runtime.accelerators import resolve_devices
 from drivetrain._runtime.console_logging import log_to_console
@@ -22,6 +21,7 @@ from drivetrain._runtime.generators import preserved_generators
 from drivetrain._runtime.process_state import ProcessState
 from drivetrain.callback import SearchesBeforeLaunch
 from drivetrain.data._loader_generators import collect_generators
+from drivetrain.environments import resolve_environment
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers._null_logger import NullLogger
 from drivetrain.module.train_module import TrainModule

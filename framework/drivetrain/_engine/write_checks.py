@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from drivetrain._runtime.working_directory import REMOVED, lacks_its_start
 from drivetrain.callback import Callback, folders_of
@@ -18,53 +18,90 @@ from drivetrain.strategies.strategy import Strategy
 _PROBE = ".drivetrain-probe"
 """The name of the object that is written to a store and removed to test the store. All tests use the same name."""
 
-FAILS_AT_FIRST_SAVE = "the run would train until its first save, and fail there."
-FAILS_AT_FIRST_ROW = "the run would fail at the first row that it logs."
-
 _PAUSES = (0.5, 1.0, 2.0)  # seconds between attempts to write to a store that may be busy
 
 
-def check_writable_folders(strategy: Strategy, callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> None:
-    """Check that all ranks can write to their folders, without leaving files there. Collective.
+class Writer(NamedTuple):
+    """What writes to a folder, for the error if that is impossible.
+
+    Attributes:
+        name: its class name.
+        why: what would happen otherwise.
+        fix: the way out.
+    """
+
+    name: str
+    why: str
+    fix: str
+
+    @classmethod
+    def logger(cls, logger: Logger) -> Self:
+        """Describe a logger."""
+        name = type(logger).__name__
+        fix = f"give {name} a folder that can be written to, or Fit a default_root_dir; or pass logger=False."
+        return cls(name, "the run would fail at the first row that it logs.", fix)
+
+    @classmethod
+    def callback(cls, callback: Callback) -> Self:
+        """Describe a callback that chose a folder itself."""
+        name = type(callback).__name__
+        return cls(name, _FAILS_AT_SAVE, f"give {name} a dirpath that can be written to, or Fit a default_root_dir.")
+
+    def refusal(self, folder: str, problem: str) -> tuple[str, str, str]:
+        """Return the what, why and fix of the error for a folder that cannot be written to."""
+        return f"{self.name} cannot write to {folder!r}: {problem}.", self.why, self.fix
+
+
+_FAILS_AT_SAVE = "the run would train until its first save, and fail there."
+_FIX_ROOT = "give Fit a default_root_dir that can be written to, "
+
+DEFAULT_CHECKPOINT = Writer(
+    "Checkpoint", _FAILS_AT_SAVE, f"{_FIX_ROOT}since run.json is there even with a dirpath for checkpoints."
+)
+"""A `Checkpoint` that writes to the run's folder."""
+
+PROFILER = Writer(
+    "The profiler", "the measurements would be lost at the end of the run.", f"{_FIX_ROOT}or the profiler a dirpath."
+)
+
+
+def check_writable_folders(strategy: Strategy, callbacks: Sequence[Callback]) -> None:
+    """Check that all ranks can write to the folders of their callbacks, without leaving files there. Collective.
 
     If objects can be written to a store but not removed, an empty object stays there.
 
     Args:
         strategy: connects the ranks.
         callbacks: the callbacks, with the folders that they will write to.
-        loggers: the loggers, checked on rank 0.
 
     Raises:
-        ConfigurationError: a check failed. Every rank raises the error, which names the folder, the callback or logger
-            that writes there, the system's error and the ranks.
+        ConfigurationError: a check failed. Every rank raises the error, which names the folder, the callback that
+            writes there, the system's error and the ranks.
     """
     control = strategy.control
     # One check per node is enough, because all ranks of a node see the same disks.
     problem = None
     if strategy.local_rank == 0:
-        problem = next(_problems(callbacks, loggers if strategy.rank == 0 else []), None)
+        problem = first_refusal(
+            (folder, Writer.callback(callback)) for callback in callbacks for folder in folders_of([callback])
+        )
     (failing,) = control.count_flags("folders that can be written to", problem is not None)
     if not failing:
         return
     problems = {rank: found for rank, found in enumerate(control.gather_objects(problem)) if found is not None}
     what, why, fix = next(iter(problems.values()))
     ranks = f" (on rank(s) {list(problems)})" if control.world_size > 1 else ""
-    raise ConfigurationError(f"{what}{ranks}.", why, fix)
+    raise ConfigurationError(f"{what.removesuffix('.')}{ranks}.", why, fix)
 
 
-def _problems(callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> Iterator[tuple[str, str, str]]:
-    for callback in callbacks:
-        for folder in folders_of([callback]):
-            if (problem := write_problem(folder)) is not None:
-                name = type(callback).__name__
-                fix = f"give {name} a dirpath that can be written to, or Fit a default_root_dir."
-                yield f"{name} cannot write to {folder!r}: {problem}", FAILS_AT_FIRST_SAVE, fix
-    for each in loggers:
-        root = each.save_dir
-        if root is not None and "://" not in root and (problem := write_problem(root)) is not None:
-            name = type(each).__name__
-            fix = f"give {name} a folder that can be written to, or Fit a default_root_dir; or logger=False."
-            yield f"{name} cannot write to {root!r}: {problem}", FAILS_AT_FIRST_ROW, fix
+def first_refusal(writers: Iterable[tuple[str, Writer]]) -> tuple[str, str, str] | None:
+    """Return the what, why and fix of the error for the first folder that cannot be written to; None if there is none.
+
+    Args:
+        writers: folders, each with what writes to it.
+    """
+    problems = ((folder, writer, write_problem(folder)) for folder, writer in writers)
+    return next((writer.refusal(folder, problem) for folder, writer, problem in problems if problem is not None), None)
 
 
 def write_problem(folder: str) -> str | None:

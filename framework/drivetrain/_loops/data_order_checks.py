@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-from itertools import chain
 
 from drivetrain._distributed.control_plane import refuse_differences
-from drivetrain._loops.windows import Batches
 from drivetrain.data._batch_source import BatchSource
 from drivetrain.data._order_fingerprint import OrderFingerprint
 from drivetrain.errors import ConfigurationError
@@ -25,25 +23,19 @@ _FIX_ORDER = (
 )
 
 
-def compare_ranks(batches: Batches, source: BatchSource, name: str, strategy: Strategy) -> Batches:
-    """Return ``batches``. Before the first batch is used, the ranks compare the data that they have read.
+def compare_order(source: BatchSource, name: str, strategy: Strategy) -> None:
+    """Compare the data that the ranks have read first. Called after the first batch was read, before it is used.
 
     The comparison costs one small exchange per run for each source whose order the engine does not determine.
 
     Args:
-        batches: this rank's batches of an epoch.
         source: the source of the batches, whose ``needs_order_check`` is true.
         name: the loader's name.
         strategy: the strategy, whose control plane connects the ranks.
 
     Raises:
-        ConfigurationError: the ranks read different orders. Every rank raises the error as the first batch is read.
+        ConfigurationError: the ranks read different orders. Raised on every rank.
     """
-    return chain(_compare_first(batches, source, name, strategy), batches)
-
-
-def _compare_first(batches: Batches, source: BatchSource, name: str, strategy: Strategy) -> Batches:
-    first_batch = next(batches, None)
     by_rank = strategy.control.gather_objects(
         (strategy.data_rank, [tuple(fingerprint) for fingerprint in source.order_fingerprints()])
     )
@@ -62,8 +54,6 @@ def _compare_first(batches: Batches, source: BatchSource, name: str, strategy: S
             )
         elif strategy.rank == 0 and len(set(data_ranks)) > 1 and len(set(digests)) == 1:
             _warn_of_equal_batches(fingerprints[0].name, len(set(data_ranks)), name)
-    if first_batch is not None:
-        yield first_batch
 
 
 def _warn_of_equal_batches(data: str, ranks: int, name: str) -> None:

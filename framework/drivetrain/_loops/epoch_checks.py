@@ -5,21 +5,19 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from itertools import chain, islice
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from drivetrain._loops.step import TrainStep
-from drivetrain._loops.windows import MicroBatch
 from drivetrain._metrics import MetricStore
 
 logger = logging.getLogger("drivetrain")
 
 
 class EpochChecks:
-    """Checks the loss after an epoch's first and last micro-batch, without a Python call for other micro-batches.
+    """Checks the loss after an epoch's first and last micro-batch.
 
     Args:
         step: the training step, which has the last loss.
@@ -43,10 +41,10 @@ class EpochChecks:
         self._warned_of_loss = False
         self._warned_of_steps = False
 
-    def with_first_check(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """Return an epoch's micro-batches, with a check after the first of them."""
+    def begin_epoch(self) -> Callable[[], None] | None:
+        """Return the check to call after the epoch's first micro-batch; None if this rank does not check."""
         self._first_losses = None
-        return chain(islice(micro_batches, 1), self._check_first(), micro_batches) if self._warns else micro_batches
+        return self._check_first if self._warns else None
 
     def before_validation(self) -> None:
         """Copy the last loss, which compiled steps of a validation may overwrite before the epoch's end."""
@@ -70,8 +68,7 @@ class EpochChecks:
                 epoch,
             )
 
-    def _check_first(self) -> Iterator[MicroBatch]:
-        yield from ()  # an empty generator, whose body runs after the first micro-batch
+    def _check_first(self) -> None:
         self._first_losses = self._copied_losses()
         if self._after_first is not None:
             after_first, self._after_first = self._after_first, None

@@ -5,25 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from drivetrain._distributed.control_plane import ControlPlane
+from drivetrain._loops.evaluation_batches import evaluation_batches
 from drivetrain._loops.evaluation_interrupt import EarlyExit
 from drivetrain._loops.hooks import HookTable, is_overridden
 from drivetrain._loops.progress_reports import Reporting
 from drivetrain._loops.step_arguments import StepArguments, WrappedModule
 from drivetrain._loops.uneven_inputs import without_side_effects
-from drivetrain._loops.windows import Batches
 from drivetrain._run_state import Position
 from drivetrain.data._batch_source import BatchSource
 from drivetrain.errors import ConfigurationError
 from drivetrain.module._module_hooks import ModuleHooks
 from drivetrain.module.train_module import TrainModule
-from drivetrain.strategies.strategy import Strategy
 
 HOOK_STAGE_NAMES = {"validate": "validation", "test": "test", "predict": "predict"}
 """Maps a stage to the word in its hook and step names (on_validation_start, validation_step)."""
@@ -101,35 +98,17 @@ def evaluating(module: TrainModule, name: str, no_gradient: AbstractContextManag
                     child._buffers[buffer_name] = buffer.clone()
 
 
-def evaluation_batches(source: BatchSource, strategy: Strategy, name: str, first: int = 0) -> Batches:
-    """Return the batches that this rank evaluates, starting with its micro-batch number ``first``.
-
-    If forwards are collective and ranks may have different numbers of batches, this rank keeps running forwards on
-    padding batches until all ranks have finished.
-    """
-    batches = source.epoch(0, first)
-    if source.needs_order_check:
-        from drivetrain._loops.data_order_checks import compare_ranks
-
-        batches = compare_ranks(batches, source, name, strategy)
-    if source.shards_known or not strategy.collective_forward or strategy.world_size == 1:
-        return batches
-    from drivetrain._loops.uneven_evaluation import until_all_ranks_finish
-
-    return until_all_ranks_finish(batches, strategy)
-
-
-class EvaluateLoop:
-    """Runs ``validation_step`` or ``test_step`` over one or several loaders.
+class LoaderLoop:
+    """What validation, test and prediction have in common: they run a step of the module over one or several loaders.
 
     Args:
-        stage: "validate" or "test".
+        stage: "validate", "test" or "predict".
         wrapped: the module and the strategy that runs it.
         hooks: the overridden hooks.
         position: the running loop and the batch being processed, which this loop sets.
         data: the loaders, their limits and the move to the device.
         reporting: the objects to which values and progress are reported.
-        mode: how the module is prepared, and how the evaluation can be interrupted.
+        mode: how the module is prepared, and how the loop can be interrupted.
     """
 
     def __init__(
@@ -145,34 +124,49 @@ class EvaluateLoop:
     ) -> None:
         self._stage = stage
         self._name = name = HOOK_STAGE_NAMES[stage]
-        self._module = wrapped.module
+        self._module = module = wrapped.module
         self._runner = wrapped.runner
         self._strategy = wrapped.strategy
-        self._control: ControlPlane = wrapped.strategy.control
         self._metrics = reporting.metrics
         self._position = position
-        self._sources = data.sources
-        self._limits = data.limits
-        self._move = data.move
-        self._lengths = reporting.lengths
-        self._progress_reporter = reporting.progress_reporter
-        self._log = reporting.log
+        self._data = data
+        self._several = len(data.sources) > 1
+        self._reporting = reporting
         self._mode = mode
-        self._early_exit = mode.early_exit
-        self._step = getattr(wrapped.module, f"{name}_step")
-        self._arguments = StepArguments(self._step, several=len(data.sources) > 1)
+        self._step = getattr(module, f"{name}_step")
+        # The default predict_step is not passed the loader's index, since its result does not depend on the loader.
+        takes_index = self._several and is_overridden(f"{name}_step", module, TrainModule)
+        self._arguments = StepArguments(self._step, takes_index)
         self._hooks = hooks
         self._batch_start = getattr(hooks, f"on_{name}_batch_start")
         self._batch_end = getattr(hooks, f"on_{name}_batch_end")
 
-    def run(self) -> list[dict[str, float]]:
-        """Evaluate all loaders; return each loader's reduced values, or [] if the ranks exit before the end."""
-        metrics, hooks, name, early_exit = self._metrics, self._hooks, self._name, self._early_exit
-        if early_exit is not None and early_exit.exits_immediately(name):
-            return []
+    def _evaluating(self) -> AbstractContextManager[None]:
         self._mode.sync_buffers()
         no_gradient = torch.inference_mode() if self._mode.inference_mode else torch.no_grad()
-        with evaluating(self._module, name, no_gradient):
+        return evaluating(self._module, self._name, no_gradient)
+
+    def _title(self, word: str, index: int) -> str:
+        """Return the name of a loader in messages."""
+        return f"{word} loader {index}" if self._several else f"{word} loader"
+
+    def _join(self, host_batch: Any, batch_idx: int, index: int) -> None:
+        """Join the forwards of the other ranks with a batch that does not count: run the step without side effects."""
+        batch = host_batch if self._data.move is None else self._data.move(host_batch, index)
+        with without_side_effects(self._module, self._metrics):
+            self._runner(self._step, *self._arguments(batch, batch_idx, index))
+
+
+class EvaluateLoop(LoaderLoop):
+    """Runs ``validation_step`` or ``test_step``, and reduces the values that they log."""
+
+    def run(self) -> list[dict[str, float]]:
+        """Evaluate all loaders; return each loader's reduced values, or [] if the ranks exit before the end."""
+        metrics, hooks, name, reporter = self._metrics, self._hooks, self._name, self._reporting.progress_reporter
+        early_exit = self._mode.early_exit
+        if early_exit is not None and early_exit.exits_immediately(name):
+            return []
+        with self._evaluating():
             metrics.enter(self._stage)
             if early_exit is not None:
                 early_exit.begin()
@@ -183,10 +177,10 @@ class EvaluateLoop:
             if early_exit is not None:
                 early_exit.mark_start_hooks_done()
             had_data = []
-            if self._progress_reporter is not None:
-                self._progress_reporter.before = 0
-            for index, (source, limit) in enumerate(zip(self._sources, self._limits(), strict=True)):
-                metrics.dataloader_idx = index if len(self._sources) > 1 else None
+            if reporter is not None:
+                reporter.before = 0
+            for index, (source, limit) in enumerate(zip(self._data.sources, self._data.limits(), strict=True)):
+                metrics.dataloader_idx = index if self._several else None
                 metrics.had_data = False
                 if not self._evaluate(index, source, limit):
                     return []
@@ -208,31 +202,33 @@ class EvaluateLoop:
                 hook()
             if early_exit is not None:
                 early_exit.end()
-        return _by_loader(numbers, len(self._sources), loaders)
+        return _by_loader(numbers, len(self._data.sources), loaders)
 
     def _evaluate(self, index: int, source: BatchSource, limit: int | None) -> bool:
         """Evaluate one loader; return False if the ranks exit early, after undoing the effects of the evaluation."""
         metrics, arguments, runner, step = self._metrics, self._arguments, self._runner, self._step
-        early_exit = self._early_exit
-        several, count, position = len(self._sources) > 1, 0, self._position
-        name = f"{self._name} loader {index}" if several else f"{self._name} loader"
+        early_exit, reporter, move = self._mode.early_exit, self._reporting.progress_reporter, self._data.move
+        name, count, position = self._title(self._name, index), 0, self._position
         previous = position.enter("evaluation")
-        for batch_idx, (host_batch, shard) in enumerate(self._batches(source, limit, name)):
+        for batch_idx, (host_batch, shard) in enumerate(evaluation_batches(source, self._strategy, name, limit)):
             position.batch_idx = batch_idx
+            if reporter is not None and batch_idx and batch_idx % reporter.every == 0:
+                reporter.report(batch_idx)
             if shard.joins:
                 # This rank has no samples in the batch, and only joins the forwards of the other ranks, as padding.
                 # Repeated batches of a joining rank have start == -1 and do not count.
                 count += shard.start >= 0
-                self._join(host_batch, batch_idx, index)
+                if self._strategy.collective_forward:
+                    self._join(host_batch, batch_idx, index)
                 if early_exit is not None and early_exit.stop.counts_points and early_exit.exits():
                     break
                 continue
             count += 1
-            batch = host_batch if self._move is None else self._move(host_batch, index)
+            batch = host_batch if move is None else move(host_batch, index)
             metrics.batch = batch
             metrics.samples = shard.samples
             metrics.had_data = True
-            hook_arguments = (batch, batch_idx, index) if several else (batch, batch_idx)
+            hook_arguments = (batch, batch_idx, index) if self._several else (batch, batch_idx)
             for hook in self._batch_start:
                 hook(*hook_arguments)
             outputs = runner(step, *arguments(batch, batch_idx, index))
@@ -246,41 +242,23 @@ class EvaluateLoop:
             early_exit.undo()
             early_exit.end()
             return False
-        if self._progress_reporter is not None:
-            self._progress_reporter.before += count
-        self._lengths.note(name, source.length, count, ended=limit is None or count < limit)
+        if reporter is not None:
+            reporter.before += count
+        self._reporting.lengths.note(name, source.length, count, ended=limit is None or count < limit)
         return True
 
-    def _batches(self, source: BatchSource, limit: int | None, name: str) -> Batches:
-        batches = islice(evaluation_batches(source, self._strategy, name), limit)
-        return batches if self._progress_reporter is None else self._progress_reporter.with_reports(batches)
-
-    def _join(self, host_batch: Any, batch_idx: int, index: int) -> None:
-        """Join the other ranks with a batch without samples of this rank: run the step without side effects.
-
-        If forwards are not collective, the other ranks do not need this rank, and nothing is run.
-        """
-        if not self._strategy.collective_forward:
-            return
-        batch = host_batch if self._move is None else self._move(host_batch, index)
-        with without_side_effects(self._module, self._metrics):
-            self._runner(self._step, *self._arguments(batch, batch_idx, index))
-
-    def _reduce(self) -> dict[str, torch.Tensor]:
-        reducing_ranks, ranks_with_mismatch = self._control.count_flags(
-            "the reduction of an evaluation's values", self._metrics.wants_reduction(), self._lengths.has_mismatch
-        )
-        self._lengths.warn_together(ranks_with_mismatch)
-        return self._metrics.reduce_epoch(together=reducing_ranks > 0 and self._control.world_size > 1)
+    def _reduce(self) -> dict[str, Tensor]:
+        return self._reporting.reduce_epoch(self._strategy.control, "the reduction of an evaluation's values")
 
     def _log_values(self, numbers: dict[str, float]) -> None:
-        if self._log is None:
+        log = self._reporting.log
+        if log is None:
             return
         names = {entry.epoch_name for entry in self._metrics.entries.values() if entry.logger}
         values: dict[str, Tensor | float] = {key: number for key, number in numbers.items() if key in names}
         values.update(self._metrics.flush_steps())
         if values:
-            self._log(values)
+            log(values)
 
 
 def _by_loader(numbers: dict[str, float], count: int, loaders: Mapping[str, int | None]) -> list[dict[str, float]]:

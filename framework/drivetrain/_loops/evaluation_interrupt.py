@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,6 @@ from drivetrain._distributed.shards import ParameterShard
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.uneven_inputs import BufferSnapshot
 from drivetrain._metrics import MetricStore
-from drivetrain._metrics.metric_objects import metric_state, set_metric_state
 from drivetrain._runtime.transfer import row_major
 from drivetrain.strategies.strategy import Strategy
 
@@ -95,13 +93,11 @@ class ValidationExit(EarlyExit):
         self._metrics = metrics
         self._must_finish = False
         self._weights_at_start = torch.empty(0)
-        self._buffers: BufferSnapshot | None = None
-        self._metric_states: Sequence[tuple[Any, dict[str, Any]]] = ()
+        self._restorers: Sequence[Callable[[], object]] = ()
 
     def begin(self) -> None:
         self._weights_at_start = self._weight_sums()
-        self._buffers = BufferSnapshot(self._module)
-        self._metric_states = [(metric, metric_state(metric)) for metric in self._metrics.objects.all().values()]
+        self._restorers = BufferSnapshot(self._module).restore, self._metrics.objects.restorer()
 
     def mark_start_hooks_done(self) -> None:
         self._must_finish = self._weights_changed("the hooks that begin a validation run")
@@ -128,15 +124,13 @@ class ValidationExit(EarlyExit):
         return not self._must_finish
 
     def undo(self) -> None:
-        if self._buffers is None:
-            return
-        self._buffers.restore()
-        for metric, state in self._metric_states:
-            set_metric_state(metric, state)
-        self._metrics.enter(self._metrics.stage)
+        for restore in self._restorers:
+            restore()
+        if self._restorers:
+            self._metrics.enter(self._metrics.stage)
 
     def end(self) -> None:
-        self._buffers, self._metric_states = None, ()
+        self._restorers = ()
 
     def _weights_changed(self, purpose: str) -> bool:
         """Return whether the weights of any rank have changed since the validation began. Collective."""

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from itertools import chain, count, islice
-from operator import itemgetter
 
 from drivetrain._distributed.control_plane import ControlPlane, spread
-from drivetrain._loops.windows import Batches
 
 logger = logging.getLogger("drivetrain")
-
-_EXCESS_FACTOR = 4
-"""A loader that yields more than this many times its length is reported at once, since it may never end."""
 
 
 class Lengths:
@@ -79,54 +72,3 @@ class Lengths:
                 "; ".join(descriptions),
             )
         self._reported.add(loader)
-
-
-class BatchCount:
-    """Counts the micro-batches of an epoch's data and detects the data's end, without a Python call for each batch.
-
-    Args:
-        loader: the loader's name.
-        length: micro-batches of an epoch on this rank, from ``len(loader)``; None if the loader has no length.
-        counts_reads: whether batches are counted as they are read, because ranks may have different numbers of batches.
-        lengths: receives the length if it is wrong.
-    """
-
-    def __init__(self, loader: str, length: int | None, counts_reads: bool, lengths: Lengths) -> None:
-        self._loader = loader
-        self._length = length
-        self._counts_reads = counts_reads
-        self._lengths = lengths
-        self._followed = False
-        self._counter: Iterator[int] = count()
-        self._ended = False
-
-    def follow(self, batches: Batches, first: int) -> Batches:
-        """Return ``batches``, an epoch's batches from number ``first`` on, and count them as they are read."""
-        self._followed, self._ended = True, False
-        if self._counts_reads:
-            self._counter = count(first)
-            batches = map(itemgetter(0), zip(batches, self._counter, strict=False))
-        if self._length is not None and self._length * _EXCESS_FACTOR > first:
-            expected = islice(batches, self._length * _EXCESS_FACTOR - first)
-            batches = chain(expected, self._report_excess(batches), batches)
-        return chain(batches, self._end())
-
-    def compare_length(self, trained: int) -> None:
-        """Compare the epoch's length with the batches read, or with ``trained``, the number trained on."""
-        if not self._followed:
-            return
-        self._followed = False
-        if self._ended or not self._counts_reads:
-            yielded = next(self._counter) if self._counts_reads else trained
-            self._lengths.note(self._loader, self._length, yielded, self._ended)
-
-    def _end(self) -> Batches:
-        yield from ()  # an empty generator, whose body runs at the end of the batches
-        self._ended = True
-
-    def _report_excess(self, batches: Batches) -> Batches:
-        excess_batch = next(batches, None)
-        if excess_batch is not None:
-            assert self._length is not None
-            self._lengths.report_now(self._loader, self._length, self._length * _EXCESS_FACTOR + 1)
-            yield excess_batch

@@ -8,87 +8,43 @@ from typing import Any
 
 import torch
 
-from drivetrain._loops.evaluate import EvaluationData, evaluating, evaluation_batches
-from drivetrain._loops.evaluation_interrupt import EarlyExit
-from drivetrain._loops.hooks import HookTable, is_overridden
-from drivetrain._loops.progress_reports import Reporting
-from drivetrain._loops.step_arguments import StepArguments, WrappedModule
-from drivetrain._loops.uneven_inputs import without_side_effects
-from drivetrain._run_state import Position
+from drivetrain._loops.evaluate import LoaderLoop
+from drivetrain._loops.evaluation_batches import evaluation_batches
 from drivetrain.data._batch_source import BatchSource
-from drivetrain.module.train_module import TrainModule
 
 IsPredicted = Callable[[int, int], bool]
 """``is_predicted(batch_idx, dataloader_idx)``: whether an earlier run has written a batch's predictions."""
 
 
-class PredictLoop:
-    """Runs ``predict_step`` over one or several loaders and gathers the outputs.
+class PredictLoop(LoaderLoop):
+    """Runs ``predict_step``, and gathers the outputs."""
 
-    Args:
-        wrapped: the module and the strategy that runs it.
-        hooks: the overridden hooks.
-        position: the batch being processed.
-        data: the loaders.
-        reporting: where progress is reported; values cannot be logged in prediction.
-        inference_mode: whether to run in `torch.inference_mode` rather than in `torch.no_grad`.
-        keeps_outputs: whether `run` keeps the outputs and returns them.
-        get_predicted_checks: called once; returns functions that check whether an earlier run has predicted a batch.
-            A batch is skipped if all of these functions return True. Without an earlier run, the sequence is empty.
-        early_exit: lets the ranks end the prediction early; None if it always runs to its end.
-    """
+    _keeps_outputs = False
+    _predicted_checks: Sequence[IsPredicted] = ()
 
-    def __init__(
-        self,
-        wrapped: WrappedModule,
-        *,
-        hooks: HookTable,
-        position: Position,
-        data: EvaluationData,
-        reporting: Reporting,
-        inference_mode: bool,
-        keeps_outputs: bool,
-        get_predicted_checks: Callable[[], Sequence[IsPredicted]],
-        early_exit: EarlyExit | None,
-    ) -> None:
-        self._module = module = wrapped.module
-        self._runner = wrapped.runner
-        self._strategy = wrapped.strategy
-        self._hooks = hooks
-        self._metrics = reporting.metrics
-        self._position = position
-        self._sources = data.sources
-        self._limits = data.limits
-        self._lengths = reporting.lengths
-        self._move = data.move
-        self._inference_mode = inference_mode
-        self._progress_reporter = reporting.progress_reporter
-        self._keeps_outputs = keeps_outputs
-        self._get_predicted_checks = get_predicted_checks
-        self._early_exit = early_exit
-        self._predicted_checks: Sequence[IsPredicted] = ()
-        # The default predict_step is not passed the loader's index, since its result does not depend on the loader.
-        several = len(data.sources) > 1 and is_overridden("predict_step", module, TrainModule)
-        self._arguments = StepArguments(module.predict_step, several)
-
-    def run(self) -> list[Any] | None:
+    def run(self, keeps_outputs: bool, get_predicted_checks: Callable[[], Sequence[IsPredicted]]) -> list[Any] | None:
         """Run prediction; return the outputs of all micro-batches in data set order, on every rank.
+
+        Args:
+            keeps_outputs: whether the outputs are kept and returned.
+            get_predicted_checks: called once, if outputs are not kept; returns functions that check whether an earlier
+                run has predicted a batch. A batch is skipped if all of these functions return True. Without an earlier
+                run, the sequence is empty.
 
         Returns:
             A list of outputs, or with several loaders one such list per loader; None if outputs are not kept, or if the
             ranks exit before the end.
         """
-        hooks, local_outputs = self._hooks, []
-        if self._early_exit is not None and self._early_exit.exits_immediately("prediction"):
+        hooks, early_exit, lengths, local_outputs = self._hooks, self._mode.early_exit, self._reporting.lengths, []
+        self._keeps_outputs = keeps_outputs
+        if early_exit is not None and early_exit.exits_immediately("prediction"):
             return None
-        self._strategy.sync_buffers(self._module)
-        no_gradient = torch.inference_mode() if self._inference_mode else torch.no_grad()
-        with evaluating(self._module, "predict", no_gradient):
+        with self._evaluating():
             self._metrics.enter("predict")
             for hook in (*hooks.on_predict_start, *hooks.on_predict_epoch_start):
                 hook()
-            self._predicted_checks = () if self._keeps_outputs else self._get_predicted_checks()
-            for index, (source, limit) in enumerate(zip(self._sources, self._limits(), strict=True)):
+            self._predicted_checks = () if keeps_outputs else get_predicted_checks()
+            for index, (source, limit) in enumerate(zip(self._data.sources, self._data.limits(), strict=True)):
                 outputs = self._predict(index, source, limit)
                 if outputs is None:
                     return None
@@ -96,9 +52,9 @@ class PredictLoop:
             for hook in (*hooks.on_predict_epoch_end, *hooks.on_predict_end):
                 hook()
         self._metrics.enter(None)
-        (ranks_with_mismatch,) = self._strategy.control.count_flags("the end of prediction", self._lengths.has_mismatch)
-        self._lengths.warn_together(ranks_with_mismatch)
-        if not self._keeps_outputs:
+        (ranks_with_mismatch,) = self._strategy.control.count_flags("the end of prediction", lengths.has_mismatch)
+        lengths.warn_together(ranks_with_mismatch)
+        if not keeps_outputs:
             return None
         from drivetrain._loops.outputs import exchange
 
@@ -113,19 +69,16 @@ class PredictLoop:
         """
         from drivetrain._loops.outputs import on_host
 
-        several = len(self._sources) > 1
-        kept, position, early_exit = [], self._position, self._early_exit
-        name = f"prediction loader {index}" if several else "prediction loader"
+        early_exit, reporter, move = self._mode.early_exit, self._reporting.progress_reporter, self._data.move
+        name, kept, position = self._title("prediction", index), [], self._position
         previous = position.enter("prediction")
         count = first = self._first_to_predict(index, source, limit) if self._predicted_checks else 0
         indices_of_batches = source.requested_indices()
-        batches = evaluation_batches(source, self._strategy, name, first)
-        batches = islice(batches, None if limit is None else limit - first)
-        if self._progress_reporter is not None:
-            self._progress_reporter.before += first
-            batches = self._progress_reporter.with_reports(batches)
+        batches = evaluation_batches(source, self._strategy, name, limit, first)
         for batch_idx, (host_batch, shard) in enumerate(batches, first):
             position.batch_idx = batch_idx
+            if reporter is not None and batch_idx > first and (batch_idx - first) % reporter.every == 0:
+                reporter.report(batch_idx)
             indices = None if indices_of_batches is None else next(indices_of_batches, None)
             position.indices = None if shard.joins else indices
             # A rank without data repeats its last batch, with start < 0, to join collectives. This does not count.
@@ -136,12 +89,12 @@ class PredictLoop:
                 if self._collective and not done:
                     self._join(host_batch, batch_idx, index)
             else:
-                batch = host_batch if self._move is None else self._move(host_batch, index)
-                hook_arguments = (batch, batch_idx, index) if several else (batch, batch_idx)
-                for hook in self._hooks.on_predict_batch_start:
+                batch = host_batch if move is None else move(host_batch, index)
+                hook_arguments = (batch, batch_idx, index) if self._several else (batch, batch_idx)
+                for hook in self._batch_start:
                     hook(*hook_arguments)
-                output = self._runner(self._module.predict_step, *self._arguments(batch, batch_idx, index))
-                for hook in self._hooks.on_predict_batch_end:
+                output = self._runner(self._step, *self._arguments(batch, batch_idx, index))
+                for hook in self._batch_end:
                     hook(output, *hook_arguments)
                 if self._keeps_outputs:
                     start = shard.start if source.shards_known else batch_idx
@@ -154,16 +107,10 @@ class PredictLoop:
         position.indices = None
         if early_exit is not None and early_exit.has_exited(source.shards_known and not self._predicted_checks):
             return None
-        if self._progress_reporter is not None:
-            self._progress_reporter.before += count - first
-        self._lengths.note(name, source.length, count, ended=limit is None or count < limit)
+        if reporter is not None:
+            reporter.before += count
+        self._reporting.lengths.note(name, source.length, count, ended=limit is None or count < limit)
         return kept if self._strategy.is_data_leader else []
-
-    def _join(self, host_batch: Any, batch_idx: int, index: int) -> None:
-        """Join the forwards of the other ranks with a batch that this rank need not predict."""
-        batch = host_batch if self._move is None else self._move(host_batch, index)
-        with without_side_effects(self._module, self._metrics):
-            self._runner(self._module.predict_step, *self._arguments(batch, batch_idx, index))
 
     @property
     def _collective(self) -> bool:

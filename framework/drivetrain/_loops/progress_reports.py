@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from drivetrain._distributed.control_plane import ControlPlane
     from drivetrain._loops.loader_lengths import Lengths
     from drivetrain._metrics import MetricStore
-
-Item = TypeVar("Item")
 
 
 class ProgressReporter:
@@ -26,7 +24,7 @@ class ProgressReporter:
 
     def __init__(self, callbacks: Sequence[Callable[[int], None]], every: int) -> None:
         self._callbacks = callbacks
-        self._every = every
+        self.every = every
         self.before = 0
         """The number of micro-batches of the loaders that precede the current loader."""
 
@@ -34,18 +32,6 @@ class ProgressReporter:
         """Report ``batches`` micro-batches of the current loader, in addition to `before`."""
         for call in self._callbacks:
             call(self.before + batches)
-
-    def with_reports(self, items: Iterator[Item]) -> Iterator[Item]:
-        """Return ``items``, with a report every ``every`` items and no Python call for the items between."""
-        return chain.from_iterable(self._blocks(items))
-
-    def _blocks(self, items: Iterator[Item]) -> Iterator[Iterable[Item]]:
-        done = 0
-        for first in items:
-            if done:
-                self.report(done)
-            yield chain((first,), islice(items, self._every - 1))
-            done += self._every
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +49,16 @@ class Reporting:
     log: Callable[[Mapping[str, Tensor | float]], None] | None
     progress_reporter: ProgressReporter | None
     lengths: Lengths
+
+    def reduce_epoch(self, control: ControlPlane, purpose: str) -> dict[str, Tensor]:
+        """Return the epoch's values by name, reduced over ranks; warn about loaders whose length is wrong. Collective.
+
+        Args:
+            control: the control plane.
+            purpose: what the ranks agree on, for errors.
+        """
+        reducing_ranks, ranks_with_mismatch = control.count_flags(
+            purpose, self.metrics.wants_reduction(), self.lengths.has_mismatch
+        )
+        self.lengths.warn_together(ranks_with_mismatch)
+        return self.metrics.reduce_epoch(together=reducing_ranks > 0 and control.world_size > 1)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from drivetrain._metrics import MetricStore
 from drivetrain._run_state import SchedulerConfig
 from drivetrain.errors import ConfigurationError, nearest
 
@@ -37,9 +38,7 @@ class Schedulers:
     Args:
         configs: the schedulers.
         step: the module's ``lr_scheduler_step``; None if the module does not override it.
-        monitored: returns a logged value by name, the same on every rank, or None if it was not logged.
-        logged_names: returns the names of the logged values, for errors.
-        logged_at: returns the global step at which a value was logged; None for a value without an age.
+        metrics: the logged values.
         estimate: the estimated length of the run.
         warns: whether this rank logs warnings.
     """
@@ -48,21 +47,17 @@ class Schedulers:
         self,
         configs: Sequence[SchedulerConfig],
         step: StepScheduler | None,
-        monitored: Callable[[str], float | None],
-        logged_names: Callable[[], Sequence[str]],
-        logged_at: Callable[[str], int | None] = lambda name: None,
-        estimate: StepEstimate | None = None,
-        warns: bool = True,
+        metrics: MetricStore,
+        estimate: StepEstimate,
+        warns: bool,
     ) -> None:
-        self._estimate = estimate or StepEstimate()
+        self._estimate = estimate
         self._warns = warns
         self._warned_names: set[str] = set()
         self._by_step = [config for config in configs if config.interval == "step"]
         self._by_epoch = [config for config in configs if config.interval == "epoch"]
         self._step = step
-        self._monitored = monitored
-        self._logged_names = logged_names
-        self._logged_at = logged_at
+        self._metrics = metrics
         self._configs = list(configs)
         self._used_at: dict[int, int] = {}  # the age of the value with which each plateau scheduler last stepped
         self.has_step_schedulers = bool(self._by_step)
@@ -119,11 +114,11 @@ class Schedulers:
     def _step_scheduler(self, config: SchedulerConfig) -> None:
         value = None
         if config.reduce_on_plateau and config.monitor is not None:
-            value = self._monitored(config.monitor)
+            value = self._metrics.agreed(config.monitor)
             if value is None:
                 self._handle_missing(config, config.monitor)
                 return
-            index, logged_at = self._configs.index(config), self._logged_at(config.monitor)
+            index, logged_at = self._configs.index(config), self._metrics.logged_at(config.monitor)
             if logged_at is not None:
                 if self._used_at.get(index) == logged_at:
                     self._say_stale(config)
@@ -149,7 +144,7 @@ class Schedulers:
         self._warned_names.add(f"stale {config.monitor}")
 
     def _handle_missing(self, config: SchedulerConfig, monitor: str) -> None:
-        names = self._logged_names()
+        names = list(self._metrics.callback_metrics())
         problem = (
             f"{type(config.scheduler).__name__} monitors {monitor!r}, which was not logged.{nearest(monitor, names)}"
         )

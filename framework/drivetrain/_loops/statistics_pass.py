@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import islice
 from typing import Any
 
 import torch
 
-from drivetrain._loops.evaluate import evaluation_batches
+from drivetrain._loops.evaluation_batches import evaluation_batches
 from drivetrain._loops.step_arguments import StepArguments, WrappedModule
 from drivetrain._loops.uneven_inputs import LoggingPaused, without_side_effects
 from drivetrain._metrics import MetricStore
-from drivetrain.data._batch_source import BatchSource
+from drivetrain.data._limited_source import LimitedSource
 
 
 def pass_over_training_data(
-    source: BatchSource,
-    limit: int | None,
+    data: LimitedSource,
     wrapped: WrappedModule,
     metrics: MetricStore,
     move: Callable[[Any, int], Any] | None,
@@ -25,8 +23,7 @@ def pass_over_training_data(
     """Call ``training_step`` on an epoch's micro-batches, without gradients, hooks or logging. Collective.
 
     Args:
-        source: the source of training batches.
-        limit: the maximal number of micro-batches; None for all.
+        data: the training batches.
         wrapped: the module, in train mode, and the strategy that runs it.
         metrics: the logged values, to which nothing is added.
         move: moves a batch to the device; None if batches are already on the device.
@@ -38,7 +35,7 @@ def pass_over_training_data(
     paused = LoggingPaused(metrics)
     try:
         with torch.no_grad():
-            batches = islice(evaluation_batches(source, strategy, "training loader"), limit)
+            batches = evaluation_batches(data.source, strategy, "training loader", data.limit)
             for batch_idx, (host_batch, shard) in enumerate(batches):
                 if shard.joins and not strategy.collective_forward:
                     continue

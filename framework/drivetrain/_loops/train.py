@@ -13,8 +13,8 @@ import torch
 
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._loops.epoch_checks import EpochChecks
+from drivetrain._loops.epoch_reader import EpochReader
 from drivetrain._loops.hooks import HookTable
-from drivetrain._loops.loader_lengths import BatchCount
 from drivetrain._loops.progress_reports import Reporting
 from drivetrain._loops.schedulers import Schedulers
 from drivetrain._loops.step import TrainStep
@@ -46,26 +46,6 @@ class TrainLimits:
     max_epochs: int | None
     max_steps: int
     log_every_n_steps: int
-
-
-@dataclass(frozen=True, slots=True)
-class EpochData:
-    """The data of an epoch.
-
-    Attributes:
-        micro_batches: ``micro_batches(epoch, first)`` iterates over an epoch from micro-batch ``first`` on.
-        exhausted: returns whether a loader that saves its position has reached the end of the epoch's data; returns
-            False for any other loader.
-        length: the number of micro-batches of an epoch, derived from ``len(loader)``; None if the number is unknown.
-        length_is_exact: whether an epoch has exactly ``length`` micro-batches.
-        count: counts the micro-batches that the loader yields.
-    """
-
-    micro_batches: Callable[[int, int], Iterator[MicroBatch]]
-    exhausted: Callable[[], bool]
-    length: int | None
-    length_is_exact: bool
-    count: BatchCount
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +87,11 @@ class Schedule:
     Attributes:
         schedulers: steps the learning rates.
         validation: runs validation.
-        reload: ``reload(epoch)`` loads an epoch's data and passes it to `TrainLoop.use`; None if epochs share loaders.
+        reload: ``reload(epoch)`` makes the reader and the validation use an epoch's own loaders; None if epochs share
+            loaders.
         apply_trainable_changes: called after the hooks that begin an epoch, to apply the changes that they have made.
-        resize: ``resize(epoch_begins)`` reads the size of the training data again, after these hooks; returns the data
-            of the epoch if the size has changed, and otherwise None. Collective.
+        resize: ``resize(epoch_begins)`` reads the size of the training data again, after these hooks; returns whether
+            it has changed. Collective.
         checks: warns about problems that are visible only over a whole epoch.
     """
 
@@ -118,7 +99,7 @@ class Schedule:
     validation: ValidationPlan
     reload: Callable[[int], None] | None
     apply_trainable_changes: Callable[[], None]
-    resize: Callable[[bool], EpochData | None]
+    resize: Callable[[bool], bool]
     checks: EpochChecks
 
 
@@ -158,7 +139,7 @@ class TrainLoop:
 
     Args:
         step: trains on a micro-batch and steps the optimizers.
-        data: the data of an epoch.
+        reader: reads the data of an epoch.
         hooks: the overridden hooks.
         control: the control plane, for agreements between ranks.
         progress: the counters of training, and the conditions under which training ends.
@@ -170,7 +151,7 @@ class TrainLoop:
     def __init__(
         self,
         step: TrainStep,
-        data: EpochData,
+        reader: EpochReader,
         *,
         hooks: HookTable,
         control: ControlPlane,
@@ -196,23 +177,16 @@ class TrainLoop:
         self._flushed_at = 0  # the number of micro-batches trained on before the last flush
         self._steps_before: int | None = None  # global_step at the epoch's start; None in an epoch that was resumed
         self._warned_of_no_step = False
-        self._use(data)
+        self.reader = reader
         self._resumed: LoopPosition | None = None
         self._data_is_over = False
         self._left_after_last_step = False  # whether a preemption came after max_steps but before the epoch's end
         self._asked_to_stop: str | None = None  # the reason of a stop that was requested before a preemption
 
-    def _use(self, data: EpochData) -> None:
-        self._micro_batches = data.micro_batches
-        self._exhausted = data.exhausted
-        self._length = data.length
-        self._length_is_exact = data.length_is_exact
-        self._count = data.count
-
-    def use(self, data: EpochData, validate: Callable[[], object] | None) -> None:
-        """Replace the data of training and validation, between two epochs."""
-        self._use(data)
-        self._validation.renew(validate, data.length)
+    @property
+    def validation(self) -> ValidationPlan:
+        """The schedule of validation."""
+        return self._validation
 
     # The loop's state in a checkpoint
 
@@ -250,7 +224,7 @@ class TrainLoop:
 
     def run(self) -> None:
         """Train until a limit is reached or a stop is requested."""
-        if self._length == 0:  # because of limit_train_batches=0
+        if self.reader.length == 0:  # because of limit_train_batches=0
             return
         resumed, self._resumed = self._resumed, None
         reset_metrics = resumed is not None  # in a new run, on_train_start has logged values of the first epoch
@@ -297,10 +271,8 @@ class TrainLoop:
             self._schedule.apply_trainable_changes()
         else:
             self._metrics.enter("train", reset=False)
-        resized = self._schedule.resize(epoch_begins)
-        if resized is not None:
-            self._use(resized)
-            self._validation.resize(resized.length, self._progress)
+        if self._schedule.resize(epoch_begins):
+            self._validation.resize(self.reader.length, self._progress)
         if not epoch_begins and resumed is not None:
             self._validation.resume(resumed.validated_at, resumed.validation_is_due, self._progress)
 
@@ -323,7 +295,8 @@ class TrainLoop:
                 return ended
         if data_is_over:
             return EpochEnd.DATA
-        micro_batches = self._schedule.checks.with_first_check(self._micro_batches(progress.epoch, progress.batch_idx))
+        micro_batches = self.reader.micro_batches(progress.epoch, progress.batch_idx)
+        check_first = self._schedule.checks.begin_epoch()
         if self._is_at_max_steps():
             return self._end_at(EpochEnd.LIMIT, micro_batches)
 
@@ -372,6 +345,9 @@ class TrainLoop:
                     snapshot.take()
             elif snapshot is not None and stop.exits_at_point():
                 return self._leave()
+            if check_first is not None:
+                check_first()
+                check_first = None
         return EpochEnd.DATA
 
     def _end_epoch(self, ended: EpochEnd) -> bool:
@@ -381,7 +357,7 @@ class TrainLoop:
         progress, metrics, hooks, schedule = self._progress, self._metrics, self._hooks, self._schedule
         if self._steps_before == progress.global_step:
             self._warn_of_no_step()
-        self._count.compare_length(progress.batch_idx)
+        self.reader.compare_length()
         self._checkpointing.rng_replay.start_epoch()
         self._data_is_over = ended is EpochEnd.DATA
         if ended is not EpochEnd.LIMIT:
@@ -432,14 +408,14 @@ class TrainLoop:
 
     def why_it_ended(self) -> list[str]:
         """Return the reasons why `run` ended: a limit, or a requested stop."""
-        reasons = ["limit_train_batches=0 leaves nothing to train on"] if self._length == 0 else []
+        reasons = ["limit_train_batches=0 leaves nothing to train on"] if self.reader.length == 0 else []
         requested = self._stop.reason if self._stop.requested else None
         return reasons + [reason for reason in (self._limit_reached(), requested) if reason is not None]
 
     def _is_data_over(self) -> bool:
         progress, snapshot = self._progress, self._checkpointing.snapshot
         went_back = snapshot is not None and snapshot.is_active
-        return self._exhausted() and progress.batch_idx > 0 and not progress.within_window and not went_back
+        return self.reader.is_exhausted and progress.batch_idx > 0 and not progress.within_window and not went_back
 
     def _skips_rest_of_epoch(self, hooks: Sequence[Callable[..., Any]], batch: Any, batch_idx: int) -> bool:
         """Call ``on_train_batch_start``; return whether a hook returned -1, which has to be the same on every rank."""
@@ -495,7 +471,7 @@ class TrainLoop:
             self._saves.save_before_leaving()
         if data_is_over:
             return EpochEnd.DATA
-        return self._end_at(EpochEnd.STOPPED, self._micro_batches(progress.epoch, progress.batch_idx))
+        return self._end_at(EpochEnd.STOPPED, self.reader.micro_batches(progress.epoch, progress.batch_idx))
 
     def _stop_within_epoch(self, micro_batches: Iterator[MicroBatch]) -> EpochEnd:
         """End the epoch after a window because a stop or a preemption was requested."""
@@ -510,8 +486,8 @@ class TrainLoop:
         return EpochEnd.DATA if self._is_last(micro_batches) else reason
 
     def _is_last(self, micro_batches: Iterator[MicroBatch]) -> bool:
-        if self._progress.batch_idx != self._length or self._length_is_exact:
-            return self._progress.batch_idx == self._length
+        if self._progress.batch_idx != self.reader.length or self.reader.length_is_known:
+            return self._progress.batch_idx == self.reader.length
         with preserved_generators(self._checkpointing.rng_replay.device):  # a resumed run reads the next batch again
             return next(micro_batches, None) is None
 
@@ -548,12 +524,7 @@ class TrainLoop:
     # Reduction of logged values, and their flush to the loggers
 
     def _reduce_epoch(self) -> dict[str, torch.Tensor]:
-        lengths = self._reporting.lengths
-        reducing_ranks, ranks_with_mismatch = self._control.count_flags(
-            "the reduction of an epoch's values", self._metrics.wants_reduction(), lengths.has_mismatch
-        )
-        lengths.warn_together(ranks_with_mismatch)
-        return self._metrics.reduce_epoch(together=reducing_ranks > 0 and self._control.world_size > 1)
+        return self._reporting.reduce_epoch(self._control, "the reduction of an epoch's values")
 
     def _reduce_steps(self) -> None:
         self._flushed_at = self._progress.micro_batches

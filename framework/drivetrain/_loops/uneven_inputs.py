@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from drivetrain._metrics.metric_objects import metric_state, set_metric_state
-from drivetrain._metrics.metric_store import MetricStore
+from drivetrain._metrics import MetricStore
 
 
 class LoggingPaused:
@@ -22,14 +21,13 @@ class LoggingPaused:
     def __init__(self, metrics: MetricStore) -> None:
         self._metrics = metrics
         self._was_muted, self._was_joining = metrics.muted, metrics.joining
-        self._states = [(metric, metric_state(metric)) for metric in metrics.objects.all().values()]
+        self._restore_objects = metrics.objects.restorer()
         metrics.muted = True
 
     def end(self) -> None:
         """Resume logging."""
         self._metrics.muted, self._metrics.joining = self._was_muted, self._was_joining
-        for metric, state in self._states:
-            set_metric_state(metric, state)
+        self._restore_objects()
 
 
 class Joining(LoggingPaused):

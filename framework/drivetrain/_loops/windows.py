@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from drivetrain._distributed.control_plane import ControlPlane, Pending
+from drivetrain._distributed.control_plane import Pending
 from drivetrain.data._batch_copies import copy_containers
 from drivetrain.data._batch_source import NO_BATCH
 from drivetrain.data._sharding import BatchShare
 from drivetrain.errors import ConfigurationError
+from drivetrain.strategies.strategy import Strategy
 
 BatchWeight = Callable[[Any], int | float | torch.Tensor]
 """The module's ``batch_weight``: returns the number of items that the loss of a batch is a mean of."""
@@ -78,70 +79,60 @@ class MicroBatch:
 def single_windows(batches: Batches) -> Iterator[MicroBatch]:
     """Yield windows of one micro-batch, whose loss is not scaled, for a single process without ``batch_weight``."""
     micro_batch = MicroBatch(None, 0, 0, 1.0, 0, 0, 1, True, True)  # reused, since creating one costs more
-    for batch, shard in batches:
+    for batch, share in batches:
         micro_batch.batch = batch
-        micro_batch.samples = micro_batch.total = micro_batch.weight = micro_batch.window_weight = shard.samples
+        micro_batch.samples = micro_batch.total = micro_batch.weight = micro_batch.window_weight = share.samples
         yield micro_batch
 
 
 def precomputed_windows(
-    batches: Batches, size: int, world_size: int, shards: Iterator[BatchShare] | None = None
+    batches: Batches, size: int, world_size: int, weigh: BatchWeight | None, shares: Iterator[BatchShare] | None
 ) -> Iterator[MicroBatch]:
-    """Yield windows weighted by samples, whose split over ranks is known to every rank without communication.
+    """Yield windows whose weights every rank knows without communication.
 
     Args:
         batches: this rank's batches.
         size: the number of micro-batches of a window.
-        world_size: the number of ranks that the data is split over.
-        shards: the shares of ``batches``, if the shares are known in advance, so that each batch is read only when it
+        world_size: the number of ranks that the data is split over; 1 with ``weigh``.
+        weigh: the module's ``batch_weight``; None to weight by samples.
+        shares: the shares of ``batches``, if the shares are known in advance, so that each batch is read only when it
             is trained on. With None, all batches of a window are read before the first is trained on.
     """
+    number = 0
     while True:
-        if shards is None:
+        if shares is None:
             read = list(islice(batches, size))
-            window, window_shares = iter(read), [shard for _, shard in read]
+            window, window_shares = iter(read), [share for _, share in read]
         else:
-            window_shares = list(islice(shards, size))
+            window_shares = list(islice(shares, size))
             window = islice(batches, len(window_shares))
         if not window_shares:
-            if shards is not None:
-                next(batches, None)  # raises an error if the loader yields more batches than expected
             return
-        total = sum(map(_total_samples, window_shares))
+        weights: list[float] | None = None
+        total: float = sum(map(_total_samples, window_shares))
+        if weigh is not None:
+            weights = [validate_weight(weigh(batch), 0, number + position) for position, (batch, _) in enumerate(read)]
+            total = sum(weights)
+        number += len(window_shares)
         last = len(window_shares) - 1
-        for position, (batch, shard) in enumerate(window):
-            samples, all_samples = shard.samples, _total_samples(shard)
-            scale = world_size * samples / total if total else 0.0
+        for position, (batch, share) in enumerate(window):
+            weight, all_samples = share.samples if weights is None else weights[position], _total_samples(share)
+            scale = world_size * weight / total if total else 0.0
             ranks = min(world_size, all_samples)
-            yield MicroBatch(batch, samples, all_samples, scale, samples, total, ranks, position == 0, position == last)
-
-
-def weighted_windows(batches: Batches, size: int, weigh: BatchWeight) -> Iterator[MicroBatch]:
-    """Yield windows of a single process, weighted by the module's ``batch_weight``."""
-    number = 0
-    while window := list(islice(batches, size)):
-        weights = [validate_weight(weigh(batch), 0, number + position) for position, (batch, _) in enumerate(window)]
-        number += len(window)
-        total = sum(weights)
-        last = len(window) - 1
-        for position, ((batch, shard), weight) in enumerate(zip(window, weights, strict=True)):
-            scale = weight / total if total else 0.0
             yield MicroBatch(
-                batch, shard.samples, shard.samples, scale, weight, total, 1, position == 0, position == last
+                batch, share.samples, all_samples, scale, weight, total, ranks, position == 0, position == last
             )
 
 
 def allreduced_windows(
     batches: Batches,
     size: int,
-    control: ControlPlane,
+    strategy: Strategy,
     weigh: BatchWeight | None,
     limit: int | None,
-    data_world_size: int | None = None,
-    counts: bool = True,
-    joining_batch: Callable[[], Any] | None = None,
-    read_ahead: bool = True,
-    on_end: Callable[[], None] | None = None,
+    joining_batch: Callable[[], Any] | None,
+    read_ahead: bool,
+    on_end: Callable[[], None],
 ) -> Iterator[MicroBatch]:
     """Yield windows for data whose weights or length each rank knows only for its own part.
 
@@ -153,40 +144,38 @@ def allreduced_windows(
     Args:
         batches: this rank's batches, at most ``limit`` of them.
         size: the number of micro-batches of a window.
-        control: the control plane, for the all-reduce.
+        strategy: the strategy, whose control plane connects the ranks. Of ranks that read the same data, only the data
+            leader's batches count.
         weigh: the module's ``batch_weight``; None to weight by samples.
         limit: micro-batches after which every rank stops; None to stop when the data of all ranks has ended.
-        data_world_size: the number of ranks that the data is split over; None for all ranks.
-        counts: whether this rank's batches count. Of ranks that read the same data, only one has batches that count.
-        joining_batch: returns the batch with which this rank joins if it has none; `NO_BATCH` if there is none.
+        joining_batch: returns the batch with which this rank joins if it has read none; `NO_BATCH` if there is none.
         read_ahead: whether the next window is read before the current one is trained on.
         on_end: called before the last window, if that is shorter than the others: the data of all ranks has ended then.
     """
-    world_size = data_world_size or control.world_size
+    control, world_size = strategy.control, strategy.data_world_size
     number, last = 0, NO_BATCH
 
     def read() -> tuple[list[tuple[Any, BatchShare, float]], Pending]:
         nonlocal last, number
         capacity = size if limit is None else max(0, min(size, limit - number))
         window: list[tuple[Any, BatchShare, float]] = []
-        for batch, shard in islice(batches, capacity):
+        for batch, share in islice(batches, capacity):
             last = batch
-            weight = 0.0 if shard.joins else float(shard.samples)
-            if weigh is not None and not shard.joins:
+            weight = 0.0 if share.joins else float(share.samples)
+            if weigh is not None and not share.joins:
                 weight = validate_weight(weigh(batch), control.rank, number + len(window))
-            window.append((batch, shard, weight))
+            window.append((batch, share, weight))
         if last is not NO_BATCH and (len(window) < capacity or not read_ahead):
             # The batch is copied before a step modifies it, since this rank may have to join with the batch. Without
             # read-ahead it is not known yet whether the data has ended.
             last = copy_containers(last)
         number += size
         report = torch.zeros(1 + 2 * size, dtype=torch.float64)
-        report[0] = sum(weight for _, _, weight in window)
-        for position, (_, shard, _) in enumerate(window):
-            report[1 + position] = shard.samples
-            report[1 + size + position] = not shard.joins
-        if not counts:
-            report.zero_()
+        if strategy.is_data_leader:
+            report[0] = sum(weight for _, _, weight in window)
+            for position, (_, share, _) in enumerate(window):
+                report[1 + position] = share.samples
+                report[1 + size + position] = not share.joins
         return window, control.all_reduce_async(report)
 
     next_window, pending = read()
@@ -194,7 +183,7 @@ def allreduced_windows(
         total, *reported = pending.wait().tolist()
         samples, ranks = reported[:size], reported[size:]
         length = next((position for position in reversed(range(size)) if ranks[position]), -1) + 1
-        if length < size and on_end is not None:
+        if length < size:
             on_end()
         if length == 0:
             return
@@ -211,10 +200,10 @@ def allreduced_windows(
         if read_ahead:
             next_window, pending = read()
         for position in range(length):
-            batch, shard, weight = window[position] if position < len(window) else (copy_containers(last), None, 0.0)
+            batch, share, weight = window[position] if position < len(window) else (copy_containers(last), None, 0.0)
             yield MicroBatch(
                 batch,
-                shard.samples if shard is not None else 0,
+                share.samples if share is not None else 0,
                 int(samples[position]),
                 world_size * weight / total if total else 0.0,
                 weight,
@@ -243,6 +232,6 @@ def validate_weight(weight: Any, rank: int, batch_idx: int) -> float:
     return number
 
 
-def _total_samples(shard: BatchShare) -> int:
-    assert shard.total is not None  # the sources of `precomputed_windows` know the total in advance
-    return shard.total
+def _total_samples(share: BatchShare) -> int:
+    assert share.total is not None  # the sources of `precomputed_windows` know the total without communication
+    return share.total

@@ -48,6 +48,16 @@ class MetricObjects:
             return {}
         return {name: child for name, child in self._module.named_modules() if is_metric(child)}
 
+    def restorer(self) -> Callable[[], None]:
+        """Return a function that restores the present states of all metric objects."""
+        states = [(metric, metric_state(metric)) for metric in self.all().values()]
+
+        def restore() -> None:
+            for metric, state in states:
+                set_metric_state(metric, state)
+
+        return restore
+
     def merge_states(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
         """Return the state of each metric object, merged from the states of several ranks.
 

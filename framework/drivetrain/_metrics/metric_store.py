@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain._distributed.control_plane import ControlPlane, LocalControl
-from drivetrain._metrics.agreed_value import agreed_value
 from drivetrain._metrics.metric_entry import (
     Entry,
     operation_of,
@@ -374,8 +373,25 @@ class MetricStore:
         return tuple(self.control.broadcast_object(list(found[-1] if found else (None, None))))
 
     def agreed(self, name: str) -> float | None:
-        """Return a logged value, the same on all ranks (see `agreed_value`); None if no rank logged it. Collective."""
-        return agreed_value(self.control, name, self.callback_metrics().get(name))
+        """Return a logged value, the same on all ranks, on which a decision depends; None if no rank logged it.
+
+        A value that is equal on all ranks is returned unchanged. Other values (of a step, or with ``sync_dist=False``)
+        are averaged over the ranks that have a value, because a rank without data may have logged nothing. Collective.
+
+        Raises:
+            DistributedError: other ranks made a different call, for example because a callback exists on some ranks
+                only.
+        """
+        self.control.count_flags(f"the value of {name!r}, on which a decision depends")
+        value, local = self.callback_metrics().get(name), torch.zeros(2, dtype=torch.float64)
+        if value is not None:
+            local[0], local[1] = 1.0, value
+        gathered = self.control.all_gather(local)
+        values = gathered[gathered[:, 0] > 0, 1]
+        if len(values) == 0:
+            return None
+        all_equal = bool((values == values[0]).all())
+        return float(values[0] if all_equal else values.mean())
 
     # State for checkpoints
 

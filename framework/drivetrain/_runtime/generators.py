@@ -37,6 +37,13 @@ def _state_of(device: torch.device) -> torch.Tensor | None:
     return torch.mps.get_rng_state() if device.type == "mps" else None
 
 
+def _set_state_of(device: torch.device, state: torch.Tensor | None) -> None:
+    if state is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    elif state is not None:
+        torch.mps.set_rng_state(state)
+
+
 def _as_values(
     python: Any, host: torch.Tensor, arrays: Any, device_state: torch.Tensor | None, device: str
 ) -> dict[str, Any]:
@@ -71,25 +78,29 @@ def restore_generators(states: Mapping[str, Any], device: torch.device) -> None:
         saved = states["numpy"]
         words = saved["words"].numpy().astype("uint32")
         numpy.random.set_state((saved["kind"], words, saved["position"], saved["has_gauss"], saved["gauss"]))
-    if "cuda" in states and device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)
-    if "mps" in states and device.type == "mps":
-        torch.mps.set_rng_state(states["mps"])
+    _set_state_of(device, states.get(device.type))
 
 
-def generators_restorer(device: torch.device) -> Callable[[], None]:
-    """Return a function that restores the present states of the generators of Python, torch, ``device`` and NumPy."""
+def generators_restorer(device: torch.device, own: Iterable[Any] = ()) -> Callable[[], None]:
+    """Return a function that restores the present states of the generators of Python, torch, ``device`` and NumPy.
+
+    Args:
+        device: the device whose generator is included.
+        own: generators of the user to restore as well, which are objects of torch, NumPy or Python.
+    """
     python, host, numpy = random.getstate(), torch.get_rng_state(), sys.modules.get("numpy")
     arrays = None if numpy is None else numpy.random.get_state()
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    device_state = _state_of(device)
+    restorers = [_state_restorer(generator) for generator in own]
 
     def restore() -> None:
         random.setstate(python)
         torch.set_rng_state(host)
         if numpy is not None:
             numpy.random.set_state(arrays)
-        if on_device is not None:
-            torch.cuda.set_rng_state(on_device, device)
+        _set_state_of(device, device_state)
+        for restore_own in restorers:
+            restore_own()
 
     return restore
 
@@ -104,13 +115,11 @@ def preserved_generators(device: torch.device, own: Iterable[Any] = ()) -> Itera
         device: the device whose generator is included.
         own: generators of the user to restore as well, which are objects of torch, NumPy or Python.
     """
-    states, restorers = generator_states(device), [_state_restorer(generator) for generator in own]
+    restore, states = generators_restorer(device, own), generator_states(device)
     try:
         yield states
     finally:
-        restore_generators(states, device)
-        for restore in restorers:
-            restore()
+        restore()
 
 
 def is_generator(value: Any) -> bool:

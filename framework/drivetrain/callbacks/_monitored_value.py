@@ -1,23 +1,14 @@
-"""Reads the value that a callback monitors, the same on every rank."""
+"""What callbacks that monitor a value share: when they act, and whether the value belongs to the present weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from drivetrain._metrics.agreed_value import agreed_value
 from drivetrain.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
     from drivetrain.run_context import RunContext
-
-
-def monitored_value(trainer: RunContext, name: str) -> float | None:
-    """Return the logged value ``name``, the same on every rank, or None if no rank has logged it.
-
-    A collective operation.
-    """
-    return agreed_value(trainer.strategy.control, name, trainer.callback_metrics.get(name))
 
 
 def fresh_value(trainer: RunContext, name: str) -> float | None:
@@ -25,7 +16,7 @@ def fresh_value(trainer: RunContext, name: str) -> float | None:
 
     None if it was not logged, or if weights have changed since it was reduced. A collective operation.
     """
-    value = monitored_value(trainer, name)
+    value = trainer.metrics.agreed(name)
     reduced_at = None if value is None else trainer.metrics.reduced_at(name)
     return value if reduced_at in (None, trainer.global_step) else None
 
@@ -43,7 +34,7 @@ def acts_at_epoch_end(trainer: RunContext, choice: bool | None) -> bool:
 
 def was_logged(trainer: RunContext, names: Sequence[str]) -> bool:
     """Return whether all these values were logged at some time. A collective operation."""
-    return all(monitored_value(trainer, name) is not None for name in names)
+    return all(trainer.metrics.agreed(name) is not None for name in names)
 
 
 def missing_value(

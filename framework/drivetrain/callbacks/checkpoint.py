@@ -6,9 +6,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +22,7 @@ from drivetrain.callbacks._checkpoint_names import (
     checkpoint_name,
     names_in,
 )
-from drivetrain.callbacks._monitored_value import (
-    acts_at_epoch_end,
-    fresh_value,
-    missing_value,
-    monitored_value,
-    was_logged,
-)
+from drivetrain.callbacks._monitored_value import acts_at_epoch_end, fresh_value, missing_value, was_logged
 from drivetrain.checkpoint._folders import LATEST, child, remove, resolve_folder, write_latest
 from drivetrain.checkpoint._format.checksums import check_digest
 from drivetrain.checkpoint._retention import KeptCheckpoint, Retention
@@ -163,8 +156,9 @@ class Checkpoint(Callback):
         self.mode = mode
         self.save_top_k = save_top_k
         self.keep_last = max(keep_last or 0, int(bool(save_last)))
-        self.every_n_train_steps = every_n_train_steps
-        self.every_n_epochs = every_n_epochs
+        # Python's integers, because NumPy's would change `state_key`.
+        self.every_n_train_steps = every_n_train_steps and int(every_n_train_steps)
+        self.every_n_epochs = every_n_epochs and int(every_n_epochs)
         self.train_time_interval = train_time_interval
         self.save_weights_only = save_weights_only
         self.save_on_exception = save_on_exception
@@ -190,12 +184,10 @@ class Checkpoint(Callback):
         self._last_considered_step = 0  # global_step at which a save by steps or time was last considered
         self._last_resumable_step = -1  # global_step of the last checkpoint that a run can resume from
         self._current_score: float | None = None
-        self._interrupt_checkpoint: KeptCheckpoint | None = None  # written as the run was interrupted
         self._last_timed_save = time.monotonic()  # when training started or ``train_time_interval`` was last reached
         self._fitting = False
-        self._retention_before_rollback: dict[str, Any] = {}
+        self._retention_before_rollback = self._retention
         self._reserved = ReservedNames()
-        self._to_remove: list[KeptCheckpoint] = []  # checkpoints to remove once a later one is complete
 
     # Which checkpoints are kept, and under which names
 
@@ -265,8 +257,6 @@ class Checkpoint(Callback):
             "best": "" if best is None else best.name,
             "last_saved_step": self._last_saved_step,
             "waiting_in": self._waiting_in,
-            "interrupt_checkpoint": None if self._interrupt_checkpoint is None else asdict(self._interrupt_checkpoint),
-            "to_remove": [asdict(saved) for saved in self._to_remove],
             **self._retention.state_dict(),
         }
 
@@ -285,21 +275,19 @@ class Checkpoint(Callback):
         same_run = state_dict["run"] in (self._run_id, "")
         if self.dirpath is None or folder != resolve_folder(self.dirpath) or not same_run:
             return
+        retention = Retention(self.save_top_k, self.keep_last, self.mode)
         try:
-            self._retention.load_state_dict(state_dict)
-            self._to_remove = [KeptCheckpoint.from_state(saved) for saved in state_dict["to_remove"]]
-            interrupt = state_dict["interrupt_checkpoint"]
-            self._interrupt_checkpoint = None if interrupt is None else KeptCheckpoint.from_state(interrupt)
-            resumable = [] if self.save_weights_only else self._retention.kept
-            interrupted = [] if self._interrupt_checkpoint is None else [self._interrupt_checkpoint]
-            self._last_resumable_step = max([-1, *(saved.step for saved in (*resumable, *interrupted))])
+            retention.load_state_dict(state_dict)
         except (ValueError, TypeError) as error:
-            self._retention = Retention(self.save_top_k, self.keep_last, self.mode)
             logger.warning(
                 "The list of the earlier run's checkpoints in %r cannot be read, so this run does not remove them: %s",
                 folder,
                 error,
             )
+            return
+        self._retention = retention
+        resumable = [*([] if self.save_weights_only else retention.kept), retention.interrupt_checkpoint]
+        self._last_resumable_step = max([-1, *(saved.step for saved in resumable if saved is not None)])
 
     # What the engine asks of every callback
 
@@ -314,8 +302,8 @@ class Checkpoint(Callback):
     @property
     def kept_checkpoints(self) -> Sequence[str]:
         """Paths of all checkpoints that are kept, and of one that an interrupted run has written."""
-        interrupted = [] if self._interrupt_checkpoint is None else [self._path(self._interrupt_checkpoint)]
-        return [*self.best_k_models, *interrupted]
+        interrupted = self._path(self._retention.interrupt_checkpoint)
+        return [*self.best_k_models, *([interrupted] if interrupted else [])]
 
     @property
     def saves_resumable(self) -> bool:
@@ -334,21 +322,20 @@ class Checkpoint(Callback):
 
     def before_rollback(self, trainer: RunContext, module: TrainModule) -> None:
         """Keep the list of checkpoints, which loading the checkpoint's state replaces."""
-        self._retention_before_rollback = self._retention.state_dict()
+        self._retention_before_rollback = self._retention
 
     def after_rollback(self, trainer: RunContext, module: TrainModule, path: str) -> None:
         """Restore the list of checkpoints, and remove checkpoints later than the one that was loaded.
 
         If the later checkpoints remained, a run that is restarted would resume from the newest of them.
         """
-        self._retention.load_state_dict(self._retention_before_rollback)
-        later, self._last_resumable_step = self._retention.drop_after(trainer.global_step), -1
-        self._to_remove += later
-        self._last_considered_step = trainer.global_step
+        self._retention = self._retention_before_rollback
+        has_later = self._retention.drop_after(trainer.global_step)
+        self._last_resumable_step, self._last_considered_step = -1, trainer.global_step
         if trainer.strategy.control.rank == 0:
             folder, _, name = path.rpartition("/")
-            is_newest = later and folder == self._folder().rstrip("/")
-            self._clean_up(trainer, list(self._to_remove), name if is_newest else None)
+            is_newest = has_later and folder == self._folder().rstrip("/")
+            self._clean_up(trainer, list(self._retention.to_remove), name if is_newest else None)
 
     # When to save
 
@@ -378,7 +365,7 @@ class Checkpoint(Callback):
         self._last_considered_step = trainer.global_step
         self._last_timed_save = time.monotonic()
         if trainer.strategy.control.rank == 0 and not self._disabled:
-            self._clean_up(trainer, list(self._to_remove))
+            self._clean_up(trainer, list(self._retention.to_remove))
 
     def _after_micro_batch(self, trainer: RunContext, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save a checkpoint if ``every_n_train_steps`` or ``train_time_interval`` is reached."""
@@ -441,14 +428,15 @@ class Checkpoint(Callback):
 
     def _interrupted(self, trainer: RunContext, prefix: str) -> SaveRequest:
         """Return the request for a checkpoint that is removed once a later one is complete. Collective."""
-        step = trainer.global_step
-        earlier = [] if self._interrupt_checkpoint is None else [self._interrupt_checkpoint]
+        step, earlier = trainer.global_step, self._retention.interrupt_checkpoint
         name, identifier = self._reserved.reserve(
-            trainer.strategy.control, self._folder(), f"{prefix}-step={step}", earlier
+            trainer.strategy.control, self._folder(), f"{prefix}-step={step}", [] if earlier is None else [earlier]
         )
-        self._to_remove += [saved for saved in earlier if saved.name != name]
-        self._interrupt_checkpoint, self._last_resumable_step = KeptCheckpoint(name, identifier, step=step), step
-        return self._request(trainer, name, identifier, weights_only=False, background=False)
+        self._last_resumable_step = step
+        # A failed run may have abandoned a checkpoint that would have displaced others, which therefore stay.
+        replaced = self._retention.add_interrupt_checkpoint(name, identifier, step)
+        path, then = child(self._folder(), name), self._on_complete(trainer, name, replaced)
+        return SaveRequest(path, False, self.trainable_only, False, self.digest, identifier, then)
 
     def _is_saved(self, trainer: RunContext) -> bool:
         """Whether a complete checkpoint holds the state of the last step of a run that failed."""
@@ -498,7 +486,7 @@ class Checkpoint(Callback):
         assert self.monitor is not None
         if self.monitor in COUNTERS and self.monitor not in trainer.callback_metrics:
             return float(trainer.current_epoch if self.monitor == "epoch" else trainer.global_step)
-        return logged[self.monitor] if self.monitor in logged else monitored_value(trainer, self.monitor)
+        return logged[self.monitor] if self.monitor in logged else trainer.metrics.agreed(self.monitor)
 
     def _say_what_is_missing(self, trainer: RunContext, name: str, is_last: bool) -> None:
         if trainer.strategy.control.rank > 0 or (self._said_that_it_waits and not is_last):
@@ -528,23 +516,21 @@ class Checkpoint(Callback):
             return None
         preferred_name = self._name(self.filename, values)
         name, identifier = self._reserved.reserve(
-            trainer.strategy.control, self._folder(), preferred_name, self._retention.to_remove(score)
+            trainer.strategy.control, self._folder(), preferred_name, self._retention.displaced_by(score)
         )
-        self._to_remove += self._retention.add(name, identifier, score, step)
+        self._retention.add(name, identifier, score, step, resumable=not self.save_weights_only)
         if not self.save_weights_only:
             self._last_resumable_step = step
-            if self._interrupt_checkpoint is not None and self._interrupt_checkpoint.step < step:
-                self._to_remove.append(self._interrupt_checkpoint)
-                self._interrupt_checkpoint = None
         if self.verbose and trainer.strategy.control.rank == 0:
             monitored = "" if score is None else f", {self.monitor} = {score:.6g}"
             logger.info("Epoch %d, step %d: saving %r%s.", values["epoch"], values["step"], name, monitored)
-        return self._request(trainer, name, identifier, self.save_weights_only, self.save_async)
+        # What is displaced later is removed once the next checkpoint is complete.
+        path, then = child(self._folder(), name), self._on_complete(trainer, name, list(self._retention.to_remove))
+        weights_only, background = self.save_weights_only, self.save_async
+        return SaveRequest(path, weights_only, self.trainable_only, background, self.digest, identifier, then)
 
-    def _request(
-        self, trainer: RunContext, name: str, identifier: str, weights_only: bool, background: bool
-    ) -> SaveRequest:
-        removable = list(self._to_remove)  # later entries wait for the next checkpoint
+    def _on_complete(self, trainer: RunContext, name: str, removable: Sequence[KeptCheckpoint]) -> Callable[[], None]:
+        """Return the function that removes others, and is called once a checkpoint is complete."""
 
         def on_complete() -> None:
             if trainer.strategy.control.rank == 0:
@@ -553,10 +539,9 @@ class Checkpoint(Callback):
                 for each in trainer.loggers:
                     each.after_save_checkpoint(self)
             else:
-                self._to_remove = [saved for saved in self._to_remove if saved not in removable]
+                self._retention.to_remove = [each for each in self._retention.to_remove if each not in removable]
 
-        path = child(self._folder(), name)
-        return SaveRequest(path, weights_only, self.trainable_only, background, self.digest, identifier, on_complete)
+        return on_complete
 
     def _clean_up(self, trainer: RunContext, removable: Sequence[KeptCheckpoint], newest: str | None = None) -> None:
         """Update ``latest`` and remove checkpoints that are no longer kept, once a later one is complete.
@@ -573,7 +558,7 @@ class Checkpoint(Callback):
         for saved in removable:
             try:
                 remove(folder, saved.name, saved.identifier)
-                self._to_remove.remove(saved)
+                self._retention.to_remove.remove(saved)
                 trainer.checkpoint_removed(saved.identifier)
             except Exception as error:
                 logger.warning("Cannot remove %r in %r; the run will try again: %s", saved.name, folder, error)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain._config.argument_checks import check_choice, check_count
 from drivetrain.callback import Callback
-from drivetrain.callbacks._monitored_value import acts_at_epoch_end, missing_value, monitored_value
+from drivetrain.callbacks._monitored_value import acts_at_epoch_end, missing_value
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class EarlyStopping(Callback):
             self._check(trainer)
 
     def _check(self, trainer: RunContext) -> None:
-        value = monitored_value(trainer, self.monitor)
+        value = trainer.metrics.agreed(self.monitor)
         if value is None:
             self._handle_missing_value(trainer)
             return

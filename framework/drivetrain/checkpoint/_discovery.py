@@ -42,38 +42,27 @@ def resumable_in(folders: Iterable[str], retry: StorageRetry) -> list[Checkpoint
     return checkpoints
 
 
-def select_newest(
-    checkpoints: Iterable[CheckpointReader],
-    retry: StorageRetry,
-    check: Callable[[CheckpointReader], None] = lambda checkpoint: None,
-) -> CheckpointReader | None:
-    """Return the newest of ``checkpoints`` that passes ``check``; None if none passes.
+def newest_of(checkpoints: Iterable[CheckpointReader]) -> CheckpointReader | None:
+    """Return the newest of some checkpoints; None if there are none.
 
     A checkpoint is newer than its ancestors in the lineage, regardless of their timestamps; between unrelated
     checkpoints, the checkpoint with the later timestamp is newer.
-
-    Args:
-        checkpoints: complete checkpoints.
-        retry: retries requests to a failing storage.
-        check: raises `CheckpointError` for a checkpoint that the run cannot resume from. Such a checkpoint is skipped,
-            with a warning.
-
-    Raises:
-        StorageError: the storage still fails after the last retry.
     """
     checkpoints = list(checkpoints)
-    while checkpoints:
-        without_descendants = [
-            checkpoint
-            for checkpoint in checkpoints
-            if not any(_descends_from(other, checkpoint) for other in checkpoints)
-        ]
-        candidate = max(without_descendants, key=lambda checkpoint: (checkpoint.manifest.written, checkpoint.path))
-        problem = retry.call(partial(_problem_of, candidate, check))
-        if problem is None:
-            return candidate
-        logger.warning("Skipping checkpoint %r. %s", candidate.path, problem)
-        checkpoints.remove(candidate)
+    without_descendants = [
+        checkpoint for checkpoint in checkpoints if not any(_descends_from(other, checkpoint) for other in checkpoints)
+    ]
+    return max(without_descendants, key=lambda each: (each.manifest.written, each.path), default=None)
+
+
+def problem_of(checkpoint: CheckpointReader, check: Callable[[CheckpointReader], None]) -> CheckpointError | None:
+    """Return the `CheckpointError` that ``check`` raises for a checkpoint, or None. A `StorageError` is raised."""
+    try:
+        check(checkpoint)
+    except StorageError:
+        raise
+    except CheckpointError as error:
+        return error
     return None
 
 
@@ -85,16 +74,6 @@ def _load_if_complete(path: str) -> CheckpointReader | None:
         raise
     except CheckpointError:
         return None
-
-
-def _problem_of(checkpoint: CheckpointReader, check: Callable[[CheckpointReader], None]) -> CheckpointError | None:
-    try:
-        check(checkpoint)
-    except StorageError:
-        raise
-    except CheckpointError as error:
-        return error
-    return None
 
 
 def _descends_from(checkpoint: CheckpointReader, other: CheckpointReader) -> bool:

@@ -1,4 +1,4 @@
-"""Decides which checkpoints of a run to keep: the best by a monitored value, and the newest."""
+"""Which checkpoints of a run are kept, the best by a monitored value and the newest, and which are to be removed."""
 
 from __future__ import annotations
 
@@ -51,6 +51,12 @@ class KeptCheckpoint:
 class Retention:
     """Selects which of the added checkpoints to keep and which to remove.
 
+    Attributes:
+        kept: the checkpoints that are kept.
+        interrupt_checkpoint: a further one, written as the run was interrupted; None if there is none. It is to be
+            removed once a later one from which a run can resume is added.
+        to_remove: the checkpoints to remove once a later one is complete.
+
     Args:
         top_k: number of best checkpoints to keep; -1 keeps all. Without scores, the newest is the best; a checkpoint
             with a score is better than one without.
@@ -64,13 +70,15 @@ class Retention:
         self._sign = 1.0 if mode == "min" else -1.0
         self._count = 0
         self.kept: list[KeptCheckpoint] = []
+        self.interrupt_checkpoint: KeptCheckpoint | None = None
+        self.to_remove: list[KeptCheckpoint] = []
 
     def would_keep(self, score: float | None) -> bool:
         """Return whether a new checkpoint with this score would be kept."""
         candidate = self._candidate(score)
         return candidate in self._select([*self.kept, candidate])
 
-    def to_remove(self, score: float | None) -> list[KeptCheckpoint]:
+    def displaced_by(self, score: float | None) -> list[KeptCheckpoint]:
         """Return the checkpoints that a new checkpoint with this score would displace.
 
         The new checkpoint may take the name of one of the displaced checkpoints.
@@ -78,15 +86,26 @@ class Retention:
         kept = self._select([*self.kept, self._candidate(score)])
         return [checkpoint for checkpoint in self.kept if checkpoint not in kept]
 
-    def add(self, name: str, identifier: str, score: float | None, step: int = 0) -> list[KeptCheckpoint]:
-        """Add a checkpoint, and return the checkpoints to remove once it is complete.
+    def add(self, name: str, identifier: str, score: float | None, step: int, resumable: bool) -> None:
+        """Add a checkpoint, from which a run can resume if it is ``resumable``.
 
-        A checkpoint with the same name is not returned, because the new checkpoint replaces it.
+        A checkpoint with the same name need not be removed, because the new checkpoint replaces it.
         """
         candidates = [*self.kept, KeptCheckpoint(name, identifier, score, self._count, step)]
         self._count += 1
         self.kept = self._select(candidates)
-        return [checkpoint for checkpoint in candidates if checkpoint not in self.kept and checkpoint.name != name]
+        self.to_remove += [each for each in candidates if each not in self.kept and each.name != name]
+        if resumable and self.interrupt_checkpoint is not None and self.interrupt_checkpoint.step < step:
+            self.to_remove.append(self.interrupt_checkpoint)
+            self.interrupt_checkpoint = None
+
+    def add_interrupt_checkpoint(self, name: str, identifier: str, step: int) -> list[KeptCheckpoint]:
+        """Add a checkpoint that is written as the run is interrupted, and return the earlier one if there is one."""
+        earlier = self.interrupt_checkpoint
+        self.interrupt_checkpoint = KeptCheckpoint(name, identifier, step=step)
+        replaced = [] if earlier is None or earlier.name == name else [earlier]
+        self.to_remove += replaced
+        return replaced
 
     def rescore(self, step: int, score: float | None) -> bool:
         """Return whether a checkpoint of this step is kept. If so, give it a new score, unless that is None."""
@@ -96,11 +115,12 @@ class Retention:
                 return True
         return False
 
-    def drop_after(self, step: int) -> list[KeptCheckpoint]:
-        """Drop and return the checkpoints that were written after ``step``, the step that a run has rolled back to."""
-        dropped_checkpoints = [checkpoint for checkpoint in self.kept if checkpoint.step > step]
+    def drop_after(self, step: int) -> bool:
+        """Drop the checkpoints after ``step``, which the run has rolled back to; return whether there were any."""
+        later = [checkpoint for checkpoint in self.kept if checkpoint.step > step]
         self.kept = [checkpoint for checkpoint in self.kept if checkpoint.step <= step]
-        return dropped_checkpoints
+        self.to_remove += later
+        return bool(later)
 
     @property
     def best(self) -> KeptCheckpoint | None:
@@ -119,8 +139,14 @@ class Retention:
         return max(self.kept, key=lambda checkpoint: checkpoint.number, default=None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the kept checkpoints and the save counter."""
-        return {"count": self._count, "kept": [asdict(checkpoint) for checkpoint in self.kept]}
+        """Return the checkpoints and the save counter."""
+        interrupt = self.interrupt_checkpoint
+        return {
+            "count": self._count,
+            "kept": [asdict(checkpoint) for checkpoint in self.kept],
+            "interrupt_checkpoint": None if interrupt is None else asdict(interrupt),
+            "to_remove": [asdict(checkpoint) for checkpoint in self.to_remove],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned.
@@ -128,10 +154,13 @@ class Retention:
         Raises:
             ValueError: the state has another form.
         """
-        count, kept = state.get("count"), state.get("kept")
-        if type(count) is not int or not isinstance(kept, Sequence):
-            raise ValueError(f"count={count!r}, kept={kept!r}")
+        count, kept, to_remove = (state.get(name) for name in ("count", "kept", "to_remove"))
+        if type(count) is not int or not isinstance(kept, Sequence) or not isinstance(to_remove, Sequence):
+            raise ValueError(f"count={count!r}, kept={kept!r}, to_remove={to_remove!r}")
+        interrupt = state.get("interrupt_checkpoint")
         self.kept = [KeptCheckpoint.from_state(checkpoint) for checkpoint in kept]
+        self.interrupt_checkpoint = None if interrupt is None else KeptCheckpoint.from_state(interrupt)
+        self.to_remove = [KeptCheckpoint.from_state(checkpoint) for checkpoint in to_remove]
         self._count = max([count, *(checkpoint.number + 1 for checkpoint in self.kept)])
 
     def _candidate(self, score: float | None) -> KeptCheckpoint:

@@ -1,9 +1,10 @@
-"""The interface through which the loops read batches."""
+"""BatchSource: the interface through which the loops read batches, whatever loader the user has passed."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.data._sharding import EPOCH_START, BatchShare, EpochOffset
 
@@ -14,7 +15,7 @@ NO_BATCH: Any = object()
 """Marks the absence of a batch, since None may be a batch."""
 
 
-class BatchSource(Protocol):
+class BatchSource(ABC):
     """Yields one rank's batches of an epoch, each with the `BatchShare` that describes it.
 
     Attributes:
@@ -35,48 +36,18 @@ class BatchSource(Protocol):
             read the same data although each rank should read a separate part. `order_fingerprints` sets this to False.
     """
 
-    @property
-    def length(self) -> int | None: ...
+    length: int | None
+    length_is_exact: bool
+    samples: int | None = None
+    shards_known: bool
+    in_process: bool
+    stateful = False
+    stride: int | None = None
+    fresh_memory: bool
+    subset: list[Any] | None = None
+    needs_order_check = False
 
-    @property
-    def length_is_exact(self) -> bool: ...
-
-    @property
-    def samples(self) -> int | None: ...
-
-    @property
-    def shards_known(self) -> bool: ...
-
-    @property
-    def in_process(self) -> bool: ...
-
-    @property
-    def stateful(self) -> bool: ...
-
-    @property
-    def stride(self) -> int | None: ...
-
-    @property
-    def fresh_memory(self) -> bool: ...
-
-    @property
-    def subset(self) -> list[Any] | None: ...
-
-    @property
-    def needs_order_check(self) -> bool: ...
-
-    def shards(self, epoch: int, start: int = 0, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare] | None:
-        """Return the shards that `epoch` yields without reading batches; None if they are known only after reading."""
-        ...
-
-    def requested_indices(self) -> Iterator[list[Any]] | None:
-        """Return an iterator over the indices that the next call of `epoch` requests; advance it once per batch.
-
-        Returns:
-            The data-set indices of each batch; None if samples have no indices or the indices are unknown.
-        """
-        ...
-
+    @abstractmethod
     def epoch(self, epoch: int, start: int = 0, origin: EpochOffset = EPOCH_START) -> Iterator[tuple[Any, BatchShare]]:
         """Start an epoch and return its batches with their shards.
 
@@ -89,32 +60,51 @@ class BatchSource(Protocol):
         Raises:
             ConfigurationError: the source cannot re-shard the rest of an epoch.
         """
-        ...
 
-    def count(self, epoch: int) -> int | None:
-        """Return the exact number of micro-batches of an epoch; None if it is known only after the batches are read."""
-        ...
-
-    def order_fingerprints(self) -> list[OrderFingerprint]:
-        """Return fingerprints of what was read first, equally many on every rank. Call this after a batch was read."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state that this rank needs, besides the micro-batch number, to resume within the epoch."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned. Call it before `epoch` with a start within that epoch."""
-        ...
-
+    @abstractmethod
     def refresh(self) -> bool:
         """Read the sizes of the data again, between two epochs; return whether they differ from those of before.
 
         Raises:
             ConfigurationError: the loader has no batch now.
         """
-        ...
 
+    @abstractmethod
+    def order_fingerprints(self) -> list[OrderFingerprint]:
+        """Return fingerprints of what was read first, equally many on every rank. Call this after a batch was read."""
+
+    @abstractmethod
     def close(self) -> None:
         """Shut down the workers. Another `epoch` may start afterwards."""
-        ...
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that this rank needs, besides the micro-batch number, to resume within the epoch."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned. Call it before `epoch` with a start within that epoch."""
+
+    def count(self, epoch: int) -> int | None:
+        """Return the exact number of micro-batches of an epoch; None if it is known only after the batches are read."""
+        return self.length if self.length_is_exact else None
+
+    def shards(self, epoch: int, start: int = 0, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare] | None:
+        """Return the shards that `epoch` yields without reading batches; None if they are known only after reading."""
+        return None
+
+    def requested_indices(self) -> Iterator[list[Any]] | None:
+        """Return an iterator over the indices that the next call of `epoch` requests; advance it once per batch.
+
+        Returns:
+            The data-set indices of each batch; None if samples have no indices or the indices are unknown.
+        """
+        return None
+
+    def joining_batch(self) -> Any:
+        """Return a batch with which a rank joins the steps of others if no batch is left when it resumes an epoch.
+
+        Returns:
+            `NO_BATCH` if there is none.
+        """
+        return NO_BATCH

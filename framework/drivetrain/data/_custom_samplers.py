@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 
+from drivetrain._runtime.generators import generators_restorer
 from drivetrain._runtime.seed import derive_seed
 from drivetrain.data._sharding import compute_shard, should_rebalance, split_in_half
 from drivetrain.data._worker_seeding import seed_generators
 
 _SAMPLER_SEED_SALT = 0x73616D70
+
+_CPU = torch.device("cpu")
 
 
 class GlobalBatch(NamedTuple):
@@ -104,33 +104,21 @@ class SamplerRng:
 
     def __init__(self, seed: int, epoch: int, generators: Iterable[torch.Generator]) -> None:
         self._seed = derive_seed(_SAMPLER_SEED_SALT, seed, epoch)
-        self._generators = (torch.default_generator, *generators)
-        self._restore_sampler: list[Callable[[], object]] = []
-        self._restore_process: list[Callable[[], object]] = []
+        self._generators = tuple(generators)
+        self._restore_sampler: Callable[[], object] = self._seed_all
 
     def __enter__(self) -> None:
-        self._restore_process = _state_restorers(self._generators)
-        if not self._restore_sampler:
-            seed_generators(self._seed)
-            for generator in self._generators:
-                generator.manual_seed(self._seed)
-        for restore in self._restore_sampler:
-            restore()
+        self._restore_process = generators_restorer(_CPU, self._generators)
+        self._restore_sampler()
 
     def __exit__(self, *_: object) -> None:
-        self._restore_sampler = _state_restorers(self._generators)
-        for restore in self._restore_process:
-            restore()
+        self._restore_sampler = generators_restorer(_CPU, self._generators)
+        self._restore_process()
 
-
-def _state_restorers(generators: Iterable[torch.Generator]) -> list[Callable[[], object]]:
-    """Return functions that restore the present states of Python's, NumPy's and the given torch generators."""
-    restorers: list[Callable[[], object]] = [partial(random.setstate, random.getstate())]
-    restorers += [partial(generator.set_state, generator.get_state()) for generator in generators]
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        restorers.append(partial(numpy.random.set_state, numpy.random.get_state()))
-    return restorers
+    def _seed_all(self) -> None:
+        seed_generators(self._seed)
+        for generator in self._generators:
+            generator.manual_seed(self._seed)
 
 
 def _bounds(sizes: list[int]) -> list[int]:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterDataPipe
 
 from drivetrain._runtime.generators import generator_states, restore_generators
 from drivetrain._runtime.transfer import samples_in
-from drivetrain.data._batch_source import NO_BATCH
+from drivetrain.data._batch_source import NO_BATCH, BatchSource
 from drivetrain.data._loader_copy import LoaderClone, allocates_each_batch
 from drivetrain.data._samplers import len_or_none
 from drivetrain.data._sharding import EPOCH_START, BatchShare, EpochOffset
@@ -28,7 +28,7 @@ logger = logging.getLogger("drivetrain")
 _CPU = torch.device("cpu")
 
 
-class IterableSource:
+class IterableSource(BatchSource):
     """`BatchSource` over a `DataLoader` with an iterable data set, or over any iterable of batches.
 
     Starting within an epoch reads and drops the earlier batches, unless the loader, or a data set that is read in
@@ -47,13 +47,10 @@ class IterableSource:
         self._seeded: SeededIterable | None = None
         self._is_single_rank = world_size == 1
         self.shards_known = self._is_single_rank
-        self.subset = None
         self.needs_order_check = not self._is_single_rank and not getattr(
             getattr(loader, "dataset", loader), "is_split_by_rank", False
         )
         self._first_digest: str | None = None
-        self.samples = None
-        self.stride = None
         self.in_process = getattr(loader, "num_workers", 0) == 0
         self.length: int | None = None
         self.refresh()
@@ -75,16 +72,8 @@ class IterableSource:
         self._stateful_object = self._find_stateful_object()
         self.stateful = self._stateful_object is not None
         self._rng_at_epoch_start: Any = None
-        self._state_is_loaded = False
+        self._loaded_state: Mapping[str, Any] | None = None  # None once an epoch is started from it
         self._ended = False
-
-    def shards(self, epoch: int, start: int = 0, origin: EpochOffset = EPOCH_START) -> None:
-        """Return None, because the size of a batch is unknown until the batch is read."""
-        return
-
-    def requested_indices(self) -> None:
-        """Return None, because an iterable data set has no indices."""
-        return
 
     def epoch(self, epoch: int, start: int = 0, origin: EpochOffset = EPOCH_START) -> Iterator[tuple[Any, BatchShare]]:
         if origin.samples:
@@ -96,7 +85,7 @@ class IterableSource:
         set_epoch(epoch, self._loader, getattr(self._loader, "dataset", None))
         if self._seeded is not None:
             self._seeded.set_epoch_number(epoch)
-        state_is_loaded, self._state_is_loaded = self._state_is_loaded, False
+        state_is_loaded, self._loaded_state = self._loaded_state is not None, None
         ended, self._ended = self._ended and start > 0, False
         if ended and state_is_loaded:  # this rank's part of the data is shorter than those of other ranks
             self._ended = True
@@ -109,9 +98,6 @@ class IterableSource:
         batches = self._batches()
         return self._iterate(batches, self._skip(batches, start), start)
 
-    def count(self, epoch: int) -> int | None:
-        return self.length if self.length_is_exact else None
-
     def order_fingerprints(self) -> list[OrderFingerprint]:
         from drivetrain.data._order_fingerprint import OrderFingerprint
 
@@ -123,6 +109,8 @@ class IterableSource:
         ]
 
     def state_dict(self) -> dict[str, Any]:
+        if self._loaded_state is not None:  # the object may return its loaded state only after it has begun to read
+            return dict(self._loaded_state)
         return {
             "began": self._rng_at_epoch_start,
             "state": None if self._stateful_object is None else self._stateful_object.state_dict(),
@@ -133,7 +121,7 @@ class IterableSource:
         self._rng_at_epoch_start = state["began"]
         if self._stateful_object is not None and state["state"] is not None:
             self._stateful_object.load_state_dict(state["state"])
-            self._state_is_loaded = True
+            self._loaded_state = state
             self._ended = state["ended"]
 
     def refresh(self) -> bool:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.utils.data import (
 )
 
 from drivetrain._runtime.seed import derive_seed
+from drivetrain._runtime.transfer import samples_in
 from drivetrain.data._batch_source import BatchSource
 from drivetrain.data._custom_samplers import GlobalBatch, SamplerRng, group_batches, group_indices, rebalance_tail
 from drivetrain.data._iterable_source import IterableSource, count_samples, no_batches_error, set_epoch
@@ -28,7 +28,6 @@ from drivetrain.data._samplers import (
     RankSampler,
     ShardedCustomSampler,
     ShardedSampler,
-    check_exhausted,
     drain,
     len_or_none,
 )
@@ -42,6 +41,9 @@ if TYPE_CHECKING:
     from drivetrain.data._order_fingerprint import OrderFingerprint
 
 logger = logging.getLogger("drivetrain")
+
+# Loaders of these packages yield one batch for each request of their samplers.
+_TRUSTED_PACKAGES = ("torch", "torchdata")
 
 
 def prepare_loader(
@@ -76,39 +78,33 @@ def prepare_loader(
             f"data ranks go from 0 to {world_size - 1}",
             "check the strategy's `data_rank` and `data_world_size`",
         )
+    return _source_of(loader, _Sharding(training, predicting, rank, world_size, seed, replace_sampler))
+
+
+def _source_of(loader: Any, sharding: _Sharding) -> BatchSource:
     if is_collection(loader):
-        loader = CombinedLoader(loader, "max_size_cycle" if training else "sequential")
+        loader = CombinedLoader(loader, "max_size_cycle" if sharding.training else "sequential")
     if isinstance(loader, CombinedLoader):
-        sources = [
-            prepare_loader(
-                part,
-                training=training,
-                predicting=predicting,
-                rank=rank,
-                world_size=world_size,
-                # Two loaders of the same length must not be shuffled in the same order.
-                seed=derive_seed(seed, index) if index else seed,
-                replace_sampler=replace_sampler,
-            )
-            for index, part in enumerate(loader.flattened)
-        ]
-        return CombinedSource(loader, sources)
+        # Two loaders of the same length must not be shuffled in the same order.
+        seeds = [sharding.seed, *(derive_seed(sharding.seed, index) for index in range(1, len(loader.flattened)))]
+        parts = zip(loader.flattened, seeds, strict=True)
+        return CombinedSource(loader, [_source_of(part, replace(sharding, seed=seed)) for part, seed in parts])
     if isinstance(loader, DataLoader) and loader.num_workers > 0:
         from drivetrain.data._socket_paths import check_temporary_folder  # imported only if there are workers
 
         check_temporary_folder(loader.num_workers)
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        return MapSource(loader, _Sharding(training, predicting, rank, world_size, seed, replace_sampler))
+        return MapSource(loader, sharding)
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise ConfigurationError(
             f"{type(loader).__name__} is not a loader",
             "batches come from a DataLoader or another iterable of batches",
             "pass a torch.utils.data.DataLoader, a CombinedLoader, or an object with `__iter__`",
         )
-    return IterableSource(loader, rank, world_size, seed)
+    return IterableSource(loader, sharding.rank, sharding.world_size, sharding.seed)
 
 
-class MapSource:
+class MapSource(BatchSource):
     """`BatchSource` over a `DataLoader` with a map-style data set, sharded by index.
 
     Args:
@@ -118,8 +114,6 @@ class MapSource:
 
     def __init__(self, loader: DataLoader[Any], sharding: _Sharding) -> None:
         self._dataset: Any = loader.dataset
-        self._size = len_or_none(loader.dataset)  # type: ignore[arg-type]
-        self.stateful = False
         self.in_process = loader.num_workers == 0
         sampler_attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
         sampler: Any = getattr(loader, sampler_attribute)
@@ -134,6 +128,8 @@ class MapSource:
         if rank_sampler is None:
             rank_sampler = sharding.custom_sampler(sampler, prebatched, not self.in_process, rank_local)
         self._rank_sampler = rank_sampler
+        self._shards_unknown = multi_rank and (rank_local or prebatched)
+        self._measure()
         if self.length == 0:
             raise no_batches_error(_describe_empty(loader, sharding.world_size))
         # The loader must yield batches in order, because each batch is paired with its shard by position.
@@ -143,13 +139,8 @@ class MapSource:
             attributes["worker_init_fn"] = WorkerInit(loader.worker_init_fn)
         self._clone = LoaderClone(loader, **attributes)
         self._prebatched = prebatched
-        self._custom_iteration = False
-        """Whether the loader may yield more or fewer batches than its sampler requests."""
-        if type(loader) is not DataLoader and not prebatched:
-            from drivetrain.data._custom_loaders import has_custom_iteration  # imported only if needed
-
-            self._custom_iteration = has_custom_iteration(loader)
-        self._shards_unknown = multi_rank and (rank_local or prebatched)
+        self._custom_iteration = _has_custom_iteration(loader)
+        self.length_is_exact = rank_sampler.length_is_exact and not self._custom_iteration
         self.shards_known = not self._shards_unknown and not (self._custom_iteration and multi_rank)
         self.stride = None if rank_local else _stride(loader, prebatched, sharding.world_size)
         self.subset = _dataset_subset(loader.dataset) if multi_rank and not rank_local else None
@@ -157,18 +148,14 @@ class MapSource:
         self.needs_order_check = multi_rank and not rank_local and bool(self._custom_samplers)
         self.fresh_memory = allocates_each_batch(loader)
 
-    @property
-    def length(self) -> int | None:
-        return self._rank_sampler.length
-
-    @property
-    def samples(self) -> int | None:
-        return None if self._shards_unknown else self._size
+    def _measure(self) -> None:
+        self.length, self._size = self._rank_sampler.length, len_or_none(self._dataset)
+        self.samples = None if self._shards_unknown else self._size
 
     def refresh(self) -> bool:
         before = self._size, self.length
         self._rank_sampler.refresh()
-        self._size = len_or_none(self._dataset)
+        self._measure()
         if (self._size, self.length) == before:
             return False
         if self.length == 0:
@@ -187,10 +174,6 @@ class MapSource:
         requested = self._rank_sampler.requested = deque()
         return drain(requested)
 
-    @property
-    def length_is_exact(self) -> bool:
-        return self._rank_sampler.length_is_exact and not self._custom_iteration
-
     def count(self, epoch: int) -> int | None:
         if self._custom_iteration:
             return None
@@ -206,11 +189,12 @@ class MapSource:
             )
         set_epoch(epoch, *self._custom_samplers)
         shards = self._rank_sampler.begin(epoch, start, origin)
+        pairs: Iterator[tuple[Any, BatchShare]]
         if self._custom_iteration:
-            return self._pair_custom_iteration(shards, start)
-        # `zip` and `chain` are implemented in C, so no Python function runs per batch unless samples must be counted.
-        pairs = zip(self._clone.iterate(), shards, strict=False)
-        return chain(self._with_counted_samples(pairs) if self._prebatched else pairs, check_exhausted(shards))
+            pairs = self._pair_custom_iteration(shards, start)
+        else:  # `zip` is implemented in C, so no Python function runs per batch unless samples must be counted
+            pairs = zip(self._clone.iterate(), shards, strict=False)
+        return self._with_counted_samples(pairs) if self._prebatched else pairs
 
     def order_fingerprints(self) -> list[OrderFingerprint]:
         from drivetrain.data._order_fingerprint import OrderFingerprint, digest_of_indices
@@ -230,8 +214,11 @@ class MapSource:
         self._clone.close()
 
     def _pair_custom_iteration(self, shards: Iterator[BatchShare], start: int) -> Iterator[tuple[Any, BatchShare]]:
-        from drivetrain.data._custom_loaders import pair_with_shards
+        """Pair each batch with the sampler's shard if their sizes agree, else with a shard of the batch's size.
 
+        The size of a batch is the first dimension of its first tensor. If this size differs from the sampler's request
+        for the very first batch, the dimension does not count samples, and sizes are no longer compared.
+        """
         name = type(self._clone.loader).__name__
         if start:
             logger.warning(
@@ -240,10 +227,18 @@ class MapSource:
                 name,
                 start,
             )
-        pair = None
-        for pair in pair_with_shards(self._clone.iterate(), shards, not self.shards_known):
-            yield pair
-        if pair is None and start == 0:
+        position, measurable = 0, None
+        for batch in self._clone.iterate():
+            shard, size = next(shards, None), samples_in(batch)
+            requested = None if shard is None else max(shard.samples, 1)  # a joining rank requests one sample
+            if measurable is None:
+                measurable = shard is None or size == requested
+            if shard is None or (measurable and size is not None and size != requested):
+                samples = 1 if size is None else size
+                shard = BatchShare(samples, samples, False, position)
+            position = shard.start + shard.samples
+            yield batch, shard if self.shards_known else shard._replace(total=None)
+        if measurable is None and start == 0:
             raise no_batches_error(f"{name} yielded no batch")
 
     def _with_counted_samples(self, pairs: Iterator[tuple[Any, BatchShare]]) -> Iterator[tuple[Any, BatchShare]]:
@@ -297,25 +292,25 @@ class _Sharding:
         """Return a sampler that shards a custom sampler. If ``rank_local``, the custom sampler is read in full."""
         sharded = self.replace_sampler and not rank_local
         world_size, rank = (self.world_size, self.rank) if not rank_local else (1, 0)
-        drop_last = bool(getattr(sampler, "drop_last", False)) and not (self.predicting and sharded)
-        start: Callable[[int], Iterator[GlobalBatch]]
+        drop_last = bool(getattr(sampler, "drop_last", False)) and not prebatched and not (self.predicting and sharded)
+        stream, batch_size = sampler, None  # a stream of batches of any size, or of single indices
         if prebatched:
-            start = lambda skip: group_indices(sampler, 1, world_size, False, skip)  # noqa: E731
-            length_of = lambda: _divide(len_or_none(sampler), world_size, False)  # noqa: E731
+            batch_size = 1
         elif type(sampler) is BatchSampler and sharded:
-            start = lambda skip: group_indices(  # noqa: E731
-                sampler.sampler, sampler.batch_size, world_size, drop_last, skip
-            )
-            length_of = lambda: _divide(  # noqa: E731
-                len_or_none(sampler.sampler), world_size * sampler.batch_size, drop_last
-            )
-        else:
-            start = lambda skip: group_batches(sampler, world_size, drop_last, skip)  # noqa: E731
-            length_of = lambda: _divide(len_or_none(sampler), world_size, drop_last)  # noqa: E731
+            stream, batch_size = sampler.sampler, sampler.batch_size
 
         def start_groups(skip: int) -> Iterator[GlobalBatch]:
-            groups = start(skip)
+            if batch_size is None:
+                groups = group_batches(stream, world_size, drop_last, skip)
+            else:
+                groups = group_indices(stream, batch_size, world_size, drop_last, skip)
             return groups if self.training or not sharded else rebalance_tail(groups, world_size)
+
+        def length_of() -> int | None:
+            length, divisor = len_or_none(stream), world_size * (batch_size or 1)
+            if length is None:
+                return None
+            return length // divisor if drop_last else -(-length // divisor)
 
         generators = [
             part.generator
@@ -368,16 +363,19 @@ def _custom_sampler_name(samplers: tuple[Any, ...]) -> str:
     return type(not_from_torch[0] if not_from_torch else samplers[-1]).__name__
 
 
+def _has_custom_iteration(loader: DataLoader[Any]) -> bool:
+    """Return whether a subclass overrides iteration, and may yield more or fewer batches than its sampler requests."""
+    for name in ("__iter__", "_get_iterator"):
+        owner = next(kind for kind in type(loader).__mro__ if name in vars(kind))
+        if owner.__module__.partition(".")[0] not in _TRUSTED_PACKAGES:
+            return True
+    return False
+
+
 def _stride(loader: DataLoader[Any], prebatched: bool, world_size: int) -> int | None:
     if prebatched:
         return world_size
     return None if loader.batch_size is None else world_size * loader.batch_size
-
-
-def _divide(length: int | None, divisor: int, drop_last: bool) -> int | None:
-    if length is None:
-        return None
-    return length // divisor if drop_last else -(-length // divisor)
 
 
 def _describe_empty(loader: DataLoader[Any], world_size: int) -> str:

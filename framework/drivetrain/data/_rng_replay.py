@@ -15,9 +15,6 @@ from drivetrain._runtime.generators import (
     preserved_generators,
     restore_generators,
 )
-from drivetrain.data._sharding import BatchShare
-
-Pairs = Iterator[tuple[Any, BatchShare]]
 
 
 class RngReplay:
@@ -40,20 +37,32 @@ class RngReplay:
         self._state_on_entry: Any = None
         self._to_replay: deque[Any] = deque()  # One state per batch to read again, then the state at the save.
 
-    def follow(self, pairs: Pairs, first: int, trained: Callable[[], int] | None) -> Pairs:
-        """Return ``pairs`` as an iterator that records or restores generator states as batches are read.
+    def begin_reading(self, first: int, records: bool) -> None:
+        """Begin to read an epoch's batches from number ``first`` on.
 
         Args:
-            pairs: the epoch's batches from ``first`` on.
             first: the number of the first batch.
-            trained: returns how many of the epoch's micro-batches were trained on; None if no batch is read
-                ahead, or if reading draws no random numbers in this process.
+            records: whether `before_read` and `after_read` are called for each batch. They need not be if no batch is
+                read ahead, or if reading draws no random numbers in this process: then only the state at the save
+                matters, which is restored now.
         """
         self._states_before.clear()
         self._read_count = first
-        if trained is not None:
-            return self._record_and_yield(pairs, trained)
-        return self._replay_and_yield(pairs) if self._to_replay else pairs
+        if records:
+            self._restore_next()
+        else:
+            self.start_epoch()
+
+    def before_read(self, trained: int) -> None:
+        """Record the state before a batch is read, after ``trained`` of the epoch's micro-batches were trained on."""
+        while self._states_before and self._states_before[0][0] < trained:
+            self._states_before.popleft()
+        self._states_before.append((self._read_count, capture_generators(self.device)))
+
+    def after_read(self) -> None:
+        """Restore the state before the next batch, if the saved run had read that as well."""
+        self._read_count += 1
+        self._restore_next()
 
     def state(self, trained: int) -> dict[str, Any]:
         """Return the state for a checkpoint, after ``trained`` of the epoch's micro-batches were trained on."""
@@ -113,26 +122,6 @@ class RngReplay:
         restore_generators(self._to_replay[-1], self.device)
         run()
         self._to_replay[-1] = generator_states(self.device)
-
-    def _record_and_yield(self, pairs: Pairs, trained: Callable[[], int]) -> Pairs:
-        self._restore_next()
-        while True:
-            trained_count = trained()
-            while self._states_before and self._states_before[0][0] < trained_count:
-                self._states_before.popleft()
-            self._states_before.append((self._read_count, capture_generators(self.device)))
-            pair = next(pairs, None)
-            if pair is None:
-                return
-            self._read_count += 1
-            self._restore_next()
-            yield pair
-
-    def _replay_and_yield(self, pairs: Pairs) -> Pairs:
-        # Reading draws nothing in this process, so only the last state matters.
-        while self._to_replay:
-            self._restore_next()
-        yield from pairs
 
     def _restore_next(self) -> None:
         if self._to_replay:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, count, islice
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,7 +15,6 @@ from drivetrain.data._custom_samplers import GlobalBatch, SamplerRng
 from drivetrain.data._sharding import EPOCH_START, BatchShare, EpochOffset, EpochSharding
 from drivetrain.data._worker_seeding import KeyedIndex, KeyedIndices, MicroBatchKey
 from drivetrain.data.sample_order import Order
-from drivetrain.errors import ConfigurationError
 
 Entry = TypeVar("Entry")
 
@@ -44,9 +43,7 @@ class RankSampler(ABC):
         self.length = length_of()
         self._prebatched = prebatched
         self._keyed = keyed
-        self._epoch = 0
-        self._start = 0
-        self._origin = EPOCH_START
+        self._begun: tuple[Any, ...] = (0, 0, EPOCH_START)
         self.requested: deque[list[Any]] | None = None
         """A queue that receives the indices of each request when it is made; None if indices are not recorded."""
 
@@ -67,12 +64,12 @@ class RankSampler(ABC):
         """See `BatchSource`."""
 
     @abstractmethod
-    def _blocks(self) -> Iterator[list[Any]]:
+    def _blocks(self, *begun: Any) -> Iterator[list[Any]]:
         """Yield the requests of the epoch that `begin` set, in blocks of several micro-batches."""
 
     def __iter__(self) -> Iterator[Any]:
         # `DataLoader` may create two iterators and use the second, so nothing is drawn before the first `next`.
-        return chain.from_iterable(self._blocks())
+        return chain.from_iterable(self._blocks(*self._begun))
 
     def __len__(self) -> int:
         if self.length is None:
@@ -131,8 +128,8 @@ class ShardedSampler(RankSampler):
         super().refresh()
 
     def begin(self, epoch: int, start: int, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare]:
-        self._epoch, self._start, self._origin = epoch, start, origin
-        return chain(self.shards(start, origin), _raise_surplus())
+        self._begun = epoch, start, origin
+        return self.shards(start, origin)
 
     def shards(self, start: int, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare]:
         return chain.from_iterable(self._sharding.remaining(origin.samples).shards(start - origin.number))
@@ -140,10 +137,7 @@ class ShardedSampler(RankSampler):
     def count(self, epoch: int) -> int | None:
         return self.length
 
-    def _blocks(self) -> Iterator[list[Any]]:
-        return self._blocks_from(self._epoch, self._start, self._origin)
-
-    def _blocks_from(self, epoch: int, first: int, origin: EpochOffset) -> Iterator[list[Any]]:
+    def _blocks(self, epoch: int, first: int, origin: EpochOffset) -> Iterator[list[Any]]:
         order = self._order_of(self._sharding.samples, epoch)
         for block in self._sharding.remaining(origin.samples).indices(order, first - origin.number):
             yield self._requests(block, epoch, first)
@@ -183,27 +177,22 @@ class ShardedCustomSampler(RankSampler):
         self._rank = rank
         self._rank_local = rank_local
         self._rng_at_epoch_start: dict[str, Any] | None = None
-        self._shards: deque[BatchShare] = deque()
         self.first: list[GlobalBatch] | None = None
         """The first block of global micro-batches that was drawn."""
 
     def begin(self, epoch: int, start: int, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare]:
-        self._epoch, self._start, self._origin, self._shards = epoch, start, origin, deque()
-        return chain(drain(self._shards), _raise_surplus())
+        shards: deque[BatchShare] = deque()
+        self._begun = epoch, start, origin, shards
+        return drain(shards)
 
     def count(self, epoch: int) -> int | None:
         if self._rng_for_epoch is None:
             return None  # Counting would draw from the process's generators.
-        return sum(len(groups) for groups in self._read_groups(epoch, 0))
+        return sum(len(groups) for groups in self._read_groups(epoch, 0, EPOCH_START))
 
-    def _blocks(self) -> Iterator[list[Any]]:
-        return self._blocks_from(self._epoch, self._start, self._origin, self._shards)
-
-    def _blocks_from(
-        self, epoch: int, start: int, origin: EpochOffset, shards: deque[BatchShare]
-    ) -> Iterator[list[Any]]:
+    def _blocks(self, epoch: int, start: int, origin: EpochOffset, shards: deque[BatchShare]) -> Iterator[list[Any]]:
         position, number = origin
-        for groups in self._read_groups(epoch, origin.samples):
+        for groups in self._read_groups(epoch, start, origin):
             if self.first is None:
                 self.first = groups
             first = number
@@ -227,10 +216,10 @@ class ShardedCustomSampler(RankSampler):
             if requests:
                 yield self._requests(requests, epoch, first)
 
-    def _read_groups(self, epoch: int, skip: int) -> Iterator[list[GlobalBatch]]:
+    def _read_groups(self, epoch: int, start: int, origin: EpochOffset) -> Iterator[list[GlobalBatch]]:
         if self._rng_for_epoch is None:
             # Read one group at a time, so that the sampler draws when it would in a plain PyTorch loop.
-            for group in self._read_with_process_rng(skip):
+            for group in self._read_with_process_rng(start, origin):
                 yield [group]
             return
         rng = self._rng_for_epoch(epoch)
@@ -238,25 +227,25 @@ class ShardedCustomSampler(RankSampler):
         while True:
             with rng:
                 if groups is None:
-                    groups = self._start_groups(skip)
+                    groups = self._start_groups(origin.samples)
                 block = list(islice(groups, _BLOCK_SIZE))
             if not block:
                 return
             yield block
 
-    def _read_with_process_rng(self, skip: int) -> Iterator[GlobalBatch]:
+    def _read_with_process_rng(self, start: int, origin: EpochOffset) -> Iterator[GlobalBatch]:
         """Start the sampler, and return its global micro-batches.
 
         If the run resumes within an epoch, the micro-batches before the start are drawn again with the states that the
         generators had at the epoch's start.
         """
-        groups = self._start_groups(skip)
-        if self._start == 0 or self._rng_at_epoch_start is None:
+        groups = self._start_groups(origin.samples)
+        if start == 0 or self._rng_at_epoch_start is None:
             self._rng_at_epoch_start = generator_states(_CPU)
             return groups
         current_states = generator_states(_CPU)
         restore_generators(self._rng_at_epoch_start, _CPU)
-        first = list(islice(groups, self._start - self._origin.number + 1))
+        first = list(islice(groups, start - origin.number + 1))
         restore_generators(current_states, _CPU)
         return chain(first, groups)
 
@@ -267,41 +256,10 @@ class ShardedCustomSampler(RankSampler):
         self._rng_at_epoch_start = state["began"]
 
 
-class _SurplusBatchError(ConfigurationError):
-    """Raised if a loader yields more batches than its sampler requested."""
-
-
-def check_exhausted(shards: Iterator[BatchShare]) -> Iterator[NoReturn]:
-    """Yield nothing; raise if any shards are left.
-
-    Raises:
-        ConfigurationError: the loader ended before it yielded all batches that its sampler requested.
-    """
-    yield from ()
-    try:
-        missing_shard = next(shards)
-    except _SurplusBatchError:
-        return
-    raise ConfigurationError(
-        f"the loader ended early: it yielded no batch for sample {missing_shard.start} of the epoch's order",
-        "its sampler requested more batches than the loader yielded, and the other ranks rely on all of them",
-        "let the DataLoader subclass yield one batch for each batch of indices, or pass any iterable of batches",
-    )
-
-
 def drain(queue: deque[Entry]) -> Iterator[Entry]:
     """Pop and yield the entries of a queue until it is empty, including those that are added in the meantime."""
     while queue:
         yield queue.popleft()
-
-
-def _raise_surplus() -> Iterator[BatchShare]:
-    yield from ()
-    raise _SurplusBatchError(
-        "the loader yielded more batches than its sampler requested",
-        "the number of samples in a batch comes from the sampler, which did not request these batches",
-        "let the DataLoader subclass yield one batch for each batch of indices, or pass any iterable of batches",
-    )
 
 
 def len_or_none(sampler: Iterable[Any]) -> int | None:

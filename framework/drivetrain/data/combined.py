@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from functools import partial
+from itertools import islice
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -71,14 +72,13 @@ class CombinedLoader:
 
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:
         """Yield (batch, batch_idx, dataloader_idx), as in Lightning; dataloader_idx is 0 except in ``"sequential"``."""
-        streams = [_Stream(_loader_opener(loader)) for loader in self.flattened]
+        streams = [_Stream(partial(_open_loader, loader)) for loader in self.flattened]
         if self.mode == "sequential":
             for index, stream in enumerate(streams):
                 for batch_idx, batch in enumerate(stream.open(0, 0)):
                     yield batch, batch_idx, index
             return
-        positions = [_StreamPosition() for _ in streams]
-        for batch_idx, row in enumerate(_iterate_rows(streams, self.mode, 0, positions)):
+        for batch_idx, row in enumerate(_rows(streams, self.mode, 0)):
             yield _unflatten(self.iterables, iter(row)), batch_idx, 0
 
 
@@ -99,7 +99,7 @@ def is_loader(value: Any) -> bool:
     return not hasattr(value, "to") and not hasattr(value, "__array__")
 
 
-class CombinedSource:
+class CombinedSource(BatchSource):
     """`BatchSource` over the sources of a `CombinedLoader`.
 
     Args:
@@ -119,28 +119,18 @@ class CombinedSource:
         self.fresh_memory = all(source.fresh_memory for source in sources)
         subsets = [source.subset for source in sources]
         self.subset = None if all(subset is None for subset in subsets) else subsets
-        self._positions: list[_StreamPosition] = []  # where each source is; updated as batches are read
-        self._resumed_at: list[_StreamPosition] | None = None
-
-    @property
-    def needs_order_check(self) -> bool:
-        return any(source.needs_order_check for source in self._sources)
+        self.needs_order_check = any(source.needs_order_check for source in sources)
+        self._streams: list[_Stream] = []  # the streams of the epoch that was started last
+        self._resumed_at: Sequence[Sequence[Any]] | None = None  # the position of each stream
 
     def order_fingerprints(self) -> list[OrderFingerprint]:
+        self.needs_order_check = False
         return [
             fingerprint
             for source in self._sources
             if source.needs_order_check
             for fingerprint in source.order_fingerprints()
         ]
-
-    def shards(self, epoch: int, start: int = 0, origin: EpochOffset = EPOCH_START) -> None:
-        """Return None, because the loader that a shard comes from is known only when its batch is read."""
-        return
-
-    def requested_indices(self) -> None:
-        """Return None, because there is no common order of the indices of several loaders."""
-        return
 
     def epoch(self, epoch: int, start: int = 0, origin: EpochOffset = EPOCH_START) -> Iterator[tuple[Any, BatchShare]]:
         if origin.samples:
@@ -150,26 +140,54 @@ class CombinedSource:
                 "each of these loaders is at a different position in its own order.",
                 "resume on the same number of ranks with the same batch sizes, or from a checkpoint at an epoch's end.",
             )
-        positions = self._resumed_at if start else None  # an epoch that was over when it was saved is not resumed
+        resumed_at = self._resumed_at if start else None  # an epoch that was over when it was saved is not resumed
         self._resumed_at = None
-        if self._loader.mode == "sequential":
-            return self._iterate_sequentially(epoch, start, positions)
-        return self._iterate_together(epoch, start, positions)
+        mode, skipped = self._loader.mode, 0
+        self._streams = streams = [self._stream_of(source, epoch) for source in self._sources]
+        if resumed_at is not None:
+            for stream, position in zip(streams, resumed_at, strict=True):
+                stream.pass_number, stream.offset, stream.ended = position
+        elif mode == "sequential":
+            skipped = _seek_in_sequence(streams, start)
+        elif not all(stream.seek(start, mode == _CYCLE) for stream in streams):
+            # The position of some stream at `start` is unknown, so the rows before it are read.
+            streams[:], skipped = [self._stream_of(source, epoch) for source in self._sources], start
+        if mode == "sequential":
+            pairs = _read_in_sequence(streams)
+        else:
+            pairs = map(self._assemble, _rows(streams, mode, start - skipped))
+        return islice(pairs, skipped, None) if skipped else pairs
 
-    def count(self, epoch: int) -> int | None:
-        return self.length if self.length_is_exact else None
+    def _stream_of(self, source: BatchSource, epoch: int) -> _Stream:
+        passes = 1
+        if self._loader.mode == _CYCLE:
+            length_known = self.length_is_exact and source.length
+            passes = -(-self.length // source.length) if length_known else _MAX_PASSES  # type: ignore[operator]
+        # Each pass is an epoch of the source, so that the order differs between the passes of a restarted loader.
+        first = epoch * passes
+        return _Stream(
+            lambda pass_number, offset: source.epoch(first + pass_number, offset),
+            source.length if source.length_is_exact else None,
+            lambda pass_number: source.count(first + pass_number),
+        )
+
+    def _assemble(self, row: list[Any]) -> tuple[Any, BatchShare]:
+        share = next(pair[1] for pair in row if pair is not None)
+        batches = iter([None if pair is None else pair[0] for pair in row])
+        return _unflatten(self._loader.iterables, batches), share
 
     def state_dict(self) -> dict[str, Any]:
         positions = None
         if self.stateful:  # a stateful source goes on from its own state, which the number of rows does not determine
-            positions = [[position.pass_number, position.offset, position.ended] for position in self._positions]
+            streams = self._streams
+            positions = self._resumed_at or [[stream.pass_number, stream.offset, stream.ended] for stream in streams]
         return {"sources": [source.state_dict() for source in self._sources], "positions": positions}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        positions = state["positions"]
-        self._resumed_at = None if positions is None else [_StreamPosition(*position) for position in positions]
+        # A state that was saved before the first epoch has no positions.
+        self._resumed_at = positions = state["positions"] or None
         for index, (source, saved) in enumerate(zip(self._sources, state["sources"], strict=True)):
-            if self._resumed_at is not None and self._resumed_at[index].ended and self._loader.mode != _CYCLE:
+            if positions is not None and positions[index][2] and self._loader.mode != _CYCLE:
                 continue  # The next epoch reads this source from its beginning.
             source.load_state_dict(saved)
 
@@ -187,79 +205,46 @@ class CombinedSource:
         for source in self._sources:
             source.close()
 
-    def _iterate_sequentially(
-        self, epoch: int, start: int, positions: list[_StreamPosition] | None
-    ) -> Iterator[tuple[Any, BatchShare]]:
-        skipped = 0
-        if positions is None:
-            positions, skipped = self._find_sequential_positions(epoch, start)
-        self._positions = positions
-        remaining = [pair for pair in zip(self._sources, positions, strict=True) if not pair[1].ended]
-        if not remaining:
-            return iter(())
-        # Start the epoch here rather than at the first read, as other sources do.
-        first, position = remaining.pop(0)
-        batches = _follow(first.epoch(epoch, position.offset), position)
-        return islice(chain(batches, self._remaining(remaining, epoch)), skipped, None)
 
-    def _find_sequential_positions(self, epoch: int, start: int) -> tuple[list[_StreamPosition], int]:
-        """Return the sources' positions at batch ``start``, and how many batches to read and drop from there on."""
-        positions = [_StreamPosition() for _ in self._sources]
-        for source, position in zip(self._sources[:-1], positions, strict=False):
-            length = source.count(epoch) if start else None
-            if length is None:  # The source may end before batch `start`.
-                return positions, start
-            if start < length:
-                position.offset = start
-                return positions, 0
-            start -= length
-            position.ended = True
-        positions[-1].offset = start
-        return positions, 0
-
-    @staticmethod
-    def _remaining(
-        sources: Sequence[tuple[BatchSource, _StreamPosition]], epoch: int
-    ) -> Iterator[tuple[Any, BatchShare]]:
-        for source, position in sources:
-            yield from _follow(source.epoch(epoch, position.offset), position)
-
-    def _iterate_together(
-        self, epoch: int, start: int, positions: list[_StreamPosition] | None
-    ) -> Iterator[tuple[Any, BatchShare]]:
-        streams = []
-        for source in self._sources:
-            passes = 1
-            if self._loader.mode == _CYCLE:
-                length_known = self.length_is_exact and source.length
-                passes = -(-self.length // source.length) if length_known else _MAX_PASSES  # type: ignore[operator]
-            streams.append(_source_stream(source, epoch * passes))
-        skipped = 0
-        if positions is None:
-            positions, skipped = _find_positions(streams, start, self._loader.mode)
-        self._positions = positions
-        rows = _iterate_rows(streams, self._loader.mode, start - skipped, positions)
-        return self._assemble(islice(rows, skipped, None))
-
-    def _assemble(self, rows: Iterator[list[Any]]) -> Iterator[tuple[Any, BatchShare]]:
-        for row in rows:
-            shard = next(pair[1] for pair in row if pair is not None)
-            batches = iter([None if pair is None else pair[0] for pair in row])
-            yield _unflatten(self._loader.iterables, batches), shard
-
-
-class _Stream(NamedTuple):
-    """One of the combined loaders.
+@dataclass(slots=True)
+class _Stream:
+    """One of the combined loaders, and its position, which follows as its batches are read.
 
     Attributes:
         open: starts a pass over the loader; takes the number of the pass and the number of the batch to start at.
         length: the exact number of batches in every pass; None if the number is unknown.
-        length_of: takes the number of a pass and returns its exact number of batches; None if the number is unknown.
+        count: takes the number of a pass and returns its exact number of batches; None if the number is unknown.
+        pass_number: number of the current pass over the loader.
+        offset: number of the next batch in the pass.
+        ended: whether any pass has ended.
     """
 
     open: Callable[[int, int], Iterator[Any]]
     length: int | None = None
-    length_of: Callable[[int], int | None] = lambda pass_number: None
+    count: Callable[[int], int | None] = lambda pass_number: None
+    pass_number: int = 0
+    offset: int = 0
+    ended: bool = False
+
+    def seek(self, step: int, restarts: bool) -> bool:
+        """Go to the position at ``step`` of an epoch; return False if it is known only after reading.
+
+        Args:
+            step: the number of the step.
+            restarts: whether the loader is restarted when it has ended.
+        """
+        while step:
+            length = self.count(self.pass_number)
+            if not length:
+                return False
+            if step < length:
+                break
+            self.ended = True
+            if not restarts:
+                return True
+            self.pass_number, step = self.pass_number + 1, step - length
+        self.offset = step
+        return True
 
 
 def combined_length(lengths: Sequence[int | None], mode: str) -> int | None:
@@ -272,119 +257,86 @@ def combined_length(lengths: Sequence[int | None], mode: str) -> int | None:
     return min(known_lengths) if mode == "min_size" else max(known_lengths)
 
 
-@dataclass(slots=True)
-class _StreamPosition:
-    """The position of a loader at a step. It is updated as the loader's batches are read.
-
-    Attributes:
-        pass_number: number of the current pass over the loader.
-        offset: number of the next batch in the pass.
-        ended: whether any pass has ended.
-    """
-
-    pass_number: int = 0
-    offset: int = 0
-    ended: bool = False
-
-
-def _find_positions(streams: Sequence[_Stream], start: int, mode: str) -> tuple[list[_StreamPosition], int]:
-    """Return the streams' positions at step ``start``, and how many rows to read and drop from there on."""
-    positions = [_find_position(stream, start, mode == _CYCLE) for stream in streams]
-    known = [position for position in positions if position is not None]
-    if len(known) == len(streams):
-        return known, 0
-    # The position of some stream at ``start`` is unknown, so the rows before it are read.
-    return [_StreamPosition() for _ in streams], start
+def _seek_in_sequence(streams: Sequence[_Stream], start: int) -> int:
+    """Go to batch ``start`` of all streams together; return how many batches to read and drop from there on."""
+    for stream in streams[:-1]:
+        length = stream.count(0) if start else None
+        if length is None:  # The stream may end before batch `start`.
+            return start
+        if start < length:
+            stream.offset = start
+            return 0
+        start -= length
+        stream.ended = True
+    streams[-1].offset = start
+    return 0
 
 
-def _iterate_rows(
-    streams: Sequence[_Stream], mode: str, start: int, positions: list[_StreamPosition]
-) -> Iterator[list[Any]]:
+def _read_in_sequence(streams: Sequence[_Stream]) -> Iterator[Any]:
+    """Start the first stream that has not ended, and return its batches and those of the streams after it."""
+    remaining = [stream for stream in streams if not stream.ended]
+    return _follow_in_sequence(remaining, remaining[0].open(0, remaining[0].offset)) if remaining else iter(())
+
+
+def _follow_in_sequence(streams: Sequence[_Stream], batches: Iterator[Any]) -> Iterator[Any]:
+    for number, stream in enumerate(streams):
+        for batch in stream.open(0, stream.offset) if number else batches:
+            stream.offset += 1
+            yield batch
+        stream.ended = True
+
+
+def _rows(streams: Sequence[_Stream], mode: str, step: int) -> Iterator[list[Any]]:
     """Start every stream at its position, and return the rows from there on. A row holds one batch of each stream.
 
     Args:
-        streams: the loaders.
+        streams: the loaders, at ``step``.
         mode: the mode of the `CombinedLoader`.
-        start: the number of the step that ``positions`` belong to.
-        positions: the position of each stream, which is updated as rows are read.
+        step: the number of the next row.
     """
     steps = combined_length([stream.length for stream in streams], mode)
-    if _is_finished(positions, mode):
+    if _is_finished(streams, mode):
         return iter(())
     iterators = [
-        iter(()) if position.ended and mode != _CYCLE else stream.open(position.pass_number, position.offset)
-        for stream, position in zip(streams, positions, strict=True)
+        iter(()) if stream.ended and mode != _CYCLE else stream.open(stream.pass_number, stream.offset)
+        for stream in streams
     ]
-    rows = _step_rows(streams, mode, positions, iterators)
+    rows = _read_rows(streams, mode, iterators)
     # If all lengths are exact, no stream is read beyond its end.
-    return rows if steps is None else islice(rows, max(0, steps - start))
+    return rows if steps is None else islice(rows, max(0, steps - step))
 
 
-def _find_position(stream: _Stream, start: int, cycle: bool) -> _StreamPosition | None:
-    """Return a stream's position at step ``start``; None if it is unknown."""
-    pass_number, offset = 0, start
-    while offset:
-        length = stream.length_of(pass_number)
-        if not length:
-            return None
-        if offset < length:
-            break
-        if not cycle:
-            return _StreamPosition(ended=True)
-        pass_number, offset = pass_number + 1, offset - length
-    return _StreamPosition(pass_number, offset, ended=pass_number > 0)
-
-
-def _step_rows(
-    streams: Sequence[_Stream], mode: str, positions: Sequence[_StreamPosition], iterators: list[Iterator[Any]]
-) -> Iterator[list[Any]]:
+def _read_rows(streams: Sequence[_Stream], mode: str, iterators: list[Iterator[Any]]) -> Iterator[list[Any]]:
     while True:
         row: list[Any] = []
         exhausted_indices = []
-        for index, batches in enumerate(iterators):
+        for index, (stream, batches) in enumerate(zip(streams, iterators, strict=True)):
             row.append(next(batches, _EXHAUSTED))
-            positions[index].offset += 1
+            stream.offset += 1
             if row[index] is _EXHAUSTED:
                 exhausted_indices.append(index)
-                positions[index].ended = True
+                stream.ended = True
                 if mode == "min_size":
                     return
-        if _is_finished(positions, mode):  # The end is checked before any stream is restarted.
+        if _is_finished(streams, mode):  # The end is checked before any stream is restarted.
             return
         for index in exhausted_indices:
             iterators[index], row[index] = iter(()), None
             if mode == _CYCLE:
-                position = positions[index]
-                position.pass_number, position.offset = position.pass_number + 1, 1
-                iterators[index] = streams[index].open(position.pass_number, 0)
+                stream = streams[index]
+                stream.pass_number, stream.offset = stream.pass_number + 1, 1
+                iterators[index] = stream.open(stream.pass_number, 0)
                 row[index] = next(iterators[index], None)
         yield row
 
 
-def _follow(batches: Iterator[Any], position: _StreamPosition) -> Iterator[Any]:
-    """Yield ``batches``, and update ``position`` as they are read."""
-    for batch in batches:
-        position.offset += 1
-        yield batch
-    position.ended = True
-
-
-def _is_finished(positions: Sequence[_StreamPosition], mode: str) -> bool:
-    ended = map(attrgetter("ended"), positions)
+def _is_finished(streams: Sequence[_Stream], mode: str) -> bool:
+    ended = map(attrgetter("ended"), streams)
     return any(ended) if mode == "min_size" else all(ended)
 
 
-def _loader_opener(loader: Any) -> Callable[[int, int], Iterator[Any]]:
-    return lambda _, offset: islice(iter(loader), offset, None)
-
-
-def _source_stream(source: BatchSource, first: int) -> _Stream:
-    # Each pass is an epoch of the source, so that the order differs between the passes of a restarted loader.
-    return _Stream(
-        lambda pass_number, offset: source.epoch(first + pass_number, offset),
-        source.length if source.length_is_exact else None,
-        lambda pass_number: source.count(first + pass_number),
-    )
+def _open_loader(loader: Any, pass_number: int, offset: int) -> Iterator[Any]:
+    return islice(iter(loader), offset, None)
 
 
 def leaves(tree: Any) -> list[Any]:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from drivetrain.environments.detection import check_environment_name, detect_environment, environment_by_name
+from drivetrain.environments.detection import (
+    check_environment_name,
+    detect_environment,
+    environment_by_name,
+    resolve_environment,
+)
 from drivetrain.environments.environment import Environment, Variables
 from drivetrain.environments.kubeflow import KubeflowEnvironment
 from drivetrain.environments.lsf import LSFEnvironment
@@ -25,5 +30,6 @@ __all__ = [
     "check_environment_name",
     "detect_environment",
     "environment_by_name",
+    "resolve_environment",
     "torchrun_variables",
 ]

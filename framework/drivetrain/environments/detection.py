@@ -71,6 +71,11 @@ def environment_by_name(name: str, variables: Mapping[str, str] | None = None) -
     return _REGISTRY.make(name) if variables is None else _REGISTRY.make(name, variables)
 
 
+def resolve_environment(setting: str | Environment) -> Environment:
+    """Return the environment for ``Fit(environment=...)``, which is an `Environment` or a name."""
+    return setting if isinstance(setting, Environment) else environment_by_name(setting)
+
+
 def check_environment_name(name: object) -> None:
     """Raise an error for an unknown environment name.
 

@@ -11,7 +11,7 @@ from drivetrain.environments import torchrun_variables
 from drivetrain.launchers._processes import suggested_threads
 from drivetrain.launchers.choose import LAUNCHERS, check_launcher, choose_launcher, named_launcher
 from drivetrain.launchers.function_launcher import FunctionLauncher
-from drivetrain.launchers.launched_processes import LaunchedProcesses, current_world
+from drivetrain.launchers.launched_processes import LaunchedProcesses, current_processes
 from drivetrain.launchers.launcher import Launcher
 from drivetrain.launchers.subprocess_launcher import SubprocessLauncher
 
@@ -30,7 +30,7 @@ __all__ = [
     "SubprocessLauncher",
     "check_launcher",
     "choose_launcher",
-    "current_world",
+    "current_processes",
     "first_cause",
     "named_launcher",
     "suggested_threads",

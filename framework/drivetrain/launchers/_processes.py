@@ -140,7 +140,7 @@ class FunctionProcesses(_Processes):
 
     def write(self, rank: int, message: object) -> None:
         """Send a message to a rank. If the rank has died, nothing is sent, and `messages` returns the failure."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        with contextlib.suppress(OSError):
             self._pipes[rank].send(message)
 
     def messages(
@@ -181,7 +181,7 @@ class FunctionProcesses(_Processes):
         received: dict[int, Any] = {}
         for rank in ranks:
             # Child processes of an ended rank may keep the pipe open, so that its end is not always noticed.
-            with contextlib.suppress(EOFError, ConnectionResetError):
+            with contextlib.suppress(EOFError, OSError):
                 if self._pipes[rank].poll():
                     received[rank] = self._pipes[rank].recv()
             code = codes[rank]

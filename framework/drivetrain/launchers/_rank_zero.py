@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from drivetrain._runtime.console_logging import log_to_console
 from drivetrain.environments.detection import rank_of_environment
-from drivetrain.launchers.launched_processes import current_world
+from drivetrain.launchers.launched_processes import current_processes
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -49,7 +49,7 @@ def rank_zero_warn(message: str | Warning, *, stacklevel: int = 1, **kwargs: Any
 
 def this_rank() -> int:
     """Return the global rank of this process, or 0 if the rank is not known yet."""
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         return dist.get_rank()
-    world = current_world()
-    return rank_of_environment() if world is None else world.placement.rank
+    processes = current_processes()
+    return rank_of_environment() if processes is None else processes.placement.rank

@@ -35,9 +35,9 @@ from drivetrain.launchers._processes import (
 )
 from drivetrain.launchers.launched_processes import (
     LaunchedProcesses,
-    current_world,
+    current_processes,
     publish_first_failure,
-    set_current_world,
+    set_current_processes,
 )
 from drivetrain.launchers.launcher import Launcher
 
@@ -205,7 +205,7 @@ def _run(setup: _RankSetup, work: _Call | bytes, pipe: Connection) -> None:
     torch.set_num_threads(torch.get_num_threads())
     if setup.listener is not None:
         setup.listener.close()
-    set_current_world(LaunchedProcesses(place, "function"))
+    set_current_processes(LaunchedProcesses(place, "function"))
     outcome = outcome_of(place.rank, partial(_call, work))
     pipe.send(outcome)
     if isinstance(outcome, Failure):
@@ -235,12 +235,13 @@ def _load(work: bytes) -> _Call:
 
 
 def _check_nesting() -> None:
-    world = current_world()
-    if world is not None:
+    processes = current_processes()
+    if processes is not None:
+        rank, world_size = processes.placement.rank, processes.placement.world_size
         raise ConfigurationError(
-            f"rank {world.placement.rank} of {world.placement.world_size} cannot start processes for further ranks",
+            f"rank {rank} of {world_size} cannot start processes for further ranks",
             "a launcher started this process for one rank",
-            f"use {world.placement.world_size} processes, or 1 process (every rank then runs separately)",
+            f"use {world_size} processes, or 1 process (every rank then runs separately)",
         )
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ConfigurationError(

@@ -175,10 +175,10 @@ def _gone_error(ranks: Iterable[int]) -> DistributedError:
     )
 
 
-_world: LaunchedProcesses | None = None
+_current: LaunchedProcesses | None = None
 
 
-def current_world() -> LaunchedProcesses | None:
+def current_processes() -> LaunchedProcesses | None:
     """Return the processes that this process belongs to, or None if no launcher has started this process.
 
     In a process that runs the caller's script again, the first call connects the process to the caller. From then on
@@ -187,17 +187,17 @@ def current_world() -> LaunchedProcesses | None:
     Raises:
         DistributedError: the process that started this process has ended.
     """
-    if _world is not None and _world.is_current_process:
-        return _world
+    if _current is not None and _current.is_current_process:
+        return _current
     return _join() if os.environ.get(LAUNCHER_VARIABLE) == "script" else None
 
 
-def set_current_world(world: LaunchedProcesses | None) -> None:
+def set_current_processes(processes: LaunchedProcesses | None) -> None:
     """Set the processes that this process belongs to."""
-    global _world
-    _world = world
-    if world is not None:
-        set_utilities_rank(world.placement.rank)
+    global _current
+    _current = processes
+    if processes is not None:
+        set_utilities_rank(processes.placement.rank)
 
 
 def _join() -> LaunchedProcesses | None:
@@ -211,21 +211,21 @@ def _join() -> LaunchedProcesses | None:
             "read the last output of that process, then run the script again",
         )
     environment = TorchrunEnvironment()
-    world = LaunchedProcesses(environment.with_address(environment.placement()), "script")
-    set_current_world(world)
+    processes = LaunchedProcesses(environment.with_address(environment.placement()), "script")
+    set_current_processes(processes)
     die_with_parent(parent, from_thread=THREAD_VARIABLE in os.environ)
-    atexit.register(_report_uncaught, world)
-    return world
+    atexit.register(_report_uncaught, processes)
+    return processes
 
 
-def _report_uncaught(world: LaunchedProcesses) -> None:
+def _report_uncaught(processes: LaunchedProcesses) -> None:
     # The interpreter stores an uncaught exception in `sys.last_value`. Reading this attribute is simpler than replacing
     # `sys.excepthook`.
     error = getattr(sys, "last_value", None)
     path = os.environ.get(ERROR_FILE_VARIABLE)
-    if path and isinstance(error, BaseException) and world.is_current_process:
+    if path and isinstance(error, BaseException) and processes.is_current_process:
         with contextlib.suppress(OSError):  # the disk is full, or the caller has ended and has removed the folder
-            Failure.of_exception(world.placement.rank, error).write(failure_file(path))
+            Failure.of_exception(processes.placement.rank, error).write(failure_file(path))
 
 
 def _is_alive(pid: int) -> bool:

@@ -7,7 +7,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,11 +16,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from drivetrain._distributed.failure import Failure
 from drivetrain._distributed.rendezvous import host, name_new_job
 from drivetrain._runtime.accelerators import Devices, resolve_devices
+from drivetrain._runtime.lazy_names import import_optional
 from drivetrain._runtime.process_state import ProcessState
 from drivetrain.environments import Placement, torchrun_variables
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers._processes import all_or_raise, collect, outcome_of, suggested_threads
-from drivetrain.launchers.launched_processes import LaunchedProcesses, set_current_world
+from drivetrain.launchers.launched_processes import LaunchedProcesses, set_current_processes
 from drivetrain.launchers.launcher import Launcher
 
 # Ray's error about a dead actor has lines that only identify the actor. These are the prefixes of such lines.
@@ -99,7 +100,8 @@ class RayLauncher(Launcher):
                 pickled.
             RankFailedError: a rank raised or died. If all ranks raised the same error, that error is raised instead.
         """
-        ray = _import_ray()
+        ray = import_optional("ray", "launcher='ray'", "pip install 'drivetrain[ray]'")
+        importlib.import_module("ray.util")
         with ProcessState():  # ray.init sets signal handlers and variables
             started_here = not ray.is_initialized()
             if started_here:
@@ -145,8 +147,8 @@ class RayLauncher(Launcher):
         )
 
     def _run(self, ray: Any, actors: Sequence[Any], placement: Placement, work: bytes) -> list[Any]:
-        locations: list[WorkerLocation] = self._collect(ray, [actor.location.remote() for actor in actors])
-        first = replace(placement, address=locations[0].address, job=name_new_job(1))
+        locations = self._collect(ray, [actor.location.remote() for actor in actors])
+        first = replace(placement, address=locations[0][0], job=name_new_job(1))
         [port] = self._collect(ray, [actors[0].host.remote(first)])
         shared, paths = ray.put(work), [path for path in sys.path if path]
         calls = []
@@ -154,7 +156,7 @@ class RayLauncher(Launcher):
             node, local_rank = divmod(rank, placement.local_world_size)
             place = replace(first, rank=rank, local_rank=local_rank, node_rank=node, port=port)
             on_node = locations[rank - local_rank : rank - local_rank + placement.local_world_size]
-            devices = [device for location in on_node for device in location.devices]
+            devices = [device for _, of_worker in on_node for device in of_worker]
             calls.append(actor.run.remote(place, devices, paths, shared))
         return [pickle.loads(value) for value in self._collect(ray, calls)]
 
@@ -167,17 +169,6 @@ class RayLauncher(Launcher):
             return {rank: _get_outcome(ray, rank, calls[rank]) for rank in ranks if calls[rank] in done}
 
         return all_or_raise(collect(range(len(calls)), receive, grace=self._grace), len(calls))
-
-
-def _import_ray() -> Any:
-    try:
-        ray = importlib.import_module("ray")
-        importlib.import_module("ray.util")
-    except ImportError as error:
-        raise ConfigurationError(
-            "launcher='ray' needs ray, which cannot be imported", str(error), "pip install 'drivetrain[ray]'"
-        ) from error
-    return ray
 
 
 def _actor(ray: Any, group: Any, placement: Placement, resources: Mapping[str, float], rank: int) -> Any:
@@ -226,30 +217,17 @@ def _format_resources(resources: Mapping[str, float]) -> str:
 # Code that runs in the actors
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLocation:
-    """Where Ray placed a worker.
-
-    Attributes:
-        address: the address of the machine.
-        devices: the ids of the worker's GPUs.
-    """
-
-    address: str
-    devices: list[str]
-
-
 class Worker:
     """Runs one rank. The launcher makes this class a Ray actor."""
 
     def __init__(self) -> None:
         self._store: TCPStore | None = None
 
-    def location(self) -> WorkerLocation:
-        """Return where Ray placed this worker."""
+    def location(self) -> tuple[str, list[str]]:
+        """Return the address of the machine where Ray placed this worker, and the ids of the worker's GPUs."""
         ray = importlib.import_module("ray")
         context = ray.get_runtime_context()
-        return WorkerLocation(ray.util.get_node_ip_address(), list(context.get_accelerator_ids().get("GPU", [])))
+        return ray.util.get_node_ip_address(), list(context.get_accelerator_ids().get("GPU", []))
 
     def host(self, placement: Placement) -> int:
         """Host the rendezvous store at the address of ``placement``, which is this machine's, and return its port."""
@@ -267,7 +245,7 @@ class Worker:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         threads = os.environ.get("OMP_NUM_THREADS")
         torch.set_num_threads(int(threads) if threads else suggested_threads(placement.local_world_size))
-        set_current_world(LaunchedProcesses(placement, "function", store=self._store))
+        set_current_processes(LaunchedProcesses(placement, "function", store=self._store))
 
         def call() -> Any:
             function, arguments = pickle.loads(work)

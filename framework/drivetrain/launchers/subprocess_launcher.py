@@ -20,8 +20,8 @@ from drivetrain.launchers.launched_processes import (
     PARENT_VARIABLE,
     THREAD_VARIABLE,
     LaunchedProcesses,
-    current_world,
-    set_current_world,
+    current_processes,
+    set_current_processes,
 )
 from drivetrain.launchers.launcher import Launcher
 
@@ -60,10 +60,10 @@ class SubprocessLauncher(Launcher):
             ConfigurationError: the script cannot be run again, or the processes of an earlier call differ in number.
             RankFailedError: a process of an earlier call has failed.
         """
-        world = current_world()
-        if world is not None:
-            world.check_usable(placement.world_size)
-            return world
+        processes = current_processes()
+        if processes is not None:
+            processes.check_usable(placement.world_size)
+            return processes
         if placement.local_rank != 0:
             raise ConfigurationError(
                 f"local rank {placement.local_rank} cannot start the other processes of its node",
@@ -80,27 +80,28 @@ class SubprocessLauncher(Launcher):
         if placement.local_world_size > 1:
             neighbours = map(placement.neighbour, range(1, placement.local_world_size))
             children = ScriptProcesses(command, {place.rank: _variables(place) for place in neighbours})
-        world = LaunchedProcesses(placement, "script", store=store, children=children)
-        set_current_world(world)
+        processes = LaunchedProcesses(placement, "script", store=store, children=children)
+        set_current_processes(processes)
         if children is not None:
-            atexit.register(self._finish, world, children)
-        return world
+            atexit.register(self._finish, processes, children)
+        return processes
 
-    def _finish(self, world: LaunchedProcesses, processes: ScriptProcesses) -> None:
+    def _finish(self, processes: LaunchedProcesses, children: ScriptProcesses) -> None:
         """Wait for the other ranks when the caller exits, and terminate late ranks. Exit with a failed rank's code."""
-        if not world.is_current_process:
+        if not processes.is_current_process:
             return
         error = getattr(sys, "last_value", None)
         grace = self._grace if error is None else self._grace_after_failure
-        processes.wait(grace)
-        late = [rank for rank, code in processes.exit_codes().items() if code is None]
-        failures = [failure for failure in processes.failures() if failure.exit_code != world.signal_exit_code]
-        processes.end()
+        children.wait(grace)
+        late = [rank for rank, code in children.exit_codes().items() if code is None]
+        failures = [failure for failure in children.failures() if failure.exit_code != processes.signal_exit_code]
+        children.end()
         if error is not None:
             return
         failures += [
             Failure(
-                rank, message=f"did not end within {grace:g} s after rank {world.placement.rank}, and was terminated"
+                rank,
+                message=f"did not end within {grace:g} s after rank {processes.placement.rank}, and was terminated",
             )
             for rank in late
         ]

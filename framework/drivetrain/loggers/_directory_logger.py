@@ -1,19 +1,22 @@
-"""DirectoryLogger: the base class of loggers that write to the run's directory."""
+"""DirectoryLogger: the base class of loggers that write to the run's folder."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from drivetrain._config.secret_values import SecretFilter
 from drivetrain._runtime.working_directory import resolved_path
+from drivetrain.checkpoint._folders import child
 from drivetrain.loggers.logger import Logger
-from drivetrain.runs._directory import RunDirectory
+from drivetrain.runs._atomic_file import publish
+from drivetrain.runs._directory import claim_version, folder_name, make_directory, runs_folder_of, split_folder
 
 
 class DirectoryLogger(Logger):
-    """A logger whose files are in a `RunDirectory`.
+    """A logger that writes files to the run's folder.
 
     Args:
         save_dir: a local path or an fsspec URL.
@@ -23,40 +26,57 @@ class DirectoryLogger(Logger):
     """
 
     def __init__(self, save_dir: str | os.PathLike[str], name: str, version: int | str | None, prefix: str) -> None:
-        self._directory = RunDirectory(resolved_path(save_dir), name, version)
+        self._root = resolved_path(save_dir)
+        self._name = name
+        self._given_version = version
+        self._folder: str | None = None  # of the last run, or of what was logged without a run
         self._prefix = f"{prefix}-" if prefix else ""
         self._secret_filter = SecretFilter()
 
     @property
     def save_dir(self) -> str:
-        """The local path or URL that contains the directories of runs. Reading this does not fix the version."""
-        return self._directory.root
+        """The local path or URL that contains the folders of runs."""
+        return self._root
 
     @property
     def name(self) -> str:
         """The experiment's sub-directory."""
-        return self._directory.name
+        return self._name
 
     @property
-    def version(self) -> int | str:
-        """The run's number n if the directory is ``version_<n>``, else its name. Reading this fixes the version."""
-        version = self._directory.version
-        number = version.removeprefix("version_")
-        return int(number) if number.isdecimal() and version == f"version_{int(number)}" else version
+    def version(self) -> int | str | None:
+        """The number n if the run's folder is ``version_<n>``, else its name. Before a run it is `given_version`."""
+        if self._folder is None:
+            return self._given_version
+        name = split_folder(self._folder)[1]
+        number = name.removeprefix("version_")
+        return int(number) if number.isdecimal() and name == f"version_{int(number)}" else name
 
     @property
-    def directory(self) -> RunDirectory:
-        """The directory to which this logger writes."""
-        return self._directory
-
-    def adopt(self, version: str) -> None:
-        """Use the version that the run has claimed."""
-        self._directory.adopt(version)
+    def given_version(self) -> int | str | None:
+        """The argument ``version``."""
+        return self._given_version
 
     @property
-    def log_dir(self) -> str:
-        """The run's directory, which exists after the first write."""
-        return self._directory.path
+    def log_dir(self) -> str | None:
+        """The run's folder; None before a run, unless it has a given version or was written to without a run."""
+        name = folder_name(self._given_version)
+        return self._folder or (name and child(runs_folder_of(self._root, self._name), name))
+
+    def use_folder(self, folder: str) -> None:
+        """Use the folder of a run for this logger's files."""
+        self._folder = folder
+
+    def make_folder(self) -> str:
+        """Create the logger's folder if needed, and return its path or URL. Without a run, a free one is taken."""
+        place = runs_folder_of(self._root, self._name)
+        self._folder = self.log_dir or child(place, claim_version([place])[0])
+        make_directory(self._folder)
+        return self._folder
+
+    def write_json(self, name: str, values: Mapping[str, Any]) -> None:
+        """Write ``values`` to a file in the folder as JSON. Values that JSON cannot represent are written as text."""
+        publish(self.make_folder(), name, f"{json.dumps(dict(values), indent=2, default=str)}\n".encode())
 
 
 def flat_params(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

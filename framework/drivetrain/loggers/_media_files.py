@@ -1,47 +1,40 @@
-"""MediaFiles: store media in the run's folder as ``media/<key>/step=<n>.<kind>``."""
+"""Media in a logger's folder, as files ``media/<key>/step=<n>.<kind>``."""
 
 from __future__ import annotations
 
 import re
 
+from drivetrain.checkpoint._folders import child
 from drivetrain.runs._atomic_file import publish
-from drivetrain.runs._directory import RunDirectory
 
 _FOLDER = "media"
 _UNSAFE = re.compile(r"[^\w.@+= -]")
 _STEP = re.compile(r"/step=(\d+)\.\w+$")
 
 
-class MediaFiles:
-    """Writes media files by key and step below a run's directory.
+def write_media(folder: str, key: str, step: int, kind: str, content: bytes) -> None:
+    """Write a media file, replacing a file of the same key and step.
 
     Args:
-        directory: the run's directory.
+        folder: the logger's folder, a path or URL.
+        key: the name of the media. Slashes separate folders, and characters that are unsafe in file names become
+            underscores.
+        step: the optimizer step.
+        kind: the file's extension, without a dot.
+        content: the file's content.
     """
+    parts = [_UNSAFE.sub("_", part) for part in key.split("/")]
+    path = "/".join([_FOLDER, *(part if part.strip(".") else "_" * max(1, len(part)) for part in parts)])
+    publish(folder, f"{path}/step={step}.{kind}", content)
 
-    def __init__(self, directory: RunDirectory) -> None:
-        self._directory = directory
 
-    def write(self, key: str, step: int, kind: str, content: bytes) -> None:
-        """Write a file, replacing a file of the same key and step.
+def remove_media_after(folder: str, step: int) -> None:
+    """Remove the media files of steps after ``step``."""
+    import fsspec  # imported here because it reads the entry points of all packages, which is slow
 
-        Args:
-            key: the name of the media. Slashes separate folders, and characters that are unsafe in file names become
-                underscores.
-            step: the optimizer step.
-            kind: the file's extension, without a dot.
-            content: the file's content.
-        """
-        parts = [_UNSAFE.sub("_", part) for part in key.split("/")]
-        folder = "/".join([_FOLDER, *(part if part.strip(".") else "_" * max(1, len(part)) for part in parts)])
-        publish(self._directory.make(), f"{folder}/step={step}.{kind}", content)
-
-    def rewind(self, step: int) -> None:
-        """Remove the files of steps after ``step``."""
-        filesystem = self._directory.filesystem
-        filesystem.invalidate_cache()
-        root = str(filesystem._strip_protocol(self._directory.file(_FOLDER)))
-        for path in filesystem.find(root):
-            match = _STEP.search(path)
-            if match is not None and int(match[1]) > step:
-                filesystem.rm_file(path)
+    filesystem, root = fsspec.core.url_to_fs(child(folder, _FOLDER))
+    filesystem.invalidate_cache()
+    for path in filesystem.find(root):
+        match = _STEP.search(path)
+        if match is not None and int(match[1]) > step:
+            filesystem.rm_file(path)

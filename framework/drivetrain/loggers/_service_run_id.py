@@ -1,50 +1,35 @@
-"""ServiceRunId: stores the id that a logging service gave to a run, so that a resumed run continues the run there."""
+"""The id that a logging service gave to a run, in a file, so that a resumed run continues the run of the service."""
 
 from __future__ import annotations
 
 import json
 
+from drivetrain.checkpoint._folders import child
 from drivetrain.errors import ConfigurationError
-from drivetrain.runs._directory import RunDirectory
 
 
-class ServiceRunId:
-    """A file in a run's directory with the content ``{"run_id": ...}``.
+def read_run_id(folder: str, file: str) -> str | None:
+    """Return the id in a file with the content ``{"run_id": ...}``; None if there is no file.
 
-    Args:
-        directory: the run's directory.
-        file: the file's name.
+    Raises:
+        ConfigurationError: the file's content is invalid.
     """
+    import fsspec  # imported here because it reads the entry points of all packages, which is slow
 
-    def __init__(self, directory: RunDirectory, file: str) -> None:
-        self._directory = directory
-        self._file = file
-
-    def read(self) -> str | None:
-        """Return the id; None if there is no file.
-
-        Raises:
-            ConfigurationError: the file's content is invalid.
-        """
-        filesystem = self._directory.filesystem
-        filesystem.invalidate_cache()
-        path = self._directory.file(self._file)
-        try:
-            with filesystem.open(path, "r", encoding="utf-8") as stream:
-                document = json.load(stream)
-        except FileNotFoundError:
-            return None
-        except ValueError:
-            document = None
-        run_id = document.get("run_id") if isinstance(document, dict) else None
-        if not isinstance(run_id, str):
-            raise ConfigurationError(
-                f"{path!r} does not contain the id of a run of the logging service.",
-                "the file must contain a JSON object with a text 'run_id'.",
-                "pass the id to the logger, or remove the file to start a new run in the service.",
-            )
-        return run_id
-
-    def write(self, run_id: str) -> None:
-        """Write ``run_id`` to the file."""
-        self._directory.write_json(self._file, {"run_id": run_id})
+    path = child(folder, file)
+    filesystem, root = fsspec.core.url_to_fs(path)
+    filesystem.invalidate_cache()
+    try:
+        document = json.loads(filesystem.cat_file(root))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        document = None
+    run_id = document.get("run_id") if isinstance(document, dict) else None
+    if not isinstance(run_id, str):
+        raise ConfigurationError(
+            f"{path!r} does not contain the id of a run of the logging service.",
+            "the file must contain a JSON object with a text 'run_id'.",
+            "pass the id to the logger, or remove the file to start a new run in the service.",
+        )
+    return run_id

@@ -9,15 +9,17 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, SupportsFloat
 
 from drivetrain._config.argument_checks import check_count
 from drivetrain._runtime.lazy_names import is_installed
+from drivetrain.checkpoint._folders import child
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.errors import DrivetrainError
 from drivetrain.loggers._csv_table import Row, format_rows, format_table, parse_table
 from drivetrain.loggers._directory_logger import DirectoryLogger
-from drivetrain.loggers._media_files import MediaFiles
+from drivetrain.loggers._media_files import remove_media_after, write_media
 from drivetrain.loggers.media import Histogram, Table, pixels_of, png_of, png_of_figure, text_of
 from drivetrain.runs._atomic_file import replace_file
 
@@ -64,8 +66,9 @@ class CSVLogger(DirectoryLogger):
         meaning = "the number of steps between two writes"
         check_count("CSVLogger", "flush_logs_every_n_steps", flush_logs_every_n_steps, 1, meaning)
         super().__init__(save_dir, name, version, prefix)
+        self._is_local = filesystem_of(self.save_dir)[0] is None  # and can append to files
         self._flush_every = flush_logs_every_n_steps
-        self._table_directory: str | None = None  # the directory that the following attributes refer to
+        self._table_folder: str | None = None  # the folder that the following attributes refer to
         self._columns: list[str] | None = None  # None until the file has been read
         self._pending: list[Row] = []  # rows that are not written yet
         self._flushed_step: int | None = None  # the step of the last write, or of the first row
@@ -99,7 +102,7 @@ class CSVLogger(DirectoryLogger):
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write ``params`` to ``hparams.json``, without secrets."""
-        self._directory.write_json("hparams.json", self._secret_filter.take_out(params)[0])
+        self.write_json("hparams.json", self._secret_filter.take_out(params)[0])
 
     def log_image(self, key: str, value: Any, step: int) -> None:
         """Write an image as a PNG file, if Pillow is installed."""
@@ -132,7 +135,7 @@ class CSVLogger(DirectoryLogger):
         self._write_file(key, step, "csv", format_table(table.columns, rows).encode())
 
     def _write_file(self, key: str, step: int, kind: str, content: bytes) -> None:
-        MediaFiles(self._directory).write(f"{self._prefix}{key}", step, kind, content)
+        write_media(self.make_folder(), f"{self._prefix}{key}", step, kind, content)
 
     def save(self) -> None:
         """Write the pending rows.
@@ -154,12 +157,15 @@ class CSVLogger(DirectoryLogger):
         """
         self._pending = [row for row in self._pending if not _is_after(row, step)]
         self._flushed_step = None
-        self._switch_directory(self._directory.path)
+        folder = self.log_dir
+        if folder is None:
+            return
+        self._switch_folder(folder)
         self._rewound_to = step
         self._rows_before_rewind = 0
         self._rewritten_metrics = set()
         self._retry(lambda: self._drop_rows_after(step), _RETRY_DELAYS)
-        self._retry(lambda: MediaFiles(self._directory).rewind(step), _RETRY_DELAYS)
+        self._retry(lambda: remove_media_after(folder, step), _RETRY_DELAYS)
 
     def _save_or_warn(self) -> None:
         """Write the pending rows, with a warning instead of an error, because a failure must not end the training."""
@@ -187,7 +193,7 @@ class CSVLogger(DirectoryLogger):
                 return
             except Exception as error:  # Each storage library has its own error types.
                 self._write_failed = True
-                if delay is None or isinstance(error, _PERMANENT_ERRORS) or self._directory.is_local:
+                if delay is None or isinstance(error, _PERMANENT_ERRORS) or self._is_local:
                     raise DrivetrainError(
                         f"metrics.csv below {self.save_dir!r} cannot be written: {type(error).__name__}: {error}.",
                         "the missing rows are kept in memory, and are lost when this process ends.",
@@ -195,15 +201,15 @@ class CSVLogger(DirectoryLogger):
                     ) from error
             time.sleep(delay)
 
-    def _switch_directory(self, path: str) -> None:
-        """Reset the state of the table if ``path`` is another directory than before."""
-        if self._table_directory not in (None, path):
+    def _switch_folder(self, path: str) -> None:
+        """Reset the state of the table if ``path`` is another folder than before."""
+        if self._table_folder not in (None, path):
             self._columns = self._text = None
             self._rewound_to, self._rows_before_rewind, self._rewritten_metrics = None, 0, set()
-        self._table_directory = path
+        self._table_folder = path
 
     def _write(self) -> None:
-        self._switch_directory(self._directory.make())
+        self._switch_folder(self.make_folder())
         if self._columns is None:
             self._load_existing()
         assert self._columns is not None
@@ -245,7 +251,7 @@ class CSVLogger(DirectoryLogger):
         columns, rows = parse_table(text)
         columns = list(dict.fromkeys(["step", *columns]))
         normalised = format_table(columns, rows)
-        if not self._directory.is_local:
+        if not self._is_local:
             self._text = normalised
         elif text and normalised != text:
             self._replace(normalised)  # drops a truncated last line
@@ -271,9 +277,9 @@ class CSVLogger(DirectoryLogger):
     # Read and write the file
 
     @property
-    def _path(self) -> str:
-        """The table's path in its file system, without the URL's scheme."""
-        return filesystem_of(self._directory.file("metrics.csv"))[1]
+    def _file(self) -> str:
+        """The table's path or URL, once `_table_folder` is known."""
+        return child(self._table_folder or "", "metrics.csv")
 
     def _read(self) -> str | None:
         """Return the file's text, which is known already at a URL that was read or written; None if there is no file.
@@ -284,17 +290,20 @@ class CSVLogger(DirectoryLogger):
         if self._text is not None:
             return self._text
         try:
-            filesystem = self._directory.filesystem
-            filesystem.invalidate_cache()
-            content: bytes = filesystem.cat_file(self._path)
+            filesystem, path = filesystem_of(self._file)
+            if filesystem is None:
+                content = Path(path).read_bytes()
+            else:
+                filesystem.invalidate_cache()
+                content = filesystem.cat_file(path)
         except FileNotFoundError:
             return None
         return content.decode("utf-8-sig", "surrogateescape")  # Invalid bytes are written back unchanged.
 
     def _replace(self, text: str) -> None:
         """Replace the file atomically, so that a kill or an error loses no rows."""
-        replace_file(self._directory.file("metrics.csv"), text.encode("utf-8", "surrogateescape"))
-        if not self._directory.is_local:
+        replace_file(self._file, text.encode("utf-8", "surrogateescape"))
+        if not self._is_local:
             self._text = text
 
     def _append(self, text: str) -> bool:
@@ -302,17 +311,18 @@ class CSVLogger(DirectoryLogger):
         if self._text is not None:
             self._replace(self._text + text)
             return True
+        _, path = filesystem_of(self._file)
         try:
-            size = os.path.getsize(self._path)
+            size = os.path.getsize(path)
         except FileNotFoundError:
             return False
         try:
-            with open(self._path, "ab") as stream:
+            with open(path, "ab") as stream:
                 stream.write(text.encode("utf-8", "surrogateescape"))
         except BaseException:
             self._columns = None  # the next write reads the file, and drops what remains of a partial row
             with contextlib.suppress(OSError):
-                os.truncate(self._path, size)
+                os.truncate(path, size)
             raise
         return True
 

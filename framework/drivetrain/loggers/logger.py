@@ -5,12 +5,9 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from drivetrain.runs._directory import RunDirectory
 
 _log = logging.getLogger("drivetrain")
 
@@ -19,9 +16,9 @@ class Logger(ABC):
     """Base class of loggers.
 
     A subclass must implement `name`, `version` and `log_metrics`. It may implement `log_hyperparams`, `log_graph`,
-    `rewind`, `save` and `finalize`, which do nothing by default. A logger that writes files implements `save_dir` and
-    `log_dir`, and a logger whose version is not known before the run implements `adopt`. The methods for media,
-    `log_image` to `log_table`, warn once by default that they are not supported. `drivetrain.loggers.media` converts
+    `rewind`, `save` and `finalize`, which do nothing by default. A logger that writes files implements `save_dir`,
+    `log_dir`, and `use_folder` with `given_version` to write to the run's folder. The methods for media, `log_image`
+    to `log_table`, warn once by default that they are not supported. `drivetrain.loggers.media` converts
     users' values to pixels, counts and rows.
 
     Only rank 0 writes. On other ranks, the methods of a run's loggers do nothing. The constructor must not touch the
@@ -40,26 +37,24 @@ class Logger(ABC):
 
     @property
     @abstractmethod
-    def version(self) -> int | str:
-        """A number or text (such as ``"long-run"``) that distinguishes runs of the same name."""
+    def version(self) -> int | str | None:
+        """A number or text (such as ``"long-run"``) that distinguishes runs of the same name; None if not known yet."""
 
     @property
-    def directory(self) -> RunDirectory | None:
-        """The run's directory, in which this logger writes its files; None if the logger writes no files."""
-        return None
+    def given_version(self) -> int | str | None:
+        """The version that the user chose, which then names the run's folder; None lets each run take a free number."""
+        return self.version
 
-    @property
-    def version_name(self) -> str:
-        """`version` as text, in the form that `adopt` takes: the name of the directory if there is a directory."""
-        return str(self.version) if self.directory is None else self.directory.version
+    def use_folder(self, folder: str) -> None:
+        """Use the folder of a run, a path or URL, for this logger's files.
 
-    def adopt(self, version: str) -> None:
-        """Use the run's version, which is the same on every rank. A run calls this method before any write."""
-        del version
+        A run calls this method on every rank when it begins, before any write, if this logger has a `save_dir`.
+        """
+        del folder
 
     @property
     def log_dir(self) -> str | None:
-        """The directory or URL that contains this run's files, or ``None`` if there are no files."""
+        """The folder or URL that contains this run's files; None if there are no files, or before a run has begun."""
         return None
 
     @property

@@ -16,12 +16,13 @@ from drivetrain._runtime.lazy_names import import_optional, is_installed
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.errors import ConfigurationError, DrivetrainError
 from drivetrain.loggers._directory_logger import DirectoryLogger, flat_params
-from drivetrain.loggers._service_run_id import ServiceRunId
+from drivetrain.loggers._service_run_id import read_run_id
 from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure, text_of
 from drivetrain.runs._directory import lock_folder
 
 _log = logging.getLogger("drivetrain")
 
+_ID_FILE = "mlflow.json"
 _STATUS = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 _INVALID_CHARACTERS = re.compile(r"[^\w\-. :/]", re.ASCII)
 _MAX_METRICS = 1000  # metrics that MLflow accepts in one request
@@ -39,9 +40,9 @@ _UNSUPPORTED = {
 class MLFlowLogger(DirectoryLogger):
     """Logs to an MLflow server, or to a local store, ``<save_dir>/mlflow.db``.
 
-    The run's folder, ``<save_dir>/<experiment_name>/version_<n>``, contains ``mlflow.json`` with the id of the MLflow
-    run. A run that resumes in the folder continues this MLflow run. MLflow cannot remove metrics, so values that were
-    logged after the checkpoint may be there twice.
+    The run's folder, ``<save_dir>/<experiment_name>/version_<n>`` if this is the first logger that writes files,
+    contains ``mlflow.json`` with the id of the MLflow run. A run that resumes in the folder continues this MLflow run.
+    MLflow cannot remove metrics, so values that were logged after the checkpoint may be there twice.
 
     If the server fails, metrics are kept in memory and sent together with later metrics, and the run continues with a
     warning. `save` and `finalize` raise an error instead.
@@ -125,7 +126,7 @@ class MLFlowLogger(DirectoryLogger):
 
         Reading it after the run has ended does not change the run's status.
         """
-        if self._last_opened is None or self._last_opened[0] != self._directory.path:
+        if self._last_opened is None or self._last_opened[0] != self.log_dir:
             return self._open_run_id()
         return self._last_opened[1]
 
@@ -213,7 +214,7 @@ class MLFlowLogger(DirectoryLogger):
         """Continue the MLflow run."""
         del step  # MLflow cannot remove metrics.
         self._is_open = False
-        self._resume_directory = self._directory.path
+        self._resume_directory = self.log_dir
 
     def save(self) -> None:
         """Send pending metrics.
@@ -254,18 +255,17 @@ class MLFlowLogger(DirectoryLogger):
     def _open_run_id(self) -> str:
         """Return the id of the MLflow run, which is started or continued, so that it can be written to."""
         if not self._is_open or self._last_opened is None:
-            self._open(self._directory.make())
+            self._open(self.make_folder())
         assert self._last_opened is not None
         return self._last_opened[1]
 
     def _open(self, path: str) -> None:
         resumes = self._resume_directory == path
-        id_file = ServiceRunId(self._directory, "mlflow.json")
         previous_id = self._last_opened[1] if self._last_opened is not None and self._last_opened[0] == path else None
         # Two runs that start at the same time would both create the store's tables.
         with lock_folder(_local_root(self.save_dir)) if self._is_local_store else nullcontext():
             client = self.experiment
-            run_id = self._given_run_id or previous_id or (id_file.read() if resumes else None)
+            run_id = self._given_run_id or previous_id or (read_run_id(path, _ID_FILE) if resumes else None)
             if run_id is None:
                 run_id = client.create_run(
                     self._experiment_id(client), run_name=self._run_name, tags=self._tags
@@ -274,7 +274,7 @@ class MLFlowLogger(DirectoryLogger):
                 client.update_run(run_id, status="RUNNING", name=self._run_name)
                 for name, value in self._tags.items():
                     client.set_tag(run_id, name, value)
-        id_file.write(run_id)
+        self.write_json(_ID_FILE, {"run_id": run_id})
         if self._last_opened != (path, run_id):
             self._latest, self._pending = {}, []
         self._last_opened, self._resume_directory, self._is_open = (path, run_id), None, True

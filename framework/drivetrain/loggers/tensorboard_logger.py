@@ -72,7 +72,7 @@ class TensorBoardLogger(DirectoryLogger):
         Only for rank 0, because the first use creates the run's directory.
         """
         if self._writer is None:
-            self._writer = self._open(self._directory.make())
+            self._writer = self._open(self.make_folder())
         return self._writer
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -90,7 +90,7 @@ class TensorBoardLogger(DirectoryLogger):
                 _log.warning(
                     "The event file in %r cannot be written: %s. The run continues, but steps are missing in "
                     "TensorBoard until the file can be written.",
-                    self._directory.path,
+                    self.log_dir,
                     error,
                 )
 
@@ -105,7 +105,7 @@ class TensorBoardLogger(DirectoryLogger):
         from torch.utils.tensorboard.summary import hparams
 
         params, _ = self._secret_filter.take_out(params)
-        self._directory.write_json("hparams.json", params)
+        self.write_json("hparams.json", params)
         initial_metrics = (
             dict(metrics) if metrics is not None else ({"hp_metric": -1.0} if self._default_hp_metric else {})
         )
@@ -116,7 +116,7 @@ class TensorBoardLogger(DirectoryLogger):
         }
         for summary in hparams(shown, initial_metrics):  # type: ignore[no-untyped-call]
             writer.file_writer.add_summary(summary)
-        if self._initial_values_directory != self._directory.path:  # The folder has no initial values yet.
+        if self._initial_values_directory != self.log_dir:  # The folder has no initial values yet.
             for key, value in initial_metrics.items():
                 writer.add_scalar(key, value, 0)
         writer.flush()  # The values must survive a kill, because a resumed run does not write them again.
@@ -175,10 +175,10 @@ class TensorBoardLogger(DirectoryLogger):
             step: the checkpoint's step; -1 hides everything.
         """
         self._close()
-        path = self._directory.path
-        names = self._file_names(path)
+        path = self.log_dir
+        names = [] if path is None else self._file_names(path)
         self._initial_values_directory = None
-        if not any(map(_EVENT_FILE.search, names)):
+        if path is None or not any(map(_EVENT_FILE.search, names)):
             return
         previous = self._purge_step(path)
         purge_step = step + 1 if previous is None else min(step + 1, previous)
@@ -232,10 +232,12 @@ class TensorBoardLogger(DirectoryLogger):
             writer.close()
 
     def _file_names(self, path: str) -> list[str]:
-        filesystem = self._directory.filesystem
+        import fsspec  # imported here because it reads the entry points of all packages, which is slow
+
+        filesystem, root = fsspec.core.url_to_fs(path)
         filesystem.invalidate_cache()
         try:
-            return [str(entry).rstrip("/").rpartition("/")[2] for entry in filesystem.ls(path, detail=False)]
+            return [str(entry).rstrip("/").rpartition("/")[2] for entry in filesystem.ls(root, detail=False)]
         except FileNotFoundError:
             return []
 

@@ -16,7 +16,7 @@ from drivetrain._runtime.lazy_names import import_optional
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.errors import ConfigurationError, nearest
 from drivetrain.loggers._directory_logger import DirectoryLogger
-from drivetrain.loggers._service_run_id import ServiceRunId
+from drivetrain.loggers._service_run_id import read_run_id
 from drivetrain.loggers._wandb_checkpoints import UPLOADS, CheckpointUploads
 from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure, text_of
 
@@ -27,6 +27,7 @@ STEP = "trainer/global_step"
 
 _EXIT_CODES = {"success": 0, "failed": 1, "interrupted": 255}  # wandb uses 255 for Ctrl-C and shows "killed"
 
+_ID_FILE = "wandb.json"
 _MAX_BINS = 512  # wandb's limit
 
 
@@ -123,7 +124,7 @@ class WandbLogger(DirectoryLogger):
         if self._user_run is not None:
             return self._user_run
         if self._run is None:
-            self._run = self._open(self._directory.make())
+            self._run = self._open(self.make_folder())
         return self._run
 
     @property
@@ -171,7 +172,7 @@ class WandbLogger(DirectoryLogger):
         """Continue the wandb run, by wandb's own resume."""
         del step  # wandb cannot remove rows.
         self._finish(0)
-        self._resume_directory = self._directory.path
+        self._resume_directory = self.log_dir
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
         """Upload the checkpoints of a `Checkpoint` callback, as ``log_model`` selects them."""
@@ -197,7 +198,7 @@ class WandbLogger(DirectoryLogger):
         """Return the run's id and URL, without continuing a run that has ended."""
         if self._run is None and self._user_run is None and self._last_opened is not None:
             path, run_id, url = self._last_opened
-            if path == self._directory.path:
+            if path == self.log_dir:
                 return run_id, url
         return self.experiment.id, self.experiment.url
 
@@ -212,11 +213,10 @@ class WandbLogger(DirectoryLogger):
             self._is_foreign_run = True
             return wandb.run
         resumes = self._resume_directory == path
-        id_file = ServiceRunId(self._directory, "wandb.json")
         previous_id = self._last_opened[1] if self._last_opened is not None and self._last_opened[0] == path else None
-        known_id = self._given_run_id or previous_id or (id_file.read() if resumes else None)
+        known_id = self._given_run_id or previous_id or (read_run_id(path, _ID_FILE) if resumes else None)
         run_id = known_id or secrets.token_hex(4)
-        id_file.write(run_id)
+        self.write_json(_ID_FILE, {"run_id": run_id})
         arguments = {"resume": "allow", **self._options, "project": self.name, "name": self._run_name}
         with _arguments_without_secrets():
             run = wandb.init(dir=path, id=run_id, **arguments)

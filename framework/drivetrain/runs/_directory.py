@@ -1,176 +1,72 @@
-"""A run's directory, ``<root>/<name>/version_<n>``, created at the first write."""
+"""The folders of runs, ``<root>/<name>/version_<n>``: their names, and how a run gets one that no other run has."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from drivetrain.checkpoint._folders import child
 from drivetrain.checkpoint._format import local_storage
 from drivetrain.checkpoint._format.storage import filesystem_of
 
-if TYPE_CHECKING:
-    import fsspec
-
 _VERSION = re.compile(r"version_(\d{1,9})")
 _RANDOM_LETTERS = 6  # number of random letters in a name that contains a timestamp
 
 CHECKPOINTS = "checkpoints"
-"""Name of the folder of checkpoints in a run's directory."""
+"""Name of the folder of checkpoints in a run's folder."""
 
 RECORD = "run.json"
-"""Name of the record file; a directory that contains it belongs to a run."""
-
-
-class RunDirectory:
-    """The directory of one run, below a local path or any fsspec URL.
-
-    Args:
-        root: a local path or a URL such as ``s3://bucket/logs``.
-        name: sub-directory of the experiment; empty for none.
-        version: a number, a directory name, or None for the next free number (at a URL a timestamp with random letters,
-            because two runs could take the same number). The name is determined on first use: when the run begins,
-            when something is written, or when `version` is read.
-    """
-
-    def __init__(self, root: str, name: str, version: int | str | None) -> None:
-        self.root = root
-        self.name = name
-        self.fixed = f"version_{version}" if isinstance(version, int) else version
-        """The directory's name if the user chose the name; None otherwise."""
-        self._version = self.fixed
-        self._claim: Callable[[], str] | None = None
-        self._settled_by_run = False
-        self.is_claimed = False
-        """Whether a run has claimed the directory, or something was written to it."""
-
-    @property
-    def filesystem(self) -> fsspec.AbstractFileSystem:
-        """The file system of `root`."""
-        import fsspec  # imported here because it reads the entry points of all packages, which is slow
-
-        return fsspec.core.url_to_fs(self.root)[0]
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the directory is on a local file system, which can append to files."""
-        return filesystem_of(self.root)[0] is None
-
-    @property
-    def place(self) -> str:
-        """The parent of the directories of all runs of this name."""
-        return runs_folder_of(self.root, self.name)
-
-    @property
-    def asked(self) -> str | None:
-        """The directory's name if it was fixed, read or written to before any run determined it; None otherwise."""
-        return None if self._settled_by_run else self._version
-
-    @property
-    def version(self) -> str:
-        """The name of the run's directory, which is determined at the latest when this property is read."""
-        if self._version is None:
-            self._version = free_version(self.place)
-        return self._version
-
-    def adopt(self, version: str) -> None:
-        """Use the directory name that a run has claimed."""
-        self._version, self._claim, self.is_claimed, self._settled_by_run = version, None, True, True
-
-    def expect(self, version: str, claim: Callable[[], str] | None) -> None:
-        """Use a directory name that has not been claimed yet.
-
-        Args:
-            version: the expected name, unless another run claims it first.
-            claim: called at the first write; claims the directory for all loggers that share it, and returns its name.
-                None if nothing will be written.
-        """
-        self._version, self._claim, self.is_claimed, self._settled_by_run = version, claim, False, True
-
-    @property
-    def path(self) -> str:
-        """The run's directory, with the URL's scheme."""
-        return child(self.place, self.version)
-
-    def make(self) -> str:
-        """Create the directory if needed, and return `path`.
-
-        A directory without a fixed version is claimed, so that of two concurrent runs the second takes the next number.
-        """
-        if self.is_claimed or self.fixed is not None:
-            make_directory(self.path)
-        elif self._claim is not None:
-            self._version = self._claim()
-        else:
-            with lock_folder(self.place):
-                self._version = claim_version(self.place, self._version)
-        self.is_claimed = True
-        return self.path
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_claim": None}  # `_claim` cannot be pickled; a spawned process sets it again
-
-    def file(self, name: str) -> str:
-        """Return the path of the file ``name`` in this directory."""
-        return child(self.path, name)
-
-    def write_json(self, name: str, values: Mapping[str, Any]) -> None:
-        """Write ``values`` to the file ``name`` as JSON. Values that JSON cannot represent are written as text."""
-        self.make()
-        with self.filesystem.open(self.file(name), "w", encoding="utf-8") as stream:
-            json.dump(dict(values), stream, indent=2, default=str)
-            stream.write("\n")
+"""Name of the record file; a folder that contains it belongs to a run."""
 
 
 def runs_folder_of(root: str, name: str) -> str:
-    """Return the parent of the directories of all runs with this name: ``<root>/<name>``."""
+    """Return the parent of the folders of all runs with this name: ``<root>/<name>``."""
     if not name:
         return root.rstrip("/") or root
     return child(root, name) if root else name
 
 
-def free_version(place: str) -> str:
-    """Return a directory name that is not in use. The directory is not created, so another run may take the name."""
-    filesystem, root = filesystem_of(place)
-    return f"version_{_next_number(root)}" if filesystem is None else _time_name()
+def folder_name(version: int | str | None) -> str | None:
+    """Return the name of the folder of a version, ``version_<n>`` for a number; None if the version is not set."""
+    return f"version_{version}" if isinstance(version, int) else version or None
 
 
-def claim_version(place: str, announced: str | None = None, expected: str | None = None) -> str:
-    """Create a directory that no other run uses, and return its name.
+def split_folder(folder: str) -> tuple[str, str]:
+    """Return the parent of a run's folder, and the folder's name."""
+    parent, _, name = folder.rstrip("/").rpartition("/")
+    return parent, name
 
-    Args:
-        place: the parent folder, which is created if needed.
-        announced: the name that was announced to the user. It is used if no such directory exists, or if the directory
-            contains no run's record.
-        expected: the name that `free_version` returned. It is used at a URL, where collisions cannot be detected.
+
+def claim_version(runs_folders: Iterable[str]) -> tuple[str, list[str]]:
+    """Create a folder of the same name, which no other run has, in each of some folders of runs.
+
+    On disks the name is ``version_`` and the next number that is free everywhere. If one of the folders of runs is at a
+    URL, where creating a folder is not atomic, the name is a timestamp with random letters, and nothing is created.
+
+    Returns:
+        The name, and the paths of the folders that were created.
 
     Raises:
-        OSError: the directory cannot be created.
+        OSError: a folder cannot be created.
     """
-    filesystem, root = filesystem_of(place)
-    if filesystem is not None:  # object stores have no atomic directory creation
-        return announced or expected or _time_name()
-    os.makedirs(root, exist_ok=True)
-    if announced is not None:
-        path = os.path.join(root, announced)
-        # An existing directory without a record may be used, because the user may have created it.
-        if _make_new(path) or (os.path.isdir(path) and not os.path.lexists(os.path.join(path, RECORD))):
-            return announced
-    number = _next_number(root)
-    while not _make_new(os.path.join(root, f"version_{number}")):
+    places = [filesystem_of(folder) for folder in runs_folders]
+    if any(filesystem is not None for filesystem, _ in places):
+        letters = "".join(chr(ord("a") + byte % 26) for byte in os.urandom(_RANDOM_LETTERS))
+        return f"{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}_{letters}", []
+    roots = list({os.path.realpath(root): root for _, root in places}.values())
+    number = max(map(_next_number, roots))
+    while not _make_new(paths := [os.path.join(root, f"version_{number}") for root in roots]):
         number += 1
-    return f"version_{number}"
+    return f"version_{number}", paths
 
 
 @contextmanager
 def lock_folder(place: str) -> Iterator[None]:
-    """Lock a local folder while a run's directory in it is chosen or claimed; do nothing at a URL.
+    """Lock a local folder while a run's folder in it is claimed; do nothing at a URL.
 
     Raises:
         OSError: the folder or its lock file cannot be created.
@@ -184,20 +80,44 @@ def lock_folder(place: str) -> Iterator[None]:
         yield
 
 
-def make_directory(path: str) -> None:
-    """Create a directory if it does not exist."""
+def make_directory(path: str) -> list[str]:
+    """Create a directory if it does not exist. Return its path in a list if it is local and was created."""
     filesystem, root = filesystem_of(path)
-    if filesystem is None:
-        os.makedirs(root, exist_ok=True)
-    else:
+    if filesystem is not None:
         filesystem.makedirs(root, exist_ok=True)
+        return []
+    is_new = not os.path.lexists(root)
+    os.makedirs(root, exist_ok=True)
+    return [root] if is_new else []
 
 
-def _make_new(path: str) -> bool:
-    try:
-        os.mkdir(path)
-    except FileExistsError:
+def remove_unused(folders: Sequence[str]) -> bool:
+    """Remove the local folders that were created for a run if nothing was written but the record in the first.
+
+    Returns:
+        Whether the folders were removed.
+    """
+    if not folders or os.listdir(folders[0]) != [RECORD]:
         return False
+    os.unlink(os.path.join(folders[0], RECORD))
+    for folder in folders:
+        with suppress(OSError):  # a logger has written there, or there are other runs
+            os.rmdir(folder)
+            os.rmdir(os.path.dirname(folder))
+    return True
+
+
+def _make_new(paths: list[str]) -> bool:
+    """Create all of the folders, or none if one of them exists."""
+    made: list[str] = []
+    for path in paths:
+        try:
+            os.makedirs(path)
+        except FileExistsError:
+            for earlier in made:
+                os.rmdir(earlier)
+            return False
+        made.append(path)
     return True
 
 
@@ -208,8 +128,3 @@ def _next_number(root: str) -> int:
         return 0
     matches = map(_VERSION.fullmatch, names)
     return max((int(match[1]) + 1 for match in matches if match), default=0)
-
-
-def _time_name() -> str:
-    letters = "".join(chr(ord("a") + byte % 26) for byte in os.urandom(_RANDOM_LETTERS))
-    return f"{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}_{letters}"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from drivetrain.runs._process import Job, Process, has_replaced
 from drivetrain.runs._record import RUNNING, Record
 
 HEARTBEAT_SECONDS = 30.0
 """Seconds between updates of a live run's record."""
+
+POLL_SECONDS = 5.0
+"""Seconds between two reads of a record that is watched."""
 
 WATCH_SECONDS = 90.0
 """Seconds to watch the record of a run with status "running" whose process cannot be checked."""
@@ -38,36 +41,23 @@ def is_alive(record: Record, jobs: Sequence[Job]) -> bool | None:
     return process_is_alive
 
 
-class HeartbeatWatch:
-    """Watches the record of a run whose process cannot be checked from this machine.
+def watch(run: Record, read: Callable[[str], Record | None]) -> Generator[None, None, bool]:
+    """Watch the record of a run whose process cannot be checked from this machine, and return whether it is under way.
+
+    The generator yields after each look at the record.
 
     Args:
-        record: the record when it was read first.
-        seconds: how long to watch.
+        run: the run, as its record was read first.
         read: returns the current record of a folder; None if there is none.
+
+    Raises:
+        StorageError: the record cannot be read.
     """
-
-    def __init__(self, record: Record, seconds: float, read: Callable[[str], Record | None]) -> None:
-        self.record = record
-        self._read = read
-        self.latest: Record | None = None
-        """The record when it was read last; None if it was not read again, or no longer exists."""
-        self._deadline = time.monotonic() + seconds
-        self.is_alive: bool | None = None
-        """Whether the run is alive; None while its record has not changed."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether `is_alive` is known, or the time is up."""
-        return self.is_alive is not None or time.monotonic() >= self._deadline
-
-    def poll(self, pause: float) -> None:
-        """Wait for at most ``pause`` seconds, then read the record again.
-
-        Raises:
-            StorageError: the record cannot be read.
-        """
-        time.sleep(max(0.0, min(pause, self._deadline - time.monotonic())))
-        latest = self.latest = self._read(self.record.folder)
-        if latest is not None and latest.document != self.record.document:
-            self.is_alive = latest.status == RUNNING
+    deadline = time.monotonic() + WATCH_SECONDS
+    while (remaining := deadline - time.monotonic()) > 0:
+        time.sleep(min(POLL_SECONDS, remaining))
+        now = read(run.folder)
+        if now is not None and now.document != run.document:
+            return now.status == RUNNING
+        yield
+    return False

@@ -73,15 +73,6 @@ class Record(NamedTuple):
         return Job.from_json(self.document.get("job"))
 
     @property
-    def loggers(self) -> list[tuple[tuple[str, str], str]]:
-        """The loggers of the run, each as the pair (class, name) and the version."""
-        document = self.document.get("loggers")
-        entries = [entry for entry in document if isinstance(entry, dict)] if isinstance(document, list) else []
-        return [
-            ((_text(entry.get("class")), _text(entry.get("name"))), _text(entry.get("version"))) for entry in entries
-        ]
-
-    @property
     def parts(self) -> list[dict[str, Any]]:
         """The parts of the run, oldest first. Each start and each resume begins a part."""
         parts = self.document.get("parts")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import faulthandler
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from drivetrain._distributed.watchdog import dumped_stacks
 
 _FALLBACK_DELAY = 2.0  # seconds that the timer's thread gets to dump the stacks
 
@@ -24,7 +25,8 @@ def dump_stacks_to(path: Path, seconds: float) -> Iterator[None]:
 
         def dump() -> None:
             faulthandler.cancel_dump_traceback_later()
-            file.write(_stacks_of_others())
+            others = [stack for stack in dumped_stacks() if not stack.startswith("Current thread")]
+            file.write("\n\n".join(others))
             file.flush()
 
         faulthandler.enable(file)
@@ -39,11 +41,3 @@ def dump_stacks_to(path: Path, seconds: float) -> Iterator[None]:
             timer.join()
             faulthandler.cancel_dump_traceback_later()
             faulthandler.disable()
-
-
-def _stacks_of_others() -> str:
-    with tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        parts = file.read().split("\n\n")
-    return "\n\n".join(part for part in parts if not part.startswith("Current thread"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -79,8 +79,8 @@ class DeepSpeedRun:
         self._module = module
         self._config = config
         self._options = options
-        self._snapshot: ModuleSnapshot | None = None
-        self._root: StepModule | None = None
+        self._undo = ExitStack()
+        """Removes everything that DeepSpeed and this class have added to the module."""
         self._engine: Any = None
         self._zero: Zero | None = None
         self._unrounded: dict[int, StoredParameter] = {}
@@ -91,8 +91,8 @@ class DeepSpeedRun:
         self._user_hooks: UserHooks | None = None
         self._watch: EmptyParameters | None = None
         self._unwatched: set[str] = set()  # names of the steps that used no empty parameter
-        self._untrained: list[nn.Parameter] = []
-        self._within_forward = self._has_gradients = self._warned_skipped = self._restored = False
+        self._within_forward = self._has_gradients = self._warned_skipped = False
+        self._has_weights = False  # from the start until the module has whole weights again
         self._frozen = FrozenWeights(nn.Module(), options.stage, rounded=False)
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
@@ -113,7 +113,9 @@ class DeepSpeedRun:
         """Broadcast rank 0's weights, shard them, and start the engine if the run needs one. Collective."""
         module, options = self._module, self._options
         with may_move(module):
-            self._snapshot = ModuleSnapshot(module)
+            snapshot = ModuleSnapshot(module)
+            self._undo.callback(snapshot.undo)
+            self._has_weights = True
             needs_engine = bool(optimizers) or "optimizer" in self._config or options.stage == 3
             with redirected_prints():
                 if options.stage == 3:
@@ -121,7 +123,7 @@ class DeepSpeedRun:
                 else:
                     self._broadcast_weights(needs_engine)
                 if needs_engine:
-                    self._initialize(optimizers)
+                    self._initialize(optimizers, snapshot)
         broadcast_together(list(module.buffers()))
         self._state = State(module, self._unrounded, self._zero, self._update_compute_weights)
         self._frozen = FrozenWeights(module, options.stage, rounded=options.precision.half_dtype is not None)
@@ -169,7 +171,7 @@ class DeepSpeedRun:
         if options.control.world_size > 1:
             self._gather_order = GatherOrder(_separately_gathered(module, leaves), options.control)
 
-    def _initialize(self, optimizers: Sequence[Optimizer]) -> None:
+    def _initialize(self, optimizers: Sequence[Optimizer], snapshot: ModuleSnapshot) -> None:
         module = self._module
         in_optimizer = {
             id(parameter)
@@ -178,28 +180,26 @@ class DeepSpeedRun:
             for parameter in group["params"]
         }
         # Stage 3 cannot handle gradients of parameters that the optimizer does not hold.
-        self._untrained = [
-            parameter
-            for parameter in module.parameters()
-            if parameter.requires_grad and in_optimizer and id(parameter) not in in_optimizer
-        ]
-        for parameter in self._untrained:
-            parameter.requires_grad_(False)
+        for parameter in module.parameters():
+            if parameter.requires_grad and in_optimizer and id(parameter) not in in_optimizer:
+                parameter.requires_grad_(False)
+                self._undo.callback(parameter.requires_grad_, True)
         names = {parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad}
         # DeepSpeed allocates the whole bucket even if the model is smaller.
         numel = sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in names)
         self._config["zero_optimization"].setdefault("reduce_bucket_size", max(1, min(500_000_000, numel)))
-        self._root = StepModule(module, hides_values=True)
+        root = StepModule(module, hides_values=True)
+        self._undo.callback(forget_root, root)
         with explain_start_errors(), without_broadcast():
             self._engine, *_ = self._deepspeed.initialize(
-                model=self._root,
+                model=root,
                 optimizer=optimizers[0] if optimizers else None,
                 model_parameters=list(names),
                 config=copy.deepcopy(self._config),
             )
-        assert self._snapshot is not None
-        self._snapshot.record_additions()
         engine = self._engine
+        self._undo.callback(engine.destroy)
+        snapshot.record_additions()
         if not optimizers and engine.optimizer_name() is None:
             return
         self._zero = Zero(engine)
@@ -221,6 +221,7 @@ class DeepSpeedRun:
         control, find_unused = self._options.control, self._options.find_unused_parameters
         compares = find_unused is None and self._zero.stage > 1 and control.world_size > 1
         self._exchange = GradientExchange(names, self._zero, control, compares)
+        self._undo.callback(self._exchange.close)
         self._restore_masters()
 
     @torch.no_grad()
@@ -405,17 +406,17 @@ class DeepSpeedRun:
         parameters = dict(self._module.named_parameters())
         # Copies go to the host until DeepSpeed's buffers are freed: a device may not have memory for both.
         whole_weights = {name: whole_of(weights[name]).cpu() for name in parameters}
-        self._undo()
-        self._restored = True
+        self._release()
+        self._has_weights = False
         for name, parameter in parameters.items():
             parameter.data = whole_weights[name].to(parameter.device)
             parameter.grad = None
 
     def end(self) -> None:
         """Release everything that this run acquired, also after a failure. Does not communicate."""
-        if self._snapshot is not None and not self._restored:
+        if self._has_weights:
             self._leave_weights()
-        self._undo()
+        self._release()
         for optimizer in self.optimizers:
             for name in ("zero_grad", *_WRITING_METHODS):
                 optimizer.__dict__.pop(name, None)
@@ -436,7 +437,7 @@ class DeepSpeedRun:
         module = self._module
         stored_parameters = dict(self._unrounded.items() if self._state is None else self._state.stored_parameters())
         if self._options.stage == 3:
-            self._undo()
+            self._release()
             replace_tensors(
                 module,
                 {
@@ -446,7 +447,7 @@ class DeepSpeedRun:
             )
             return
         values = {key: stored.read() for key, stored in stored_parameters.items()}
-        self._undo()
+        self._release()
         for parameter in module.parameters():
             # Trained weights stay rounded, since each rank has only its part of the master weights. Copies are
             # assigned, so that no parameter is a view of DeepSpeed's buffers.
@@ -458,22 +459,10 @@ class DeepSpeedRun:
                 parameter.data = parameter.data.to(dtype, copy=True)
             parameter.grad = None
 
-    def _undo(self) -> None:
-        """Remove everything that DeepSpeed and this class added to the module."""
-        if self._exchange is not None:
-            self._exchange.close()
-        if self._engine is not None:
-            with redirected_prints():
-                self._engine.destroy()
-        if self._root is not None:
-            forget_root(self._root)
-        if self._snapshot is not None:
-            self._snapshot.undo()
-        for parameter in self._untrained:
-            parameter.requires_grad_(True)
-        self._untrained = []
-        self._engine = self._root = self._zero = self._state = self._exchange = self._gather_order = None
-        self._user_hooks = None
+    def _release(self) -> None:
+        with redirected_prints():  # the engine's destroy prints
+            self._undo.close()
+        self._engine = self._zero = self._state = self._exchange = self._gather_order = self._user_hooks = None
 
 
 def _copy_gradients_in_steps(optimizer: Optimizer) -> list[Any]:

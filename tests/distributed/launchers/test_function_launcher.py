@@ -21,7 +21,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
-from drivetrain.launchers import FunctionLauncher, RankFailedError, current_world
+from drivetrain.launchers import FunctionLauncher, RankFailedError, current_processes
 
 _ONE = Placement()
 _TWO = Placement(world_size=2, local_world_size=2)
@@ -31,7 +31,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 def _join() -> int:
     """Create a process group over the world's store, as a run does; return the rank."""
-    world = current_world()
+    world = current_processes()
     assert world is not None
     assert (world.kind, world.failures()) == ("function", [])
     place = world.placement
@@ -75,7 +75,7 @@ def test_values_come_back_and_nothing_of_the_caller_changes(
     assert not weight.is_shared()
     assert (dict(os.environ), threading.active_count()) == (environment, threads)
     assert handlers == [signal.getsignal(number) for number in _SIGNALS]
-    assert current_world() is None
+    assert current_processes() is None
     assert not dist.is_initialized()
     assert not [path for path in temporary.iterdir() if path.name.startswith("drivetrain-")]
 

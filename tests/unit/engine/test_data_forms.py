@@ -9,12 +9,13 @@ from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from functools import partialmethod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from engine_case import Bare, Tiny, fit, loader, numbers, stream
-from small_modules import tiny
+from small_modules import calling, tiny
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
@@ -262,7 +263,8 @@ def both_stateful(mode: str) -> Any:
 
 def _train(folder: Path, data: Any, window: int, start: Path | None = None) -> list[Any]:
     module = Several()
-    callbacks = [] if start else [Checkpoint(folder, every_n_train_steps=1, save_top_k=-1)]
+    save = calling("on_train_start", lambda run: run.save_checkpoint(folder / "again"))
+    callbacks = [save if start else Checkpoint(folder, every_n_train_steps=1, save_top_k=-1)]
     trainer = fit(folder, max_epochs=2, accumulate_grad_batches=window, callbacks=callbacks)
     trainer.fit(module, data, ckpt_path=start)
     return module.seen
@@ -287,6 +289,9 @@ def test_a_combination_with_a_stateful_loader_resumes_once(build: Any, window: i
         if progress["epoch"] < 2:
             left = whole[progress["micro_batches"] :]
             assert _train(tmp_path / str(number), build(), window, folder) == left, folder.name
+            # A checkpoint that is saved before the first batch is read resumes there as well.
+            again = tmp_path / str(number) / "again"
+            assert _train(tmp_path / f"again-{number}", build(), window, again) == left, folder.name
             resumed += 1
     assert resumed >= 2
 
@@ -408,7 +413,8 @@ def test_a_batch_without_tensors_passes(tmp_path: Path, batch: Any) -> None:  # 
 
 def test_none_is_a_batch_on_several_ranks_too() -> None:  # I-11
     shard = BatchShare(1, None, False, 0)
-    micro_batches = allreduced_windows(iter([(None, shard)] * 3), 2, LocalControl(), None, None)
+    strategy: Any = SimpleNamespace(control=LocalControl(), data_world_size=1, is_data_leader=True)
+    micro_batches = allreduced_windows(iter([(None, shard)] * 3), 2, strategy, None, None, None, True, lambda: None)
     assert [(micro.batch, micro.samples) for micro in micro_batches] == [(None, 1)] * 3
 
 

@@ -429,7 +429,7 @@ def kind(value: Any) -> str:
 
 
 SHOWN: dict[str, Any] = {
-    **dict.fromkeys(("trainer.strategy", "trainer.logger.version"), kind),
+    **dict.fromkeys(("trainer.strategy",), kind),
     **dict.fromkeys(("module.optimizers()", "module.lr_schedulers()"), kind),
     **dict.fromkeys(("checkpoint.current_score", "checkpoint.kth_value"), kind),
     **dict.fromkeys(("checkpoint.best_model_path", "checkpoint.kth_best_model_path"), bool),
@@ -510,7 +510,6 @@ CONSTANT: list[tuple[Any, str]] = [
     (1, "trainer.num_devices trainer.world_size"),
     ("SingleDeviceStrategy", "trainer.strategy"),
     ("32-true", "trainer.precision.name"),
-    ("int", "trainer.logger.version"),
     ([0], "trainer.device_ids"),
     (torch.device("cpu"), "trainer.strategy.root_device module.device"),
     (torch.float32, "module.dtype"),
@@ -568,7 +567,8 @@ def expected_values(run: Recorded) -> dict[str, dict[str, Any]]:
         "trainer.loggers": {"built": [run.logger]},
         "trainer.logger": {"built": run.logger},
         "trainer.logger.save_dir": {"built": str(trainer.default_root_dir)},
-        "trainer.log_dir": {"built": None, "fit.setup": run.logger.log_dir},
+        "trainer.log_dir": {"built": None, "fit.setup": f"{run.logger.save_dir}/drivetrain_logs/version_0"},
+        "trainer.logger.version": {"built": None, "fit.setup": 0},
         "module.logger": {"built": None, "fit.setup": run.logger},
         "module.loggers": {"built": [], "fit.setup": [run.logger]},
         "module.trainer": {"built": "ConfigurationError", "fit.setup": trainer},

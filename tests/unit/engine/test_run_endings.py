@@ -29,10 +29,10 @@ from drivetrain import CheckpointError, ConfigurationError, Fit, Precision, Stra
 
 # Private: a run would have to log 16 MiB, and to lose its folder.
 from drivetrain._engine.rank_log import MAX_LOG_BYTES, RankLog
-from drivetrain._engine.run_folder import RunFolder
 from drivetrain.callbacks import Checkpoint
 from drivetrain.loggers import CSVLogger
 from drivetrain.precision import HalfPrecision, MixedPrecision
+from drivetrain.runs._run_folder import RunFolder
 from drivetrain.strategies import MemoryAdvice
 from drivetrain_strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 

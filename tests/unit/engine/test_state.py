@@ -88,7 +88,7 @@ def test_a_request_to_a_strategy_ends_with_the_run(tmp_path: Path, monkeypatch: 
     strategy = Recording()
     # Private, because the CPU is refused: only an accelerator synchronises a BatchNorm.
     asks = "drivetrain._engine.launch.asks_for_sync_batchnorm"
-    monkeypatch.setattr(asks, lambda trainer, *others: trainer.sync_batchnorm)
+    monkeypatch.setattr(asks, lambda asked, *others: asked)
     for asked in (True, False):
         fit(tmp_path, strategy=strategy, sync_batchnorm=asked).fit(Tiny(), loader(4))
     assert synchronised == [True, False]
@@ -248,7 +248,7 @@ def test_after_a_failure_logged_values_are_written_and_the_same_objects_fit_agai
     for _ in range(2):
         with pytest.raises(ValueError, match="as planned"):
             runner.fit(module, loader(8))
-        assert "it" in Path(logger.log_dir, "metrics.csv").read_text()
+        assert "it" in Path(str(logger.log_dir), "metrics.csv").read_text()
     with pytest.raises(ConfigurationError):
         runner.fit(module)
     module.fail_at = None
@@ -407,7 +407,11 @@ def test_every_value_of_a_run_is_available_in_the_hooks_of_every_stage(tmp_path:
     def read(trainer: Any) -> None:
         values.update({name: getattr(trainer, name) for name in names})
 
-    noting = calling("setup", lambda trainer: (read(trainer), states.append(trainer.state)))
+    def note(trainer: Any) -> None:
+        read(trainer)
+        states.append(trainer.state)
+
+    noting = calling("setup", note)
     trainer, module = fit(tmp_path, callbacks=[calling("on_train_batch_end", read), noting], max_steps=3), Tiny()
     assert trainer.state == "idle"
     trainer.fit(module, loader())

@@ -43,7 +43,7 @@ from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.launchers import FunctionLauncher, SubprocessLauncher, choose_launcher
 from drivetrain.launchers import launched_processes as launched_world
 from drivetrain.launchers._rerun_command import rerun_command, runner
-from drivetrain.launchers.launched_processes import LaunchedProcesses, set_current_world
+from drivetrain.launchers.launched_processes import LaunchedProcesses, set_current_processes
 from drivetrain.launchers.ray_launcher import Worker
 from drivetrain.testing import requires_linux
 
@@ -410,7 +410,7 @@ class _Script(SubprocessLauncher):
         try:
             return self.launch(Placement(port=port))
         finally:
-            set_current_world(None)
+            set_current_processes(None)
 
 
 @requires_linux()

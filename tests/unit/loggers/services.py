@@ -64,7 +64,7 @@ def log_steps(logger: LoggerT, *steps: int, name: str = "loss") -> LoggerT:
     return logger
 
 
-def read_table(folder: str | Path) -> list[str]:
+def read_table(folder: str | Path | None) -> list[str]:
     """Return the lines of the table in a folder or at a URL."""
     with fsspec.open(f"{folder}/metrics.csv", "r", newline="") as stream:
         return str(stream.read()).splitlines()

@@ -69,7 +69,7 @@ def test_another_folder_is_another_run(tmp_path: Path, kind: Any) -> None:
     logger = kind(save_dir=tmp_path)
     ids = []
     for version in ("version_0", "version_1"):
-        logger.adopt(version)
+        logger.use_folder(str(tmp_path / version))
         log_steps(logger, 1).finalize("success")
         ids.append(logger.run_id)
     assert ids[0] != ids[1]
@@ -262,7 +262,7 @@ def test_a_store_of_mlflow_that_refuses_does_not_end_a_run(root: Path, caplog: p
 
 def test_a_password_in_the_uri_is_not_logged(caplog: pytest.LogCaptureFixture, root: Path) -> None:  # J-11
     logger = MLFlowLogger(tracking_uri="sqlite://user:hunter2@/nowhere", save_dir=root)
-    logger._last_opened, logger._is_open = (logger.directory.path, "0"), True
+    logger._last_opened, logger._is_open = ("a folder", "0"), True
     with caplog.at_level(logging.WARNING, "drivetrain"):
         logger.log_metrics({"loss": 1.0}, 1)
     (warning,) = [record.getMessage() for record in caplog.records if record.name == "drivetrain"]

@@ -51,7 +51,7 @@ def test_hyper_parameters_are_in_the_tab_and_in_a_file(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path)
     logger.log_hyperparams({"lr": 0.1, "net": {"width": 4, "kinds": ["a"]}})
     logger.finalize("success")
-    assert json.loads((Path(logger.log_dir) / "hparams.json").read_text())["net"] == {"width": 4, "kinds": ["a"]}
+    assert json.loads((Path(str(logger.log_dir)) / "hparams.json").read_text())["net"] == {"width": 4, "kinds": ["a"]}
     events = _events(logger)
     content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     hparams = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
@@ -106,7 +106,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", slept.append)
 
 
-def scalars(folder: str, tag: str = "loss") -> list[tuple[int, float]]:
+def scalars(folder: str | None, tag: str = "loss") -> list[tuple[int, float]]:
     """Return what TensorBoard shows: in its reader for Python and, equally, in its server."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as ServersAccumulator
@@ -184,7 +184,7 @@ def test_another_folder_is_not_rewound(tmp_path: Path, logger: TensorBoardLogger
     log_steps(logger, 1, 2).finalize("failed")
     log_steps(TensorBoardLogger(tmp_path, version=1), 1, 2).finalize("failed")
     again.rewind(0)
-    again.adopt("version_1")
+    again.use_folder(str(tmp_path / "drivetrain_logs" / "version_1"))
     log_steps(again, 3).finalize("success")
     assert scalars(again.log_dir) == steps_and_values(1, 2, 3)
 

@@ -122,11 +122,14 @@ def left_running(folder: Any, **process: Any) -> None:
 def watched(monkeypatch: pytest.MonkeyPatch, folder: Any, alive: bool, **values: Any) -> None:
     """Let runs watch others briefly; a run that is ``alive`` changes its heartbeat and values in its record."""
     monkeypatch.setattr(_liveness, "WATCH_SECONDS", 0.4)
-    original = _liveness.HeartbeatWatch.poll
+    original = _liveness.watch
 
-    def poll(self: Any, pause: float) -> None:
-        if alive:
-            edit(folder, heartbeat=now(), **values)
-        original(self, pause)
+    def watch(run: Any, read: Callable[[str], Any]) -> Any:
+        def changed(path: str) -> Any:
+            if alive:
+                edit(folder, heartbeat=now(), **values)
+            return read(path)
 
-    monkeypatch.setattr(_liveness.HeartbeatWatch, "poll", poll)
+        return original(run, changed)
+
+    monkeypatch.setattr(_liveness, "watch", watch)

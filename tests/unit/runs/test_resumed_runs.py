@@ -15,7 +15,6 @@ from drivetrain import Fit
 from drivetrain.callbacks import Checkpoint, EarlyStopping
 from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.loggers import CSVLogger
-from drivetrain.runs import _liveness
 
 
 def test_auto_resumes_the_newest_run_in_its_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
@@ -234,7 +233,7 @@ def test_runs_on_other_machines_are_judged_by_heartbeats(
 def test_only_a_run_to_be_resumed_is_watched(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:  # J-13
     older, _ = trained(tmp_path), trained(tmp_path)
     left_running(older.log_dir, host="another")
-    monkeypatch.setattr(_liveness, "WATCH_SECONDS", 1000.0)
+    monkeypatch.setattr("drivetrain.runs._liveness.WATCH_SECONDS", 1000.0)
     newer = trained(tmp_path, "auto", max_epochs=2)
     path = Path(str(newer.log_dir), "checkpoints", "epoch=1-step=12")
     assert [version(one) for one in (newer, trained(tmp_path, path, max_epochs=3))] == ["version_1"] * 2
@@ -242,7 +241,7 @@ def test_only_a_run_to_be_resumed_is_watched(tmp_path: Path, monkeypatch: Any, c
 
 
 def test_heartbeats_are_written_during_a_long_step(tmp_path: Path, monkeypatch: Any) -> None:  # J-13, N-06
-    monkeypatch.setattr(_liveness, "HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr("drivetrain.runs._liveness.HEARTBEAT_SECONDS", 0.02)
     beats: set[str] = set()
     trainer = fit(tmp_path)
 
@@ -259,7 +258,7 @@ def test_heartbeats_are_written_during_a_long_step(tmp_path: Path, monkeypatch: 
 def test_an_evaluation_uses_a_running_run_and_watches_nothing(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     first = trained(tmp_path)
     left_running(first.log_dir, host="another")
-    monkeypatch.setattr(_liveness, "WATCH_SECONDS", 1000.0)
+    monkeypatch.setattr("drivetrain.runs._liveness.WATCH_SECONDS", 1000.0)
     module = Net()
     torch.nn.init.zeros_(module.net.weight)
     fit(tmp_path).validate(module, data(), ckpt_path="last", verbose=False)

@@ -12,11 +12,10 @@ import torch
 from run_case import NAME, Net, data, edit, every, fit, folders, left_running, record, rows, stopped, trained, watched
 
 from drivetrain import Fit, Logger
-from drivetrain._engine import checkpoints, run_start
 from drivetrain.callbacks import Checkpoint, LambdaCallback
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import CSVLogger, TensorBoardLogger
-from drivetrain.runs import _resume_point
+from drivetrain.runs import _liveness, _start_search
 
 
 def test_each_fit_has_all_its_files_in_a_folder_of_its_own(tmp_path: Path) -> None:  # J-13
@@ -38,24 +37,29 @@ def test_each_fit_has_all_its_files_in_a_folder_of_its_own(tmp_path: Path) -> No
     assert [one.name for one in tmp_path.iterdir()] == ["drivetrain_logs"]
 
 
-def test_loggers_with_one_root_and_name_share_a_folder(tmp_path: Path) -> None:  # J-13
+def test_loggers_share_the_runs_folder_or_its_name_below_another_root(tmp_path: Path) -> None:  # J-13
     def loggers() -> list[Logger]:
         beside = CSVLogger(tmp_path / "beside", name="b"), TensorBoardLogger(tmp_path / "beside", name="b")
         return [TensorBoardLogger(tmp_path, name="a"), CSVLogger(tmp_path, name="a"), *beside]
 
-    CSVLogger(tmp_path / "beside", name="b").log_hyperparams({"from": "before"})
+    CSVLogger(tmp_path / "beside", name="a").log_hyperparams({"from": "before"})
     ours = loggers()
     trainer = trained(tmp_path, logger=ours)
-    assert trainer.log_dir == str(tmp_path / "a" / "version_0")
-    assert [one.version for one in ours] == [0, 0, 1, 1]
-    for folder in (tmp_path / "a" / "version_0", tmp_path / "beside" / "b" / "version_1"):
+    assert trainer.log_dir == str(tmp_path / "a" / "version_1")  # the number is free below each root
+    assert [one.version for one in ours] == [1, 1, 1, 1]
+    for folder in (tmp_path / "a" / "version_1", tmp_path / "beside" / "a" / "version_1"):
         assert {"metrics.csv"} | {one.name for one in folder.glob("events.*")} <= {one.name for one in folder.iterdir()}
         assert len(list(folder.glob("events.*"))) >= 1
-    assert folders(tmp_path / "beside", "b") == ["version_0", "version_1"]
+    assert folders(tmp_path / "beside", "a") == ["version_0", "version_1"]
     # A resumed run continues in its folder.
     again = loggers()
     trained(tmp_path, "auto", logger=again, max_epochs=2)
-    assert [one.version for one in again] == [0, 0, 1, 1]
+    assert [one.version for one in again] == [1, 1, 1, 1]
+
+
+def test_two_loggers_that_would_write_one_file_are_refused(tmp_path: Path) -> None:  # J-13
+    with pytest.raises(ConfigurationError, match="Two loggers of class CSVLogger have save_dir="):
+        trained(tmp_path, logger=[CSVLogger(tmp_path, "a"), CSVLogger(tmp_path, "b")])
 
 
 def test_a_loggers_own_version_is_the_folders(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
@@ -76,17 +80,14 @@ def test_a_loggers_own_version_is_the_folders(tmp_path: Path, caplog: pytest.Log
         fit(tmp_path, logger=CSVLogger(tmp_path, version="mine")).fit(Net(), data())
 
 
-def test_an_announced_version_is_kept(tmp_path: Path) -> None:  # J-13
+def test_before_a_run_there_is_no_folder(tmp_path: Path) -> None:  # J-13
     logger = CSVLogger(tmp_path)
-    announced = Path(logger.log_dir)
-    announced.mkdir(parents=True)
-    (announced / "config.yaml").write_text("theirs")  # the user puts a file there before the run
-    assert trained(tmp_path, logger=logger).log_dir == str(announced)
-    # Another run claimed it first.
-    late = CSVLogger(tmp_path)
-    assert late.version == 1
-    trained(tmp_path)
-    assert trained(tmp_path, logger=late).log_dir == str(tmp_path / "drivetrain_logs" / "version_2")
+    trainer = fit(tmp_path, logger=logger)
+    assert (trainer.log_dir, logger.log_dir, logger.version) == (None, None, None)
+    assert list(tmp_path.iterdir()) == []
+    trainer.fit(Net(), data())
+    assert trainer.log_dir == logger.log_dir == str(tmp_path / NAME / "version_0")
+    assert logger.version == 0
 
 
 def test_without_a_logger_the_folder_is_for_checkpoints_only(tmp_path: Path) -> None:  # J-13
@@ -195,8 +196,10 @@ def test_the_first_logger_with_files_names_the_folder(tmp_path: Path) -> None:  
     class Adopting(Minimal):
         version = ""
 
-        def adopt(self, version: str) -> None:
-            self.version = version
+        given_version = None
+
+        def use_folder(self, folder: str) -> None:
+            self.version = Path(folder).name
 
     trainer = fit(tmp_path, logger=Adopting(tmp_path))
     for number in range(2):
@@ -226,23 +229,23 @@ def test_loggers_with_other_roots_continue_in_their_folders(tmp_path: Path) -> N
     others = [file.read_bytes() for file in files]
     stopped(tmp_path, step=5, logger=two_roots(tmp_path), callbacks=every(2))
     again = trained(tmp_path, "auto", logger=two_roots(tmp_path), callbacks=every(2))
-    assert again.log_dir == str(tmp_path / "a" / NAME / "version_0")
-    assert [one.version for one in again.loggers] == [0, 2]
-    assert rows(tmp_path / "a" / NAME / "version_0") == rows(tmp_path / "b" / NAME / "version_2")
+    assert again.log_dir == str(tmp_path / "a" / NAME / "version_2")
+    assert [one.version for one in again.loggers] == [2, 2]
+    assert rows(tmp_path / "a" / NAME / "version_2") == rows(tmp_path / "b" / NAME / "version_2")
     assert [file.read_bytes() for file in files] == others
 
 
 def test_simultaneous_runs_have_separate_folders_under_other_roots(tmp_path: Path) -> None:  # J-13
     def other(step: int) -> None:
-        if step == 0:  # the outer run has announced a version, but has not written yet
+        if step == 0:  # the loggers of the outer run have not written yet
             inner.append(trained(tmp_path, module=Bare(), logger=two_roots(tmp_path)))
 
     inner: list[Any] = []
     outer = fit(tmp_path, logger=two_roots(tmp_path))
     outer.fit(Bare(at_step=other), data())
-    assert [one.version for one in inner[0].loggers] == [1, 0]
-    assert [one.version for one in outer.loggers] == [0, 1]
-    assert [one["version"] for one in record(outer.log_dir)["loggers"]] == ["version_0", "version_1"]
+    assert [one.version for one in inner[0].loggers] == [1, 1]
+    assert [one.version for one in outer.loggers] == [0, 0]
+    assert [one["version"] for one in record(outer.log_dir)["loggers"]] == ["version_0", "version_0"]
     steps = [[one["step"] for one in rows(tmp_path / "b" / NAME / version)] for version in ("version_0", "version_1")]
     assert steps == [list("123456")] * 2
 
@@ -289,8 +292,8 @@ def test_a_run_with_malformed_lists_and_remains_of_a_record_resumes(tmp_path: Pa
 
 @pytest.mark.parametrize("folder", ["nowhere://bucket/version_0", "version_0\0"], ids=["protocol", "null"])
 def test_a_checkpoint_of_an_unreachable_run_is_resumed(tmp_path: Path, folder: str, monkeypatch: Any) -> None:  # J-13
-    monkeypatch.setattr(_resume_point, "_SHORT_RETRY_SECONDS", 0.0)
-    monkeypatch.setattr(checkpoints, "_absolute", lambda path: folder)
+    monkeypatch.setattr(_start_search, "SHORT_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("drivetrain._engine.checkpoint_manager._absolute", lambda path: folder)
     trained(tmp_path / "there", callbacks=Checkpoint(dirpath=tmp_path / "copied"))
     again = trained(tmp_path / "here", "auto", callbacks=Checkpoint(dirpath=tmp_path / "copied"), max_epochs=2)
     assert again.global_step == 12
@@ -304,7 +307,7 @@ def test_a_folder_by_name_is_not_taken_from_a_run_on_another_machine(
 ) -> None:  # J-13
     folder = Path(str(trained(tmp_path, logger=CSVLogger(tmp_path, version=4)).log_dir))
     left_running(folder, host="elsewhere")
-    monkeypatch.setattr(run_start, "_POLL_INTERVAL", 0.2)
+    monkeypatch.setattr(_liveness, "POLL_SECONDS", 0.2)
     watched(monkeypatch, folder, alive)
     if alive:
         with pytest.raises(ConfigurationError, match=r"under way \(process \d+ on elsewhere\)"):
@@ -361,7 +364,7 @@ def test_a_table_has_the_columns_of_its_run_or_of_the_folder_in_which_it_continu
     logger = CSVLogger(tmp_path, version="another")
     logger.log_metrics({"loss_step": 1.0}, 1)
     logger.save()
-    logger.adopt(folder.name)
+    logger.use_folder(str(folder))
     logger.rewind(4)
     logger.log_metrics({"loss_step": 9.0}, 5)
     logger.save()

@@ -59,15 +59,6 @@ def encode(value: Any, tensors: dict[str, Any], *path: str) -> Any:
 def _encode(value: Any, tensors: dict[str, Any], path: tuple[str, ...]) -> Any:
     if len(path) > MAX_DEPTH:
         raise RecursionError
-    if isinstance(value, torch.Tensor) and is_flattenable(value):
-        flat = FlattenedTensor.of(value)
-        encoded = {name: _encode(tensor, tensors, (*path, name)) for name, tensor in flat.tensors.items()}
-        context = _encode(_with_dtypes(flat.context), tensors, (*path, "context"))
-        return {SUBCLASS: [flat.class_name, encoded, context, list(flat.shape), list(flat.stride)]}
-    if isinstance(value, torch.Tensor | ParameterShard):
-        name = _unused_name("/".join(path) or "tensor", tensors)
-        tensors[name] = value
-        return {TENSOR: name}
     # An instance of a subclass (a NumPy float64, a str Enum) is restored as an equal value of the built-in type.
     if isinstance(value, int) and value.bit_length() > _MAX_INTEGER_BITS:
         raise CheckpointError(
@@ -79,6 +70,15 @@ def _encode(value: Any, tensors: dict[str, Any], path: tuple[str, ...]) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {FLOAT: repr(float(value))}
+    if isinstance(value, torch.Tensor) and is_flattenable(value):
+        flat = FlattenedTensor.of(value)
+        encoded = {name: _encode(tensor, tensors, (*path, name)) for name, tensor in flat.tensors.items()}
+        context = _encode(_with_dtypes(flat.context), tensors, (*path, "context"))
+        return {SUBCLASS: [flat.class_name, encoded, context, list(flat.shape), list(flat.stride)]}
+    if isinstance(value, torch.Tensor | ParameterShard):
+        name = _unused_name("/".join(path) or "tensor", tensors)
+        tensors[name] = value
+        return {TENSOR: name}
     if isinstance(value, list):
         return [_encode(part, tensors, (*path, str(index))) for index, part in enumerate(value)]
     if isinstance(value, tuple) and not hasattr(value, "_fields"):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.windows import MicroBatch
+from drivetrain._runtime.transfer import map_tensors, move_to
 from drivetrain.data import DataModule
 from drivetrain.data._batch_copies import copy_pinned_tensors
-from drivetrain.data._prefetcher import Prefetcher
 from drivetrain.module._module_hooks import ModuleHooks
 from drivetrain.module.train_module import TrainModule
 from drivetrain.strategies.strategy import Strategy
@@ -63,6 +65,34 @@ class BatchMover:
             self._prefetcher = Prefetcher(self._device)
         return self._prefetcher
 
+    def micro_batches(
+        self, micro_batches: Iterator[MicroBatch], ahead: bool, fresh_memory: bool
+    ) -> Iterator[MicroBatch]:
+        """Yield micro-batches on the device. On CUDA the next one is copied, on another stream, during a step.
+
+        Args:
+            micro_batches: the micro-batches of an epoch.
+            ahead: whether the next batch may be read before the current one is trained on.
+            fresh_memory: whether each batch has memory of its own, so that reading the next one does not overwrite it.
+        """
+        prefetcher = self.prefetcher
+        if prefetcher is None or not ahead:
+            move = self if prefetcher is None else safe_move(self, fresh_memory)
+            for micro_batch in micro_batches:
+                micro_batch.batch = move(micro_batch.batch, 0)
+                yield micro_batch
+            return
+        pending: MicroBatch | None = None
+        for coming in chain(micro_batches, (None,)):  # at None, only the pending batch is left
+            copying = None
+            if coming is not None:
+                batch = coming.batch if fresh_memory else copy_pinned_tensors(coming.batch)
+                copying = coming.with_batch(prefetcher.send(self.prepare(batch, 0)))
+            if pending is not None:
+                pending.batch = self.finish(prefetcher.receive(pending.batch), 0)
+                yield pending
+            pending = copying
+
 
 def build_batch_mover(module: TrainModule, datamodule: DataModule | None, strategy: Strategy) -> BatchMover | None:
     """Return the mover for a run's batches; None if batches need neither hooks nor a copy nor casts."""
@@ -81,53 +111,9 @@ def build_batch_mover(module: TrainModule, datamodule: DataModule | None, strate
     return BatchMover(before, transfer, (*converts, *after), strategy.device if only_copies else None)
 
 
-def move_micro_batches(
-    micro_batches: Iterator[MicroBatch],
-    move: BatchMover | None,
-    ahead: bool = True,
-    fresh_memory: bool = True,
-) -> Iterator[MicroBatch]:
-    """Yield micro-batches on the device. On CUDA the next one is copied, on another stream, during a step.
-
-    Args:
-        micro_batches: the micro-batches of an epoch.
-        move: moves a batch; None if batches stay where they are.
-        ahead: whether the next batch may be read before the current one is trained on.
-        fresh_memory: whether each batch has memory of its own, so that reading the next one does not overwrite it.
-    """
-    if move is None:
-        return micro_batches
-    prefetcher = move.prefetcher
-    if prefetcher is not None and ahead:
-        return _prefetch(micro_batches, move, prefetcher, fresh_memory)
-    return _move_in_order(micro_batches, move if prefetcher is None else safe_move(move, fresh_memory))
-
-
 def safe_move(move: Move, fresh_memory: bool) -> Move:
     """Return ``move``, copying the batch first if the loader may reuse its memory during an asynchronous copy."""
     return move if fresh_memory else lambda batch, dataloader_idx: move(copy_pinned_tensors(batch), dataloader_idx)
-
-
-def _move_in_order(micro_batches: Iterator[MicroBatch], move: Move) -> Iterator[MicroBatch]:
-    for micro in micro_batches:
-        micro.batch = move(micro.batch, 0)
-        yield micro
-
-
-def _prefetch(
-    micro_batches: Iterator[MicroBatch], move: BatchMover, prefetcher: Prefetcher, fresh_memory: bool
-) -> Iterator[MicroBatch]:
-    pending: MicroBatch | None = None
-    for micro in micro_batches:
-        batch = micro.batch if fresh_memory else copy_pinned_tensors(micro.batch)
-        copying = micro.with_batch(prefetcher.send(move.prepare(batch, 0)))
-        if pending is not None:
-            pending.batch = move.finish(prefetcher.receive(pending.batch), 0)
-            yield pending
-        pending = copying
-    if pending is not None:
-        pending.batch = move.finish(prefetcher.receive(pending.batch), 0)
-        yield pending
 
 
 def _hooks(name: str, module: TrainModule, datamodule: DataModule | None) -> tuple[Move, ...]:
@@ -147,3 +133,63 @@ def _transfer_override(module: TrainModule, datamodule: DataModule | None, strat
             hook = getattr(owner, name)
             return lambda batch, dataloader_idx: hook(batch, strategy.device, dataloader_idx)
     return None
+
+
+class InFlight(NamedTuple):
+    """A batch that is being copied, and the event that marks the end of the copy."""
+
+    batch: Any
+    arrived: torch.cuda.Event
+
+
+class Prefetcher:
+    """Copies batches to a CUDA device on a separate stream.
+
+    Call `send` with the next batch, compute on the current batch, then call `receive` to get the next batch. Neither
+    call blocks the host. Tensors are pinned before they are copied.
+
+    Args:
+        device: the CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._has_unknown_objects = False
+
+    def send(self, batch: Any) -> InFlight:
+        """Start copying a batch."""
+        if self._has_unknown_objects:
+            # `record_stream` cannot be called for tensors in unknown objects, so this copy could reuse memory that an
+            # earlier step still reads.
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            moved = self._copy(batch)
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record(self._stream)
+        return InFlight(moved, arrived)
+
+    def receive(self, sent: InFlight) -> Any:
+        """Return the copied batch, after making the current stream wait for the copy."""
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(sent.arrived)
+
+        def record_use(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                self._has_unknown_objects = True
+            elif value.is_cuda:
+                # The allocator must not give the memory to a later copy while this stream still uses it.
+                value.record_stream(current)
+            return value
+
+        map_tensors(sent.batch, record_use)
+        return sent.batch
+
+    def _copy(self, batch: Any) -> Any:
+        return move_to(map_tensors(batch, _pin), self._device, non_blocking=True)
+
+
+def _pin(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.device.type == "cpu" and value.layout == torch.strided:
+        return value if value.is_pinned() else value.pin_memory()
+    return value

@@ -1,0 +1,178 @@
+"""EpochReader: reads the batches of training epochs, and takes notes of what it reads.
+
+A batch goes from the loader through `BatchSource.epoch`, `EpochReader._read`, a generator of `windows`, which gives the
+batch its weight in the optimizer step, and `BatchMover.micro_batches`, which moves it to the device, to `TrainLoop`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from drivetrain._loops.batch_mover import BatchMover
+from drivetrain._loops.loader_lengths import Lengths
+from drivetrain._loops.windows import (
+    Batches,
+    BatchWeight,
+    MicroBatch,
+    allreduced_windows,
+    precomputed_windows,
+    single_windows,
+)
+from drivetrain._run_state import Progress
+from drivetrain.data._batch_copies import copy_batch
+from drivetrain.data._limited_source import LimitedSource
+from drivetrain.data._rng_replay import RngReplay
+from drivetrain.data._sharding import EpochOffset
+from drivetrain.run_context import RunContext
+from drivetrain.strategies.strategy import Strategy
+
+_NAME = "training loader"
+
+_EXCESS_FACTOR = 4
+"""A loader that yields more than this many times its length is reported at once, since it may never end."""
+
+
+class EpochReader:
+    """Reads training data epoch by epoch, from any micro-batch on.
+
+    Args:
+        trainer: the `Fit`, whose settings give the size of windows and whether all epochs have the same order.
+        strategy: the strategy.
+        weigh: the module's ``batch_weight``; None to weight by samples.
+        move: moves batches to the device; None if batches stay where they are.
+        progress: the counters, which say how many of the micro-batches that were read are trained on.
+        rng_replay: records and restores the random generators of data sets in this process.
+        lengths: receives the length of the loader if it proves wrong.
+        origin_of: returns the position from which an epoch is sharded.
+    """
+
+    def __init__(
+        self,
+        trainer: RunContext,
+        strategy: Strategy,
+        weigh: BatchWeight | None,
+        move: BatchMover | None,
+        *,
+        progress: Progress,
+        rng_replay: RngReplay,
+        lengths: Lengths,
+        origin_of: Callable[[int], EpochOffset],
+    ) -> None:
+        self._trainer = trainer
+        self._strategy = strategy
+        self._weigh = weigh
+        self._move = move
+        self._progress = progress
+        self._rng_replay = rng_replay
+        self._lengths = lengths
+        self._origin_of = origin_of
+
+    def use(self, data: LimitedSource) -> None:
+        """Read ``data`` from the next epoch on."""
+        self._data, source = data, data.source
+        self._exchanges = self._strategy.data_world_size > 1 and (self._weigh is not None or not source.shards_known)
+        on_cuda = self._strategy.device.type == "cuda"
+        self._reads_ahead = source.in_process and (self._exchanges or on_cuda)
+        self._counts = False  # whether the length is to be compared with the number of batches
+        self._number_read = 0
+        self._has_ended = self._has_ended_on_all_ranks = False
+
+    @property
+    def length(self) -> int | None:
+        """The expected number of micro-batches of an epoch; None if it is unknown."""
+        return self._data.length
+
+    @property
+    def length_is_known(self) -> bool:
+        """Whether an epoch ends after `length` micro-batches, or its end must not be searched by reading on."""
+        return self._data.length_is_exact or self._data.source.stateful
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether a source that saves its position has reached the end of the epoch's data.
+
+        Such a source may restart at its end, and its state is then that of the next epoch.
+        """
+        return self._data.source.stateful and (self._has_ended_on_all_ranks if self._exchanges else self._has_ended)
+
+    def compare_length(self) -> None:
+        """Compare the loader's length with the number of batches that the epoch, which is over, has read."""
+        source = self._data.source
+        if self._counts and (self._has_ended or source.shards_known):
+            self._lengths.note(_NAME, source.length, self._number_read, self._has_ended)
+        self._counts = False
+
+    def micro_batches(self, epoch: int, first: int) -> Iterator[MicroBatch]:
+        """Start an epoch, and return its micro-batches from number ``first`` on. Workers begin to read immediately."""
+        source, strategy, weigh = self._data.source, self._strategy, self._weigh
+        size = self._trainer.accumulate_grad_batches
+        origin = self._origin_of(epoch)
+        order = 0 if self._trainer.overfit_batches else epoch
+        limit = None if self._data.limit is None else max(0, self._data.limit - first)
+        if origin.samples and self._data.limit == source.length:
+            limit = None  # an epoch that began with another world size ends with its data
+        batches = source.epoch(order, first, origin)
+        shares = None if self._exchanges or weigh is not None else source.shards(order, first, origin)
+        # All batches of a window are read before the first is trained on, and the loader may overwrite them.
+        reads_window = shares is None and (size > 1 or (self._exchanges and not source.stateful))
+        copies = reads_window and not source.fresh_memory
+        self._number_read, self._has_ended, self._has_ended_on_all_ranks = first, False, False
+        self._counts = source.length is not None and not (source.length_is_exact or origin.samples)
+        self._rng_replay.begin_reading(first, self._reads_ahead)
+        if self._counts or self._reads_ahead or source.needs_order_check or source.stateful or copies:
+            batches = self._read(batches, copies)
+        if limit is not None:
+            batches = islice(batches, limit)
+            shares = shares and islice(shares, limit)
+        if self._exchanges:
+            micro_batches = allreduced_windows(
+                batches,
+                size,
+                strategy,
+                weigh,
+                limit,
+                source.joining_batch if first else None,
+                read_ahead=not source.stateful,
+                on_end=self._note_end_on_all_ranks,
+            )
+        elif strategy.data_world_size == 1 and size == 1 and weigh is None:
+            micro_batches = single_windows(batches)
+        else:
+            micro_batches = precomputed_windows(batches, size, strategy.data_world_size, weigh, shares)
+        if self._move is None:
+            return micro_batches
+        return self._move.micro_batches(
+            micro_batches, ahead=not source.stateful, fresh_memory=copies or source.fresh_memory
+        )
+
+    def _read(self, batches: Batches, copies: bool) -> Batches:
+        """Yield the batches of an epoch, and take notes of each: this is what happens whenever a batch is read.
+
+        A source whose batches need no notes is read without this generator.
+        """
+        source, rng_replay = self._data.source, self._rng_replay if self._reads_ahead else None
+        compares_order = source.needs_order_check
+        length = source.length if self._counts else None
+        excess = -1 if length is None else _EXCESS_FACTOR * length + 1
+        while True:
+            if rng_replay is not None:
+                rng_replay.before_read(self._progress.batch_idx)
+            pair = next(batches, None)
+            if pair is not None and rng_replay is not None:
+                rng_replay.after_read()
+            if compares_order:
+                from drivetrain._loops.data_order_checks import compare_order  # only some sources need it
+
+                compare_order(source, _NAME, self._strategy)
+                compares_order = False
+            if pair is None:
+                self._has_ended = True
+                return
+            self._number_read += 1
+            if self._number_read == excess and length is not None:
+                self._lengths.report_now(_NAME, length, excess)
+            yield (copy_batch(pair[0]), pair[1]) if copies else pair
+
+    def _note_end_on_all_ranks(self) -> None:
+        self._has_ended_on_all_ranks = True
