@@ -131,7 +131,7 @@ class CheckpointManager:
 
         core, strategy, saved = self._core, self._core.strategy, self.saved_state
         contents = saved.collect(request.weights_only, request.trainable_only)
-        contents.digest = request.digest
+        contents.hash_algorithm = request.digest
         metadata = contents.metadata = self._with_lineage(contents.metadata, request.identifier)
         if strategy.rank == 0 and core.trainer.loggers:
             from drivetrain._engine.run_loggers import flush_loggers

@@ -17,23 +17,21 @@ def default_callbacks(given: Any, *, progress_bar: bool, model_summary: bool, ch
         ConfigurationError: an item is not a `Callback`.
     """
     callbacks = checked_callbacks(given, "callbacks holds")
+    shown = {callback.shown_as for callback in callbacks}
     # The imports are local so that a run without these callbacks starts faster.
-    if progress_bar:
+    if progress_bar and "progress_bar_callback" not in shown:
         from drivetrain.callbacks._progress_default import default_progress_bar
-        from drivetrain.callbacks.progress_bar import ProgressBar
 
-        if not any(isinstance(callback, ProgressBar) for callback in callbacks):
-            callbacks.append(default_progress_bar())
+        callbacks.append(default_progress_bar())
     if model_summary:
         from drivetrain.callbacks.model_summary import ModelSummary
 
         if not any(isinstance(callback, ModelSummary) for callback in callbacks):
             callbacks.append(ModelSummary())
-    if checkpointing:
+    if checkpointing and "checkpoint_callback" not in shown:
         from drivetrain.callbacks.checkpoint import Checkpoint
 
-        if not any(isinstance(callback, Checkpoint) for callback in callbacks):
-            callbacks.append(Checkpoint())
+        callbacks.append(Checkpoint())
     return callbacks
 
 

@@ -17,7 +17,7 @@ from drivetrain._loops.batch_mover import BatchMover
 from drivetrain._loops.hooks import HOOKS
 from drivetrain._loops.manual_step import ManualStep
 from drivetrain._loops.step import AutomaticStep, TrainStep
-from drivetrain.checkpoint._folders import child
+from drivetrain._storage.paths import child
 from drivetrain.launchers import LaunchedProcesses
 from drivetrain.profilers import ProfiledRun
 from drivetrain.strategies.strategy import Strategy

@@ -41,7 +41,6 @@ class Reloading:
 
     def __init__(self, core: RunCore, load: Callable[[], StageData]) -> None:
         self._core = core
-        self._data = core.data
         self._load = load
         self._every = core.trainer.reload_dataloaders_every_n_epochs
         self._loaded_at = 0  # the epoch of the current loaders
@@ -49,7 +48,7 @@ class Reloading:
 
     def begin(self, resumed: ResumedRun | None) -> None:
         """Build the first loaders of the run: the loaders of epoch 0, or of the epoch in which ``resumed`` goes on."""
-        core, data = self._core, self._data
+        core, data = self._core, self._core.data
         data.reload = self.reload
         if resumed is not None:
             self._loaded_at = self._first_epoch(int(resumed.checkpoint.progress["epoch"]))
@@ -85,7 +84,7 @@ class Reloading:
         """
         if self._first_epoch(epoch) == self._loaded_at:
             return
-        core, data, loop = self._core, self._data, self._core.loop
+        core, data, loop = self._core, self._core.data, self._core.loop
         assert loop is not None
         assert self._connection is not None
         runner, move = self._connection
@@ -106,7 +105,7 @@ class Reloading:
         current, progress.epoch = progress.epoch, self._loaded_at
         try:
             with preserved_generators(self._core.strategy.device):
-                seed_rank(derive_seed(_LOADER_SEED, self._data.seed, self._loaded_at), 0)
+                seed_rank(derive_seed(_LOADER_SEED, self._core.data.seed, self._loaded_at), 0)
                 return self._load()
         finally:
             progress.epoch = current

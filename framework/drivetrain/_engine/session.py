@@ -37,9 +37,8 @@ from drivetrain._engine.starting_point import StartingPoint
 from drivetrain._engine.strategy_checks import check_control_plane, check_distinct_devices, check_module_setup
 from drivetrain._engine.training_setup import (
     build_training,
-    estimated_before_data,
-    estimated_steps,
     prepare_stopping,
+    read_estimate,
     under_context,
 )
 from drivetrain._loops.batch_mover import BatchMover, build_batch_mover
@@ -118,7 +117,7 @@ class Session:
         """The line to print instead of this rank's error if a lower rank failed the same way and prints its own."""
         self.collective_calls = CollectiveCalls(self.core)
         self.core.checkpoints = self.checkpoints
-        self.core.estimate_steps = self._estimate_steps
+        self.core.estimate_steps = partial(read_estimate, self.core)
         self.core.check_collective = self.collective_calls.check
         self.core.all_gather = self.collective_calls.all_gather
         self.core.log_histograms = self._log_histograms
@@ -179,17 +178,6 @@ class Session:
         from drivetrain._engine.histograms import log_histograms  # only runs that call this need it
 
         log_histograms(self.core, name, value, step, bins)
-
-    def _estimate_steps(self) -> int | float:
-        """Return the number of optimizer steps of the whole run; infinite if neither data nor limits bound the number.
-
-        In `setup` of a fit, this method builds the training loader, which the run then uses, and is collective.
-        """
-        core, data = self.core, self.data
-        data.estimate_was_read = True
-        if data.stage_data is None and core.stage == "fit":
-            return estimated_before_data(core, data)
-        return estimated_steps(core.trainer, core.callbacks, data)
 
     # The stages
 
@@ -273,7 +261,7 @@ class Session:
             core.optimization = set_up_optimizers(core, self._resumed)
         prepare_stopping(core)
         validate = build_validation(core, runner, move) if data.validates else None
-        monitors = MonitoredKeysCheck(core, data, core.optimization.schedulers)
+        monitors = MonitoredKeysCheck(core)
         step = build_training(
             core,
             self.checkpoints,
@@ -302,7 +290,7 @@ class Session:
         for hook in hooks.on_fit_start:
             hook()
         if self.data.validates and core.trainer.num_sanity_val_steps and checkpoints.opened is None:
-            run_sanity_check(core, self.data, prepared.runner, prepared.move, monitors.note_validation)
+            run_sanity_check(core, prepared.runner, prepared.move, monitors.note_validation)
         core.metrics.enter("train", reset=checkpoints.opened is None)
         self._signals.defer_to_run()
         for hook in hooks.on_train_start:
@@ -344,7 +332,7 @@ class Session:
             with core.span("checkpoint"):
                 self.checkpoints.saved_state.load_weights(self.checkpoints.opened, core.request.averaged)
         core.stop = StopRequest(core.strategy.control, None, None, None)
-        evaluate = build_stage(core, self.data, core.stop, prepared.runner, prepared.move)
+        evaluate = build_stage(core, prepared.runner, prepared.move)
         self._signals.defer_to_run()
         with core.span(HOOK_STAGE_NAMES[core.stage]):
             result = evaluate()

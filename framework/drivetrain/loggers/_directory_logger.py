@@ -9,9 +9,8 @@ from typing import Any
 
 from drivetrain._config.secret_values import SecretFilter
 from drivetrain._runtime.working_directory import resolved_path
-from drivetrain.checkpoint._folders import child
+from drivetrain._storage.paths import child, publish
 from drivetrain.loggers.logger import Logger
-from drivetrain.runs._atomic_file import publish
 from drivetrain.runs._directory import claim_version, folder_name, make_directory, runs_folder_of, split_folder
 
 

@@ -13,12 +13,12 @@ from typing import Any
 from urllib.parse import quote
 
 from drivetrain._runtime.lazy_names import import_optional, is_installed
-from drivetrain.checkpoint._format.storage import filesystem_of
+from drivetrain._storage.local_publication import lock_folder
+from drivetrain._storage.paths import local_path
 from drivetrain.errors import ConfigurationError, DrivetrainError
 from drivetrain.loggers._directory_logger import DirectoryLogger, flat_params
 from drivetrain.loggers._service_run_id import read_run_id
 from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure, text_of
-from drivetrain.runs._directory import lock_folder
 
 _log = logging.getLogger("drivetrain")
 
@@ -351,8 +351,8 @@ def _local_root(save_dir: str) -> str:
             "mlflow-skinny needs them to write a database, but does not install them",
             "pip install 'drivetrain[mlflow]' (or only mlflow), or pass a server's tracking_uri",
         )
-    filesystem, root = filesystem_of(save_dir)
-    if filesystem is not None:
+    root = local_path(save_dir)
+    if root is None:
         raise ConfigurationError(
             f"MLFlowLogger(save_dir={save_dir!r}) without a tracking_uri",
             "without a tracking_uri, the store is a database on a local disk",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from drivetrain._runtime.lazy_names import is_installed
+from drivetrain._storage.paths import folder_at
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers._directory_logger import DirectoryLogger, flat_params
 from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure, text_of
@@ -232,12 +233,8 @@ class TensorBoardLogger(DirectoryLogger):
             writer.close()
 
     def _file_names(self, path: str) -> list[str]:
-        import fsspec  # imported here because it reads the entry points of all packages, which is slow
-
-        filesystem, root = fsspec.core.url_to_fs(path)
-        filesystem.invalidate_cache()
         try:
-            return [str(entry).rstrip("/").rpartition("/")[2] for entry in filesystem.ls(root, detail=False)]
+            return folder_at(path).names()
         except FileNotFoundError:
             return []
 

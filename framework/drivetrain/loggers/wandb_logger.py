@@ -13,7 +13,7 @@ from typing import Any
 
 from drivetrain._config.secret_values import arguments_without_secrets
 from drivetrain._runtime.lazy_names import import_optional
-from drivetrain.checkpoint._format.storage import filesystem_of
+from drivetrain._storage.paths import local_path
 from drivetrain.errors import ConfigurationError, nearest
 from drivetrain.loggers._directory_logger import DirectoryLogger
 from drivetrain.loggers._service_run_id import read_run_id
@@ -93,7 +93,7 @@ class WandbLogger(DirectoryLogger):
         wandb = _wandb()
         _check_options(wandb, options)
         root = os.path.expanduser(os.fspath(save_dir if dir is None else dir))
-        if filesystem_of(root)[0] is not None:
+        if local_path(root) is None:
             raise ConfigurationError(
                 f"WandbLogger(save_dir={root!r})",
                 "wandb writes to a local disk before it sends anything",

@@ -282,7 +282,7 @@ def test_a_run_killed_after_its_last_checkpoint_is_finished(tmp_path: Path) -> N
 def test_a_run_with_malformed_lists_and_remains_of_a_record_resumes(tmp_path: Path) -> None:
     trainer = stopped(tmp_path, step=5, callbacks=every(2))
     edit(trainer.log_dir, checkpoints=[7, None, "x"], events=["y"], parts=[1], loggers=[3])
-    remains = Path(str(trainer.log_dir)) / "run.json.0a1b2c3d.new"
+    remains = Path(str(trainer.log_dir)) / ".run.json-0123456789abcdef"
     remains.write_text("{")
     again = trained(tmp_path, "auto", callbacks=every(2))
     assert (again.log_dir, again.global_step) == (trainer.log_dir, 6)
