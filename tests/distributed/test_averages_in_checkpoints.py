@@ -21,7 +21,7 @@ from drivetrain import Callback, CheckpointError, ConfigurationError, TrainModul
 from drivetrain.callbacks import Checkpoint, EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from drivetrain.checkpoint import consolidate, load, show
 from drivetrain.checkpoint.__main__ import main
-from drivetrain.checkpoint._format.checksummed_json import dump_with_checksum
+from drivetrain.checkpoint._format.documents import dump_with_checksum
 from drivetrain.checkpoint._format.tensor_reader import TensorSource
 from oracle.outcome import whole
 from worlds import DEEPSPEED, on_ranks, preload
