@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass
@@ -93,6 +94,8 @@ def resolved_settings(cls: type[S]) -> type[S]:
             argument for objects is set outside code; or a file is missing or not TOML.
     """
     init = cls.__init__
+    for name, annotation in init.__annotations__.items():  # `help` shows the type of an argument alone
+        init.__annotations__[name] = re.sub(r"^InitVar\[(.*)\]$", r"\1", str(annotation))
 
     @functools.wraps(init)
     def resolving(self: Any, /, *args: Any, **kwargs: Any) -> None:

@@ -37,9 +37,8 @@ from drivetrain._engine.starting_point import StartingPoint
 from drivetrain._engine.strategy_checks import check_control_plane, check_distinct_devices, check_module_setup
 from drivetrain._engine.training_setup import (
     build_training,
-    estimated_before_data,
-    estimated_steps,
     prepare_stopping,
+    read_estimate,
     under_context,
 )
 from drivetrain._loops.batch_mover import BatchMover, build_batch_mover
@@ -118,7 +117,7 @@ class Session:
         """The line to print instead of this rank's error if a lower rank failed the same way and prints its own."""
         self.collective_calls = CollectiveCalls(self.core)
         self.core.checkpoints = self.checkpoints
-        self.core.estimate_steps = self._estimate_steps
+        self.core.estimate_steps = partial(read_estimate, self.core)
         self.core.check_collective = self.collective_calls.check
         self.core.all_gather = self.collective_calls.all_gather
         self.core.log_histograms = self._log_histograms
@@ -179,17 +178,6 @@ class Session:
         from drivetrain._engine.histograms import log_histograms  # only runs that call this need it
 
         log_histograms(self.core, name, value, step, bins)
-
-    def _estimate_steps(self) -> int | float:
-        """Return the number of optimizer steps of the whole run; infinite if neither data nor limits bound the number.
-
-        In `setup` of a fit, this method builds the training loader, which the run then uses, and is collective.
-        """
-        core, data = self.core, self.data
-        data.estimate_was_read = True
-        if data.stage_data is None and core.stage == "fit":
-            return estimated_before_data(core, data)
-        return estimated_steps(core.trainer, core.callbacks, data)
 
     # The stages
 
