@@ -115,11 +115,11 @@ class Session:
         self._resumed: ResumedRun | None = None
         self.last_line: str | None = None
         """The line to print instead of this rank's error if a lower rank failed the same way and prints its own."""
-        self.collective_calls = CollectiveCalls(self.core)
+        collective_calls = CollectiveCalls(self.core)
         self.core.checkpoints = self.checkpoints
         self.core.estimate_steps = partial(read_estimate, self.core)
-        self.core.check_collective = self.collective_calls.check
-        self.core.all_gather = self.collective_calls.all_gather
+        self.core.check_collective = collective_calls.check
+        self.core.all_gather = collective_calls.all_gather
         self.core.log_histograms = self._log_histograms
         self._processes = processes
         self._compiled: CompiledSteps | None = None
@@ -463,7 +463,7 @@ class Session:
         if core.trainer.compile:
             from drivetrain._engine.compiled_steps import CompiledSteps  # only runs that compile need it
 
-            self._compiled = CompiledSteps(module, core.trainer.compile, core.metrics, self.collective_calls)
+            self._compiled = CompiledSteps(module, core.trainer.compile, core)
         run_step = strategy.setup_module(module)
         check_module_setup(strategy, module, run_step)
         runner = under_context(run_step, strategy.precision)
