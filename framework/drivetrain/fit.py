@@ -6,11 +6,11 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
+from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from drivetrain._config.arguments import check_arguments
-from drivetrain._config.precedence import Settings, resolved_settings
+from drivetrain._config.precedence import resolved_settings
 from drivetrain._engine.components import check_allow
 from drivetrain._engine.defaults import default_callbacks, default_loggers
 from drivetrain._engine.launch import launch
@@ -25,15 +25,15 @@ from drivetrain.callback import Callback, SearchesBeforeLaunch
 from drivetrain.data import DataModule
 from drivetrain.environments import Environment, check_environment_name
 from drivetrain.errors import ConfigurationError, shortened
-from drivetrain.launchers import Launcher, check_launcher
+from drivetrain.launchers import check_launcher
 from drivetrain.loggers import Logger
 from drivetrain.module._run_handle import is_attached
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
-from drivetrain.precision.resolve import PrecisionName, canonical_name
+from drivetrain.precision.resolve import canonical_name
 from drivetrain.run_context import RunContext
 from drivetrain.runs import CKPT_PATH_KEYWORDS
-from drivetrain.strategies.registry import StrategyName, strategy_by_name
+from drivetrain.strategies.registry import strategy_by_name
 from drivetrain.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("drivetrain")
 
-Limit = int | float | None
 
-
+@resolved_settings
+@dataclass(kw_only=True, eq=False, repr=False)
 class Fit(RunContext):
     """Trains, validates, tests and predicts with a `TrainModule`. Building a `Fit` has no side effect.
 
@@ -109,113 +109,41 @@ class Fit(RunContext):
         ConfigurationError: an argument is unknown, invalid, or contradicts another.
     """
 
-    settings: Settings  # the decorator `resolved_settings` sets this attribute
+    callbacks: InitVar[Callback | list[Callback] | None] = None
 
-    @resolved_settings
-    def __init__(
+    def __post_init__(
         self,
-        *,
-        strategy: StrategyName | str | Strategy = "auto",
-        accelerator: str = "auto",
-        devices: int | str | list[int] = "auto",
-        num_nodes: int = 1,
-        precision: PrecisionName | str | int | Precision = "32-true",
-        max_epochs: int | None = None,
-        min_epochs: int | None = None,
-        max_steps: int = -1,
-        min_steps: int | None = None,
-        max_time: str | dict[str, float] | timedelta | None = None,
-        accumulate_grad_batches: int = 1,
-        gradient_clip_val: int | float | None = None,
-        gradient_clip_algorithm: str = "norm",
-        limit_train_batches: int | float | None = None,
-        limit_val_batches: int | float | None = None,
-        limit_test_batches: int | float | None = None,
-        limit_predict_batches: int | float | None = None,
-        val_check_interval: int | float | None = None,
-        check_val_every_n_epoch: int | None = 1,
-        num_sanity_val_steps: int = 2,
-        overfit_batches: int | float = 0,
-        fast_dev_run: bool | int = False,
-        callbacks: Callback | list[Callback] | None = None,
-        logger: bool | str | Logger | Sequence[str | Logger] | None = None,
-        log_every_n_steps: int = 50,
-        enable_progress_bar: bool = True,
-        enable_checkpointing: bool = True,
-        enable_model_summary: bool = True,
-        default_root_dir: str | os.PathLike[str] | None = None,
-        seed: int | None = None,
-        deterministic: bool | Literal["warn"] | None = None,
-        benchmark: bool | None = None,
-        inference_mode: bool = True,
-        detect_anomaly: bool = False,
-        compile: bool | dict[str, Any] = False,
-        use_distributed_sampler: bool = True,
-        sync_batchnorm: bool = False,
-        reload_dataloaders_every_n_epochs: int = 0,
-        profiler: str | Profiler | None = None,
-        launcher: str | Launcher = "auto",
-        environment: str | Environment = "auto",
-        preemption_signals: str | list[str] | None = "auto",
-        barebones: bool = False,
-        plugins: object | None = None,
+        strategy: str | Strategy,
+        precision: str | int | Precision,
+        logger: bool | str | Logger | Sequence[str | Logger] | None,
+        default_root_dir: str | os.PathLike[str] | None,
+        profiler: str | Profiler | None,
+        callbacks: Callback | list[Callback] | None,
     ) -> None:
         values = {name: setting.value for name, setting in self.settings.items()}
         chosen = frozenset(name for name, setting in self.settings.items() if setting.source != "default")
-        check_devices(accelerator, devices)
+        check_devices(self.accelerator, self.devices)
         check_arguments(values, chosen)
-        if fast_dev_run:
-            batches = int(fast_dev_run)
-            max_epochs, max_steps, num_sanity_val_steps = 1, batches, 0
-            limit_train_batches = limit_val_batches = limit_test_batches = limit_predict_batches = batches
-            val_check_interval, check_val_every_n_epoch, enable_checkpointing = None, 1, False
-            overfit_batches = 0
-        if barebones:
-            enable_progress_bar = enable_checkpointing = enable_model_summary = False
-            log_every_n_steps = num_sanity_val_steps = 0
-        self.accelerator = accelerator
-        self.devices = devices
-        self.num_nodes = num_nodes
-        self.max_epochs = max_epochs
-        self.min_epochs = min_epochs
-        self.max_steps = max_steps
-        self.min_steps = min_steps
-        self.max_time = max_time
-        self.accumulate_grad_batches = accumulate_grad_batches
-        self.gradient_clip_val = gradient_clip_val
-        self.gradient_clip_algorithm = gradient_clip_algorithm
-        self.limit_train_batches: Limit = limit_train_batches
-        self.limit_val_batches: Limit = limit_val_batches
-        self.limit_test_batches: Limit = limit_test_batches
-        self.limit_predict_batches: Limit = limit_predict_batches
-        self.val_check_interval: Limit = val_check_interval
-        self.check_val_every_n_epoch = check_val_every_n_epoch
-        self.num_sanity_val_steps = num_sanity_val_steps
-        self.overfit_batches = overfit_batches
-        self.fast_dev_run = fast_dev_run
-        self.log_every_n_steps = log_every_n_steps
-        self.enable_checkpointing = enable_checkpointing
-        self.seed = None if seed is None else validate_seed(seed)
-        self.deterministic = deterministic
-        self.benchmark = benchmark
-        self.inference_mode = inference_mode
-        self.detect_anomaly = detect_anomaly
-        self.compile = compile
-        self.use_distributed_sampler = use_distributed_sampler
-        self.sync_batchnorm = sync_batchnorm
-        self.reload_dataloaders_every_n_epochs = reload_dataloaders_every_n_epochs
-        self.launcher = launcher
-        self.environment = environment
-        self.preemption_signals = preemption_signals
-        self.barebones = barebones
+        if self.fast_dev_run:
+            batches = int(self.fast_dev_run)
+            self.max_epochs, self.max_steps, self.num_sanity_val_steps = 1, batches, 0
+            self.limit_train_batches = self.limit_val_batches = batches
+            self.limit_test_batches = self.limit_predict_batches = batches
+            self.val_check_interval, self.check_val_every_n_epoch, self.enable_checkpointing = None, 1, False
+            self.overfit_batches = 0
+        if self.barebones:
+            self.enable_progress_bar = self.enable_checkpointing = self.enable_model_summary = False
+            self.log_every_n_steps = self.num_sanity_val_steps = 0
+        if self.seed is not None:
+            self.seed = validate_seed(self.seed)
         self.default_root_dir = resolved_path(os.curdir if default_root_dir is None else default_root_dir)
         self.precision_setting = precision
         if not isinstance(precision, Precision):
             # This call refuses an unknown name. The support of the device is checked once the device is known.
             canonical_name(precision)
-        check_launcher(launcher)
-        if not isinstance(environment, Environment):
-            check_environment_name(environment)
+        check_launcher(self.launcher)
+        if not isinstance(self.environment, Environment):
+            check_environment_name(self.environment)
         # The strategy is built here to refuse an unknown name early. "auto" needs the number of processes, known later.
         self.chosen_strategy = strategy if isinstance(strategy, Strategy) else None
         if isinstance(strategy, str) and strategy != "auto":
@@ -224,14 +152,14 @@ class Fit(RunContext):
             raise ConfigurationError(
                 f"strategy={strategy!r}.", "strategy= takes a name or a Strategy.", "use 'ddp', or DDPStrategy(...)."
             )
-        self.loggers: list[Logger] = default_loggers(
-            logger, self.default_root_dir, only_check=bool(fast_dev_run) or barebones
+        self.loggers = default_loggers(
+            logger, self.default_root_dir, only_check=bool(self.fast_dev_run) or self.barebones
         )
-        self.callbacks: list[Callback] = default_callbacks(
+        self.callbacks = default_callbacks(
             callbacks,
-            progress_bar=enable_progress_bar,
-            model_summary=enable_model_summary,
-            checkpointing=enable_checkpointing,
+            progress_bar=self.enable_progress_bar,
+            model_summary=self.enable_model_summary,
+            checkpointing=self.enable_checkpointing,
         )
         self.given_profiler = None
         if profiler is not None:
@@ -277,7 +205,7 @@ class Fit(RunContext):
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         given = DataArguments(train_dataloaders, val_dataloaders, datamodule)
-        self._launch("fit", _module_argument("fit", module, model), given, ckpt_path, allow=check_allow(allow))
+        self._launch("fit", _either("fit", module, model), given, ckpt_path, allow=check_allow(allow))
 
     def validate(
         self,
@@ -303,15 +231,8 @@ class Fit(RunContext):
                 trained weights. None means those that the run evaluated with.
             model: another name of ``module``, as in Lightning.
         """
-        return self._evaluate(
-            "validate",
-            _module_argument("validate", module, model),
-            dataloaders,
-            datamodule,
-            ckpt_path,
-            verbose,
-            averaged,
-        )
+        module = _either("validate", module, model)
+        return self._score("validate", module, dataloaders, datamodule, ckpt_path, verbose, averaged)
 
     def test(
         self,
@@ -325,9 +246,8 @@ class Fit(RunContext):
         model: TrainModule | None = None,
     ) -> list[dict[str, float]]:
         """Run ``test_step`` over the test loaders and return each loader's values. Arguments are as for `validate`."""
-        return self._evaluate(
-            "test", _module_argument("test", module, model), dataloaders, datamodule, ckpt_path, verbose, averaged
-        )
+        module = _either("test", module, model)
+        return self._score("test", module, dataloaders, datamodule, ckpt_path, verbose, averaged)
 
     @overload
     def predict(
@@ -381,16 +301,18 @@ class Fit(RunContext):
         Returns:
             The outputs, with their tensors on the CPU; None if ``return_predictions`` is False.
         """
-        if isinstance(dataloaders, DataModule):
-            dataloaders, datamodule = None, dataloaders
-        chosen, ckpt_path = self._resolve_module("predict", _module_argument("predict", module, model), ckpt_path)
-        given = DataArguments(None, dataloaders, datamodule)
-        outputs: list[Any] | None = self._launch(
-            "predict", chosen, given, ckpt_path, return_predictions, averaged=averaged
+        outputs: list[Any] | None = self._evaluate(
+            "predict",
+            _either("predict", module, model),
+            dataloaders,
+            datamodule,
+            ckpt_path,
+            averaged,
+            return_predictions,
         )
         return outputs
 
-    def _evaluate(
+    def _score(
         self,
         stage: str,
         module: TrainModule | None,
@@ -400,12 +322,7 @@ class Fit(RunContext):
         verbose: bool,
         averaged: bool | None,
     ) -> list[dict[str, float]]:
-        module, ckpt_path = self._resolve_module(stage, module, ckpt_path)
-        if isinstance(loaders, DataModule):
-            loaders, datamodule = None, loaders
-        results: list[dict[str, float]] = self._launch(
-            stage, module, DataArguments(None, loaders, datamodule), ckpt_path, averaged=averaged
-        )
+        results: list[dict[str, float]] = self._evaluate(stage, module, loaders, datamodule, ckpt_path, averaged)
         if verbose and self.is_global_zero:
             from drivetrain._runtime.terminal_output import write_output  # only evaluations that print need it
 
@@ -415,16 +332,27 @@ class Fit(RunContext):
                 write_output(sys.stdout, f"{label}: {values}\n")
         return results
 
-    def _resolve_module(self, stage: str, module: TrainModule | None, ckpt_path: Any) -> tuple[TrainModule | None, Any]:
-        """Return the module and checkpoint to evaluate, which default to the last run's module and best checkpoint."""
-        last = self.run_state
-        if module is not None or not last.stage:
-            return module, ckpt_path
-        best = "" if self.checkpoint_callback is None else self.checkpoint_callback.best_model_path
-        if ckpt_path is None and best and last.stage == "fit":
-            logger.info("%s was given no module: it runs the last run's module with the weights of %s.", stage, best)
-            ckpt_path = best
-        return last.module, ckpt_path
+    def _evaluate(
+        self,
+        stage: str,
+        module: TrainModule | None,
+        loaders: Any,
+        datamodule: DataModule | None,
+        ckpt_path: Any,
+        averaged: bool | None,
+        return_predictions: bool = True,
+    ) -> Any:
+        """Run a stage other than fit, by default with the last run's module and best checkpoint."""
+        if isinstance(loaders, DataModule):
+            loaders, datamodule = None, loaders
+        if module is None:
+            module = self.module
+            best = "" if self.checkpoint_callback is None else self.checkpoint_callback.best_model_path
+            if ckpt_path is None and best and self.run_state.stage == "fit":
+                logger.info("%s was given no module: it uses the last run's, with the weights of %s.", stage, best)
+                ckpt_path = best
+        given = DataArguments(None, loaders, datamodule)
+        return self._launch(stage, module, given, ckpt_path, return_predictions, averaged=averaged)
 
     def _launch(
         self,
@@ -509,7 +437,7 @@ def _checkpoint_path(ckpt_path: str | os.PathLike[str]) -> str:
     return resolved
 
 
-def _module_argument(stage: str, module: TrainModule | None, model: TrainModule | None) -> TrainModule | None:
+def _either(stage: str, module: TrainModule | None, model: TrainModule | None) -> TrainModule | None:
     if module is not None and model is not None:
         raise ConfigurationError(
             f"{stage} was given a module and a model.", "both names stand for one argument.", "pass one of them."

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import InitVar, dataclass
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -31,7 +32,8 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import Launcher, current_processes
 from drivetrain.loggers import Logger
 from drivetrain.precision import Precision, resolve_precision
-from drivetrain.strategies.registry import strategy_by_name
+from drivetrain.precision.resolve import PrecisionName
+from drivetrain.strategies.registry import StrategyName, strategy_by_name
 from drivetrain.strategies.strategy import Strategy
 
 # Needed for annotations only, and expensive to import.
@@ -41,7 +43,59 @@ if TYPE_CHECKING:
     from drivetrain.profilers import Profiler
 
 
-class RunContext:
+@dataclass(kw_only=True, init=False, eq=False, repr=False)
+class FitArguments:
+    """The arguments of `Fit` with their types and defaults; `Fit` documents them.
+
+    All are attributes of the same name, except each `InitVar`, from which `Fit` makes something else.
+    """
+
+    strategy: InitVar[StrategyName | str | Strategy] = "auto"
+    accelerator: str = "auto"
+    devices: int | str | list[int] = "auto"
+    num_nodes: int = 1
+    precision: InitVar[PrecisionName | str | int | Precision] = "32-true"
+    max_epochs: int | None = None
+    min_epochs: int | None = None
+    max_steps: int = -1
+    min_steps: int | None = None
+    max_time: str | dict[str, float] | timedelta | None = None
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: int | float | None = None
+    gradient_clip_algorithm: str = "norm"
+    limit_train_batches: int | float | None = None
+    limit_val_batches: int | float | None = None
+    limit_test_batches: int | float | None = None
+    limit_predict_batches: int | float | None = None
+    val_check_interval: int | float | None = None
+    check_val_every_n_epoch: int | None = 1
+    num_sanity_val_steps: int = 2
+    overfit_batches: int | float = 0
+    fast_dev_run: bool | int = False
+    logger: InitVar[bool | str | Logger | Sequence[str | Logger] | None] = None
+    log_every_n_steps: int = 50
+    enable_progress_bar: bool = True
+    enable_checkpointing: bool = True
+    enable_model_summary: bool = True
+    default_root_dir: InitVar[str | os.PathLike[str] | None] = None
+    seed: int | None = None
+    deterministic: bool | Literal["warn"] | None = None
+    benchmark: bool | None = None
+    inference_mode: bool = True
+    detect_anomaly: bool = False
+    compile: bool | dict[str, Any] = False
+    use_distributed_sampler: bool = True
+    sync_batchnorm: bool = False
+    reload_dataloaders_every_n_epochs: int = 0
+    profiler: InitVar[str | Profiler | None] = None
+    launcher: str | Launcher = "auto"
+    environment: str | Environment = "auto"
+    preemption_signals: str | list[str] | None = "auto"
+    barebones: bool = False
+    plugins: object | None = None
+
+
+class RunContext(FitArguments):
     """A run, passed as ``trainer`` to the hooks of a `Callback`; modules and data modules read it as ``self.trainer``.
 
     The object is the `Fit`, and this class is the part of `Fit` that is useful within a run: what the run has and has
@@ -671,46 +725,13 @@ class RunContext:
         wrapped = next((wrapped for handle, wrapped in pairs if handle is optimizer), optimizer)
         run.gradient_norm = self.strategy.clip_gradients(wrapped, value, algorithm)
 
-    # The settings, each of which is documented as an argument of `Fit`
+    # What `Fit` sets
 
     settings: Settings
     """Every argument of `Fit`, with the source of its value: code, environment, file or default."""
 
-    accelerator: str
-    devices: int | str | list[int]
-    num_nodes: int
-    environment: str | Environment
-    max_epochs: int | None
-    min_epochs: int | None
-    max_steps: int
-    min_steps: int | None
-    max_time: str | dict[str, float] | timedelta | None
-    accumulate_grad_batches: int
-    gradient_clip_val: int | float | None
-    gradient_clip_algorithm: str
-    limit_train_batches: int | float | None
-    limit_val_batches: int | float | None
-    limit_test_batches: int | float | None
-    limit_predict_batches: int | float | None
-    val_check_interval: int | float | None
-    check_val_every_n_epoch: int | None
-    num_sanity_val_steps: int
-    overfit_batches: int | float
-    fast_dev_run: bool | int
-    log_every_n_steps: int
-    enable_checkpointing: bool
     default_root_dir: str
-    seed: int | None
-    deterministic: bool | Literal["warn"] | None
-    benchmark: bool | None
-    inference_mode: bool
-    detect_anomaly: bool
-    compile: bool | dict[str, Any]
-    use_distributed_sampler: bool
-    sync_batchnorm: bool
-    reload_dataloaders_every_n_epochs: int
-    preemption_signals: str | list[str] | None
-    barebones: bool
+    """The folder for files."""
 
     searched: set[str]
     """Names of hyper-parameters that a finder, such as `LearningRateFinder`, sets."""
@@ -719,9 +740,6 @@ class RunContext:
     """Whether the module of a run with ``Fit(seed=)`` was built before the process was seeded."""
 
     # What the engine reads and hooks have no use for
-
-    launcher: str | Launcher
-    """The argument ``launcher`` of `Fit`."""
 
     precision_setting: str | int | Precision
     """The argument ``precision`` of `Fit`."""
@@ -805,7 +823,7 @@ class RunContext:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            from drivetrain._config.lightning_names import trainer_attribute_error  # only an error needs it
+            from drivetrain._config.foreign_names import trainer_attribute_error  # only an error needs it
 
             raise AttributeError(trainer_attribute_error(type(self).__name__, name))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from pathlib import Path
@@ -21,7 +20,6 @@ from drivetrain import Callback, CheckpointError, ConfigurationError, TrainModul
 from drivetrain.callbacks import Checkpoint, EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from drivetrain.checkpoint import consolidate, load, show
 from drivetrain.checkpoint.__main__ import main
-from drivetrain.checkpoint._format.checksummed_json import dump_with_checksum
 from drivetrain.checkpoint._format.tensor_reader import TensorSource
 from oracle.outcome import whole
 from worlds import DEEPSPEED, on_ranks, preload
@@ -381,21 +379,6 @@ def test_averages_of_epoch_ends_are_saved_as_they_were_validated(
     for validated, tested, module in ranks:
         assert tested == pytest.approx(validated, rel=1e-4)
         assert_near({name: module[name] for name in means}, means, rtol=1e-4)
-
-
-def test_a_checkpoint_without_the_record_is_read_as_its_trained_weights(tmp_path: Path) -> None:
-    path = saved(tmp_path)
-    manifest = Path(path) / "manifest.json"
-    document = json.loads(manifest.read_text())
-    del document["averages"], document["crc32"]
-    manifest.write_bytes(dump_with_checksum(document))
-    assert_near(state_of(Noisy.load_from_checkpoint(path)), TRAINED, rtol=1e-4)
-    assert same_loss(loss_from(path), TRAINED)
-    with pytest.raises(CheckpointError, match=r"callback_tensors\('EMAWeightAveraging'\)"):
-        load(path).averages()
-    average = ema()
-    fitted("single", 1, tmp_path, average, max_epochs=EPOCHS + 1, ckpt_path=path)
-    assert average.updates == (EPOCHS + 1) * SAMPLES // BATCH
 
 
 class Mean(Callback):

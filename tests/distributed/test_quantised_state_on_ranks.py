@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import TrainModule
 from drivetrain._distributed.shards import Box, ParameterShard
 from drivetrain.callbacks import Checkpoint
-from drivetrain.checkpoint._format import Sizes, StateToSave, commit, copy_to_host
+from drivetrain.checkpoint._format import StateToSave, commit, copy_to_host, tensor_writer, write_plan
 from drivetrain.testing import requires_package
 from drivetrain_strategies import DeepSpeedStrategy, FSDPStrategy
 from quantised_optimizer import QuantisedMomentum, WithoutFlatten
@@ -141,8 +141,8 @@ def _save_with_unreadable_part(path: str, failing_rank: int, name: str) -> str:
     values = torch.arange(256.0).view(64, 4)
     half = Box((32 * plane.rank, 0), (32, 4))
     shards = {key: ParameterShard(values[half.index], (64, 4), half) for key in ("first", "second", "third")}
-    sizes = Sizes(200, 10**9, 200)
-    staged = copy_to_host(StateToSave({**shards, "whole": values}), plane.rank, plane.world_size, sizes=sizes)
+    write_plan.SMALL_BYTES = tensor_writer.CHUNK_BYTES = 200
+    staged = copy_to_host(StateToSave({**shards, "whole": values}), plane.rank, plane.world_size)
     if plane.rank == failing_rank:
         tensors = staged.parts[0].tensors
         broken = Unreadable.of(values if name == "whole" else values[half.index])

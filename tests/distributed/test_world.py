@@ -20,10 +20,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from small_runs import Regression, global_batches, loader, quiet, train_by_hand, weights
 
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
-from drivetrain.launchers import FunctionLauncher, RankFailedError, current_processes
+from drivetrain.launchers import FunctionLauncher, RankFailedError, current_processes, torchrun_variables
 from drivetrain.testing import World, run_distributed
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
@@ -230,9 +231,30 @@ def _node_of_two(folder: str, port: int) -> str:
         return str(error)
 
 
-def test_a_node_of_another_job_is_refused_and_the_jobs_own_node_admitted(tmp_path: Path) -> None:  # J-05
+def _free_port() -> int:
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        port = listener.getsockname()[1]
+        return int(listener.getsockname()[1])
+
+
+def test_a_node_of_another_job_is_refused_and_the_jobs_own_node_admitted(tmp_path: Path) -> None:  # J-05
+    port = _free_port()
     first, other, second = run_distributed(_node_of_two, 3, str(tmp_path), port, process_group=None)
     assert (first, second) == ("0", "1")
     assert f"rank 1 connected to 127.0.0.1:{port}, where the processes of another job meet" in other
+
+
+def _train_on_a_node(port: int) -> Any:
+    node = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": os.environ["RANK"]}
+    for name in torchrun_variables(Placement()):
+        del os.environ[name]
+    os.environ.update(node)
+    module, fit = Regression(), quiet(strategy="ddp", devices=1, num_nodes=2, launcher="fork")
+    fit.fit(module, loader(64, 4))
+    return weights(module), fit.global_rank
+
+
+def test_the_caller_on_each_node_gets_the_trained_module() -> None:  # I-15
+    reference = weights(train_by_hand(Regression(), global_batches(64, 8)))
+    for node, (found, rank) in enumerate(run_distributed(_train_on_a_node, 2, _free_port(), process_group=None)):
+        assert torch.allclose(found, reference, atol=1e-6)
+        assert rank == node

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from drivetrain._distributed.control_group import GroupControl
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._distributed.shards import ParameterShard, Span
+from drivetrain._storage import local_publication
+from drivetrain._storage.local_publication import LocalPublication
 from drivetrain.checkpoint import load, verify
 from drivetrain.checkpoint._format import CheckpointMetadata, StateToSave, save
-from drivetrain.checkpoint._format.local_storage import LocalStorage
 from drivetrain.launchers.function_launcher import PRELOAD
 
 
@@ -57,9 +58,7 @@ def number_in(path: str | Path) -> int:
 def save_when_told(pipe: Connection, path: str, exchanging: bool = True, count: int = sys.maxsize) -> None:
     """Save number 0, 1, 2, ... to one path, reporting each; the process may be killed before the last."""
     if not exchanging:
-        import drivetrain.checkpoint._format.local_storage as module
-
-        module.exchange = lambda first, second: False  # type: ignore[attr-defined]
+        local_publication.exchange = lambda first, second: False  # type: ignore[attr-defined]
     pipe.send("ready")
     pipe.recv()
     for number in range(count):
@@ -68,8 +67,8 @@ def save_when_told(pipe: Connection, path: str, exchanging: bool = True, count: 
 
 
 def begin_and_wait(pipe: Connection, path: str) -> None:
-    place = LocalStorage.begin(path)
-    with place.open("model.safetensors") as stream:
+    place = LocalPublication.begin(Path(path))
+    with place.create("model.safetensors") as stream:
         stream.write(b"half of it")
     pipe.send("begun")
     time.sleep(600)

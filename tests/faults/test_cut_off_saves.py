@@ -22,7 +22,7 @@ from drivetrain import CheckpointError, Fit
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.callbacks import Checkpoint, LambdaCallback
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint._format import StateToSave, disk_space, save
+from drivetrain.checkpoint._format import StateToSave, checkpoint_folder, save
 from drivetrain.testing import requires_linux, run_distributed
 
 LOCAL = LocalControl()
@@ -111,7 +111,7 @@ def test_a_disk_without_room_and_one_that_fills_up(tmp_path: Path, monkeypatch: 
         with pytest.raises(CheckpointError, match=told):
             save(str(path), large(), LOCAL)
         assert disk.stat().st_mtime_ns == changed  # not even a folder was created temporarily
-        monkeypatch.setattr(disk_space, "free_bytes", lambda folder: None)
+        monkeypatch.setattr(checkpoint_folder, "free_bytes", lambda folder: None)
         with pytest.raises(CheckpointError, match=r"could not be written: rank 0: OSError: .*No space left"):
             save(str(path), large(), LOCAL)
         assert number_in(path) == 1

@@ -17,7 +17,8 @@ from saving_processes import Saving, control_of_ranks, number_in, numbered
 
 from drivetrain import CheckpointError
 from drivetrain._distributed.control_plane import ControlPlane, LocalControl
-from drivetrain.checkpoint._format import Sizes, StateToSave, object_storage, save
+from drivetrain._storage import retries
+from drivetrain.checkpoint._format import StateToSave, save, write_plan
 from drivetrain.testing import requires_linux, run_distributed
 from faulty_store import FaultyStore
 from newest_checkpoint import newest
@@ -28,7 +29,6 @@ EACH = max(50, -(-FAULTS // 9)) if FAULTS else 3
 """How often each kind is drawn, on one rank and on two."""
 
 FOLDER = "faulty://store/run"
-SMALL = Sizes(small=64, large=10**9, piece=512)  # so that each rank has a file of weights
 
 
 def contents(number: int, rank: int = 0, ranks: int = 1) -> StateToSave:
@@ -99,13 +99,13 @@ def _try(folder: Path, kind: str, number: int, control: ControlPlane) -> Tried:
     store = FaultyStore(folder).mount()
     onto_one = kind == OF_RANK_0[1] or draw.random() < 0.5
     paths = [f"{FOLDER}/{'same' if onto_one else count}" for count in range(5)]
-    save(paths[1], contents(1, rank, ranks), control, sizes=SMALL)
+    save(paths[1], contents(1, rank, ranks), control)
     struck = 0 if kind in OF_RANK_0 else draw.randrange(ranks)
     if rank == struck:
         KINDS[kind](store, draw)
     saved = True
     try:
-        save(paths[2], contents(2, rank, ranks), control, sizes=SMALL)
+        save(paths[2], contents(2, rank, ranks), control)
     except CheckpointError:
         saved = False
     store.heal()
@@ -113,14 +113,15 @@ def _try(folder: Path, kind: str, number: int, control: ControlPlane) -> Tried:
     of_another = {3} if kind == OF_RANK_0[1] else set()
     problem = _problem(({2} if saved else {1, 2}) | of_another) if rank == 0 else None
     control.barrier()
-    save(paths[4], contents(4, rank, ranks), control, sizes=SMALL)
+    save(paths[4], contents(4, rank, ranks), control)
     afterwards = _problem({4}) if rank == 0 else None
     control.barrier()
     return Tried(kind, number, saved, problem or afterwards)
 
 
 def _try_all(folder: Path, count: int, ranks: int) -> list[Tried]:
-    object_storage._PAUSES = (0.001, 0.002, 0.003)  # type: ignore[assignment]  # one less than ours
+    write_plan.SMALL_BYTES = 64  # so that each rank has a file of weights
+    retries.PAUSES = (0.001, 0.002, 0.003)  # type: ignore[assignment]  # one less than ours
     control: ControlPlane = control_of_ranks() if ranks > 1 else LocalControl()
     draws = [(kind, number) for kind in KINDS for number in range(count)]
     return [_try(folder / str(place), kind, number, control) for place, (kind, number) in enumerate(draws)]
@@ -130,9 +131,9 @@ def _save_and_die(pipe: Connection, folder: Path, number: int) -> None:
     draw = random.Random(f"{SEED}/{KILLED}/{number}")
     store = FaultyStore(folder).mount()
     onto_one = draw.random() < 0.5
-    save(f"{FOLDER}/{'same' if onto_one else 1}", contents(1), LocalControl(), sizes=SMALL)
+    save(f"{FOLDER}/{'same' if onto_one else 1}", contents(1), LocalControl())
     store.fail("*", error=None, after=draw.randrange(20), call=lambda: os.kill(os.getpid(), signal.SIGKILL))
-    save(f"{FOLDER}/{'same' if onto_one else 2}", contents(2), LocalControl(), sizes=SMALL)
+    save(f"{FOLDER}/{'same' if onto_one else 2}", contents(2), LocalControl())
     pipe.send("saved")
 
 
@@ -142,7 +143,7 @@ def _killed(folder: Path, number: int) -> Tried:
     saved = saving.told() == ["saved"]
     FaultyStore(folder).mount()
     problem = _problem({2} if saved else {1, 2})
-    save(f"{FOLDER}/4", contents(4), LocalControl(), sizes=SMALL)
+    save(f"{FOLDER}/4", contents(4), LocalControl())
     return Tried(KILLED, number, saved, problem or _problem({4}))
 
 

@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS: list[set[str]] = [
     {"errors"},
     {"_config", "_runtime"},
+    {"_storage"},
     {"_distributed", "environments", "precision"},
     {"_metrics", "checkpoint", "launchers"},
     {"runs"},
@@ -235,12 +236,30 @@ def test_only_listed_modules_unpickle() -> None:  # J-06
     assert unpickles(source) == {"all_gather_object", "pickle"}
 
 
+OF_STORAGE = {"os.replace", "os.rename", "os.renames", "os.fsync", "fcntl", "fsspec"}
+
+
+def storage_calls(source: str) -> set[str]:
+    """Return what ``source`` does to files that only `_storage` may do: rename, sync, lock, and open URLs."""
+    nodes = list(ast.walk(ast.parse(source)))
+    used = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+    return OF_STORAGE & (used | {name.partition(".")[0] for name in imported})
+
+
+def test_only_storage_renames_syncs_and_locks_files_and_opens_urls() -> None:  # K-06
+    users = {name for name, path in MODULES.items() if storage_calls(path.read_text())}
+    assert {unit_of(name) for name in users} - {"testing"} == {"_storage"}, users
+    source = "import os, fsspec.core\nfrom fcntl import flock\nos.replace(one, other)"
+    assert storage_calls(source) == {"os.replace", "fcntl", "fsspec"}
+
+
 ENGINE = {"_engine", "_loops", "fit"}
 NAMES = {"single_device", "ddp", "fsdp", "hsdp", "deepspeed", *get_args(PrecisionName)} - {16, 32, 64}
 ALLOWED = {
     # The user's own callback replaces the default one.
-    "drivetrain._engine.defaults": {"ProgressBar", "ModelSummary", "Checkpoint"},
-    "drivetrain.fit": {"32-true"},  # the default
+    "drivetrain._engine.defaults": {"ModelSummary"},
 }
 CONCRETE_PACKAGES = ("callbacks", "loggers", "launchers", "environments", "precision", "profilers")
 INTERFACES = {

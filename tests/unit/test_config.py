@@ -42,6 +42,7 @@ def test_precedence_for_every_argument(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert setting(fit, "strategy") == ("auto", "default")
     assert (fit.max_epochs, fit.devices, fit.precision_setting) == (3, 2, "64-true")
     assert list(fit.settings) == list(inspect.signature(Fit).parameters)
+    assert "strategy: 'StrategyName | str | Strategy' = " in str(inspect.signature(Fit))  # as help() shows it
 
 
 def test_two_objects_in_one_process_are_independent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,34 @@ CLIP_ALGORITHMS = ("norm", "value")
 LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
 """The arguments that limit the number of micro-batches of a loader."""
 
+COUNTS = {
+    "num_nodes": 1,
+    "max_epochs": -1,
+    "min_epochs": 0,
+    "max_steps": -1,
+    "min_steps": 0,
+    "accumulate_grad_batches": 1,
+    "check_val_every_n_epoch": 1,
+    "num_sanity_val_steps": -1,
+    "log_every_n_steps": 0,
+    "reload_dataloaders_every_n_epochs": 0,
+}
+"""The arguments that are integers, with the smallest value of each."""
+
+OPTIONAL_COUNTS = ("max_epochs", "min_epochs", "min_steps", "check_val_every_n_epoch")
+"""The counts that may be None."""
+
 SWITCHES = (
     *("enable_progress_bar", "enable_checkpointing", "enable_model_summary", "inference_mode", "detect_anomaly"),
     *("use_distributed_sampler", "sync_batchnorm", "barebones"),
 )
 """The arguments that must be True or False."""
+
+NOT_IN_BAREBONES = (
+    *("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger", "profiler"),
+    *("num_sanity_val_steps", "log_every_n_steps", "fast_dev_run", "detect_anomaly"),
+)
+"""The arguments that ``barebones`` contradicts."""
 
 
 def check_arguments(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
@@ -35,16 +58,8 @@ def check_arguments(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
     for name in LIMITS:
         _check_limit(name, values[name])
     _check_limit("val_check_interval", values["val_check_interval"], allow_zero=False)
-    _check_count("max_epochs", values["max_epochs"], lowest=-1, allow_none=True)
-    _check_count("max_steps", values["max_steps"], lowest=-1)
-    for name in ("min_epochs", "min_steps"):
-        _check_count(name, values[name], lowest=0, allow_none=True)
-    for name in ("accumulate_grad_batches", "num_nodes"):
-        _check_count(name, values[name], lowest=1)
-    _check_count("check_val_every_n_epoch", values["check_val_every_n_epoch"], lowest=1, allow_none=True)
-    _check_count("log_every_n_steps", values["log_every_n_steps"], lowest=0)
-    _check_count("reload_dataloaders_every_n_epochs", values["reload_dataloaders_every_n_epochs"], lowest=0)
-    _check_count("num_sanity_val_steps", values["num_sanity_val_steps"], lowest=-1)
+    for name, lowest in COUNTS.items():
+        _check_count(name, values[name], lowest, allow_none=name in OPTIONAL_COUNTS)
     if values["fast_dev_run"] is not True and values["fast_dev_run"] is not False:
         _check_count("fast_dev_run", values["fast_dev_run"], lowest=0)
     _check_order(values, "min_epochs", "max_epochs")
@@ -195,17 +210,7 @@ def _check_clipping(value: Any, algorithm: Any) -> None:
 
 
 def _check_barebones(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
-    for name in (
-        "enable_progress_bar",
-        "enable_model_summary",
-        "enable_checkpointing",
-        "logger",
-        "profiler",
-        "num_sanity_val_steps",
-        "log_every_n_steps",
-        "fast_dev_run",
-        "detect_anomaly",
-    ):
+    for name in NOT_IN_BAREBONES:
         if name in chosen and values[name]:
             raise ConfigurationError(
                 f"barebones=True with {name}={values[name]!r}.",

@@ -1,19 +1,19 @@
 """Resolves settings. Code takes precedence over the environment, and the environment over the file.
 
-The signature that `resolved_settings` decorates is the only place that defines arguments, their types and defaults.
+The fields of the class that `resolved_settings` decorates define the arguments, their types and defaults.
 Reading settings has no side effects.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import os
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import re
+import sys
+from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass
 from pathlib import Path
-from types import FunctionType
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, TypeVar
 
 from drivetrain._config.secret_values import without_secrets, without_url_passwords
 from drivetrain._config.setting_types import Accepted, accepted_values
@@ -23,7 +23,6 @@ PREFIX = "DRIVETRAIN_"
 CONFIG_VARIABLE = PREFIX + "CONFIG"
 CONFIG_FILE = "drivetrain.toml"
 
-P = ParamSpec("P")
 S = TypeVar("S")
 
 
@@ -79,10 +78,10 @@ class Settings(Mapping[str, Setting]):
         return f"{type(self).__name__}({self._settings!r})"
 
 
-def resolved_settings(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
-    """Resolve every keyword-only argument of ``init`` from code, environment, file or its default, in this order.
+def resolved_settings(cls: type[S]) -> type[S]:
+    """Let a dataclass resolve each of its fields from code, environment, file or its default, in this order.
 
-    The decorated ``__init__`` sets ``self.settings`` to the `Settings` and then calls ``init`` with the resolved
+    The ``__init__`` of the decorated class sets ``self.settings`` to the `Settings`, and goes on with the resolved
     values. An argument that the caller passes counts as set, even if it equals the default.
 
     The environment sets an argument with the variable ``DRIVETRAIN_<NAME>``. The file sets an argument with a top-level
@@ -94,71 +93,53 @@ def resolved_settings(init: Callable[Concatenate[S, P], None]) -> Callable[Conca
         ConfigurationError: an argument, variable or key is unknown; a value does not have the annotated type; an
             argument for objects is set outside code; or a file is missing or not TOML.
     """
-    signature = inspect.signature(init)
-    parameters = {name: p for name, p in signature.parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
-    owner = init.__qualname__.split(".")[0]
+    init = cls.__init__
+    for name, annotation in init.__annotations__.items():  # `help` shows the type of an argument alone
+        init.__annotations__[name] = re.sub(r"^InitVar\[(.*)\]$", r"\1", str(annotation))
 
     @functools.wraps(init)
-    def resolving(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
+    def resolving(self: Any, /, *args: Any, **kwargs: Any) -> None:
         try:
-            initialise(self, *args, **kwargs)
+            self.settings = settings = _resolve(cls, args, kwargs)
+            init(self, **{name: setting.value for name, setting in settings.items()})
         except ConfigurationError as error:
             raise shortened(error)  # noqa: B904 - the same error
 
-    def initialise(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        if args:
-            raise ConfigurationError(
-                f"{owner}() got positional arguments: {', '.join(map(repr, args))}.",
-                "All arguments are keyword-only.",
-                f"Write {owner}({next(iter(parameters))}=...).",
-            )
-        for name, value in kwargs.items():
-            if name not in parameters:
-                raise _unknown_setting_error(
-                    name, f"{owner}() has no argument {name!r}.", _format_argument(name, value), parameters
-                )
-        settings = resolve(cast(FunctionType, init), parameters, kwargs)
-        self.settings = settings  # type: ignore[attr-defined]
-        values: dict[str, Any] = {name: setting.value for name, setting in settings.items()}
-        init(self, **values)  # type: ignore[call-arg]
-
-    return resolving
+    cls.__init__ = resolving  # type: ignore[assignment,method-assign]
+    return cls
 
 
-def resolve(init: FunctionType, parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any]) -> Settings:
-    """Resolve ``parameters`` of ``init`` from code, environment and the file.
-
-    Args:
-        init: the function whose annotations define the accepted values.
-        parameters: the arguments with their defaults.
-        given: the arguments passed in code.
-
-    Returns:
-        All arguments that have a value, in the order of the signature.
-
-    Raises:
-        ConfigurationError: see `resolved_settings`.
-    """
+def _resolve(cls: type, args: Sequence[Any], given: Mapping[str, Any]) -> Settings:
+    """Resolve the fields of ``cls``, in their order, from ``given``, the environment and the file."""
+    known: Mapping[str, Field[Any]] = cls.__dataclass_fields__  # type: ignore[attr-defined]
+    owner = cls.__name__
+    if args:
+        raise ConfigurationError(
+            f"{owner}() got positional arguments: {', '.join(map(repr, args))}.",
+            "All arguments are keyword-only.",
+            f"Write {owner}({next(iter(known))}=...).",
+        )
+    for name, value in given.items():
+        if name not in known:
+            what = f"{owner}() has no argument {name!r}."
+            raise _unknown_setting_error(name, what, _format_argument(name, value), known)
     # All values of the environment and the file are checked, because an error in them is raised even if code
     # overrides the value. The environment comes last and overrides the file.
-    configured: dict[str, Setting] = {}
-    for source in (_from_file(parameters), _from_environment(parameters)):
+    settings = {name: Setting(field.default, "default") for name, field in known.items()}
+    for source in (_from_file(known), _from_environment(known)):
         for name, (value, where, is_text) in source.items():
-            accepted = accepted_values(parameters[name].annotation, init.__globals__)
-            configured[name] = Setting(_validated(name, value, where, is_text, accepted), where)
-    settings: dict[str, Setting] = {}
-    for name, parameter in parameters.items():
-        if name in given:
-            settings[name] = Setting(given[name], "code")
-        elif name in configured:
-            settings[name] = configured[name]
-        elif parameter.default is not inspect.Parameter.empty:
-            settings[name] = Setting(parameter.default, "default")
-    return Settings(settings)
+            accepted = accepted_values(str(known[name].type), _globals(cls))
+            settings[name] = Setting(_validated(name, value, where, is_text, accepted), where)
+    return Settings(settings | {name: Setting(value, "code") for name, value in given.items()})
 
 
-def _from_environment(parameters: Mapping[str, inspect.Parameter]) -> dict[str, tuple[Any, str, bool]]:
-    names = {PREFIX + name.upper(): name for name in parameters}
+def _globals(cls: type) -> dict[str, Any]:
+    """Return the names that the annotations of ``cls`` and its bases may use."""
+    return {name: value for base in cls.__mro__ for name, value in vars(sys.modules[base.__module__]).items()}
+
+
+def _from_environment(known: Collection[str]) -> dict[str, tuple[Any, str, bool]]:
+    names = {PREFIX + name.upper(): name for name in known}
     values: dict[str, tuple[Any, str, bool]] = {}
     for variable, text in os.environ.items():
         if not variable.startswith(PREFIX) or variable == CONFIG_VARIABLE:
@@ -166,13 +147,13 @@ def _from_environment(parameters: Mapping[str, inspect.Parameter]) -> dict[str, 
         if variable not in names:
             given = _format_argument(variable, text)
             what = f"The environment variable {given} is not a setting."
-            known = [*names, CONFIG_VARIABLE]
-            raise _unknown_setting_error(variable.upper(), what, given, known, f"Unset {variable}")
+            variables = [*names, CONFIG_VARIABLE]
+            raise _unknown_setting_error(variable.upper(), what, given, variables, f"Unset {variable}")
         values[names[variable]] = (text, f"environment {variable}", True)
     return values
 
 
-def _from_file(parameters: Mapping[str, inspect.Parameter]) -> dict[str, tuple[Any, str, bool]]:
+def _from_file(known: Collection[str]) -> dict[str, tuple[Any, str, bool]]:
     named = os.environ.get(CONFIG_VARIABLE)
     path = Path(named).expanduser() if named is not None else Path(CONFIG_FILE)
     try:
@@ -203,16 +184,16 @@ def _from_file(parameters: Mapping[str, inspect.Parameter]) -> dict[str, tuple[A
             "Write one 'name = value' per line, with text in quotes.",
         ) from error
     for key in table:
-        if key not in parameters:
+        if key not in known:
             what = f"The config file {path} sets {key!r}, which is not a setting."
-            raise _unknown_setting_error(key, what, _format_argument(key, table[key], " = "), parameters)
+            raise _unknown_setting_error(key, what, _format_argument(key, table[key], " = "), known)
     return {key: (value, f"file {path}", False) for key, value in table.items()}
 
 
 def _unknown_setting_error(
     name: str, what: str, given: str, known: Iterable[str], removal: str = "Remove it"
 ) -> ConfigurationError:
-    from drivetrain._config.old_names import find_replacement  # imported only for this error
+    from drivetrain._config.foreign_names import find_replacement  # imported only for this error
 
     replacement = find_replacement(name.removeprefix(PREFIX))
     if replacement is not None:

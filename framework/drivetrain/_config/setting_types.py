@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import builtins
-import collections.abc
-import inspect
 import types
 import typing
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import InitVar
 from typing import Any, NamedTuple
 
-_SEQUENCE_TYPES = (list, tuple, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
-_MAPPING_TYPES = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
-_PLAIN_TYPES = frozenset({bool, int, float, str})
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number with a decimal point",
+    str: "text",
+    dict: "a table",
+}
 _REFUSED_RESULT = (False, None)
 
 
@@ -21,7 +23,7 @@ class Accepted(NamedTuple):
     """The plain values that an argument accepts.
 
     Attributes:
-        kinds: the accepted types among bool, int, float, str, `Path` and dict.
+        kinds: the accepted types among bool, int, float, str and dict.
         literals: single accepted values.
         none: whether None is accepted.
         elements: the values that the elements of a list may have; None if no list is accepted.
@@ -53,8 +55,8 @@ class Accepted(NamedTuple):
         """Return whether ``value`` is accepted, and the value to pass on."""
         if any(value == literal and type(value) is type(literal) for literal in self.literals):
             return True, value
-        if isinstance(value, str):
-            return self._take_text(value)
+        if isinstance(value, str) and self.none and value.strip().lower() == "none":
+            return True, None
         if isinstance(value, list):
             return self._take_list(value)
         kind = type(value)  # `isinstance` would take True for an int
@@ -64,13 +66,6 @@ class Accepted(NamedTuple):
             return True, float(value)
         return _REFUSED_RESULT
 
-    def _take_text(self, text: str) -> tuple[bool, Any]:
-        if self.none and text.strip().lower() == "none":
-            return True, None
-        if str in self.kinds:
-            return True, text
-        return (True, Path(text)) if Path in self.kinds else _REFUSED_RESULT
-
     def _take_list(self, values: list[Any]) -> tuple[bool, Any]:
         if self.elements is None:
             return _REFUSED_RESULT
@@ -78,16 +73,8 @@ class Accepted(NamedTuple):
         return (True, [value for _, value in results]) if all(fits for fits, _ in results) else _REFUSED_RESULT
 
     def __str__(self) -> str:
-        names = {
-            bool: "true or false",
-            int: "a whole number",
-            float: "a number with a decimal point",
-            str: "text",
-            Path: "a path",
-            dict: "a table",
-        }
         descriptions = [repr(literal) for literal in self.literals]
-        descriptions += [words for kind, words in names.items() if kind in self.kinds]
+        descriptions += [words for kind, words in _WORDS.items() if kind in self.kinds]
         if self.elements is not None and not self.elements.only_objects:
             descriptions.append(f"a list whose elements are {self.elements}")
         if self.none:
@@ -95,41 +82,32 @@ class Accepted(NamedTuple):
         return " or ".join(descriptions)
 
 
-def accepted_values(annotation: Any, names: Mapping[str, Any]) -> Accepted:
+def accepted_values(annotation: str, names: Mapping[str, Any]) -> Accepted:
     """Return the values that ``annotation`` accepts.
 
     Args:
-        annotation: a type, or its text under ``from __future__ import annotations``, as `inspect.signature` returns it.
-        names: the globals of the function. A name that exists only for type checkers stands for a class.
+        annotation: the text of a type: of plain types, literals, lists, dicts, None and classes, or a union of them.
+        names: the names in the annotation. A name that exists only for type checkers stands for a class.
     """
-    if isinstance(annotation, str):
-        annotation = eval(
-            annotation, {"__builtins__": {}}, _AnnotationNames(names)
-        )  # the annotation is source code of drivetrain, not input
-    return _accepted(annotation)
+    # The annotation is source code of drivetrain, not input.
+    return _accepted(eval(annotation, {"__builtins__": {}}, _AnnotationNames(names)))
 
 
 def _accepted(annotation: Any) -> Accepted:
-    if annotation is None or annotation is type(None):
+    if isinstance(annotation, InitVar):
+        annotation = annotation.type
+    if annotation is None or annotation is types.NoneType:
         return Accepted(frozenset(), none=True)
-    if annotation is Any or annotation is inspect.Parameter.empty:
-        return Accepted(_PLAIN_TYPES | {dict}, none=True, elements=Accepted(_PLAIN_TYPES | {dict}))
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         return _union([_accepted(argument) for argument in arguments])
-    if origin is typing.Annotated:
-        return _accepted(arguments[0])
     if origin is typing.Literal:
-        literals = tuple(argument for argument in arguments if argument is not None)
-        return Accepted(frozenset(), literals, none=None in arguments)
-    container = origin or annotation
-    if container in _SEQUENCE_TYPES:
-        element = _accepted(arguments[0]) if arguments else Accepted(_PLAIN_TYPES)
-        return Accepted(frozenset(), elements=element)
-    if container in _MAPPING_TYPES:
-        return Accepted(frozenset({dict}))
-    return Accepted(frozenset({annotation}) if annotation in _PLAIN_TYPES | {Path} else frozenset())
+        return Accepted(frozenset(), arguments)
+    if origin in (list, Sequence):
+        return Accepted(frozenset(), elements=_accepted(arguments[0]))
+    kind = origin or annotation
+    return Accepted(frozenset({kind} if kind in _WORDS else ()))
 
 
 def _union(members: list[Accepted]) -> Accepted:

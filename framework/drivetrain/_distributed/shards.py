@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,10 @@ class Box:
     sizes: tuple[int, ...]
 
     @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
     def index(self) -> tuple[slice, ...]:
         """The index that selects the box: ``whole[box.index]``."""
         return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
@@ -33,6 +38,10 @@ class Span:
 
     start: int
     stop: int
+
+    @property
+    def numel(self) -> int:
+        return max(0, self.stop - self.start)
 
 
 Region = Box | Span

@@ -7,35 +7,31 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from drivetrain._engine.run_parts import RunCore, RunData
+from drivetrain._engine.run_parts import RunCore
 from drivetrain._loops.batch_mover import Move, safe_move
 from drivetrain._loops.evaluate import EvaluateLoop, EvaluationData, EvaluationMode
 from drivetrain._loops.evaluation_interrupt import EarlyExit, ValidationExit
 from drivetrain._loops.predict import IsPredicted, PredictLoop
 from drivetrain._loops.progress_reports import Reporting
 from drivetrain._loops.step_arguments import WrappedModule
-from drivetrain._loops.stopping import StopRequest
 from drivetrain.callback import StoresPredictions
 from drivetrain.strategies.strategy import StepRunner
 
 _Loop = TypeVar("_Loop", EvaluateLoop, PredictLoop)
 
 
-def build_stage(
-    core: RunCore, data: RunData, stop: StopRequest, runner: StepRunner, move: Move | None
-) -> Callable[[], Any]:
+def build_stage(core: RunCore, runner: StepRunner, move: Move | None) -> Callable[[], Any]:
     """Return a function that runs the stage: validate, test or predict. All ranks may end it early after a signal."""
-    early = EarlyExit(stop, core.strategy) if core.saves_on_signals else None
+    early = EarlyExit(core.stop, core.strategy) if core.saves_on_signals else None
     if core.stage != "predict":
-        return _build_loop(EvaluateLoop, core, data, core.stage, runner, move, early=early).run
-    loop = _build_loop(PredictLoop, core, data, "predict", runner, move, early=early)
+        return _build_loop(EvaluateLoop, core, core.stage, runner, move, early=early).run
+    loop = _build_loop(PredictLoop, core, "predict", runner, move, early=early)
     return partial(loop.run, core.request.return_predictions, partial(_existing_predictions, core))
 
 
 def _build_loop(
     kind: type[_Loop],
     core: RunCore,
-    data: RunData,
     stage: str,
     runner: StepRunner,
     move: Move | None,
@@ -47,7 +43,6 @@ def _build_loop(
     Args:
         kind: the class of the loop.
         core: the run.
-        data: the run's data.
         stage: "validate", "test" or "predict".
         runner: runs each step as the strategy requires.
         move: moves a batch to the device; None if batches stay where they are.
@@ -55,7 +50,7 @@ def _build_loop(
             all, None if this is no sanity check.
         early: lets all ranks end the loop early after a signal; None if they always finish.
     """
-    strategy, logs = core.strategy, stage != "predict" and sanity_steps is None
+    strategy, data, logs = core.strategy, core.data, stage != "predict" and sanity_steps is None
     sync_buffers = partial(strategy.sync_buffers, core.module)
     return kind(
         stage,
@@ -65,7 +60,7 @@ def _build_loop(
         data=EvaluationData(
             [loader.source for loader in data.loaded.evaluation[stage]],
             lambda: _limits(data.loaded.resize_evaluation(stage), sanity_steps),
-            _safe_mover(core, data, stage, move),
+            _safe_mover(core, stage, move),
         ),
         reporting=Reporting(core.metrics, core.logger_call() if logs else None, core.progress_reporter(), data.lengths),
         mode=EvaluationMode(
@@ -81,13 +76,13 @@ def build_validation(core: RunCore, runner: StepRunner, move: Move | None) -> Ca
     early = None
     if core.saves_on_signals:
         early = ValidationExit(core.stop, core.strategy, core.module, core.metrics)
-    evaluate = _build_loop(EvaluateLoop, core, core.data, "validate", runner, move, early=early).run
+    evaluate = _build_loop(EvaluateLoop, core, "validate", runner, move, early=early).run
 
     def validate() -> list[dict[str, float]]:
         snapshot = core.snapshot if core.progress.within_window else None
         with (
             snapshot.keep_evaluation_changes() if snapshot else nullcontext(),
-            _separate_generators(core, core.data),
+            _separate_generators(core),
             core.buffers.restored_at_end(),
         ):
             core.validating = True
@@ -106,7 +101,7 @@ def build_validation(core: RunCore, runner: StepRunner, move: Move | None) -> Ca
 
 
 def run_sanity_check(
-    core: RunCore, data: RunData, runner: StepRunner, move: Move | None, after_evaluation: Callable[[], None]
+    core: RunCore, runner: StepRunner, move: Move | None, after_evaluation: Callable[[], None]
 ) -> None:
     """Validate on a few micro-batches before training, so that errors in the validation code appear early.
 
@@ -114,7 +109,6 @@ def run_sanity_check(
 
     Args:
         core: the run.
-        data: the run's data.
         runner: runs each step as the strategy requires.
         move: moves a batch to the device; None if batches stay where they are.
         after_evaluation: called before the logged values are cleared.
@@ -123,13 +117,13 @@ def run_sanity_check(
     core.sanity_checking = True
     with (
         core.span("sanity check"),
-        _separate_generators(core, core.data),
+        _separate_generators(core),
         core.buffers.restored_at_end(),
         core.metrics.temporary("validate"),
     ):
         for hook in hooks.on_sanity_check_start:
             hook()
-        _build_loop(EvaluateLoop, core, data, "validate", runner, move, steps).run()
+        _build_loop(EvaluateLoop, core, "validate", runner, move, steps).run()
         after_evaluation()
         for hook in hooks.on_sanity_check_end:
             hook()
@@ -163,20 +157,20 @@ def _existing_predictions(core: RunCore) -> list[IsPredicted]:
     return [part for part in stored if part is not None] if None not in stored else []
 
 
-def _safe_mover(core: RunCore, data: RunData, stage: str, move: Move | None) -> Move | None:
+def _safe_mover(core: RunCore, stage: str, move: Move | None) -> Move | None:
     """Return ``move``; on CUDA, a version that is safe if loaders reuse a batch's memory during the copy."""
     if move is None or core.strategy.device.type != "cuda":
         return move
-    return safe_move(move, all(loader.source.fresh_memory for loader in data.loaded.evaluation[stage]))
+    return safe_move(move, all(loader.source.fresh_memory for loader in core.data.loaded.evaluation[stage]))
 
 
-def _separate_generators(core: RunCore, data: RunData) -> AbstractContextManager[None]:
+def _separate_generators(core: RunCore) -> AbstractContextManager[None]:
     """Return a context in which random draws of loaders, steps and hooks do not advance training's generators."""
     from drivetrain.data._loader_generators import collect_generators  # only runs that validate need it
 
     datamodule = [] if core.datamodule is None else [core.datamodule]
-    holders = [*data.loaded.loaders, *core.module.modules(), *core.callbacks, *datamodule]
-    return data.rng_replay.aside(collect_generators(*holders))
+    holders = [*core.loaders.loaders, *core.module.modules(), *core.callbacks, *datamodule]
+    return core.data.rng_replay.aside(collect_generators(*holders))
 
 
 def _inference_mode(core: RunCore) -> bool:

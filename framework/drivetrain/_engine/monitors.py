@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from difflib import get_close_matches
 
-from drivetrain._engine.run_parts import RunCore, RunData
-from drivetrain._loops.hooks import is_overridden
-from drivetrain._run_state import SchedulerConfig
+from drivetrain._engine.run_parts import RunCore
+from drivetrain._loops.hooks import overridden
 from drivetrain.callback import Callback, MonitorsValues
 from drivetrain.errors import nearest
 from drivetrain.module._module_hooks import ModuleHooks
@@ -24,14 +23,10 @@ class MonitoredKeysCheck:
 
     Args:
         run: the run.
-        data: the data of the run.
-        schedulers: the learning rate schedulers of the run.
     """
 
-    def __init__(self, run: RunCore, data: RunData, schedulers: Sequence[SchedulerConfig]) -> None:
+    def __init__(self, run: RunCore) -> None:
         self._run = run
-        self._data = data
-        self._schedulers = schedulers
         self._logged_names: set[str] = set()
         self._validated = False
 
@@ -67,16 +62,16 @@ class MonitoredKeysCheck:
             if isinstance(callback, MonitorsValues):
                 for name, description in callback.monitors.items():
                     yield description, name
-        for config in self._schedulers:
+        for config in self._run.optimization.schedulers:
             if config.reduce_on_plateau and config.monitor is not None and config.strict:
                 yield f"'monitor': {config.monitor!r} of {type(config.scheduler).__name__}", config.monitor
 
     def _may_log_later(self) -> bool:
         """Whether one of the user's hooks that has not run yet may log more names."""
         run = self._run
-        unseen = self._data.validates and not self._validated
+        unseen = self._run.data.validates and not self._validated
         names = (*_LATE_HOOKS, *(_EVALUATION_HOOKS if unseen else ()))
-        if unseen or any(is_overridden(name, run.module, ModuleHooks) for name in names):
+        if unseen or overridden(names, run.module, ModuleHooks):
             return True
         callbacks = [each for each in run.callbacks if not type(each).__module__.startswith("drivetrain.")]
-        return any(is_overridden(name, callback, Callback) for callback in callbacks for name in names)
+        return any(overridden(names, callback, Callback) for callback in callbacks)

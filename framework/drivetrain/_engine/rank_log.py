@@ -72,7 +72,9 @@ class RankLog:
             )
             with contextlib.suppress(FileNotFoundError):
                 if os.path.getsize(path) + len(record) > MAX_LOG_BYTES:
-                    os.replace(path, os.path.join(folder, f"rank-{self._rank}.1.log"))
+                    from drivetrain._storage.paths import folder_at  # few runs write logs that are full
+
+                    folder_at(folder).rename(os.path.basename(path), f"rank-{self._rank}.1.log")
             with open(path, "ab") as file:  # records are rare, so no descriptor is kept open
                 file.write(record)
             self.path = path

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drivetrain._distributed.control_plane import check_ranks_agree
 from drivetrain._engine.components import data_facts
 from drivetrain._engine.evaluation_setup import build_validation
-from drivetrain._engine.run_parts import RunCore, RunData
+from drivetrain._engine.run_parts import RunCore
 from drivetrain._engine.seeding import seed_rank
 from drivetrain._engine.stage_data import StageData
 from drivetrain._loops.batch_mover import BatchMover
-from drivetrain._loops.train import TrainLoop
 from drivetrain._runtime.generators import preserved_generators
 from drivetrain._runtime.seed import derive_seed
 from drivetrain.strategies.strategy import StepRunner
@@ -37,23 +36,19 @@ class Reloading:
 
     Args:
         core: the run.
-        data: the run's data, whose loaders are replaced.
-        components: the description of the run's parts that checkpoints store.
         load: builds the loaders.
     """
 
-    def __init__(self, core: RunCore, data: RunData, components: dict[str, Any], load: Callable[[], StageData]) -> None:
+    def __init__(self, core: RunCore, load: Callable[[], StageData]) -> None:
         self._core = core
-        self._data = data
-        self._components = components
         self._load = load
         self._every = core.trainer.reload_dataloaders_every_n_epochs
         self._loaded_at = 0  # the epoch of the current loaders
-        self._use: Callable[[StageData], None] | None = None
+        self._connection: tuple[StepRunner, BatchMover | None] | None = None
 
     def begin(self, resumed: ResumedRun | None) -> None:
         """Build the first loaders of the run: the loaders of epoch 0, or of the epoch in which ``resumed`` goes on."""
-        core, data = self._core, self._data
+        core, data = self._core, self._core.data
         data.reload = self.reload
         if resumed is not None:
             self._loaded_at = self._first_epoch(int(resumed.checkpoint.progress["epoch"]))
@@ -63,7 +58,7 @@ class Reloading:
         if resumed is not None:
             same_split = resumed.state["data"]["world_size"] == core.strategy.data_world_size
         data.first_length = length if same_split and isinstance(length, int) else data.train_length
-        self._components["length"] = data.first_length
+        self._core.components["length"] = data.first_length
         if data.given.train is not None and core.strategy.rank == 0:
             logger.warning(
                 "reload_dataloaders_every_n_epochs=%d, but a training loader was passed to fit: it is not rebuilt. "
@@ -71,23 +66,14 @@ class Reloading:
                 self._every,
             )
 
-    def connect(self, loop: TrainLoop, runner: StepRunner, move: BatchMover | None) -> None:
+    def connect(self, runner: StepRunner, move: BatchMover | None) -> None:
         """Pass later loaders to the training loop.
 
         Args:
-            loop: the run's loop.
             runner: runs each step as the strategy requires.
             move: moves a batch to the device.
         """
-        core, data = self._core, self._data
-
-        def use(stage_data: StageData) -> None:
-            self._components["data"] = data_facts(data.train, stage_data.loaders)
-            validate = build_validation(core, runner, move) if data.validates else None
-            loop.reader.use(data.training)
-            loop.validation.renew(validate, data.train_length)
-
-        self._use = use
+        self._connection = runner, move
 
     def reload(self, epoch: int) -> None:
         """Build the loaders of ``epoch``, unless they are the current ones. Collective.
@@ -98,13 +84,17 @@ class Reloading:
         """
         if self._first_epoch(epoch) == self._loaded_at:
             return
-        data = self._data
-        assert self._use is not None
+        core, data, loop = self._core, self._core.data, self._core.loop
+        assert loop is not None
+        assert self._connection is not None
+        runner, move = self._connection
         data.loaded.close()
         self._loaded_at = self._first_epoch(epoch)
         data.stage_data = self._build()
-        check_ranks_agree(self._core.strategy.control, data.stage_data.facts())
-        self._use(data.stage_data)
+        check_ranks_agree(core.strategy.control, data.stage_data.facts())
+        core.components["data"] = data_facts(data.train, data.stage_data.loaders)
+        loop.reader.use(data.training)
+        loop.validation.renew(build_validation(core, runner, move) if data.validates else None, data.train_length)
 
     def _first_epoch(self, epoch: int) -> int:
         """Return the first of the epochs that share the loaders of ``epoch``."""
@@ -115,7 +105,7 @@ class Reloading:
         current, progress.epoch = progress.epoch, self._loaded_at
         try:
             with preserved_generators(self._core.strategy.device):
-                seed_rank(derive_seed(_LOADER_SEED, self._data.seed, self._loaded_at), 0)
+                seed_rank(derive_seed(_LOADER_SEED, self._core.data.seed, self._loaded_at), 0)
                 return self._load()
         finally:
             progress.epoch = current

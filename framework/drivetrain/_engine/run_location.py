@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from drivetrain._engine.write_checks import DEFAULT_CHECKPOINT, PROFILER, Writer
+from drivetrain._storage.paths import child, resolve_folder
 from drivetrain.callback import WantsRunFolder
-from drivetrain.checkpoint._folders import child, resolve_folder
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import Logger
 from drivetrain.runs._directory import folder_name, runs_folder_of, split_folder

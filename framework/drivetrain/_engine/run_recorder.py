@@ -12,7 +12,8 @@ from typing import Any
 
 from drivetrain._config.secret_values import without_url_passwords
 from drivetrain._runtime.working_directory import working_directory
-from drivetrain.checkpoint._format import CheckpointMetadata, StorageError
+from drivetrain._storage.folder import StorageError
+from drivetrain.checkpoint._format import CheckpointMetadata
 from drivetrain.checkpoint._format.manifest import versions
 from drivetrain.runs import _liveness
 from drivetrain.runs._directory import RECORD, remove_unused

@@ -19,14 +19,16 @@ from drivetrain._engine.run_location import RunLocation, check_loggers_apart, ha
 from drivetrain._engine.run_recorder import RunRecorder
 from drivetrain._engine.saved_state_schema import check_saved_state, reporting_malformed
 from drivetrain._engine.write_checks import first_refusal
+from drivetrain._storage.local_publication import lock_folder
+from drivetrain._storage.paths import child
 from drivetrain.callback import KeepsCheckpoints, folders_of
 from drivetrain.checkpoint._discovery import StorageRetry
-from drivetrain.checkpoint._folders import child, is_checkpoint_at
+from drivetrain.checkpoint._folders import is_checkpoint_at
 from drivetrain.checkpoint._format import CheckpointReader, load
 from drivetrain.checkpoint._retention import KeptCheckpoint
 from drivetrain.errors import ConfigurationError
 from drivetrain.runs import CKPT_PATH_KEYWORDS, _liveness
-from drivetrain.runs._directory import claim_version, lock_folder, make_directory, split_folder
+from drivetrain.runs._directory import claim_version, make_directory, split_folder
 from drivetrain.runs._identity import Identity, class_path, encode_hyper_parameters
 from drivetrain.runs._process import Job
 from drivetrain.runs._record import archive_record, clear_leftovers, plain, read
@@ -188,10 +190,10 @@ def carry_out(decision: StartDecision, run: RunCore, location: RunLocation) -> b
             version, created = claim_version(location.runs_folders)
             folder = child(location.runs_folder, version)
         else:
-            folder = child(location.runs_folder, decision.version)
+            folder, created = child(location.runs_folder, decision.version), []
             if read(folder) != earlier:
                 return False
-            created = make_directory(folder)
+        created = created or make_directory(folder)
         if decision.resumes is not None:
             clear_leftovers(folder)
         elif earlier is not None:

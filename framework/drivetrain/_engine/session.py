@@ -29,7 +29,7 @@ from drivetrain._engine.rank_facts import module_facts, setting_facts
 from drivetrain._engine.rank_log import RankLog
 from drivetrain._engine.run_callbacks import RunCallbacks
 from drivetrain._engine.run_ending import RunEnding
-from drivetrain._engine.run_parts import RunCore, RunData, RunRequest, Training
+from drivetrain._engine.run_parts import RunCore, RunData, RunRequest
 from drivetrain._engine.seeding import order_seed, seed_data_rank, seed_rank, warn_unseeded
 from drivetrain._engine.signals import Signals, announce, as_interruption, handled_signals, interruption_error, requeue
 from drivetrain._engine.stage_data import StageData
@@ -37,9 +37,8 @@ from drivetrain._engine.starting_point import StartingPoint
 from drivetrain._engine.strategy_checks import check_control_plane, check_distinct_devices, check_module_setup
 from drivetrain._engine.training_setup import (
     build_training,
-    estimated_before_data,
-    estimated_steps,
     prepare_stopping,
+    read_estimate,
     under_context,
 )
 from drivetrain._loops.batch_mover import BatchMover, build_batch_mover
@@ -65,6 +64,7 @@ if TYPE_CHECKING:
     from drivetrain._engine.monitors import MonitoredKeysCheck
     from drivetrain._engine.reloading import Reloading
     from drivetrain._engine.resumed_run import ResumedRun
+    from drivetrain._loops.step import TrainStep
     from drivetrain._loops.train import TrainLoop
 
 logger = logging.getLogger("drivetrain")
@@ -111,16 +111,15 @@ class Session:
             buffers=EvaluationBuffers(module, strategy),
             callbacks=RunCallbacks(trainer, module),
         )
-        self.training: Training | None = None
         self.checkpoints = CheckpointManager(self.core)
         self._resumed: ResumedRun | None = None
         self.last_line: str | None = None
         """The line to print instead of this rank's error if a lower rank failed the same way and prints its own."""
-        self.collective_calls = CollectiveCalls(self.core)
+        collective_calls = CollectiveCalls(self.core)
         self.core.checkpoints = self.checkpoints
-        self.core.estimate_steps = self._estimate_steps
-        self.core.check_collective = self.collective_calls.check
-        self.core.all_gather = self.collective_calls.all_gather
+        self.core.estimate_steps = partial(read_estimate, self.core)
+        self.core.check_collective = collective_calls.check
+        self.core.all_gather = collective_calls.all_gather
         self.core.log_histograms = self._log_histograms
         self._processes = processes
         self._compiled: CompiledSteps | None = None
@@ -179,17 +178,6 @@ class Session:
         from drivetrain._engine.histograms import log_histograms  # only runs that call this need it
 
         log_histograms(self.core, name, value, step, bins)
-
-    def _estimate_steps(self) -> int | float:
-        """Return the number of optimizer steps of the whole run; infinite if neither data nor limits bound the number.
-
-        In `setup` of a fit, this method builds the training loader, which the run then uses, and is collective.
-        """
-        core, data = self.core, self.data
-        data.estimate_was_read = True
-        if data.stage_data is None and core.stage == "fit":
-            return estimated_before_data(core, data)
-        return estimated_steps(core.trainer, core.callbacks, data)
 
     # The stages
 
@@ -260,10 +248,11 @@ class Session:
 
     def _fit(self, prepared: PreparedRun) -> None:
         with self.core.span("set-up"):
-            training, monitors = self._prepare_training(prepared)
-        self._train(prepared, training.loop, monitors)
+            _, monitors = self._prepare_training(prepared)
+        assert self.core.loop is not None
+        self._train(prepared, self.core.loop, monitors)
 
-    def _prepare_training(self, prepared: PreparedRun) -> tuple[Training, MonitoredKeysCheck]:
+    def _prepare_training(self, prepared: PreparedRun) -> tuple[TrainStep, MonitoredKeysCheck]:
         from drivetrain._engine.monitors import MonitoredKeysCheck  # only training needs it
 
         core, data = self.core, self.data
@@ -272,8 +261,8 @@ class Session:
             core.optimization = set_up_optimizers(core, self._resumed)
         prepare_stopping(core)
         validate = build_validation(core, runner, move) if data.validates else None
-        monitors = MonitoredKeysCheck(core, data, core.optimization.schedulers)
-        self.training = training = build_training(
+        monitors = MonitoredKeysCheck(core)
+        step = build_training(
             core,
             self.checkpoints,
             validate,
@@ -282,14 +271,13 @@ class Session:
             apply_trainable_changes=self._apply_trainable_changes,
             after_first_batch=monitors.after_first_batch,
         )
-        core.loop, core.manual, core.pass_over_data = training.loop, training.manual, training.pass_over_data
         if reloading is not None:
-            reloading.connect(training.loop, runner, move)
+            reloading.connect(runner, move)
         if self._resumed is not None:
             self._resumed.load()
         if not core.request.trial:
             log_once(core.strategy.precision.describe())
-        return training, monitors
+        return step, monitors
 
     def _train(self, prepared: PreparedRun, loop: TrainLoop, monitors: MonitoredKeysCheck) -> None:
         core, checkpoints, ending = self.core, self.checkpoints, self._ending
@@ -302,7 +290,7 @@ class Session:
         for hook in hooks.on_fit_start:
             hook()
         if self.data.validates and core.trainer.num_sanity_val_steps and checkpoints.opened is None:
-            run_sanity_check(core, self.data, prepared.runner, prepared.move, monitors.note_validation)
+            run_sanity_check(core, prepared.runner, prepared.move, monitors.note_validation)
         core.metrics.enter("train", reset=checkpoints.opened is None)
         self._signals.defer_to_run()
         for hook in hooks.on_train_start:
@@ -344,7 +332,7 @@ class Session:
             with core.span("checkpoint"):
                 self.checkpoints.saved_state.load_weights(self.checkpoints.opened, core.request.averaged)
         core.stop = StopRequest(core.strategy.control, None, None, None)
-        evaluate = build_stage(core, self.data, core.stop, prepared.runner, prepared.move)
+        evaluate = build_stage(core, prepared.runner, prepared.move)
         self._signals.defer_to_run()
         with core.span(HOOK_STAGE_NAMES[core.stage]):
             result = evaluate()
@@ -448,7 +436,7 @@ class Session:
                 return None
             from drivetrain._engine.reloading import Reloading  # only runs that reload need it
 
-            reloading = Reloading(core, data, core.components, self._build_stage_data)
+            reloading = Reloading(core, self._build_stage_data)
             reloading.begin(self._resumed)
             return reloading
 
@@ -475,7 +463,7 @@ class Session:
         if core.trainer.compile:
             from drivetrain._engine.compiled_steps import CompiledSteps  # only runs that compile need it
 
-            self._compiled = CompiledSteps(module, core.trainer.compile, core.metrics, self.collective_calls)
+            self._compiled = CompiledSteps(module, core.trainer.compile, core)
         run_step = strategy.setup_module(module)
         check_module_setup(strategy, module, run_step)
         runner = under_context(run_step, strategy.precision)
@@ -532,8 +520,8 @@ class Session:
 
     def _detach(self) -> None:
         core = self.core
-        if self.training is not None:
-            self.training.loop.release()
+        if core.loop is not None:
+            core.loop.release()
         if self.core.trainables is not None:
             self.core.trainables.end()
         unlock_module(core.module)
@@ -556,7 +544,7 @@ class Session:
         core, ending = self.core, self._ending
         strategy, control = core.strategy, core.strategy.control
         error = error_to_report(control, error)
-        note_where(error, core, self.training is not None)
+        note_where(error, core, core.loop is not None)
         note_known_fixes(error)
         failure = Failure.of_exception(strategy.rank, error)
         publish_failure(control, failure)

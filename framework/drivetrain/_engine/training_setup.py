@@ -12,8 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from drivetrain._config.arguments import parse_duration
-from drivetrain._engine.run_callbacks import RunCallbacks
-from drivetrain._engine.run_parts import RunCore, RunData, Training
+from drivetrain._engine.run_parts import RunCore
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import find_loaders
 from drivetrain._loops.batch_mover import BatchMover
@@ -35,7 +34,6 @@ from drivetrain.callback import SavesOnException, SchedulesWindows
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
-from drivetrain.run_context import RunContext
 from drivetrain.strategies.strategy import StepRunner, Strategy
 
 logger = logging.getLogger("drivetrain")
@@ -50,8 +48,8 @@ def build_training(
     *,
     apply_trainable_changes: Callable[[], None],
     after_first_batch: Callable[[], None],
-) -> Training:
-    """Build the training loop.
+) -> TrainStep:
+    """Build the training loop of a run, and return its step, without the checks of ``detect_anomaly``.
 
     Args:
         core: the run, with its optimizers, what may stop it, and its snapshot.
@@ -73,9 +71,9 @@ def build_training(
         strategy.precision.on_minimum_scale = _loss_scale_warning()
     if validate is not None:
         _warn_if_never_validates(core)
-    reader = _build_reader(core, data, move)
+    reader = _build_reader(core, move)
     limits = TrainLimits(trainer.max_epochs, trainer.max_steps, trainer.log_every_n_steps)
-    loop = TrainLoop(
+    core.loop = TrainLoop(
         step,
         reader,
         hooks=core.hooks,
@@ -97,11 +95,13 @@ def build_training(
             ),
             reload=data.reload,
             apply_trainable_changes=apply_trainable_changes,
-            resize=partial(_resize, core, data),
+            resize=partial(_resize, core),
             checks=EpochChecks(step, metrics, type(module).__name__, strategy.rank == 0, after_first_batch),
         ),
     )
-    return Training(loop, inner, build_training_pass(core, data, runner, move))
+    core.manual = inner if isinstance(inner, ManualStep) else None
+    core.pass_over_data = build_training_pass(core, runner, move)
+    return inner
 
 
 def _warn_if_never_validates(core: RunCore) -> None:
@@ -116,8 +116,8 @@ def _warn_if_never_validates(core: RunCore) -> None:
         )
 
 
-def _build_reader(core: RunCore, data: RunData, move: BatchMover | None) -> EpochReader:
-    module = core.module
+def _build_reader(core: RunCore, move: BatchMover | None) -> EpochReader:
+    module, data = core.module, core.data
     is_weighed = module.automatic_optimization and is_overridden("batch_weight", module, TrainModule)
     reader = EpochReader(
         core.trainer,
@@ -133,12 +133,13 @@ def _build_reader(core: RunCore, data: RunData, move: BatchMover | None) -> Epoc
     return reader
 
 
-def _resize(core: RunCore, data: RunData, epoch_begins: bool) -> bool:
+def _resize(core: RunCore, epoch_begins: bool) -> bool:
     """Read the size of the training data again; return whether it has changed. Collective.
 
     Raises:
         ConfigurationError: an epoch that is resumed within began with another number of samples.
     """
+    data = core.data
     changed = data.loaded.resize_training()
     if not epoch_begins:
         data.epoch_position.check_samples(data.train)
@@ -147,16 +148,14 @@ def _resize(core: RunCore, data: RunData, epoch_begins: bool) -> bool:
     return changed
 
 
-def build_training_pass(
-    core: RunCore, data: RunData, runner: StepRunner, move: BatchMover | None
-) -> Callable[[], None]:
+def build_training_pass(core: RunCore, runner: StepRunner, move: BatchMover | None) -> Callable[[], None]:
     """Return a function that runs the training step over an epoch's data without training."""
 
     def run_pass() -> None:
         from drivetrain._loops.statistics_pass import pass_over_training_data
 
         wrapped = WrappedModule(core.module, runner, core.strategy)
-        pass_over_training_data(data.training, wrapped, core.metrics, move)
+        pass_over_training_data(core.data.training, wrapped, core.metrics, move)
 
     return run_pass
 
@@ -182,41 +181,43 @@ def prepare_stopping(core: RunCore) -> None:
         )
 
 
-def estimated_steps(trainer: RunContext, callbacks: RunCallbacks, data: RunData) -> int | float:
+def estimated_steps(core: RunCore) -> int | float:
     """Return the number of optimizer steps of the whole run, from limits and the data; infinite without a bound."""
+    data = core.data
     if data.resized_at is not None:  # the steps that were made, and the rest by the present size of the data
-        return _count_steps(trainer, callbacks, data.train_length, *data.resized_at)
-    length = data.train_length if data.first_length is None else data.first_length
-    return _count_steps(trainer, callbacks, length)
+        return _count_steps(core, data.train_length, *data.resized_at)
+    return _count_steps(core, data.train_length if data.first_length is None else data.first_length)
 
 
-def estimated_before_data(core: RunCore, data: RunData) -> int | float:
-    """Return `estimated_steps` for a call in ``setup``, when no loaders exist yet. Collective.
+def read_estimate(core: RunCore) -> int | float:
+    """Return `estimated_steps` for user code, whose schedules may then depend on it.
 
-    This function builds the training loader, which the run then uses.
+    In `setup` of a fit, when no loaders exist yet, this function builds the training loader, which the run then uses.
+    It is then collective.
     """
-    strategy, given = core.strategy, data.given
+    strategy, data, given = core.strategy, core.data, core.data.given
+    data.estimate_was_read = True
+    if data.stage_data is not None or core.stage != "fit":
+        return estimated_steps(core)
     data.given = replace(given, built_train_loaders=find_loaders("train", given.train, given.datamodule, core.module))
     loaded = StageData(core.trainer, "train", core.module, data.given, strategy, seed=0)
     loaded.close()
-    return _count_steps(core.trainer, core.callbacks, loaded.train_length)
+    return _count_steps(core, loaded.train_length)
 
 
-def _count_steps(
-    trainer: RunContext, callbacks: RunCallbacks, length: int | None, epoch: int = 0, done: int = 0
-) -> int | float:
+def _count_steps(core: RunCore, length: int | None, epoch: int = 0, done: int = 0) -> int | float:
     """Return the number of steps of a run whose epochs from ``epoch`` on have ``length`` micro-batches each.
 
     Args:
-        trainer: the run.
-        callbacks: the callbacks, one of which may set the size of windows.
+        core: the run.
         length: the number of micro-batches of an epoch; None if it is unknown.
         epoch: the first epoch that has this length.
         done: the number of steps that were made before this epoch.
     """
+    trainer = core.trainer
     if length is None or trainer.max_epochs in (None, -1):
         return math.inf if trainer.max_steps == -1 else trainer.max_steps
-    schedule = next((callback for callback in callbacks if isinstance(callback, SchedulesWindows)), None)
+    schedule = next((callback for callback in core.callbacks if isinstance(callback, SchedulesWindows)), None)
     if schedule is None:
         steps = done + math.ceil(length / trainer.accumulate_grad_batches) * (trainer.max_epochs - epoch)
     else:
@@ -258,7 +259,7 @@ def _build_schedulers(core: RunCore) -> Schedulers:
     data, module = core.data, core.module
     override = module.lr_scheduler_step if is_overridden("lr_scheduler_step", module, TrainModule) else None
     estimate = StepEstimate(
-        estimated_steps(core.trainer, core.callbacks, data),
+        estimated_steps(core),
         None if data.reload else data.train_length,
         data.estimate_was_read,
     )

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from drivetrain._runtime.working_directory import REMOVED, lacks_its_start
 from drivetrain.callback import Callback, folders_of
@@ -15,10 +14,13 @@ from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.loggers import Logger
 from drivetrain.strategies.strategy import Strategy
 
+if TYPE_CHECKING:
+    from drivetrain._storage.folder import Folder
+
 _PROBE = ".drivetrain-probe"
 """The name of the object that is written to a store and removed to test the store. All tests use the same name."""
 
-_PAUSES = (0.5, 1.0, 2.0)  # seconds between attempts to write to a store that may be busy
+_RETRIES = 3  # of writing to a store that may be busy
 
 
 class Writer(NamedTuple):
@@ -106,14 +108,14 @@ def first_refusal(writers: Iterable[tuple[str, Writer]]) -> tuple[str, str, str]
 
 def write_problem(folder: str) -> str | None:
     """Return why a folder cannot be written to or created, or None if no problem was found."""
-    from drivetrain.checkpoint._format.storage import filesystem_of  # only runs that write files need it
+    from drivetrain._storage.paths import folder_at, local_path  # only runs that write files need it
 
     try:
-        filesystem, path = filesystem_of(folder)
+        path = local_path(folder)
     except CheckpointError as error:
         return error.what
-    if filesystem is not None:
-        return _object_problem(filesystem, path.rstrip("/"))
+    if path is None:
+        return _object_problem(folder_at(folder))
     if lacks_its_start(path):
         return REMOVED
     path = os.path.abspath(path)
@@ -143,20 +145,19 @@ def _exists(path: str) -> bool:
     return True
 
 
-def _object_problem(filesystem: Any, root: str) -> str | None:
-    """Return why no object can be written to ``root``, or None."""
-    from drivetrain.checkpoint._format.object_file import make_folder
+def _object_problem(folder: Folder) -> str | None:
+    """Return why no object can be written to a folder at a URL, or None."""
+    from drivetrain._storage.retries import retried
 
-    path = f"{root}/{_PROBE}"
-    for pause in (*_PAUSES, None):
-        try:
-            make_folder(filesystem, root)
-            filesystem.pipe_file(path, b"")
-            break
-        except Exception as error:  # the libraries of stores raise different errors
-            if pause is None or isinstance(error, PermissionError | FileNotFoundError | NotImplementedError):
-                return f"{type(error).__name__}: {error}"
-            time.sleep(pause)
+    def probe() -> None:
+        folder.make()
+        with folder.create(_PROBE):
+            pass
+
+    try:
+        retried(probe, _RETRIES, permanent=(PermissionError, FileNotFoundError, NotImplementedError))
+    except Exception as error:  # the libraries of stores raise different errors
+        return f"{type(error).__name__}: {error}"
     with suppress(Exception):  # the store may permit writing alone, and another node may have removed the object
-        filesystem.rm_file(path)
+        folder.remove(_PROBE)
     return None

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain.checkpoint._folders import LATEST, claim_name, is_checkpoint_at
-from drivetrain.checkpoint._format.storage import is_checkpoint_file
+from drivetrain.checkpoint._format.checkpoint_folder import is_checkpoint_file
 from drivetrain.checkpoint._retention import KeptCheckpoint
 from drivetrain.errors import ConfigurationError, nearest
 

@@ -48,13 +48,9 @@ class GradientAccumulationScheduler(Callback):
         self.scheduling = dict(sorted(scheduling.items()))
         self._original_window: int | None = None  # ``accumulate_grad_batches`` before the run
 
-    def window(self, epoch: int) -> int:
+    def micro_batches_per_window(self, epoch: int) -> int:
         """Return the number of micro-batches per window in ``epoch``."""
         return next((self.scheduling[start] for start in reversed(self.scheduling) if start <= epoch), 1)
-
-    def micro_batches_per_window(self, epoch: int) -> int:
-        """Return the number of micro-batches per window in ``epoch``, for the engine's estimate of the total steps."""
-        return self.window(epoch)
 
     def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Check that no other setting contradicts the schedule, and set the first window."""
@@ -74,15 +70,13 @@ class GradientAccumulationScheduler(Callback):
                 "count micro-batches in training_step, or use automatic optimization",
             )
         self._original_window = trainer.accumulate_grad_batches
-        trainer.accumulate_grad_batches = self.window(trainer.current_epoch)
-
-    def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
-        """Set the window of an epoch that is resumed midway, for which `on_train_epoch_start` is not called."""
-        trainer.accumulate_grad_batches = self.window(trainer.current_epoch)
+        trainer.accumulate_grad_batches = self.micro_batches_per_window(trainer.current_epoch)
 
     def on_train_epoch_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Set the epoch's window."""
-        trainer.accumulate_grad_batches = self.window(trainer.current_epoch)
+        trainer.accumulate_grad_batches = self.micro_batches_per_window(trainer.current_epoch)
+
+    on_train_start = on_train_epoch_start  # for an epoch that is resumed midway
 
     def teardown(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Restore ``accumulate_grad_batches`` to its value before the run."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain._config.argument_checks import check_choice, check_count
 from drivetrain._runtime.working_directory import resolved_path
+from drivetrain._storage.paths import child, resolve_folder
 from drivetrain.callback import Callback
 from drivetrain.callbacks._checkpoint_names import (
     COUNTERS,
@@ -23,7 +24,7 @@ from drivetrain.callbacks._checkpoint_names import (
     names_in,
 )
 from drivetrain.callbacks._monitored_value import acts_at_epoch_end, fresh_value, missing_value, was_logged
-from drivetrain.checkpoint._folders import LATEST, child, remove, resolve_folder, write_latest
+from drivetrain.checkpoint._folders import LATEST, remove, write_latest
 from drivetrain.checkpoint._format.checksums import check_digest
 from drivetrain.checkpoint._retention import KeptCheckpoint, Retention
 from drivetrain.checkpoint.save_request import SaveRequest
@@ -183,7 +184,8 @@ class Checkpoint(Callback):
         self._said_that_it_waits = False
         self._last_considered_step = 0  # global_step at which a save by steps or time was last considered
         self._last_resumable_step = -1  # global_step of the last checkpoint that a run can resume from
-        self._current_score: float | None = None
+        self.current_score: float | None = None
+        """Monitored value at the last save; None without ``monitor``."""
         self._last_timed_save = time.monotonic()  # when training started or ``train_time_interval`` was last reached
         self._fitting = False
         self._retention_before_rollback = self._retention
@@ -201,11 +203,6 @@ class Checkpoint(Callback):
         """Monitored value of the best checkpoint."""
         best = self._retention.best
         return None if best is None else best.score
-
-    @property
-    def current_score(self) -> float | None:
-        """Monitored value at the last save; None without ``monitor``."""
-        return self._current_score
 
     @property
     def kth_best_model_path(self) -> str:
@@ -265,10 +262,7 @@ class Checkpoint(Callback):
         folder = state_dict["dirpath"]
         if not self._fitting:  # the run was in other processes, and this is the state of its rank 0
             self._run_id = state_dict["run"]
-            if self.dirpath is None or self.dirpath == self._default_dirpath:
-                self.dirpath = self._default_dirpath = folder
-            else:
-                self.dirpath = os.path.expanduser(self.dirpath)
+            self._choose_folder(folder)
         last_saved_step, waiting_in = state_dict["last_saved_step"], state_dict["waiting_in"]
         self._last_saved_step = last_saved_step if type(last_saved_step) is int else -1
         self._waiting_in = waiting_in if type(waiting_in) is int else None
@@ -289,7 +283,7 @@ class Checkpoint(Callback):
         resumable = [*([] if self.save_weights_only else retention.kept), retention.interrupt_checkpoint]
         self._last_resumable_step = max([-1, *(saved.step for saved in resumable if saved is not None)])
 
-    # What the engine asks of every callback
+    # What the engine asks of callbacks that have it
 
     @property
     def writes_to(self) -> Sequence[str]:
@@ -345,14 +339,16 @@ class Checkpoint(Callback):
             return
         self._disabled = bool(trainer.fast_dev_run) or trainer.barebones
         self._run_id = trainer.run_id
-        if self.dirpath is None or self.dirpath == self._default_dirpath:
-            self.dirpath = self._default_dirpath = (
-                None if trainer.log_dir is None else child(trainer.log_dir, CHECKPOINTS)
-            )
-        else:
-            self.dirpath = os.path.expanduser(self.dirpath)
+        self._choose_folder(None if trainer.log_dir is None else child(trainer.log_dir, CHECKPOINTS))
         self._reset()
         self._fitting = True
+
+    def _choose_folder(self, default: str | None) -> None:
+        """Use the folder that the user has chosen, or else ``default``, which a later run may change."""
+        if self.dirpath is None or self.dirpath == self._default_dirpath:
+            self.dirpath = self._default_dirpath = default
+        else:
+            self.dirpath = os.path.expanduser(self.dirpath)
 
     def teardown(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Release the names of checkpoints that were not completed."""
@@ -477,7 +473,7 @@ class Checkpoint(Callback):
             if not (is_last or self.keep_last):
                 return
         score = None if self.monitor is None else self._score(trainer, logged)
-        self._current_score = score
+        self.current_score = score
         values = {name: math.nan if value is None else value for name, value in logged.items()}
         values |= {"epoch": epoch, "step": trainer.global_step}
         trainer.save(lambda: self._next_checkpoint(trainer, score, values))

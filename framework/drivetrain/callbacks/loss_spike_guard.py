@@ -188,9 +188,7 @@ class LossSpikeGuard(Callback):
         """Check the losses before a checkpoint may be saved."""
         self._check_losses(trainer)
 
-    def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Check the remaining losses of the epoch."""
-        self._check_losses(trainer)
+    on_train_epoch_end = on_validation_start
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_losses": None, "_micro_batches": [], "_pending": []}

@@ -115,15 +115,7 @@ class NonFiniteGuard(Callback):
         if self._micro_batches:
             self._check(trainer, module)
 
-    def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Check the remaining micro-batches of the epoch."""
-        if self._micro_batches:
-            self._check(trainer, module)
-
-    def on_train_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Check the remaining micro-batches if training ended within an epoch."""
-        if self._micro_batches:
-            self._check(trainer, module)
+    on_train_epoch_end = on_train_end = on_validation_start  # training may end within an epoch
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_buffer": None, "_micro_batches": []}

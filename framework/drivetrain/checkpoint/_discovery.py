@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TypeVar
 
-from drivetrain.checkpoint._folders import child, children, read_latest
-from drivetrain.checkpoint._format import CheckpointReader, StorageError, load
+from drivetrain._storage.folder import StorageError
+from drivetrain._storage.paths import child
+from drivetrain.checkpoint._folders import children, read_latest
+from drivetrain.checkpoint._format import CheckpointReader, load
 from drivetrain.errors import CheckpointError
 
 logger = logging.getLogger("drivetrain")

@@ -6,14 +6,15 @@ import contextlib
 import itertools
 import os
 import re
-import time
 from collections.abc import Callable, Container
 
-from drivetrain._runtime.working_directory import lacks_its_start
-from drivetrain.checkpoint._format import CheckpointReader, StorageError, load, local_storage
-from drivetrain.checkpoint._format.folder import as_os_errors
+from drivetrain._storage.folder import StorageError
+from drivetrain._storage.local_publication import remove_folder, reserve_name, write_pointer
+from drivetrain._storage.paths import child, folder_at, local_path
+from drivetrain._storage.retries import retried
+from drivetrain.checkpoint._format import CheckpointReader, load
+from drivetrain.checkpoint._format.checkpoint_folder import is_checkpoint_file
 from drivetrain.checkpoint._format.manifest import MANIFEST
-from drivetrain.checkpoint._format.storage import filesystem_of, is_checkpoint_file, path_exists
 from drivetrain.errors import CheckpointError
 
 LATEST = "latest"
@@ -21,7 +22,6 @@ LATEST = "latest"
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_=,+-][A-Za-z0-9._=,+-]{0,250}")
 _MAX_LATEST_BYTES = 256  # maximum number of bytes to read from a `LATEST` file
-_RETRY_PAUSES = (0.5, 1.0)  # seconds between retries of a failing request
 
 
 def is_plain_name(name: str) -> bool:
@@ -29,35 +29,16 @@ def is_plain_name(name: str) -> bool:
     return _PLAIN_NAME.fullmatch(name) is not None
 
 
-def resolve_folder(folder: str) -> str:
-    """Return the real path of a local folder, or a URL without its trailing slash."""
-    filesystem, root = filesystem_of(folder)
-    if filesystem is not None:
-        return folder.rstrip("/")
-    return os.path.normpath(root) if lacks_its_start(root) else os.path.realpath(root)
-
-
-def child(folder: str, name: str) -> str:
-    """Return the path of the entry ``name`` in ``folder``."""
-    return f"{folder.rstrip('/')}/{name}"
-
-
 def children(folder: str) -> list[str]:
     """Return the names of the sub-folders of ``folder``; an empty list if ``folder`` does not exist.
 
-    Hidden local folders are skipped, because they are still being written or were left behind by a killed writer.
+    Hidden folders are skipped, because they are still being written or were left behind by a killed writer.
 
     Raises:
         StorageError: the storage cannot be listed.
     """
-    filesystem, root = filesystem_of(folder)
     try:
-        if filesystem is None:
-            with os.scandir(root) as entries:
-                return sorted(entry.name for entry in entries if not entry.name.startswith(".") and _is_folder(entry))
-        with as_os_errors():
-            filesystem.invalidate_cache()
-            entries = filesystem.ls(root, detail=True)
+        return sorted(name for name, is_folder in folder_at(folder).entries() if is_folder and not name.startswith("."))
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
@@ -66,14 +47,6 @@ def children(folder: str) -> list[str]:
             "it is unknown whether the folder holds a checkpoint.",
             "check the storage, the credentials and the network.",
         ) from error
-    return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a symbolic link that points to itself
-        return False
 
 
 def read_latest(folder: str) -> str | None:
@@ -84,15 +57,10 @@ def read_latest(folder: str) -> str | None:
     Raises:
         StorageError: the file cannot be read.
     """
-    filesystem, root = filesystem_of(folder)
-    if filesystem is None:
+    if local_path(folder) is not None:
         return None
     try:
-        with as_os_errors():
-            path = child(root, LATEST)
-            filesystem.invalidate_cache()
-            size = min(int(filesystem.size(path) or 0), _MAX_LATEST_BYTES)
-            name = filesystem.cat_file(path, start=0, end=size).decode(errors="replace") if size else ""
+        name = folder_at(folder).read(LATEST, _MAX_LATEST_BYTES).decode(errors="replace")
     except (FileNotFoundError, IsADirectoryError):
         return None
     except OSError as error:
@@ -110,17 +78,9 @@ def is_taken(path: str) -> bool:
     Raises:
         StorageError: the storage still fails after retries.
     """
-    filesystem, root = filesystem_of(path)
-    if filesystem is None:
-        return os.path.lexists(root)
-    for pause in _RETRY_PAUSES:
-        with contextlib.suppress(OSError), as_os_errors():
-            return path_exists(filesystem, root)
-        time.sleep(pause)
+    folder = folder_at(path)
     try:
-        with as_os_errors():
-            filesystem.invalidate_cache()
-            return path_exists(filesystem, root)
+        return retried(folder.exists, retries=2)
     except OSError as error:
         raise StorageError(
             f"It is unknown whether {path!r} exists: {error}.",
@@ -151,10 +111,10 @@ def claim_name(folder: str, name: str, is_replaceable: Callable[[str], bool]) ->
             if is_replaceable(version) or not (version in claimed or is_taken(child(folder, version)))
         )
 
-    filesystem, root = filesystem_of(folder)
-    if filesystem is None:
+    root = local_path(folder)
+    if root is not None:
         with contextlib.suppress(OSError):  # saving to the folder will report the error on all ranks
-            return local_storage.claim_name(root, choose)
+            return reserve_name(root, choose)
     return choose(()), lambda: None
 
 
@@ -180,17 +140,16 @@ def remove(folder: str, name: str, identifier: str) -> bool:
     checkpoint = _load_matching(folder, name, identifier)
     if checkpoint is None:
         return False
-    filesystem, root = filesystem_of(child(folder, name))
-    if filesystem is None and all(map(is_checkpoint_file, os.listdir(root))):
-        local_storage.remove_checkpoint(root)
+    path = child(folder, name)
+    root, files = local_path(path), folder_at(path)
+    if root is not None and all(map(is_checkpoint_file, files.names())):
+        remove_folder(root)
         return True
     # Remove the manifest first, because a folder without it is not a checkpoint. Only listed files are removed.
-    unlink = os.unlink if filesystem is None else filesystem.rm_file
     for file in (MANIFEST, *checkpoint.manifest.files):
-        with as_os_errors(), contextlib.suppress(FileNotFoundError):
-            unlink(f"{root}/{file}")
-    with contextlib.suppress(OSError, NotImplementedError):  # the folder is not empty, or the storage has no folders
-        (os.rmdir if filesystem is None else filesystem.rmdir)(root)
+        with contextlib.suppress(FileNotFoundError):
+            files.remove(file)
+    files.remove_if_empty()
     return True
 
 
@@ -199,8 +158,7 @@ def _load_matching(folder: str, name: str, identifier: str) -> CheckpointReader 
     if not identifier or not is_plain_name(name):
         return None
     path = child(folder, name)
-    filesystem, root = filesystem_of(path)
-    if filesystem is None and os.path.islink(root):
+    if os.path.islink(local_path(path) or ""):
         return None  # drivetrain creates no links, so drivetrain did not write this checkpoint
     try:
         checkpoint = load(path)
@@ -213,8 +171,8 @@ def _load_matching(folder: str, name: str, identifier: str) -> CheckpointReader 
 
 def write_latest(folder: str, name: str) -> None:
     """Write the name of the newest checkpoint to the `LATEST` file of a folder."""
-    filesystem, root = filesystem_of(folder)
-    if filesystem is not None:
-        filesystem.pipe_file(f"{root}/{LATEST}", name.encode())
-        return
-    local_storage.write_pointer(os.path.join(root, LATEST), name)
+    root = local_path(folder)
+    if root is None:
+        folder_at(folder).commit(LATEST, [name.encode()])
+    else:
+        write_pointer(os.path.join(root, LATEST), name)

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from drivetrain._storage.paths import folder_at
 from drivetrain.checkpoint._format import CheckpointReader, load
-from drivetrain.checkpoint._format.folder import as_os_errors
-from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.checkpoint._format.tensor_reader import TensorSource
 from drivetrain.checkpoint.averaged_weights import evaluated_weights
 from drivetrain.checkpoint.consolidation import create_file, write_tensors
@@ -145,19 +144,13 @@ def _check_complete(checkpoint: CheckpointReader, name: str) -> None:
 
 def _check_no_weights(target: str) -> None:
     """Raise if a folder already holds weights, because ``from_pretrained`` might load the old weights."""
-    filesystem, root = filesystem_of(target)
     try:
-        with as_os_errors():
-            if filesystem is None:
-                names = os.listdir(root)
-            else:
-                filesystem.invalidate_cache()
-                names = [path.rpartition("/")[2] for path in filesystem.ls(root, detail=False)]
+        names = folder_at(target).names()
     except FileNotFoundError:
         return
     except OSError as error:
         raise CheckpointError(f"{target!r} cannot be read: {error}.", "", "give another folder.") from error
-    existing = sorted(name for name in names if _WEIGHTS_FILE_NAME.fullmatch(name))
+    existing = [name for name in names if _WEIGHTS_FILE_NAME.fullmatch(name)]
     if existing:
         raise CheckpointError(
             f"{target!r} already holds {listed(existing)}.",
@@ -172,11 +165,11 @@ def _check_no_weights(target: str) -> None:
 def _write_weights(target: str, sources: Sources, limit: int) -> None:
     files = _split_by_size(sources, limit)
     if len(files) == 1:
-        _write_tensors(f"{target}/model.safetensors", files[0])
+        write_tensors(files[0], f"{target}/model.safetensors")
         return
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     for name, tensors in zip(names, files, strict=True):
-        _write_tensors(f"{target}/{name}", tensors)
+        write_tensors(tensors, f"{target}/{name}")
     weight_map = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
     sizes = {
         "total_parameters": sum(source.spec.numel for source in sources.values()),
@@ -196,11 +189,6 @@ def _split_by_size(sources: Sources, limit: int) -> list[dict[str, TensorSource]
         files[-1][name] = source
         remaining -= source.spec.nbytes
     return files
-
-
-def _write_tensors(target: str, sources: Sources) -> None:
-    with create_file(target) as sink:
-        write_tensors(sources, sink)
 
 
 def _write_json(target: str, value: Any) -> None:

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any
+from contextlib import contextmanager
+
+import torch
 
 from drivetrain._distributed.shards import Span
+from drivetrain._storage.folder import Sink
+from drivetrain._storage.paths import folder_at, split
 from drivetrain.checkpoint._folders import is_taken
 from drivetrain.checkpoint._format import CheckpointReader, load
-from drivetrain.checkpoint._format.file_writer import FileWriter
-from drivetrain.checkpoint._format.folder import as_os_errors
-from drivetrain.checkpoint._format.object_file import open_replacement
-from drivetrain.checkpoint._format.pieces import bytes_of, pieces_of, row_size
-from drivetrain.checkpoint._format.storage import filesystem_of
-from drivetrain.checkpoint._format.tensor_file import Spec, header_of, in_file_order
+from drivetrain.checkpoint._format.file_writer import file_writer
+from drivetrain.checkpoint._format.tensor_file import Spec, header_of, in_file_order, row_ranges
 from drivetrain.checkpoint._format.tensor_reader import TensorSource
-from drivetrain.checkpoint._format.writeback_file import WritebackFile
 from drivetrain.checkpoint.averaged_weights import evaluated_weights
 from drivetrain.errors import CheckpointError, listed
 
 _OTHER_FORMATS = {".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npz", ".npy", ".h5", ".onnx", ".gguf"}
-_PIECE_BYTES = 16 * 2**20  # number of bytes that are read into memory at a time, unless a single row is larger
+_BYTES_IN_MEMORY = 16 * 2**20  # number of bytes that are read into memory at a time, unless a single row is larger
 
 
 def consolidate(
@@ -69,8 +65,7 @@ def consolidate(
             "another file would be lost.",
             "give another path, or overwrite=True (--overwrite).",
         )
-    with create_file(target) as sink:
-        write_tensors(_stored_tensors(checkpoint, averaged), sink)
+    write_tensors(_stored_tensors(checkpoint, averaged), target)
     return target
 
 
@@ -92,51 +87,37 @@ def _stored_tensors(checkpoint: CheckpointReader, averaged: bool | None) -> dict
     return sources
 
 
-def write_tensors(sources: Mapping[str, TensorSource], sink: Any) -> None:
-    """Write tensors of a checkpoint as one safetensors file, under the names that are the keys of ``sources``."""
+def write_tensors(sources: Mapping[str, TensorSource], target: str) -> None:
+    """Write tensors of a checkpoint as one safetensors file, under the names that are the keys of ``sources``.
+
+    Raises:
+        CheckpointError: a tensor is damaged, or the file cannot be written.
+    """
     specs = in_file_order(Spec(name, source.dtype, source.shape) for name, source in sources.items())
-    writer = FileWriter(sink)
-    try:
+    with file_writer(create_file(target)) as writer:
         writer.write(header_of(specs))
         for spec in specs:
-            row = row_size(spec.shape)
-            for piece in pieces_of(spec, _PIECE_BYTES):
-                writer.write(bytes_of(sources[spec.name].read(Span(piece.first * row, piece.last * row))))
-        writer.record()
-    finally:
-        writer.close()
+            for first, last in row_ranges(spec, _BYTES_IN_MEMORY):
+                span = Span(first * spec.row_size, last * spec.row_size)
+                values = sources[spec.name].read(span)
+                with writer.memory(values.nbytes) as memory:
+                    memory.copy_(values.view(torch.uint8))
 
 
 @contextmanager
-def create_file(target: str) -> Iterator[Any]:
+def create_file(target: str) -> Iterator[Sink]:
     """Yield a stream that writes the file ``target``. The file appears under this name only once it is complete.
 
     Raises:
         CheckpointError: the file cannot be written.
     """
+    path, name = split(target)
+    folder = folder_at(path)
     try:
-        with _open_replacement(target) as sink:
+        folder.make()
+        with folder.replace(name) as sink:
             yield sink
     except OSError as error:
         raise CheckpointError(
             f"{target!r} could not be written: {error}.", "", "check the path, its permissions and the free space."
         ) from error
-
-
-@contextmanager
-def _open_replacement(target: str) -> Iterator[Any]:
-    filesystem, root = filesystem_of(target)
-    if filesystem is not None:
-        with as_os_errors(), open_replacement(filesystem, root) as stream:
-            yield stream
-        return
-    path = Path(root)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
-    try:
-        with WritebackFile(temporary) as stream:
-            yield stream
-        os.replace(temporary, path)
-    finally:
-        with suppress(OSError):
-            temporary.unlink()

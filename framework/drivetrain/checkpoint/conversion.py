@@ -16,7 +16,6 @@ from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.checkpoint._format import CheckpointMetadata, StateToSave, save
 from drivetrain.checkpoint._format.documents import encode
 from drivetrain.checkpoint._hugging_face import write_pretrained
-from drivetrain.checkpoint._nesting import nested_weights
 from drivetrain.checkpoint._untrusted import Placeholder, load_safely
 from drivetrain.checkpoint.averaged_weights import announce_choice, check_averaged
 from drivetrain.errors import CheckpointError
@@ -24,6 +23,7 @@ from drivetrain.errors import CheckpointError
 _LIGHTNING_TRAINED = "current_model_state"
 """Key of the trained weights in a file with Lightning's `WeightAveraging`, whose ``state_dict`` has the averages."""
 _WRAPPER = "module."  # before each name in the state dict of DataParallel and DistributedDataParallel
+_KEYS_OF_WEIGHTS = ("state_dict", "model_state_dict", "model", "module")  # of mappings in other libraries' files
 
 logger = logging.getLogger("drivetrain")
 
@@ -131,7 +131,7 @@ def _read_other_format(path: Path, averaged: bool | None) -> tuple[dict[str, tor
             "weights are read as a mapping of names to tensors.",
             "check that this is the checkpoint and not another file of the run.",
         )
-    state, nest = nested_weights(state)
+    state, nest = _nested_weights(state)
     unreadable_names = [str(name) for name, value in state.items() if isinstance(value, Placeholder)]
     if unreadable_names:
         raise CheckpointError(
@@ -145,6 +145,21 @@ def _read_other_format(path: Path, averaged: bool | None) -> tuple[dict[str, tor
     elif tensors and all(name.startswith(nest + _WRAPPER) for name in tensors):
         nest += _WRAPPER
     return tensors, _json_hyper_parameters(document.get("hyper_parameters")), nest
+
+
+def _nested_weights(document: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """Return the mapping of names to tensors in a document, and the dotted keys that lead to it.
+
+    A mapping without tensors is searched for a mapping under a key that usually holds weights, or for its only mapping.
+    """
+    if not any(isinstance(value, torch.Tensor) for value in document.values()):
+        mappings = [key for key, value in document.items() if isinstance(value, Mapping)]
+        known = [key for key in _KEYS_OF_WEIGHTS if key in mappings]
+        if known or len(mappings) == 1:
+            key = (known or mappings)[0]
+            weights, nest = _nested_weights(document[key])
+            return weights, f"{key}.{nest}"
+    return document, ""
 
 
 def _no_averages_error(path: Path) -> CheckpointError:

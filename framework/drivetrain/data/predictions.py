@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from drivetrain._storage.folder import Folder
+from drivetrain.checkpoint._format.checkpoint_folder import existing_folder, read_if_there
 from drivetrain.checkpoint._format.documents import decode, loads
-from drivetrain.checkpoint._format.folder import Folder, folder_at, read_if_there
 from drivetrain.checkpoint._format.manifest import FileRecord
 from drivetrain.checkpoint._format.tensor_reader import CheckedFile, TensorSource, damage_error, tensors_in
 from drivetrain.data._prediction_files import (
@@ -204,7 +205,7 @@ class Predictions(Sequence[Any]):
 
 def _open_folder(path: str) -> tuple[Folder, dict[str, FileRecord], int, int]:
     with describe_errors_as_predictions(path):
-        folder = folder_at(path)
+        folder = existing_folder(path)
         content = read_if_there(folder, MANIFEST, MAX_MANIFEST_BYTES)
         if content is None:
             raise CheckpointError(

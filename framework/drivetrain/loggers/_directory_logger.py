@@ -9,9 +9,8 @@ from typing import Any
 
 from drivetrain._config.secret_values import SecretFilter
 from drivetrain._runtime.working_directory import resolved_path
-from drivetrain.checkpoint._folders import child
+from drivetrain._storage.paths import child, publish
 from drivetrain.loggers.logger import Logger
-from drivetrain.runs._atomic_file import publish
 from drivetrain.runs._directory import claim_version, folder_name, make_directory, runs_folder_of, split_folder
 
 
@@ -65,7 +64,12 @@ class DirectoryLogger(Logger):
 
     def use_folder(self, folder: str) -> None:
         """Use the folder of a run for this logger's files."""
+        if folder != self.log_dir:
+            self._leave_folder()
         self._folder = folder
+
+    def _leave_folder(self) -> None:
+        """Forget what this logger has written to its folder, because another folder comes next."""
 
     def make_folder(self) -> str:
         """Create the logger's folder if needed, and return its path or URL. Without a run, a free one is taken."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from drivetrain.checkpoint._folders import child
-from drivetrain.runs._atomic_file import publish
+from drivetrain._storage.paths import folder_at, publish
 
 _FOLDER = "media"
 _UNSAFE = re.compile(r"[^\w.@+= -]")
@@ -30,11 +29,8 @@ def write_media(folder: str, key: str, step: int, kind: str, content: bytes) -> 
 
 def remove_media_after(folder: str, step: int) -> None:
     """Remove the media files of steps after ``step``."""
-    import fsspec  # imported here because it reads the entry points of all packages, which is slow
-
-    filesystem, root = fsspec.core.url_to_fs(child(folder, _FOLDER))
-    filesystem.invalidate_cache()
-    for path in filesystem.find(root):
+    files = folder_at(folder)
+    for path in files.find(_FOLDER):
         match = _STEP.search(path)
         if match is not None and int(match[1]) > step:
-            filesystem.rm_file(path)
+            files.remove(path)

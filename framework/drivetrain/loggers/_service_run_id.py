@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from drivetrain.checkpoint._folders import child
+from drivetrain._storage.paths import child, folder_at
 from drivetrain.errors import ConfigurationError
 
 
@@ -14,13 +14,8 @@ def read_run_id(folder: str, file: str) -> str | None:
     Raises:
         ConfigurationError: the file's content is invalid.
     """
-    import fsspec  # imported here because it reads the entry points of all packages, which is slow
-
-    path = child(folder, file)
-    filesystem, root = fsspec.core.url_to_fs(path)
-    filesystem.invalidate_cache()
     try:
-        document = json.loads(filesystem.cat_file(root))
+        document = json.loads(folder_at(folder).read(file))
     except FileNotFoundError:
         return None
     except ValueError:
@@ -28,7 +23,7 @@ def read_run_id(folder: str, file: str) -> str | None:
     run_id = document.get("run_id") if isinstance(document, dict) else None
     if not isinstance(run_id, str):
         raise ConfigurationError(
-            f"{path!r} does not contain the id of a run of the logging service.",
+            f"{child(folder, file)!r} does not contain the id of a run of the logging service.",
             "the file must contain a JSON object with a text 'run_id'.",
             "pass the id to the logger, or remove the file to start a new run in the service.",
         )

@@ -7,7 +7,7 @@ import os
 from importlib import import_module
 from typing import Any
 
-from drivetrain.checkpoint._format.storage import filesystem_of
+from drivetrain._storage.paths import folder_at, local_path
 
 _log = logging.getLogger("drivetrain")
 
@@ -67,7 +67,7 @@ class CheckpointUploads:
         artifact: Any = import_module("wandb").Artifact(
             self._name or f"model-{logger.run_id}", "model", metadata=metadata
         )
-        if filesystem_of(path)[0] is None:
+        if local_path(path) is not None:
             artifact.add_dir(path)
         else:
             artifact.add_reference(path, checksum=False)
@@ -77,9 +77,5 @@ class CheckpointUploads:
 
 def _modified_at(path: str) -> Any:
     """Return what distinguishes a checkpoint from an earlier one of the same name; None if there is no checkpoint."""
-    if not path:
-        return None
-    filesystem, root = filesystem_of(path)
-    if filesystem is None:
-        return os.stat(root).st_mtime_ns if os.path.isdir(root) else None
-    return str(filesystem.checksum(f"{root}/manifest.json")) if filesystem.exists(root) else None
+    folder = folder_at(path)
+    return folder.read("manifest.json") if path and folder.exists("manifest.json") else None

@@ -7,23 +7,21 @@ import csv
 import json
 import logging
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, SupportsFloat
 
 from drivetrain._config.argument_checks import check_count
 from drivetrain._runtime.lazy_names import is_installed
-from drivetrain.checkpoint._folders import child
-from drivetrain.checkpoint._format.storage import filesystem_of
+from drivetrain._storage.paths import child, folder_at, local_path
+from drivetrain._storage.retries import retried
 from drivetrain.errors import DrivetrainError
 from drivetrain.loggers._csv_table import Row, format_rows, format_table, parse_table
 from drivetrain.loggers._directory_logger import DirectoryLogger
 from drivetrain.loggers._media_files import remove_media_after, write_media
 from drivetrain.loggers.media import Histogram, Table, pixels_of, png_of, png_of_figure, text_of
-from drivetrain.runs._atomic_file import replace_file
 
-_RETRY_DELAYS = (0.5, 1.0, 2.0)  # seconds between attempts to write to a remote store
+_FILE = "metrics.csv"
+_RETRIES = 3  # of writing to a remote store
 _PERMANENT_ERRORS = (PermissionError, ValueError, csv.Error)  # Retrying does not help against these errors.
 
 _log = logging.getLogger("drivetrain")
@@ -66,9 +64,8 @@ class CSVLogger(DirectoryLogger):
         meaning = "the number of steps between two writes"
         check_count("CSVLogger", "flush_logs_every_n_steps", flush_logs_every_n_steps, 1, meaning)
         super().__init__(save_dir, name, version, prefix)
-        self._is_local = filesystem_of(self.save_dir)[0] is None  # and can append to files
+        self._is_local = local_path(self.save_dir) is not None  # and can append to files
         self._flush_every = flush_logs_every_n_steps
-        self._table_folder: str | None = None  # the folder that the following attributes refer to
         self._columns: list[str] | None = None  # None until the file has been read
         self._pending: list[Row] = []  # rows that are not written yet
         self._flushed_step: int | None = None  # the step of the last write, or of the first row
@@ -144,7 +141,7 @@ class CSVLogger(DirectoryLogger):
             DrivetrainError: writing failed. The rows stay pending.
         """
         if self._pending:
-            self._retry(self._write, _RETRY_DELAYS)
+            self._retry(self._write)
 
     def rewind(self, step: int) -> None:
         """Remove the rows and media of steps after ``step``, and the columns that become empty.
@@ -160,19 +157,18 @@ class CSVLogger(DirectoryLogger):
         folder = self.log_dir
         if folder is None:
             return
-        self._switch_folder(folder)
         self._rewound_to = step
         self._rows_before_rewind = 0
         self._rewritten_metrics = set()
-        self._retry(lambda: self._drop_rows_after(step), _RETRY_DELAYS)
-        self._retry(lambda: remove_media_after(folder, step), _RETRY_DELAYS)
+        self._retry(lambda: self._drop_rows_after(step))
+        self._retry(lambda: remove_media_after(folder, step))
 
     def _save_or_warn(self) -> None:
         """Write the pending rows, with a warning instead of an error, because a failure must not end the training."""
         failed_before = self._write_failed
         try:
             # After a failure, a write is not retried, because retries would delay the run at each write.
-            self._retry(self._write, () if failed_before else _RETRY_DELAYS)
+            self._retry(self._write, 0 if failed_before else _RETRIES)
         except DrivetrainError as error:
             if not failed_before:
                 _log.warning(
@@ -181,35 +177,35 @@ class CSVLogger(DirectoryLogger):
                     error.what,
                 )
 
-    def _retry(self, action: Callable[[], None], delays: Sequence[float]) -> None:
-        """Call ``action``, and call it again after each delay if a remote store fails.
+    def _retry(self, action: Callable[[], None], retries: int = _RETRIES) -> None:
+        """Call ``action``, and call it again after pauses if a remote store fails.
 
         ``action`` must not change this object unless it succeeds.
         """
-        for delay in (*delays, None):
+
+        def attempt() -> None:
             try:
                 action()
-                self._write_failed = False
-                return
-            except Exception as error:  # Each storage library has its own error types.
+            except Exception:
                 self._write_failed = True
-                if delay is None or isinstance(error, _PERMANENT_ERRORS) or self._is_local:
-                    raise DrivetrainError(
-                        f"metrics.csv below {self.save_dir!r} cannot be written: {type(error).__name__}: {error}.",
-                        "the missing rows are kept in memory, and are lost when this process ends.",
-                        "check the free space, the permissions, and for a URL the credentials and the network.",
-                    ) from error
-            time.sleep(delay)
+                raise
+            self._write_failed = False
 
-    def _switch_folder(self, path: str) -> None:
-        """Reset the state of the table if ``path`` is another folder than before."""
-        if self._table_folder not in (None, path):
-            self._columns = self._text = None
-            self._rewound_to, self._rows_before_rewind, self._rewritten_metrics = None, 0, set()
-        self._table_folder = path
+        try:
+            retried(attempt, 0 if self._is_local else retries, _PERMANENT_ERRORS)
+        except Exception as error:
+            raise DrivetrainError(
+                f"metrics.csv below {self.save_dir!r} cannot be written: {type(error).__name__}: {error}.",
+                "the missing rows are kept in memory, and are lost when this process ends.",
+                "check the free space, the permissions, and for a URL the credentials and the network.",
+            ) from error
+
+    def _leave_folder(self) -> None:
+        self._columns = self._text = None
+        self._rewound_to, self._rows_before_rewind, self._rewritten_metrics = None, 0, set()
 
     def _write(self) -> None:
-        self._switch_folder(self.make_folder())
+        self.make_folder()
         if self._columns is None:
             self._load_existing()
         assert self._columns is not None
@@ -276,33 +272,19 @@ class CSVLogger(DirectoryLogger):
 
     # Read and write the file
 
-    @property
-    def _file(self) -> str:
-        """The table's path or URL, once `_table_folder` is known."""
-        return child(self._table_folder or "", "metrics.csv")
-
     def _read(self) -> str | None:
-        """Return the file's text, which is known already at a URL that was read or written; None if there is no file.
-
-        fsspec's ``exists`` is not used, because that method returns False on an error, and the store's
-        rows would then be lost.
-        """
+        """Return the file's text; None if there is no file. A text at a URL is read once."""
         if self._text is not None:
             return self._text
         try:
-            filesystem, path = filesystem_of(self._file)
-            if filesystem is None:
-                content = Path(path).read_bytes()
-            else:
-                filesystem.invalidate_cache()
-                content = filesystem.cat_file(path)
+            content = folder_at(self.log_dir or "").read(_FILE)
         except FileNotFoundError:
             return None
         return content.decode("utf-8-sig", "surrogateescape")  # Invalid bytes are written back unchanged.
 
     def _replace(self, text: str) -> None:
         """Replace the file atomically, so that a kill or an error loses no rows."""
-        replace_file(self._file, text.encode("utf-8", "surrogateescape"))
+        folder_at(self.log_dir or "").write(_FILE, text.encode("utf-8", "surrogateescape"))
         if not self._is_local:
             self._text = text
 
@@ -311,7 +293,8 @@ class CSVLogger(DirectoryLogger):
         if self._text is not None:
             self._replace(self._text + text)
             return True
-        _, path = filesystem_of(self._file)
+        path = local_path(child(self.log_dir or "", _FILE))
+        assert path is not None  # at a URL, `_text` is known
         try:
             size = os.path.getsize(path)
         except FileNotFoundError:

@@ -17,6 +17,7 @@ import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from drivetrain._storage.paths import folder_at
 from drivetrain.migrate._configurations import migrate_yaml
 from drivetrain.migrate._scripts import Migrated, migrate
 
@@ -40,7 +41,7 @@ def _write(path: Path, content: bytes) -> None:
     try:
         temporary.write_bytes(content)
         shutil.copymode(path, temporary)
-        os.replace(temporary, path)
+        folder_at(str(path.parent)).rename(temporary.name, path.name)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from drivetrain._config.old_names import find_replacement
+from drivetrain._config.foreign_names import find_replacement
 from drivetrain.migrate._names import RENAMED_CLASSES, module_by_name
 
 _LIGHTNING_PATH = re.compile(r"(?<![\w./-])(?:lightning|pytorch_lightning)(?:\.\w+)+")

@@ -7,10 +7,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TypeAlias
 
-from drivetrain._config.lightning_names import strategy_attribute_error, trainer_attribute_error
-from drivetrain._config.old_names import find_replacement
+from drivetrain._config.foreign_names import find_replacement, strategy_attribute_error, trainer_attribute_error
 from drivetrain.migrate._names import PUBLIC_MODULES, RENAMED_CLASSES, module_by_name
 
 _LIGHTNING_MODULE = re.compile(r"(lightning|lightning\.pytorch|pytorch_lightning)(\.|$)")
@@ -26,12 +24,9 @@ _ARGUMENT_NOTES = {
     "weights_only": "weights_only= is not needed: a checkpoint holds no pickle",
     "retain_graph": "retain_graph= is refused: add the losses, and call manual_backward once",
 }
-_MODULE_VARIABLES = ("self", "module", "pl_module", "model")
+_MODULE_VARIABLES = ("self", "module", "pl_module", "model", "lightning_module")
 # Matches a line as Python's tokenizer splits them. str.splitlines would also split at other separators.
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
-
-Edits: TypeAlias = dict[tuple[int, int], tuple[tuple[int, int], str, str]]
-"""Maps the start of an edit (line, column in bytes) to the end, the text to replace ("" for any) and the new text."""
 
 
 @dataclass(slots=True)
@@ -98,38 +93,282 @@ def migrate(source: str) -> Migrated:
     Raises:
         SyntaxError: the text is not valid Python.
     """
-    tree = ast.parse(source)
-    lines = [line.encode() for line in _LINE.findall(source)]
-    remaining: list[tuple[int, str]] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _LIGHTNING_STRING.fullmatch(node.value):
-            remaining.append((node.lineno, f"{node.value!r} is a Lightning name in a string"))
-    names = _collect_names(tree)
-    if not any(isinstance(node, ast.Import | ast.ImportFrom) and _mentions_lightning(node) for node in ast.walk(tree)):
-        return Migrated(source, sorted(set(remaining)))
-    edits: Edits = {}
-    reads = _edit_checkpoint_reads(tree, edits, remaining)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            _edit_import(node, lines, names, edits, remaining)
-        elif isinstance(node, ast.Name) and names.new_name_of(node.id) != node.id:
-            _add_edit(edits, node, len(node.id.encode()), node.id, names.new_name_of(node.id))
-        elif isinstance(node, ast.Attribute):
-            _edit_attribute(node, names, edits, remaining)
-        elif isinstance(node, ast.Call):
-            remaining += _argument_notes(node, names)
-        elif isinstance(node, ast.ClassDef | ast.FunctionDef):
-            remaining += _definition_notes(node)
-        for text in _annotation_strings(node):
-            _edit_annotation(text, lines, names, edits, remaining)
-    if reads:
-        _import_checkpoint(tree, lines, edits, remaining)
-    changed = _apply_edits(lines, edits, remaining)
+    script = _Script(source)
+    changed = script.migrated() if script.imports_lightning else source
     try:
         ast.parse(changed)
     except SyntaxError:
         return Migrated(source, [(1, "the file could not be migrated: change the file by hand")])
-    return Migrated(changed, sorted(set(remaining)))
+    return Migrated(changed, sorted(set(script.remaining)))
+
+
+class _Script:
+    """The text of a script, and the edits that migrate it.
+
+    A position is a line and a column in bytes, as in `ast`.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._tree = ast.parse(source)
+        self._lines = [line.encode() for line in _LINE.findall(source)]
+        self._names = _collect_names(self._tree)
+        self._edits: dict[tuple[int, int], tuple[tuple[int, int], str, str]] = {}  # start: end, old ("": any), new
+        newline = re.search(r"[\r\n]+$", self._lines[0].decode()) if self._lines else None
+        self._newline = newline[0] if newline else "\n"  # is taken to end every line
+        self.remaining: list[tuple[int, str]] = []
+        """The changes that remain to be made by hand, with line numbers."""
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Constant) and _LIGHTNING_STRING.fullmatch(str(node.value)):
+                self._note(node, f"{node.value!r} is a Lightning name in a string")
+
+    @property
+    def imports_lightning(self) -> bool:
+        """Whether the script imports Lightning."""
+        imports = (node for node in ast.walk(self._tree) if isinstance(node, ast.Import | ast.ImportFrom))
+        return any(map(_mentions_lightning, imports))
+
+    def migrated(self) -> str:
+        """Return the script with drivetrain's names."""
+        names = self._names
+        reads = self._edit_checkpoint_reads()
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                if _mentions_lightning(node):
+                    self._edit_import(node)
+            elif isinstance(node, ast.Name) and names.new_name_of(node.id) != node.id:
+                self._replace(_start(node), _end(node), names.new_name_of(node.id), node.id)
+            elif isinstance(node, ast.Attribute):
+                self._edit_attribute(node)
+            elif isinstance(node, ast.Call):
+                self._note_arguments(node)
+            elif isinstance(node, ast.ClassDef | ast.FunctionDef):
+                self._note_definition(node)
+            for text in _annotation_strings(node):
+                self._edit_annotation(text)
+        if reads:
+            self._import_checkpoint()
+        return self._apply_edits()
+
+    def _note(self, node: ast.expr | ast.stmt, text: str) -> None:
+        self.remaining.append((node.lineno, text))
+
+    def _replace(self, start: tuple[int, int], end: tuple[int, int], new: str, old: str = "") -> None:
+        """Replace the text between two positions. If it is not ``old``, apart from spaces, note the change instead."""
+        self._edits[start] = end, old, new
+
+    def _edit_import(self, node: ast.Import | ast.ImportFrom) -> None:
+        """Replace an import statement by others, and keep comments and other code on the same lines."""
+        new = self._new_imports(node) if isinstance(node, ast.Import) else self._new_imports_from(node)
+        end_line, end_column = _end(node)
+        indent = self._lines[node.lineno - 1][: node.col_offset].decode()
+        after = self._lines[end_line - 1][end_column:].decode()
+        if indent.strip() or not re.match(r"\s*(#|$)", after):  # other statements share these lines
+            text = "; ".join(new)
+        else:
+            text = (self._newline + indent).join([*self._comments_within(node), *new])
+        self._replace(_start(node), _end(node), text)
+
+    def _new_imports(self, node: ast.Import) -> list[str]:
+        new = []
+        for alias in node.names:
+            module = alias.name
+            if _LIGHTNING_MODULE.match(module) and not _has_counterpart(module):
+                self._note(node, f"import {module}: import the names that you use from drivetrain")
+            elif _LIGHTNING_MODULE.match(module):
+                module = ".".join(["drivetrain", *_strip_package(module.split("."))])
+            new.append(f"import {module}" + (f" as {alias.asname}" if alias.asname else ""))
+        return new
+
+    def _new_imports_from(self, node: ast.ImportFrom) -> list[str]:
+        new: list[str] = []
+        names_by_module: dict[str, list[str]] = {}
+        for alias in node.names:
+            name = RENAMED_CLASSES.get(alias.name, alias.name)
+            if not _strip_package([*str(node.module).split("."), alias.name]):
+                new.append(f"import drivetrain as {alias.asname or alias.name}")
+                continue
+            module_name = module_by_name().get(name)
+            if name in _TYPE_ALIASES:
+                names_by_module.setdefault("typing", []).append(f"Any as {alias.asname or name}")
+                continue
+            if module_name is None:
+                note = ": import the names that are used" if name == "*" else " has no known counterpart"
+                self._note(node, f"{alias.name} of {node.module}{note}")
+                module_name, name = node.module or "", alias.name
+            keeps_name = alias.name in self._names.aliased and name != alias.name
+            local = alias.asname or (alias.name if keeps_name else None)
+            names_by_module.setdefault(module_name, []).append(name + (f" as {local}" if local else ""))
+        return new + [f"from {module} import {', '.join(imported)}" for module, imported in names_by_module.items()]
+
+    def _comments_within(self, node: ast.stmt) -> Iterator[str]:
+        """Yield the comments within an import that spans several lines."""
+        for number in range(node.lineno, _end(node)[0]):
+            start = node.col_offset if number == node.lineno else 0
+            comment = re.search(rb"#[^\r\n]*", self._lines[number - 1][start:])  # an import contains no strings
+            if comment:
+                yield comment[0].rstrip().decode()
+
+    def _edit_attribute(self, node: ast.Attribute) -> None:
+        owner, names = ast.unparse(node.value), self._names
+        path = names.lightning_path_of(node)
+        if path is None:
+            self._note_trainer_attribute(node, owner)
+            return
+        if not path:  # `lightning.pytorch`, or `L.pytorch`
+            new = "drivetrain" if owner in ("lightning", "pytorch_lightning") else owner
+            self._replace(_start(node), _end(node), new, f"{owner}.{node.attr}")
+            return
+        if isinstance(node.value, ast.Name) and names.packages[owner] == owner:  # imported without `as`
+            self._replace(_start(node.value), _end(node.value), "drivetrain", owner)
+        name = RENAMED_CLASSES.get(node.attr, node.attr)
+        module_name = module_by_name().get(name)
+        advice = f"write `from {module_name} import {name}`"
+        if len(path) == 1:
+            if module_name is None:
+                self._note(node, f"{owner}.{node.attr} has no known counterpart")
+            elif module_name != "drivetrain":
+                self._note(node, f"{owner}.{node.attr}: {advice}")
+        elif len(path) == 2 and module_name != f"drivetrain.{path[0]}":
+            ending = f": {advice}" if module_name else ""
+            self._note(node, f"{owner}.{node.attr} has no counterpart in drivetrain.{path[0]}{ending}")
+        elif len(path) > 2:
+            if node.attr in RENAMED_CLASSES:
+                self._note(node, f"{owner}.{node.attr}: {advice}")
+            elif RENAMED_CLASSES.get(path[-2]) == "Fit" and _is_not_of_fit(node.attr):
+                self._note(node, f"{owner}.{node.attr} does not exist in drivetrain")
+            return
+        if name != node.attr and module_name is not None:
+            line, column = _end(node)
+            self._replace((line, column - len(node.attr.encode())), _end(node), name, node.attr)
+
+    def _note_trainer_attribute(self, node: ast.Attribute, owner: str) -> None:
+        if self._names.class_of(node.value) == "Trainer" and _is_not_of_fit(node.attr):
+            self._note(node, f"{owner}.{node.attr} does not exist in drivetrain")
+        for name, error_text in (("trainer", trainer_attribute_error), ("trainer.strategy", strategy_attribute_error)):
+            if owner == name or owner.endswith(f".{name}"):
+                _, separator, advice = error_text(name, node.attr).partition(": ")
+                if separator:
+                    self._note(node, f"{owner}.{node.attr}: {advice.rstrip('.')}")
+
+    def _edit_checkpoint_reads(self) -> bool:
+        """Rewrite ``torch.load(callback.best_model_path)["state_dict"]``; return whether there is any. Note others."""
+        rewritten: set[int] = set()
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Subscript) and ast.unparse(node.slice) == "'state_dict'":
+                path = _loaded_checkpoint(node.value)
+                if path is not None:
+                    rewritten.add(id(node.value))
+                    # Two edits, because the path between them may contain names that change too.
+                    self._replace(_start(node), _start(path), "drivetrain.checkpoint.evaluated_weights(")
+                    self._replace(_end(path), _end(node), ")")
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Call) and id(node) not in rewritten and _loaded_checkpoint(node) is not None:
+                self._note(node, f"{ast.unparse(node)}: {_CHECKPOINT_NOTE}")
+        return bool(rewritten)
+
+    def _import_checkpoint(self) -> None:
+        """Add ``import drivetrain.checkpoint`` before the first import of Lightning at the top level."""
+        for node in self._tree.body:
+            if isinstance(node, ast.Import | ast.ImportFrom) and _start(node) in self._edits:
+                end, old, new = self._edits[_start(node)]
+                self._replace(_start(node), end, f"import drivetrain.checkpoint{self._newline}{new}", old)
+                return
+        self.remaining.append((1, "write import drivetrain.checkpoint"))
+
+    def _edit_annotation(self, node: ast.Constant) -> None:
+        new = old = str(node.value)
+        for name in self._names.classes:
+            new = re.sub(rf"(?<![\w.]){re.escape(name)}\b", self._names.new_name_of(name), new)
+        for package in self._names.packages:
+            root = "drivetrain" if package in ("lightning", "pytorch_lightning") else package
+            for old_class, name in RENAMED_CLASSES.items():
+                new = re.sub(rf"(?<![\w.]){re.escape(package)}\.(?:pytorch\.)?{old_class}\b", f"{root}.{name}", new)
+        if new == old:
+            return
+        text = self._lines[node.lineno - 1][node.col_offset : node.end_col_offset].decode(errors="replace")
+        if node.end_lineno == node.lineno and text[1:-1] == old:
+            self._replace(_start(node), _end(node), text[0] + new + text[-1], text)
+        else:
+            self._note(node, f"an annotation contains Lightning's classes: write {new!r}")
+
+    def _note_arguments(self, node: ast.Call) -> None:
+        owner, _, called = ast.unparse(node.func).rpartition(".")
+        is_trainer = self._names.class_of(node.func) == "Trainer"
+        for keyword in node.keywords:
+            name = keyword.arg
+            if name is None:
+                continue
+            advice = find_replacement(name) if is_trainer else None
+            if is_trainer or called in ("fit", "validate", "test", "predict", "manual_backward"):
+                advice = _ARGUMENT_NOTES.get(name, advice)
+            if advice is not None:
+                self._note(keyword.value, f"{name}=: {advice}")
+        if is_trainer and node.args:
+            self._note(node, "Trainer(...) has positional arguments: Fit takes keywords")
+        if called == "log" and len(node.args) > 2 and owner.rpartition(".")[2] in _MODULE_VARIABLES:
+            self._note(node, "log(...) has positional options: write them by name, as prog_bar=True")
+
+    def _note_definition(self, node: ast.ClassDef | ast.FunctionDef) -> None:
+        if isinstance(node, ast.FunctionDef) and node.args.args and node.args.args[0].arg == "self":
+            removed_hooks = {"training_epoch_end", "validation_epoch_end", "test_epoch_end"}
+            if node.name in removed_hooks or re.fullmatch(r"on_\w+_model_zero_grad", node.name):
+                self._note(node, f"def {node.name} is never called: the error of the first run names the replacement")
+            if "dataloader_iter" in {child.arg for child in node.args.args}:
+                self._note(node, f"def {node.name} is called with a batch instead of dataloader_iter")
+
+    def _apply_edits(self) -> str:
+        starts = [0]
+        for line in self._lines:
+            starts.append(starts[-1] + len(line))
+        text = b"".join(self._lines)
+        for (number, column), (end, old, new) in sorted(self._edits.items(), reverse=True):
+            first, last = starts[number - 1] + column, starts[end[0] - 1] + end[1]
+            current = text[first:last].decode(errors="replace")
+            # Python 3.11 reports wrong columns in f-strings.
+            if old and re.sub(r"\s", "", current) != re.sub(r"\s", "", old):
+                self.remaining.append((number, f"replace {old} by {new}"))
+                continue
+            text = text[:first] + new.encode() + text[last:]
+        return text.decode()
+
+
+def _start(node: ast.expr | ast.stmt) -> tuple[int, int]:
+    return node.lineno, node.col_offset
+
+
+def _end(node: ast.expr | ast.stmt) -> tuple[int, int]:
+    assert node.end_lineno is not None
+    assert node.end_col_offset is not None
+    return node.end_lineno, node.end_col_offset
+
+
+def _is_not_of_fit(attribute: str) -> bool:
+    return not hasattr(import_module("drivetrain").Fit, attribute)
+
+
+def _loaded_checkpoint(node: ast.expr) -> ast.expr | None:
+    """Return the path that ``torch.load`` reads, if it is a path that a checkpoint callback gives."""
+    if isinstance(node, ast.Call) and node.args and ast.unparse(node.func) == "torch.load":
+        path = node.args[0]
+        if isinstance(path, ast.Attribute) and path.attr in _CHECKPOINT_PATHS:
+            return path
+    return None
+
+
+def _annotation_strings(node: ast.AST) -> Iterator[ast.Constant]:
+    """Yield the strings in a node's annotations that contain Python code."""
+    for part in ("annotation", "returns"):
+        annotation = getattr(node, part, None)
+        if isinstance(annotation, ast.expr):
+            literals = {
+                id(text)
+                for child in ast.walk(annotation)
+                if isinstance(child, ast.Subscript) and ast.unparse(child.value).rpartition(".")[2] == "Literal"
+                for text in ast.walk(child.slice)
+            }
+            for child in ast.walk(annotation):
+                if isinstance(child, ast.Constant) and isinstance(child.value, str) and id(child) not in literals:
+                    yield child
 
 
 # Finding the names that refer to Lightning
@@ -234,257 +473,3 @@ def _mark_shadowed(tree: ast.AST, names: _Names) -> None:
             for child in (child for part in scope for child in ast.walk(part)):
                 if isinstance(child, ast.Name) and child.id == name:
                     names.shadowed.add(id(child))
-
-
-# Collecting and applying the edits, and noting the changes that remain to be made
-
-
-def _add_edit(edits: Edits, node: ast.expr | ast.stmt, size: int, old: str, new: str, from_end: bool = False) -> None:
-    """Add an edit that replaces the first ``size`` bytes of a node, or with ``from_end`` the last ones."""
-    assert node.end_lineno is not None
-    assert node.end_col_offset is not None
-    line, start = (node.end_lineno, node.end_col_offset - size) if from_end else (node.lineno, node.col_offset)
-    edits[line, start] = (line, start + size), old, new
-
-
-def _edit_import(
-    node: ast.Import | ast.ImportFrom,
-    lines: Sequence[bytes],
-    names: _Names,
-    edits: Edits,
-    remaining: list[tuple[int, str]],
-) -> None:
-    new: list[str] = []
-    if isinstance(node, ast.Import):
-        if not _mentions_lightning(node):
-            return
-        for alias in node.names:
-            module = alias.name
-            if _LIGHTNING_MODULE.match(module) and not _has_counterpart(module):
-                remaining.append((node.lineno, f"import {module}: import the names that you use from drivetrain"))
-            elif _LIGHTNING_MODULE.match(module):
-                module = ".".join(["drivetrain", *_strip_package(module.split("."))])
-            new.append(f"import {module}" + (f" as {alias.asname}" if alias.asname else ""))
-    elif not _imports_lightning(node):
-        return
-    else:
-        names_by_module: dict[str, list[str]] = {}
-        for alias in node.names:
-            name = RENAMED_CLASSES.get(alias.name, alias.name)
-            if not _strip_package([*str(node.module).split("."), alias.name]):
-                new.append(f"import drivetrain as {alias.asname or alias.name}")
-                continue
-            module_name = module_by_name().get(name)
-            if name in _TYPE_ALIASES:
-                names_by_module.setdefault("typing", []).append(f"Any as {alias.asname or name}")
-                continue
-            if module_name is None:
-                note = ": import the names that are used" if name == "*" else " has no known counterpart"
-                remaining.append((node.lineno, f"{alias.name} of {node.module}{note}"))
-                module_name, name = node.module or "", alias.name
-            local = alias.asname or (alias.name if alias.name in names.aliased and name != alias.name else None)
-            names_by_module.setdefault(module_name, []).append(name + (f" as {local}" if local else ""))
-        new += [f"from {module_name} import {', '.join(imported)}" for module_name, imported in names_by_module.items()]
-    _replace_statement(node, new, lines, edits)
-
-
-def _replace_statement(node: ast.stmt, new: list[str], lines: Sequence[bytes], edits: Edits) -> None:
-    """Replace an import statement by other statements, and keep comments and other code on the same lines."""
-    assert node.end_lineno is not None
-    assert node.end_col_offset is not None
-    end = node.end_lineno, node.end_col_offset
-    indent = lines[node.lineno - 1][: node.col_offset].decode()
-    after = lines[end[0] - 1][end[1] :].decode()
-    comments = [text.decode() for text in _comments(node, lines)]
-    if indent.strip() or not re.match(r"\s*(#|$)", after):  # Other statements share these lines.
-        edits[node.lineno, node.col_offset] = end, "", "; ".join(new)
-        return
-    separator = _newline(lines) + indent
-    edits[node.lineno, node.col_offset] = end, "", separator.join(comments + new)
-
-
-def _newline(lines: Sequence[bytes]) -> str:
-    """Return what ends the first line, which is taken to end every line."""
-    newline = re.search(r"[\r\n]+$", lines[0].decode())
-    return newline[0] if newline else "\n"
-
-
-def _comments(node: ast.stmt, lines: Sequence[bytes]) -> Iterator[bytes]:
-    """Yield the comments within a statement that spans several lines."""
-    assert node.end_lineno is not None
-    for number in range(node.lineno, node.end_lineno):
-        start = node.col_offset if number == node.lineno else 0
-        comment = re.search(rb"#[^\r\n]*", lines[number - 1][start:])  # An import contains no strings.
-        if comment:
-            yield comment[0].rstrip()
-
-
-def _edit_attribute(node: ast.Attribute, names: _Names, edits: Edits, remaining: list[tuple[int, str]]) -> None:
-    owner = ast.unparse(node.value)
-    path = names.lightning_path_of(node)
-    if path is None:
-        if names.class_of(node.value) == "Trainer" and not hasattr(import_module("drivetrain").Fit, node.attr):
-            remaining.append((node.lineno, f"{owner}.{node.attr} does not exist in drivetrain"))
-        for name, error_text in (("trainer", trainer_attribute_error), ("trainer.strategy", strategy_attribute_error)):
-            if owner == name or owner.endswith(f".{name}"):
-                _, separator, advice = error_text(name, node.attr).partition(": ")
-                if separator:
-                    remaining.append((node.lineno, f"{owner}.{node.attr}: {advice.rstrip('.')}"))
-        return
-    name = RENAMED_CLASSES.get(node.attr, node.attr)
-    module_name = module_by_name().get(name)
-    if not path:  # `lightning.pytorch`, or `L.pytorch`
-        root = node.value
-        assert isinstance(root, ast.Name)
-        assert node.end_lineno is not None
-        assert node.end_col_offset is not None
-        new = "drivetrain" if root.id in ("lightning", "pytorch_lightning") else root.id
-        edits[node.lineno, node.col_offset] = (node.end_lineno, node.end_col_offset), f"{root.id}.{node.attr}", new
-        return
-    if isinstance(node.value, ast.Name) and names.packages[node.value.id] == node.value.id:  # imported without `as`
-        _add_edit(edits, node.value, len(node.value.id), node.value.id, "drivetrain")
-    if len(path) == 1:
-        if module_name is None:
-            remaining.append((node.lineno, f"{owner}.{node.attr} has no known counterpart"))
-        elif module_name != "drivetrain":
-            remaining.append((node.lineno, f"{owner}.{node.attr}: write `from {module_name} import {name}`"))
-    elif len(path) == 2 and module_name != f"drivetrain.{path[0]}":
-        advice = f": write `from {module_name} import {name}`" if module_name else ""
-        text = f"{owner}.{node.attr} has no counterpart in drivetrain.{path[0]}{advice}"
-        remaining.append((node.lineno, text))
-    elif len(path) > 2:
-        if node.attr in RENAMED_CLASSES:
-            remaining.append((node.lineno, f"{owner}.{node.attr}: write `from {module_name} import {name}`"))
-        elif RENAMED_CLASSES.get(path[-2]) == "Fit" and not hasattr(import_module("drivetrain").Fit, node.attr):
-            remaining.append((node.lineno, f"{owner}.{node.attr} does not exist in drivetrain"))
-        return
-    if name != node.attr and module_name is not None:
-        _add_edit(edits, node, len(node.attr.encode()), node.attr, name, from_end=True)
-
-
-def _edit_checkpoint_reads(tree: ast.AST, edits: Edits, remaining: list[tuple[int, str]]) -> int:
-    """Rewrite ``torch.load(callback.best_model_path)["state_dict"]``; return how often. Note other reads."""
-    rewritten: set[int] = set()
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Subscript)
-            and isinstance(node.slice, ast.Constant)
-            and node.slice.value == "state_dict"
-            and (path := _loaded_checkpoint(node.value)) is not None
-        ):
-            rewritten.add(id(node.value))
-            assert node.end_lineno is not None
-            assert node.end_col_offset is not None
-            assert path.end_lineno is not None
-            assert path.end_col_offset is not None
-            # Two edits, because the path between them may contain names that change too.
-            start, end = (path.lineno, path.col_offset), (path.end_lineno, path.end_col_offset)
-            edits[node.lineno, node.col_offset] = start, "", "drivetrain.checkpoint.evaluated_weights("
-            edits[end] = (node.end_lineno, node.end_col_offset), "", ")"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and id(node) not in rewritten and _loaded_checkpoint(node) is not None:
-            remaining.append((node.lineno, f"{ast.unparse(node)}: {_CHECKPOINT_NOTE}"))
-    return len(rewritten)
-
-
-def _loaded_checkpoint(node: ast.expr) -> ast.expr | None:
-    """Return the path that ``torch.load`` reads, if it is a path that a checkpoint callback gives."""
-    if isinstance(node, ast.Call) and node.args and ast.unparse(node.func) == "torch.load":
-        path = node.args[0]
-        if isinstance(path, ast.Attribute) and path.attr in _CHECKPOINT_PATHS:
-            return path
-    return None
-
-
-def _import_checkpoint(
-    tree: ast.Module, lines: Sequence[bytes], edits: Edits, remaining: list[tuple[int, str]]
-) -> None:
-    """Add ``import drivetrain.checkpoint`` before the first import of Lightning at the top level."""
-    for node in tree.body:
-        key = node.lineno, node.col_offset
-        if isinstance(node, ast.Import | ast.ImportFrom) and key in edits:
-            end, old, new = edits[key]
-            edits[key] = end, old, f"import drivetrain.checkpoint{_newline(lines)}{new}"
-            return
-    remaining.append((1, "write import drivetrain.checkpoint"))
-
-
-def _annotation_strings(node: ast.AST) -> Iterator[ast.Constant]:
-    """Yield the strings in a node's annotations that contain Python code."""
-    for part in ("annotation", "returns"):
-        annotation = getattr(node, part, None)
-        if isinstance(annotation, ast.expr):
-            literals = {
-                id(text)
-                for child in ast.walk(annotation)
-                if isinstance(child, ast.Subscript) and ast.unparse(child.value).rpartition(".")[2] == "Literal"
-                for text in ast.walk(child.slice)
-            }
-            for child in ast.walk(annotation):
-                if isinstance(child, ast.Constant) and isinstance(child.value, str) and id(child) not in literals:
-                    yield child
-
-
-def _edit_annotation(
-    node: ast.Constant, lines: Sequence[bytes], names: _Names, edits: Edits, remaining: list[tuple[int, str]]
-) -> None:
-    assert node.end_col_offset is not None
-    new = old_text = str(node.value)
-    for name in names.classes:
-        new = re.sub(rf"(?<![\w.]){re.escape(name)}\b", names.new_name_of(name), new)
-    for package in names.packages:
-        root = "drivetrain" if package in ("lightning", "pytorch_lightning") else package
-        for old, name in RENAMED_CLASSES.items():
-            new = re.sub(rf"(?<![\w.]){re.escape(package)}\.(?:pytorch\.)?{old}\b", f"{root}.{name}", new)
-    if new == old_text:
-        return
-    text = lines[node.lineno - 1][node.col_offset : node.end_col_offset].decode(errors="replace")
-    if node.end_lineno == node.lineno and text[1:-1] == old_text:
-        edits[node.lineno, node.col_offset] = (node.lineno, node.end_col_offset), text, text[0] + new + text[-1]
-    else:
-        remaining.append((node.lineno, f"an annotation contains Lightning's classes: write {new!r}"))
-
-
-def _argument_notes(node: ast.Call, names: _Names) -> Iterator[tuple[int, str]]:
-    owner, _, called = ast.unparse(node.func).rpartition(".")
-    is_trainer = names.class_of(node.func) == "Trainer"
-    for keyword in node.keywords:
-        name = keyword.arg
-        if name is None:
-            continue
-        advice = find_replacement(name) if is_trainer else None
-        if name in _ARGUMENT_NOTES and (
-            is_trainer or called in ("fit", "validate", "test", "predict", "manual_backward")
-        ):
-            advice = _ARGUMENT_NOTES[name]
-        if advice is not None:
-            yield keyword.value.lineno, f"{name}=: {advice}"
-    if is_trainer and node.args:
-        yield node.lineno, "Trainer(...) has positional arguments: Fit takes keywords"
-    if called == "log" and len(node.args) > 2 and owner.rpartition(".")[2] in (*_MODULE_VARIABLES, "lightning_module"):
-        yield node.lineno, "log(...) has positional options: write them by name, as prog_bar=True"
-
-
-def _definition_notes(node: ast.ClassDef | ast.FunctionDef) -> Iterator[tuple[int, str]]:
-    if isinstance(node, ast.FunctionDef) and node.args.args and node.args.args[0].arg == "self":
-        removed_hooks = {"training_epoch_end", "validation_epoch_end", "test_epoch_end"}
-        if node.name in removed_hooks or re.fullmatch(r"on_\w+_model_zero_grad", node.name):
-            yield node.lineno, f"def {node.name} is never called: the error of the first run names the replacement"
-        if "dataloader_iter" in {child.arg for child in node.args.args}:
-            yield node.lineno, f"def {node.name} is called with a batch instead of dataloader_iter"
-
-
-def _apply_edits(lines: Sequence[bytes], edits: Edits, remaining: list[tuple[int, str]]) -> str:
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line))
-    text = b"".join(lines)
-    for (number, column), (end, old, new) in sorted(edits.items(), reverse=True):
-        first, last = starts[number - 1] + column, starts[end[0] - 1] + end[1]
-        current = text[first:last].decode(errors="replace")
-        # Python 3.11 reports wrong columns in f-strings.
-        if old and re.sub(r"\s", "", current) != re.sub(r"\s", "", old):
-            remaining.append((number, f"replace {old} by {new}"))
-            continue
-        text = text[:first] + new.encode() + text[last:]
-    return text.decode()

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from drivetrain.runs._atomic_file import publish
+from drivetrain._storage.paths import publish
 
 
 def publish_export(folder: str, name: str, export: Callable[[str], object]) -> str:

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from drivetrain._storage.paths import publish
 from drivetrain.errors import ConfigurationError
 from drivetrain.profilers._atomic_publish import publish_export
 from drivetrain.profilers._phase import Phase
 from drivetrain.profilers._phase_times import PhaseTimes
 from drivetrain.profilers.profiler import ProfiledRun, Profiler
-from drivetrain.runs._atomic_file import publish
 
 OTHER = "other"
 _MAX_PHASES = 8

@@ -106,7 +106,7 @@ class Profiler(ABC):
         Raises:
             OSError: writing failed. The run continues with a warning.
         """
-        from drivetrain.runs._atomic_file import publish  # Imported only by runs that write files.
+        from drivetrain._storage.paths import publish  # Imported only by runs that write files.
 
         text = self.summary()
         return [publish(folder, f"{name}.txt", text.encode())] if text else []

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
-from pathlib import Path
 
-from drivetrain.checkpoint._folders import child
-from drivetrain.checkpoint._format import local_storage
-from drivetrain.checkpoint._format.storage import filesystem_of
+from drivetrain._storage.paths import child, folder_at, local_path
 
 _VERSION = re.compile(r"version_(\d{1,9})")
 _RANDOM_LETTERS = 6  # number of random letters in a name that contains a timestamp
@@ -53,42 +50,24 @@ def claim_version(runs_folders: Iterable[str]) -> tuple[str, list[str]]:
     Raises:
         OSError: a folder cannot be created.
     """
-    places = [filesystem_of(folder) for folder in runs_folders]
-    if any(filesystem is not None for filesystem, _ in places):
+    places = list(map(local_path, runs_folders))
+    on_disks = [root for root in places if root is not None]
+    if len(on_disks) < len(places):
         letters = "".join(chr(ord("a") + byte % 26) for byte in os.urandom(_RANDOM_LETTERS))
         return f"{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}_{letters}", []
-    roots = list({os.path.realpath(root): root for _, root in places}.values())
+    roots = list({os.path.realpath(root): root for root in on_disks}.values())
     number = max(map(_next_number, roots))
     while not _make_new(paths := [os.path.join(root, f"version_{number}") for root in roots]):
         number += 1
     return f"version_{number}", paths
 
 
-@contextmanager
-def lock_folder(place: str) -> Iterator[None]:
-    """Lock a local folder while a run's folder in it is claimed; do nothing at a URL.
-
-    Raises:
-        OSError: the folder or its lock file cannot be created.
-    """
-    filesystem, root = filesystem_of(place)
-    if filesystem is not None:
-        yield
-        return
-    os.makedirs(root, exist_ok=True)
-    with local_storage.lock_folder(Path(root)):
-        yield
-
-
 def make_directory(path: str) -> list[str]:
     """Create a directory if it does not exist. Return its path in a list if it is local and was created."""
-    filesystem, root = filesystem_of(path)
-    if filesystem is not None:
-        filesystem.makedirs(root, exist_ok=True)
-        return []
-    is_new = not os.path.lexists(root)
-    os.makedirs(root, exist_ok=True)
-    return [root] if is_new else []
+    folder, root = folder_at(path), local_path(path)
+    is_new = root is not None and not folder.exists()
+    folder.make()
+    return [root] if root is not None and is_new else []
 
 
 def remove_unused(folders: Sequence[str]) -> bool:

@@ -5,25 +5,19 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
-from drivetrain.checkpoint._folders import child
-from drivetrain.checkpoint._format import StorageError
+from drivetrain._storage.folder import StorageError
+from drivetrain._storage.paths import child, folder_at
 from drivetrain.checkpoint._format.documents import parse_json
-from drivetrain.checkpoint._format.folder import as_os_errors
-from drivetrain.checkpoint._format.storage import filesystem_of
-from drivetrain.runs._atomic_file import replace_file
 from drivetrain.runs._directory import RECORD
 from drivetrain.runs._process import Job, Process
 
 FORMAT = 1
 _MAX_RECORD_BYTES = 2**26  # maximum size of a record; a larger file is not a record
 _MAX_SETTING_LENGTH = 2000  # maximum number of characters of a setting; a longer text is truncated
-_TEMPORARY_NAME = re.compile(r"run\.json\.[0-9a-f]{8}\.new")
 
 RUNNING = "running"
 FINISHED = "finished"
@@ -85,21 +79,13 @@ def read(folder: str) -> Record | None:
     Raises:
         StorageError: the record cannot be read.
     """
-    path = child(folder, RECORD)
-    filesystem, root = filesystem_of(path)
     try:
-        with as_os_errors():
-            if filesystem is None:
-                with open(root, "rb") as file:
-                    content = file.read(_MAX_RECORD_BYTES + 1)
-            else:
-                filesystem.invalidate_cache()
-                content = filesystem.cat_file(root, start=0, end=min(int(filesystem.size(root)), _MAX_RECORD_BYTES + 1))
+        content = folder_at(folder).read(RECORD, _MAX_RECORD_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
     except OSError as error:
         raise StorageError(
-            f"{path!r} cannot be read: {error}.",
+            f"{child(folder, RECORD)!r} cannot be read: {error}.",
             "it is unknown which run this is and whether it is running.",
             "check the storage, the credentials and the network.",
         ) from error
@@ -118,23 +104,12 @@ def write(folder: str, document: Mapping[str, Any]) -> None:
     Raises:
         OSError: the record cannot be written.
     """
-    replace_file(child(folder, RECORD), encode_record(document))
-
-
-def remove(folder: str) -> None:
-    """Remove the record in a folder, if there is one."""
-    filesystem, root = filesystem_of(child(folder, RECORD))
-    with suppress(FileNotFoundError), as_os_errors():
-        os.unlink(root) if filesystem is None else filesystem.rm_file(root)
+    folder_at(folder).write(RECORD, encode_record(document))
 
 
 def clear_leftovers(folder: str) -> None:
     """Remove temporary files of a killed writer. No other process may be writing the record."""
-    filesystem, root = filesystem_of(folder)
-    if filesystem is None:
-        for name in filter(_TEMPORARY_NAME.fullmatch, os.listdir(root)):
-            with suppress(OSError):
-                os.unlink(os.path.join(root, name))
+    folder_at(folder).clear_temporary(RECORD)
 
 
 def archive_record(folder: str) -> str:
@@ -143,19 +118,11 @@ def archive_record(folder: str) -> str:
     Raises:
         OSError: the record cannot be renamed.
     """
-    filesystem, root = filesystem_of(folder)
-    number = 1
-    if filesystem is None:
-        while os.path.lexists(os.path.join(root, name := f"run-{number}.json")):
-            number += 1
-        os.rename(os.path.join(root, RECORD), os.path.join(root, name))
-        return name
-    with as_os_errors():
-        filesystem.invalidate_cache()
-        existing = {entry.rstrip("/").rpartition("/")[2] for entry in filesystem.ls(root, detail=False)}
-        while (name := f"run-{number}.json") in existing:
-            number += 1
-        filesystem.copy(child(root, RECORD), child(root, name))
+    files = folder_at(folder)
+    existing, number = files.names(), 1
+    while (name := f"run-{number}.json") in existing:
+        number += 1
+    files.rename(RECORD, name)
     return name
 
 

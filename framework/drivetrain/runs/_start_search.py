@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
+from drivetrain._storage.folder import StorageError
+from drivetrain._storage.paths import child, resolve_folder
 from drivetrain.checkpoint._discovery import StorageRetry, problem_of, resumable_in
-from drivetrain.checkpoint._folders import child, children, resolve_folder
-from drivetrain.checkpoint._format import CheckpointReader, StorageError, load
+from drivetrain.checkpoint._folders import children
+from drivetrain.checkpoint._format import CheckpointReader, load
 from drivetrain.errors import CheckpointError
 from drivetrain.runs import CKPT_PATH_KEYWORDS
 from drivetrain.runs._directory import CHECKPOINTS, split_folder

@@ -406,7 +406,7 @@ class Strategy(ABC):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            from drivetrain._config.lightning_names import (
+            from drivetrain._config.foreign_names import (
                 strategy_attribute_error,  # needed only for an unknown attribute
             )
 

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from operator import is_
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from drivetrain.strategies import Box, ParameterShard, Region, WeightMismatch, load_current, resized_buffers
@@ -24,9 +26,30 @@ def sharded_state(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+class _MeshFacts:
+    """What a save asks a mesh about each of thousands of tensors, where each answer takes torch a while."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.has_rank_0 = 0 in mesh.mesh
+        self.regions: dict[Any, Box] = {}
+
+
+_FACTS: WeakKeyDictionary[DeviceMesh, _MeshFacts] = WeakKeyDictionary()
+
+
+def _facts(mesh: DeviceMesh) -> _MeshFacts:
+    if mesh not in _FACTS:
+        _FACTS[mesh] = _MeshFacts(mesh)
+    return _FACTS[mesh]
+
+
 def region_of(tensor: DTensor) -> Box:
     """Return the region of ``tensor`` that this rank holds."""
-    return Box(*local_region(tensor))
+    mesh = tensor.device_mesh
+    regions, key = _facts(mesh).regions, (tuple(mesh.get_coordinate() or ()), tensor.placements, tensor.shape)
+    if key not in regions:
+        regions[key] = Box(*local_region(tensor))
+    return regions[key]
 
 
 def shard_of(value: Any) -> Any:
@@ -36,7 +59,7 @@ def shard_of(value: Any) -> Any:
     mesh = value.device_mesh
     # Under tensor parallelism, a parameter that is not split has the same shards on several meshes. Checkpoints contain
     # only the primary shards, which are those on the mesh that contains rank 0.
-    is_primary = 0 in mesh.mesh and all(
+    is_primary = _facts(mesh).has_rank_0 and all(
         mesh.get_local_rank(dimension) == 0
         for dimension, placement in enumerate(value.placements)
         if placement.is_replicate()

@@ -19,11 +19,12 @@ import torch
 from checkpoint_case import OneLayer, quiet, save_contents
 
 from drivetrain import Fit, callbacks
+from drivetrain._storage.folder import StorageError
+from drivetrain._storage.local_publication import reserve_name
+from drivetrain._storage.paths import local_path
 from drivetrain.checkpoint import _discovery, load, verify
 from drivetrain.checkpoint._folders import children, is_taken, write_latest
-from drivetrain.checkpoint._format import CheckpointMetadata, CheckpointReader, StateToSave, StorageError
-from drivetrain.checkpoint._format.local_storage import claim_name
-from drivetrain.checkpoint._format.storage import filesystem_of  # a chained URL needs a cache folder of its own to use
+from drivetrain.checkpoint._format import CheckpointMetadata, CheckpointReader, StateToSave
 from drivetrain.errors import CheckpointError
 from drivetrain.loggers import CSVLogger
 from faulty_store import FaultyStore
@@ -45,7 +46,7 @@ def found(folder: Any, **options: Any) -> str | None:
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
     monkeypatch.setattr(_discovery, "_FIRST_PAUSE", 0.01)
-    monkeypatch.setattr("drivetrain.checkpoint._folders._RETRY_PAUSES", (0.01, 0.01))
+    monkeypatch.setattr("drivetrain._storage.retries.PAUSES", (0.01, 0.01))
     return FaultyStore(tmp_path / "store").mount()
 
 
@@ -162,9 +163,9 @@ def test_two_runs_that_choose_a_name_at_once_take_turns(tmp_path: Path, monkeypa
         second_looks.set()
         return _next_to(claimed)
 
-    second = threading.Thread(target=lambda: chosen.append(claim_name(str(tmp_path), second_choice)))
+    second = threading.Thread(target=lambda: chosen.append(reserve_name(str(tmp_path), second_choice)))
     (tmp_path / ".choosing.lock").touch()  # of a run that was killed as it chose
-    chosen.append(claim_name(str(tmp_path), first_choice))
+    chosen.append(reserve_name(str(tmp_path), first_choice))
     second.join(30)
     assert sorted(name for name, _ in chosen) == ["c", "c-v1"]
     for _, give_up in chosen:
@@ -178,7 +179,7 @@ def test_without_locks_saves_are_whole_and_nothing_is_cleared(tmp_path: Path, mo
     token = "0123456789abcdef"
     (tmp_path / f".saving-{token}.lock").write_text("c")
     (tmp_path / f".saving-{token}").mkdir()
-    name, give_up = claim_name(str(tmp_path), _next_to)
+    name, give_up = reserve_name(str(tmp_path), _next_to)
     path = written(tmp_path, name)
     give_up()
     assert name == "c-v1"
@@ -226,7 +227,7 @@ def test_a_name_with_colons_is_a_folder_and_a_resumed_run_closes_the_files_that_
 
     trained(callbacks=callbacks.Checkpoint("exp::1"))
     assert load("exp::1/epoch=0-step=4").progress["epoch"] == 1
-    assert filesystem_of("simplecache::memory://bucket/run")[0] is not None
+    assert local_path("simplecache::memory://bucket/run") is None
     trained(2, "exp::1/epoch=0-step=4", callbacks=OpenFiles("exp::1"))
     assert held
     assert not [line for line in held if "epoch=0-step=4" in line]

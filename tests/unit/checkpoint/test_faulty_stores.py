@@ -14,7 +14,6 @@ from safetensors.torch import load as load_bytes
 
 from drivetrain import CheckpointError
 from drivetrain.checkpoint import consolidate, load, verify
-from drivetrain.checkpoint._format import object_storage
 from faulty_store import FaultyStore
 
 URL, OUT = "faulty://store/runs/c", "faulty://store/out/model.safetensors"
@@ -25,7 +24,7 @@ ALWAYS: dict[str, Any] = {"times": None}
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
-    monkeypatch.setattr(object_storage, "_PAUSES", (0.01, 0.01))
+    monkeypatch.setattr("drivetrain._storage.retries.PAUSES", (0.01, 0.01))
     return FaultyStore(tmp_path / "store").mount()
 
 

@@ -15,7 +15,7 @@ from checkpoint_case import replace_file, resealed, save_contents, tensor_file, 
 
 from drivetrain import CheckpointError
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint._format import Sizes, StateToSave
+from drivetrain.checkpoint._format import StateToSave, write_plan
 from drivetrain.checkpoint._format.tensor_file import read_header  # the one way to a file of 2**40 bytes
 from newest_checkpoint import newest
 
@@ -152,9 +152,10 @@ def test_verify_finds_a_tensor_that_no_map_can_hold(tmp_path: Path) -> None:
     assert torch.equal(load(tmp_path / "c").weights()["w"], torch.zeros(2))
 
 
-def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
+def test_more_files_than_a_process_may_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = {f"w{number}": torch.full((100,), float(number)) for number in range(200)}
-    save_contents(tmp_path / "c", StateToSave(weights), sizes=Sizes(large=400))
+    monkeypatch.setattr(write_plan, "LARGE_BYTES", 400)
+    save_contents(tmp_path / "c", StateToSave(weights))
     descriptors = Path("/proc/self/fd")
     before = len(os.listdir(descriptors)) if descriptors.exists() else 0
     checkpoint = load(tmp_path / "c")

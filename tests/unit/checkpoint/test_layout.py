@@ -39,11 +39,11 @@ from torch import nn
 from drivetrain import CheckpointError, ConfigurationError
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._distributed.shards import Box, Span  # what strategies request of a tensor
+from drivetrain._storage.atomic_exchange import exchange
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify
 from drivetrain.checkpoint.__main__ import main
-from drivetrain.checkpoint._format import Sizes, StateToSave, commit, copy_to_host
-from drivetrain.checkpoint._format.atomic_exchange import exchange
+from drivetrain.checkpoint._format import StateToSave, commit, copy_to_host, write_plan
 from drivetrain.checkpoint._format.documents import decode, dumps, encode, loads
 from drivetrain.checkpoint._format.tensor_file import DTYPES
 
@@ -123,10 +123,11 @@ def test_parts_are_read_independently(tmp_path: Path) -> None:
     assert load(tmp_path / "optimizer-0").optimizer_state()["state"]["layer.weight"]["step"] == 5
 
 
-def test_several_files_have_an_index(tmp_path: Path) -> None:
+def test_several_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # F-10: the files of a large model, with small limits
     weights = {f"w{number}": torch.full((100,), float(number)) for number in range(10)}
-    save_contents(tmp_path / "c", StateToSave(weights), sizes=Sizes(large=1000))
+    monkeypatch.setattr(write_plan, "LARGE_BYTES", 1000)
+    save_contents(tmp_path / "c", StateToSave(weights))
     index = json.loads((tmp_path / "c" / "model.safetensors.index.json").read_text())
     assert list(index["weight_map"]) == list(weights)
     assert index["metadata"]["total_size"] == 4000
@@ -146,7 +147,7 @@ def test_a_save_replaces_a_checkpoint(tmp_path: Path, exchanging: bool, monkeypa
         if not exchange(str(tmp_path / "one"), str(tmp_path / "two")):
             pytest.skip("this disk cannot exchange two names")
     else:
-        monkeypatch.setattr("drivetrain.checkpoint._format.local_storage.exchange", lambda first, second: False)
+        monkeypatch.setattr("drivetrain._storage.local_publication.exchange", lambda first, second: False)
     being_read = load(written(tmp_path / "c")).weights()
     (tmp_path / "link").symlink_to("c")
     written(tmp_path / "link", scale=2.0)
@@ -348,7 +349,7 @@ def test_checksums_aliases_and_extra_state_have_the_documented_form(tmp_path: Pa
     assert document == {"quantizer._extra_state": {"range": {"$tuple": [0.0, 1.0]}}}
 
 
-WITH_DIGESTS = replace(contents(), digest="sha256")
+WITH_DIGESTS = replace(contents(), hash_algorithm="sha256")
 
 
 @pytest.fixture
@@ -356,9 +357,10 @@ def folder(tmp_path: Path) -> Path:
     return Path(save_contents(tmp_path / "c", WITH_DIGESTS))
 
 
-def test_every_file_on_a_disk_and_in_a_store_has_its_digest(tmp_path: Path) -> None:  # J-11
+def test_every_file_on_a_disk_and_in_a_store_has_its_digest(tmp_path: Path, monkeypatch: Any) -> None:  # J-11
     folder, store = tmp_path / "c", fsspec.filesystem("memory")
-    save_contents(folder, WITH_DIGESTS, sizes=Sizes(small=10, large=40))
+    monkeypatch.setattr(write_plan, "LARGE_BYTES", 40)
+    save_contents(folder, WITH_DIGESTS)
     files = load(folder).manifest.files
     assert set(files) | {"manifest.json"} == set(os.listdir(folder))
     assert len(files) > 6  # weights in several files, their index, optimizer files, documents

@@ -17,7 +17,7 @@ from torch import nn
 from drivetrain import CheckpointError, TrainModule
 from drivetrain.checkpoint import consolidate, convert, load, show
 from drivetrain.checkpoint.__main__ import main
-from drivetrain.checkpoint._format import Sizes, StateToSave
+from drivetrain.checkpoint._format import StateToSave, write_plan
 
 
 class Net(TrainModule):
@@ -32,10 +32,11 @@ class Net(TrainModule):
 STATE = Net().state_dict()
 
 
-def test_many_files_are_consolidated_into_one(tmp_path: Path) -> None:  # F-10
+def test_many_files_are_consolidated_into_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # F-10
     state = {name: value for name, value in STATE.items() if name != "last.weight"}
     parts = StateToSave(state, aliases={"last.weight": "first.weight"})
-    save_contents(tmp_path / "c", parts, sizes=Sizes(large=50))
+    monkeypatch.setattr(write_plan, "LARGE_BYTES", 50)
+    save_contents(tmp_path / "c", parts)
     assert len(load(tmp_path / "c").manifest.weights.tensors) > 2
     for out, file in (
         (tmp_path / "new" / "one.safetensors", "one.safetensors"),

@@ -16,10 +16,10 @@ import torch
 from engine_case import fit, loader, regression
 from small_modules import Logs, calling, linear
 
+from drivetrain._storage.local_publication import LocalPublication
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import consolidate, convert, verify
 from drivetrain.checkpoint._folders import claim_name
-from drivetrain.checkpoint._format.local_storage import LocalStorage
 from drivetrain.loggers import CSVLogger, TensorBoardLogger
 
 
@@ -70,8 +70,8 @@ def test_files_of_ranks_follow_the_umask(tmp_path: Path) -> None:  # J-11
 def test_temporary_files_follow_the_umask(tmp_path: Path) -> None:  # J-11
     with files_with(0o077, tmp_path) as folder:
         claim_name(str(folder), "name", lambda taken: False)
-        place = LocalStorage.begin(str(folder / "c"))
-        with place.open("model.safetensors") as file:
+        place = LocalPublication.begin(folder / "c")
+        with place.create("model.safetensors") as file:
             file.write(b"half of it")
     assert len(list(folder.rglob("*"))) == 4  # two locks, a folder and a file
 

@@ -120,7 +120,7 @@ def test_a_hook_that_fails_only_before_training_is_accepted(tmp_path: Path) -> N
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
     # Private: the pauses between retries cannot be set.
-    monkeypatch.setattr("drivetrain._engine.write_checks._PAUSES", (0.01, 0.01))
+    monkeypatch.setattr("drivetrain._storage.retries.PAUSES", (0.01, 0.01))
     return FaultyStore(tmp_path / "store").mount()
 
 

@@ -390,7 +390,8 @@ def test_a_fit_that_ran_can_be_pickled(tmp_path: Path, profiler: str | None) -> 
 
 def test_what_hooks_see_of_a_run_is_documented_and_fit_adds_only_its_entry_points() -> None:
     def public(owner: type) -> set[str]:
-        return {name for name in {*vars(owner), *owner.__annotations__} if not name.startswith("_")}
+        annotated = (name for base in owner.__mro__[:-1] for name in base.__annotations__)
+        return {name for name in {*dir(owner), *annotated} if not name.startswith("_")}
 
     assert public(Fit) - public(RunContext) == {"fit", "validate", "test", "predict"}
     assert {name for name in vars(Fit()) if not name.startswith("_")} <= public(RunContext)
@@ -399,7 +400,7 @@ def test_what_hooks_see_of_a_run_is_documented_and_fit_adds_only_its_entry_point
 
 
 def test_every_value_of_a_run_is_available_in_the_hooks_of_every_stage(tmp_path: Path) -> None:
-    public = {name for name in {*vars(RunContext), *RunContext.__annotations__} if not name.startswith("_")}
+    public = {name for name in {*dir(RunContext), *RunContext.__annotations__} if not name.startswith("_")}
     names = [name for name in public if not inspect.isfunction(vars(RunContext).get(name))]
     values: dict[str, Any] = {}
     states: list[str] = []

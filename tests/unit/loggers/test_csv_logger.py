@@ -18,7 +18,7 @@ from services import file_size_limit, log_all_media, log_steps, read_table
 
 from drivetrain import Logger
 from drivetrain.errors import ConfigurationError, DrivetrainError
-from drivetrain.loggers import CSVLogger, Histogram, Table, TensorBoardLogger, csv_logger
+from drivetrain.loggers import CSVLogger, Histogram, Table, TensorBoardLogger
 from drivetrain.loggers.media import pixels_of
 from drivetrain.testing import requires_package
 from faulty_store import FaultyStore
@@ -187,7 +187,7 @@ def test_a_rewind_that_fails_leaves_the_table(tmp_path: Path, monkeypatch: pytes
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
-    monkeypatch.setattr(csv_logger, "_RETRY_DELAYS", (0.01, 0.01))
+    monkeypatch.setattr("drivetrain._storage.retries.PAUSES", (0.01, 0.01))
     return FaultyStore(tmp_path / "store").mount()
 
 

@@ -20,9 +20,9 @@ from jsonschema import Draft202012Validator, ValidationError
 from run_case import Net, data, every, fit, folders, record, rows, trained
 
 from drivetrain import Callback
+from drivetrain._storage.folder import StorageError
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import _discovery
-from drivetrain.checkpoint._format import StorageError
 from drivetrain.loggers import CSVLogger
 from drivetrain.runs import _liveness, _process, _record
 from drivetrain.runs._liveness import is_alive, running_ids

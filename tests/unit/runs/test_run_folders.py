@@ -170,6 +170,15 @@ def test_a_folder_at_a_url_has_a_unique_name() -> None:  # J-13
     assert len(bucket.ls("/run-folders/drivetrain_logs")) == 3
 
 
+def test_a_logger_at_a_url_gives_the_folder_on_the_disk_its_name(tmp_path: Path) -> None:  # J-13
+    trainer = trained(tmp_path, logger=[CSVLogger(tmp_path), CSVLogger("memory://beside")])
+    name = Path(str(trainer.log_dir)).name
+    assert trainer.loggers[1].log_dir == f"memory://beside/{NAME}/{name}"
+    assert not name.startswith("version_")  # another run may have that number at the URL
+    table = fsspec.filesystem("memory").cat_file(f"/beside/{NAME}/{name}/metrics.csv")
+    assert Path(str(trainer.log_dir), "metrics.csv").read_bytes() == table
+
+
 class Minimal(Logger):
     name = "minimal"
     version = "its own"
@@ -282,7 +291,7 @@ def test_a_run_killed_after_its_last_checkpoint_is_finished(tmp_path: Path) -> N
 def test_a_run_with_malformed_lists_and_remains_of_a_record_resumes(tmp_path: Path) -> None:
     trainer = stopped(tmp_path, step=5, callbacks=every(2))
     edit(trainer.log_dir, checkpoints=[7, None, "x"], events=["y"], parts=[1], loggers=[3])
-    remains = Path(str(trainer.log_dir)) / "run.json.0a1b2c3d.new"
+    remains = Path(str(trainer.log_dir)) / ".run.json-0123456789abcdef"
     remains.write_text("{")
     again = trained(tmp_path, "auto", callbacks=every(2))
     assert (again.log_dir, again.global_step) == (trainer.log_dir, 6)

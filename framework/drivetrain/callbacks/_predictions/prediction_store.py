@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from drivetrain._storage.local_publication import lock_for_this_process
+from drivetrain._storage.paths import folder_at, local_path
 from drivetrain.checkpoint._format.checksums import BLOCK, BlockChecksums
-from drivetrain.checkpoint._format.folder import as_os_errors, folder_at
-from drivetrain.checkpoint._format.local_storage import sync_folder
 from drivetrain.checkpoint._format.manifest import FileRecord
-from drivetrain.checkpoint._format.object_file import make_folder
-from drivetrain.checkpoint._format.object_storage import put_with_retries
-from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.checkpoint._format.tensor_reader import CheckedFile
-from drivetrain.checkpoint._format.writeback_file import WritebackFile
 from drivetrain.data._prediction_files import (
     LOCK,
     MANIFEST,
@@ -61,8 +54,7 @@ class PredictionStore:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._filesystem, root = filesystem_of(path)
-        self._root = root.rstrip("/") if self._filesystem is not None else os.path.realpath(root)
+        self._folder = folder_at(path)
         self._lock: int | None = None
 
     # Start a run, on rank 0 only
@@ -98,10 +90,10 @@ class PredictionStore:
                     "predictions of different weights or data could be mixed up.",
                     "delete the folder, or write to another path.",
                 )
-            self._write(MANIFEST, [encode_manifest(identity)])
+            self._folder.commit(MANIFEST, [encode_manifest(identity)])
             return False
         with describe_errors_as_predictions(self.path):
-            manifest = parse_manifest(folder_at(self.path).read_all(MANIFEST, MAX_MANIFEST_BYTES), self.path)
+            manifest = parse_manifest(self._folder.read(MANIFEST, MAX_MANIFEST_BYTES), self.path)
         if "files" in manifest:
             raise CheckpointError(
                 f"{self.path!r} contains complete predictions.",
@@ -148,7 +140,7 @@ class PredictionStore:
 
     def write(self, part: Part, contents: Sequence[Content]) -> FileRecord:
         """Write the file of a part, and return its record."""
-        self._write(part.name, contents)
+        self._folder.commit(part.name, contents)
         return _file_record(contents)
 
     # Publish all parts, on rank 0 only
@@ -171,7 +163,7 @@ class PredictionStore:
                     "all ranks must write to the same folder.",
                     f"write to a disk that all nodes share, or to an object store; rank 0 is on {os.uname().nodename}.",
                 )
-        self._write(MANIFEST, [encode_manifest(identity, files)])
+        self._folder.commit(MANIFEST, [encode_manifest(identity, files)])
         for name in self._names():
             if is_prediction_file(name) and name not in files and name not in (MANIFEST, LOCK):
                 self._remove(name)
@@ -186,82 +178,42 @@ class PredictionStore:
     # The folder, its lock and its files
 
     def _make_folder(self) -> None:
-        if self._filesystem is not None:
-            make_folder(self._filesystem, self._root)
-            return
-        if os.path.lexists(self._root) and not os.path.isdir(self._root):
+        root = local_path(self.path)
+        if root is not None and os.path.lexists(root) and not os.path.isdir(root):
             raise CheckpointError(
                 f"{self.path!r} is a file.",
                 "predictions are stored in a folder.",
                 "write to another path, or move the file away.",
             )
-        os.makedirs(self._root, exist_ok=True)
+        self._folder.make()
 
     def _acquire_lock(self) -> None:
         """Lock the folder against other runs, if the file system supports locks."""
-        if self._filesystem is not None:
-            return
-        lock = os.open(Path(self._root, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        root = local_path(self.path)
         try:
-            # lockf locks belong to the process, so workers forked from a killed process do not hold them.
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            os.close(lock)
+            self._lock = None if root is None else lock_for_this_process(os.path.join(root, LOCK))
+        except BlockingIOError:
             raise CheckpointError(
                 f"Another run is writing predictions to {self.path!r}.",
                 "two runs would do the same work twice.",
                 "wait for the other run, or write to another path.",
             ) from None
-        except OSError:  # the file system does not support locks
-            os.close(lock)
-            return
-        self._lock = lock
 
     def _names(self) -> list[str]:
-        if self._filesystem is None:
-            return sorted(os.listdir(self._root))
-        with as_os_errors():
-            self._filesystem.invalidate_cache()
-            try:
-                paths = self._filesystem.ls(self._root, detail=False)
-            except FileNotFoundError:
-                return []
-        return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
+        try:
+            return self._folder.names()
+        except FileNotFoundError:  # an object store has no empty folders
+            return []
 
     def _size(self, name: str) -> int | None:
         try:
-            if self._filesystem is None:
-                return os.stat(Path(self._root, name)).st_size
-            with as_os_errors():
-                self._filesystem.invalidate_cache()
-                return int(self._filesystem.size(f"{self._root}/{name}"))
+            return self._folder.size(name)
         except FileNotFoundError:
             return None
 
-    def _write(self, name: str, contents: Sequence[Content]) -> None:
-        """Write a file so that other processes see either all of it or nothing."""
-        if self._filesystem is None:
-            temporary = Path(self._root, f".{name}-{secrets.token_hex(4)}")
-            with WritebackFile(temporary) as file:
-                file.writelines(contents)
-            os.replace(temporary, Path(self._root, name))
-            sync_folder(Path(self._root))
-            return
-        content = b"".join(contents)
-
-        def is_stored() -> bool:
-            with suppress(Exception):
-                return bool(self._filesystem.cat_file(f"{self._root}/{name}") == content)
-            return False
-
-        put_with_retries(self._filesystem, f"{self._root}/{name}", content, is_stored)
-
     def _remove(self, name: str) -> None:
-        with suppress(Exception):  # leftover files are harmless
-            if self._filesystem is None:
-                os.unlink(Path(self._root, name))
-            else:
-                self._filesystem.rm_file(f"{self._root}/{name}")
+        with suppress(OSError):  # leftover files are harmless
+            self._folder.remove(name)
 
 
 def _difference(then: Any, now: Any) -> str:

@@ -4,11 +4,9 @@ from drivetrain.checkpoint._format.checkpoint_reader import CheckpointReader, We
 from drivetrain.checkpoint._format.checkpoint_writer import commit, save
 from drivetrain.checkpoint._format.collective_errors import run_collectively
 from drivetrain.checkpoint._format.flattened_tensor import is_flattenable
-from drivetrain.checkpoint._format.folder import StorageError
 from drivetrain.checkpoint._format.host_copy import CheckpointCopy, StateToSave, copy_to_host
 from drivetrain.checkpoint._format.manifest import AveragesRecord, CheckpointMetadata, Manifest, check_metadata
 from drivetrain.checkpoint._format.verification import verify
-from drivetrain.checkpoint._format.write_plan import Sizes
 
 __all__ = [
     "AveragesRecord",
@@ -16,9 +14,7 @@ __all__ = [
     "CheckpointMetadata",
     "CheckpointReader",
     "Manifest",
-    "Sizes",
     "StateToSave",
-    "StorageError",
     "Weights",
     "check_metadata",
     "commit",

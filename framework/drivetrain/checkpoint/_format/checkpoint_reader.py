@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from drivetrain._distributed.shards import ParameterShard, Region
+from drivetrain._storage.folder import Folder
 from drivetrain.checkpoint._compiled_names import plain_name
+from drivetrain.checkpoint._format.checkpoint_folder import existing_folder, read_if_there
 from drivetrain.checkpoint._format.documents import MAX_DOCUMENT_BYTES, decode, loads
 from drivetrain.checkpoint._format.flattened_tensor import FlattenedTensor
-from drivetrain.checkpoint._format.folder import Folder, folder_at, read_if_there
 from drivetrain.checkpoint._format.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, Part, decode_manifest
-from drivetrain.checkpoint._format.parallel_io import map_in_threads
 from drivetrain.checkpoint._format.tensor_reader import CastSource, CheckedFile, TensorSource, damage_error, tensors_in
 from drivetrain.errors import CheckpointError, listed
 
@@ -57,8 +58,8 @@ class CheckpointReader:
         These are the trained weights, also if the checkpoint has averages, which `averages` returns.
         """
         part = self.manifest.weights
-        sources = self._sources(part)
-        other_values = {} if part.document is None else self._read_document(part, sources)
+        sources = self.tensors(part)
+        other_values = {} if part.document is None else _read_tensors(self.document(part, sources), {}, self.readers)
         if not isinstance(other_values, dict) or not all(isinstance(name, str) for name in other_values):
             raise damage_error(self.path, f"{part.document} is not a dict of names")
         tensors = {name: source for name, source in sources.items() if name not in self._document_tensor_names(part)}
@@ -129,7 +130,7 @@ class CheckpointReader:
             CheckpointError: the document does not have the structure of an optimizer's state.
         """
         part = self.manifest.optimizers[index]
-        document: dict[str, Any] = {} if part.document is None else self._decode_with_sources(part, self._sources(part))
+        document: dict[str, Any] = {} if part.document is None else self.document(part)
         try:
             values = map(dict, document["state"].values())
             document["state"] = dict(zip(self.renamed(document["state"]), values, strict=True))
@@ -147,13 +148,12 @@ class CheckpointReader:
     def callback_tensors(self, key: str) -> Weights:
         """Return the tensors of the callback with this key by name; empty if the callback saved none."""
         part = self.manifest.callbacks.get(key)
-        sources = {} if part is None else self._sources(part)
+        sources = {} if part is None else self.tensors(part)
         return Weights({plain_name(name): source for name, source in sources.items()}, {}, self.readers)
 
     def state(self) -> Any:
         """Return the run's state, which rank 0 saved; None if no state was saved."""
-        part = self.manifest.state
-        state = None if part is None or part.document is None else self._read_document(part, self._sources(part))
+        state = self._read_document(self.manifest.state)
         try:
             return self._with_renames(state) if isinstance(state, dict) else state
         except (TypeError, KeyError, AttributeError) as error:
@@ -171,10 +171,7 @@ class CheckpointReader:
 
     def rank_state(self, rank: int) -> Any:
         """Return the state that the given rank saved; None if the rank saved none."""
-        if rank >= len(self.manifest.ranks):
-            return None
-        part = self.manifest.ranks[rank]
-        return None if part.document is None else self._read_document(part, self._sources(part))
+        return self._read_document(self.manifest.ranks[rank] if rank < len(self.manifest.ranks) else None)
 
     def close(self) -> None:
         """Close the files. Tensors that were read stay valid."""
@@ -189,15 +186,17 @@ class CheckpointReader:
             self._files[name] = CheckedFile(self._folder, name, self.manifest.files[name], self.manifest.block_size)
         return self._files[name]
 
-    def document(self, part: Part) -> Any:
-        """Return a part's document with a `TensorSource` in place of each tensor; no tensor is read."""
-        return self._decode_with_sources(part, self._sources(part))
+    def document(self, part: Part, tensors: Mapping[str, TensorSource] | None = None) -> Any:
+        """Return a part's document with a `TensorSource` in place of each tensor; no tensor is read.
+
+        Args:
+            part: a part that has a document.
+            tensors: the part's `tensors`, if they are known.
+        """
+        return self._decode(part, (self.tensors(part) if tensors is None else tensors).__getitem__)
 
     def tensors(self, part: Part) -> dict[str, TensorSource]:
         """Return a `TensorSource` for each tensor of a part by stored name; no tensor is read."""
-        return self._sources(part)
-
-    def _sources(self, part: Part) -> dict[str, TensorSource]:
         merged: dict[str, TensorSource] = {}
         for sources in map_in_threads(lambda name: tensors_in(self.file(name)), part.tensors, self.readers):
             duplicates = merged.keys() & sources.keys()
@@ -217,11 +216,9 @@ class CheckpointReader:
             )
         return loads(file.read(0, file.size), part.document)
 
-    def _read_document(self, part: Part, sources: Mapping[str, TensorSource]) -> Any:
-        return _read_tensors(self._decode_with_sources(part, sources), {}, self.readers)
-
-    def _decode_with_sources(self, part: Part, sources: Mapping[str, TensorSource]) -> Any:
-        return self._decode(part, sources.__getitem__)
+    def _read_document(self, part: Part | None) -> Any:
+        """Return a part's document with its tensors; None if there is no document."""
+        return None if part is None or part.document is None else _read_tensors(self.document(part), {}, self.readers)
 
     def _decode(self, part: Part, tensor: Callable[[str], Any]) -> Any:
         document = self._load_json(part)
@@ -321,7 +318,7 @@ def load(path: str | os.PathLike[str]) -> CheckpointReader:
         CheckpointError: there is no checkpoint at the path, or the checkpoint is incomplete or has another format.
         StorageError: the storage failed or did not answer; a subclass of `CheckpointError`.
     """
-    folder = folder_at(os.fspath(path))
+    folder = existing_folder(os.fspath(path))
     content = read_if_there(folder, MANIFEST, MAX_MANIFEST_BYTES + 1)
     if content is None:
         raise CheckpointError(
@@ -370,3 +367,13 @@ def _replace_sources(value: Any, replacements: Mapping[int, Any]) -> Any:
     if isinstance(value, FlattenedTensor):
         return value.map(lambda part: _replace_sources(part, replacements)).restore()
     return value
+
+
+def map_in_threads(work: Callable[[Any], Any], items: Iterable[Any], threads: int) -> list[Any]:
+    """Return ``[work(item) for item in items]``, computed in up to ``threads`` threads."""
+    items = list(items)
+    threads = min(threads, len(items))
+    if threads < 2:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(threads, "checkpoint-read") as pool:
+        return list(pool.map(work, items))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from drivetrain._distributed.control_plane import ControlPlane, digest_of, refuse_differences
-from drivetrain.checkpoint._format.checksums import checksums_of
+from drivetrain._distributed.shards import region_from
+from drivetrain._storage.publication import Publication
+from drivetrain.checkpoint._format.checkpoint_folder import begin_checkpoint, join_checkpoint
 from drivetrain.checkpoint._format.collective_errors import gather_or_raise, run_collectively
-from drivetrain.checkpoint._format.gathered_writes import GatheredWriter, LocalWriteError, Regions
+from drivetrain.checkpoint._format.file_writer import file_writer
 from drivetrain.checkpoint._format.host_copy import (
     CheckpointCopy,
     PartCopy,
@@ -22,14 +23,17 @@ from drivetrain.checkpoint._format.host_copy import (
     contributed_region,
     copy_to_host,
 )
-from drivetrain.checkpoint._format.local_storage import LocalStorage
-from drivetrain.checkpoint._format.manifest import FileRecord, Manifest, Part, encode_manifest, versions
-from drivetrain.checkpoint._format.object_storage import ObjectStorage
-from drivetrain.checkpoint._format.pieces import count_elements
-from drivetrain.checkpoint._format.save_messages import WriteRequest, WriteResult
-from drivetrain.checkpoint._format.storage import JoinInfo, Storage, filesystem_of
-from drivetrain.checkpoint._format.tensor_file import Spec
-from drivetrain.checkpoint._format.write_plan import DEFAULT_SIZES, PlannedFile, Sizes
+from drivetrain.checkpoint._format.manifest import (
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    Part,
+    encode_manifest,
+    files_in_manifest,
+    versions,
+)
+from drivetrain.checkpoint._format.tensor_file import DTYPES, NAMES, Spec
+from drivetrain.checkpoint._format.tensor_writer import Regions, TensorFile, TensorWriter
 from drivetrain.errors import CheckpointError
 
 
@@ -38,7 +42,6 @@ def save(
     contents: StateToSave,
     control: ControlPlane,
     shard_of: Callable[[Any], TensorOrShard] = lambda value: value,
-    sizes: Sizes = DEFAULT_SIZES,
 ) -> None:
     """Write a checkpoint. Collective.
 
@@ -47,13 +50,12 @@ def save(
         contents: this rank's contents.
         control: the control plane.
         shard_of: the strategy's function that turns a sharded value into a `ParameterShard`.
-        sizes: how tensors are split into files.
 
     Raises:
         CheckpointError: the save failed. The error is raised on every rank and names the failed rank and the cause. An
             existing checkpoint at ``path`` is unchanged.
     """
-    commit(path, copy_to_host(contents, control.rank, control.world_size, shard_of, sizes=sizes), control)
+    commit(path, copy_to_host(contents, control.rank, control.world_size, shard_of), control)
 
 
 def commit(path: str, staged: CheckpointCopy, control: ControlPlane) -> None:
@@ -62,58 +64,62 @@ def commit(path: str, staged: CheckpointCopy, control: ControlPlane) -> None:
     Raises:
         CheckpointError: see `save`.
     """
-    storage: Storage | None = None
+    publication: Publication | None = None
     problem: Exception | None = staged.problem
     if control.rank == 0 and problem is None:
         try:
-            storage = _begin(path, staged, control.world_size)
+            publication = begin_checkpoint(path, *staged.estimate_size(control.world_size))
         except Exception as error:
             problem = error
     try:
-        requests = _exchange_requests(path, staged, storage, problem, control)
-        if storage is None:
-            assert requests[0].join_info is not None
-            storage = _join(path, requests[0].join_info)
-        written, parts = _write(path, staged, requests, storage, control)
-        _commit_manifest(path, staged, storage, written, parts, control)
+        agreement = _agree(path, staged, publication, problem, control)
+        if publication is None:
+            publication = join_checkpoint(path, agreement.token)
+        written, parts = _write(path, staged, agreement, publication, control)
+        _commit_manifest(path, staged, publication, written, parts, control)
     except BaseException:
-        if storage is not None:
-            storage.abandon()
+        if publication is not None:
+            publication.abandon()
         raise
 
 
-def _begin(path: str, staged: CheckpointCopy, world_size: int) -> Storage:
-    filesystem, root = filesystem_of(path)
-    if filesystem is not None:
-        return ObjectStorage.begin(filesystem, root)
-    needed, files = staged.estimate_size(world_size)
-    return LocalStorage.begin(root, needed, files)
+# Agreement before writing: the ranks compare what they save, and tell each other who writes which regions
 
 
-def _join(path: str, join_info: JoinInfo) -> Storage:
-    filesystem, root = filesystem_of(path)
-    return LocalStorage.join(root, join_info) if filesystem is None else ObjectStorage.join(filesystem, root, join_info)
+@dataclass(frozen=True, slots=True)
+class _Agreement:
+    """What the ranks write together.
+
+    Attributes:
+        token: the token of rank 0's publication.
+        regions: for each shared part, the regions that each rank contributes.
+        state: the tensors of rank 0's state.
+        hash_algorithm: name of the hash to store for each file, which rank 0 chooses; None for none.
+    """
+
+    token: str
+    regions: list[list[Regions]]
+    state: list[Spec]
+    hash_algorithm: str | None
 
 
-# Exchange before writing: the ranks compare what they save, and exchange who writes which regions
-
-
-def _exchange_requests(
-    path: str, staged: CheckpointCopy, storage: Storage | None, problem: Exception | None, control: ControlPlane
-) -> list[WriteRequest]:
-    """Return the requests of all ranks, after a check that they fit together. Collective."""
+def _agree(
+    path: str, staged: CheckpointCopy, publication: Publication | None, problem: Exception | None, control: ControlPlane
+) -> _Agreement:
+    """Check that what the ranks save fits together. Collective."""
     values = {**_values_to_compare(staged), "the path": path}
     shared = staged.shared_parts()
-    request = WriteRequest(
-        values=digest_of(values),
-        join_info=None if storage is None else storage.join_info,
-        regions=[{name: contributed_region(shard) for name, shard in part.shards().items()} for part in shared],
-        state=shared[-1].specs if shared and control.rank == 0 else [],
-        digest=staged.digest,
+    contributed = [{name: contributed_region(shard) for name, shard in part.shards().items()} for part in shared]
+    state = [(spec.name, NAMES[spec.dtype], tuple(spec.shape)) for spec in shared[-1].specs] if shared else []
+    request = (
+        digest_of(values),
+        "" if publication is None else publication.token,
+        [{name: region and astuple(region) for name, region in part.items()} for part in contributed],
+        state if control.rank == 0 else [],
+        staged.hash_algorithm,
     )
-    answers = gather_or_raise(control, f"The checkpoint {path!r} could not be written", request.plain_values(), problem)
-    requests = [WriteRequest.decode(answer) for answer in answers]
-    if any(other.values != requests[0].values for other in requests):
+    requests = gather_or_raise(control, f"The checkpoint {path!r} could not be written", request, problem)
+    if any(other[0] != requests[0][0] for other in requests):
         refuse_differences(
             control.gather_objects(values),
             "the ranks write one checkpoint together, and each rank writes its shard of every tensor.",
@@ -121,10 +127,15 @@ def _exchange_requests(
             "it: a path that contains the time differs between ranks.",
             CheckpointError,
         )
-    for number, part in enumerate(shared):
-        specs = requests[0].state if part.role == "state" else part.specs
-        _check_coverage(path, specs, [other.regions[number] for other in requests])
-    return requests
+    _, token, _, state, hash_algorithm = requests[0]
+    state_specs = [Spec(name, DTYPES[dtype], shape) for name, dtype, shape in state]
+    regions: list[list[Regions]] = [
+        [{name: bounds and region_from(bounds) for name, bounds in other[2][number].items()} for other in requests]
+        for number in range(len(shared))
+    ]
+    for part, regions_of_part in zip(shared, regions, strict=True):
+        _check_coverage(path, state_specs if part.role == "state" else part.specs, regions_of_part)
+    return _Agreement(token, regions, state_specs, hash_algorithm)
 
 
 def _values_to_compare(staged: CheckpointCopy) -> dict[str, str]:
@@ -146,7 +157,8 @@ def _check_coverage(path: str, specs: Sequence[Spec], rank_regions: Sequence[Reg
     for spec in specs:
         if spec.name not in rank_regions[0]:
             continue
-        count = count_elements([regions[spec.name] for regions in rank_regions])
+        shares = [regions[spec.name] for regions in rank_regions]
+        count = sum(region.numel for region in shares if region is not None)
         if count != spec.numel:
             raise CheckpointError(
                 f"The checkpoint {path!r} cannot be written: {spec.name!r} has {spec.numel} elements, and the "
@@ -160,74 +172,61 @@ def _check_coverage(path: str, specs: Sequence[Spec], rank_regions: Sequence[Reg
 
 
 def _write(
-    path: str, staged: CheckpointCopy, requests: Sequence[WriteRequest], storage: Storage, control: ControlPlane
+    path: str, staged: CheckpointCopy, agreement: _Agreement, publication: Publication, control: ControlPlane
 ) -> tuple[dict[str, FileRecord], list[tuple[str, Part]]]:
     """Write this rank's files; return the records of all ranks' files, and the checkpoint's parts with their roles."""
-    file_records: dict[str, FileRecord] = {}
+    files: list[TensorFile] = []
+    documents: dict[str, bytes] = {}
     parts: list[tuple[str, Part]] = []
-    problem: Exception | None = None
-    shared_regions = zip(*(request.regions for request in requests), strict=True)
-    digest = requests[0].digest
+    shared_regions = iter(agreement.regions)
     for part in staged.parts:
-        specs = requests[0].state if part.role == "state" else None
-        files = part.planned_files(control.rank, control.world_size, specs)
-        files = [replace(file, name=storage.file_name(file.name)) for file in files]
-        regions = [{}] * control.world_size if part.role == "rank" else list(next(shared_regions))
-        document = None if part.document is None else storage.file_name(f"{part.stem}.json")
-        writer = GatheredWriter(part.tensors, regions, control, storage, staged.sizes.piece, digest)
-        try:
-            # The write is collective, so this rank calls it even after an earlier part has failed. An error of the
-            # exchange itself is not caught: the ranks are no longer at the same point, so this rank's failure must end
-            # the run instead of letting this rank wait for the others in a later collective.
-            file_records.update(writer.write(files))
-        except LocalWriteError as error:
-            problem = problem or error.cause
-        try:
-            if part.document is not None and document is not None and problem is None:
-                file_records[document] = _write_file(storage, document, part.document, digest)
-            index = _encode_index(part, files)
-            if index is not None and control.rank == 0 and problem is None:
-                name = storage.file_name(f"{part.stem}.safetensors.index.json")
-                file_records[name] = _write_file(storage, name, index, digest)
-        except Exception as error:
-            problem = problem or error
-        index_name = storage.file_name(f"{part.stem}.safetensors.index.json") if len(files) > 1 else None
-        parts.append((part.role, Part(document, tuple(file.name for file in files), index_name)))
-    answers = gather_or_raise(
-        control,
-        f"The checkpoint {path!r} could not be written",
-        WriteResult(file_records, parts).plain_values(),
-        problem,
+        specs = agreement.state if part.role == "state" else None
+        regions = [{}] * control.world_size if part.role == "rank" else next(shared_regions)
+        files_of_part = [
+            TensorFile(publication.file_name(file.name), file.owner, file.specs, part.tensors, regions)
+            for file in part.planned_files(control.rank, control.world_size, specs)
+        ]
+        files += files_of_part
+        document = None if part.document is None else publication.file_name(f"{part.stem}.json")
+        if part.document is not None and document is not None:
+            documents[document] = part.document
+        index = publication.file_name(f"{part.stem}.safetensors.index.json") if len(files_of_part) > 1 else None
+        if index is not None and control.rank == 0:
+            documents[index] = _encode_index(part, files_of_part)
+        parts.append((part.role, Part(document, tuple(file.name for file in files_of_part), index)))
+    writer = TensorWriter(control, publication, agreement.hash_algorithm)
+    writer.write(files)
+    problem = writer.problem
+    try:
+        for name, content in documents.items() if problem is None else ():
+            with file_writer(publication.create(name), agreement.hash_algorithm) as document_writer:
+                document_writer.write(content)
+            writer.records[name] = document_writer.record
+    except Exception as error:
+        problem = error
+    written = (
+        {name: astuple(record) for name, record in writer.records.items()},
+        [(role, astuple(part)) for role, part in parts],
     )
-    results = [WriteResult.decode(answer) for answer in answers]
-    records: dict[str, FileRecord] = {}
-    for result in results:
-        records.update(result.written)
-    rank_parts = [part for result in results for part in result.parts if part[0] == "rank"]
-    return records, [part for part in results[0].parts if part[0] != "rank"] + rank_parts
+    answers = gather_or_raise(control, f"The checkpoint {path!r} could not be written", written, problem)
+    records = {name: FileRecord(*record) for records_of_rank, _ in answers for name, record in records_of_rank.items()}
+    all_parts = [[(role, Part(*part)) for role, part in parts_of_rank] for _, parts_of_rank in answers]
+    shared = [part for part in all_parts[0] if part[0] != "rank"]
+    return records, shared + [part for parts_of_rank in all_parts for part in parts_of_rank if part[0] == "rank"]
 
 
-def _encode_index(part: PartCopy, files: Sequence[PlannedFile]) -> bytes | None:
-    """Return the index of a part's files in the format of Hugging Face's libraries; None if there is only one file."""
-    if len(files) < 2:
-        return None
+def _encode_index(part: PartCopy, files: Sequence[TensorFile]) -> bytes:
+    """Return the index of a part's files in the format of Hugging Face's libraries."""
     file_names = {spec.name: file.name for file in files for spec in file.specs}
     total = sum(spec.nbytes for file in files for spec in file.specs)
     index = {"metadata": {"total_size": total}, "weight_map": {name: file_names[name] for name in part.tensors}}
     return (json.dumps(index, indent=1) + "\n").encode()
 
 
-def _write_file(storage: Storage, name: str, content: bytes, digest: str | None) -> FileRecord:
-    sums = checksums_of(content)
-    with storage.open(name) as sink:
-        sink.writelines([content])
-    return FileRecord(sums.size, sums.text(), "" if digest is None else hashlib.new(digest, content).hexdigest())
-
-
 def _commit_manifest(
     path: str,
     staged: CheckpointCopy,
-    storage: Storage,
+    publication: Publication,
     written: dict[str, FileRecord],
     parts: Sequence[tuple[str, Part]],
     control: ControlPlane,
@@ -239,39 +238,40 @@ def _commit_manifest(
         if control.rank != 0:
             return b""
         for name, record in written.items():
-            _check_size(path, storage, name, record.size, single_rank=control.world_size == 1)
-        parts_by_role: dict[str, list[Part]] = {"weights": [], "optimizer": [], "callback": [], "state": [], "rank": []}
-        for role, part in parts:
-            parts_by_role[role].append(part)
+            _check_size(path, publication, name, record.size, single_rank=control.world_size == 1)
+
+        def of_role(role: str) -> tuple[Part, ...]:
+            return tuple(part for each, part in parts if each == role)
+
         keys = [part.key for part in staged.parts if part.role == "callback"]
         manifest = Manifest(
             identifier=identifier,
             world_size=control.world_size,
             metadata=staged.metadata,
             files=written,
-            weights=parts_by_role["weights"][0],
+            weights=of_role("weights")[0],
             aliases=staged.aliases,
-            optimizers=tuple(parts_by_role["optimizer"]),
-            callbacks=dict(zip(keys, parts_by_role["callback"], strict=True)),
-            state=next((part for part in parts_by_role["state"] if part.files()), None),
-            ranks=tuple(parts_by_role["rank"]) if any(part.files() for part in parts_by_role["rank"]) else (),
+            optimizers=of_role("optimizer"),
+            callbacks=dict(zip(keys, of_role("callback"), strict=True)),
+            state=next((part for part in of_role("state") if part.files()), None),
+            ranks=of_role("rank") if any(part.files() for part in of_role("rank")) else (),
             versions=versions(),
         )
         return encode_manifest(manifest)
 
     content = run_collectively(control, f"The checkpoint {path!r} could not be written", build_manifest)
     # If the reply to the upload is lost, rank 0 cannot know whether the manifest was stored, so all files are kept.
-    storage.keep()
+    publication.keep()
     run_collectively(
         control,
         f"The checkpoint {path!r} may not have been written",
-        lambda: storage.commit(content, identifier) if control.rank == 0 else None,
+        lambda: publication.commit(MANIFEST, content, files_in_manifest) if control.rank == 0 else None,
     )
 
 
-def _check_size(path: str, storage: Storage, name: str, size: int, single_rank: bool) -> None:
+def _check_size(path: str, publication: Publication, name: str, size: int, single_rank: bool) -> None:
     try:
-        actual_size = storage.size(name)
+        actual_size = publication.size(name)
     except FileNotFoundError:
         actual_size = None
     if actual_size == size:

@@ -1,4 +1,4 @@
-"""Checksums of the blocks of a file, so that a reader can verify single blocks, and digests of whole files."""
+"""Checksums of the blocks of a file, so that a reader can verify single blocks, and fingerprints of whole files."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ except ImportError:
 
 from drivetrain.errors import ConfigurationError, nearest
 
-__all__ = ["BLOCK", "DIGESTS", "BlockChecksums", "block_count", "check_digest", "checksums_of", "crc32"]
+__all__ = ["BLOCK", "HASH_ALGORITHMS", "BlockChecksums", "block_count", "check_digest", "checksums_of", "crc32"]
 
 BLOCK = 4 * 2**20
 """Block size in bytes of files that are written. A reader uses the block size in the manifest."""
 
-DIGESTS: dict[str, Callable[[], Any]] = {"sha256": hashlib.sha256}
-"""Digests by name. A CRC detects accidental damage but can be forged; a cryptographic digest cannot."""
+HASH_ALGORITHMS: dict[str, Callable[[], Any]] = {"sha256": hashlib.sha256}
+"""The hashes by name. A CRC detects accidental damage but can be forged; a cryptographic hash cannot."""
 
 
 def check_digest(owner: str, digest: Any) -> None:
-    """Raise if ``digest`` is neither None nor the name of a known digest.
+    """Raise if ``digest`` is neither None nor the name of a known hash.
 
     Args:
         owner: name of the function or class that takes the argument, for the error.
@@ -32,10 +32,10 @@ def check_digest(owner: str, digest: Any) -> None:
     Raises:
         ConfigurationError: the name is unknown.
     """
-    if digest is not None and digest not in list(DIGESTS):
+    if digest is not None and digest not in list(HASH_ALGORITHMS):
         raise ConfigurationError(
-            f"{owner}(digest={digest!r}) is not supported.{nearest(str(digest), DIGESTS)}",
-            f"supported digests of files, in addition to their checksums: {' or '.join(map(repr, DIGESTS))}.",
+            f"{owner}(digest={digest!r}) is not supported.{nearest(str(digest), HASH_ALGORITHMS)}",
+            f"supported digests of files, in addition to their checksums: {' or '.join(map(repr, HASH_ALGORITHMS))}.",
             "give one of these names, or None for checksums only.",
         )
 

@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
-from drivetrain.checkpoint._format.checksums import DIGESTS, BlockChecksums
+import torch
+
+from drivetrain._storage.folder import Content, Sink
+from drivetrain.checkpoint._format.checksums import HASH_ALGORITHMS, BlockChecksums
 from drivetrain.checkpoint._format.manifest import FileRecord
 
-MAX_WAITING_PIECES = 2
-"""Number of temporary pieces that may wait for the disk while the next piece is gathered."""
-
+_BUFFERS = 3  # two may wait for the disk while the next one is filled
 _BATCH_BYTES = 16 * 2**20  # maximum number of bytes per write call, unless a single content is larger
 
-_Content = bytes | memoryview
 
+@contextmanager
+def file_writer(file: AbstractContextManager[Sink], hash_algorithm: str | None = None) -> Iterator[FileWriter]:
+    """Yield a writer of ``file``, which is complete, and whose `FileWriter.record` is known, once the context exits.
 
-class Sink(Protocol):
-    """Destination of bytes."""
-
-    def writelines(self, contents: Sequence[_Content], /) -> Any:
-        """Write all of ``contents``."""
+    Args:
+        file: the file, which is closed.
+        hash_algorithm: name of a hash in `HASH_ALGORITHMS` that is computed of the file too; None for none.
+    """
+    with file as sink:
+        writer = FileWriter(sink, hash_algorithm)
+        try:
+            yield writer
+            writer.flush()
+        except BaseException:
+            writer.close()
+            raise
+    try:
+        writer.finish()  # the last checksums are computed while the file is synced
+    finally:
+        writer.close()
 
 
 class FileWriter:
@@ -30,41 +45,55 @@ class FileWriter:
 
     Args:
         sink: the destination, which the caller closes.
-        digest: name of a digest in `DIGESTS`, which the thread of the checksums computes too; None for no digest.
+        hash_algorithm: see `file_writer`.
     """
 
-    def __init__(self, sink: Sink, digest: str | None = None) -> None:
+    def __init__(self, sink: Sink, hash_algorithm: str | None = None) -> None:
         self._sink = sink
         self._checksums = BlockChecksums()
+        self._hash: Any = None if hash_algorithm is None else HASH_ALGORITHMS[hash_algorithm]()
         self._writer = ThreadPoolExecutor(1, "checkpoint-write")
         self._checksummer = ThreadPoolExecutor(1, "checkpoint-sum")
-        self._digest: Any = None if digest is None else DIGESTS[digest]()
-        self._waiting_contents: deque[_Content] = deque()
+        self._waiting_contents: deque[Content] = deque()
         self._last_write: Future[None] | None = None
         self._last_checksum: Future[None] | None = None
-        self._temporary_pieces: deque[list[Future[None]]] = deque()
+        self._buffers = deque([torch.empty(0, dtype=torch.uint8)] * _BUFFERS)
+        self._uses: deque[list[Future[None]]] = deque([[]] * _BUFFERS)  # of the buffers, by what was queued last
         self._error: Exception | None = None
+        self.record = FileRecord(0, "")
+        """The file's size, checksums and hash, once the file is complete."""
 
-    def write(self, content: _Content, borrowed: bool = False) -> None:
+    def write(self, content: Content) -> None:
         """Queue the next bytes of the file. Contents that wait in the queue are written together.
 
         Args:
-            content: the bytes, which must not change until `record` has returned.
-            borrowed: whether the memory belongs to an existing tensor. If it does not, the call waits while
-                `MAX_WAITING_PIECES` temporary pieces are queued.
+            content: the bytes, which must not change until the file is complete.
 
         Raises:
             Exception: an earlier write failed.
         """
-        while not borrowed and len(self._temporary_pieces) >= MAX_WAITING_PIECES:
-            for future in self._temporary_pieces.popleft():
-                future.result()
         self._raise_error()
         self._waiting_contents.append(content)
         self._last_write = self._writer.submit(self._run_unless_failed, self._write_waiting)
         self._last_checksum = self._checksummer.submit(self._run_unless_failed, self._add_to_checksums, content)
-        if not borrowed:
-            self._temporary_pieces.append([self._last_write, self._last_checksum])
+
+    @contextmanager
+    def memory(self, nbytes: int) -> Iterator[torch.Tensor]:
+        """Yield memory to fill with the next bytes of the file, which are queued when the context exits.
+
+        The call waits until the memory's earlier content is written. With memory of its own for each content, the
+        allocator would hold several times as much.
+        """
+        for future in self._uses.popleft():
+            future.result()
+        buffer = self._buffers.popleft()
+        if buffer.numel() < nbytes:
+            del buffer  # free the memory before more is allocated
+            buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self._buffers.append(buffer)
+        yield buffer[:nbytes]
+        self.write(memoryview(buffer.numpy())[:nbytes])  # type: ignore[arg-type]
+        self._uses.append([future for future in (self._last_write, self._last_checksum) if future is not None])
 
     def flush(self) -> None:
         """Wait until all queued contents are written. Their checksums may still be in progress.
@@ -76,15 +105,14 @@ class FileWriter:
             self._last_write.result()
         self._raise_error()
 
-    def record(self) -> FileRecord:
-        """Wait until all contents are written and checksummed, and return the file's size, checksums and digest."""
+    def finish(self) -> None:
+        """Wait until all contents are written and checksummed, and set `record`."""
         self.flush()
         if self._last_checksum is not None:
             self._last_checksum.result()
         self._raise_error()
-        return FileRecord(
-            self._checksums.size, self._checksums.text(), "" if self._digest is None else self._digest.hexdigest()
-        )
+        sha256 = "" if self._hash is None else self._hash.hexdigest()
+        self.record = FileRecord(self._checksums.size, self._checksums.text(), sha256)
 
     def close(self) -> None:
         """Stop the threads."""
@@ -93,7 +121,7 @@ class FileWriter:
         self._checksummer.shutdown()
 
     def _write_waiting(self) -> None:
-        batch: list[_Content] = []
+        batch: list[Content] = []
         size = 0
         while self._waiting_contents and size < _BATCH_BYTES:
             batch.append(self._waiting_contents.popleft())
@@ -101,12 +129,12 @@ class FileWriter:
         if batch:  # it is empty if a previous call has written all waiting contents
             self._sink.writelines(batch)
 
-    def _add_to_checksums(self, content: _Content) -> None:
+    def _add_to_checksums(self, content: Content) -> None:
         self._checksums.update(content)
-        if self._digest is not None:
-            self._digest.update(content)
+        if self._hash is not None:
+            self._hash.update(content)
 
-    def _run_unless_failed(self, work: Callable[..., Any], *contents: _Content) -> None:
+    def _run_unless_failed(self, work: Callable[..., Any], *contents: Content) -> None:
         if self._error is None:
             try:
                 work(*contents)

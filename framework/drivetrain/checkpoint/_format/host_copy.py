@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from drivetrain._distributed.shards import ParameterShard, Region, Span
+from drivetrain._distributed.shards import ParameterShard, Region
 from drivetrain.checkpoint._format.documents import dumps, encode
 from drivetrain.checkpoint._format.manifest import CheckpointMetadata
 from drivetrain.checkpoint._format.pinned_copies import pinned_copies
 from drivetrain.checkpoint._format.tensor_file import Spec, check_storable, in_file_order
-from drivetrain.checkpoint._format.write_plan import DEFAULT_SIZES, PlannedFile, Sizes, plan_files
+from drivetrain.checkpoint._format.write_plan import PlannedFile, plan_files
 from drivetrain.errors import CheckpointError
 
 TensorOrShard = torch.Tensor | ParameterShard
@@ -31,7 +31,7 @@ class StateToSave:
         callbacks: tensors by the callback's key and by name, unsharded or sharded.
         state: nested JSON-able values and tensors; only those of rank 0 are stored. None if there is no state.
         rank_state: nested JSON-able values and tensors, stored for each rank. None if there is no such state.
-        digest: name of the digest to store for each file; None for no digest. The value on rank 0 is used.
+        hash_algorithm: name of the hash to store for each file; None for none. The value on rank 0 is used.
     """
 
     weights: Mapping[str, Any]
@@ -41,7 +41,7 @@ class StateToSave:
     callbacks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     state: Any = None
     rank_state: Any = None
-    digest: str | None = None
+    hash_algorithm: str | None = None
 
 
 @dataclass(slots=True)
@@ -53,7 +53,6 @@ class PartCopy:
         role: "weights", "optimizer", "callback", "state" or "rank".
         document: text of the JSON file; None if there is none, or another rank writes it.
         tensors: tensors and shards by name, in order.
-        sizes: how tensors are split into files.
         key: the callback's key; "" in other roles.
         specs: names, dtypes and shapes of the tensors.
     """
@@ -62,7 +61,6 @@ class PartCopy:
     role: str
     document: bytes | None
     tensors: dict[str, TensorOrShard]
-    sizes: Sizes
     key: str = ""
     specs: list[Spec] = field(init=False)
 
@@ -77,7 +75,7 @@ class PartCopy:
         """Return the files for the part's tensors, with their owners. ``specs`` replaces the part's own `specs`."""
         specs = self.specs if specs is None else specs
         if self.role in ("weights", "optimizer", "callback"):
-            return plan_files(self.stem, specs, world_size, self.sizes)
+            return plan_files(self.stem, specs, world_size)
         owner = 0 if self.role == "state" else rank
         return [PlannedFile(f"{self.stem}.safetensors", owner, tuple(in_file_order(specs)))] if specs else []
 
@@ -90,16 +88,14 @@ class CheckpointCopy:
         parts: this rank's parts.
         metadata: metadata for the manifest.
         aliases: maps each tied name to the first name of its tensor.
-        sizes: how tensors are split into files.
-        digest: name of the digest to store for each file; None for no digest.
+        hash_algorithm: name of the hash to store for each file; None for none.
         problem: the error of staging on this rank, which `commit` raises on all ranks; None if staging succeeded.
     """
 
     parts: list[PartCopy]
     metadata: CheckpointMetadata
     aliases: dict[str, str]
-    sizes: Sizes
-    digest: str | None = None
+    hash_algorithm: str | None = None
     problem: CheckpointError | None = None
 
     def shared_parts(self) -> list[PartCopy]:
@@ -127,7 +123,6 @@ def copy_to_host(
     world_size: int,
     shard_of: Callable[[Any], TensorOrShard] = lambda value: value,
     snapshot: bool = False,
-    sizes: Sizes = DEFAULT_SIZES,
 ) -> CheckpointCopy:
     """Prepare a checkpoint's contents for writing. Not collective.
 
@@ -140,22 +135,17 @@ def copy_to_host(
         world_size: the number of ranks.
         shard_of: the strategy's function that turns a sharded value into this rank's `ParameterShard`.
         snapshot: copy what this rank will write, so that training can continue during the write.
-        sizes: how tensors are split into files.
     """
     try:
-        parts = list(_parts_of(contents, rank, shard_of, sizes))
-        unexpected: dict[str, Any] = {}
-        encode(contents.metadata.progress, unexpected, "progress")
-        encode(contents.metadata.hyper_parameters, unexpected, "hyper_parameters")
-        encode(contents.metadata.data_hyper_parameters, unexpected, "data_hyper_parameters")
+        parts = list(_parts_of(contents, rank, shard_of))
         for part in parts:
             for name, value in part.tensors.items():
                 _check_storable(part, name, value)
         if snapshot:
             _copy_tensors(parts, rank, world_size)
     except CheckpointError as error:
-        return CheckpointCopy([], contents.metadata, {}, sizes, problem=error)
-    return CheckpointCopy(parts, contents.metadata, dict(contents.aliases), sizes, contents.digest)
+        return CheckpointCopy([], contents.metadata, {}, problem=error)
+    return CheckpointCopy(parts, contents.metadata, dict(contents.aliases), contents.hash_algorithm)
 
 
 def _check_storable(part: PartCopy, name: str, value: TensorOrShard) -> None:
@@ -171,14 +161,12 @@ def _check_storable(part: PartCopy, name: str, value: TensorOrShard) -> None:
         )
 
 
-def _parts_of(
-    contents: StateToSave, rank: int, shard_of: Callable[[Any], TensorOrShard], sizes: Sizes
-) -> Iterator[PartCopy]:
+def _parts_of(contents: StateToSave, rank: int, shard_of: Callable[[Any], TensorOrShard]) -> Iterator[PartCopy]:
     is_rank_0 = rank == 0
 
     def part(stem: str, role: str, document: Any, tensors: Mapping[str, Any], key: str = "") -> PartCopy:
         text = None if document is None else dumps(document)
-        return PartCopy(stem, role, text, {name: shard_of(value) for name, value in tensors.items()}, sizes, key)
+        return PartCopy(stem, role, text, {name: shard_of(value) for name, value in tensors.items()}, key)
 
     tensors: dict[str, Any] = {}
     other_values: dict[str, Any] = {}
@@ -211,9 +199,7 @@ def _parts_of(
 
 def contributed_region(shard: ParameterShard) -> Region | None:
     """Return the region that this rank writes; None if it is empty or another rank writes the same region."""
-    region = shard.region
-    empty = region.start >= region.stop if isinstance(region, Span) else 0 in region.sizes
-    return None if empty or not shard.is_primary else region
+    return shard.region if shard.is_primary and shard.region.numel else None
 
 
 def _copy_tensors(parts: list[PartCopy], rank: int, world_size: int) -> None:

@@ -7,7 +7,7 @@ import re
 import reprlib
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from drivetrain.checkpoint._compiled_names import plain_name
-from drivetrain.checkpoint._format.checksummed_json import dump_with_checksum, has_valid_checksum
 from drivetrain.checkpoint._format.checksums import BLOCK, block_count
-from drivetrain.checkpoint._format.documents import decode, encode, parse_json
+from drivetrain.checkpoint._format.documents import decode, dump_with_checksum, encode, has_valid_checksum, parse_json
 from drivetrain.errors import CheckpointError, listed
 
 FORMAT = 2
@@ -40,7 +39,7 @@ class FileRecord:
     Attributes:
         size: size in bytes.
         crc32: checksums of the file's blocks, with eight hexadecimal digits for each block.
-        sha256: digest of the whole file, in hexadecimal digits; "" if none was requested.
+        sha256: fingerprint of the whole file, in hexadecimal digits; "" if none was requested.
     """
 
     size: int
@@ -178,7 +177,6 @@ def versions() -> dict[str, str]:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return the manifest as JSON text that ends with a checksum of all preceding text."""
-    metadata = manifest.metadata
     tensors: dict[str, Any] = {}
     document: dict[str, Any] = {
         "format": FORMAT,
@@ -186,28 +184,13 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "written": manifest.written,
         "versions": dict(manifest.versions),
         "world_size": manifest.world_size,
-        "strategy": metadata.strategy,
-        "precision": metadata.precision,
-        "weights_only": metadata.weights_only,
-        "progress": encode(metadata.progress, tensors, "progress"),
-        "hyper_parameters": encode(metadata.hyper_parameters, tensors, "hyper_parameters"),
-        "argument": metadata.argument,
-        "data_hyper_parameters": encode(metadata.data_hyper_parameters, tensors, "data_hyper_parameters"),
-        "data_argument": metadata.data_argument,
-        "left_out": list(metadata.left_out),
-        "pretrained": encode(metadata.pretrained, tensors, "pretrained"),
-        "parent": metadata.parent,
-        "lineage": [list(entry) for entry in metadata.lineage],
-        "run": dict(metadata.run),
-        "base": dict(metadata.base),
-        "weights": _part_as_json(manifest.weights),
+        **{name: _metadata_as_json(name, getattr(manifest.metadata, name), tensors) for name in _METADATA},
+        "weights": asdict(manifest.weights),
         "aliases": dict(manifest.aliases),
-        "optimizers": [_part_as_json(part) for part in manifest.optimizers],
-        "callbacks": {key: _part_as_json(part) for key, part in manifest.callbacks.items()},
-        "averages": None if metadata.averages is None else asdict(metadata.averages),
-        "layer_versions": None if metadata.layer_versions is None else dict(metadata.layer_versions),
-        "state": None if manifest.state is None else _part_as_json(manifest.state),
-        "ranks": [_part_as_json(part) for part in manifest.ranks],
+        "optimizers": [asdict(part) for part in manifest.optimizers],
+        "callbacks": {key: asdict(part) for key, part in manifest.callbacks.items()},
+        "state": None if manifest.state is None else asdict(manifest.state),
+        "ranks": [asdict(part) for part in manifest.ranks],
         "block_size": manifest.block_size,
         "files": {name: record_as_json(entry) for name, entry in manifest.files.items()},
     }
@@ -242,8 +225,12 @@ def check_metadata(metadata: CheckpointMetadata) -> None:
     encode_manifest(Manifest("", 1, metadata, {}, Part()))
 
 
-def _part_as_json(part: Part) -> dict[str, Any]:
-    return {"document": part.document, "tensors": list(part.tensors), "index": part.index}
+def _metadata_as_json(name: str, value: Any, tensors: dict[str, Any]) -> Any:
+    if _METADATA[name] in (_values, _pretrained):
+        return encode(value, tensors, name)
+    if isinstance(value, AveragesRecord):
+        return asdict(value)
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 # Decoding from JSON. The functions after `_from_json` return a validated value, or raise ValueError.
@@ -282,6 +269,14 @@ def decode_manifest(content: bytes, path: str) -> Manifest:
         raise _damage_error(path, str(error)) from error
 
 
+def files_in_manifest(content: bytes) -> set[str]:
+    """Return the names of the files that a manifest lists; none if it is damaged."""
+    try:
+        return set(decode_manifest(content, "").files)
+    except CheckpointError:
+        return set()
+
+
 def _damage_error(path: str, problem: str) -> CheckpointError:
     return CheckpointError(
         f"{MANIFEST} of {path!r} is damaged: {problem}.",
@@ -296,36 +291,18 @@ def _from_json(document: dict[str, Any]) -> Manifest:
         raise ValueError(f"its block size of {block_size} bytes is not supported")
     files = {}
     for name, fields in document["files"].items():
-        record = FileRecord(_count(fields["size"]), _text(fields["crc32"]), _digest(fields.get("sha256", "")))
+        record = FileRecord(_count(fields["size"]), _text(fields["crc32"]), _fingerprint(fields.get("sha256", "")))
         if len(record.crc32) != 8 * block_count(record.size, block_size):
             raise ValueError(f"{name!r} has {len(record.crc32)} digits of checksums for {record.size} bytes")
         files[_file_name(name)] = record
-    without_digest = sorted(name for name, entry in files.items() if not entry.sha256)
-    if 0 < len(without_digest) < len(files):
-        raise ValueError(f"{listed(without_digest)} have no digest, and other files have one")
+    without_fingerprint = sorted(name for name, entry in files.items() if not entry.sha256)
+    if 0 < len(without_fingerprint) < len(files):
+        raise ValueError(f"{listed(without_fingerprint)} have no digest, and other files have one")
     manifest = Manifest(
         identifier=_text(document["id"]),
         world_size=_count(document["world_size"]),
         metadata=CheckpointMetadata(
-            strategy=_text(document["strategy"]),
-            precision=_text(document["precision"]),
-            progress=_dict(decode(document["progress"], _reject_tensor), "progress"),
-            hyper_parameters=_dict(decode(document["hyper_parameters"], _reject_tensor), "hyper_parameters"),
-            weights_only=bool(document["weights_only"]),
-            identifier=_text(document["id"]),
-            parent=_text(document["parent"]),
-            lineage=tuple(_ancestor(entry) for entry in document["lineage"]),
-            left_out=tuple(_text(name) for name in document["left_out"]),
-            run={name: _text(text) for name, text in document["run"].items()},
-            base={plain_name(name): _text(text) for name, text in document["base"].items()},
-            pretrained=_pretrained(decode(document["pretrained"], _reject_tensor)),
-            argument=_text(document["argument"]),
-            data_hyper_parameters=_dict(
-                decode(document["data_hyper_parameters"], _reject_tensor), "data_hyper_parameters"
-            ),
-            data_argument=_text(document["data_argument"]),
-            averages=_averages(document["averages"]),
-            layer_versions=_layer_versions(document["layer_versions"]),
+            identifier=_text(document["id"]), **{name: check(document[name]) for name, check in _METADATA.items()}
         ),
         files=files,
         weights=_part(document["weights"]),
@@ -336,7 +313,7 @@ def _from_json(document: dict[str, Any]) -> Manifest:
         ranks=tuple(_part(entry) for entry in document["ranks"]),
         written=_time(document["written"]),
         block_size=block_size,
-        versions={name: _text(text) for name, text in document["versions"].items()},
+        versions=_texts(document["versions"]),
     )
     if not 1 <= manifest.world_size <= _MAX_RANKS or len(manifest.ranks) not in (0, manifest.world_size):
         raise ValueError(f"its world size is {manifest.world_size}, and it has parts of {len(manifest.ranks)} ranks")
@@ -353,7 +330,7 @@ def _from_json(document: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def _digest(text: Any) -> str:
+def _fingerprint(text: Any) -> str:
     if not isinstance(text, str) or not _SHA256_PATTERN.fullmatch(text):
         raise ValueError(f"{reprlib.repr(text)} is not a SHA-256")
     return text
@@ -380,12 +357,11 @@ def _layer_versions(document: Any) -> dict[str, int] | None:
 
 
 def _pretrained(document: Any) -> dict[str, dict[str, Any]]:
-    return {name: _dict(entry, "a model") for name, entry in document.items()}
+    return {name: _values(entry) for name, entry in document.items()}
 
 
-def _ancestor(document: Any) -> tuple[str, int]:
-    run, count = document
-    return _text(run), _count(count)
+def _lineage(document: Any) -> tuple[tuple[str, int], ...]:
+    return tuple((_text(run), _count(count)) for run, count in document)
 
 
 def _file_name(name: Any) -> str:
@@ -412,11 +388,37 @@ def _text(text: Any) -> str:
     return text
 
 
-def _dict(value: Any, what: str) -> dict[str, Any]:
-    if type(value) is not dict:
-        raise ValueError(f"{what} is {reprlib.repr(value)} instead of an object")
-    return value
+def _texts(document: Any) -> dict[str, str]:
+    return {name: _text(text) for name, text in document.items()}
+
+
+def _values(document: Any) -> dict[str, Any]:
+    values = decode(document, _reject_tensor)
+    if type(values) is not dict:
+        raise ValueError(f"{reprlib.repr(document)} is not an object")
+    return values
 
 
 def _reject_tensor(name: Any) -> Any:
     raise ValueError(f"it contains a tensor {reprlib.repr(name)}")
+
+
+_METADATA: dict[str, Callable[[Any], Any]] = {
+    "strategy": _text,
+    "precision": _text,
+    "weights_only": bool,
+    "progress": _values,
+    "hyper_parameters": _values,
+    "argument": _text,
+    "data_hyper_parameters": _values,
+    "data_argument": _text,
+    "left_out": lambda names: tuple(map(_text, names)),
+    "pretrained": _pretrained,
+    "parent": _text,
+    "lineage": _lineage,
+    "run": _texts,
+    "base": lambda base: {plain_name(name): text for name, text in _texts(base).items()},
+    "averages": _averages,
+    "layer_versions": _layer_versions,
+}
+"""The fields of the metadata that are keys of the document, and what validates each of them when it is read."""

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from drivetrain._runtime.transfer import row_major
 from drivetrain.checkpoint._format.documents import METADATA, parse_json
 from drivetrain.checkpoint._format.flattened_tensor import has_own_memory
 from drivetrain.errors import CheckpointError
@@ -62,6 +63,16 @@ class Spec:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The shape with at least one dimension: a scalar is one row."""
+        return self.shape or (1,)
+
+    @property
+    def row_size(self) -> int:
+        """The number of elements of a row, which is one index of the first dimension."""
+        return math.prod(self.shape[1:])
+
 
 @dataclass(frozen=True, slots=True)
 class Entry(Spec):
@@ -69,6 +80,18 @@ class Entry(Spec):
 
     begin: int
     end: int
+
+
+def row_ranges(spec: Spec, limit: int) -> Iterator[tuple[int, int]]:
+    """Split the rows of a tensor into ranges of at most ``limit`` bytes, or one row if a row is larger."""
+    step = max(1, limit // max(1, spec.row_size * spec.dtype.itemsize))
+    for first in range(0, spec.rows[0], step):
+        yield first, min(first + step, spec.rows[0])
+
+
+def bytes_of(flat: torch.Tensor) -> memoryview:
+    """Return the memory of a flat CPU tensor."""
+    return memoryview(row_major(flat).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def check_storable(name: str, tensor: torch.Tensor) -> None:

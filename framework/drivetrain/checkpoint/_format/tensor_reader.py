@@ -14,13 +14,10 @@ from typing import NamedTuple
 import torch
 
 from drivetrain._distributed.shards import Region, Span
-from drivetrain.checkpoint._format.checksums import DIGESTS, crc32
-from drivetrain.checkpoint._format.folder import Folder, Source, StorageError
-from drivetrain.checkpoint._format.local_file import NoFileError
+from drivetrain._storage.folder import Folder, NoFileError, Source, StorageError
+from drivetrain.checkpoint._format.checksums import HASH_ALGORITHMS, crc32
 from drivetrain.checkpoint._format.manifest import FileRecord
-from drivetrain.checkpoint._format.pieces import as_rows, bytes_of, row_size
-from drivetrain.checkpoint._format.read_memory import allocate_bytes, allocate_tensor
-from drivetrain.checkpoint._format.tensor_file import Entry, Spec, read_header
+from drivetrain.checkpoint._format.tensor_file import Entry, Spec, bytes_of, read_header
 from drivetrain.errors import CheckpointError
 
 # Minimum number of blocks that are cached per file, because adjacent tensors share a block. With more parallel readers,
@@ -33,11 +30,11 @@ class CheckResult(NamedTuple):
 
     Attributes:
         bad_blocks: indices of the blocks that cannot be read or whose checksum differs.
-        digest_differs: whether the digest differs although all checksums match.
+        fingerprint_differs: whether the fingerprint differs although all checksums match.
     """
 
     bad_blocks: list[int]
-    digest_differs: bool
+    fingerprint_differs: bool
 
 
 class CheckedFile:
@@ -96,20 +93,21 @@ class CheckedFile:
                 self._read_shared(number, low - start, part)
 
     def check(self) -> CheckResult:
-        """Read the whole file and compare it with its checksums, and with its digest if it has one."""
+        """Read the whole file and compare it with its checksums, and with its fingerprint if it has one."""
         bad_blocks = []
-        digest = DIGESTS["sha256"]() if self._record.sha256 else None
+        fingerprint = HASH_ALGORITHMS["sha256"]() if self._record.sha256 else None
         memory = memoryview(bytearray(min(self._block, self.size)))
         for number in range(-(-self.size // self._block)):
             begin, end = self._bounds(number)
             try:
                 self._read(number, memory[: end - begin])
-                if digest is not None:
-                    digest.update(memory[: end - begin])
+                if fingerprint is not None:
+                    fingerprint.update(memory[: end - begin])
             except Exception:
                 bad_blocks.append(number)
-                digest = None
-        return CheckResult(bad_blocks, digest is not None and digest.hexdigest() != self._record.sha256)
+                fingerprint = None
+        differs = fingerprint is not None and fingerprint.hexdigest() != self._record.sha256
+        return CheckResult(bad_blocks, differs)
 
     def _bounds(self, number: int) -> tuple[int, int]:
         return number * self._block, min((number + 1) * self._block, self.size)
@@ -121,7 +119,7 @@ class CheckedFile:
                 return
             cache_is_full = len(self._cached) >= self._max_cached
             content = (
-                self._cached.popitem(last=False)[1] if cache_is_full else allocate_bytes(min(self._block, self.size))
+                self._cached.popitem(last=False)[1] if cache_is_full else _allocate_bytes(min(self._block, self.size))
             )
         self._read(number, content[: min(self._block, self.size - number * self._block)])
         with self._lock:
@@ -213,7 +211,7 @@ class TensorSource:
         if 0 in region.sizes:
             return torch.empty(region.sizes, dtype=self.entry.dtype)
         # Read the contiguous rows that the region touches, then slice the other dimensions.
-        shape, row = as_rows(self.shape), row_size(self.shape)
+        shape, row = self.entry.rows, self.entry.row_size
         first, count = (*region.offsets, 0)[0], (*region.sizes, 1)[0]
         rows = self._read_elements(first * row, (first + count) * row).view(count, *shape[1:])
         slices = tuple(slice(start, start + size) for start, size in zip(region.offsets, region.sizes, strict=True))
@@ -223,7 +221,7 @@ class TensorSource:
         if not 0 <= start <= stop <= self.entry.numel:
             raise IndexError(f"elements {start} to {stop} of {self.entry.name!r}, which has {self.entry.numel}")
         dtype = self.entry.dtype
-        values = allocate_tensor(stop - start, dtype, f"{self.entry.name!r} in {self.file.name}")
+        values = _allocate_tensor(stop - start, dtype, f"{self.entry.name!r} in {self.file.name}")
         if start < stop:
             self.file.fill(self.entry.begin + start * dtype.itemsize, bytes_of(values))
         return values
@@ -247,3 +245,24 @@ def tensors_in(file: CheckedFile) -> dict[str, TensorSource]:
     """Return the tensors of a file by name; only the header of the file is read."""
     entries = read_header(file.name, file.size, file.read)
     return {name: TensorSource(file, entry) for name, entry in entries.items()}
+
+
+def _allocate_tensor(numel: int, dtype: torch.dtype, what: str) -> torch.Tensor:
+    """Return a new uninitialized CPU tensor of shape (numel,).
+
+    Raises:
+        CheckpointError: there is not enough memory; the message names ``what``.
+    """
+    try:
+        return torch.empty(numel, dtype=dtype, device="cpu")
+    except (RuntimeError, MemoryError) as error:
+        raise CheckpointError(
+            f"Not enough memory to read {what}: {numel * dtype.itemsize:,} bytes of memory are needed.",
+            "the allocation failed.",
+            "read the checkpoint on more ranks, or tensor by tensor.",
+        ) from error
+
+
+def _allocate_bytes(count: int) -> memoryview:
+    """Return ``count`` bytes of uninitialized memory. A bytearray would be filled with zeros first."""
+    return memoryview(torch.empty(count, dtype=torch.uint8, device="cpu").numpy())  # type: ignore[arg-type]

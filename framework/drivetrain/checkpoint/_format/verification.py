@@ -6,11 +6,10 @@ import os
 from collections.abc import Iterator
 from functools import partial
 
-from drivetrain.checkpoint._format.checkpoint_reader import CheckpointReader, load
+from drivetrain.checkpoint._format.checkpoint_reader import CheckpointReader, load, map_in_threads
 from drivetrain.checkpoint._format.checksums import block_count, check_digest
 from drivetrain.checkpoint._format.documents import loads
 from drivetrain.checkpoint._format.manifest import Part
-from drivetrain.checkpoint._format.parallel_io import map_in_threads
 from drivetrain.checkpoint._format.tensor_file import misaligned
 from drivetrain.checkpoint._format.tensor_reader import damage_error, tensors_in
 from drivetrain.errors import CheckpointError
@@ -53,7 +52,7 @@ def _describe_problem(checkpoint: CheckpointReader, name: str) -> str | None:
     if result.bad_blocks:
         blocks = f"{len(result.bad_blocks)} of {block_count(file.size, block)} blocks"
         return f"{name} was altered: {blocks}, the first at byte {result.bad_blocks[0] * block}"
-    if result.digest_differs:
+    if result.fingerprint_differs:
         return f"{name} was altered: its checksums match, but its SHA-256 differs"
     return None
 

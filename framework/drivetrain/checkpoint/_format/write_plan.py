@@ -7,23 +7,10 @@ from dataclasses import dataclass
 
 from drivetrain.checkpoint._format.tensor_file import Spec, in_file_order
 
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Size limits for splitting a checkpoint, in bytes.
-
-    Attributes:
-        small: a part is not split into files that are smaller than this size.
-        large: a part that is larger than this size is split into several files even on one rank.
-        piece: size of the pieces that ranks exchange, unless a single row is larger.
-    """
-
-    small: int = 64 * 2**20
-    large: int = 8 * 2**30
-    piece: int = 2 * 2**20
-
-
-DEFAULT_SIZES = Sizes()
+SMALL_BYTES = 64 * 2**20
+"""A part is not split into files that are smaller than this."""
+LARGE_BYTES = 8 * 2**30
+"""A part that is larger than this is split into several files even on one rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +28,18 @@ class PlannedFile:
     specs: tuple[Spec, ...]
 
 
-def plan_files(stem: str, specs: Sequence[Spec], world_size: int, sizes: Sizes) -> list[PlannedFile]:
+def plan_files(stem: str, specs: Sequence[Spec], world_size: int) -> list[PlannedFile]:
     """Assign tensors to files in order, balanced by bytes, and files to ranks.
 
     Args:
         stem: beginning of the file names.
         specs: the tensors, in the same order on every rank.
         world_size: number of ranks that may write.
-        sizes: size limits that determine the number of files.
     """
     if not specs:
         return []
     total = sum(spec.nbytes for spec in specs)
-    count = max(1, min(world_size, total // sizes.small), -(-total // sizes.large))
+    count = max(1, min(world_size, total // SMALL_BYTES), -(-total // LARGE_BYTES))
     contents: list[list[Spec]] = [[] for _ in range(count)]
     begin = 0
     for spec in specs:
