@@ -29,7 +29,7 @@ from drivetrain._engine.rank_facts import module_facts, setting_facts
 from drivetrain._engine.rank_log import RankLog
 from drivetrain._engine.run_callbacks import RunCallbacks
 from drivetrain._engine.run_ending import RunEnding
-from drivetrain._engine.run_parts import RunCore, RunData, RunRequest, Training
+from drivetrain._engine.run_parts import RunCore, RunData, RunRequest
 from drivetrain._engine.seeding import order_seed, seed_data_rank, seed_rank, warn_unseeded
 from drivetrain._engine.signals import Signals, announce, as_interruption, handled_signals, interruption_error, requeue
 from drivetrain._engine.stage_data import StageData
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from drivetrain._engine.monitors import MonitoredKeysCheck
     from drivetrain._engine.reloading import Reloading
     from drivetrain._engine.resumed_run import ResumedRun
+    from drivetrain._loops.step import TrainStep
     from drivetrain._loops.train import TrainLoop
 
 logger = logging.getLogger("drivetrain")
@@ -110,16 +111,15 @@ class Session:
             buffers=EvaluationBuffers(module, strategy),
             callbacks=RunCallbacks(trainer, module),
         )
-        self.training: Training | None = None
         self.checkpoints = CheckpointManager(self.core)
         self._resumed: ResumedRun | None = None
         self.last_line: str | None = None
         """The line to print instead of this rank's error if a lower rank failed the same way and prints its own."""
-        self.collective_calls = CollectiveCalls(self.core)
+        collective_calls = CollectiveCalls(self.core)
         self.core.checkpoints = self.checkpoints
         self.core.estimate_steps = partial(read_estimate, self.core)
-        self.core.check_collective = self.collective_calls.check
-        self.core.all_gather = self.collective_calls.all_gather
+        self.core.check_collective = collective_calls.check
+        self.core.all_gather = collective_calls.all_gather
         self.core.log_histograms = self._log_histograms
         self._processes = processes
         self._compiled: CompiledSteps | None = None
@@ -248,10 +248,11 @@ class Session:
 
     def _fit(self, prepared: PreparedRun) -> None:
         with self.core.span("set-up"):
-            training, monitors = self._prepare_training(prepared)
-        self._train(prepared, training.loop, monitors)
+            _, monitors = self._prepare_training(prepared)
+        assert self.core.loop is not None
+        self._train(prepared, self.core.loop, monitors)
 
-    def _prepare_training(self, prepared: PreparedRun) -> tuple[Training, MonitoredKeysCheck]:
+    def _prepare_training(self, prepared: PreparedRun) -> tuple[TrainStep, MonitoredKeysCheck]:
         from drivetrain._engine.monitors import MonitoredKeysCheck  # only training needs it
 
         core, data = self.core, self.data
@@ -261,7 +262,7 @@ class Session:
         prepare_stopping(core)
         validate = build_validation(core, runner, move) if data.validates else None
         monitors = MonitoredKeysCheck(core)
-        self.training = training = build_training(
+        step = build_training(
             core,
             self.checkpoints,
             validate,
@@ -270,14 +271,13 @@ class Session:
             apply_trainable_changes=self._apply_trainable_changes,
             after_first_batch=monitors.after_first_batch,
         )
-        core.loop, core.manual, core.pass_over_data = training.loop, training.manual, training.pass_over_data
         if reloading is not None:
-            reloading.connect(training.loop, runner, move)
+            reloading.connect(runner, move)
         if self._resumed is not None:
             self._resumed.load()
         if not core.request.trial:
             log_once(core.strategy.precision.describe())
-        return training, monitors
+        return step, monitors
 
     def _train(self, prepared: PreparedRun, loop: TrainLoop, monitors: MonitoredKeysCheck) -> None:
         core, checkpoints, ending = self.core, self.checkpoints, self._ending
@@ -463,7 +463,7 @@ class Session:
         if core.trainer.compile:
             from drivetrain._engine.compiled_steps import CompiledSteps  # only runs that compile need it
 
-            self._compiled = CompiledSteps(module, core.trainer.compile, core.metrics, self.collective_calls)
+            self._compiled = CompiledSteps(module, core.trainer.compile, core)
         run_step = strategy.setup_module(module)
         check_module_setup(strategy, module, run_step)
         runner = under_context(run_step, strategy.precision)
@@ -520,8 +520,8 @@ class Session:
 
     def _detach(self) -> None:
         core = self.core
-        if self.training is not None:
-            self.training.loop.release()
+        if core.loop is not None:
+            core.loop.release()
         if self.core.trainables is not None:
             self.core.trainables.end()
         unlock_module(core.module)
@@ -544,7 +544,7 @@ class Session:
         core, ending = self.core, self._ending
         strategy, control = core.strategy, core.strategy.control
         error = error_to_report(control, error)
-        note_where(error, core, self.training is not None)
+        note_where(error, core, core.loop is not None)
         note_known_fixes(error)
         failure = Failure.of_exception(strategy.rank, error)
         publish_failure(control, failure)
