@@ -12,11 +12,9 @@ from drivetrain._engine.evaluation_setup import build_validation
 from drivetrain._engine.run_parts import RunCore
 from drivetrain._engine.seeding import seed_rank
 from drivetrain._engine.stage_data import StageData
-from drivetrain._loops.batch_mover import BatchMover
 from drivetrain._loops.train import TrainLoop
 from drivetrain._runtime.generators import preserved_generators
 from drivetrain._runtime.seed import derive_seed
-from drivetrain.strategies.strategy import StepRunner
 
 if TYPE_CHECKING:
     from drivetrain._engine.resumed_run import ResumedRun
@@ -67,19 +65,13 @@ class Reloading:
                 self._every,
             )
 
-    def connect(self, loop: TrainLoop, runner: StepRunner, move: BatchMover | None) -> None:
-        """Pass later loaders to the training loop.
-
-        Args:
-            loop: the run's loop.
-            runner: runs each step as the strategy requires.
-            move: moves a batch to the device.
-        """
+    def connect(self, loop: TrainLoop) -> None:
+        """Pass later loaders to the run's training loop."""
         core, data = self._core, self._core.data
 
         def use(stage_data: StageData) -> None:
             self._core.components["data"] = data_facts(data.train, stage_data.loaders)
-            validate = build_validation(core, runner, move) if data.validates else None
+            validate = build_validation(core) if data.validates else None
             loop.reader.use(data.training)
             loop.validation.renew(validate, data.train_length)
 
