@@ -141,8 +141,9 @@ class CheckpointManager:
         if not is_running and strategy.rank > 0:
             return  # the run has ended: every rank holds the whole state, and the ranks no longer communicate
         control = strategy.control if is_running else LocalControl()
+        shard_of = saved.shard_of if is_running else lambda value: value
         in_background = request.background and is_running
-        copy = copy_to_host(contents, control.rank, control.world_size, saved.shard_of, snapshot=in_background)
+        copy = copy_to_host(contents, control.rank, control.world_size, shard_of, snapshot=in_background)
 
         def write(control: ControlPlane) -> None:
             commit(request.path, copy, control)

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from drivetrain._engine.collective_calls import CollectiveCalls
-from drivetrain._metrics import MetricStore
+from drivetrain._run_state import RunState
 from drivetrain.module.train_module import TrainModule
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -19,20 +18,17 @@ class CompiledSteps:
     Args:
         module: the module.
         setting: ``Fit(compile=...)``: True, or options for `torch.compile`.
-        metrics: the store that the steps log to.
-        calls: makes the collective calls of the steps.
+        state: the run's state, by which the steps log and make collective calls.
     """
 
-    def __init__(
-        self, module: TrainModule, setting: bool | dict[str, Any], metrics: MetricStore, calls: CollectiveCalls
-    ) -> None:
+    def __init__(self, module: TrainModule, setting: bool | dict[str, Any], state: RunState) -> None:
         self._attributes = module.__dict__
         self._replaced_attributes: dict[str, Any] = {}
         options = setting if isinstance(setting, dict) else {}
         # Logging writes to plain Python objects. If it were traced, dynamo would guard on every value in these objects.
-        metrics.record = torch.compiler.disable(metrics.record)  # type: ignore[method-assign,no-untyped-call]
+        state.metrics.record = torch.compiler.disable(state.metrics.record)  # type: ignore[method-assign,no-untyped-call]
         # A call reads the stack and waits for other ranks, which dynamo cannot trace.
-        calls.all_gather = torch.compiler.disable(calls.all_gather)  # type: ignore[method-assign,no-untyped-call]
+        state.all_gather = torch.compiler.disable(state.all_gather)  # type: ignore[no-untyped-call]
         for name in _STEPS:
             self._replaced_attributes[name] = self._attributes.get(name)
             self._attributes[name] = torch.compile(getattr(module, name), **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from drivetrain._loops.hooks import HOOKS
+from drivetrain._runtime.lazy_names import is_installed
 from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import Logger
@@ -39,8 +40,8 @@ def default_loggers(given: Any, root: str, *, only_check: bool = False) -> list[
     """Return the loggers for ``Fit(logger=...)``.
 
     Args:
-        given: None or True for the default logger, False for no logger, or a logger, a logger's name, or a list of
-            loggers and names.
+        given: None or True for TensorBoard if it is installed, else CSV; False for no logger; or a logger, a logger's
+            name, or a list of loggers and names.
         root: the run's ``default_root_dir``, passed to loggers that are built by name.
         only_check: whether to check ``given`` and return no loggers.
 
@@ -50,11 +51,7 @@ def default_loggers(given: Any, root: str, *, only_check: bool = False) -> list[
     if given is False:
         return []
     if given is None or given is True:
-        if only_check:
-            return []
-        from drivetrain.loggers._default_logger import default_logger
-
-        return [default_logger(root)]
+        given = "tensorboard" if is_installed("tensorboard") else "csv"
     loggers = []
     for item in given if isinstance(given, list | tuple) else [given]:
         if isinstance(item, str):

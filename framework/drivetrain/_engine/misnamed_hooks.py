@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from types import FunctionType, MethodType
 
 from drivetrain._engine.stage_loaders import DataArguments, loader_method
-from drivetrain._loops.hooks import HOOKS, is_overridden
+from drivetrain._loops.hooks import HOOKS, overridden
 from drivetrain.callback import Callback
 from drivetrain.data import DataModule
 from drivetrain.errors import ConfigurationError
@@ -102,8 +102,8 @@ def check_hooks(
                 "its code would not run.",
                 f"{fix}. If your own code calls the method, rename it or prefix its name with an underscore.",
             )
-    for name in hooks:
-        if name not in _STEPS and is_overridden(name, owner, base) and not _is_unused_loader(name, given, stage):
+    for name in overridden(hooks, owner, base):
+        if name not in _STEPS and not _is_unused_loader(name, given, stage):
             _check_arguments(owner, name, base)
 
 

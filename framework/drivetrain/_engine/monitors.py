@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 
 from drivetrain._engine.run_parts import RunCore
-from drivetrain._loops.hooks import is_overridden
+from drivetrain._loops.hooks import overridden
 from drivetrain.callback import Callback, MonitorsValues
 from drivetrain.errors import nearest
 from drivetrain.module._module_hooks import ModuleHooks
@@ -71,7 +71,7 @@ class MonitoredKeysCheck:
         run = self._run
         unseen = self._run.data.validates and not self._validated
         names = (*_LATE_HOOKS, *(_EVALUATION_HOOKS if unseen else ()))
-        if unseen or any(is_overridden(name, run.module, ModuleHooks) for name in names):
+        if unseen or overridden(names, run.module, ModuleHooks):
             return True
         callbacks = [each for each in run.callbacks if not type(each).__module__.startswith("drivetrain.")]
-        return any(is_overridden(name, callback, Callback) for callback in callbacks for name in names)
+        return any(overridden(names, callback, Callback) for callback in callbacks)

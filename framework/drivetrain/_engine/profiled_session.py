@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from drivetrain._engine.monitors import MonitoredKeysCheck
-from drivetrain._engine.run_parts import RunRequest, Training
+from drivetrain._engine.run_parts import RunRequest
 from drivetrain._engine.session import Session
 from drivetrain._engine.stage_data import StageData
 from drivetrain._loops.batch_mover import BatchMover
 from drivetrain._loops.hooks import HOOKS
 from drivetrain._loops.manual_step import ManualStep
-from drivetrain._loops.step import AutomaticStep
+from drivetrain._loops.step import AutomaticStep, TrainStep
 from drivetrain._storage.paths import child
 from drivetrain.launchers import LaunchedProcesses
 from drivetrain.profilers import ProfiledRun
@@ -127,9 +127,10 @@ class ProfiledSession(Session):
         if move.prefetcher is not None:
             self._time(move.prefetcher, "transfer", "send", "receive")
 
-    def _prepare_training(self) -> tuple[Training, MonitoredKeysCheck]:
-        training, monitors = super()._prepare_training()
-        loop, step = training.loop, training.step
+    def _prepare_training(self) -> tuple[TrainStep, MonitoredKeysCheck]:
+        step, monitors = super()._prepare_training()
+        loop = self.core.loop
+        assert loop is not None
         self._time(loop, "training", "run")
         self._time(loop, "logging", "_flush", "_reduce_epoch", "_flush_epoch")
         self._replace(loop.reader, "micro_batches", lambda read: lambda *args: self._windows(read(*args)))
@@ -141,7 +142,7 @@ class ProfiledSession(Session):
             self._replace(step, "_backward", lambda call: self._timed("backward", call or _BACKWARD))
             self._replace(step, "_clip", lambda call: call and self._timed("clipping", call))
             self._time(step, "optimizer", "clip_and_step")
-        return training, monitors
+        return step, monitors
 
     def _time(self, owner: object, phase: str, *names: str) -> None:
         """Time functions of an object."""

@@ -40,9 +40,10 @@ def set_apart(
     for index, state in enumerate(optimizers):
         values = {(name, key): value for name, keys in state["state"].items() for key, value in keys.items()}
         whole = [place for place, value in values.items() if is_flattenable(value)]
-        parts = [place for place, value in values.items() if _is_flattenable_shard(shard_of(value))]
+        parts: list[tuple[str, str]] = []
         if control is not None:
-            parts = sorted({(name, key) for rank in control.gather_objects(parts) for name, key in rank})
+            own_parts = [place for place, value in values.items() if _is_flattenable_shard(shard_of(value))]
+            parts = sorted({(name, key) for rank in control.gather_objects(own_parts) for name, key in rank})
         if not whole and not parts:
             continue
         names = ["/".join(place) for place in (*whole, *parts)]

@@ -12,7 +12,6 @@ from drivetrain._engine.evaluation_setup import build_validation
 from drivetrain._engine.run_parts import RunCore
 from drivetrain._engine.seeding import seed_rank
 from drivetrain._engine.stage_data import StageData
-from drivetrain._loops.train import TrainLoop
 from drivetrain._runtime.generators import preserved_generators
 from drivetrain._runtime.seed import derive_seed
 
@@ -43,7 +42,6 @@ class Reloading:
         self._load = load
         self._every = core.trainer.reload_dataloaders_every_n_epochs
         self._loaded_at = 0  # the epoch of the current loaders
-        self._use: Callable[[StageData], None] | None = None
 
     def begin(self, resumed: ResumedRun | None) -> None:
         """Build the first loaders of the run: the loaders of epoch 0, or of the epoch in which ``resumed`` goes on."""
@@ -65,18 +63,6 @@ class Reloading:
                 self._every,
             )
 
-    def connect(self, loop: TrainLoop) -> None:
-        """Pass later loaders to the run's training loop."""
-        core, data = self._core, self._core.data
-
-        def use(stage_data: StageData) -> None:
-            self._core.components["data"] = data_facts(data.train, stage_data.loaders)
-            validate = build_validation(core) if data.validates else None
-            loop.reader.use(data.training)
-            loop.validation.renew(validate, data.train_length)
-
-        self._use = use
-
     def reload(self, epoch: int) -> None:
         """Build the loaders of ``epoch``, unless they are the current ones. Collective.
 
@@ -86,13 +72,15 @@ class Reloading:
         """
         if self._first_epoch(epoch) == self._loaded_at:
             return
-        data = self._core.data
-        assert self._use is not None
+        core, data, loop = self._core, self._core.data, self._core.loop
+        assert loop is not None
         data.loaded.close()
         self._loaded_at = self._first_epoch(epoch)
         data.stage_data = self._build()
-        check_ranks_agree(self._core.strategy.control, data.stage_data.facts())
-        self._use(data.stage_data)
+        check_ranks_agree(core.strategy.control, data.stage_data.facts())
+        core.components["data"] = data_facts(data.train, data.stage_data.loaders)
+        loop.reader.use(data.training)
+        loop.validation.renew(build_validation(core) if data.validates else None, data.train_length)
 
     def _first_epoch(self, epoch: int) -> int:
         """Return the first of the epochs that share the loaders of ``epoch``."""

@@ -1,7 +1,6 @@
 """The parts of a run, which a `Session` holds and passes between the functions that build them.
 
-`RunRequest` and `RunCore` are complete before set-up begins. `RunData` changes while a run reads its data.
-`StopConditions` and `Training` are each built once, and passed to the function that builds the next of them.
+`RunRequest` is complete before set-up begins, and set-up fills `RunCore`. `RunData` changes while a run reads its data.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from drivetrain._engine.stage_loaders import DataArguments
 from drivetrain._loops.batch_mover import BatchMover
 from drivetrain._loops.hooks import HookTable
 from drivetrain._loops.loader_lengths import Lengths
-from drivetrain._loops.manual_step import ManualStep
 from drivetrain._loops.progress_reports import ProgressReporter
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.train import TrainLoop
@@ -38,7 +36,6 @@ from drivetrain.runs._run_folder import RunFolder
 from drivetrain.strategies.strategy import StepRunner, Strategy
 
 if TYPE_CHECKING:
-    from drivetrain._loops.step import TrainStep
     from drivetrain.data._batch_source import BatchSource
     from drivetrain.data._limited_source import LimitedSource
 
@@ -163,6 +160,7 @@ class RunCore(RunState):
         runner: runs each step as the strategy requires, once the module is set up.
         move: moves a batch to the device; None if batches stay where they are.
         loop: the training loop; None before it is built.
+        trainer: the `Fit`, as hooks see it.
     """
 
     request: RunRequest
@@ -180,14 +178,11 @@ class RunCore(RunState):
     runner: StepRunner = not_set_yet
     move: BatchMover | None = None
     loop: TrainLoop | None = None
+    trainer: RunContext = field(init=False)
 
     def __post_init__(self) -> None:
+        self.trainer = self.request.trainer
         self.metrics.progress = self.progress
-
-    @property
-    def trainer(self) -> RunContext:
-        """The `Fit`, as hooks see it."""
-        return self.request.trainer
 
     @property
     def hooks(self) -> HookTable:
@@ -238,23 +233,3 @@ class RunCore(RunState):
     def progress_reporter(self) -> ProgressReporter | None:
         """Return the object that reports a loop's progress to callbacks; None if none has `write_progress`."""
         return self.callbacks.progress_reporter(self.trainer.log_every_n_steps)
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """The training loop of a fit.
-
-    Attributes:
-        loop: the loop.
-        step: the training step, without the checks of ``detect_anomaly``.
-        pass_over_data: runs the training step over an epoch's data without training, to collect statistics.
-    """
-
-    loop: TrainLoop
-    step: TrainStep
-    pass_over_data: Callable[[], None]
-
-    @property
-    def manual(self) -> ManualStep | None:
-        """The training step of manual optimization; None with automatic optimization."""
-        return self.step if isinstance(self.step, ManualStep) else None

@@ -190,10 +190,10 @@ def carry_out(decision: StartDecision, run: RunCore, location: RunLocation) -> b
             version, created = claim_version(location.runs_folders)
             folder = child(location.runs_folder, version)
         else:
-            folder = child(location.runs_folder, decision.version)
+            folder, created = child(location.runs_folder, decision.version), []
             if read(folder) != earlier:
                 return False
-            created = make_directory(folder)
+        created = created or make_directory(folder)
         if decision.resumes is not None:
             clear_leftovers(folder)
         elif earlier is not None:

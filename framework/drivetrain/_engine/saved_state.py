@@ -120,6 +120,7 @@ class SavedState:
 
     def __init__(self, core: RunCore) -> None:
         self._core = core
+        self._trainer = core.trainer
         self._module = core.module
         self._strategy = core.strategy
         self._trained: set[str] = set()  # parameters that are known to have trained, besides those of `Trainables`
@@ -140,8 +141,8 @@ class SavedState:
             yield Owner(("datamodule",), every, datamodule.state_dict, datamodule.load_state_dict, is_hook=True)
         for key, callback in self._callbacks_by_key():
             yield Owner(("callbacks", key), every, callback.state_dict, callback.load_state_dict)
-            save_hook = _filled_by(callback.on_save_checkpoint, self._core.trainer, module)
-            load_hook = partial(callback.on_load_checkpoint, self._core.trainer, module)
+            save_hook = _filled_by(callback.on_save_checkpoint, self._trainer, module)
+            load_hook = partial(callback.on_load_checkpoint, self._trainer, module)
             yield Owner(("callback_hooks", key), every, save_hook, load_hook, is_hook=True)
 
     def _position_owners(self) -> Iterator[Owner]:
@@ -153,8 +154,7 @@ class SavedState:
         rng_states = data.rng_replay
         yield Owner(("rng_states",), Scope.RANK, lambda: rng_states.state(core.progress.batch_idx), rng_states.resume)
         if data.stage_data is not None and data.stage_data.train is not None:  # loaders may be replaced while loading
-            load_source = lambda state: data.train.load_state_dict(state)  # noqa: E731
-            yield Owner(("source",), Scope.RANK, data.train.state_dict, load_source)
+            yield Owner(("source",), Scope.RANK, data.train.state_dict, lambda state: data.train.load_state_dict(state))
         load_metrics = partial(metrics.load_state_dict, device=self._strategy.device)
         yield Owner(("metrics",), Scope.MERGED, metrics.state_dict, load_metrics)
 
@@ -177,22 +177,27 @@ class SavedState:
             rehearsing: whether nothing will be written. Errors of hooks are then ignored, since what hooks need may not
                 exist yet.
         """
-        replaced = self._replaced_weights(rehearsing)
-        weights = self._weights(replaced)
-        tensors, averages = self._callback_tensors(rehearsing, weights_only, weights)
+        module, is_running = self._module, self._strategy.module is not None
+        if is_running:
+            replaced = self._replaced_weights(rehearsing)
+            weights = self._trained_weights(replaced)
+            tensors, averages = self._callback_tensors(rehearsing, weights_only, weights)
+        else:  # the module has the whole weights, and sharded tensors of callbacks may no longer exist
+            refuse_missing_weights(module)
+            replaced, weights, tensors, averages = {}, dict(module.state_dict()), {}, None
         metadata = replace(self._metadata(), weights_only=weights_only, averages=averages)
-        contents = StateToSave(weights, metadata, tied_names(self._module), callbacks=tensors)
+        contents = StateToSave(weights, metadata, tied_names(module), callbacks=tensors)
         if not weights_only:
-            self._collect_state(contents, replaced, rehearsing)
+            contents.rank_state = {"buffers": self._own_buffers(weights, replaced) if is_running else {}}
+            self._collect_state(contents, is_running, rehearsing)
         if trainable_only:
-            self._leave_out_base(contents)
+            self._leave_out_base(contents, is_running)
         return contents
 
-    def _collect_state(self, contents: StateToSave, replaced: Mapping[str, Any], rehearsing: bool) -> None:
+    def _collect_state(self, contents: StateToSave, is_running: bool, rehearsing: bool) -> None:
         """Add the state that only a resumed run needs."""
-        core, strategy, snapshot = self._core, self._strategy, self._core.snapshot
-        state: dict[str, Any] = {"components": core.components, "callbacks": {}}
-        own: dict[str, Any] = {"buffers": self._own_buffers(contents.weights, replaced) if self._running else {}}
+        core, strategy, snapshot, own = self._core, self._strategy, self._core.snapshot, contents.rank_state
+        contents.state = state = {"components": core.components, "callbacks": {}}
         if core.trainables is not None:
             state["trainables"] = core.trainables.state_dict()
         earlier = {} if snapshot is None else snapshot.rank_state
@@ -201,13 +206,12 @@ class SavedState:
             with _ignoring_errors(rehearsing and is_shared):
                 owner.put(state if is_shared else own, earlier.get(owner.path, owner.save)())
         contents.optimizers = [
-            strategy.optimizer_state(index) if self._running else named_optimizer_state(self._module, optimizer)
+            strategy.optimizer_state(index) if is_running else named_optimizer_state(self._module, optimizer)
             for index, optimizer in enumerate(core.optimization.optimizers)
         ]
-        control = strategy.control if self._running and strategy.shards_parameters else None
+        control = strategy.control if is_running and strategy.shards_parameters else None
         flattened = set_apart(contents.optimizers, self.shard_of, control)
         state["flattened_optimizer_state"], own["optimizer_shards"] = flattened
-        contents.state, contents.rank_state = state, own
 
     def _metadata(self) -> CheckpointMetadata:
         core, strategy, module, datamodule = self._core, self._strategy, self._module, self._core.datamodule
@@ -228,27 +232,19 @@ class SavedState:
             layer_versions=layer_versions(module),
         )
 
-    def _weights(self, replaced: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the trained weights.
-
-        Args:
-            replaced: the trained values of the weights that callbacks have replaced in the module.
-        """
-        if not self._running:
-            refuse_missing_weights(self._module)
-            return dict(self._module.state_dict())
-        weights, snapshot = self._strategy.model_state(), self._core.snapshot
-        trained = {**replaced, **({} if snapshot is None else snapshot.buffers)}
-        return weights | {name: value for name, value in trained.items() if name in weights}
-
     def _replaced_weights(self, rehearsing: bool) -> dict[str, Any]:
         """Return the trained values of the weights that callbacks have replaced in the module."""
         replaced: dict[str, Any] = {}
-        for callback in self._core.callbacks if self._running else ():
-            with _ignoring_errors(rehearsing):
-                if isinstance(callback, ReplacesWeights):
-                    replaced |= callback.trained_weights(self._core.trainer, self._module)
+        for callback in self._core.callbacks:
+            if isinstance(callback, ReplacesWeights):
+                with _ignoring_errors(rehearsing):
+                    replaced |= callback.trained_weights(self._trainer, self._module)
         return replaced
+
+    def _trained_weights(self, replaced: Mapping[str, Any]) -> dict[str, Any]:
+        weights, snapshot = self._strategy.model_state(), self._core.snapshot
+        trained = {**replaced, **({} if snapshot is None else snapshot.buffers)}
+        return weights | {name: value for name, value in trained.items() if name in weights}
 
     def _own_buffers(self, weights: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's buffers that differ from rank 0's, which `weights` holds. Collective."""
@@ -266,13 +262,11 @@ class SavedState:
         """Return the tensors of callbacks by key, and which of them are averages of the weights."""
         found: dict[str, Mapping[str, Any]] = {}
         averages: AveragesRecord | None = None
-        if not self._running:
-            return found, averages  # sharded tensors may no longer exist after the run
         for key, callback in self._callbacks_by_key():
             with _ignoring_errors(rehearsing):
                 evaluated = callback.evaluates_averages if isinstance(callback, HoldsAverages) else None
                 left_out = only_averages and evaluated is None
-                tensors = {} if left_out else callback.save_tensors(self._core.trainer, self._module)
+                tensors = {} if left_out else callback.save_tensors(self._trainer, self._module)
                 if tensors:
                     found[key] = tensors
                     if evaluated is not None:
@@ -281,16 +275,16 @@ class SavedState:
                             averages = AveragesRecord(key, evaluated)
         return found, averages
 
-    def _leave_out_base(self, contents: StateToSave) -> None:
+    def _leave_out_base(self, contents: StateToSave, is_running: bool) -> None:
         """Replace parameters that have never trained by their checksums. Collective."""
         weights, tied, trained = contents.weights, contents.aliases, self._trained
         if self._core.trainables is not None:
             trained |= self._core.trainables.trained
-        parameters = self._strategy.named_parameters() if self._running else dict(self._module.named_parameters())
+        parameters = self._strategy.named_parameters() if is_running else dict(self._module.named_parameters())
         trained |= {name for name, parameter in parameters.items() if parameter.requires_grad}
         base = {name for name in parameters if name in weights and name not in trained}
         if unknown := base - self._base.keys():
-            control = self._strategy.control if self._running else LocalControl()
+            control = self._strategy.control if is_running else LocalControl()
             self._base |= base_checksums({name: self.shard_of(weights[name]) for name in sorted(unknown)}, control)
         base |= {name for name, first in tied.items() if first in base}
         contents.weights = {name: value for name, value in weights.items() if name not in base}
@@ -299,14 +293,10 @@ class SavedState:
         contents.metadata = replace(contents.metadata, base=checksums)
 
     def shard_of(self, value: Any) -> Any:
-        """Return this rank's part of a value; after the run, the value itself."""
-        shard = self._strategy.shard_of(value) if self._running else value
+        """Return this rank's part of a value."""
+        shard = self._strategy.shard_of(value)
         # A DTensor that is unknown to the strategy comes from the user's own tensor parallelism.
         return shard.full_tensor() if isinstance(shard, torch.Tensor) and hasattr(shard, "full_tensor") else shard
-
-    @property
-    def _running(self) -> bool:
-        return self._strategy.module is not None
 
     # Loading
 
@@ -351,7 +341,7 @@ class SavedState:
             seed_rank(derive_seed(_RESUME_SEED, data.seed, progress.epoch, progress.epoch_samples), strategy.data_rank)
         for key, callback in self._callbacks_by_key():
             if key in saved.tensors:
-                callback.load_tensors(core.trainer, self._module, saved.tensors[key])
+                callback.load_tensors(self._trainer, self._module, saved.tensors[key])
 
     def _skipped(self, state: dict[str, Any], anew: StartsAnew) -> set[tuple[str, ...]]:
         """Return the paths of the owners that do not load their state."""
@@ -362,7 +352,7 @@ class SavedState:
             if anew.scheduler(config.scheduler, optimization.optimizers)
         }
         for group in ("callbacks", "callback_hooks"):  # the saved run may have had other callbacks
-            skipped |= {(group, key) for key, _ in self._callbacks_by_key() if key not in state.get(group, ())}
+            skipped |= {(group, key) for key, _ in self._callbacks_by_key() if key not in (state.get(group) or ())}
         if anew.data:
             skipped |= {owner.path for owner in self._position_owners()}
         # At the end of the data, the next epoch starts at its beginning, whatever state a loader has there.

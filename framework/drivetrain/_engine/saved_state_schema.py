@@ -18,7 +18,8 @@ _MAX_COUNT = 2**63
 
 _TYPES: dict[str, Any] = {
     **dict.fromkeys(("callbacks", "data"), dict),
-    **dict.fromkeys(("components", "flattened_optimizer_state", "loop", "schedulers", "trainables"), dict | None),
+    **dict.fromkeys(("callback_hooks", "components", "flattened_optimizer_state"), dict | None),
+    **dict.fromkeys(("loop", "schedulers", "trainables"), dict | None),
     **dict.fromkeys(("data/seed", "data/world_size"), int),
 }
 """The types of values in a run's state, by path. A missing value is None."""

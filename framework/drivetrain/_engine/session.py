@@ -28,7 +28,7 @@ from drivetrain._engine.rank_facts import module_facts, setting_facts
 from drivetrain._engine.rank_log import RankLog
 from drivetrain._engine.run_callbacks import RunCallbacks
 from drivetrain._engine.run_ending import RunEnding
-from drivetrain._engine.run_parts import RunCore, RunData, RunRequest, Training
+from drivetrain._engine.run_parts import RunCore, RunData, RunRequest
 from drivetrain._engine.seeding import order_seed, seed_data_rank, seed_rank, warn_unseeded
 from drivetrain._engine.signals import Signals, announce, as_interruption, handled_signals, interruption_error, requeue
 from drivetrain._engine.stage_data import StageData
@@ -61,8 +61,8 @@ from drivetrain.strategies.strategy import RunSettings, Strategy
 if TYPE_CHECKING:
     from drivetrain._engine.compiled_steps import CompiledSteps
     from drivetrain._engine.monitors import MonitoredKeysCheck
-    from drivetrain._engine.reloading import Reloading
     from drivetrain._engine.resumed_run import ResumedRun
+    from drivetrain._loops.step import TrainStep
     from drivetrain._loops.train import TrainLoop
 
 logger = logging.getLogger("drivetrain")
@@ -94,17 +94,15 @@ class Session:
             buffers=EvaluationBuffers(module, strategy),
             callbacks=RunCallbacks(trainer, module),
         )
-        self.training: Training | None = None
         self.checkpoints = CheckpointManager(self.core)
         self._resumed: ResumedRun | None = None
-        self._reloading: Reloading | None = None
         self.last_line: str | None = None
         """The line to print instead of this rank's error if a lower rank failed the same way and prints its own."""
-        self.collective_calls = CollectiveCalls(self.core)
+        collective_calls = CollectiveCalls(self.core)
         self.core.checkpoints = self.checkpoints
         self.core.estimate_steps = partial(read_estimate, self.core)
-        self.core.check_collective = self.collective_calls.check
-        self.core.all_gather = self.collective_calls.all_gather
+        self.core.check_collective = collective_calls.check
+        self.core.all_gather = collective_calls.all_gather
         self.core.log_histograms = self._log_histograms
         self._processes = processes
         self._compiled: CompiledSteps | None = None
@@ -233,10 +231,11 @@ class Session:
 
     def _fit(self) -> None:
         with self.core.span("set-up"):
-            training, monitors = self._prepare_training()
-        self._train(training.loop, monitors)
+            _, monitors = self._prepare_training()
+        assert self.core.loop is not None
+        self._train(self.core.loop, monitors)
 
-    def _prepare_training(self) -> tuple[Training, MonitoredKeysCheck]:
+    def _prepare_training(self) -> tuple[TrainStep, MonitoredKeysCheck]:
         from drivetrain._engine.monitors import MonitoredKeysCheck  # only training needs it
 
         core, data = self.core, self.data
@@ -245,21 +244,18 @@ class Session:
         prepare_stopping(core)
         validate = build_validation(core) if data.validates else None
         monitors = MonitoredKeysCheck(core)
-        self.training = training = build_training(
+        step = build_training(
             core,
             self.checkpoints,
             validate,
             apply_trainable_changes=self._apply_trainable_changes,
             after_first_batch=monitors.after_first_batch,
         )
-        core.loop, core.manual, core.pass_over_data = training.loop, training.manual, training.pass_over_data
-        if self._reloading is not None:
-            self._reloading.connect(training.loop)
         if self._resumed is not None:
             self._resumed.load()
         if not core.request.trial:
             log_once(core.strategy.precision.describe())
-        return training, monitors
+        return step, monitors
 
     def _train(self, loop: TrainLoop, monitors: MonitoredKeysCheck) -> None:
         core, checkpoints, ending = self.core, self.checkpoints, self._ending
@@ -418,8 +414,7 @@ class Session:
                 return
             from drivetrain._engine.reloading import Reloading  # only runs that reload need it
 
-            self._reloading = Reloading(core, self._build_stage_data)
-            self._reloading.begin(self._resumed)
+            Reloading(core, self._build_stage_data).begin(self._resumed)
 
     def _build_stage_data(self) -> StageData:
         core, data = self.core, self.data
@@ -444,7 +439,7 @@ class Session:
         if core.trainer.compile:
             from drivetrain._engine.compiled_steps import CompiledSteps  # only runs that compile need it
 
-            self._compiled = CompiledSteps(module, core.trainer.compile, core.metrics, self.collective_calls)
+            self._compiled = CompiledSteps(module, core.trainer.compile, core)
         run_step = strategy.setup_module(module)
         check_module_setup(strategy, module, run_step)
         core.runner = under_context(run_step, strategy.precision)
@@ -500,8 +495,8 @@ class Session:
 
     def _detach(self) -> None:
         core = self.core
-        if self.training is not None:
-            self.training.loop.release()
+        if core.loop is not None:
+            core.loop.release()
         if self.core.trainables is not None:
             self.core.trainables.end()
         unlock_module(core.module)
@@ -524,7 +519,7 @@ class Session:
         core, ending = self.core, self._ending
         strategy, control = core.strategy, core.strategy.control
         error = error_to_report(control, error)
-        note_where(error, core, self.training is not None)
+        note_where(error, core, core.loop is not None)
         note_known_fixes(error)
         failure = Failure.of_exception(strategy.rank, error)
         publish_failure(control, failure)

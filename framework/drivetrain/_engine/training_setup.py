@@ -12,7 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from drivetrain._config.arguments import parse_duration
-from drivetrain._engine.run_parts import RunCore, Training
+from drivetrain._engine.run_parts import RunCore
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import find_loaders
 from drivetrain._loops.epoch_checks import EpochChecks
@@ -45,8 +45,8 @@ def build_training(
     *,
     apply_trainable_changes: Callable[[], None],
     after_first_batch: Callable[[], None],
-) -> Training:
-    """Build the training loop.
+) -> TrainStep:
+    """Build the training loop of a run, and return its step, without the checks of ``detect_anomaly``.
 
     Args:
         core: the run, with its optimizers, what may stop it, and its snapshot.
@@ -68,7 +68,7 @@ def build_training(
         _warn_if_never_validates(core)
     reader = _build_reader(core)
     limits = TrainLimits(trainer.max_epochs, trainer.max_steps, trainer.log_every_n_steps)
-    loop = TrainLoop(
+    core.loop = TrainLoop(
         step,
         reader,
         hooks=core.hooks,
@@ -94,7 +94,9 @@ def build_training(
             checks=EpochChecks(step, metrics, type(module).__name__, strategy.rank == 0, after_first_batch),
         ),
     )
-    return Training(loop, inner, build_training_pass(core))
+    core.manual = inner if isinstance(inner, ManualStep) else None
+    core.pass_over_data = build_training_pass(core)
+    return inner
 
 
 def _warn_if_never_validates(core: RunCore) -> None:

@@ -31,6 +31,11 @@ def is_overridden(name: str, owner: object, base: type) -> bool:
     return method is not None and method is not getattr(base, name, None)
 
 
+def overridden(names: Iterable[str], owner: object, base: type) -> list[str]:
+    """Return those of the methods of ``base`` that ``owner`` overrides."""
+    return [name for name in names if is_overridden(name, owner, base)]
+
+
 class HookTable:
     """The calls of each hook in order: callbacks by descending priority, the module, callbacks of negative priority.
 

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from drivetrain._storage.folder import StorageError
-from drivetrain.checkpoint._format.checksummed_json import dump_with_checksum, has_valid_checksum
 from drivetrain.checkpoint._format.checksums import BLOCK, crc32
-from drivetrain.checkpoint._format.documents import parse_json
+from drivetrain.checkpoint._format.documents import dump_with_checksum, has_valid_checksum, parse_json
 from drivetrain.checkpoint._format.manifest import FileRecord, record_as_json, versions
 from drivetrain.checkpoint._format.tensor_file import Spec, bytes_of, header_of, in_file_order
 from drivetrain.checkpoint._format.tensor_reader import CheckedFile, damage_error, tensors_in

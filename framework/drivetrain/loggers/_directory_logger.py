@@ -64,7 +64,12 @@ class DirectoryLogger(Logger):
 
     def use_folder(self, folder: str) -> None:
         """Use the folder of a run for this logger's files."""
+        if folder != self.log_dir:
+            self._leave_folder()
         self._folder = folder
+
+    def _leave_folder(self) -> None:
+        """Forget what this logger has written to its folder, because another folder comes next."""
 
     def make_folder(self) -> str:
         """Create the logger's folder if needed, and return its path or URL. Without a run, a free one is taken."""

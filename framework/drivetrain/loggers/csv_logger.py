@@ -66,7 +66,6 @@ class CSVLogger(DirectoryLogger):
         super().__init__(save_dir, name, version, prefix)
         self._is_local = local_path(self.save_dir) is not None  # and can append to files
         self._flush_every = flush_logs_every_n_steps
-        self._table_folder: str | None = None  # the folder that the following attributes refer to
         self._columns: list[str] | None = None  # None until the file has been read
         self._pending: list[Row] = []  # rows that are not written yet
         self._flushed_step: int | None = None  # the step of the last write, or of the first row
@@ -158,7 +157,6 @@ class CSVLogger(DirectoryLogger):
         folder = self.log_dir
         if folder is None:
             return
-        self._switch_folder(folder)
         self._rewound_to = step
         self._rows_before_rewind = 0
         self._rewritten_metrics = set()
@@ -202,15 +200,12 @@ class CSVLogger(DirectoryLogger):
                 "check the free space, the permissions, and for a URL the credentials and the network.",
             ) from error
 
-    def _switch_folder(self, path: str) -> None:
-        """Reset the state of the table if ``path`` is another folder than before."""
-        if self._table_folder not in (None, path):
-            self._columns = self._text = None
-            self._rewound_to, self._rows_before_rewind, self._rewritten_metrics = None, 0, set()
-        self._table_folder = path
+    def _leave_folder(self) -> None:
+        self._columns = self._text = None
+        self._rewound_to, self._rows_before_rewind, self._rewritten_metrics = None, 0, set()
 
     def _write(self) -> None:
-        self._switch_folder(self.make_folder())
+        self.make_folder()
         if self._columns is None:
             self._load_existing()
         assert self._columns is not None
@@ -282,14 +277,14 @@ class CSVLogger(DirectoryLogger):
         if self._text is not None:
             return self._text
         try:
-            content = folder_at(self._table_folder or "").read(_FILE)
+            content = folder_at(self.log_dir or "").read(_FILE)
         except FileNotFoundError:
             return None
         return content.decode("utf-8-sig", "surrogateescape")  # Invalid bytes are written back unchanged.
 
     def _replace(self, text: str) -> None:
         """Replace the file atomically, so that a kill or an error loses no rows."""
-        folder_at(self._table_folder or "").write(_FILE, text.encode("utf-8", "surrogateescape"))
+        folder_at(self.log_dir or "").write(_FILE, text.encode("utf-8", "surrogateescape"))
         if not self._is_local:
             self._text = text
 
@@ -298,7 +293,7 @@ class CSVLogger(DirectoryLogger):
         if self._text is not None:
             self._replace(self._text + text)
             return True
-        path = local_path(child(self._table_folder or "", _FILE))
+        path = local_path(child(self.log_dir or "", _FILE))
         assert path is not None  # at a URL, `_text` is known
         try:
             size = os.path.getsize(path)

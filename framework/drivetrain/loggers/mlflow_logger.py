@@ -101,9 +101,9 @@ class MLFlowLogger(DirectoryLogger):
         self._given_run_id = run_id
         self._synchronous = synchronous
         self._client: Any = None
-        self._last_opened: tuple[str, str] | None = None  # the folder and the id of the last opened run
+        self._run_id: str | None = None  # of the run of this folder, once it was opened
         self._is_open = False
-        self._resume_directory: str | None = None  # the folder in which a run resumes
+        self._resumes = False  # whether a run resumes in the folder
         self._latest: dict[str, tuple[int, float]] = {}  # the last logged step and value, by metric
         self._pending: list[Any] = []  # metrics that are not sent yet
         self._in_flight: list[Any] = []  # asynchronous requests that have not completed
@@ -126,9 +126,7 @@ class MLFlowLogger(DirectoryLogger):
 
         Reading it after the run has ended does not change the run's status.
         """
-        if self._last_opened is None or self._last_opened[0] != self.log_dir:
-            return self._open_run_id()
-        return self._last_opened[1]
+        return self._run_id or self._open_run_id()
 
     @property
     def experiment_id(self) -> str:
@@ -213,8 +211,11 @@ class MLFlowLogger(DirectoryLogger):
     def rewind(self, step: int) -> None:
         """Continue the MLflow run."""
         del step  # MLflow cannot remove metrics.
-        self._is_open = False
-        self._resume_directory = self.log_dir
+        self._is_open, self._resumes = False, True
+
+    def _leave_folder(self) -> None:
+        self._run_id, self._is_open, self._resumes = None, False, False
+        self._latest, self._pending = {}, []
 
     def save(self) -> None:
         """Send pending metrics.
@@ -222,10 +223,10 @@ class MLFlowLogger(DirectoryLogger):
         Raises:
             DrivetrainError: sending failed. The metrics stay pending.
         """
-        if self._last_opened is None:
+        if self._run_id is None:
             return
         try:
-            self._send(self._last_opened[1])
+            self._send(self._run_id)
             while self._in_flight:
                 self._in_flight[0].wait()
                 self._in_flight.pop(0)
@@ -239,13 +240,13 @@ class MLFlowLogger(DirectoryLogger):
 
     def finalize(self, status: str) -> None:
         """Send pending metrics and end the MLflow run with ``status``. A later write continues the run."""
-        if not self._is_open or self._last_opened is None:
+        if not self._is_open or self._run_id is None:
             return
         try:
             self.save()
         finally:
             self._is_open = False
-            self.experiment.set_terminated(self._last_opened[1], _STATUS.get(status, "FAILED"))
+            self.experiment.set_terminated(self._run_id, _STATUS.get(status, "FAILED"))
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_client": None, "_in_flight": []}  # Another process opens its own connection.
@@ -254,18 +255,16 @@ class MLFlowLogger(DirectoryLogger):
 
     def _open_run_id(self) -> str:
         """Return the id of the MLflow run, which is started or continued, so that it can be written to."""
-        if not self._is_open or self._last_opened is None:
-            self._open(self.make_folder())
-        assert self._last_opened is not None
-        return self._last_opened[1]
+        if not self._is_open or self._run_id is None:
+            self._run_id = self._open(self.make_folder())
+            self._is_open, self._resumes = True, False
+        return self._run_id
 
-    def _open(self, path: str) -> None:
-        resumes = self._resume_directory == path
-        previous_id = self._last_opened[1] if self._last_opened is not None and self._last_opened[0] == path else None
+    def _open(self, folder: str) -> str:
         # Two runs that start at the same time would both create the store's tables.
         with lock_folder(_local_root(self.save_dir)) if self._is_local_store else nullcontext():
             client = self.experiment
-            run_id = self._given_run_id or previous_id or (read_run_id(path, _ID_FILE) if resumes else None)
+            run_id = self._given_run_id or self._run_id or (read_run_id(folder, _ID_FILE) if self._resumes else None)
             if run_id is None:
                 run_id = client.create_run(
                     self._experiment_id(client), run_name=self._run_name, tags=self._tags
@@ -275,9 +274,7 @@ class MLFlowLogger(DirectoryLogger):
                 for name, value in self._tags.items():
                     client.set_tag(run_id, name, value)
         self.write_json(_ID_FILE, {"run_id": run_id})
-        if self._last_opened != (path, run_id):
-            self._latest, self._pending = {}, []
-        self._last_opened, self._resume_directory, self._is_open = (path, run_id), None, True
+        return str(run_id)
 
     def _experiment_id(self, client: Any) -> Any:
         experiment = client.get_experiment_by_name(self.name)

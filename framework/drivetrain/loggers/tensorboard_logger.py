@@ -59,9 +59,9 @@ class TensorBoardLogger(DirectoryLogger):
         super().__init__(save_dir, name, version, prefix)
         self._default_hp_metric = default_hp_metric
         self._options = options
-        self._pending_purge: tuple[str, int] | None = None  # a folder, and the first step to hide in it
-        self._purged_directory: str | None = None  # the folder of the last event file with a purge step
-        self._initial_values_directory: str | None = None  # a folder that already has the initial values of metrics
+        self._pending_purge: int | None = None  # the first step that the next event file hides
+        self._has_purged = False  # whether an event file of this object has hidden steps in the folder
+        self._has_initial_values = False  # whether the folder already has the initial values of metrics
         self._write_failed = False
         self._retry_at = 0.0  # in seconds of time.monotonic
         self._writer: Any = None
@@ -117,7 +117,7 @@ class TensorBoardLogger(DirectoryLogger):
         }
         for summary in hparams(shown, initial_metrics):  # type: ignore[no-untyped-call]
             writer.file_writer.add_summary(summary)
-        if self._initial_values_directory != self.log_dir:  # The folder has no initial values yet.
+        if not self._has_initial_values:
             for key, value in initial_metrics.items():
                 writer.add_scalar(key, value, 0)
         writer.flush()  # The values must survive a kill, because a resumed run does not write them again.
@@ -176,16 +176,16 @@ class TensorBoardLogger(DirectoryLogger):
             step: the checkpoint's step; -1 hides everything.
         """
         self._close()
-        path = self.log_dir
-        names = [] if path is None else self._file_names(path)
-        self._initial_values_directory = None
-        if path is None or not any(map(_EVENT_FILE.search, names)):
-            return
-        previous = self._purge_step(path)
-        purge_step = step + 1 if previous is None else min(step + 1, previous)
-        self._pending_purge = (path, purge_step)
-        if "hparams.json" in names and purge_step > 0:
-            self._initial_values_directory = path
+        names = [] if self.log_dir is None else self._file_names(self.log_dir)
+        self._has_initial_values = False
+        if any(map(_EVENT_FILE.search, names)):
+            hidden = (step + 1, self._pending_purge)
+            self._pending_purge = min(first for first in hidden if first is not None)
+            self._has_initial_values = "hparams.json" in names and self._pending_purge > 0
+
+    def _leave_folder(self) -> None:
+        self._close()
+        self._pending_purge, self._has_purged, self._has_initial_values = None, False, False
 
     def save(self) -> None:
         """Flush the event file, if one is open."""
@@ -206,26 +206,22 @@ class TensorBoardLogger(DirectoryLogger):
     def _open(self, path: str) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
-        rewound = self._purge_step(path)
+        rewound = self._pending_purge
         options = self._options if rewound is None else {**self._options, "purge_step": rewound}
         purge_step = options.get("purge_step")
         # The time in a file's name has a resolution of one second. A file with a purge step must sort after the files
         # whose events it hides.
-        if purge_step is not None or self._purged_directory == path:
+        if purge_step is not None or self._has_purged:
             self._wait_for_later_name(path)
         writer: Any = SummaryWriter(log_dir=path, **options)
         if purge_step is not None:
-            self._purged_directory = path
+            self._has_purged = True
             # TensorBoard's server treats the first session start in a folder as the start of the run, and does not
             # purge at this event.
             writer.file_writer.add_event(_session_start(purge_step))
         self._pending_purge = None
         self._options.pop("purge_step", None)
         return writer
-
-    def _purge_step(self, path: str) -> int | None:
-        """Return the first step to hide in a folder, because the run was rewound; None if it was not."""
-        return self._pending_purge[1] if self._pending_purge is not None and self._pending_purge[0] == path else None
 
     def _close(self) -> None:
         writer, self._writer = self._writer, None

@@ -110,8 +110,8 @@ class WandbLogger(DirectoryLogger):
         self._user_run = experiment
         self._run: Any = None
         self._is_foreign_run = False  # whether other code in this process started the run with wandb.init
-        self._last_opened: tuple[str, str, str | None] | None = None  # folder, id and URL of the last opened run
-        self._resume_directory: str | None = None  # the folder in which a run resumes
+        self._opened: tuple[str, str | None] | None = None  # the id and the URL of this folder's run
+        self._resumes = False  # whether a run resumes in the folder
         self._uploads = CheckpointUploads(log_model, checkpoint_name)
 
     @property
@@ -172,7 +172,10 @@ class WandbLogger(DirectoryLogger):
         """Continue the wandb run, by wandb's own resume."""
         del step  # wandb cannot remove rows.
         self._finish(0)
-        self._resume_directory = self.log_dir
+        self._resumes = True
+
+    def _leave_folder(self) -> None:
+        self._opened, self._resumes = None, False
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
         """Upload the checkpoints of a `Checkpoint` callback, as ``log_model`` selects them."""
@@ -196,10 +199,8 @@ class WandbLogger(DirectoryLogger):
 
     def _identity(self) -> tuple[str, str | None]:
         """Return the run's id and URL, without continuing a run that has ended."""
-        if self._run is None and self._user_run is None and self._last_opened is not None:
-            path, run_id, url = self._last_opened
-            if path == self.log_dir:
-                return run_id, url
+        if self._run is None and self._user_run is None and self._opened is not None:
+            return self._opened
         return self.experiment.id, self.experiment.url
 
     def _open(self, path: str) -> Any:
@@ -212,15 +213,14 @@ class WandbLogger(DirectoryLogger):
             _define_step(wandb.run)
             self._is_foreign_run = True
             return wandb.run
-        resumes = self._resume_directory == path
-        previous_id = self._last_opened[1] if self._last_opened is not None and self._last_opened[0] == path else None
-        known_id = self._given_run_id or previous_id or (read_run_id(path, _ID_FILE) if resumes else None)
+        previous_id = None if self._opened is None else self._opened[0]
+        known_id = self._given_run_id or previous_id or (read_run_id(path, _ID_FILE) if self._resumes else None)
         run_id = known_id or secrets.token_hex(4)
         self.write_json(_ID_FILE, {"run_id": run_id})
         arguments = {"resume": "allow", **self._options, "project": self.name, "name": self._run_name}
         with _arguments_without_secrets():
             run = wandb.init(dir=path, id=run_id, **arguments)
-        self._last_opened, self._resume_directory = (path, run_id, run.url), None
+        self._opened, self._resumes = (run_id, run.url), False
         _define_step(run)
         return run
 

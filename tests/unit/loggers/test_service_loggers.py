@@ -262,7 +262,7 @@ def test_a_store_of_mlflow_that_refuses_does_not_end_a_run(root: Path, caplog: p
 
 def test_a_password_in_the_uri_is_not_logged(caplog: pytest.LogCaptureFixture, root: Path) -> None:  # J-11
     logger = MLFlowLogger(tracking_uri="sqlite://user:hunter2@/nowhere", save_dir=root)
-    logger._last_opened, logger._is_open = ("a folder", "0"), True
+    logger._run_id, logger._is_open = "0", True
     with caplog.at_level(logging.WARNING, "drivetrain"):
         logger.log_metrics({"loss": 1.0}, 1)
     (warning,) = [record.getMessage() for record in caplog.records if record.name == "drivetrain"]

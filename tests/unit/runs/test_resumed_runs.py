@@ -192,19 +192,6 @@ def test_an_early_stopped_run_is_finished_unless_it_is_more_patient(tmp_path: Pa
     assert version(more) == "version_0"
 
 
-def test_a_run_of_this_job_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # J-13
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
-    job = stopped(tmp_path, step=5, callbacks=every(2), max_epochs=2)
-    left_running(job.log_dir, host="another", pid=1)
-    monkeypatch.setenv("SLURM_JOB_ID", "78")
-    newer = trained(tmp_path, callbacks=every(2))
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    again = trained(tmp_path, "auto", callbacks=every(2), max_epochs=2)  # no watching, which would take 90 s
-    assert (version(again), version(newer)) == ("version_0", "version_1")
-    assert [one["from_step"] for one in record(again.log_dir)["parts"]] == [0, 4]
-
-
 def test_a_requeued_job_without_checkpoints_restarts_in_its_folder(tmp_path: Path, monkeypatch: Any) -> None:  # J-13
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
     early = stopped(tmp_path, step=1)

@@ -170,6 +170,15 @@ def test_a_folder_at_a_url_has_a_unique_name() -> None:  # J-13
     assert len(bucket.ls("/run-folders/drivetrain_logs")) == 3
 
 
+def test_a_logger_at_a_url_gives_the_folder_on_the_disk_its_name(tmp_path: Path) -> None:  # J-13
+    trainer = trained(tmp_path, logger=[CSVLogger(tmp_path), CSVLogger("memory://beside")])
+    name = Path(str(trainer.log_dir)).name
+    assert trainer.loggers[1].log_dir == f"memory://beside/{NAME}/{name}"
+    assert not name.startswith("version_")  # another run may have that number at the URL
+    table = fsspec.filesystem("memory").cat_file(f"/beside/{NAME}/{name}/metrics.csv")
+    assert Path(str(trainer.log_dir), "metrics.csv").read_bytes() == table
+
+
 class Minimal(Logger):
     name = "minimal"
     version = "its own"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import reprlib
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,6 +34,8 @@ MAX_DEPTH = 100
 _MAX_READ_DEPTH = MAX_DEPTH + 4  # a value passed to `encode` is nested one or two levels deep in a document
 _MAX_INTEGER_BITS = 4300 * 3  # 4,300 decimal digits are Python's default limit
 _MAX_VALUES = 2**25  # maximum number of values in a document; a value takes about sixty bytes of memory
+
+_CHECKSUM_END = re.compile(rb',\n "crc32": "([0-9a-f]{8})"\n}\n\Z')
 
 
 def encode(value: Any, tensors: dict[str, Any], *path: str) -> Any:
@@ -232,3 +236,18 @@ def loads(content: bytes | bytearray | memoryview, name: str) -> Any:
             "a checkpoint's documents are JSON.",
             "use another checkpoint; this one is damaged or has another format.",
         ) from error
+
+
+# Documents that end with a checksum of their content, so that a truncated one is detected
+
+
+def dump_with_checksum(document: dict[str, Any]) -> bytes:
+    """Return a JSON-able document as text that ends with its checksum."""
+    body = json.dumps(document, indent=1, allow_nan=False).encode().removesuffix(b"\n}")
+    return body + f',\n "crc32": "{zlib.crc32(body):08x}"\n}}\n'.encode()
+
+
+def has_valid_checksum(content: bytes) -> bool:
+    """Return whether a text ends with the checksum of its content, as `dump_with_checksum` writes it."""
+    end = _CHECKSUM_END.search(content)
+    return end is not None and int(end[1], 16) == zlib.crc32(content[: end.start()])

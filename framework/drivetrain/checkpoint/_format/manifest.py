@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from drivetrain.checkpoint._compiled_names import plain_name
-from drivetrain.checkpoint._format.checksummed_json import dump_with_checksum, has_valid_checksum
 from drivetrain.checkpoint._format.checksums import BLOCK, block_count
-from drivetrain.checkpoint._format.documents import decode, encode, parse_json
+from drivetrain.checkpoint._format.documents import decode, dump_with_checksum, encode, has_valid_checksum, parse_json
 from drivetrain.errors import CheckpointError, listed
 
 FORMAT = 2
