@@ -109,5 +109,5 @@ def test_several_devices_within_a_task_are_refused() -> None:  # G-01
         return refusal(Regression(), loader(64, 4), strategy="ddp", devices=2)
 
     told = ray.get(on_two_devices.remote(), timeout=120)
-    assert told.startswith("ConfigurationError: a task or actor of Ray, such as a trial of Ray Tune, asks for several")
+    assert told.startswith("ConfigurationError: a task or actor of Ray, such as a trial of Ray Tune, requests several")
     assert "devices=1" in told
