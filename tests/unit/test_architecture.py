@@ -45,7 +45,7 @@ LAYERS: list[set[str]] = [
     {"callbacks"},
     {"_engine"},
     {"fit"},
-    {"cli", "migrate", "testing", "tuner"},
+    {"migrate", "testing", "tuner"},
 ]
 LAYER_OF = {unit: number for number, layer in enumerate(LAYERS) for unit in layer}
 EXPORTED_TO_STRATEGIES = {"strategies", "launchers", "loggers", "environments", "precision", "profilers", "errors"}

@@ -86,6 +86,20 @@ def test_a_page_is_in_the_navigation_and_its_links_lead_to_files_and_headings(pa
         assert page.relative_to(ROOT / "docs").as_posix() in (ROOT / "mkdocs.yml").read_text(), "not in the navigation"
 
 
+def test_the_pages_name_only_files_of_the_packages_that_exist() -> None:
+    roots = [ROOT / "framework" / "drivetrain", ROOT / "strategies" / "drivetrain_strategies"]
+    packages = {path.name for root in roots for path in root.iterdir() if path.is_dir()}
+    named = re.compile(r"`((?:framework|strategies)/drivetrain\w*/)?([\w/]+\.py)`")
+    missing = [
+        f"{page.name}: {path}"
+        for page in (ROOT / "docs").glob("*.md")
+        for prefix, path in named.findall(page.read_text())
+        if prefix or path.startswith("_") or path.partition("/")[0] in packages
+        if not any((root / path).exists() for root in roots)
+    ]
+    assert not missing
+
+
 REFERENCE = re.findall(r"^::: (\S+)\.(\w+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE)
 
 

@@ -41,7 +41,7 @@ class ProfiledSession(Session):
         request: the entry point that was called, with its arguments. Its `Fit` has a profiler. If that profiler is
             measuring a run already, this run becomes one phase of the outer run.
         strategy: as for `Session`.
-        topology: as for `Session`.
+        processes: as for `Session`.
     """
 
     _measuring: ClassVar[set[int]] = set()

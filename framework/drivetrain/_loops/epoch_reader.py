@@ -1,7 +1,14 @@
 """EpochReader: reads the batches of training epochs, and takes notes of what it reads.
 
-A batch goes from the loader through `BatchSource.epoch`, `EpochReader._read`, a generator of `windows`, which gives the
-batch its weight in the optimizer step, and `BatchMover.micro_batches`, which moves it to the device, to `TrainLoop`.
+A batch goes from `BatchSource.epoch` through these generators to `TrainLoop`:
+
+1. `EpochReader._read`, if something is to be noted of the epoch's batches.
+2. A generator of `windows`, which gives the batch its weight in the optimizer step.
+   - `allreduced_windows`: several ranks, with ``batch_weight`` or with shares that a rank knows only of its own batches.
+   - `single_windows`: otherwise, if the data is not split over ranks and each window is one batch without
+     ``batch_weight``.
+   - `precomputed_windows`: in all other cases, in which no rank has to ask the others.
+3. `BatchMover.micro_batches`, which moves the batch to the device, if batches need a move, a cast or a hook.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class MicroBatch:
     A micro-batch is valid until the next one is requested. Code that reads ahead makes a copy by `with_batch`.
 
     Attributes:
-        batch: the batch as the loader yielded it.
+        batch: the batch as the loader yielded it, until `BatchMover` replaces it by the batch on the device.
         samples: the number of samples in this rank's batch.
         total: the number of samples of all ranks in the global micro-batch.
         scale: the factor of the batch's loss. With this factor, the strategy's mean over ranks of the summed gradients
