@@ -236,9 +236,7 @@ def test_one_line_says_which_weights_are_used(tmp_path: Path, caplog: pytest.Log
             assert f"averaged={averaged is not None} " in line  # how to choose the others
 
 
-def test_the_command_line_chooses_the_weights(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_line_chooses_the_weights(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     path, out = saved(tmp_path), str(tmp_path / "out.safetensors")
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # without pytest's own
     capsys.readouterr()
@@ -370,9 +368,8 @@ def _mean_of_epochs(strategy: str, world: int, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(("strategy", "world"), CASES[:3])
-def test_averages_of_epoch_ends_are_saved_as_they_were_validated(
-    strategy: str, world: int, tmp_path: Path
-) -> None:
+def test_averages_of_epoch_ends_are_saved_as_they_were_validated(strategy: str, world: int, tmp_path: Path) -> None:
+    #
     ranks = on_ranks(_mean_of_epochs, world, strategy, world, tmp_path, process_group=None)
     trained = [load(path).weights() for path in (tmp_path / "c").glob("epoch=*")]
     means = {name: sum(state[name] for state in trained) / (EPOCHS + 1) for name in dict(Noisy().named_parameters())}

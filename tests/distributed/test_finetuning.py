@@ -188,9 +188,7 @@ class Gradual(BaseFinetuning):
         pytest.param(lambda: BackboneFinetuning(1, train_bn=False), [0.05, 0.04], id="backbone"),
     ],
 )
-def test_a_schedule_resumes_in_one_process_with_the_names_of_its_groups(
-    make: Callable[[], Any], rates: list[float], tmp_path: Path
-) -> None:
+def test_a_schedule_resumes_in_one_process_with_the_names_of_its_groups(make: Any, rates: Any, tmp_path: Path) -> None:
     module, resumed = Net(norm=True), Net(norm=True)
     fit = fitted(module, [make()], tmp_path)
     again = fitted(resumed, [make()], tmp_path, "epoch=1-step=6")

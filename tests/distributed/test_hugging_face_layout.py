@@ -113,9 +113,8 @@ def test_the_averages_are_written_if_the_run_evaluated_with_them(tmp_path: Path)
         assert torch.equal(load_file(out / "model.safetensors")[name], wanted)
 
 
-def test_from_pretrained_opens_it_with_the_same_outputs(
-    by_one_process: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # L-08
+def test_from_pretrained_opens_it_with_the_same_outputs(by_one_process: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    # L-08
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # imported by save_pretrained
     assert main(["convert", "--to", "hf", str(by_one_process), str(tmp_path / "out")]) == 0
     again = assert_opens(tmp_path / "out", by_one_process)

@@ -271,9 +271,8 @@ ZERO: list[Any] = [
         *[(f"deepspeed_stage_{stage}", ZERO) for stage in (1, 2, 3)],
     ],
 )
-def test_a_change_that_a_strategy_cannot_follow_is_refused_before_a_wrong_step(
-    strategy: str, cases: list[Any]
-) -> None:  # I-03
+def test_a_change_that_a_strategy_cannot_follow_is_refused_before_a_wrong_step(strategy: str, cases: list[Any]) -> None:
+    # I-03
     results = run_each(strategy, *[(*case[:3], {}) for case in cases])
     for (_, _, _, *words), found in zip(cases, results, strict=True):
         for result in found:

@@ -140,9 +140,8 @@ def _with_and_without(strategy: str, precision: str) -> list[list[dict[str, Tens
         *[("ddp", 2, "bf16-true"), ("fsdp", 2, "bf16-mixed"), ("zero 3", 2, "bf16-mixed")],
     ],
 )
-def test_validation_on_the_averages_changes_no_bit_of_training(
-    strategy: str, ranks: int, precision: str
-) -> None:  # L-01: also within accumulation windows
+def test_validation_on_the_averages_changes_no_bit_of_training(strategy: str, ranks: int, precision: str) -> None:
+    # L-01: also within accumulation windows
     for plain, averaged in on_ranks(_with_and_without, ranks, strategy, precision, process_group=None):
         assert len(plain) == 12
         for one, other in zip(plain, averaged, strict=True):
@@ -428,9 +427,8 @@ def test_stochastic_averages_and_learning_rates_equal_the_hand_written_loop(
 
 
 @pytest.mark.parametrize(("first", "second", "ranks"), [("fsdp", "single", 1), ("ddp", "zero 3", 2)])
-def test_stochastic_averaging_resumes_in_mid_schedule(
-    first: str, second: str, ranks: int, tmp_path: Path
-) -> None:  # L-01
+def test_stochastic_averaging_resumes_in_mid_schedule(first: str, second: str, ranks: int, tmp_path: Path) -> None:
+    # L-01
     on_ranks(_stochastic, 2, first, tmp_path, process_group=None)
     wanted, _ = stochastic_by_hand()
     for step in (9, 27):  # before the first epoch of the averages, and within
@@ -440,9 +438,8 @@ def test_stochastic_averaging_resumes_in_mid_schedule(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_statistics_of_stochastic_averages_are_over_all_ranks_micro_batches(
-    strategy: str, tmp_path: Path
-) -> None:  # L-01
+def test_statistics_of_stochastic_averages_are_over_all_ranks_micro_batches(strategy: str, tmp_path: Path) -> None:
+    # L-01
     x = data(SAMPLES).tensors[0].split(BATCH // 2)
     mean, variance = torch.stack([one.mean(0) for one in x]).mean(0), torch.stack([one.var(0) for one in x]).mean(0)
     for found, _ in on_ranks(_stochastic, 2, strategy, tmp_path, 2, "cos", True, process_group=None):

@@ -256,8 +256,7 @@ for options in ("", "strategy='ddp', devices=2, "):
 
 @requires_package("sklearn")
 @requires_package("IPython")
-def test_a_notebook_trains_on_two_processes_and_shows_an_error_once(tmp_path: Path, monkeypatch: Any) -> None:
-    #
+def test_a_notebook_trains_on_two_processes_and_shows_an_error_once(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     script = tmp_path / "cells.py"
     script.write_text(RUN_CELLS)

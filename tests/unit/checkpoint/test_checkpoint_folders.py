@@ -148,8 +148,7 @@ def _next_to(claimed: Container[str]) -> str:
     return next(name for name in ("c", "c-v1", "c-v2") if name not in claimed)
 
 
-def test_two_runs_that_choose_a_name_at_once_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # J-01
+def test_two_runs_that_choose_a_name_at_once_take_turns(tmp_path: Path, monkeypatch: Any) -> None:  # J-01
     monkeypatch.setattr(fcntl, "flock", _flock_of_nfs)
     chosen: list[tuple[str, Callable[[], None]]] = []
     second_looks = threading.Event()
@@ -173,8 +172,7 @@ def test_two_runs_that_choose_a_name_at_once_take_turns(tmp_path: Path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
-def test_without_locks_saves_are_whole_and_nothing_is_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # J-01
+def test_without_locks_saves_are_whole_and_nothing_is_cleared(tmp_path: Path, monkeypatch: Any) -> None:  # J-01
     monkeypatch.setattr(fcntl, "flock", _no_flock)
     token = "0123456789abcdef"
     (tmp_path / f".saving-{token}.lock").write_text("c")

@@ -75,9 +75,7 @@ def _dict(module: Any, **scheduler: Any) -> Any:
         (lambda module: None, [], []),
     ],
 )
-def test_every_return_form(
-    tmp_path: Path, configure: Callable[[Any], Any], optimizers: list[str], schedulers: list[tuple[str, int]]
-) -> None:
+def test_every_return_form(tmp_path: Path, configure: Any, optimizers: list[str], schedulers: Any) -> None:
     module = Pair(configure)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     runner = fit(tmp_path, max_epochs=3)
@@ -123,9 +121,7 @@ def _plateau(module: Any) -> Any:
         (lambda module: {"lr_scheduler": None}, ["no 'optimizer'"]),
     ],
 )
-def test_unsupported_returns_are_refused_before_the_first_step(
-    tmp_path: Path, configure: Callable[[Any], Any], named: list[str]
-) -> None:
+def test_unsupported_returns_are_refused_before_the_first_step(tmp_path: Path, configure: Any, named: Any) -> None:
     module = Pair(configure)
     module.training_step = lambda *_: pytest.fail("a step was made")  # type: ignore[method-assign]
     with pytest.raises(ConfigurationError) as caught:
@@ -159,9 +155,8 @@ def test_a_replaced_layer_is_not_added_to_another_optimizer(tmp_path: Path) -> N
         ({"max_epochs": 2, "limit_train_batches": 3}, None, 6),
     ],
 )
-def test_the_estimated_steps_are_those_of_the_run(
-    tmp_path: Path, options: dict[str, Any], samples: int | None, expected: float
-) -> None:  # B-09
+def test_the_estimated_steps_are_those_of_the_run(tmp_path: Path, options: Any, samples: Any, expected: float) -> None:
+    # B-09
     estimates: list[float] = []
 
     def configure_optimizers(self: Any) -> Any:

@@ -236,9 +236,7 @@ def test_an_algorithm_without_a_limit_is_refused_unless_it_is_read(tmp_path: Pat
         (False, 0, {}),
     ],
 )
-def test_a_run_that_never_validates_warns(
-    tmp_path: Path, validates: bool, warnings: int, options: dict[str, Any]
-) -> None:  # I-06
+def test_a_run_that_never_validates_warns(tmp_path: Path, validates: bool, warnings: int, options: Any) -> None:  # I-06
     module, validation = linear(validation_step=lambda self, batch: None), regression() if validates else None
     with captured_warnings() as lines:
         fit(tmp_path, **{"check_val_every_n_epoch": 3, **options}).fit(module, regression(), validation)

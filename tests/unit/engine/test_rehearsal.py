@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +88,7 @@ Shape = collections.namedtuple("Shape", "width height")
         (Tiny, Stateful(extra=len), "callback_hooks/Stateful/own.*builtin"),
     ],
 )
-def test_state_that_cannot_be_saved_is_refused_by_name(
-    tmp_path: Path, module: Callable[[], Tiny], part: Callback | DataModule | None, named: str
-) -> None:
+def test_state_that_cannot_be_saved_is_refused_by_name(tmp_path: Path, module: Any, part: Any, named: str) -> None:
     trained = module()
     callbacks = [Checkpoint(tmp_path / "c"), *([part] if isinstance(part, Callback) else [])]
     with pytest.raises(CheckpointError, match=named):

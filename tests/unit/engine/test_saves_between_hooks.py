@@ -245,9 +245,7 @@ def test_a_save_counts_every_hook_of_its_event_once(tmp_path: Path, hook: str, p
         (("after the scheduler", 12), 1),
     ],
 )
-def test_a_save_between_two_changes_of_the_state_resumes_exactly(
-    tmp_path: Path, moment: tuple[str, int], window: int
-) -> None:
+def test_a_save_between_two_changes_of_the_state_resumes_exactly(tmp_path: Path, moment: Any, window: int) -> None:
     """For example after the optimizer's step, and before that of the second scheduler."""
     saved = tmp_path / "saved"
     options: dict[str, Any] = {"counted": True, "accumulate_grad_batches": window}

@@ -298,9 +298,7 @@ def test_a_process_forked_after_a_run_within_a_hook_has_the_default_handlers(tmp
 
 @requires_linux()
 @pytest.mark.parametrize("hook", ["setup", "on_validation_batch_end", "on_train_end"])
-def test_a_run_with_nothing_left_to_save_exits_with_143(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str
-) -> None:  # J-09
+def test_a_run_with_nothing_left_to_save_exits_with_143(tmp_path: Path, monkeypatch: Any, hook: str) -> None:  # J-09
     """The setup is in a call that runs no Python, like a collective that waits for another rank."""
     monkeypatch.setattr(signals, "_FIRST_SIGNAL_GRACE", 1.0)
 
@@ -318,9 +316,8 @@ def test_a_run_with_nothing_left_to_save_exits_with_143(
 
 
 @pytest.mark.parametrize("returned", [False, True])
-def test_a_preempted_prediction_is_resumed_and_only_then_requeued(
-    tmp_path: Path, slurm: Any, returned: bool
-) -> None:  # Q-06
+def test_a_preempted_prediction_is_resumed_and_only_then_requeued(tmp_path: Path, slurm: Any, returned: bool) -> None:
+    # Q-06
     requeued = slurm()
     leaving, resumed = Evaluated(signal.SIGUSR1), Evaluated()
     resumed.load_state_dict(leaving.state_dict())
