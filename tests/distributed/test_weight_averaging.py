@@ -337,12 +337,17 @@ EPOCHS, FIRST = 6, 3  # of stochastic averaging, and the first epoch whose weigh
 
 
 class Stochastic(TrainModule):
-    """Has two groups of parameters, a schedule, and batch normalization if ``normed``."""
+    """Has two groups of parameters, a schedule, and batch normalization if ``normed``; records the epochs' rates."""
 
     def __init__(self, normed: bool = False) -> None:
         super().__init__()
         self.norm: Any = nn.BatchNorm1d(4, momentum=0.3) if normed else nn.Identity()
         self.net = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)))
+        self.rates: list[list[float]] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 5:
+            self.rates.append([float(group["lr"]) for group in self.trainer.optimizers[0].param_groups])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(self.norm(x))
@@ -384,27 +389,16 @@ def stochastic_by_hand(
     return averaged.module.state_dict(), rates
 
 
-class Rates(Callback):
-    """Records the learning rates in the last batch of each epoch."""
-
-    def __init__(self) -> None:
-        self.seen: list[list[float]] = []
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 5:
-            self.seen.append([float(group["lr"]) for group in trainer.optimizers[0].param_groups])
-
-
 def _stochastic(
     strategy: str, folder: Path, annealing: int = 2, shape: str = "cos", normed: bool = False, resume: int = 0
 ) -> tuple[dict[str, Tensor], list[list[float]]]:
     """Train, or resume from the checkpoint of a step; return the weights and the learning rates."""
-    module, rates = Stochastic(normed), Rates()
+    module = Stochastic(normed)
     averaging = StochasticWeightAveraging([0.02, 0.04], FIRST + 1, annealing, shape)
     checkpoints = Checkpoint(folder / "c", every_n_train_steps=9, save_top_k=-1)
     path = next((folder / "c").glob(f"epoch=*-step={resume}")) if resume else None
-    run(module, averaging, rates, checkpoints, strategy=strategy, path=path, max_epochs=EPOCHS, default_root_dir=folder)
-    return state(module), rates.seen
+    run(module, averaging, checkpoints, strategy=strategy, path=path, max_epochs=EPOCHS, default_root_dir=folder)
+    return state(module), module.rates
 
 
 @pytest.mark.parametrize(

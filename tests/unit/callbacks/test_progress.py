@@ -199,7 +199,7 @@ def test_it_refreshes_by_the_clock_and_not_by_the_step(kind: Any, refresh_rate: 
 
     counted: list[int] = []
 
-    class Counting(kind):  # type: ignore[misc, valid-type]
+    class Counting(kind):
         def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
             counted.append(trainer.batch_idx)
             return super().get_metrics(trainer, module)

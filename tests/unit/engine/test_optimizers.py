@@ -209,25 +209,6 @@ def test_an_overridden_step_may_warm_up_and_skip_and_clip_in_its_own_way(tmp_pat
     torch.testing.assert_close(module.layer.weight, reference.layer.weight)
 
 
-def test_an_overridden_lr_scheduler_step_replaces_the_steps(tmp_path: Path) -> None:
-    got: list[tuple[str, Any]] = []
-
-    class Overriding(Pair):
-        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-            got.append((type(scheduler).__name__, metric))
-
-    def configure(module: Any) -> Any:
-        optimizer = _one(module)
-        plateau = {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "loss"}
-        return [optimizer], [{"scheduler": _halving(optimizer), "interval": "step"}, plateau]
-
-    runner = fit(tmp_path)
-    runner.fit(Overriding(configure), regression(8))
-    loss = pytest.approx(float(runner.callback_metrics["loss"]))
-    assert got == [("StepLR", None), ("StepLR", None), ("ReduceLROnPlateau", loss)]
-    assert runner.optimizers[0].param_groups[0]["lr"] == 0.1
-
-
 def test_transfer_hooks_see_batches_in_order_and_batch_weight_those_of_the_loader(tmp_path: Path) -> None:
     calls: list[Any] = []
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from engine_case import Regression, Tiny, fit, loader, regression
 from small_modules import calling
+from test_logging import Kept
 
 from drivetrain import Callback, ConfigurationError
 
@@ -23,7 +24,6 @@ from drivetrain import Callback, ConfigurationError
 from drivetrain._engine import signals
 from drivetrain.callbacks import Checkpoint, LambdaCallback, PredictionWriter
 from drivetrain.data import read_predictions
-from drivetrain.loggers import Logger
 from drivetrain.testing import requires_linux
 
 RUN = "drivetrain_logs/version_0"  # the folder of the first run, below the root
@@ -200,16 +200,6 @@ class Evaluated(Regression):
     validation_step = test_step = predict_step
 
 
-class Ended(Logger):
-    name, version = "ended", 0
-    status: str | None = None
-
-    def log_metrics(self, metrics: Any, step: int) -> None: ...
-
-    def finalize(self, status: str) -> None:
-        self.status = status
-
-
 @pytest.mark.parametrize(
     ("entry", "numbers", "hook", "batches"),
     [
@@ -226,7 +216,7 @@ def test_a_signal_ends_an_evaluation_after_the_batch_and_it_is_not_requeued(
     tmp_path: Path, slurm: Any, caplog: pytest.LogCaptureFixture, entry: str, numbers: Any, hook: Any, batches: int
 ) -> None:
     caplog.set_level("INFO", logger="drivetrain")
-    requeued, ended = slurm(), Ended()
+    requeued, ended = slurm(), Kept()
     ending: list[str] = []
     module = Evaluated(*[] if hook else numbers, pause=0.6 * (len(numbers) - 1))
     callbacks = [recording_the_end(ending), *[sending(*numbers, step=0, hook=hook)] * bool(hook)]
