@@ -127,9 +127,8 @@ def _tested(strategy: str, world: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("strategy", "world"), CASES)
-def test_a_checkpoint_is_evaluated_and_loaded_with_the_averages_that_the_run_evaluated_with(
-    strategy: str, world: int, tmp_path: Path
-) -> None:
+def test_a_checkpoint_is_evaluated_and_loaded_with_the_averages(strategy: str, world: int, tmp_path: Path) -> None:
+    #
     model = Noisy()
     model.load_state_dict(AVERAGE)
     for found in on_ranks(_tested, world, strategy, world, tmp_path, process_group=None, timeout=120):
@@ -180,9 +179,8 @@ def _only_fit(strategy: str, world: int, folder: Path, options: dict[str, bool])
     ],
     ids=str,
 )
-def test_averages_of_every_kind_of_checkpoint_are_evaluated_under_another_strategy_and_world_size(
-    first: tuple[str, int], second: tuple[str, int], options: dict[str, bool], tmp_path: Path
-) -> None:
+def test_averages_are_evaluated_under_another_strategy(first: Any, second: Any, options: Any, tmp_path: Path) -> None:
+    #
     on_ranks(_only_fit, first[1], *first, tmp_path, options, process_group=None)
     ranks = on_ranks(_evaluated, second[1], *second, newest(tmp_path), process_group=None)
     for found, _ in ranks:
@@ -301,7 +299,7 @@ def _saved_while_swapped_in(strategy: str, world: int, folder: Path, evaluate: b
 
 
 @pytest.mark.parametrize(("strategy", "world", "evaluate"), [("single", 1, False), *((*case, True) for case in CASES)])
-def test_a_save_while_the_module_holds_the_averages_has_the_trained_weights_and_statistics_of_each_rank(
+def test_a_save_under_averages_has_the_trained_weights(
     strategy: str, world: int, evaluate: bool, tmp_path: Path
 ) -> None:
     ranks = on_ranks(_saved_while_swapped_in, world, strategy, world, tmp_path, evaluate, process_group=None)
@@ -329,9 +327,8 @@ def _swa_saved_and_resumed(strategy: str, world: int, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(("strategy", "world"), CASES[:3])
-def test_the_checkpoint_at_the_end_of_stochastic_averaging_is_loaded_averaged_and_resumed_trained(
-    strategy: str, world: int, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_stochastic_averages_is_resumed_trained(strategy: str, world: int, tmp_path: Path) -> None:
+    #
     ranks = on_ranks(_swa_saved_and_resumed, world, strategy, world, tmp_path, process_group=None)
     trained, averaged, *_ = ranks[0]
     checkpoint = load(tmp_path / "end")

@@ -174,7 +174,7 @@ def _train_twice(name: str, window: int, width: int, first: str, second: str, pa
         *[(2, "full", "full"), (2, "full", "ddp"), (2, "ddp", "grad_op")],
     ],
 )
-def test_a_step_on_shards_equals_one_process_and_its_state_is_resumed(
+def test_a_step_on_shards_equals_one_process_and_is_resumed(
     ranks: int, first: str, second: str, tmp_path: Path
 ) -> None:  # B-17, S-07
     windows = [*((name, 1) for name in NAMES), ("lamb", 2)]

@@ -348,9 +348,7 @@ def _install(folder: Path, entry_points: str) -> None:
     (info / "entry_points.txt").write_text(entry_points)
 
 
-def test_a_launcher_places_devices_and_is_found_by_the_name_that_its_package_registers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launcher_places_devices_and_is_found_by_its_registered_name(tmp_path: Path, monkeypatch: Any) -> None:
     batches, cluster = loader(8, 4), Cluster()
     settings: dict[str, Any] = {"accelerator": "gpu", "devices": 3, "num_nodes": 2}
     full = "ConfigurationError: The cluster is full"

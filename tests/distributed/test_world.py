@@ -95,9 +95,7 @@ def _own_group() -> float:
     return tensor.item()
 
 
-def test_a_call_sees_the_callers_current_environment_modules_and_torchruns_variables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_sees_the_callers_environment_modules_and_torchruns_variables(tmp_path: Path, monkeypatch: Any) -> None:
     names = ["DRIVETRAIN_TEST_CALL", *_TORCHRUN]
     before, variables = os.getcwd(), dict(os.environ)
     (tmp_path / "made_later.py").write_text("def one():\n    return 1\n")

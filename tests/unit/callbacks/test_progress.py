@@ -293,8 +293,7 @@ def test_the_default_suits_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", [ProgressLines, ProgressBar, RichProgressBar])
-def test_a_file_gets_a_line_at_the_log_interval_or_half_a_minute(kind: Any, clock: Clock, tmp_path: Path) -> None:
-    # L-09
+def test_a_file_gets_a_line_at_the_log_interval_or_half_a_minute(kind: Any, clock: Any, tmp_path: Path) -> None:  # L-09
     with (tmp_path / "out").open("w+") as out:
         bar = kind(stream=out)
         trainer = quiet_fit(max_epochs=2, callbacks=bar, log_every_n_steps=10, enable_progress_bar=True)

@@ -129,9 +129,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
         ("faulty://store/c", r"Checkpoint cannot write to 'faulty://store/c'.*no right to put"),
     ],
 )
-def test_a_folder_that_cannot_be_written_to_is_refused(
-    tmp_path: Path, store: FaultyStore, url: str, named: str
-) -> None:
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path, store: Any, url: str, named: str) -> None:
     store.fail("put", error=PermissionError("no right to put objects"), times=None)
     module = Tiny()
     with pytest.raises((ConfigurationError, CheckpointError), match=named):
@@ -143,7 +141,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(
     ("operation", "fault"),
     [("put", {"times": 2}), ("remove", {"error": PermissionError("no right to remove objects"), "times": None})],
 )
-def test_a_store_that_is_busy_or_removes_nothing_does_not_prevent_a_run(
+def test_a_store_that_is_busy_or_removes_nothing_is_used(
     tmp_path: Path, store: FaultyStore, operation: str, fault: dict[str, Any]
 ) -> None:
     store.fail(operation, **fault)

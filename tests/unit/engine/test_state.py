@@ -132,7 +132,7 @@ class Failing(Tiny):
         ("predict", {"deterministic": True}, None),
     ],
 )
-def test_a_run_restores_the_process_and_the_modes_of_modules(
+def test_a_run_restores_the_process_and_the_modules_modes(
     tmp_path: Path, verb: str, options: dict[str, Any], fail_at: int | None
 ) -> None:
     """A-03: once it returns or raises."""
@@ -266,9 +266,8 @@ def test_after_a_failure_logged_values_are_written_and_the_same_objects_fit_agai
         (lambda weight: 1 + torch.sqrt(weight.sum() * 0) * 0, False, "'SqrtBackward0' returned nan values"),
     ],
 )
-def test_detect_anomaly_names_the_batch_and_the_operation_in_the_backward(
-    tmp_path: Path, factor: Any, manual: bool, error: str
-) -> None:  # G-05
+def test_detect_anomaly_names_the_batch_and_operation(tmp_path: Path, factor: Any, manual: bool, error: str) -> None:
+    # G-05
     def step(self: Any, batch: Any, batch_idx: int) -> Any:
         return {"loss": self.loss(batch) * (factor(self.layer.weight) if self.trainer.micro_batches == 8 else 1)}
 

@@ -212,8 +212,7 @@ def test_a_store_that_refuses_for_a_moment_loses_no_row(store: FaultyStore, oper
     assert steps_in(store) == [1, 2, 3, 4]
 
 
-def test_a_table_that_cannot_be_read_is_not_replaced_and_a_missing_right_is_no_fault(store: FaultyStore) -> None:
-    # J-13
+def test_a_table_that_cannot_be_read_is_not_replaced_and_a_missing_right_is_no_fault(store: Any) -> None:  # J-13
     log_steps(logger_at_the_store(), 1, 2).save()
     for operation in ("size", "get", "list"):
         store.fail(operation, times=None)
@@ -232,8 +231,7 @@ def test_a_table_that_cannot_be_read_is_not_replaced_and_a_missing_right_is_no_f
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_rows_that_could_not_be_written_are_written_with_the_next(store: FaultyStore, lost: bool, caplog: Any) -> None:
-    # J-13
+def test_rows_that_could_not_be_written_are_written_with_the_next(store: Any, lost: bool, caplog: Any) -> None:  # J-13
     logger = log_steps(logger_at_the_store(flush_every=1), 1, 2)
     store.fail("put", lost=lost, times=None)
     before = len(store.calls)

@@ -429,9 +429,8 @@ def train(root: Path, draws: str, searches: int, **settings: Any) -> dict[str, A
         ("weighted", 2, {"seed": 3, "precision": "16-mixed"}),
     ],
 )
-def test_a_fit_after_a_search_equals_the_fit_without_one(
-    tmp_path: Path, draws: str, searches: int, settings: dict[str, Any]
-) -> None:  # L-06
+def test_a_fit_after_a_search_equals_one_without_it(tmp_path: Path, draws: str, searches: int, settings: Any) -> None:
+    # L-06
     plain = train(tmp_path / "plain", draws, 0, **settings)
     after = train(tmp_path / "after", draws, searches, **settings)
     assert after.pop("rows") == plain["rows"]
@@ -449,9 +448,8 @@ def test_a_fit_after_a_search_equals_the_fit_without_one(
         (signal.SIGTERM, SystemExit),
     ],
 )
-def test_a_search_that_fails_or_gets_a_signal_changes_nothing(
-    cause: Any, kind: Any, tmp_path: Path, caplog: Any
-) -> None:  # L-06
+def test_a_search_that_fails_or_stops_changes_nothing(cause: Any, kind: Any, tmp_path: Path, caplog: Any) -> None:
+    # L-06
     class FailingNet(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if self.trainer.global_step == 4:
@@ -522,9 +520,8 @@ def test_a_search_changes_no_stream_precision_or_workers_and_builds_no_layers_of
 
 
 @pytest.mark.parametrize("profiler", ["simple", "pytorch"])
-def test_a_search_whose_steps_log_prints_only_what_it_found(
-    monkeypatch: Any, capfd: Any, tmp_path: Path, profiler: str
-) -> None:  # L-05, L-06
+def test_a_search_prints_only_what_it_found(monkeypatch: Any, capfd: Any, tmp_path: Path, profiler: str) -> None:
+    # L-05, L-06
     class LoggingNet(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.logger.experiment.add_image("batch", batch[0], self.global_step)
