@@ -70,9 +70,7 @@ def ema(**options: Any) -> EMAWeightAveraging:
     return EMAWeightAveraging(0.9, **options)
 
 
-def fitted(
-    strategy: str, world: int, folder: Path, *callbacks: Callback, ckpt_path: Any = None, **settings: Any
-) -> tuple[Any, Any]:
+def fitted(strategy: str, world: int, folder: Path, *callbacks: Any, ckpt_path: Any = None, **settings: Any) -> Any:
     """Train and return the `Fit` and its module; the checkpoints are in ``folder / "c"``."""
     module = Noisy(settings.pop("normed", False))
     settings["enable_checkpointing"] = any(isinstance(one, Checkpoint) for one in callbacks)
@@ -127,8 +125,7 @@ def _tested(strategy: str, world: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("strategy", "world"), CASES)
-def test_a_checkpoint_is_evaluated_and_loaded_with_the_averages(strategy: str, world: int, tmp_path: Path) -> None:
-    # Q-01
+def test_a_checkpoint_is_evaluated_and_loaded_with_averages(strategy: str, world: int, tmp_path: Path) -> None:  # Q-01
     model = Noisy()
     model.load_state_dict(AVERAGE)
     for found in on_ranks(_tested, world, strategy, world, tmp_path, process_group=None, timeout=120):
@@ -327,8 +324,7 @@ def _swa_saved_and_resumed(strategy: str, world: int, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(("strategy", "world"), CASES[:3])
-def test_a_checkpoint_of_stochastic_averages_is_resumed_trained(strategy: str, world: int, tmp_path: Path) -> None:
-    # Q-01
+def test_a_checkpoint_of_stochastic_averages_resumes_trained(strategy: str, world: int, tmp_path: Path) -> None:  # Q-01
     ranks = on_ranks(_swa_saved_and_resumed, world, strategy, world, tmp_path, process_group=None)
     trained, averaged, *_ = ranks[0]
     checkpoint = load(tmp_path / "end")
@@ -365,8 +361,7 @@ def _mean_of_epochs(strategy: str, world: int, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(("strategy", "world"), CASES[:3])
-def test_averages_of_epoch_ends_are_saved_as_they_were_validated(strategy: str, world: int, tmp_path: Path) -> None:
-    # Q-01
+def test_averages_of_epoch_ends_are_saved_as_validated(strategy: str, world: int, tmp_path: Path) -> None:  # Q-01
     ranks = on_ranks(_mean_of_epochs, world, strategy, world, tmp_path, process_group=None)
     trained = [load(path).weights() for path in (tmp_path / "c").glob("epoch=*")]
     means = {name: sum(state[name] for state in trained) / (EPOCHS + 1) for name in dict(Noisy().named_parameters())}

@@ -86,9 +86,7 @@ def by_hand() -> tuple[dict[str, Tensor], list[list[float]]]:
     return model.state_dict(), rates
 
 
-def fitted(
-    module: Any, callbacks: list[Any], folder: Path, resumed_at: str = "", ranks: int = 1, **settings: Any
-) -> Any:
+def fitted(module: Any, callbacks: Any, folder: Path, resumed_at: str = "", ranks: int = 1, **settings: Any) -> Any:
     """Train with a finetuning and a checkpoint at every multiple of a step, or resume from one; return the `Fit`."""
     saver = Checkpoint(folder / "c", every_n_train_steps=settings.pop("save_at", 3), save_top_k=-1)
     path = next((folder / "c").glob(resumed_at)) if resumed_at else None

@@ -216,8 +216,7 @@ def test_unsupported_settings_are_refused_by_name(
     assert not out.exists()
 
 
-def test_a_configuration_can_be_given_and_no_folder_is_written_twice(by_one_process: Path, tmp_path: Path) -> None:
-    # L-08
+def test_a_configuration_can_be_given_and_no_folder_written_twice(by_one_process: Path, tmp_path: Path) -> None:  # L-08
     assert "  models  model (LlamaForCausalLM)\n" in show(by_one_process)
     llama().config.save_pretrained(tmp_path / "theirs")
     convert(by_one_process, tmp_path / "out", to="hf", prefix="model.", config=tmp_path / "theirs")

@@ -366,9 +366,7 @@ class Stochastic(TrainModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
 
 
-def stochastic_by_hand(
-    annealing: int = 2, shape: Any = "cos", normed: bool = False
-) -> tuple[dict[str, Tensor], list[Any]]:
+def stochastic_by_hand(annealing: int = 2, shape: Any = "cos", normed: bool = False) -> tuple[Any, list[Any]]:
     """Return the averages, and the rates of each epoch. Written by hand: the classes of torch define them."""
     model, rates = Stochastic(normed), []
     (optimizer,), (scheduler,) = model.configure_optimizers()
@@ -421,8 +419,7 @@ def test_stochastic_averages_and_learning_rates_equal_the_hand_written_loop(
 
 
 @pytest.mark.parametrize(("first", "second", "ranks"), [("fsdp", "single", 1), ("ddp", "zero 3", 2)])
-def test_stochastic_averaging_resumes_in_mid_schedule(first: str, second: str, ranks: int, tmp_path: Path) -> None:
-    # L-01
+def test_stochastic_averaging_resumes_mid_schedule(first: str, second: str, ranks: int, tmp_path: Path) -> None:  # L-01
     on_ranks(_stochastic, 2, first, tmp_path, process_group=None)
     wanted, _ = stochastic_by_hand()
     for step in (9, 27):  # before the first epoch of the averages, and within
@@ -432,8 +429,7 @@ def test_stochastic_averaging_resumes_in_mid_schedule(first: str, second: str, r
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_statistics_of_stochastic_averages_are_over_all_ranks_micro_batches(strategy: str, tmp_path: Path) -> None:
-    # L-01
+def test_statistics_of_stochastic_averages_are_over_all_micro_batches(strategy: str, tmp_path: Path) -> None:  # L-01
     x = data(SAMPLES).tensors[0].split(BATCH // 2)
     mean, variance = torch.stack([one.mean(0) for one in x]).mean(0), torch.stack([one.var(0) for one in x]).mean(0)
     for found, _ in on_ranks(_stochastic, 2, strategy, tmp_path, 2, "cos", True, process_group=None):

@@ -43,11 +43,9 @@ def found(folder: Any, **options: Any) -> str | None:
     return None if checkpoint is None else checkpoint.path.rpartition("/")[2]
 
 
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_discovery, "_FIRST_PAUSE", 0.01)
-    monkeypatch.setattr("drivetrain._storage.retries.PAUSES", (0.01, 0.01))
-    return FaultyStore(tmp_path / "store").mount()
 
 
 @pytest.mark.parametrize("ahead", [0.0, 3600.0])

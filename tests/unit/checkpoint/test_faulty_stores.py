@@ -22,12 +22,6 @@ NO_RIGHT = PermissionError("no right")
 ALWAYS: dict[str, Any] = {"times": None}
 
 
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
-    monkeypatch.setattr("drivetrain._storage.retries.PAUSES", (0.01, 0.01))
-    return FaultyStore(tmp_path / "store").mount()
-
-
 def scale() -> float:
     """Return the value that tells the checkpoints of `written` apart."""
     return float(load(URL).weights()["layer.weight"][0, 1])

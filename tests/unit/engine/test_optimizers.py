@@ -155,8 +155,7 @@ def test_a_replaced_layer_is_not_added_to_another_optimizer(tmp_path: Path) -> N
         ({"max_epochs": 2, "limit_train_batches": 3}, None, 6),
     ],
 )
-def test_the_estimated_steps_are_those_of_the_run(tmp_path: Path, options: Any, samples: Any, expected: float) -> None:
-    # B-09
+def test_the_estimated_steps_are_the_runs(tmp_path: Path, options: Any, samples: Any, expected: float) -> None:  # B-09
     estimates: list[float] = []
 
     def configure_optimizers(self: Any) -> Any:
@@ -247,8 +246,7 @@ def test_an_invalid_weight_is_refused_with_rank_and_batch(tmp_path: Path, weight
 
 
 @pytest.mark.parametrize(("weightless", "window", "steps"), [([4], 1, 3), ([0, 2, 4, 6], 2, 0)])
-def test_a_window_without_weight_is_one_warning(tmp_path: Path, weightless: list[int], window: int, steps: int) -> None:
-    # B-21
+def test_a_weightless_window_is_one_warning(tmp_path: Path, weightless: Any, window: int, steps: int) -> None:  # B-21
     module = tiny(batch_weight=lambda self, batch: 0 if int(batch[0, 0]) in weightless else 1)
     runner = fit(tmp_path, accumulate_grad_batches=window)
     with pytest.warns(UserWarning, match="the weights of its batches sum to zero") as warned:

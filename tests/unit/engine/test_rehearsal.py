@@ -114,13 +114,6 @@ def test_a_hook_that_fails_only_before_training_is_accepted(tmp_path: Path) -> N
     assert saver.best_model_path
 
 
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
-    # Private: the pauses between retries cannot be set.
-    monkeypatch.setattr("drivetrain._storage.retries.PAUSES", (0.01, 0.01))
-    return FaultyStore(tmp_path / "store").mount()
-
-
 @pytest.mark.parametrize(
     ("url", "named"),
     [

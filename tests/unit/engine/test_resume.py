@@ -156,9 +156,7 @@ KINDS: dict[str, Any] = {
 }
 
 
-def run(
-    path: Path, kind: str, callbacks: list[Callback], ckpt_path: Path | None = None, steps: int = STEPS, **options: Any
-) -> Any:
+def run(path: Path, kind: str, callbacks: Any, ckpt_path: Any = None, steps: int = STEPS, **options: Any) -> Any:
     """Train, and return the module and what a resumed run must arrive at too."""
     module = Everything()
     # 6 steps per epoch; validation after 4 of them, and none at its end

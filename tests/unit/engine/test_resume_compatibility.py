@@ -241,8 +241,7 @@ def test_what_changes_no_update_is_allowed(before: Any, now: Any, allow: Any, tm
     assert (found["foreach"], found["fused"]) == (fresh["foreach"], fresh["fused"])
 
 
-def test_a_setting_that_a_scheduler_or_a_callback_has_changed_is_no_difference(tmp_path: Path, caplog: Any) -> None:
-    #
+def test_a_setting_that_a_scheduler_or_a_callback_changed_is_no_difference(tmp_path: Path, caplog: Any) -> None:
     def decay(trainer: Any) -> None:
         trainer.optimizers[0].param_groups[0]["weight_decay"] = 0.25
 

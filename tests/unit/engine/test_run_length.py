@@ -166,8 +166,7 @@ def test_a_run_validates_where_lightning_does(tmp_path: Path, options: dict[str,
         ({"overfit_batches": 0.5}, stream(12), "overfit_batches=0.5 with a loader of unknown length"),
     ],
 )
-def test_intervals_and_limits_that_do_not_fit_are_refused(tmp_path: Path, options: Any, train: Any, error: str) -> None:
-    # G-06
+def test_limits_that_do_not_fit_are_refused(tmp_path: Path, options: Any, train: Any, error: str) -> None:  # G-06
     with pytest.raises(ConfigurationError, match=error):
         fit(tmp_path, **options).fit(Tiny(), train, loader(4))
 

@@ -105,8 +105,7 @@ class Counting(Callback):
 
 
 @pytest.mark.parametrize("keys", [("same", "same"), ("one", "other")])
-def test_a_resumed_run_skips_the_sanity_check_and_restores_each_of_two_callbacks(tmp_path: Path, keys: Any) -> None:
-    # F-12
+def test_a_resumed_run_skips_the_sanity_check_and_restores_both_callbacks(tmp_path: Path, keys: Any) -> None:  # F-12
     sanity: list[bool] = []
     watching = calling("on_validation_start", lambda trainer: sanity.append(trainer.sanity_checking))
     for path, counts in ((None, [10, 20]), (tmp_path / "c", [0, 0])):

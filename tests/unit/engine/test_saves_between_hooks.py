@@ -197,9 +197,7 @@ def keeping(folder: Path) -> Checkpoint:
     return Checkpoint(folder, every_n_train_steps=1000, save_top_k=0, save_on_exception=True)
 
 
-def run(
-    module: Changing, *callbacks: Callback, path: Path | str | None = None, counted: bool = False, **options: Any
-) -> dict[str, Any]:
+def run(module: Changing, *callbacks: Callback, path: Any = None, counted: bool = False, **options: Any) -> Any:
     """Train, and return what a resumed run must arrive at too, with the calls of hooks if they are ``counted``."""
     counts, stopper = Counts(), EarlyStopping("val_loss/dataloader_idx_0", patience=50)
     settings = {**QUIET, "max_epochs": 2, "accelerator": "cpu", "num_sanity_val_steps": 0, **options}

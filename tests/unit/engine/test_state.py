@@ -301,15 +301,6 @@ def test_validation_within_fit_is_never_in_inference_mode(tmp_path: Path, infere
     assert seen[2:] == [(inference_mode, False)] * 2
 
 
-def test_barebones_runs_only_the_loop(tmp_path: Path) -> None:
-    runner = Fit(barebones=True, max_epochs=1, default_root_dir=tmp_path)
-    module = Tiny()
-    runner.fit(module, loader(4), loader(4))
-    assert (runner.callbacks, runner.loggers) == ([], [])
-    assert len(module.seen) == 2
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_compiled_step_computes_the_same_and_is_removed_afterwards(tmp_path: Path) -> None:
     def step(self: Any, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)

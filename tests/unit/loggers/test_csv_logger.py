@@ -185,12 +185,6 @@ def test_a_rewind_that_fails_leaves_the_table(tmp_path: Path, monkeypatch: pytes
     assert [path.name for path in (tmp_path / "v").iterdir()] == ["metrics.csv"]
 
 
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
-    monkeypatch.setattr("drivetrain._storage.retries.PAUSES", (0.01, 0.01))
-    return FaultyStore(tmp_path / "store").mount()
-
-
 def logger_at_the_store(flush_every: int = 100) -> CSVLogger:
     return CSVLogger("faulty://store/logs", name="", version=0, flush_logs_every_n_steps=flush_every)
 
@@ -286,8 +280,7 @@ def test_the_table_is_whole_at_every_moment(store: FaultyStore) -> None:  # J-13
 
 
 @pytest.mark.parametrize("column", ["loss", "new"])
-def test_a_full_disk_keeps_whole_rows_and_gets_the_others_later(tmp_path: Path, caplog: Any, column: str) -> None:
-    # J-13
+def test_a_full_disk_keeps_whole_rows_and_gets_others_later(tmp_path: Path, caplog: Any, column: str) -> None:  # J-13
     logger = log_steps(CSVLogger(tmp_path, name="", version="v", flush_logs_every_n_steps=3), *range(4))
     path = tmp_path / "v" / "metrics.csv"
     before = path.read_text()

@@ -88,8 +88,7 @@ def wandb_curve(folder: Path, name: str) -> list[list[tuple[int, Any]]]:
     return [[(row["trainer/global_step"], row[name]) for row in part if name in row] for part in wandb_rows(folder)]
 
 
-def test_metrics_parameters_and_settings_but_no_secrets_are_at_wandb(tmp_path: Path, monkeypatch: Any) -> None:
-    # J-11, L-04
+def test_metrics_and_settings_but_no_secrets_are_at_wandb(tmp_path: Path, monkeypatch: Any) -> None:  # J-11, L-04
     secret = "sk-very-secret"
     arguments = ["train.py", f"--api_token={secret}", "--lr", "0.1"]  # wandb keeps the command line
     monkeypatch.setattr(sys, "argv", arguments)

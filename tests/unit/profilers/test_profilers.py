@@ -273,8 +273,7 @@ def test_a_profile_goes_to_an_object_store(tmp_path: Path) -> None:  # L-05
     store.rm(folder, recursive=True)
 
 
-def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, caplog: Any, capsys: Any) -> None:
-    # L-05
+def test_a_profile_that_cannot_be_written_ends_no_run(tmp_path: Path, caplog: Any, capsys: Any) -> None:  # L-05
     (tmp_path / "file").write_text("in the way")
     for profiler in (SimpleProfiler(tmp_path / "file"), PyTorchProfiler(tmp_path / "file" / "below")):
         runner = fit(tmp_path, profiler=profiler)

@@ -448,8 +448,7 @@ def test_a_fit_after_a_search_equals_one_without_it(tmp_path: Path, draws: str, 
         (signal.SIGTERM, SystemExit),
     ],
 )
-def test_a_search_that_fails_or_stops_changes_nothing(cause: Any, kind: Any, tmp_path: Path, caplog: Any) -> None:
-    # L-06
+def test_searches_that_fail_or_stop_change_nothing(cause: Any, kind: Any, tmp_path: Path, caplog: Any) -> None:  # L-06
     class FailingNet(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if self.trainer.global_step == 4:
