@@ -223,8 +223,9 @@ class CheckpointsOfRun(Protocol):
         """Request a rollback to a checkpoint of this run. Collective."""
 
 
-def _outside_a_run(*arguments: Any) -> Any:
-    raise AssertionError("the session sets this function before the first hook")
+def not_set_yet(*arguments: Any) -> Any:
+    """Stand for a function that the session has not set yet."""
+    raise AssertionError("the session has not set this function yet")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -277,11 +278,11 @@ class RunState:
     stop: StopRequests | None = None
     folder: RunFolder = field(default_factory=RunFolder)
     checkpoints: CheckpointsOfRun | None = None
-    estimate_steps: Callable[[], int | float] = _outside_a_run
-    all_gather: Callable[[Any, bool], Any] = _outside_a_run
-    check_collective: Callable[[str], None] = _outside_a_run
-    log_histograms: Callable[[str, Any, int, int], None] = _outside_a_run
-    pass_over_data: Callable[[], None] = _outside_a_run
+    estimate_steps: Callable[[], int | float] = not_set_yet
+    all_gather: Callable[[Any, bool], Any] = not_set_yet
+    check_collective: Callable[[str], None] = not_set_yet
+    log_histograms: Callable[[str, Any, int, int], None] = not_set_yet
+    pass_over_data: Callable[[], None] = not_set_yet
 
 
 def with_module_callbacks(given: list[Any], from_module: list[Any]) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -130,39 +129,3 @@ def refuse_accumulate_hook(name: str, parameter: Tensor) -> None:
             "use register_hook for a function of the gradient, or do the work in on_after_backward or "
             "on_before_optimizer_step.",
         )
-
-
-def refuse_gradients_through(outputs: Tensor | Sequence[Tensor], names: Mapping[int, str], strategy: str) -> None:
-    """Refuse ``torch.autograd.grad`` of values that depend on sharded parameters.
-
-    Args:
-        outputs: the values to differentiate.
-        names: names of the sharded parameters, by the ``id`` of the tensor that the step computes with.
-        strategy: the strategy's name in the error.
-
-    Raises:
-        ConfigurationError: names a parameter on which ``outputs`` depend.
-    """
-    reached = leaves_reached([outputs] if isinstance(outputs, Tensor) else outputs)
-    name = next((name for key, name in names.items() if key in reached), None)
-    if name is not None:
-        raise ConfigurationError(
-            f"torch.autograd.grad was called under {strategy} on values that depend on {name!r}.",
-            "the parameter is sharded, and it is gathered for one backward only, that of the returned loss.",
-            "use strategy='ddp' or strategy='deepspeed_stage_2', under which every rank has whole parameters.",
-        )
-
-
-def leaves_reached(outputs: Sequence[Tensor]) -> set[int]:
-    """Return the ids of the tensors that get a gradient in a backward from ``outputs``."""
-    leaves: set[int] = set()
-    seen: set[Any] = set()
-    pending: list[Any] = [output.grad_fn for output in outputs]
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaves.add(id(getattr(node, "variable", None)))
-        pending += [following for following, _ in node.next_functions]
-    return leaves

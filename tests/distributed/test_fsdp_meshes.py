@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -50,44 +51,29 @@ class Holding(DistributedStrategy):
 
     name = "holding"
     collective_forward = shards_parameters = has_hook_contexts = True
+    data_rank, data_world_size, is_data_leader = 0, 1, True
+    data_group: Any = None
+    device_mesh: Any = None
 
     def __init__(self, copies: int, **options: Any) -> None:
         super().__init__()
         self.copies = copies
         self.held = FSDPStrategy(**options)
-        self.mesh: Any = None
 
     def bind(self, placement: Placement, device: torch.device, precision: Any, store: Any = None) -> None:
         super().bind(placement, device, precision, store)
+        self.data_rank, copy = divmod(placement.rank, self.copies)
+        self.data_world_size, self.is_data_leader = placement.world_size // self.copies, copy == 0
         self.held.bind(Placement(self.data_rank, self.data_world_size), device, precision)
 
     def setup_environment(self) -> None:
         super().setup_environment()
         size, hybrid = self.data_world_size, self.held.sharding == "hybrid"
         sizes = {"replicate": 2, "shard": size // 2} if hybrid else {"data": size}
-        self.mesh = init_device_mesh("cpu", (*sizes.values(), self.copies), mesh_dim_names=(*sizes, "copy"))
-        group: Any = self.data_group or dist.group.WORLD
-        self.held.use_mesh(self.mesh[tuple(sizes)], group, self.control)
-
-    @property
-    def data_rank(self) -> int:
-        return self.rank // self.copies
-
-    @property
-    def data_world_size(self) -> int:
-        return self.world_size // self.copies
-
-    @property
-    def is_data_leader(self) -> bool:
-        return self.rank % self.copies == 0
-
-    @property
-    def data_group(self) -> Any:
-        return self.mesh["data"].get_group() if self.copies > 1 else None
-
-    @property
-    def device_mesh(self) -> Any:
-        return self.mesh
+        mesh = init_device_mesh("cpu", (*sizes.values(), self.copies), mesh_dim_names=(*sizes, "copy"))
+        self.device_mesh = mesh
+        self.data_group = dist.group.WORLD if hybrid else mesh["data"].get_group()
+        self.held.use_mesh(mesh[tuple(sizes)], self.data_group, self.control)
 
     def setup_module(self, module: nn.Module) -> Any:
         self.module = module
@@ -99,19 +85,15 @@ class Holding(DistributedStrategy):
 
     def teardown(self) -> None:
         self.held.teardown()
-        for group in {id(one): one for one in self.mesh.get_all_groups()}.values():
+        for group in {id(one): one for one in self.device_mesh.get_all_groups()}.values():
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
-        self.mesh = None
+        self.device_mesh = self.data_group = None
         super().teardown()
 
 
-def _delegated(name: str) -> Any:
-    return lambda self, *args, **options: getattr(self.held, name)(*args, **options)
-
-
 for delegated in DELEGATED:
-    setattr(Holding, delegated, _delegated(delegated))
+    setattr(Holding, delegated, property(attrgetter(f"held.{delegated}")))
 
 
 def _strategy(options: dict[str, Any]) -> Any:

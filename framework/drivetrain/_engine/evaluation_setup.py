@@ -15,17 +15,16 @@ from drivetrain._loops.predict import IsPredicted, PredictLoop
 from drivetrain._loops.progress_reports import Reporting
 from drivetrain._loops.step_arguments import WrappedModule
 from drivetrain.callback import StoresPredictions
-from drivetrain.strategies.strategy import StepRunner
 
 _Loop = TypeVar("_Loop", EvaluateLoop, PredictLoop)
 
 
-def build_stage(core: RunCore, runner: StepRunner, move: Move | None) -> Callable[[], Any]:
+def build_stage(core: RunCore) -> Callable[[], Any]:
     """Return a function that runs the stage: validate, test or predict. All ranks may end it early after a signal."""
     early = EarlyExit(core.stop, core.strategy) if core.saves_on_signals else None
     if core.stage != "predict":
-        return _build_loop(EvaluateLoop, core, core.stage, runner, move, early=early).run
-    loop = _build_loop(PredictLoop, core, "predict", runner, move, early=early)
+        return _build_loop(EvaluateLoop, core, core.stage, early=early).run
+    loop = _build_loop(PredictLoop, core, "predict", early=early)
     return partial(loop.run, core.request.return_predictions, partial(_existing_predictions, core))
 
 
@@ -33,8 +32,6 @@ def _build_loop(
     kind: type[_Loop],
     core: RunCore,
     stage: str,
-    runner: StepRunner,
-    move: Move | None,
     sanity_steps: int | None = None,
     early: EarlyExit | None = None,
 ) -> _Loop:
@@ -44,8 +41,6 @@ def _build_loop(
         kind: the class of the loop.
         core: the run.
         stage: "validate", "test" or "predict".
-        runner: runs each step as the strategy requires.
-        move: moves a batch to the device; None if batches stay where they are.
         sanity_steps: the number of micro-batches of each loader in a sanity check, whose values are not logged; -1 for
             all, None if this is no sanity check.
         early: lets all ranks end the loop early after a signal; None if they always finish.
@@ -54,13 +49,13 @@ def _build_loop(
     sync_buffers = partial(strategy.sync_buffers, core.module)
     return kind(
         stage,
-        WrappedModule(core.module, runner, strategy),
+        WrappedModule(core.module, core.runner, strategy),
         hooks=core.hooks,
         position=core.position,
         data=EvaluationData(
             [loader.source for loader in data.loaded.evaluation[stage]],
             lambda: _limits(data.loaded.resize_evaluation(stage), sanity_steps),
-            _safe_mover(core, stage, move),
+            _safe_mover(core, stage),
         ),
         reporting=Reporting(core.metrics, core.logger_call() if logs else None, core.progress_reporter(), data.lengths),
         mode=EvaluationMode(
@@ -71,12 +66,12 @@ def _build_loop(
     )
 
 
-def build_validation(core: RunCore, runner: StepRunner, move: Move | None) -> Callable[[], list[dict[str, float]]]:
+def build_validation(core: RunCore) -> Callable[[], list[dict[str, float]]]:
     """Return a function that validates within fit, and afterwards restores the generators and buffers of training."""
     early = None
     if core.saves_on_signals:
         early = ValidationExit(core.stop, core.strategy, core.module, core.metrics)
-    evaluate = _build_loop(EvaluateLoop, core, "validate", runner, move, early=early).run
+    evaluate = _build_loop(EvaluateLoop, core, "validate", early=early).run
 
     def validate() -> list[dict[str, float]]:
         snapshot = core.snapshot if core.progress.within_window else None
@@ -100,17 +95,13 @@ def build_validation(core: RunCore, runner: StepRunner, move: Move | None) -> Ca
     return validate
 
 
-def run_sanity_check(
-    core: RunCore, runner: StepRunner, move: Move | None, after_evaluation: Callable[[], None]
-) -> None:
+def run_sanity_check(core: RunCore, after_evaluation: Callable[[], None]) -> None:
     """Validate on a few micro-batches before training, so that errors in the validation code appear early.
 
     Generators, buffers and logged values are restored afterwards.
 
     Args:
         core: the run.
-        runner: runs each step as the strategy requires.
-        move: moves a batch to the device; None if batches stay where they are.
         after_evaluation: called before the logged values are cleared.
     """
     steps, hooks = core.trainer.num_sanity_val_steps, core.hooks
@@ -123,7 +114,7 @@ def run_sanity_check(
     ):
         for hook in hooks.on_sanity_check_start:
             hook()
-        _build_loop(EvaluateLoop, core, "validate", runner, move, steps).run()
+        _build_loop(EvaluateLoop, core, "validate", steps).run()
         after_evaluation()
         for hook in hooks.on_sanity_check_end:
             hook()
@@ -157,8 +148,9 @@ def _existing_predictions(core: RunCore) -> list[IsPredicted]:
     return [part for part in stored if part is not None] if None not in stored else []
 
 
-def _safe_mover(core: RunCore, stage: str, move: Move | None) -> Move | None:
-    """Return ``move``; on CUDA, a version that is safe if loaders reuse a batch's memory during the copy."""
+def _safe_mover(core: RunCore, stage: str) -> Move | None:
+    """Return the run's mover; on CUDA, a version that is safe if loaders reuse a batch's memory during the copy."""
+    move = core.move
     if move is None or core.strategy.device.type != "cuda":
         return move
     return safe_move(move, all(loader.source.fresh_memory for loader in core.data.loaded.evaluation[stage]))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from drivetrain._engine.monitors import MonitoredKeysCheck
 from drivetrain._engine.run_parts import RunRequest
-from drivetrain._engine.session import PreparedRun, Session
+from drivetrain._engine.session import Session
 from drivetrain._engine.stage_data import StageData
 from drivetrain._loops.batch_mover import BatchMover
 from drivetrain._loops.hooks import HOOKS
@@ -114,12 +113,12 @@ class ProfiledSession(Session):
             self._replace(source, "epoch", lambda epoch: lambda *args: self._steps(self._read("data", epoch(*args))))
         return data
 
-    def _prepare(self) -> PreparedRun:
-        prepared = super()._prepare()
+    def _prepare(self) -> None:
+        super()._prepare()
         self._set_folder()
-        if prepared.move is not None:
-            self._time_transfer(prepared.move)
-        return replace(prepared, runner=self._timed("forward", prepared.runner))
+        if self.core.move is not None:
+            self._time_transfer(self.core.move)
+        self._time(self.core, "forward", "runner")
 
     def _time_transfer(self, move: BatchMover) -> None:
         for name in ("_before", "_after"):
@@ -128,8 +127,8 @@ class ProfiledSession(Session):
         if move.prefetcher is not None:
             self._time(move.prefetcher, "transfer", "send", "receive")
 
-    def _prepare_training(self, prepared: PreparedRun) -> tuple[TrainStep, MonitoredKeysCheck]:
-        step, monitors = super()._prepare_training(prepared)
+    def _prepare_training(self) -> tuple[TrainStep, MonitoredKeysCheck]:
+        step, monitors = super()._prepare_training()
         loop = self.core.loop
         assert loop is not None
         self._time(loop, "training", "run")

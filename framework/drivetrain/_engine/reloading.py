@@ -12,10 +12,8 @@ from drivetrain._engine.evaluation_setup import build_validation
 from drivetrain._engine.run_parts import RunCore
 from drivetrain._engine.seeding import seed_rank
 from drivetrain._engine.stage_data import StageData
-from drivetrain._loops.batch_mover import BatchMover
 from drivetrain._runtime.generators import preserved_generators
 from drivetrain._runtime.seed import derive_seed
-from drivetrain.strategies.strategy import StepRunner
 
 if TYPE_CHECKING:
     from drivetrain._engine.resumed_run import ResumedRun
@@ -44,7 +42,6 @@ class Reloading:
         self._load = load
         self._every = core.trainer.reload_dataloaders_every_n_epochs
         self._loaded_at = 0  # the epoch of the current loaders
-        self._connection: tuple[StepRunner, BatchMover | None] | None = None
 
     def begin(self, resumed: ResumedRun | None) -> None:
         """Build the first loaders of the run: the loaders of epoch 0, or of the epoch in which ``resumed`` goes on."""
@@ -66,15 +63,6 @@ class Reloading:
                 self._every,
             )
 
-    def connect(self, runner: StepRunner, move: BatchMover | None) -> None:
-        """Pass later loaders to the training loop.
-
-        Args:
-            runner: runs each step as the strategy requires.
-            move: moves a batch to the device.
-        """
-        self._connection = runner, move
-
     def reload(self, epoch: int) -> None:
         """Build the loaders of ``epoch``, unless they are the current ones. Collective.
 
@@ -86,15 +74,13 @@ class Reloading:
             return
         core, data, loop = self._core, self._core.data, self._core.loop
         assert loop is not None
-        assert self._connection is not None
-        runner, move = self._connection
         data.loaded.close()
         self._loaded_at = self._first_epoch(epoch)
         data.stage_data = self._build()
         check_ranks_agree(core.strategy.control, data.stage_data.facts())
         core.components["data"] = data_facts(data.train, data.stage_data.loaders)
         loop.reader.use(data.training)
-        loop.validation.renew(build_validation(core, runner, move) if data.validates else None, data.train_length)
+        loop.validation.renew(build_validation(core) if data.validates else None, data.train_length)
 
     def _first_epoch(self, epoch: int) -> int:
         """Return the first of the epochs that share the loaders of ``epoch``."""

@@ -18,6 +18,7 @@ from drivetrain._engine.evaluation_buffers import EvaluationBuffers
 from drivetrain._engine.run_callbacks import RunCallbacks
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import DataArguments
+from drivetrain._loops.batch_mover import BatchMover
 from drivetrain._loops.hooks import HookTable
 from drivetrain._loops.loader_lengths import Lengths
 from drivetrain._loops.progress_reports import ProgressReporter
@@ -25,14 +26,14 @@ from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.train import TrainLoop
 from drivetrain._loops.trainables import Trainables
 from drivetrain._loops.window_snapshot import WindowSnapshot
-from drivetrain._run_state import Progress, RunState
+from drivetrain._run_state import Progress, RunState, not_set_yet
 from drivetrain.data import DataModule
 from drivetrain.data._rng_replay import RngReplay
 from drivetrain.module._hyper_parameters import logged_hyper_parameters
 from drivetrain.module.train_module import TrainModule
 from drivetrain.run_context import RunContext
 from drivetrain.runs._run_folder import RunFolder
-from drivetrain.strategies.strategy import Strategy
+from drivetrain.strategies.strategy import StepRunner, Strategy
 
 if TYPE_CHECKING:
     from drivetrain.data._batch_source import BatchSource
@@ -156,6 +157,8 @@ class RunCore(RunState):
         components: describes the module, data, optimizers and schedulers, to be compared with those of a resumed run.
         trainables: tracks which parameters train; None before the strategy has set up the module, and in other stages.
         snapshot: the state at the start of the current window; None unless a run may have to be saved within a window.
+        runner: runs each step as the strategy requires, once the module is set up.
+        move: moves a batch to the device; None if batches stay where they are.
         loop: the training loop; None before it is built.
         trainer: the `Fit`, as hooks see it.
     """
@@ -172,6 +175,8 @@ class RunCore(RunState):
     components: dict[str, Any] = field(default_factory=dict)
     trainables: Trainables | None = None
     snapshot: WindowSnapshot | None = None
+    runner: StepRunner = not_set_yet
+    move: BatchMover | None = None
     loop: TrainLoop | None = None
     trainer: RunContext = field(init=False)
 

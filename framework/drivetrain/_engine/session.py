@@ -7,7 +7,6 @@ import math
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +40,7 @@ from drivetrain._engine.training_setup import (
     read_estimate,
     under_context,
 )
-from drivetrain._loops.batch_mover import BatchMover, build_batch_mover
+from drivetrain._loops.batch_mover import build_batch_mover
 from drivetrain._loops.evaluate import HOOK_STAGE_NAMES
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.loader_lengths import Lengths
@@ -57,32 +56,16 @@ from drivetrain.launchers import LaunchedProcesses
 from drivetrain.module._run_handle import attach, detach
 from drivetrain.module.train_module import TrainModule
 from drivetrain.strategies._module_lock import lock_module, unlock_module
-from drivetrain.strategies.strategy import RunSettings, StepRunner, Strategy
+from drivetrain.strategies.strategy import RunSettings, Strategy
 
 if TYPE_CHECKING:
     from drivetrain._engine.compiled_steps import CompiledSteps
     from drivetrain._engine.monitors import MonitoredKeysCheck
-    from drivetrain._engine.reloading import Reloading
     from drivetrain._engine.resumed_run import ResumedRun
     from drivetrain._loops.step import TrainStep
     from drivetrain._loops.train import TrainLoop
 
 logger = logging.getLogger("drivetrain")
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedRun:
-    """The results of set-up that every stage uses.
-
-    Attributes:
-        runner: runs each step as the strategy requires.
-        move: moves a batch to the device; None if batches stay where they are.
-        reloading: rebuilds loaders; None unless ``reload_dataloaders_every_n_epochs`` is set.
-    """
-
-    runner: StepRunner
-    move: BatchMover | None
-    reloading: Reloading | None
 
 
 class Session:
@@ -184,17 +167,17 @@ class Session:
     def _run(self) -> Any:
         core = self.core
         with core.span("set-up"):
-            prepared = self._prepare()
+            self._prepare()
         result = None
         if core.stage == "fit":
-            self._fit(prepared)
+            self._fit()
         else:
-            result = self._evaluate(prepared)
+            result = self._evaluate()
         with core.span("taking down"):
             self._tear_down()
         return result
 
-    def _prepare(self) -> PreparedRun:
+    def _prepare(self) -> None:
         """Do the part of set-up that all stages share."""
         core, data = self.core, self.data
         trainer, strategy = core.trainer, core.strategy
@@ -234,7 +217,7 @@ class Session:
 
             for owner in (core.module, core.datamodule, *core.callbacks):
                 warn_of_similar_names(owner)
-        reloading = self._load_data()
+        self._load_data()
         stage_data = data.loaded
         if core.stage == "fit":
             facts = data_facts(stage_data.train, stage_data.loaders)
@@ -242,44 +225,39 @@ class Session:
         if self._resumed is not None:
             self._resumed.compare()
         with core.span("setup_module"):
-            runner = self._set_up_module(stage_data)
+            self._set_up_module(stage_data)
         core.callbacks.early_draws = seed_data_rank(trainer.seed, data.seed, strategy)
-        return PreparedRun(runner, build_batch_mover(core.module, core.datamodule, strategy), reloading)
+        core.move = build_batch_mover(core.module, core.datamodule, strategy)
 
-    def _fit(self, prepared: PreparedRun) -> None:
+    def _fit(self) -> None:
         with self.core.span("set-up"):
-            _, monitors = self._prepare_training(prepared)
+            _, monitors = self._prepare_training()
         assert self.core.loop is not None
-        self._train(prepared, self.core.loop, monitors)
+        self._train(self.core.loop, monitors)
 
-    def _prepare_training(self, prepared: PreparedRun) -> tuple[TrainStep, MonitoredKeysCheck]:
+    def _prepare_training(self) -> tuple[TrainStep, MonitoredKeysCheck]:
         from drivetrain._engine.monitors import MonitoredKeysCheck  # only training needs it
 
         core, data = self.core, self.data
-        runner, move, reloading = prepared.runner, prepared.move, prepared.reloading
         with core.span("configure_optimizers"):
             core.optimization = set_up_optimizers(core, self._resumed)
         prepare_stopping(core)
-        validate = build_validation(core, runner, move) if data.validates else None
+        validate = build_validation(core) if data.validates else None
         monitors = MonitoredKeysCheck(core)
         step = build_training(
             core,
             self.checkpoints,
             validate,
-            runner,
-            move,
             apply_trainable_changes=self._apply_trainable_changes,
             after_first_batch=monitors.after_first_batch,
         )
-        if reloading is not None:
-            reloading.connect(runner, move)
         if self._resumed is not None:
             self._resumed.load()
         if not core.request.trial:
             log_once(core.strategy.precision.describe())
         return step, monitors
 
-    def _train(self, prepared: PreparedRun, loop: TrainLoop, monitors: MonitoredKeysCheck) -> None:
+    def _train(self, loop: TrainLoop, monitors: MonitoredKeysCheck) -> None:
         core, checkpoints, ending = self.core, self.checkpoints, self._ending
         hooks, strategy, progress = core.hooks, core.strategy, core.progress
         already_ended = None if self._resumed is None else self._resumed.already_ended
@@ -290,7 +268,7 @@ class Session:
         for hook in hooks.on_fit_start:
             hook()
         if self.data.validates and core.trainer.num_sanity_val_steps and checkpoints.opened is None:
-            run_sanity_check(core, prepared.runner, prepared.move, monitors.note_validation)
+            run_sanity_check(core, monitors.note_validation)
         core.metrics.enter("train", reset=checkpoints.opened is None)
         self._signals.defer_to_run()
         for hook in hooks.on_train_start:
@@ -323,7 +301,7 @@ class Session:
         facts = {**self.core.components.get("data", {}), "batches": batches if batches != math.inf else None}
         self.core.folder.notes.note_training({**facts, "batch_size": data.batch_size}, self.data.seed, data.batch_size)
 
-    def _evaluate(self, prepared: PreparedRun) -> Any:
+    def _evaluate(self) -> Any:
         core = self.core
         core.strategy.setup_optimizers([])
         if core.strategy.world_size > 1:
@@ -332,7 +310,7 @@ class Session:
             with core.span("checkpoint"):
                 self.checkpoints.saved_state.load_weights(self.checkpoints.opened, core.request.averaged)
         core.stop = StopRequest(core.strategy.control, None, None, None)
-        evaluate = build_stage(core, prepared.runner, prepared.move)
+        evaluate = build_stage(core)
         self._signals.defer_to_run()
         with core.span(HOOK_STAGE_NAMES[core.stage]):
             result = evaluate()
@@ -426,26 +404,24 @@ class Session:
 
             check_writable_folders(core.strategy, list(core.callbacks))
 
-    def _load_data(self) -> Reloading | None:
-        """Build the loaders. Return the object that rebuilds them, or None if they are not to be rebuilt."""
+    def _load_data(self) -> None:
+        """Build the loaders, and the object that rebuilds them if they are to be rebuilt."""
         core, data = self.core, self.data
         data.epoch_position.world_size = core.strategy.data_world_size
         with core.span("loaders"):
             if core.stage != "fit" or not core.trainer.reload_dataloaders_every_n_epochs:
                 data.stage_data = self._build_stage_data()
-                return None
+                return
             from drivetrain._engine.reloading import Reloading  # only runs that reload need it
 
-            reloading = Reloading(core, self._build_stage_data)
-            reloading.begin(self._resumed)
-            return reloading
+            Reloading(core, self._build_stage_data).begin(self._resumed)
 
     def _build_stage_data(self) -> StageData:
         core, data = self.core, self.data
         core.loaders = loaders = StageData(core.trainer, core.stage, core.module, data.given, core.strategy, data.seed)
         return loaders
 
-    def _set_up_module(self, data: StageData) -> StepRunner:
+    def _set_up_module(self, data: StageData) -> None:
         core, module, strategy = self.core, self.core.module, self.core.strategy
         strategy.set_run_settings(self._settings(data))
         with strategy.module_init_context(), core.span("configure_model"):
@@ -466,11 +442,10 @@ class Session:
             self._compiled = CompiledSteps(module, core.trainer.compile, core)
         run_step = strategy.setup_module(module)
         check_module_setup(strategy, module, run_step)
-        runner = under_context(run_step, strategy.precision)
+        core.runner = under_context(run_step, strategy.precision)
         lock_module(module)
         if core.stage == "fit":
             self.core.trainables = Trainables(module, strategy)
-        return runner
 
     def _settings(self, data: StageData) -> RunSettings:
         trainer = self.core.trainer

@@ -15,7 +15,6 @@ from drivetrain._config.arguments import parse_duration
 from drivetrain._engine.run_parts import RunCore
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import find_loaders
-from drivetrain._loops.batch_mover import BatchMover
 from drivetrain._loops.epoch_checks import EpochChecks
 from drivetrain._loops.epoch_reader import EpochReader
 from drivetrain._loops.hooks import is_overridden
@@ -43,8 +42,6 @@ def build_training(
     core: RunCore,
     saves: CheckpointsOfRun,
     validate: Callable[[], list[dict[str, float]]] | None,
-    runner: StepRunner,
-    move: BatchMover | None,
     *,
     apply_trainable_changes: Callable[[], None],
     after_first_batch: Callable[[], None],
@@ -55,14 +52,12 @@ def build_training(
         core: the run, with its optimizers, what may stop it, and its snapshot.
         saves: writes the checkpoints.
         validate: runs a validation; None if the fit does not validate.
-        runner: calls a step of the module. `Strategy.setup_module` returned this function.
-        move: moves a batch to the device; None if batches stay where they are.
         apply_trainable_changes: called after the hooks at the beginning of an epoch.
         after_first_batch: called once on rank 0, after the first micro-batch.
     """
     data = core.data
     trainer, metrics, strategy, module = core.trainer, core.metrics, core.strategy, core.module
-    step = inner = _build_step(core, runner)
+    step = inner = _build_step(core)
     if trainer.detect_anomaly:
         from drivetrain._loops.anomaly import AnomalyStep
 
@@ -71,7 +66,7 @@ def build_training(
         strategy.precision.on_minimum_scale = _loss_scale_warning()
     if validate is not None:
         _warn_if_never_validates(core)
-    reader = _build_reader(core, move)
+    reader = _build_reader(core)
     limits = TrainLimits(trainer.max_epochs, trainer.max_steps, trainer.log_every_n_steps)
     core.loop = TrainLoop(
         step,
@@ -100,7 +95,7 @@ def build_training(
         ),
     )
     core.manual = inner if isinstance(inner, ManualStep) else None
-    core.pass_over_data = build_training_pass(core, runner, move)
+    core.pass_over_data = build_training_pass(core)
     return inner
 
 
@@ -116,14 +111,14 @@ def _warn_if_never_validates(core: RunCore) -> None:
         )
 
 
-def _build_reader(core: RunCore, move: BatchMover | None) -> EpochReader:
+def _build_reader(core: RunCore) -> EpochReader:
     module, data = core.module, core.data
     is_weighed = module.automatic_optimization and is_overridden("batch_weight", module, TrainModule)
     reader = EpochReader(
         core.trainer,
         core.strategy,
         module.batch_weight if is_weighed else None,
-        move,
+        core.move,
         progress=core.progress,
         rng_replay=data.rng_replay,
         lengths=data.lengths,
@@ -148,14 +143,14 @@ def _resize(core: RunCore, epoch_begins: bool) -> bool:
     return changed
 
 
-def build_training_pass(core: RunCore, runner: StepRunner, move: BatchMover | None) -> Callable[[], None]:
+def build_training_pass(core: RunCore) -> Callable[[], None]:
     """Return a function that runs the training step over an epoch's data without training."""
 
     def run_pass() -> None:
         from drivetrain._loops.statistics_pass import pass_over_training_data
 
-        wrapped = WrappedModule(core.module, runner, core.strategy)
-        pass_over_training_data(core.data.training, wrapped, core.metrics, move)
+        wrapped = WrappedModule(core.module, core.runner, core.strategy)
+        pass_over_training_data(core.data.training, wrapped, core.metrics, core.move)
 
     return run_pass
 
@@ -272,11 +267,11 @@ def _build_schedulers(core: RunCore) -> Schedulers:
     )
 
 
-def _build_step(core: RunCore, runner: StepRunner) -> TrainStep:
+def _build_step(core: RunCore) -> TrainStep:
     data, optimization, trainables = core.data, core.optimization, core.trainables
     assert trainables is not None
     module, strategy = core.module, core.strategy
-    wrapped = WrappedModule(module, runner, strategy)
+    wrapped = WrappedModule(module, core.runner, strategy)
     accepted = StepArguments(module.training_step)
     arguments = None if accepted.takes_batch_idx and not accepted.takes_dataloader_idx else accepted
     if not module.automatic_optimization:

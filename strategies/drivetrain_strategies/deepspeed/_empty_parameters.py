@@ -9,8 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from drivetrain.errors import ConfigurationError
-from drivetrain_strategies._callers import is_called_by_library, tensors_in
-from drivetrain_strategies._module_checks import refuse_gradients_through
+from drivetrain_strategies._user_calls import is_called_by_library, refuse_gradients_through, tensors_in
 from drivetrain_strategies.deepspeed._internals import gathered_for_use, is_gathered
 
 _ATTRIBUTES_WITHOUT_VALUES = {

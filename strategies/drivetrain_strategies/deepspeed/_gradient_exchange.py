@@ -11,7 +11,7 @@ from torch import nn
 
 from drivetrain.errors import ConfigurationError, listed
 from drivetrain.strategies import ControlPlane
-from drivetrain_strategies._module_checks import leaves_reached
+from drivetrain_strategies._user_calls import leaves_reached
 from drivetrain_strategies.deepspeed._error_messages import DIFFERENT_PARAMETERS
 from drivetrain_strategies.deepspeed._internals import Zero
 

@@ -17,8 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from drivetrain.errors import ConfigurationError
-from drivetrain_strategies._callers import is_called_by_library, tensors_in
-from drivetrain_strategies._module_checks import refuse_gradients_through
+from drivetrain_strategies._user_calls import is_called_by_library, refuse_gradients_through, tensors_in
 from drivetrain_strategies.fsdp._changed_dtensor import SET_DATA, assign_data
 from drivetrain_strategies.fsdp._gradients import gathered_update_error
 from drivetrain_strategies.fsdp._internals import Sharded

@@ -218,7 +218,8 @@ class FSDPStrategy(DistributedStrategy):
             mesh: the mesh over which parameters are sharded, of shape (shards,), or (copies, shards) with hybrid
                 sharding. It may be a part of a larger mesh.
             data_group: the ranks of ``mesh``, in the same order.
-            control: exchanges small values between the ranks that call this strategy's methods together.
+            control: exchanges small values between the ranks that call this strategy's methods together. Their modules
+                have the same units, since the ranks compare in the first forward which units they gather.
 
         Raises:
             ConfigurationError: the mesh has another shape than `sharding` and the sizes demand.
