@@ -296,9 +296,8 @@ def _saved_while_swapped_in(strategy: str, world: int, folder: Path, evaluate: b
 
 
 @pytest.mark.parametrize(("strategy", "world", "evaluate"), [("single", 1, False), *((*case, True) for case in CASES)])
-def test_a_save_under_averages_has_the_trained_weights(
-    strategy: str, world: int, evaluate: bool, tmp_path: Path
-) -> None:
+def test_a_save_under_averages_has_trained_weights(strategy: str, world: int, evaluate: bool, tmp_path: Path) -> None:
+    #
     ranks = on_ranks(_saved_while_swapped_in, world, strategy, world, tmp_path, evaluate, process_group=None)
     for name in ("validation", "end"):
         checkpoint = load(tmp_path / name)

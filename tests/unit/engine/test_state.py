@@ -132,10 +132,8 @@ class Failing(Tiny):
         ("predict", {"deterministic": True}, None),
     ],
 )
-def test_a_run_restores_the_process_and_the_modules_modes(
-    tmp_path: Path, verb: str, options: dict[str, Any], fail_at: int | None
-) -> None:
-    """A-03: once it returns or raises."""
+def test_a_run_restores_the_process_and_all_modes(tmp_path: Path, verb: str, options: Any, fail_at: Any) -> None:
+    # A-03: once it returns or raises
     module = Failing(fail_at)
     module.layer.eval()
     fit(tmp_path).fit(Tiny(), loader(2))  # what torch itself sets up at first use
