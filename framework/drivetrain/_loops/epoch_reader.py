@@ -4,7 +4,7 @@ A batch goes from `BatchSource.epoch` through these generators to `TrainLoop`:
 
 1. `EpochReader._read`, if something is to be noted of the epoch's batches.
 2. A generator of `windows`, which gives the batch its weight in the optimizer step.
-   - `allreduced_windows`: several ranks, with ``batch_weight`` or with shares that a rank knows only of its own batches.
+   - `allreduced_windows`: several ranks, with ``batch_weight`` or if a rank knows only the shares of its own batches.
    - `single_windows`: otherwise, if the data is not split over ranks and each window is one batch without
      ``batch_weight``.
    - `precomputed_windows`: in all other cases, in which no rank has to ask the others.
