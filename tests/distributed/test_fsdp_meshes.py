@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -92,7 +93,7 @@ class Holding(DistributedStrategy):
 
 
 for delegated in DELEGATED:
-    setattr(Holding, delegated, property(lambda self, name=delegated: getattr(self.held, name)))
+    setattr(Holding, delegated, property(attrgetter(f"held.{delegated}")))
 
 
 def _strategy(options: dict[str, Any]) -> Any:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from drivetrain._runtime.working_directory import lacks_its_start
@@ -73,6 +76,14 @@ def publish(folder: str, name: str, content: bytes) -> str:
     target.make()
     target.write(file, content)
     return path
+
+
+def publish_export(folder: str, name: str, export: Callable[[str], object]) -> str:
+    """Write a file as `publish` does, with the content that ``export`` writes to the local path that it receives."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch, "content")
+        export(str(path))
+        return publish(folder, name, path.read_bytes())
 
 
 def _filesystem_of(path: str) -> tuple[Any, str]:

@@ -10,9 +10,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from drivetrain._storage.paths import publish
+from drivetrain._storage.paths import publish, publish_export
 from drivetrain.errors import ConfigurationError
-from drivetrain.profilers._atomic_publish import publish_export
 from drivetrain.profilers._phase import Phase
 from drivetrain.profilers._phase_times import PhaseTimes
 from drivetrain.profilers.profiler import ProfiledRun, Profiler

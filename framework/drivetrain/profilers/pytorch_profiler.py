@@ -12,8 +12,8 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule, supported_activities
 
 from drivetrain._config.argument_checks import check_choice
+from drivetrain._storage.paths import publish_export
 from drivetrain.errors import ConfigurationError
-from drivetrain.profilers._atomic_publish import publish_export
 from drivetrain.profilers._phase_times import PhaseTimes
 from drivetrain.profilers.profiler import ProfiledRun, Profiler
 

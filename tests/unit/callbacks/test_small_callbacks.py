@@ -41,6 +41,7 @@ FILES = ["latest", "Latest", "manifest.json", "state.json", "model.safetensors"]
         ("Checkpoint", {"filename": "{epoch:s}"}, "cannot be formatted as 's'"),
         *(("EarlyStopping", {"monitor": "a", "patience": patience}, f"patience={patience}") for patience in (-1, True)),
         ("EarlyStopping", {"monitor": "a", "mode": "mni"}, "mode='mni'"),
+        ("EarlyStopping", {"monitor": "a", "log_rank_zero_only": False}, "log_rank_zero_only=False"),
         *(("EMAWeightAveraging", {"decay": decay}, "decay=") for decay in (1.5, -0.1, float("nan"))),
         *(("EMAWeightAveraging", {"update_every_n_steps": steps}, "update_every_n_steps=") for steps in (0, 1.5)),
         ("EMAWeightAveraging", {"update_starting_at_step": -1}, "update_starting_at_step="),
