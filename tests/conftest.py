@@ -29,6 +29,7 @@ import torch  # noqa: E402
 
 import sizes  # noqa: E402
 from drivetrain.testing._leak_checks import ProcessSnapshot  # noqa: E402
+from faulty_store import FaultyStore  # noqa: E402
 from worlds import DEEPSPEED, close_worlds, preload  # noqa: E402
 
 # Tests compare runs with loops on the CPU, and start processes by fork. Those that need a GPU run in `make cuda`.
@@ -84,6 +85,13 @@ def _nothing_left_behind() -> Iterator[None]:
     yield
     left = surroundings.restore()
     assert not left, f"this test left behind {'; '.join(left)}"
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
+    # Private: the pauses between retries cannot be set.
+    monkeypatch.setattr("drivetrain._storage.retries.PAUSES", (0.01, 0.01))
+    return FaultyStore(tmp_path / "store").mount()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

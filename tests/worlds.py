@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +40,11 @@ def preload(*modules: str) -> None:
 def preloaded() -> list[str]:
     """Return the modules inherited by ranks and by scripts that tests run, which share a fork server."""
     return [*_preload]
+
+
+def free_port() -> int:
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        return int(listener.getsockname()[1])
 
 
 def on_ranks(

@@ -157,9 +157,7 @@ def refusal(module: Any, batches: Any, validation: Any = None, **settings: Any) 
     return f"{error['type']}: {error['text']}"
 
 
-def train_by_hand(
-    module: Any, batches: list[Any], window: int = 1, step: Callable[..., Any] | None = None, epochs: int = 1
-) -> Any:
+def train_by_hand(module: Any, batches: list[Any], window: int = 1, step: Any = None, epochs: int = 1) -> Any:
     """Train the reference: one process, plain PyTorch, windows weighted by samples; returns the module.
 
     Written by hand: for modules of tests, which programs of the oracle do not describe.

@@ -70,9 +70,7 @@ def ema(**options: Any) -> EMAWeightAveraging:
     return EMAWeightAveraging(0.9, **options)
 
 
-def fitted(
-    strategy: str, world: int, folder: Path, *callbacks: Callback, ckpt_path: Any = None, **settings: Any
-) -> tuple[Any, Any]:
+def fitted(strategy: str, world: int, folder: Path, *callbacks: Any, ckpt_path: Any = None, **settings: Any) -> Any:
     """Train and return the `Fit` and its module; the checkpoints are in ``folder / "c"``."""
     module = Noisy(settings.pop("normed", False))
     settings["enable_checkpointing"] = any(isinstance(one, Checkpoint) for one in callbacks)
@@ -127,9 +125,7 @@ def _tested(strategy: str, world: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("strategy", "world"), CASES)
-def test_a_checkpoint_is_evaluated_and_loaded_with_the_averages_that_the_run_evaluated_with(
-    strategy: str, world: int, tmp_path: Path
-) -> None:  # Q-01
+def test_a_checkpoint_is_evaluated_and_loaded_with_averages(strategy: str, world: int, tmp_path: Path) -> None:  # Q-01
     model = Noisy()
     model.load_state_dict(AVERAGE)
     for found in on_ranks(_tested, world, strategy, world, tmp_path, process_group=None, timeout=120):
@@ -180,9 +176,8 @@ def _only_fit(strategy: str, world: int, folder: Path, options: dict[str, bool])
     ],
     ids=str,
 )
-def test_averages_of_every_kind_of_checkpoint_are_evaluated_under_another_strategy_and_world_size(
-    first: tuple[str, int], second: tuple[str, int], options: dict[str, bool], tmp_path: Path
-) -> None:  # Q-01
+def test_averages_are_evaluated_under_another_strategy(first: Any, second: Any, options: Any, tmp_path: Path) -> None:
+    # Q-01
     on_ranks(_only_fit, first[1], *first, tmp_path, options, process_group=None)
     ranks = on_ranks(_evaluated, second[1], *second, newest(tmp_path), process_group=None)
     for found, _ in ranks:
@@ -236,9 +231,7 @@ def test_one_line_says_which_weights_are_used(tmp_path: Path, caplog: pytest.Log
             assert f"averaged={averaged is not None} " in line  # how to choose the others
 
 
-def test_the_command_line_chooses_the_weights(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:  # Q-01
+def test_the_command_line_chooses_the_weights(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:  # Q-01
     path, out = saved(tmp_path), str(tmp_path / "out.safetensors")
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # without pytest's own
     capsys.readouterr()
@@ -303,9 +296,8 @@ def _saved_while_swapped_in(strategy: str, world: int, folder: Path, evaluate: b
 
 
 @pytest.mark.parametrize(("strategy", "world", "evaluate"), [("single", 1, False), *((*case, True) for case in CASES)])
-def test_a_save_while_the_module_holds_the_averages_has_the_trained_weights_and_statistics_of_each_rank(
-    strategy: str, world: int, evaluate: bool, tmp_path: Path
-) -> None:  # Q-01
+def test_a_save_under_averages_has_trained_weights(strategy: str, world: int, evaluate: bool, tmp_path: Path) -> None:
+    # Q-01
     ranks = on_ranks(_saved_while_swapped_in, world, strategy, world, tmp_path, evaluate, process_group=None)
     for name in ("validation", "end"):
         checkpoint = load(tmp_path / name)
@@ -331,9 +323,7 @@ def _swa_saved_and_resumed(strategy: str, world: int, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(("strategy", "world"), CASES[:3])
-def test_the_checkpoint_at_the_end_of_stochastic_averaging_is_loaded_averaged_and_resumed_trained(
-    strategy: str, world: int, tmp_path: Path
-) -> None:  # Q-01
+def test_a_checkpoint_of_stochastic_averages_resumes_trained(strategy: str, world: int, tmp_path: Path) -> None:  # Q-01
     ranks = on_ranks(_swa_saved_and_resumed, world, strategy, world, tmp_path, process_group=None)
     trained, averaged, *_ = ranks[0]
     checkpoint = load(tmp_path / "end")
@@ -370,9 +360,7 @@ def _mean_of_epochs(strategy: str, world: int, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(("strategy", "world"), CASES[:3])
-def test_averages_of_epoch_ends_are_saved_as_they_were_validated(
-    strategy: str, world: int, tmp_path: Path
-) -> None:  # Q-01
+def test_averages_of_epoch_ends_are_saved_as_validated(strategy: str, world: int, tmp_path: Path) -> None:  # Q-01
     ranks = on_ranks(_mean_of_epochs, world, strategy, world, tmp_path, process_group=None)
     trained = [load(path).weights() for path in (tmp_path / "c").glob("epoch=*")]
     means = {name: sum(state[name] for state in trained) / (EPOCHS + 1) for name in dict(Noisy().named_parameters())}

@@ -162,9 +162,7 @@ def _saved(folder: str, strategy: str, save_async: bool) -> dict[str, float | No
 
 
 @pytest.mark.parametrize(("strategy", "save_async"), [("ddp", False), ("fsdp", True)])
-def test_a_save_that_monitors_the_validation_waits_for_it_on_all_ranks(
-    strategy: str, save_async: bool, tmp_path: Path
-) -> None:
+def test_a_save_that_monitors_validation_waits_for_it(strategy: str, save_async: bool, tmp_path: Path) -> None:
     first, second = on_ranks(_saved, 2, str(tmp_path), strategy, save_async)
     assert first == second
     assert list(first) == ["step=4-of_rank_0=1", "step=8-of_rank_0=1"]  # S-04: after validations

@@ -129,8 +129,7 @@ def halve_gradients(module: Any) -> None:
         parameter.grad.mul_(0.5)
 
 
-def test_a_hook_that_touches_partitioned_weights_or_part_of_a_windows_gradients_is_refused_by_name() -> None:
-    # S-07, S-09
+def test_a_hook_that_touches_partitioned_weights_or_part_of_a_windows_gradients_is_refused() -> None:  # S-07, S-09
     hooks = {"on_before_optimizer_step": clamp, "on_after_backward": log_norm, "on_train_epoch_end": log_norm}
     kinds = [CLAMPS, ASSIGNS, *(partial(with_hooks, **{name: hook}) for name, hook in hooks.items())]
     window: Any = partial(with_hooks, on_after_backward=halve_gradients), "stage 2"

@@ -207,8 +207,7 @@ def _syncs(gpu: EmulatedCuda, strategy: str, scalar: bool, settings: dict[str, A
     ("strategy", "scalar", "settings"),
     [("ddp", False, {"gradient_clip_val": 0.5}), ("fsdp", False, {"gradient_clip_val": 0.5}), ("fsdp", True, {})],
 )
-def test_the_host_waits_no_more_often_for_more_steps(strategy: str, scalar: bool, settings: dict[str, Any]) -> None:
-    # O-01
+def test_the_host_waits_no_more_often_for_more_steps(strategy: str, scalar: bool, settings: Any) -> None:  # O-01
     for one in on_ranks(2, _syncs, strategy, scalar, settings):
         found = one.returned
         assert len(found[16]) == len(found[8]), "\n".join(found[16])

@@ -86,9 +86,7 @@ def by_hand() -> tuple[dict[str, Tensor], list[list[float]]]:
     return model.state_dict(), rates
 
 
-def fitted(
-    module: Any, callbacks: list[Any], folder: Path, resumed_at: str = "", ranks: int = 1, **settings: Any
-) -> Any:
+def fitted(module: Any, callbacks: Any, folder: Path, resumed_at: str = "", ranks: int = 1, **settings: Any) -> Any:
     """Train with a finetuning and a checkpoint at every multiple of a step, or resume from one; return the `Fit`."""
     saver = Checkpoint(folder / "c", every_n_train_steps=settings.pop("save_at", 3), save_top_k=-1)
     path = next((folder / "c").glob(resumed_at)) if resumed_at else None
@@ -188,9 +186,7 @@ class Gradual(BaseFinetuning):
         pytest.param(lambda: BackboneFinetuning(1, train_bn=False), [0.05, 0.04], id="backbone"),
     ],
 )
-def test_a_schedule_resumes_in_one_process_with_the_names_of_its_groups(
-    make: Callable[[], Any], rates: list[float], tmp_path: Path
-) -> None:
+def test_a_schedule_resumes_in_one_process_with_the_names_of_its_groups(make: Any, rates: Any, tmp_path: Path) -> None:
     module, resumed = Net(norm=True), Net(norm=True)
     fit = fitted(module, [make()], tmp_path)
     again = fitted(resumed, [make()], tmp_path, "epoch=1-step=6")

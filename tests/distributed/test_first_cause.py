@@ -111,9 +111,8 @@ def test_independent_errors_are_shown_by_each_rank(by_itself: dict[str, Run]) ->
 
 
 @pytest.mark.parametrize(("case", "told"), [("subprocess", "ValueError: boom"), *_ENDS.items()])
-def test_a_script_with_a_failed_rank_ends_soon_with_the_reason(
-    case: str, told: str, by_itself: dict[str, Run]
-) -> None:  # G-01, G-02, A-08
+def test_a_script_with_a_failed_rank_ends_soon_with_the_reason(case: str, told: str, by_itself: dict[str, Run]) -> None:
+    # G-01, G-02, A-08
     run = by_itself[case]
     assert run.code != 0
     assert told in run.errors, run.errors

@@ -114,9 +114,8 @@ NORMS = [f"net.blocks.{number}.norm.{kind}" for number in range(3) for kind in (
         ),
     ],
 )
-def test_what_is_sharded_together_and_what_stays_whole(
-    net: Any, ignored: Any, units: list[str], whole: list[str]
-) -> None:  # D-02, D-08
+def test_what_is_sharded_together_and_what_stays_whole(net: Any, ignored: Any, units: Any, whole: list[str]) -> None:
+    # D-02, D-08
     found: list[list[str]] = []
 
     def look(trainer: Any, module: Any) -> None:

@@ -189,9 +189,8 @@ def _by_hand_and_by_fit(block: Any, kind: Any, options: dict[str, Any], window: 
         ),
     ],
 )
-def test_bits_equal_fully_shard_under_autocast(
-    block: Any, kind: Any, options: dict[str, Any], window: int, manual: bool
-) -> None:  # B-08, D-01, D-07, D-08, D-09
+def test_bits_equal_fully_shard_under_autocast(block: Any, kind: Any, options: Any, window: int, manual: bool) -> None:
+    # B-08, D-01, D-07, D-08, D-09
     for same in on_ranks(_by_hand_and_by_fit, 2, block, kind, options, window, manual):
         assert all(same), same
 

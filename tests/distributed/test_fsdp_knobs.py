@@ -428,9 +428,7 @@ def _by_depth(precision: str, options: dict[str, Any], frozen: Any = None) -> di
     ],
     ids=str,
 )
-def test_a_further_block_costs_its_shards_and_its_activations(
-    precision: str, options: dict[str, Any], frozen: Any, kept: int
-) -> None:
+def test_a_further_block_costs_shards_and_activations(precision: str, options: Any, frozen: Any, kept: int) -> None:
     # D-01, D-07, I-03: without casts of its weights, UNIT / 2, which autocast's cache would keep until the end of the
     # forward, and products until their backward; gathered weights keep their casts. Autocast caches no casts of weights
     # frozen in float32, so each product saves its own, which is freed like those of trainable weights.

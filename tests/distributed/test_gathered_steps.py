@@ -174,9 +174,8 @@ def _train_twice(name: str, window: int, width: int, first: str, second: str, pa
         *[(2, "full", "full"), (2, "full", "ddp"), (2, "ddp", "grad_op")],
     ],
 )
-def test_a_step_on_shards_equals_one_process_and_its_state_is_resumed(
-    ranks: int, first: str, second: str, tmp_path: Path
-) -> None:  # B-17, S-07
+def test_a_step_on_shards_equals_one_process_and_resumes(ranks: int, first: str, second: str, tmp_path: Path) -> None:
+    # B-17, S-07
     windows = [*((name, 1) for name in NAMES), ("lamb", 2)]
     width = 7 if ranks == 2 else 8  # split layers must divide by the group's size
     cases = [(name, window, width, first, second, str(tmp_path / f"{name}{window}")) for name, window in windows]

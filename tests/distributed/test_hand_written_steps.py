@@ -172,13 +172,11 @@ def test_uneven_ranks_under_manual_optimization_are_one_warning() -> None:  # Q-
     assert even == more == []
 
 
-def test_loading_on_an_instance_says_to_call_the_class() -> None:
+def test_loading_on_an_instance_and_hyper_parameters_that_were_not_saved_name_the_way_out() -> None:
     for kind in (Regression, DataModule):
         with pytest.raises(ConfigurationError, match=rf"{kind.__name__}\.load_from_checkpoint"):
             kind().load_from_checkpoint("path")
 
-
-def test_hyper_parameters_that_were_not_saved_say_so() -> None:
     class Forgetful(TrainModule):
         def __init__(self, width: int = 4) -> None:
             super().__init__()
@@ -245,9 +243,7 @@ def _train_each(strategy: str, precision: str, ranks: int, window: int) -> list[
         ("fsdp", 2, "bf16-mixed", (1,)),
     ],
 )
-def test_the_overrides_train_like_the_module_without_them(
-    strategy: str, ranks: int, precision: str, windows: tuple[int, ...]
-) -> None:
+def test_overrides_train_like_a_module_without(strategy: str, ranks: int, precision: str, windows: Any) -> None:
     for window in windows:
         for wanted, *others in on_ranks(_train_each, ranks, strategy, precision, ranks, window):
             for found in others:

@@ -344,8 +344,7 @@ REFUSED: dict[str, tuple[type[Regression], dict[str, Any], dict[str, Any], list[
 
 
 @pytest.mark.parametrize(("kind", "hooks", "settings", "words"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_done_to_shards_is_refused_by_name(
-    kind: Any, hooks: dict[str, Any], settings: dict[str, Any], words: list[str]
-) -> None:  # S-08, S-09, S-12
+def test_what_cannot_be_done_to_shards_is_refused_by_name(kind: Any, hooks: Any, settings: Any, words: Any) -> None:
+    # S-08, S-09, S-12
     for text in on_ranks(_refusal, 2, kind, hooks, settings):
         assert all(word in text for word in words), text

@@ -84,8 +84,7 @@ def _log_oddly() -> tuple[list[str], dict[str, float]]:
     return [shard, states, listed], values
 
 
-def test_values_that_ranks_cannot_combine_are_refused_and_those_without_weight_do_not_enter() -> None:
-    # I-01, H-03, S-06
+def test_values_that_ranks_cannot_combine_are_refused_and_those_without_weight_ignored() -> None:  # I-01, H-03, S-06
     for (shard, states, listed), values in on_ranks(_log_oddly, 2):
         assert shard.startswith("ConfigurationError")
         assert "log('scale') was given a DTensor" in shard

@@ -151,9 +151,7 @@ def test_what_a_strategy_cannot_train_is_refused_by_name(name: str) -> None:  # 
                 assert text == "nothing was raised: ", kind
 
 
-def test_a_data_set_instead_of_a_loader_and_a_validation_without_a_step_are_named(
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # G-06
+def test_a_data_set_instead_of_a_loader_and_a_validation_without_a_step_are_named(caplog: Any) -> None:  # G-06
     for batches in ([data(8)], {"a": data(8)}):
         text = refusal(Regression(), batches)
         assert text.startswith("ConfigurationError")

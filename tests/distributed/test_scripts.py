@@ -133,8 +133,7 @@ def test_prints_of_rank_0_appear_once_and_waiting_is_silent(by_itself: dict[str,
     assert [line.partition(":")[0] for line in run.errors.splitlines()] == ["Precision 32-true", "The run ended"]
 
 
-def test_torchruns_processes_are_joined_and_fit_again_after_failures(tmp_path: Path) -> None:
-    # G-01, G-07
+def test_torchruns_processes_are_joined_and_fit_after_failures(tmp_path: Path) -> None:  # G-01, G-07
     run = run_cases(tmp_path, _AGAIN + _JOINED, ["several calls"], *TORCHRUN)["several calls"]
     assert run.code == 0, run.errors
     assert run.reported == ["0 done", "1 done"]

@@ -6,10 +6,8 @@ import operator
 import os
 import pickle
 import re
-import socket
 import subprocess
 import sys
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ from drivetrain.precision import MixedPrecision, resolve_precision
 from drivetrain.testing import run_distributed
 from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from drivetrain_strategies.fsdp._apply_plan import mixed_precision_policy
-from worlds import on_ranks
+from worlds import free_port, on_ranks
 
 
 class Unconnected(Strategy):
@@ -348,9 +346,7 @@ def _install(folder: Path, entry_points: str) -> None:
     (info / "entry_points.txt").write_text(entry_points)
 
 
-def test_a_launcher_places_devices_and_is_found_by_the_name_that_its_package_registers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launcher_places_devices_and_is_found_by_its_registered_name(tmp_path: Path, monkeypatch: Any) -> None:
     batches, cluster = loader(8, 4), Cluster()
     settings: dict[str, Any] = {"accelerator": "gpu", "devices": 3, "num_nodes": 2}
     full = "ConfigurationError: The cluster is full"
@@ -405,8 +401,7 @@ def _work_for_a_farm(folder: Path, port: int) -> list[Any]:
 
 def test_ranks_of_a_third_party_scheduler_train_together(tmp_path: Path) -> None:
     _install(tmp_path, f"[drivetrain.environments]\nfarm = {__name__}:Farm\n")
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     reference = weights(train_by_hand(Regression(), global_batches(64, 8)))
     for rank, (*trained_weights, devices, variable) in enumerate(
         run_distributed(_work_for_a_farm, 2, tmp_path, port, process_group=None)

@@ -95,9 +95,7 @@ def _train(strategy: str, kind: type[Phased], turns: Turns, given: Any, settings
     return Result({} if text else state(module), text, module.global_step, lines)
 
 
-def run(
-    strategy: str, turns: Turns, given: Any = None, kind: type[Phased] = Phased, **settings: Any
-) -> Sequence[Result]:
+def run(strategy: str, turns: Turns, given: Any = None, kind: Any = Phased, **settings: Any) -> Sequence[Result]:
     """Train on the strategy's ranks; return their results."""
     return run_each(strategy, (kind, turns, given or {}, settings))[0]
 
@@ -271,9 +269,7 @@ ZERO: list[Any] = [
         *[(f"deepspeed_stage_{stage}", ZERO) for stage in (1, 2, 3)],
     ],
 )
-def test_a_change_that_a_strategy_cannot_follow_is_refused_before_a_wrong_step(
-    strategy: str, cases: list[Any]
-) -> None:  # I-03
+def test_a_change_that_a_strategy_cannot_follow_is_refused_before_a_step(strategy: str, cases: Any) -> None:  # I-03
     results = run_each(strategy, *[(*case[:3], {}) for case in cases])
     for (_, _, _, *words), found in zip(cases, results, strict=True):
         for result in found:

@@ -140,9 +140,8 @@ def _with_and_without(strategy: str, precision: str) -> list[list[dict[str, Tens
         *[("ddp", 2, "bf16-true"), ("fsdp", 2, "bf16-mixed"), ("zero 3", 2, "bf16-mixed")],
     ],
 )
-def test_validation_on_the_averages_changes_no_bit_of_training(
-    strategy: str, ranks: int, precision: str
-) -> None:  # L-01: also within accumulation windows
+def test_validation_on_the_averages_changes_no_bit_of_training(strategy: str, ranks: int, precision: str) -> None:
+    # L-01: also within accumulation windows
     for plain, averaged in on_ranks(_with_and_without, ranks, strategy, precision, process_group=None):
         assert len(plain) == 12
         for one, other in zip(plain, averaged, strict=True):
@@ -338,12 +337,17 @@ EPOCHS, FIRST = 6, 3  # of stochastic averaging, and the first epoch whose weigh
 
 
 class Stochastic(TrainModule):
-    """Has two groups of parameters, a schedule, and batch normalization if ``normed``."""
+    """Has two groups of parameters, a schedule, and batch normalization if ``normed``; records the epochs' rates."""
 
     def __init__(self, normed: bool = False) -> None:
         super().__init__()
         self.norm: Any = nn.BatchNorm1d(4, momentum=0.3) if normed else nn.Identity()
         self.net = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)))
+        self.rates: list[list[float]] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 5:
+            self.rates.append([float(group["lr"]) for group in self.trainer.optimizers[0].param_groups])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(self.norm(x))
@@ -362,9 +366,7 @@ class Stochastic(TrainModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
 
 
-def stochastic_by_hand(
-    annealing: int = 2, shape: Any = "cos", normed: bool = False
-) -> tuple[dict[str, Tensor], list[Any]]:
+def stochastic_by_hand(annealing: int = 2, shape: Any = "cos", normed: bool = False) -> tuple[Any, list[Any]]:
     """Return the averages, and the rates of each epoch. Written by hand: the classes of torch define them."""
     model, rates = Stochastic(normed), []
     (optimizer,), (scheduler,) = model.configure_optimizers()
@@ -385,27 +387,16 @@ def stochastic_by_hand(
     return averaged.module.state_dict(), rates
 
 
-class Rates(Callback):
-    """Records the learning rates in the last batch of each epoch."""
-
-    def __init__(self) -> None:
-        self.seen: list[list[float]] = []
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 5:
-            self.seen.append([float(group["lr"]) for group in trainer.optimizers[0].param_groups])
-
-
 def _stochastic(
     strategy: str, folder: Path, annealing: int = 2, shape: str = "cos", normed: bool = False, resume: int = 0
 ) -> tuple[dict[str, Tensor], list[list[float]]]:
     """Train, or resume from the checkpoint of a step; return the weights and the learning rates."""
-    module, rates = Stochastic(normed), Rates()
+    module = Stochastic(normed)
     averaging = StochasticWeightAveraging([0.02, 0.04], FIRST + 1, annealing, shape)
     checkpoints = Checkpoint(folder / "c", every_n_train_steps=9, save_top_k=-1)
     path = next((folder / "c").glob(f"epoch=*-step={resume}")) if resume else None
-    run(module, averaging, rates, checkpoints, strategy=strategy, path=path, max_epochs=EPOCHS, default_root_dir=folder)
-    return state(module), rates.seen
+    run(module, averaging, checkpoints, strategy=strategy, path=path, max_epochs=EPOCHS, default_root_dir=folder)
+    return state(module), module.rates
 
 
 @pytest.mark.parametrize(
@@ -428,9 +419,7 @@ def test_stochastic_averages_and_learning_rates_equal_the_hand_written_loop(
 
 
 @pytest.mark.parametrize(("first", "second", "ranks"), [("fsdp", "single", 1), ("ddp", "zero 3", 2)])
-def test_stochastic_averaging_resumes_in_mid_schedule(
-    first: str, second: str, ranks: int, tmp_path: Path
-) -> None:  # L-01
+def test_stochastic_averaging_resumes_mid_schedule(first: str, second: str, ranks: int, tmp_path: Path) -> None:  # L-01
     on_ranks(_stochastic, 2, first, tmp_path, process_group=None)
     wanted, _ = stochastic_by_hand()
     for step in (9, 27):  # before the first epoch of the averages, and within
@@ -440,9 +429,7 @@ def test_stochastic_averaging_resumes_in_mid_schedule(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_statistics_of_stochastic_averages_are_over_all_ranks_micro_batches(
-    strategy: str, tmp_path: Path
-) -> None:  # L-01
+def test_statistics_of_stochastic_averages_are_over_all_micro_batches(strategy: str, tmp_path: Path) -> None:  # L-01
     x = data(SAMPLES).tensors[0].split(BATCH // 2)
     mean, variance = torch.stack([one.mean(0) for one in x]).mean(0), torch.stack([one.var(0) for one in x]).mean(0)
     for found, _ in on_ranks(_stochastic, 2, strategy, tmp_path, 2, "cos", True, process_group=None):
@@ -518,9 +505,8 @@ def test_a_wrong_argument_of_stochastic_averaging_is_refused_by_name(name: str, 
         (Manual(normed=True), ([0.1, 0.1],), {"max_epochs": 5}, "batch normalization and uses manual optimization"),
     ],
 )
-def test_settings_that_do_not_fit_the_run_are_refused_before_it_trains(
-    module: Stochastic, arguments: Any, settings: dict[str, Any], words: str
-) -> None:  # L-01
+def test_settings_that_do_not_fit_the_run_are_refused(module: Any, arguments: Any, settings: Any, words: str) -> None:
+    # L-01
     averaging = StochasticWeightAveraging(*arguments)
     fit = quiet(callbacks=[averaging], **settings)
     with pytest.raises(ConfigurationError, match=words):

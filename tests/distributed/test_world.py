@@ -8,12 +8,10 @@ import os
 import random
 import resource
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.launchers import FunctionLauncher, RankFailedError, current_processes, torchrun_variables
 from drivetrain.testing import World, run_distributed
+from worlds import free_port
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
 
@@ -95,9 +94,7 @@ def _own_group() -> float:
     return tensor.item()
 
 
-def test_a_call_sees_the_callers_current_environment_modules_and_torchruns_variables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_sees_the_callers_environment_modules_and_torchruns_variables(tmp_path: Path, monkeypatch: Any) -> None:
     names = ["DRIVETRAIN_TEST_CALL", *_TORCHRUN]
     before, variables = os.getcwd(), dict(os.environ)
     (tmp_path / "made_later.py").write_text("def one():\n    return 1\n")
@@ -231,13 +228,8 @@ def _node_of_two(folder: str, port: int) -> str:
         return str(error)
 
 
-def _free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        return int(listener.getsockname()[1])
-
-
 def test_a_node_of_another_job_is_refused_and_the_jobs_own_node_admitted(tmp_path: Path) -> None:  # J-05
-    port = _free_port()
+    port = free_port()
     first, other, second = run_distributed(_node_of_two, 3, str(tmp_path), port, process_group=None)
     assert (first, second) == ("0", "1")
     assert f"rank 1 connected to 127.0.0.1:{port}, where the processes of another job meet" in other
@@ -255,6 +247,6 @@ def _train_on_a_node(port: int) -> Any:
 
 def test_the_caller_on_each_node_gets_the_trained_module() -> None:  # I-15
     reference = weights(train_by_hand(Regression(), global_batches(64, 8)))
-    for node, (found, rank) in enumerate(run_distributed(_train_on_a_node, 2, _free_port(), process_group=None)):
+    for node, (found, rank) in enumerate(run_distributed(_train_on_a_node, 2, free_port(), process_group=None)):
         assert torch.allclose(found, reference, atol=1e-6)
         assert rank == node

@@ -73,9 +73,7 @@ class Drawing(TrainModule):
         self.tell("step", self.global_step)
 
 
-def train(
-    folder: Path, strategy: str, every: int, in_background: bool, tell: Callable[..., None], fault: Fault | None = None
-) -> Any:
+def train(folder: Path, strategy: str, every: int, in_background: bool, tell: Any, fault: Fault | None = None) -> Any:
     """Start or resume, and return everything that must be equal however often the run was interrupted.
 
     ``tell`` receives events as they happen. A fault of kind "none" only counts calls.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -34,9 +34,7 @@ pytestmark = pytest.mark.parametrize("place", PLACES, ids=str)
 
 
 @pytest.fixture
-def findings(
-    place: Place, results: Run, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
-) -> list[Findings]:
+def findings(place: Place, results: Run, request: pytest.FixtureRequest, record_property: Any) -> list[Findings]:
     row = request.node.get_closest_marker("row")
     for name, value in zip(("row", "shows"), row.args, strict=True):
         record_property(name, value)

@@ -283,9 +283,7 @@ def test_the_packed_wheels_are_complete_without_torch() -> None:  # O-05: they a
             assert plain in packed | with_torch, f"{name} needs {plain}"
 
 
-def test_a_machine_with_torch_alone_gets_the_packages_and_the_strategies_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # O-05
+def test_a_machine_with_torch_alone_gets_packages_and_strategy_names(tmp_path: Path, monkeypatch: Any) -> None:  # O-05
     monkeypatch.setattr(packages, "SITE", tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path])
     assert packages.provide(None) == []

@@ -207,9 +207,7 @@ def recipe(name: str, *patterns: str, holds: Callable[..., bool], needs: str = "
         ),
     ],
 )
-def test_a_recipe_prints_the_numbers_that_its_page_promises(
-    name: str, patterns: tuple[str, ...], holds: Callable[..., bool], tmp_path: Path
-) -> None:
+def test_a_recipe_prints_the_numbers_of_its_page(name: str, patterns: Any, holds: Any, tmp_path: Path) -> None:
     printed = run(f"cookbook/{name}.py", folder=tmp_path)
     found = [number for pattern in patterns for number in numbers(pattern, printed)]
     assert holds(*found), f"{found}\n{printed[-3000:]}"
@@ -256,8 +254,7 @@ for options in ("", "strategy='ddp', devices=2, "):
 
 @requires_package("sklearn")
 @requires_package("IPython")
-def test_a_notebook_trains_on_two_processes_and_shows_an_error_once(tmp_path: Path, monkeypatch: Any) -> None:
-    # Q-12
+def test_a_notebook_trains_on_two_processes_and_shows_an_error_once(tmp_path: Path, monkeypatch: Any) -> None:  # Q-12
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     script = tmp_path / "cells.py"
     script.write_text(RUN_CELLS)

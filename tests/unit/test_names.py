@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from drivetrain import ConfigurationError, Fit, Logger, Precision, TrainModule
+from drivetrain import ConfigurationError, Fit, Logger, Precision
 from drivetrain.environments import Environment, Placement, PlainEnvironment, environment_by_name
 from drivetrain.launchers import FunctionLauncher, SubprocessLauncher, named_launcher
 from drivetrain.loggers import CSVLogger, TensorBoardLogger
@@ -19,6 +19,7 @@ from drivetrain.precision import FullPrecision, resolve_precision
 from drivetrain.profilers import Profiler, SimpleProfiler
 from drivetrain.strategies import strategy_by_name
 from drivetrain_strategies import DDPStrategy, SingleDeviceStrategy
+from one_layer import OneLayer
 
 
 @pytest.fixture(autouse=True)
@@ -57,8 +58,7 @@ class FinePrecision(Precision):
 
 
 class CountingProfiler(Profiler):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self) -> None:  # does not call that of the base class
         self.counts: Counter[str] = Counter()
 
     def start(self, phase: str) -> None:
@@ -162,19 +162,7 @@ def test_a_profiler_of_another_package_measures(tmp_path: Path, monkeypatch: Any
     install(tmp_path, monkeypatch, "drivetrain.profilers", cargo=f"{__name__}:CountingProfiler")
     monkeypatch.setenv("DRIVETRAIN_PROFILER", "cargo")
     fit = Fit(**QUIET, logger=False, enable_model_summary=False, max_epochs=1, default_root_dir=tmp_path / "runs")
-
-    class Net(TrainModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(2, 1)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.layer(batch).mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    fit.fit(Net(), DataLoader(torch.ones(6, 2), batch_size=2))  # type: ignore[arg-type]
+    fit.fit(OneLayer(), DataLoader(torch.ones(6, 2), batch_size=2))  # type: ignore[arg-type]
     assert isinstance(fit.profiler, CountingProfiler)
     assert fit.profiler.counts["forward"] == fit.profiler.counts["optimizer"] == 3
     assert "forward 3" in capsys.readouterr().out

@@ -17,30 +17,20 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from drivetrain import ConfigurationError, Fit, TrainModule, seed_everything
+from drivetrain import ConfigurationError, Fit, seed_everything
 from drivetrain._runtime.seed import derive_seed
 from drivetrain.callbacks import LambdaCallback
+from one_layer import OneLayer
 
 QUIET: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 1, "barebones": True}
 
 
 def run(change: Callable[[], Any], **options: Any) -> None:
     """Run a fit that calls ``change`` at its end."""
-
-    class Net(TrainModule):
-        def __init__(self) -> None:
-            super().__init__()
-            with torch.random.fork_rng():
-                self.layer = torch.nn.Linear(2, 1)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.layer(batch).mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
+    with torch.random.fork_rng():
+        module = OneLayer()
     fit = Fit(callbacks=LambdaCallback(on_fit_end=lambda *_: change()), **QUIET, **options)
-    fit.fit(Net(), DataLoader(torch.ones(2, 2)))  # type: ignore[arg-type]
+    fit.fit(module, DataLoader(torch.ones(2, 2)))  # type: ignore[arg-type]
 
 
 def _change_environment() -> None:

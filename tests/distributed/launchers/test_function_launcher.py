@@ -52,9 +52,8 @@ def _train(weight: torch.Tensor) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_values_come_back_and_nothing_of_the_caller_changes(
-    method: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_values_come_back_and_nothing_of_the_caller_changes(method: Any, monkeypatch: Any, tmp_path: Path) -> None:
+    #
     monkeypatch.setenv("DRIVETRAIN_TEST_OWN", method)
     monkeypatch.chdir(tmp_path)
     weight = torch.zeros(1 << 19)  # 2 MB: more than any pipe holds

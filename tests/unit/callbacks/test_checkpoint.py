@@ -233,8 +233,7 @@ def fit(root: Path, callbacks: Any, scores: list[float], **options: Any) -> Fit:
         pytest.param(WHOLE, {"max_epochs": 1}, ["whole=2.0"], id="a value that comes after the validation"),
     ],
 )
-def test_a_due_save_waits_for_the_validation(options: Any, settings: Any, saved: list[str], tmp_path: Path) -> None:
-    #
+def test_a_due_save_waits_for_the_validation(options: Any, settings: Any, saved: Any, tmp_path: Path) -> None:
     fit(tmp_path, Checkpoint(tmp_path / "here", **options), [0.7, 0.4, 0.3, 0.2], **{"max_epochs": 2, **settings})
     assert folders(tmp_path / "here") == saved
 

@@ -111,15 +111,14 @@ VALUES = [1.0, 1.1, 1.2, 1.3, 0.9, 0.8, 0.7, 0.6, 0.65, 0.66, 0.67, 0.68]
         (VALUES, [{"patience": 2}, {"patience": 50}], {"min_epochs": 4}, (4, 8, [3, 0])),
     ],
 )
-def test_a_request_before_the_minimum_has_to_hold_then(values: Any, options: Any, settings: Any, ends: Any) -> None:
+def test_a_request_before_the_minimum_must_hold_then(values: Any, options: Any, settings: Any, ends: Any) -> None:
     # S-05
     stops = [EarlyStopping("val_loss", **each) for each in options]
     trainer = fit(values, *stops, **settings)
     assert (trainer.current_epoch, trainer.global_step, [stop.stopped_epoch for stop in stops]) == ends
 
 
-def test_a_request_before_the_minimum_outlives_a_resume_until_it_is_withdrawn(tmp_path: Path) -> None:
-    # S-05, F-12, I-17
+def test_a_request_before_the_minimum_outlives_a_resume_until_withdrawn(tmp_path: Path) -> None:  # S-05, F-12, I-17
     def save(trainer: Any, module: Any) -> None:
         if trainer.current_epoch == 2:
             trainer.save_checkpoint(tmp_path / "saved")

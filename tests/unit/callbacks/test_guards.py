@@ -140,8 +140,7 @@ def _found_on_ranks(bad_by_rank: dict[int, dict[int, float]]) -> str:
         ({}, ""),
     ],
 )
-def test_every_rank_stops_at_once_and_names_the_rank(bad: dict[int, dict[int, float]], found: str) -> None:
-    # G-05, G-01: no rank hangs
+def test_every_rank_stops_at_once_and_names_the_rank(bad: Any, found: str) -> None:  # G-05, G-01: no rank hangs
     first, second = on_ranks(_found_on_ranks, 2, bad, process_group=None)
     assert first == second
     assert found in first

@@ -488,7 +488,7 @@ def test_without_a_logger_monitors_warn(kind: Any) -> None:  # L-08
         quiet_fit(callbacks=kind()).fit(Regression(), loader(4))
 
 
-def test_the_norms_of_gradients_have_lightnings_keys() -> None:
+def test_the_norms_of_gradients_have_lightnings_keys_and_are_computed_in_float32_or_float64() -> None:
     net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1).requires_grad_(False))
     assert grad_norm(net, 2) == {}
     net(torch.randn(4, 3)).sum().backward()
@@ -502,9 +502,6 @@ def test_the_norms_of_gradients_have_lightnings_keys() -> None:
     for wrong in (0, -1, "nan"):
         with pytest.raises(ConfigurationError, match="norm_type"):
             grad_norm(net, wrong)
-
-
-def test_norms_of_gradients_are_computed_in_float32_or_float64() -> None:
     for dtype, value in ((torch.float16, 2000.0), (torch.bfloat16, 0.01), (torch.float64, 1e200)):
         layer = nn.Linear(64, 64, bias=False, dtype=dtype)
         layer.weight.grad = torch.full_like(layer.weight, value)

@@ -350,9 +350,7 @@ def test_while_a_run_writes_no_other_writes_to_its_place_or_reads_it(tmp_path: P
     assert first_values(read_predictions(tmp_path / "out")) == DOUBLED
 
 
-def test_a_store_that_fails_loses_no_prediction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # L-03
-    monkeypatch.setattr("drivetrain._storage.retries.PAUSES", (0.01, 0.01))
-    store = FaultyStore(tmp_path / "store").mount()
+def test_a_store_that_fails_loses_no_prediction(store: FaultyStore) -> None:  # L-03
     path = f"{store.url}/out"
     # Temporary failures and lost responses: the upload is repeated.
     store.fail("put", "*00000001.safetensors", times=2)

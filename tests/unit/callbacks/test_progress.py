@@ -190,9 +190,8 @@ def test_what_is_printed_stays_readable(has_rich: bool, clock: Clock, monkeypatc
 
 @KINDS
 @pytest.mark.parametrize(("refresh_rate", "reads"), [(8, 16 + 2), (2, 4 + 2)])
-def test_it_refreshes_by_the_clock_and_not_by_the_step(
-    kind: type[ProgressBar], refresh_rate: int, reads: int, clock: Clock
-) -> None:  # H-01
+def test_it_refreshes_by_the_clock_and_not_by_the_step(kind: Any, refresh_rate: int, reads: int, clock: Clock) -> None:
+    # H-01
     class Quick(Timed):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.clock.now -= 1 - 1 / 64
@@ -200,7 +199,7 @@ def test_it_refreshes_by_the_clock_and_not_by_the_step(
 
     counted: list[int] = []
 
-    class Counting(kind):  # type: ignore[misc, valid-type]
+    class Counting(kind):
         def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
             counted.append(trainer.batch_idx)
             return super().get_metrics(trainer, module)
@@ -294,9 +293,7 @@ def test_the_default_suits_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", [ProgressLines, ProgressBar, RichProgressBar])
-def test_a_file_gets_a_line_at_the_log_interval_or_half_a_minute(
-    kind: type[ProgressBar], clock: Clock, tmp_path: Path
-) -> None:  # L-09
+def test_a_file_gets_a_line_at_the_log_interval_or_half_a_minute(kind: Any, clock: Any, tmp_path: Path) -> None:  # L-09
     with (tmp_path / "out").open("w+") as out:
         bar = kind(stream=out)
         trainer = quiet_fit(max_epochs=2, callbacks=bar, log_every_n_steps=10, enable_progress_bar=True)

@@ -43,17 +43,14 @@ def found(folder: Any, **options: Any) -> str | None:
     return None if checkpoint is None else checkpoint.path.rpartition("/")[2]
 
 
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_discovery, "_FIRST_PAUSE", 0.01)
-    monkeypatch.setattr("drivetrain._storage.retries.PAUSES", (0.01, 0.01))
-    return FaultyStore(tmp_path / "store").mount()
 
 
 @pytest.mark.parametrize("ahead", [0.0, 3600.0])
-def test_a_descendant_is_newer_than_its_ancestors_whatever_the_clocks_say(
-    ahead: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # J-03
+def test_a_descendant_is_newer_than_its_ancestors_by_any_clock(ahead: float, tmp_path: Path, monkeypatch: Any) -> None:
+    # J-03
     clock = time.time
     monkeypatch.setattr("time.time", lambda: clock() + ahead)
     written(tmp_path, "step=12", ("first", 2))
@@ -148,8 +145,7 @@ def _next_to(claimed: Container[str]) -> str:
     return next(name for name in ("c", "c-v1", "c-v2") if name not in claimed)
 
 
-def test_two_runs_that_choose_a_name_at_once_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # J-01
+def test_two_runs_that_choose_a_name_at_once_take_turns(tmp_path: Path, monkeypatch: Any) -> None:  # J-01
     monkeypatch.setattr(fcntl, "flock", _flock_of_nfs)
     chosen: list[tuple[str, Callable[[], None]]] = []
     second_looks = threading.Event()
@@ -173,8 +169,7 @@ def test_two_runs_that_choose_a_name_at_once_take_turns(tmp_path: Path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
-def test_without_locks_saves_are_whole_and_nothing_is_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # J-01
+def test_without_locks_saves_are_whole_and_nothing_is_cleared(tmp_path: Path, monkeypatch: Any) -> None:  # J-01
     monkeypatch.setattr(fcntl, "flock", _no_flock)
     token = "0123456789abcdef"
     (tmp_path / f".saving-{token}.lock").write_text("c")

@@ -22,12 +22,6 @@ NO_RIGHT = PermissionError("no right")
 ALWAYS: dict[str, Any] = {"times": None}
 
 
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
-    monkeypatch.setattr("drivetrain._storage.retries.PAUSES", (0.01, 0.01))
-    return FaultyStore(tmp_path / "store").mount()
-
-
 def scale() -> float:
     """Return the value that tells the checkpoints of `written` apart."""
     return float(load(URL).weights()["layer.weight"][0, 1])
@@ -49,8 +43,7 @@ def orphans(store: FaultyStore) -> list[str]:
         pytest.param("remove", "*", {"error": NO_RIGHT, **ALWAYS}, id="nothing may be removed"),
     ],
 )
-def test_a_save_outlasts_a_fault(store: FaultyStore, operation: str, pattern: str, fault: dict[str, Any]) -> None:
-    # J-04
+def test_a_save_outlasts_a_fault(store: FaultyStore, operation: str, pattern: str, fault: Any) -> None:  # J-04
     written(URL, 1.0)
     store.fail(operation, pattern, **fault)
     written(URL, 2.0)
@@ -67,9 +60,8 @@ def test_a_save_outlasts_a_fault(store: FaultyStore, operation: str, pattern: st
         pytest.param(MANIFEST, {"error": NO_RIGHT, **ALWAYS}, "no right", 1.0, id="a permission is missing"),
     ],
 )
-def test_a_failed_save_leaves_a_whole_checkpoint(
-    store: FaultyStore, pattern: str, fault: dict[str, Any], message: str, left: float
-) -> None:  # J-04
+def test_a_failed_save_leaves_a_checkpoint(store: Any, pattern: str, fault: Any, message: str, left: float) -> None:
+    # J-04
     written(URL, 1.0)
     store.calls.clear()
     store.fail("put", pattern, **fault)

@@ -139,8 +139,7 @@ def test_several_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("exchanging", [True, False], ids=["exchange", "two renames"])
-def test_a_save_replaces_a_checkpoint(tmp_path: Path, exchanging: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    # F-15
+def test_a_save_replaces_a_checkpoint(tmp_path: Path, exchanging: bool, monkeypatch: Any) -> None:  # F-15
     if exchanging:
         for name in ("one", "two"):
             (tmp_path / name).mkdir()

@@ -200,9 +200,7 @@ def test_sources_without_plain_weights_are_refused_and_run_nothing(tmp_path: Pat
         pytest.param({f"model.{name}": value for name, value in STATE.items()}, "model.", [*STATE], id="given prefix"),
     ],
 )
-def test_the_nesting_of_a_file_is_removed(
-    document: Any, prefix: str, names: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_nesting_of_a_file_is_removed(document: Any, prefix: str, names: Any, tmp_path: Path, caplog: Any) -> None:
     torch.save(document, tmp_path / "a.pt")
     with caplog.at_level("INFO", "drivetrain"):
         convert(tmp_path / "a.pt", tmp_path / "c", prefix=prefix)

@@ -376,8 +376,7 @@ class Taking(Tiny):
     ("form", "precision"),
     [*((form, "16-true") for form in FORMS), *(("frozen dataclass", precision) for precision in CONVERTED)],
 )
-def test_a_batch_keeps_its_structure_and_gets_the_precisions_dtype(tmp_path: Path, form: str, precision: str) -> None:
-    # I-11
+def test_a_batch_keeps_its_structure_and_gets_the_runs_dtype(tmp_path: Path, form: str, precision: str) -> None:  # I-11
     given, module = FORMS[form](), Taking()
     trainer = fit(tmp_path, precision=precision)
     trainer.fit(module, [given])

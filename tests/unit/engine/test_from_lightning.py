@@ -298,7 +298,7 @@ class Scheduled(Logs):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stepped_at: list[int] = []
+        self.stepped_at: list[tuple[int, Any]] = []
 
     def on_validation_epoch_end(self) -> None:
         self.log("step", float(self.current_epoch))
@@ -308,7 +308,7 @@ class Scheduled(Logs):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        self.stepped_at.append(self.current_epoch)
+        self.stepped_at.append((self.current_epoch, metric))
         scheduler.step()
 
 
@@ -316,7 +316,7 @@ def test_schedules_and_rows_have_lightnings_epoch_and_step(tmp_path: Path) -> No
     module, logger = Scheduled(), Kept()
     trainer = fit(tmp_path, max_epochs=3, logger=logger, callbacks=LearningRateMonitor())
     trainer.fit(module, loader(4), loader(2))
-    assert module.stepped_at == [0, 1, 2]
+    assert module.stepped_at == [(0, None), (1, None), (2, None)]
     assert logger.of("val") == [(0, 2.0), (1, 4.0), (2, 6.0)]
     assert float(trainer.callback_metrics["lr-SGD"]) == 0.25  # of the last epoch that began
     assert float(trainer.callback_metrics["step"]) == 2.0

@@ -43,9 +43,7 @@ class Kept(Logger):
 class Logging(Tiny):
     """Calls given functions with itself, the batch and its index."""
 
-    def __init__(
-        self, train: Callable[..., Any] | None = None, evaluate: Callable[..., Any] | None = None, **hooks: Any
-    ) -> None:
+    def __init__(self, train: Any = None, evaluate: Callable[..., Any] | None = None, **hooks: Any) -> None:
         super().__init__()
         self._train = train
         self._evaluate = evaluate

@@ -433,8 +433,7 @@ def test_other_errors_of_a_step_are_unchanged(tmp_path: Path, module: Any, step:
         ),
     ],
 )
-def test_unsupported_combinations_are_refused(tmp_path: Path, configured: Any, automatic: bool, named: str) -> None:
-    # I-06
+def test_unsupported_settings_are_refused(tmp_path: Path, configured: Any, automatic: bool, named: str) -> None:  # I-06
     module = Regression()
     module.automatic_optimization = automatic
     module.configure_optimizers = lambda: configured(list(module.parameters()))  # type: ignore[method-assign]

@@ -62,7 +62,7 @@ def test_objects_of_user_classes_are_returned(tmp_path: Path) -> None:  # I-14
     assert kept is layer
 
 
-def test_nothing_is_kept_without_return_predictions(tmp_path: Path) -> None:  # I-14
+def test_without_return_predictions_nothing_is_kept_or_sent_by_started_functions(tmp_path: Path) -> None:  # I-14
     outputs: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
 
@@ -74,10 +74,6 @@ def test_nothing_is_kept_without_return_predictions(tmp_path: Path) -> None:  # 
 
     assert fit(tmp_path).predict(returning(predict), loader(8), return_predictions=False) is None
     assert alive == [1, 1, 1, 1]  # only the current output
-
-
-def test_started_functions_return_no_predictions_either(tmp_path: Path) -> None:  # I-14
-    # A step's output that cannot be pickled is not sent.
-    module = returning(lambda batch: lambda: batch)
+    not_pickled = returning(lambda batch: lambda: batch)
     runner = fit(tmp_path, strategy="ddp", devices=2, accelerator="cpu", launcher="fork")
-    assert runner.predict(module, loader(8), return_predictions=False) is None
+    assert runner.predict(not_pickled, loader(8), return_predictions=False) is None

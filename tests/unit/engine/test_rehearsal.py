@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from small_modules import tiny
 
 from drivetrain import Callback, CheckpointError, ConfigurationError, DataModule
 from drivetrain.callbacks import Checkpoint
-from faulty_store import FaultyStore
 
 
 class Stateful(Callback):
@@ -89,9 +87,7 @@ Shape = collections.namedtuple("Shape", "width height")
         (Tiny, Stateful(extra=len), "callback_hooks/Stateful/own.*builtin"),
     ],
 )
-def test_state_that_cannot_be_saved_is_refused_by_name(
-    tmp_path: Path, module: Callable[[], Tiny], part: Callback | DataModule | None, named: str
-) -> None:
+def test_state_that_cannot_be_saved_is_refused_by_name(tmp_path: Path, module: Any, part: Any, named: str) -> None:
     trained = module()
     callbacks = [Checkpoint(tmp_path / "c"), *([part] if isinstance(part, Callback) else [])]
     with pytest.raises(CheckpointError, match=named):
@@ -117,13 +113,6 @@ def test_a_hook_that_fails_only_before_training_is_accepted(tmp_path: Path) -> N
     assert saver.best_model_path
 
 
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
-    # Private: the pauses between retries cannot be set.
-    monkeypatch.setattr("drivetrain._storage.retries.PAUSES", (0.01, 0.01))
-    return FaultyStore(tmp_path / "store").mount()
-
-
 @pytest.mark.parametrize(
     ("url", "named"),
     [
@@ -132,9 +121,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
         ("faulty://store/c", r"Checkpoint cannot write to 'faulty://store/c'.*no right to put"),
     ],
 )
-def test_a_folder_that_cannot_be_written_to_is_refused(
-    tmp_path: Path, store: FaultyStore, url: str, named: str
-) -> None:
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path, store: Any, url: str, named: str) -> None:
     store.fail("put", error=PermissionError("no right to put objects"), times=None)
     module = Tiny()
     with pytest.raises((ConfigurationError, CheckpointError), match=named):
@@ -146,9 +133,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(
     ("operation", "fault"),
     [("put", {"times": 2}), ("remove", {"error": PermissionError("no right to remove objects"), "times": None})],
 )
-def test_a_store_that_is_busy_or_removes_nothing_does_not_prevent_a_run(
-    tmp_path: Path, store: FaultyStore, operation: str, fault: dict[str, Any]
-) -> None:
+def test_a_store_that_is_busy_or_removes_nothing_serves(tmp_path: Path, store: Any, operation: str, fault: Any) -> None:
     store.fail(operation, **fault)
     saver = Checkpoint("faulty://store/c", every_n_train_steps=1)
     fit(tmp_path, callbacks=saver).fit(Tiny(), loader())

@@ -119,9 +119,7 @@ def test_should_stop_ends_the_run_after_the_window_but_not_before_the_minimum(
 
 
 @pytest.mark.parametrize(("hook", "step", "interval"), [("on_train_batch_end", 3, None), ("on_validation_end", 3, 3)])
-def test_a_run_that_stops_has_validated_its_weights_once(
-    tmp_path: Path, hook: str, step: int, interval: int | None
-) -> None:
+def test_a_run_that_stops_has_validated_its_weights_once(tmp_path: Path, hook: str, step: int, interval: Any) -> None:
     validations: list[Any] = []
     callbacks = [recording_validations(validations), stopping_in(hook, step)]
     run = fit(tmp_path, max_epochs=5, val_check_interval=interval, callbacks=callbacks)
@@ -150,9 +148,7 @@ def test_a_run_that_stops_has_validated_its_weights_once(
         ({"check_val_every_n_epoch": 5}, []),
     ],
 )
-def test_a_run_validates_where_lightning_does(
-    tmp_path: Path, options: dict[str, Any], expected: list[tuple[int, int]]
-) -> None:
+def test_a_run_validates_where_lightning_does(tmp_path: Path, options: dict[str, Any], expected: Any) -> None:
     validations: list[Any] = []
     settings = {"callbacks": recording_validations(validations), "num_sanity_val_steps": 0, **options}
     data = settings.pop("train", loader(12))
@@ -170,9 +166,7 @@ def test_a_run_validates_where_lightning_does(
         ({"overfit_batches": 0.5}, stream(12), "overfit_batches=0.5 with a loader of unknown length"),
     ],
 )
-def test_intervals_and_limits_that_do_not_fit_the_epoch_are_refused(
-    tmp_path: Path, options: dict[str, Any], train: Any, error: str
-) -> None:  # G-06
+def test_limits_that_do_not_fit_are_refused(tmp_path: Path, options: Any, train: Any, error: str) -> None:  # G-06
     with pytest.raises(ConfigurationError, match=error):
         fit(tmp_path, **options).fit(Tiny(), train, loader(4))
 
@@ -301,9 +295,7 @@ def test_a_run_ends_after_the_window_and_resumes(tmp_path: Path, kind: Any, opti
 
 
 @pytest.mark.parametrize(("kind", "options"), [*KINDS, SKIPPED_EPOCHS])
-def test_max_time_ends_the_run_and_the_first_epoch_is_warned_about(
-    tmp_path: Path, kind: Any, options: dict[str, Any]
-) -> None:
+def test_max_time_ends_the_run_and_the_first_epoch_is_warned_about(tmp_path: Path, kind: Any, options: Any) -> None:
     # I-05: including an epoch in which every batch returns -1, which can only be stopped at its end.
     run = fit(tmp_path, max_epochs=3000, max_time=timedelta(milliseconds=200), **options)
     with captured_warnings() as lines:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine_case import Regression, fit, regression
+from engine_case import Regression, Tiny, fit, regression
 from small_modules import calling
 
-from drivetrain import Callback, CheckpointError, ConfigurationError, TrainModule
+from drivetrain import Callback, CheckpointError, ConfigurationError
 
 # Private: the classes that wrote these checkpoints do not exist any more.
 from drivetrain._distributed.control_plane import LocalControl
@@ -20,19 +20,13 @@ from drivetrain.checkpoint import convert
 from drivetrain.checkpoint._format import CheckpointMetadata, StateToSave, save
 
 
-class Net(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-
-
-class Named(Net):
+class Named(Tiny):
     def __init__(self, width: int, *, name: str = "x", extra: Any = None, **more: Any) -> None:
         super().__init__()
         self.save_hyperparameters(ignore="extra")
 
 
-class Selected(Net):
+class Selected(Tiny):
     def __init__(self, a: int, b: int, *names: str) -> None:
         super().__init__()
         self.save_hyperparameters(*names)
@@ -111,8 +105,7 @@ class Counting(Callback):
 
 
 @pytest.mark.parametrize("keys", [("same", "same"), ("one", "other")])
-def test_a_resumed_run_skips_the_sanity_check_and_restores_each_of_two_callbacks(tmp_path: Path, keys: Any) -> None:
-    # F-12
+def test_a_resumed_run_skips_the_sanity_check_and_restores_both_callbacks(tmp_path: Path, keys: Any) -> None:  # F-12
     sanity: list[bool] = []
     watching = calling("on_validation_start", lambda trainer: sanity.append(trainer.sanity_checking))
     for path, counts in ((None, [10, 20]), (tmp_path / "c", [0, 0])):
@@ -124,25 +117,25 @@ def test_a_resumed_run_skips_the_sanity_check_and_restores_each_of_two_callbacks
 
 
 def saved(path: Path, **hyper_parameters: Any) -> Path:
-    """Return a checkpoint of a `Net` built with these arguments."""
+    """Return a checkpoint of a `Tiny` built with these arguments."""
     metadata = CheckpointMetadata(hyper_parameters=hyper_parameters, weights_only=True)
-    save(str(path / "c"), StateToSave(Net().state_dict(), metadata), LocalControl())
+    save(str(path / "c"), StateToSave(Tiny().state_dict(), metadata), LocalControl())
     return path / "c"
 
 
-class Renamed(Net):
+class Renamed(Tiny):
     def __init__(self, breadth: int = 1, lr: float = 0.1) -> None:
         super().__init__()
         self.save_hyperparameters()
 
 
-class Needs(Net):
+class Needs(Tiny):
     def __init__(self, breadth: int) -> None:
         super().__init__()
         self.save_hyperparameters()
 
 
-class Base(Net):
+class Base(Tiny):
     def __init__(self, width: int, *, depth: int = 1) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -160,17 +153,17 @@ class FixedWidth(Base):
         super().__init__(64)
 
 
-class ByPosition(Net):
+class ByPosition(Tiny):
     def __init__(self, width: int, depth: int = 2, /, lr: float = 0.1) -> None:
         super().__init__()
         self.save_hyperparameters()
 
 
-class Suggested(Net):
+class Suggested(Tiny):
     """Fails as Python 3.13 does, whose error ends with the nearest argument."""
 
     def __init__(self, **rest: Any) -> None:
-        raise TypeError("Net.__init__() got an unexpected keyword argument 'height'. Did you mean 'width'?")
+        raise TypeError("Tiny.__init__() got an unexpected keyword argument 'height'. Did you mean 'width'?")
 
 
 OLD = {"width": 3, "lr": 0.5}
@@ -196,7 +189,7 @@ BASE = {"lr": 0.1, "width": 3, "height": 4}
     ],
 )
 def test_a_hyper_parameter_that_the_class_does_not_take_is_named_with_a_fix(
-    tmp_path: Path, kind: type[Net], held: dict[str, Any], given: dict[str, Any], what: str, fix: str
+    tmp_path: Path, kind: type[Tiny], held: dict[str, Any], given: dict[str, Any], what: str, fix: str
 ) -> None:  # J-14
     path = saved(tmp_path, **held)
     with pytest.raises(CheckpointError, match=what) as caught:
@@ -223,13 +216,13 @@ def test_a_hyper_parameter_that_the_class_does_not_take_is_named_with_a_fix(
     ],
 )
 def test_removed_hyper_parameters_can_be_ignored(
-    tmp_path: Path, kind: type[Net], held: dict[str, Any], given: dict[str, Any], expected: dict[str, Any]
+    tmp_path: Path, kind: type[Tiny], held: dict[str, Any], given: dict[str, Any], expected: dict[str, Any]
 ) -> None:  # J-14
     assert kind.load_from_checkpoint(saved(tmp_path, **held), **given).hparams == expected
 
 
 def test_an_error_within_the_class_is_its_own(tmp_path: Path) -> None:
-    class Wrong(Net):
+    class Wrong(Tiny):
         def __init__(self, width: int = 1, **rest: Any) -> None:
             super().__init__()
             torch.nn.Linear(width, 1, height=2)  # type: ignore[call-arg]
@@ -245,11 +238,11 @@ def test_a_value_of_a_class_that_is_gone(tmp_path: Path) -> None:  # J-14
     sys.modules["gone"] = gone
     try:
         hyper_parameters = {"mode": gone.Mode(), "lr": 0.5}
-        torch.save({"state_dict": Net().state_dict(), "hyper_parameters": hyper_parameters}, tmp_path / "l.ckpt")
+        torch.save({"state_dict": Tiny().state_dict(), "hyper_parameters": hyper_parameters}, tmp_path / "l.ckpt")
     finally:
         del sys.modules["gone"]
 
-    class Moded(Net):
+    class Moded(Tiny):
         def __init__(self, mode: Any, lr: float) -> None:
             super().__init__()
 

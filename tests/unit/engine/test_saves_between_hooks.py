@@ -197,9 +197,7 @@ def keeping(folder: Path) -> Checkpoint:
     return Checkpoint(folder, every_n_train_steps=1000, save_top_k=0, save_on_exception=True)
 
 
-def run(
-    module: Changing, *callbacks: Callback, path: Path | str | None = None, counted: bool = False, **options: Any
-) -> dict[str, Any]:
+def run(module: Changing, *callbacks: Callback, path: Any = None, counted: bool = False, **options: Any) -> Any:
     """Train, and return what a resumed run must arrive at too, with the calls of hooks if they are ``counted``."""
     counts, stopper = Counts(), EarlyStopping("val_loss/dataloader_idx_0", patience=50)
     settings = {**QUIET, "max_epochs": 2, "accelerator": "cpu", "num_sanity_val_steps": 0, **options}
@@ -245,9 +243,7 @@ def test_a_save_counts_every_hook_of_its_event_once(tmp_path: Path, hook: str, p
         (("after the scheduler", 12), 1),
     ],
 )
-def test_a_save_between_two_changes_of_the_state_resumes_exactly(
-    tmp_path: Path, moment: tuple[str, int], window: int
-) -> None:
+def test_a_save_between_two_changes_of_the_state_resumes_exactly(tmp_path: Path, moment: Any, window: int) -> None:
     """For example after the optimizer's step, and before that of the second scheduler."""
     saved = tmp_path / "saved"
     options: dict[str, Any] = {"counted": True, "accumulate_grad_batches": window}
@@ -274,9 +270,8 @@ def test_a_save_between_two_changes_of_the_state_resumes_exactly(
         (("validation step", 3), 11, {"max_steps": 11, "max_epochs": -1}),
     ],
 )
-def test_a_signal_within_a_window_stops_at_once_and_resumes_exactly(
-    tmp_path: Path, moment: tuple[str, int], step: int, options: dict[str, Any]
-) -> None:  # J-09
+def test_a_signal_in_a_window_stops_at_once_and_resumes(tmp_path: Path, moment: Any, step: int, options: Any) -> None:
+    # J-09
     expected, reached = undisturbed(**options)
     leaving, resumed = Changing(moment, preempt), Changing()
     with pytest.raises(SystemExit) as left:
@@ -340,9 +335,8 @@ def test_temporary_weights_of_hooks_are_not_saved(tmp_path: Path, hook: str) -> 
         (("validation end", 2), 1.0, 2),
     ],
 )
-def test_a_failed_run_is_saved_with_the_state_of_its_last_step(
-    tmp_path: Path, moment: tuple[str, int], interval: float, window: int
-) -> None:  # S-01, J-09
+def test_a_failed_run_is_saved_as_of_its_last_step(tmp_path: Path, moment: Any, interval: float, window: int) -> None:
+    # S-01, J-09
     options: dict[str, Any] = {"val_check_interval": interval, "accumulate_grad_batches": window}
     expected, _ = undisturbed(**options)
     with pytest.raises(LookupError, match="as planned"):
@@ -409,9 +403,7 @@ def save_and_fail(trainer: Any) -> None:
         (Changing(("training step", 4), save_and_fail), lambda folder: Callback(), "/saved' is not written"),
     ],
 )
-def test_half_a_step_is_not_saved_and_a_warning_states_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, module: Changing, callback: Any, warning: str
-) -> None:
+def test_half_a_step_is_not_saved(tmp_path: Path, caplog: Any, module: Changing, callback: Any, warning: str) -> None:
     with pytest.raises(LookupError, match="as planned"):
         run(module, callback(tmp_path), default_root_dir=tmp_path)
     assert warning in caplog.text

@@ -67,9 +67,7 @@ def everything_in(folder: Path) -> bytes:
 
 
 @pytest.mark.parametrize("save_async", [False, True])
-def test_no_file_of_a_run_contains_a_secret(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_async: bool
-) -> None:  # J-11, Q-08
+def test_no_file_of_a_run_contains_a_secret(tmp_path: Path, monkeypatch: Any, save_async: bool) -> None:  # J-11, Q-08
     url = f"postgres://me:{SECRET}@host/db"
     login = {"user": "me", "password": f"{SECRET}-2"}
     servers = [{"url": url, "private_key": SECRET, "port": 1}]
@@ -165,9 +163,8 @@ def test_a_converted_checkpoint_contains_no_secret(tmp_path: Path) -> None:  # J
         (("DRIVETRAIN_MAX_EPOCHS", f"s3://u:{SECRET}@h"), r"s3://u:\.\.\.@h"),
     ],
 )
-def test_a_mistake_in_a_setting_shows_no_secret(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: Any, named: str
-) -> None:  # J-11, Q-08: error messages end up in logs
+def test_a_mistake_in_a_setting_shows_no_secret(tmp_path: Path, monkeypatch: Any, given: Any, named: str) -> None:
+    # J-11, Q-08: error messages end up in logs
     monkeypatch.chdir(tmp_path)
     if isinstance(given, str):
         Path("drivetrain.toml").write_text(given.format(SECRET))
@@ -178,8 +175,7 @@ def test_a_mistake_in_a_setting_shows_no_secret(
     assert SECRET not in str(caught.value)
 
 
-def test_no_password_of_a_url_is_recorded_or_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    #
+def test_no_password_of_a_url_is_recorded_or_shown(tmp_path: Path, monkeypatch: Any) -> None:
     class Failing(Fetching):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise OSError(f"cannot reach s3://me:{SECRET}@host/data")

@@ -16,6 +16,7 @@ import pytest
 import torch
 from engine_case import Regression, Tiny, fit, loader, regression
 from small_modules import calling
+from test_logging import Kept
 
 from drivetrain import Callback, ConfigurationError
 
@@ -23,7 +24,6 @@ from drivetrain import Callback, ConfigurationError
 from drivetrain._engine import signals
 from drivetrain.callbacks import Checkpoint, LambdaCallback, PredictionWriter
 from drivetrain.data import read_predictions
-from drivetrain.loggers import Logger
 from drivetrain.testing import requires_linux
 
 RUN = "drivetrain_logs/version_0"  # the folder of the first run, below the root
@@ -200,16 +200,6 @@ class Evaluated(Regression):
     validation_step = test_step = predict_step
 
 
-class Ended(Logger):
-    name, version = "ended", 0
-    status: str | None = None
-
-    def log_metrics(self, metrics: Any, step: int) -> None: ...
-
-    def finalize(self, status: str) -> None:
-        self.status = status
-
-
 @pytest.mark.parametrize(
     ("entry", "numbers", "hook", "batches"),
     [
@@ -226,7 +216,7 @@ def test_a_signal_ends_an_evaluation_after_the_batch_and_it_is_not_requeued(
     tmp_path: Path, slurm: Any, caplog: pytest.LogCaptureFixture, entry: str, numbers: Any, hook: Any, batches: int
 ) -> None:  # Q-06
     caplog.set_level("INFO", logger="drivetrain")
-    requeued, ended = slurm(), Ended()
+    requeued, ended = slurm(), Kept()
     ending: list[str] = []
     module = Evaluated(*[] if hook else numbers, pause=0.6 * (len(numbers) - 1))
     callbacks = [recording_the_end(ending), *[sending(*numbers, step=0, hook=hook)] * bool(hook)]
@@ -298,9 +288,7 @@ def test_a_process_forked_after_a_run_within_a_hook_has_the_default_handlers(tmp
 
 @requires_linux()
 @pytest.mark.parametrize("hook", ["setup", "on_validation_batch_end", "on_train_end"])
-def test_a_run_with_nothing_left_to_save_exits_with_143(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str
-) -> None:  # J-09
+def test_a_run_with_nothing_left_to_save_exits_with_143(tmp_path: Path, monkeypatch: Any, hook: str) -> None:  # J-09
     """The setup is in a call that runs no Python, like a collective that waits for another rank."""
     monkeypatch.setattr(signals, "_FIRST_SIGNAL_GRACE", 1.0)
 
@@ -318,9 +306,8 @@ def test_a_run_with_nothing_left_to_save_exits_with_143(
 
 
 @pytest.mark.parametrize("returned", [False, True])
-def test_a_preempted_prediction_is_resumed_and_only_then_requeued(
-    tmp_path: Path, slurm: Any, returned: bool
-) -> None:  # Q-06
+def test_a_preempted_prediction_is_resumed_and_only_then_requeued(tmp_path: Path, slurm: Any, returned: bool) -> None:
+    # Q-06
     requeued = slurm()
     leaving, resumed = Evaluated(signal.SIGUSR1), Evaluated()
     resumed.load_state_dict(leaving.state_dict())

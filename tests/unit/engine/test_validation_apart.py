@@ -146,9 +146,7 @@ LOADERS: dict[str, Callable[[], tuple[Any, Any]]] = {
 @pytest.mark.parametrize(
     ("kind", "sanity", "interval"), [*((kind, 0, 0.5) for kind in LOADERS), ("data set", 2, 1.0), ("data set", 2, 1)]
 )
-def test_weights_equal_a_run_without_validation_bit_for_bit(
-    tmp_path: Path, kind: str, sanity: int, interval: float
-) -> None:
+def test_weights_equal_a_run_without_validation(tmp_path: Path, kind: str, sanity: int, interval: float) -> None:
     # I-13: whatever both loaders share or draw
     options: dict[str, Any] = {"use_distributed_sampler": kind != "sampler"}
     expected = trained(tmp_path, LOADERS[kind]()[0], **options)
@@ -156,9 +154,7 @@ def test_weights_equal_a_run_without_validation_bit_for_bit(
     assert torch.equal(trained(tmp_path, *LOADERS[kind](), **options), expected)
 
 
-def test_weights_equal_a_hand_written_loop_that_reads_each_batch_before_its_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_equal_a_hand_written_loop_that_reads_each_batch_in_time(tmp_path: Path, monkeypatch: Any) -> None:
     # I-13, I-09, B-18; private: otherwise the seed of the order is one draw from torch's generator
     monkeypatch.setattr("drivetrain._engine.seeding.last_seed", lambda: 0)
     data = Noisy()

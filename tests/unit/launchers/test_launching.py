@@ -28,7 +28,6 @@ from drivetrain._distributed.rendezvous import NO_NAME, admit, admit_first, host
 from drivetrain._engine.run_processes import find_processes
 from drivetrain._runtime.accelerators import Devices
 from drivetrain.environments import (
-    Environment,
     KubeflowEnvironment,
     LSFEnvironment,
     MPIEnvironment,
@@ -46,6 +45,7 @@ from drivetrain.launchers._rerun_command import rerun_command, runner
 from drivetrain.launchers.launched_processes import LaunchedProcesses, set_current_processes
 from drivetrain.launchers.ray_launcher import Worker
 from drivetrain.testing import requires_linux
+from worlds import free_port
 
 
 def variables_of(text: str, **more: str) -> dict[str, str]:
@@ -103,9 +103,7 @@ _KUBEFLOW = variables_of("""
         (_SLURM | {"PMI_RANK": "6", "PMI_SIZE": "7"}, SlurmEnvironment, Placement(6, 7, 0, 1, 3, 4), "gpu008"),
     ],
 )
-def test_environments_are_detected(
-    variables: dict[str, str], kind: type[Environment], placement: Placement, address: str
-) -> None:
+def test_environments_are_detected(variables: dict[str, str], kind: Any, placement: Placement, address: str) -> None:
     environment = detect_environment(variables)
     assert type(environment) is kind
     assert environment.placement() == placement
@@ -390,11 +388,6 @@ def answers(port: int, address: str = "127.0.0.2") -> bool:
     return True
 
 
-def _free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        return int(listener.getsockname()[1])
-
-
 def _place(port: int, rank: int = 0, **more: str) -> Any:
     """Return the processes as seen from one of two ranks with the variables that torchrun sets."""
     variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -440,7 +433,7 @@ def test_a_worker_of_rays_listens_at_its_address_and_a_name_is_resolved() -> Non
 
 
 def test_for_a_foreign_address_it_listens_on_all_interfaces_and_an_unknown_one_is_named() -> None:
-    port = _free_port()
+    port = free_port()
     with closing(rendezvous.listen("192.0.2.1", port, 1)):  # an address that leads here, such as a gateway's
         assert answers(port, "127.0.0.1")
         assert answers(port)
@@ -493,12 +486,12 @@ def test_a_store_admits_a_rank_once_unless_it_outlives_it_and_only_if_it_is_the_
 
 
 def test_a_process_keeps_its_store_and_renews_a_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    port = _free_port()
+    port = free_port()
     first = _place(port)
     monkeypatch.chdir(tmp_path)
     first.store("runs").set("x", "y")
     assert _place(port).store("runs").get("x") == b"y"  # although the directory has changed
-    port = _free_port()
+    port = free_port()
     for value in (b"first", b"second"):
         store = host("127.0.0.1", port)  # the agent of torchrun hosts it, and may be started again
         rank = _place(port, 1, TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RUN_ID="run")

@@ -20,11 +20,12 @@ from services import OFFLINE, assert_no_file_has, folder_of, log_all_media, log_
 from test_wandb_logger import wandb_curve
 from torch.utils.data import DataLoader
 
-from drivetrain import Fit, TrainModule
+from drivetrain import Fit
 from drivetrain.callbacks import Checkpoint
 from drivetrain.errors import ConfigurationError, DrivetrainError
 from drivetrain.loggers import MLFlowLogger, WandbLogger
 from drivetrain.testing import requires_package
+from one_layer import OneLayer
 
 __all__ = ["offline"]
 MLFLOW = [requires_package("mlflow"), requires_package("sqlalchemy")]
@@ -190,26 +191,22 @@ def test_a_resumed_run_continues_at_mlflow_under_its_id(root: Path, caplog: Any)
     assert mlflow_curve(root, folder, "loss")[-1] == (9, 4.5)
 
 
-class Net(TrainModule):
+class Net(OneLayer):
     def __init__(self, fails_at: int) -> None:
         super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
         self.fails_at = fails_at
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.global_step == self.fails_at:
             raise RuntimeError("killed")
-        loss = self.layer(batch).square().mean()
+        loss = super().training_step(batch, batch_idx)
         self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @WANDB
 def test_a_fit_that_fails_and_is_resumed_continues_its_runs_at_the_services(root: Path) -> None:  # J-13, L-04
-    data: Any = DataLoader(torch.ones(8, 1))  # type: ignore[arg-type]
+    data: Any = DataLoader(torch.ones(8, 2))  # type: ignore[arg-type]
     options: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 1, "seed": 0, "log_every_n_steps": 1}
     options |= {"enable_progress_bar": False, "enable_model_summary": False, "logger": ["csv", "wandb", "mlflow"]}
     for fails_at in (5, -1):

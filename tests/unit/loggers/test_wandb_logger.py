@@ -19,10 +19,11 @@ import torch
 from services import assert_no_file_has, folder_of, log_all_media, log_steps, offline
 from torch.utils.data import DataLoader
 
-from drivetrain import Fit, TrainModule
+from drivetrain import Fit
 from drivetrain.callbacks import Checkpoint
 from drivetrain.loggers import Histogram, WandbLogger
 from drivetrain.testing import requires_package
+from one_layer import OneLayer
 
 __all__ = ["offline"]
 pytestmark = [requires_package("wandb"), pytest.mark.usefixtures("offline")]
@@ -87,8 +88,7 @@ def wandb_curve(folder: Path, name: str) -> list[list[tuple[int, Any]]]:
     return [[(row["trainer/global_step"], row[name]) for row in part if name in row] for part in wandb_rows(folder)]
 
 
-def test_metrics_parameters_and_settings_but_no_secrets_are_at_wandb(tmp_path: Path, monkeypatch: Any) -> None:
-    # J-11, L-04
+def test_metrics_and_settings_but_no_secrets_are_at_wandb(tmp_path: Path, monkeypatch: Any) -> None:  # J-11, L-04
     secret = "sk-very-secret"
     arguments = ["train.py", f"--api_token={secret}", "--lr", "0.1"]  # wandb keeps the command line
     monkeypatch.setattr(sys, "argv", arguments)
@@ -187,19 +187,9 @@ def test_a_run_of_the_users_is_used_and_not_ended(tmp_path: Path, caplog: pytest
     named.finalize("success")
 
 
-class Scored(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.layer(batch).mean()
-
+class Scored(OneLayer):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", [3.0, 1.0, 2.0][self.current_epoch])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 FIRST = ("epoch=0", 3.0, ["latest", "best"])
@@ -213,7 +203,7 @@ THIRD = ("epoch=2", 2.0, ["latest"])
 )
 def test_checkpoints_are_uploaded(tmp_path: Path, log_model: Any, top_k: int, uploaded: list[Any]) -> None:  # S-18
     logger = WandbLogger(save_dir=tmp_path, offline=True, log_model=log_model)
-    data: Any = DataLoader(torch.ones(1, 1))  # type: ignore[arg-type]
+    data: Any = DataLoader(torch.ones(1, 2))  # type: ignore[arg-type]
     kept = Checkpoint(tmp_path / "kept", filename="{epoch}", monitor="val", save_top_k=top_k)
     quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
     Fit(max_epochs=3, accelerator="cpu", logger=logger, callbacks=[kept], **quiet).fit(Scored(), data, data)

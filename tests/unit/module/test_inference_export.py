@@ -105,15 +105,11 @@ def test_an_exported_program_can_be_saved_and_loaded(tmp_path: Path) -> None:  #
     assert torch.equal(scaled(inputs(2), torch.ones(2)), in_evaluation(module, inputs(2)))
 
 
-class NoForward(Net):
-    forward = nn.Module.forward
-
-
 def test_an_impossible_export_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:  # L-08
     without_example = Net()
     without_example.example_input_array = None
     exports: dict[str, Callable[[], Any]] = {
-        "NoForward has no forward": NoForward().to_onnx,
+        "NoForward has no forward": type("NoForward", (Net,), {"forward": nn.Module.forward})().to_onnx,
         "omit dynamo": lambda: Net().to_onnx(dynamo=False),
         r"use export\(\)": lambda: Net().to_torchscript("net.pt"),
         "omit the size from dynamic_shapes": lambda: Net().to_onnx(io.BytesIO(), dynamic_shapes={"x": {1: "features"}}),

@@ -109,10 +109,8 @@ def test_a_run_unscales_and_clips_in_one_pass_unless_a_callback_reads_between() 
     found = []
     for callback in (None, LambdaCallback(on_before_optimizer_step=read)):
         module = TwoLayers()
-        options = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-        quiet: dict[str, Any] = dict.fromkeys(options, False)
         settings: dict[str, Any] = {"precision": "16-mixed", "gradient_clip_val": 0.1, "max_steps": 2}
-        fit = Fit(accelerator="cpu", callbacks=callback, **quiet, **settings)
+        fit = Fit(accelerator="cpu", callbacks=callback, barebones=True, **settings)
         with OperationNames() as operations:
             fit.fit(module, [X, X])
         assert ("_amp_foreach_non_finite_check_and_unscale_" in operations.names) == (callback is not None)

@@ -237,9 +237,7 @@ def test_two_runs_in_one_folder_are_warned(tmp_path: Path, caplog: pytest.LogCap
 
 
 @pytest.mark.parametrize("another_writes", [False, True])
-def test_a_resume_that_fails_before_training_restores_the_record_but_not_over_anothers(
-    tmp_path: Path, another_writes: bool
-) -> None:  # J-13
+def test_a_resume_that_fails_before_training_restores_its_record(tmp_path: Path, another_writes: bool) -> None:  # J-13
     first = trained(tmp_path)
     expected = record(first.log_dir)
 

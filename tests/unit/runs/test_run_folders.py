@@ -106,6 +106,8 @@ def test_trial_runs_and_runs_without_loggers_and_checkpoints_write_nothing(tmp_p
     for options in ({"fast_dev_run": True}, barebones, nothing):
         trainer = trained(tmp_path, **options)
         assert (trainer.log_dir, trainer.run_id) == (None, "")
+        assert trainer.loggers == []
+        assert options is not barebones or (trainer.callbacks, trainer.global_step) == ([], 6)
         assert list(tmp_path.iterdir()) == []
 
 

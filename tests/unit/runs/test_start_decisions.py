@@ -16,9 +16,7 @@ from drivetrain.runs._start_decision import Found, StartRequest, decide
 JOB = Job("slurm", "7", 1)
 
 
-def run(
-    number: int, status: str = "finished", jobs: list[Job] | None = None, folder: str = "runs", **entries: Any
-) -> Any:
+def run(number: int, status: str = "finished", jobs: Any = None, folder: str = "runs", **entries: Any) -> Any:
     document = {"id": f"id{number}", "stage": "fit", "started": f"2026-01-0{number + 1}", "status": status, **entries}
     return Record(f"{folder}/version_{number}", {**document, "job": [job.as_json() for job in jobs or []]})
 

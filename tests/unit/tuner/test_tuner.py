@@ -221,11 +221,7 @@ def test_the_search_ends_where_the_loss_rises_and_not_before(shift: float) -> No
 
 @pytest.mark.timeout(60)
 def test_a_search_in_which_no_step_is_made_ends() -> None:  # L-06
-    class Weightless(Net):
-        def batch_weight(self, batch: Any) -> float:
-            return 0.0
-
-    module = Weightless()
+    module = type("Weightless", (Net,), {"batch_weight": lambda self, batch: 0.0})()
     found = Tuner(quiet()).lr_find(module, loader(8), num_training=12)
     assert found.results == {"lr": [], "loss": []}
     assert module.lr == 0.05
@@ -433,9 +429,8 @@ def train(root: Path, draws: str, searches: int, **settings: Any) -> dict[str, A
         ("weighted", 2, {"seed": 3, "precision": "16-mixed"}),
     ],
 )
-def test_a_fit_after_a_search_equals_the_fit_without_one(
-    tmp_path: Path, draws: str, searches: int, settings: dict[str, Any]
-) -> None:  # L-06
+def test_a_fit_after_a_search_equals_one_without_it(tmp_path: Path, draws: str, searches: int, settings: Any) -> None:
+    # L-06
     plain = train(tmp_path / "plain", draws, 0, **settings)
     after = train(tmp_path / "after", draws, searches, **settings)
     assert after.pop("rows") == plain["rows"]
@@ -453,9 +448,7 @@ def test_a_fit_after_a_search_equals_the_fit_without_one(
         (signal.SIGTERM, SystemExit),
     ],
 )
-def test_a_search_that_fails_or_gets_a_signal_changes_nothing(
-    cause: Any, kind: Any, tmp_path: Path, caplog: Any
-) -> None:  # L-06
+def test_searches_that_fail_or_stop_change_nothing(cause: Any, kind: Any, tmp_path: Path, caplog: Any) -> None:  # L-06
     class FailingNet(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if self.trainer.global_step == 4:
@@ -512,15 +505,12 @@ class LateNet(Net):
         raise AssertionError("the module's callbacks have no part in a trial")
 
 
-def test_a_stream_keeps_its_position_and_layers_of_configure_model_are_not_built() -> None:  # L-06
+def test_a_search_changes_no_stream_precision_or_workers_and_builds_no_layers_of_configure_model() -> None:  # L-06
     module, stream = LateNet(), CountedStream()
     Tuner(quiet()).lr_find(module, DataLoader(stream, batch_size=4), num_training=8)
     assert stream.position == 7
     assert module.net is None
     assert list(module.parameters()) == []
-
-
-def test_a_precision_and_a_loader_with_workers_are_as_they_were() -> None:  # L-06
     precision = MixedPrecision("16-mixed", "cpu")
     workers = loader(num_workers=1, persistent_workers=True)
     before = precision.state_dict(), vars(workers).copy()
@@ -529,9 +519,8 @@ def test_a_precision_and_a_loader_with_workers_are_as_they_were() -> None:  # L-
 
 
 @pytest.mark.parametrize("profiler", ["simple", "pytorch"])
-def test_a_search_whose_steps_log_prints_only_what_it_found(
-    monkeypatch: Any, capfd: Any, tmp_path: Path, profiler: str
-) -> None:  # L-05, L-06
+def test_a_search_prints_only_what_it_found(monkeypatch: Any, capfd: Any, tmp_path: Path, profiler: str) -> None:
+    # L-05, L-06
     class LoggingNet(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.logger.experiment.add_image("batch", batch[0], self.global_step)
