@@ -377,6 +377,8 @@ class Fit(RunContext):
                 "pass them by name: datamodule=..., ckpt_path=....",
             )
         check_module(stage, module)
+        if self.state.endswith("ing"):  # a hook calls it with another module
+            raise _under_way(stage, self.module)
         self.built_unseeded = stage == "fit" and self.seed is not None and built_unseeded(module)
         path = None if ckpt_path is None else _checkpoint_path(ckpt_path)
         if averaged is not None:
@@ -416,12 +418,16 @@ def check_module(call: str, module: Any) -> None:
             f"{call}({module.__name__ if is_class else 'Model'}(...), data); to compile: Fit(compile=True).",
         )
     if is_attached(module):
-        raise ConfigurationError(
-            f"{call} was called while a run of {type(module).__name__} is under way.",
-            "both runs would use the same module, metrics and processes.",
-            f"call {call} after the run, on every rank; within fit, val_check_interval sets when to validate, "
-            "and the callbacks LearningRateFinder and BatchSizeFinder search.",
-        )
+        raise _under_way(call, module)
+
+
+def _under_way(call: str, module: TrainModule) -> ConfigurationError:
+    return ConfigurationError(
+        f"{call} was called while a run of {type(module).__name__} is under way.",
+        "both runs would use the same module, metrics and processes.",
+        f"call {call} after the run, on every rank; within fit, val_check_interval sets when to validate, "
+        "and the callbacks LearningRateFinder and BatchSizeFinder search.",
+    )
 
 
 def _checkpoint_path(ckpt_path: str | os.PathLike[str]) -> str:

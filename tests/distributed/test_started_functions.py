@@ -250,9 +250,11 @@ def test_a_failed_run_changes_no_weights_and_the_next_one_trains() -> None:  # G
     module = Buggy("second forward", ranks=(1,))
     before = weights(module).clone()
     told = "(?s)Rank 1 failed with RuntimeError: mat1 and mat2 shapes.*in training_step"
+    trainer = launched("fork")
     with pytest.raises(DistributedError, match=told):
-        launched("fork").fit(module, loader(SAMPLES, 4))
+        trainer.fit(module, loader(SAMPLES, 4))
     assert torch.equal(weights(module), before)
+    assert trainer.interrupted
     module.where = "nowhere"
     launched("fork").fit(module, loader(SAMPLES, 4))
     torch.testing.assert_close(weights(module), weights(by_hand(Regression())))

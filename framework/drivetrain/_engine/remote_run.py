@@ -45,14 +45,11 @@ def run_in_other_processes(
     signals = handled_signals(trainer.preemption_signals, os.environ, request.stage)
     try:
         outcome = launcher.call(placement, _run_rank, launch, request, device=device, signals=signals)
-    except (SystemExit, KeyboardInterrupt):
+    except BaseException as error:
         trainer.state = "interrupted"
-        raise
-    except RankFailedError as error:
-        interruption = as_interruption(error, signals)
+        interruption = as_interruption(error, signals) if isinstance(error, RankFailedError) else error
         if interruption is error:
             raise
-        trainer.state = "interrupted"
         raise interruption from error
     if not isinstance(outcome, RemoteResult):
         raise ConfigurationError(

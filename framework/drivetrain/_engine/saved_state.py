@@ -355,8 +355,10 @@ class SavedState:
             skipped |= {(group, key) for key, _ in self._callbacks_by_key() if key not in (state.get(group) or ())}
         if anew.data:
             skipped |= {owner.path for owner in self._position_owners()}
-        # At the end of the data, the next epoch starts at its beginning, whatever state a loader has there.
-        if self._core.progress.batch_idx == 0 or (state.get("loop") or {}).get("data_is_over"):
+        # Where the data or its limit ends, the next epoch starts at its beginning, whatever state a loader has there.
+        batch_idx, limit = self._core.progress.batch_idx, self._core.data.training.limit
+        at_limit = limit is not None and batch_idx >= limit
+        if batch_idx == 0 or at_limit or (state.get("loop") or {}).get("data_is_over"):
             skipped.add(("source",))
         return skipped
 

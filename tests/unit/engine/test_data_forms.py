@@ -261,11 +261,11 @@ def both_stateful(mode: str) -> Any:
     return lambda: CombinedLoader([Stateful(5), DataLoader(Stateful(3), batch_size=None)], mode)
 
 
-def _train(folder: Path, data: Any, window: int, start: Path | None = None) -> list[Any]:
+def _train(folder: Path, data: Any, window: int, start: Path | None = None, **options: Any) -> list[Any]:
     module = Several()
     save = calling("on_train_start", lambda run: run.save_checkpoint(folder / "again"))
     callbacks = [save if start else Checkpoint(folder, every_n_train_steps=1, save_top_k=-1)]
-    trainer = fit(folder, max_epochs=2, accumulate_grad_batches=window, callbacks=callbacks)
+    trainer = fit(folder, max_epochs=2, accumulate_grad_batches=window, callbacks=callbacks, **options)
     trainer.fit(module, data, ckpt_path=start)
     return module.seen
 
@@ -294,6 +294,13 @@ def test_a_combination_with_a_stateful_loader_resumes_once(build: Any, window: i
             assert _train(tmp_path / f"again-{number}", build(), window, again) == left, folder.name
             resumed += 1
     assert resumed >= 2
+
+
+@pytest.mark.parametrize("limit", [3, 5])  # 5 is the length, whose end is not read then
+def test_an_epoch_after_a_limited_one_starts_a_stateful_loader_anew(limit: int, tmp_path: Path) -> None:  # S-02
+    whole = _train(tmp_path / "whole", Stateful(5), 1, limit_train_batches=limit)
+    folder = next(each for each in (tmp_path / "whole").iterdir() if f"step={limit}" in each.name)
+    assert _train(tmp_path / "resumed", Stateful(5), 1, folder, limit_train_batches=limit) == whole[limit:]
 
 
 CONVERTED = {"32-true": torch.float32, "64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}

@@ -376,6 +376,16 @@ def test_a_fit_that_ran_can_be_pickled(tmp_path: Path, profiler: str | None) -> 
     assert len(module.seen) == 2
 
 
+def test_a_hook_that_starts_a_run_of_another_module_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:
+    def start_another(trainer: Any) -> None:
+        with pytest.raises(ConfigurationError, match="validate was called while a run of Tiny is under way"):
+            trainer.validate(Tiny(), loader(2))
+
+    trainer, module = fit(tmp_path, callbacks=[calling("on_train_epoch_end", start_another)], max_epochs=2), Tiny()
+    trainer.fit(module, loader(4))
+    assert (trainer.module, trainer.global_step, trainer.state) == (module, 4, "finished")
+
+
 def test_what_hooks_see_of_a_run_is_documented_and_fit_adds_only_its_entry_points() -> None:
     def public(owner: type) -> set[str]:
         annotated = (name for base in owner.__mro__[:-1] for name in base.__annotations__)
