@@ -122,7 +122,7 @@ class SimulatedRank(LocalControl):
         assert store is not None
         self.wait_until(lambda: store.check([f"{key}/done"]))
 
-    def agree(self, purpose: str, *flags: bool, timeout: Any = None) -> tuple[int, ...]:
+    def count_flags(self, purpose: str, *flags: bool, timeout: Any = None) -> tuple[int, ...]:
         self._agreements += 1
         number = self._agreements
         self._arrivals.update((number, flag) for flag, raised in enumerate(flags) if raised)
