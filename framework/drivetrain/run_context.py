@@ -621,7 +621,8 @@ class RunContext(FitArguments):
 
         Args:
             request: the checkpoint, or a function that returns it, or None to write nothing. A function is called when
-                the point is reached and all hooks of the current event have run.
+                the point is reached and all hooks of the current event have run. Outside an epoch it waits for the
+                next window of training that closes, so it is never called in a run that does not train.
 
         Raises:
             CheckpointError: the checkpoint could not be written. The error is raised on every rank.

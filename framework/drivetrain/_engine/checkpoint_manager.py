@@ -1,7 +1,7 @@
 """CheckpointManager: writes the checkpoints of a run, and rolls the run back to one of them.
 
 `CheckpointManager.save` gets all requests. It carries them out at points from which a run can be resumed: outside an
-epoch at once, and within an epoch when the loop calls `carry_out_requests`.
+epoch a `SaveRequest` at once; a function, and all requests within an epoch, when the loop calls `carry_out_requests`.
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ def test_a_reader_checks_the_blocks_that_it_reads(tmp_path: Path) -> None:  # F-
         back["last"]
 
 
-def test_a_missing_manifest_or_another_format_is_refused(tmp_path: Path) -> None:  # F-14
+def test_a_missing_manifest_or_another_format_is_refused(tmp_path: Path) -> None:  # F-14, K-08
     folder = Path(written(tmp_path / "c"))
     for version, fix in (
         (0, "the version of drivetrain that wrote it"),
