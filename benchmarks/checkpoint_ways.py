@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from benchmarks.by_engine import Trained
 from drivetrain import Fit
+from drivetrain._format import checksums, tensor_reader
 from drivetrain.checkpoint import SaveRequest, load
-from drivetrain.checkpoint._format import checksums, tensor_reader
 
 Wait = Callable[[], None]
 

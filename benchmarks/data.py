@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from benchmarks.slopes import spread
 from benchmarks.system_memory import peak
-from drivetrain.data._loaders import prepare_loader
+from drivetrain._data.loaders import prepare_loader
 
 SIZES = tuple(10**power for power in range(3, 10))
 BATCH = 64

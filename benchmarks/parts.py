@@ -26,7 +26,7 @@ RULES: list[tuple[str, str | None]] = [
     ("/benchmarks/work.py", "forward"),
     ("/drivetrain/_metrics/", "logging"),
     ("/drivetrain/loggers/", "logging"),
-    ("/drivetrain/module/_run_handle.py", None),
+    ("/drivetrain/_module/run_handle.py", None),
     ("/drivetrain/module/train_module.py", "logging"),
     ("/drivetrain/run_context.py", None),
     ("/drivetrain/callbacks/progress_bar.py", "progress bar"),

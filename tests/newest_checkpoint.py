@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from drivetrain.checkpoint._discovery import RETRY_SECONDS, StorageRetry, resumable_in
-from drivetrain.checkpoint._format import CheckpointReader, load
-from drivetrain.runs._identity import Identity
-from drivetrain.runs._start_decision import StartRequest, decide
-from drivetrain.runs._start_search import StartSearch
+from drivetrain._format import CheckpointReader, load
+from drivetrain._runs.discovery import RETRY_SECONDS, StorageRetry, resumable_in
+from drivetrain._runs.identity import Identity
+from drivetrain._runs.start_decision import StartRequest, decide
+from drivetrain._runs.start_search import StartSearch
 
 
 def newest(

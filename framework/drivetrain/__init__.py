@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.environments._utilities_rank import set_rank_on_import
+from drivetrain._utilities_rank import set_rank_on_import
 
 if TYPE_CHECKING:
     from drivetrain import callbacks as callbacks
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from drivetrain import strategies as strategies
     from drivetrain import testing as testing
     from drivetrain import tuner as tuner
+    from drivetrain._module.gradient_norms import grad_norm as grad_norm
+    from drivetrain._rank_zero import rank_zero_info as rank_zero_info
+    from drivetrain._rank_zero import rank_zero_only as rank_zero_only
+    from drivetrain._rank_zero import rank_zero_warn as rank_zero_warn
     from drivetrain._runtime.seed import seed_everything as seed_everything
     from drivetrain.callback import Callback as Callback
     from drivetrain.data import DataModule as DataModule
@@ -32,11 +36,7 @@ if TYPE_CHECKING:
     from drivetrain.errors import LossSpikeError as LossSpikeError
     from drivetrain.errors import NonFiniteError as NonFiniteError
     from drivetrain.fit import Fit as Fit
-    from drivetrain.launchers._rank_zero import rank_zero_info as rank_zero_info
-    from drivetrain.launchers._rank_zero import rank_zero_only as rank_zero_only
-    from drivetrain.launchers._rank_zero import rank_zero_warn as rank_zero_warn
     from drivetrain.loggers import Logger as Logger
-    from drivetrain.module._gradient_norms import grad_norm as grad_norm
     from drivetrain.module.train_module import TrainModule as TrainModule
     from drivetrain.precision import Precision as Precision
     from drivetrain.run_context import RunContext as RunContext
@@ -59,10 +59,10 @@ _MODULE_BY_NAME = {
     "RunContext": "drivetrain.run_context",
     "Strategy": "drivetrain.strategies.strategy",
     "TrainModule": "drivetrain.module.train_module",
-    "grad_norm": "drivetrain.module._gradient_norms",
-    "rank_zero_info": "drivetrain.launchers._rank_zero",
-    "rank_zero_only": "drivetrain.launchers._rank_zero",
-    "rank_zero_warn": "drivetrain.launchers._rank_zero",
+    "grad_norm": "drivetrain._module.gradient_norms",
+    "rank_zero_info": "drivetrain._rank_zero",
+    "rank_zero_only": "drivetrain._rank_zero",
+    "rank_zero_warn": "drivetrain._rank_zero",
     "seed_everything": "drivetrain._runtime.seed",
 }
 _SUBMODULES = frozenset(

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from drivetrain._metrics import MetricStore
+from drivetrain._runs.run_folder import RunFolder
 from drivetrain.checkpoint.save_request import SaveRequest
-from drivetrain.runs._run_folder import RunFolder
 from drivetrain.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
-    from drivetrain.checkpoint._format import CheckpointReader
+    from drivetrain._format import CheckpointReader
 
 
 @dataclass(slots=True)

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from drivetrain._config.arguments import check_arguments
 from drivetrain._config.precedence import resolved_settings
-from drivetrain._engine.components import check_allow
-from drivetrain._engine.defaults import default_callbacks, default_loggers
-from drivetrain._engine.launch import launch
-from drivetrain._engine.run_parts import RunRequest
-from drivetrain._engine.seeding import built_unseeded
-from drivetrain._engine.stage_loaders import DataArguments
+from drivetrain._engine.assembly.defaults import default_callbacks, default_loggers
+from drivetrain._engine.assembly.run_parts import RunRequest
+from drivetrain._engine.checkpoints.components import check_allow
+from drivetrain._engine.data_setup.stage_loaders import DataArguments
+from drivetrain._engine.ranks.launch import launch
+from drivetrain._engine.ranks.seeding import built_unseeded
+from drivetrain._module.run_handle import is_attached
 from drivetrain._run_state import RunState
+from drivetrain._runs import CKPT_PATH_KEYWORDS
 from drivetrain._runtime.accelerators import check_devices
 from drivetrain._runtime.seed import validate_seed
 from drivetrain._runtime.working_directory import REMOVED, lacks_its_start, resolved_path
@@ -27,12 +29,10 @@ from drivetrain.environments import Environment, check_environment_name
 from drivetrain.errors import ConfigurationError, shortened
 from drivetrain.launchers import check_launcher
 from drivetrain.loggers import Logger
-from drivetrain.module._run_handle import is_attached
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
 from drivetrain.precision.resolve import canonical_name
 from drivetrain.run_context import RunContext
-from drivetrain.runs import CKPT_PATH_KEYWORDS
 from drivetrain.strategies.registry import strategy_by_name
 from drivetrain.strategies.strategy import Strategy
 
@@ -163,7 +163,7 @@ class Fit(RunContext):
         )
         self.given_profiler = None
         if profiler is not None:
-            from drivetrain.profilers._profiler_names import resolve_profiler  # only runs with a profiler need it
+            from drivetrain.profilers.profiler_names import resolve_profiler  # only runs with a profiler need it
 
             self.given_profiler = resolve_profiler(profiler)
         self.state = "idle"

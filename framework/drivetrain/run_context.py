@@ -39,7 +39,7 @@ from drivetrain.strategies.strategy import Strategy
 # Needed for annotations only, and expensive to import.
 if TYPE_CHECKING:
     from drivetrain._config.precedence import Settings
-    from drivetrain.loggers._log_queue import LogQueue
+    from drivetrain._log_queue import LogQueue
     from drivetrain.profilers import Profiler
 
 
@@ -450,7 +450,7 @@ class RunContext(FitArguments):
             step: the optimizer step of the values; by default ``global_step``.
         """
         if self.global_rank == 0 and self.loggers:
-            from drivetrain.loggers._log_queue import LogQueue  # only runs that log need it
+            from drivetrain._log_queue import LogQueue  # only runs that log need it
 
             self._log_queue = self._log_queue or LogQueue()
             row_step = self.global_step if step is None else step

@@ -17,10 +17,10 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 from drivetrain import Callback, CheckpointError, ConfigurationError, TrainModule
+from drivetrain._format.tensor_reader import TensorSource
 from drivetrain.callbacks import Checkpoint, EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from drivetrain.checkpoint import consolidate, load, show
 from drivetrain.checkpoint.__main__ import main
-from drivetrain.checkpoint._format.tensor_reader import TensorSource
 from oracle.outcome import whole
 from worlds import DEEPSPEED, on_ranks, preload
 

@@ -20,9 +20,7 @@ from small_runs import Regression, failing, loader, quiet
 from drivetrain import Callback
 from drivetrain._distributed.control_group import GroupControl
 from drivetrain._distributed.shards import Box, ParameterShard, Region, Span, cut
-from drivetrain.callbacks import Checkpoint
-from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint._format import (
+from drivetrain._format import (
     CheckpointMetadata,
     StateToSave,
     run_collectively,
@@ -30,6 +28,8 @@ from drivetrain.checkpoint._format import (
     tensor_writer,
     write_plan,
 )
+from drivetrain.callbacks import Checkpoint
+from drivetrain.checkpoint import load, verify
 from drivetrain.testing import requires_linux
 from worlds import on_ranks
 

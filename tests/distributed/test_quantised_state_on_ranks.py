@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import TrainModule
 from drivetrain._distributed.shards import Box, ParameterShard
+from drivetrain._format import StateToSave, commit, copy_to_host, tensor_writer, write_plan
 from drivetrain.callbacks import Checkpoint
-from drivetrain.checkpoint._format import StateToSave, commit, copy_to_host, tensor_writer, write_plan
 from drivetrain.testing import requires_package
 from drivetrain_strategies import DeepSpeedStrategy, FSDPStrategy
 from quantised_optimizer import QuantisedMomentum, WithoutFlatten

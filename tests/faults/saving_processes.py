@@ -17,10 +17,10 @@ import torch.distributed as dist
 from drivetrain._distributed.control_group import GroupControl
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._distributed.shards import ParameterShard, Span
+from drivetrain._format import CheckpointMetadata, StateToSave, save
 from drivetrain._storage import local_publication
 from drivetrain._storage.local_publication import LocalPublication
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint._format import CheckpointMetadata, StateToSave, save
 from drivetrain.launchers.function_launcher import PRELOAD
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain import Callback
-from drivetrain._engine.checkpoint_manager import CheckpointManager
+from drivetrain._engine.checkpoints.checkpoint_manager import CheckpointManager
 from drivetrain.launchers import current_processes
 
 STEP_TIMEOUT = timedelta(seconds=3)

@@ -20,9 +20,9 @@ from saving_processes import Saving, begin_and_wait, control_of_ranks, number_in
 
 from drivetrain import CheckpointError, Fit
 from drivetrain._distributed.control_plane import LocalControl
+from drivetrain._format import StateToSave, checkpoint_folder, save
 from drivetrain.callbacks import Checkpoint, LambdaCallback
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint._format import StateToSave, checkpoint_folder, save
 from drivetrain.testing import requires_linux, run_distributed
 
 LOCAL = LocalControl()

@@ -22,9 +22,9 @@ import torch
 from drawing_run import QUIET, Augmented, Drawing
 
 from drivetrain import CheckpointError, ConfigurationError, Fit
+from drivetrain._format.checksums import checksums_of
 from drivetrain.callbacks import Checkpoint, EarlyStopping, LambdaCallback
 from drivetrain.checkpoint import load, show, verify
-from drivetrain.checkpoint._format.checksums import checksums_of
 from newest_checkpoint import newest
 
 FAULTS = int(os.environ.get("FAULTS", "0"))

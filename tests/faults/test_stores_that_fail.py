@@ -17,8 +17,8 @@ from saving_processes import Saving, control_of_ranks, number_in, numbered
 
 from drivetrain import CheckpointError
 from drivetrain._distributed.control_plane import ControlPlane, LocalControl
+from drivetrain._format import StateToSave, save, write_plan
 from drivetrain._storage import retries
-from drivetrain.checkpoint._format import StateToSave, save, write_plan
 from drivetrain.testing import requires_linux, run_distributed
 from faulty_store import FaultyStore
 from newest_checkpoint import newest

@@ -14,13 +14,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from drivetrain._engine.remote_run import RemoteResult
+from drivetrain._data.iterable_source import IterableSource
+from drivetrain._data.loaders import MapSource
+from drivetrain._engine.ranks.remote_run import RemoteResult
 from drivetrain._loops import manual_step, step, uneven_inputs, windows
 from drivetrain._loops.validation import ValidationPlan
 from drivetrain._metrics.metric_store import MetricStore
 from drivetrain.callbacks.weight_averaging import WeightAveraging
-from drivetrain.data._iterable_source import IterableSource
-from drivetrain.data._loaders import MapSource
 from drivetrain.precision._loss_scaler import LossScaler
 from drivetrain_strategies.ddp.strategy import DDPStrategy
 from drivetrain_strategies.fsdp.strategy import FSDPStrategy

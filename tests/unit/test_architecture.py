@@ -32,13 +32,17 @@ LAYERS: list[set[str]] = [
     {"errors"},
     {"_config", "_runtime"},
     {"_storage"},
-    {"_distributed", "environments", "precision"},
-    {"_metrics", "checkpoint", "launchers"},
-    {"runs"},
+    {"_distributed"},
+    {"environments", "precision"},
+    {"_format", "_metrics", "_utilities_rank"},
+    {"launchers"},
+    {"_data", "_parameters", "_rank_zero", "_runs"},
+    {"checkpoint"},
     {"loggers", "profilers"},
-    {"strategies"},
+    {"_log_queue", "strategies"},
     {"_run_state"},
     {"run_context"},  # what all units above may know about a run
+    {"_module"},
     {"callback", "module"},
     {"data"},
     {"_loops"},
@@ -152,15 +156,43 @@ def is_private(name: str) -> bool:
     return any(part.startswith("_") and part != "__main__" for part in name.split("."))
 
 
-def test_a_module_without_underscore_is_exported_by_a_documented_package() -> None:
+def room_of(name: str) -> str:
+    """``drivetrain._engine.ranks.launch`` is in the room ``drivetrain._engine``."""
+    return ".".join(name.split(".")[:2])
+
+
+def imports_of_private_modules_and_names(name: str, source: str) -> list[str]:
+    """Return what ``source`` imports of the inside of other rooms: modules and names with an underscore."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        targets = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            targets = [f"{node.module}.{alias.name}" for alias in node.names]
+        for target in targets:
+            room, inside = room_of(target), target.split(".")[2:]
+            if target.startswith("drivetrain") and room != room_of(name) and any(map(is_private, inside)):
+                found.append(target)
+    return found
+
+
+def test_no_module_imports_the_inside_of_another_room() -> None:  # K-06
+    for name, path in MODULES.items():
+        assert not imports_of_private_modules_and_names(name, path.read_text()), name
+    source = "from drivetrain.loggers._csv_table import one\nfrom drivetrain._runs.record import _two\n"
+    inside = ["drivetrain.loggers._csv_table.one", "drivetrain._runs.record._two"]
+    assert imports_of_private_modules_and_names("drivetrain._engine.session", source) == inside
+
+
+def test_a_module_without_underscore_is_exported_or_used_by_another_room() -> None:
     public = {name: path.name for name, path in MODULES.items() if not is_private(name)}
     exported = {(each.importer, each.imported) for each in IMPORTS}
+    used = {each.imported for each in IMPORTS if room_of(each.importer) != room_of(each.imported)}
     modules = [name for name, file in public.items() if file not in ("__init__.py", "__main__.py")]
-    assert not [name for name in modules if (name.rpartition(".")[0], name) not in exported]
+    assert not [name for name in modules if (name.rpartition(".")[0], name) not in exported and name not in used]
     documented = """
         drivetrain drivetrain.callbacks drivetrain.checkpoint drivetrain.data drivetrain.environments
         drivetrain.launchers drivetrain.loggers drivetrain.migrate drivetrain.module drivetrain.precision
-        drivetrain.profilers drivetrain.runs drivetrain.strategies drivetrain.testing drivetrain.tuner
+        drivetrain.profilers drivetrain.strategies drivetrain.testing drivetrain.tuner
         drivetrain_strategies drivetrain_strategies.ddp drivetrain_strategies.deepspeed drivetrain_strategies.fsdp
     """
     assert {name for name, file in public.items() if file == "__init__.py"} == {*documented.split()}
@@ -212,7 +244,7 @@ PICKLES = {  # modules that unpickle, and what
     "drivetrain._distributed.failure": "an error, through a pipe to a process of this one",
     "drivetrain._distributed.flight_recorder": "of this very process",
     "drivetrain._loops.outputs": "a user's own objects, between ranks of one job",
-    "drivetrain.launchers._processes": "only pickles, what a function returned",
+    "drivetrain._distributed.child_processes": "only pickles, what a function returned",
     "drivetrain.launchers.function_launcher": "through pipes to processes of this one",
     "drivetrain.launchers.ray_launcher": "the caller's function and what a worker returned, brought by Ray",
     "drivetrain.testing._rank_process": "through pipes to processes of this one",
@@ -259,7 +291,7 @@ ENGINE = {"_engine", "_loops", "fit"}
 NAMES = {"single_device", "ddp", "fsdp", "hsdp", "deepspeed", *get_args(PrecisionName)} - {16, 32, 64}
 ALLOWED = {
     # The user's own callback replaces the default one.
-    "drivetrain._engine.defaults": {"ModelSummary"},
+    "drivetrain._engine.assembly.defaults": {"ModelSummary"},
 }
 CONCRETE_PACKAGES = ("callbacks", "loggers", "launchers", "environments", "precision", "profilers")
 INTERFACES = {
@@ -359,7 +391,7 @@ from drivetrain.callbacks import RichProgressBar
 assert not {"tensorboard", "rich"} & set(sys.modules)
 
 from drivetrain.checkpoint import load
-assert "drivetrain.checkpoint._format.checkpoint_reader" in sys.modules
+assert "drivetrain._format.checkpoint_reader" in sys.modules
 tools = {f"drivetrain.checkpoint.{tool}" for tool in ("consolidation", "conversion", "inspection")}
 assert not tools & set(sys.modules)
 

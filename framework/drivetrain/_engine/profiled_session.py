@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
-from drivetrain._engine.monitors import MonitoredKeysCheck
-from drivetrain._engine.run_parts import RunRequest
+from drivetrain._engine.assembly.monitors import MonitoredKeysCheck
+from drivetrain._engine.assembly.run_parts import RunRequest
+from drivetrain._engine.data_setup.stage_data import StageData
 from drivetrain._engine.session import Session
-from drivetrain._engine.stage_data import StageData
 from drivetrain._loops.batch_mover import BatchMover
 from drivetrain._loops.hooks import HOOKS
 from drivetrain._loops.manual_step import ManualStep

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from drivetrain._engine.run_parts import RunCore
+from drivetrain._engine.assembly.run_parts import RunCore
 from drivetrain._loops.stopping import how_it_ended
 
 logger = logging.getLogger("drivetrain")
@@ -61,7 +61,7 @@ class RunEnding:
         """
         core, problem = self._core, None
         if core.trainer.loggers:
-            from drivetrain._engine.run_loggers import finalize_loggers  # only runs that log need it
+            from drivetrain._engine.assembly.run_loggers import finalize_loggers  # only runs that log need it
 
             with core.span("logging"):
                 problem = finalize_loggers(core.trainer, status)

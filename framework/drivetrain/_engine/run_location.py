@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from drivetrain._engine.write_checks import DEFAULT_CHECKPOINT, PROFILER, Writer
+from drivetrain._runs.directory import folder_name, runs_folder_of, split_folder
 from drivetrain._storage.paths import child, resolve_folder
 from drivetrain.callback import WantsRunFolder
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import Logger
-from drivetrain.runs._directory import folder_name, runs_folder_of, split_folder
 
 if TYPE_CHECKING:
-    from drivetrain._engine.run_parts import RunCore
-    from drivetrain.runs._run_folder import RunFolder
+    from drivetrain._engine.assembly.run_parts import RunCore
+    from drivetrain._runs.run_folder import RunFolder
 
 DEFAULT_NAME = "drivetrain_logs"
 """The name of runs without loggers that write files."""

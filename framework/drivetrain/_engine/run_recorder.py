@@ -11,14 +11,12 @@ from contextlib import suppress
 from typing import Any
 
 from drivetrain._config.secret_values import without_url_passwords
-from drivetrain._runtime.working_directory import working_directory
-from drivetrain._storage.folder import StorageError
-from drivetrain.checkpoint._format import CheckpointMetadata
-from drivetrain.checkpoint._format.manifest import versions
-from drivetrain.runs import _liveness
-from drivetrain.runs._directory import RECORD, remove_unused
-from drivetrain.runs._process import Job, Process
-from drivetrain.runs._record import (
+from drivetrain._format import CheckpointMetadata
+from drivetrain._format.manifest import versions
+from drivetrain._runs import liveness
+from drivetrain._runs.directory import RECORD, remove_unused
+from drivetrain._runs.process import Job, Process
+from drivetrain._runs.record import (
     FINISHED,
     FORMAT,
     RUNNING,
@@ -28,7 +26,9 @@ from drivetrain.runs._record import (
     read,
     write,
 )
-from drivetrain.runs._run_folder import RunNotes
+from drivetrain._runs.run_folder import RunNotes
+from drivetrain._runtime.working_directory import working_directory
+from drivetrain._storage.folder import StorageError
 
 logger = logging.getLogger("drivetrain")
 
@@ -62,7 +62,7 @@ class RunRecorder(RunNotes):
         self._document: dict[str, Any] | None = _first_document(self.id, run, self._earlier or {})
         self._token = self._document["parts"][-1]["token"]
         write(folder, self._document)
-        _liveness.running_ids.add(self.id)
+        liveness.running_ids.add(self.id)
         self._heartbeat = _Heartbeat(self)
         self._heartbeat.start()
 
@@ -121,7 +121,7 @@ class RunRecorder(RunNotes):
         """
         why = without_url_passwords(why)
         self._heartbeat.stop()
-        _liveness.running_ids.discard(self.id)
+        liveness.running_ids.discard(self.id)
         # A run that was killed after its last checkpoint has made all its steps, but is not recorded as finished.
         completes = status == FINISHED and self._earlier is not None and self._earlier.get("status") != FINISHED
         if not self._trained and not completes:
@@ -191,12 +191,12 @@ class _Heartbeat(threading.Thread):
         self._ended = threading.Event()
 
     def run(self) -> None:
-        while not self._ended.wait(_liveness.HEARTBEAT_SECONDS):
+        while not self._ended.wait(liveness.HEARTBEAT_SECONDS):
             self._recorder.beat()
 
     def stop(self) -> None:
         self._ended.set()
-        self.join(_liveness.HEARTBEAT_SECONDS)
+        self.join(liveness.HEARTBEAT_SECONDS)
 
 
 def _first_document(identifier: str, run: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:

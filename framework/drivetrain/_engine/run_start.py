@@ -1,6 +1,6 @@
 """How a run begins: rank 0 looks for runs and checkpoints, decides, claims the run's folder, and tells the other ranks.
 
-`begin` reads from top to bottom. The decision itself is `decide` in `drivetrain.runs._start_decision`, and everything
+`begin` reads from top to bottom. The decision itself is `decide` in `drivetrain._runs.start_decision`, and everything
 that is written before training is written by `carry_out`.
 """
 
@@ -15,29 +15,29 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain._config.secret_values import arguments_without_secrets, without_secrets, without_url_passwords
 from drivetrain._distributed.control_plane import ControlPlane
+from drivetrain._engine.checkpoints.saved_state_schema import check_saved_state, reporting_malformed
 from drivetrain._engine.run_location import RunLocation, check_loggers_apart, hand_out, locate, writers_of
 from drivetrain._engine.run_recorder import RunRecorder
-from drivetrain._engine.saved_state_schema import check_saved_state, reporting_malformed
 from drivetrain._engine.write_checks import first_refusal
+from drivetrain._format import CheckpointReader, load
+from drivetrain._runs import CKPT_PATH_KEYWORDS, liveness
+from drivetrain._runs.checkpoint_folders import is_checkpoint_at
+from drivetrain._runs.directory import claim_version, make_directory, split_folder
+from drivetrain._runs.discovery import StorageRetry
+from drivetrain._runs.identity import Identity, class_path, encode_hyper_parameters
+from drivetrain._runs.process import Job
+from drivetrain._runs.record import archive_record, clear_leftovers, plain, read
+from drivetrain._runs.retention import KeptCheckpoint
+from drivetrain._runs.run_folder import EvaluationNotes, RunStart
+from drivetrain._runs.start_decision import StartDecision, StartRequest, decide
+from drivetrain._runs.start_search import StartSearch
 from drivetrain._storage.local_publication import lock_folder
 from drivetrain._storage.paths import child
 from drivetrain.callback import KeepsCheckpoints, folders_of
-from drivetrain.checkpoint._discovery import StorageRetry
-from drivetrain.checkpoint._folders import is_checkpoint_at
-from drivetrain.checkpoint._format import CheckpointReader, load
-from drivetrain.checkpoint._retention import KeptCheckpoint
 from drivetrain.errors import ConfigurationError
-from drivetrain.runs import CKPT_PATH_KEYWORDS, _liveness
-from drivetrain.runs._directory import claim_version, make_directory, split_folder
-from drivetrain.runs._identity import Identity, class_path, encode_hyper_parameters
-from drivetrain.runs._process import Job
-from drivetrain.runs._record import archive_record, clear_leftovers, plain, read
-from drivetrain.runs._run_folder import EvaluationNotes, RunStart
-from drivetrain.runs._start_decision import StartDecision, StartRequest, decide
-from drivetrain.runs._start_search import StartSearch
 
 if TYPE_CHECKING:
-    from drivetrain._engine.run_parts import RunCore
+    from drivetrain._engine.assembly.run_parts import RunCore
 
 logger = logging.getLogger("drivetrain")
 
@@ -163,9 +163,9 @@ def _decide(search: StartSearch) -> Generator[None, None, StartDecision]:
         logger.warning(
             "%s may be under way on another machine. This run watches the record of that run for %.0f s.",
             run.name,
-            _liveness.WATCH_SECONDS,
+            liveness.WATCH_SECONDS,
         )
-        found.alive[run.folder] = yield from _liveness.watch(run, search.read_record)
+        found.alive[run.folder] = yield from liveness.watch(run, search.read_record)
 
 
 def carry_out(decision: StartDecision, run: RunCore, location: RunLocation) -> bool:

@@ -13,33 +13,39 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from drivetrain._data.rng_replay import RngReplay
 from drivetrain._distributed.control_plane import check_ranks_agree
 from drivetrain._distributed.failure import Failure
-from drivetrain._engine.checkpoint_manager import CheckpointManager
-from drivetrain._engine.collective_calls import CollectiveCalls
-from drivetrain._engine.components import class_name, data_facts
-from drivetrain._engine.error_reporting import note_known_fixes, note_where
-from drivetrain._engine.evaluation_buffers import EvaluationBuffers
-from drivetrain._engine.evaluation_setup import build_stage, build_validation, goes_on_when_repeated, run_sanity_check
-from drivetrain._engine.failure_propagation import error_to_report, publish_failure, resolve_cause
-from drivetrain._engine.optimizer_setup import set_up_optimizers
-from drivetrain._engine.out_of_memory import explain_out_of_memory
-from drivetrain._engine.rank_facts import module_facts, setting_facts
-from drivetrain._engine.rank_log import RankLog
-from drivetrain._engine.run_callbacks import RunCallbacks
-from drivetrain._engine.run_ending import RunEnding
-from drivetrain._engine.run_parts import RunCore, RunData, RunRequest
-from drivetrain._engine.seeding import order_seed, seed_data_rank, seed_rank, warn_unseeded
-from drivetrain._engine.signals import Signals, announce, as_interruption, handled_signals, interruption_error, requeue
-from drivetrain._engine.stage_data import StageData
-from drivetrain._engine.starting_point import StartingPoint
-from drivetrain._engine.strategy_checks import check_control_plane, check_distinct_devices, check_module_setup
-from drivetrain._engine.training_setup import (
+from drivetrain._engine.assembly.evaluation_setup import (
+    build_stage,
+    build_validation,
+    goes_on_when_repeated,
+    run_sanity_check,
+)
+from drivetrain._engine.assembly.optimizer_setup import set_up_optimizers
+from drivetrain._engine.assembly.out_of_memory import explain_out_of_memory
+from drivetrain._engine.assembly.run_callbacks import RunCallbacks
+from drivetrain._engine.assembly.run_parts import RunCore, RunData, RunRequest
+from drivetrain._engine.assembly.strategy_checks import check_control_plane, check_distinct_devices, check_module_setup
+from drivetrain._engine.assembly.training_setup import (
     build_training,
     prepare_stopping,
     read_estimate,
     under_context,
 )
+from drivetrain._engine.checkpoints.checkpoint_manager import CheckpointManager
+from drivetrain._engine.checkpoints.components import class_name, data_facts
+from drivetrain._engine.checkpoints.starting_point import StartingPoint
+from drivetrain._engine.data_setup.stage_data import StageData
+from drivetrain._engine.evaluation_buffers import EvaluationBuffers
+from drivetrain._engine.ranks.collective_calls import CollectiveCalls
+from drivetrain._engine.ranks.error_reporting import note_known_fixes, note_where
+from drivetrain._engine.ranks.failure_propagation import error_to_report, publish_failure, resolve_cause
+from drivetrain._engine.ranks.rank_facts import module_facts, setting_facts
+from drivetrain._engine.ranks.rank_log import RankLog
+from drivetrain._engine.ranks.seeding import order_seed, seed_data_rank, seed_rank, warn_unseeded
+from drivetrain._engine.run_ending import RunEnding
+from drivetrain._engine.signals import Signals, announce, as_interruption, handled_signals, interruption_error, requeue
 from drivetrain._loops.batch_mover import build_batch_mover
 from drivetrain._loops.evaluate import HOOK_STAGE_NAMES
 from drivetrain._loops.hooks import is_overridden
@@ -47,21 +53,20 @@ from drivetrain._loops.loader_lengths import Lengths
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.trainables import Trainables
 from drivetrain._metrics import MetricStore
+from drivetrain._module.run_handle import attach, detach
+from drivetrain._parameters.module_lock import lock_module, unlock_module
 from drivetrain._run_state import Progress
 from drivetrain._runtime.console_logging import log_once, log_to_console
 from drivetrain._runtime.process_state import ProcessState, apply_switches
 from drivetrain.callback import folders_of
-from drivetrain.data._rng_replay import RngReplay
 from drivetrain.launchers import LaunchedProcesses
-from drivetrain.module._run_handle import attach, detach
 from drivetrain.module.train_module import TrainModule
-from drivetrain.strategies._module_lock import lock_module, unlock_module
 from drivetrain.strategies.strategy import RunSettings, Strategy
 
 if TYPE_CHECKING:
-    from drivetrain._engine.compiled_steps import CompiledSteps
-    from drivetrain._engine.monitors import MonitoredKeysCheck
-    from drivetrain._engine.resumed_run import ResumedRun
+    from drivetrain._engine.assembly.compiled_steps import CompiledSteps
+    from drivetrain._engine.assembly.monitors import MonitoredKeysCheck
+    from drivetrain._engine.checkpoints.resumed_run import ResumedRun
     from drivetrain._loops.step import TrainStep
     from drivetrain._loops.train import TrainLoop
 
@@ -127,7 +132,7 @@ class Session:
         flags = [(child, child.training) for child in core.module.modules()]
         shows_messages = core.strategy.rank == 0 and not core.trainer.barebones
         state = ProcessState(generators=seed is not None, cuda_generators=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-        from drivetrain.data.splitting import use_data_rank
+        from drivetrain._data.splitting import use_data_rank
 
         with self._signals, state, log_to_console(shows_messages), self._log, use_data_rank(self._data_rank):
             try:
@@ -187,7 +192,7 @@ class Session:
         with core.span("setup_environment"):
             strategy.setup_environment()
         if trainer.loggers:
-            from drivetrain.loggers._other_ranks import silence_loggers  # only runs that log need it
+            from drivetrain.loggers.other_ranks import silence_loggers  # only runs that log need it
 
             silence_loggers(trainer.loggers, strategy.rank > 0)
         self._connect_ranks()
@@ -206,14 +211,16 @@ class Session:
         self._check_folders()
         self._open(start)
         if any(parameter.is_meta for parameter in core.module.parameters()):
-            from drivetrain._engine.missing_weights import give_storage  # only modules without values need it
+            from drivetrain._engine.assembly.missing_weights import give_storage  # only modules without values need it
 
             give_storage(core.module, self.checkpoints.opened is not None)
         is_fresh = self.checkpoints.opened is None
         if trainer.built_unseeded and trainer.seed is not None and is_fresh and strategy.rank == 0:
             warn_unseeded(core.module, trainer.seed)
         if strategy.rank == 0 and not core.request.trial:
-            from drivetrain._engine.misnamed_hooks import warn_of_similar_names  # importing Fit does not need it
+            from drivetrain._engine.assembly.misnamed_hooks import (
+                warn_of_similar_names,  # importing Fit does not need it
+            )
 
             for owner in (core.module, core.datamodule, *core.callbacks):
                 warn_of_similar_names(owner)
@@ -236,7 +243,7 @@ class Session:
         self._train(self.core.loop, monitors)
 
     def _prepare_training(self) -> tuple[TrainStep, MonitoredKeysCheck]:
-        from drivetrain._engine.monitors import MonitoredKeysCheck  # only training needs it
+        from drivetrain._engine.assembly.monitors import MonitoredKeysCheck  # only training needs it
 
         core, data = self.core, self.data
         with core.span("configure_optimizers"):
@@ -262,7 +269,7 @@ class Session:
         hooks, strategy, progress = core.hooks, core.strategy, core.progress
         already_ended = None if self._resumed is None else self._resumed.already_ended
         if strategy.rank == 0 and already_ended is None and core.trainer.loggers:
-            from drivetrain._engine.run_loggers import prepare_loggers  # only runs that log need it
+            from drivetrain._engine.assembly.run_loggers import prepare_loggers  # only runs that log need it
 
             prepare_loggers(core.trainer.loggers, core.folder.rewinds_to, core.logged_hyper_parameters())
         for hook in hooks.on_fit_start:
@@ -385,7 +392,7 @@ class Session:
         if opened is None or core.stage != "fit":
             self.data.seed = order_seed(core.trainer.seed, core.strategy.control)
             return
-        from drivetrain._engine.resumed_run import ResumedRun  # only runs that resume need it
+        from drivetrain._engine.checkpoints.resumed_run import ResumedRun  # only runs that resume need it
 
         resumed = self._resumed = ResumedRun(core, self.checkpoints.saved_state, opened)
         self.data.seed = int(resumed.state["data"]["seed"])
@@ -412,7 +419,7 @@ class Session:
             if core.stage != "fit" or not core.trainer.reload_dataloaders_every_n_epochs:
                 data.stage_data = self._build_stage_data()
                 return
-            from drivetrain._engine.reloading import Reloading  # only runs that reload need it
+            from drivetrain._engine.data_setup.reloading import Reloading  # only runs that reload need it
 
             Reloading(core, self._build_stage_data).begin(self._resumed)
 
@@ -428,7 +435,7 @@ class Session:
             module.configure_model()
         self._attach()  # attaches the modules that configure_model has built
         if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
-            from drivetrain._engine.lazy_parameters import refuse_lazy_layers
+            from drivetrain._engine.assembly.lazy_parameters import refuse_lazy_layers
 
             refuse_lazy_layers(module)
         if self._resumed is not None:
@@ -437,7 +444,7 @@ class Session:
         facts = {"stage": core.stage, **setting_facts(core.trainer), **data.facts(), **module_facts(module)}
         check_ranks_agree(strategy.control, facts)  # must come before wrapping, which would hang if ranks differed
         if core.trainer.compile:
-            from drivetrain._engine.compiled_steps import CompiledSteps  # only runs that compile need it
+            from drivetrain._engine.assembly.compiled_steps import CompiledSteps  # only runs that compile need it
 
             self._compiled = CompiledSteps(module, core.trainer.compile, core)
         run_step = strategy.setup_module(module)

@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
-from drivetrain._engine.launch import launch
-from drivetrain._engine.out_of_memory import ran_out_of_memory
-from drivetrain._engine.run_parts import RunRequest
-from drivetrain._engine.stage_loaders import DataArguments
+from drivetrain._data.loader_generators import collect_generators
+from drivetrain._engine.assembly.out_of_memory import ran_out_of_memory
+from drivetrain._engine.assembly.run_parts import RunRequest
+from drivetrain._engine.data_setup.stage_loaders import DataArguments
+from drivetrain._engine.ranks.launch import launch
 from drivetrain._runtime.accelerators import resolve_devices
 from drivetrain._runtime.console_logging import log_to_console
 from drivetrain._runtime.generators import preserved_generators
 from drivetrain._runtime.process_state import ProcessState
 from drivetrain.callback import SearchesBeforeLaunch
-from drivetrain.data._loader_generators import collect_generators
 from drivetrain.environments import resolve_environment
 from drivetrain.errors import ConfigurationError
-from drivetrain.loggers._null_logger import NullLogger
+from drivetrain.loggers.null_logger import NullLogger
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
 from drivetrain.run_context import RunContext

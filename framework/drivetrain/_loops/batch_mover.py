@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from drivetrain._data.batch_copies import copy_pinned_tensors
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.windows import MicroBatch
+from drivetrain._module.module_hooks import ModuleHooks
 from drivetrain._runtime.transfer import map_tensors, move_to
 from drivetrain.data import DataModule
-from drivetrain.data._batch_copies import copy_pinned_tensors
-from drivetrain.module._module_hooks import ModuleHooks
 from drivetrain.module.train_module import TrainModule
 from drivetrain.strategies.strategy import Strategy
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from drivetrain._data.batch_copies import copy_batch, copy_containers
 from drivetrain._loops.configured_optimizers import is_torch_optimizer
 from drivetrain._loops.hooks import HookTable
 from drivetrain._loops.step import AutomaticStep, OptimizerStep
@@ -18,7 +19,6 @@ from drivetrain._loops.trainables import Trainables
 from drivetrain._loops.uneven_inputs import LoggingPaused
 from drivetrain._loops.windows import MicroBatch
 from drivetrain._metrics import MetricStore
-from drivetrain.data._batch_copies import copy_batch, copy_containers
 
 
 class ClosureStep(AutomaticStep):

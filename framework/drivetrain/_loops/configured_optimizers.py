@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from drivetrain._parameters.optimizer_state import parameter_names
 from drivetrain._run_state import SchedulerConfig
 from drivetrain.errors import ConfigurationError, DrivetrainError, nearest
-from drivetrain.strategies._optimizer_state import parameter_names
 from drivetrain.strategies.strategy import Strategy
 
 _INTERVALS = ("epoch", "step")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
+from drivetrain._data.batch_source import BatchSource
+from drivetrain._data.order_fingerprint import OrderFingerprint
 from drivetrain._distributed.control_plane import refuse_differences
-from drivetrain.data._batch_source import BatchSource
-from drivetrain.data._order_fingerprint import OrderFingerprint
 from drivetrain.errors import ConfigurationError
 from drivetrain.strategies.strategy import Strategy
 

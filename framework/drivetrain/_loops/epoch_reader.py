@@ -16,6 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import islice
 
+from drivetrain._data.batch_copies import copy_batch
+from drivetrain._data.limited_source import LimitedSource
+from drivetrain._data.rng_replay import RngReplay
+from drivetrain._data.sharding import EpochOffset
 from drivetrain._loops.batch_mover import BatchMover
 from drivetrain._loops.loader_lengths import Lengths
 from drivetrain._loops.windows import (
@@ -27,10 +31,6 @@ from drivetrain._loops.windows import (
     single_windows,
 )
 from drivetrain._run_state import Progress
-from drivetrain.data._batch_copies import copy_batch
-from drivetrain.data._limited_source import LimitedSource
-from drivetrain.data._rng_replay import RngReplay
-from drivetrain.data._sharding import EpochOffset
 from drivetrain.run_context import RunContext
 from drivetrain.strategies.strategy import Strategy
 

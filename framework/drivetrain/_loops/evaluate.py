@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drivetrain._data.batch_source import BatchSource
 from drivetrain._loops.evaluation_batches import evaluation_batches
 from drivetrain._loops.evaluation_interrupt import EarlyExit
 from drivetrain._loops.hooks import HookTable, is_overridden
 from drivetrain._loops.progress_reports import Reporting
 from drivetrain._loops.step_arguments import StepArguments, WrappedModule
 from drivetrain._loops.uneven_inputs import without_side_effects
+from drivetrain._module.module_hooks import ModuleHooks
 from drivetrain._run_state import Position
-from drivetrain.data._batch_source import BatchSource
 from drivetrain.errors import ConfigurationError
-from drivetrain.module._module_hooks import ModuleHooks
 from drivetrain.module.train_module import TrainModule
 
 HOOK_STAGE_NAMES = {"validate": "validation", "test": "test", "predict": "predict"}

@@ -6,10 +6,10 @@ from itertools import chain, islice
 
 import torch
 
+from drivetrain._data.batch_copies import copy_containers
+from drivetrain._data.batch_source import NO_BATCH, BatchSource
+from drivetrain._data.sharding import BatchShare
 from drivetrain._loops.windows import Batches
-from drivetrain.data._batch_copies import copy_containers
-from drivetrain.data._batch_source import NO_BATCH, BatchSource
-from drivetrain.data._sharding import BatchShare
 from drivetrain.errors import ConfigurationError
 from drivetrain.strategies.strategy import Strategy
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from drivetrain._module.module_hooks import ModuleHooks
 from drivetrain.callback import Callback
-from drivetrain.module._module_hooks import ModuleHooks
 
 if TYPE_CHECKING:
     from drivetrain.run_context import RunContext

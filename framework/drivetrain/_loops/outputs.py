@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from drivetrain._data.batch_copies import copy_batch
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._runtime.transfer import map_tensors
-from drivetrain.data._batch_copies import copy_batch
 from drivetrain.errors import ConfigurationError
 
 _HOST = torch.device("cpu")

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from drivetrain._data.batch_source import BatchSource
 from drivetrain._loops.evaluate import LoaderLoop
 from drivetrain._loops.evaluation_batches import evaluation_batches
-from drivetrain.data._batch_source import BatchSource
 
 IsPredicted = Callable[[int, int], bool]
 """``is_predicted(batch_idx, dataloader_idx)``: whether an earlier run has written a batch's predictions."""

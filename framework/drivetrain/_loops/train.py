@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from drivetrain._data.rng_replay import RngReplay
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._loops.epoch_checks import EpochChecks
 from drivetrain._loops.epoch_reader import EpochReader
@@ -26,7 +27,6 @@ from drivetrain._loops.windows import MicroBatch
 from drivetrain._run_state import CheckpointsOfRun, Position, Progress
 from drivetrain._runtime.generators import preserved_generators
 from drivetrain._runtime.transfer import map_tensors
-from drivetrain.data._rng_replay import RngReplay
 
 logger = logging.getLogger("drivetrain")
 

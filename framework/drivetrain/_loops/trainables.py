@@ -21,16 +21,16 @@ from torch.optim.swa_utils import SWALR
 from drivetrain._distributed.control_plane import digest_of
 from drivetrain._loops.configured_optimizers import check_parameters
 from drivetrain._loops.hooks import is_overridden
-from drivetrain._run_state import SchedulerConfig
-from drivetrain.errors import ConfigurationError, listed
-from drivetrain.module.train_module import TrainModule
-from drivetrain.strategies._trainable import (
+from drivetrain._parameters.trainable import (
     Groups,
     TrainableChange,
     changed_within_window_error,
     get_requires_grad,
     parameters_created_within_window,
 )
+from drivetrain._run_state import SchedulerConfig
+from drivetrain.errors import ConfigurationError, listed
+from drivetrain.module.train_module import TrainModule
 from drivetrain.strategies.strategy import Strategy
 
 logger = logging.getLogger("drivetrain")

@@ -10,10 +10,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from drivetrain._data.batch_source import BatchSource
+from drivetrain._data.rng_replay import RngReplay
 from drivetrain._metrics import MetricStore
 from drivetrain._run_state import Progress
-from drivetrain.data._batch_source import BatchSource
-from drivetrain.data._rng_replay import RngReplay
 
 
 class WindowSnapshot:

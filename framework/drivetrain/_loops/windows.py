@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from drivetrain._data.batch_copies import copy_containers
+from drivetrain._data.batch_source import NO_BATCH
+from drivetrain._data.sharding import BatchShare
 from drivetrain._distributed.control_plane import Pending
-from drivetrain.data._batch_copies import copy_containers
-from drivetrain.data._batch_source import NO_BATCH
-from drivetrain.data._sharding import BatchShare
 from drivetrain.errors import ConfigurationError
 from drivetrain.strategies.strategy import Strategy
 

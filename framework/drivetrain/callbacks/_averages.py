@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain._distributed.shards import ParameterShard
-from drivetrain.strategies._trainable import get_requires_grad
+from drivetrain._parameters.trainable import get_requires_grad
 from drivetrain.strategies.strategy import Strategy
 
 Average = Callable[[list[Tensor], list[Tensor], int], None]

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from drivetrain._distributed.control_plane import ControlPlane
-from drivetrain.checkpoint._folders import LATEST, claim_name, is_checkpoint_at
-from drivetrain.checkpoint._format.checkpoint_folder import is_checkpoint_file
-from drivetrain.checkpoint._retention import KeptCheckpoint
+from drivetrain._format.checkpoint_folder import is_checkpoint_file
+from drivetrain._runs.checkpoint_folders import LATEST, claim_name, is_checkpoint_at
+from drivetrain._runs.retention import KeptCheckpoint
 from drivetrain.errors import ConfigurationError, nearest
 
 DEFAULT_TEMPLATE = "{epoch}-{step}"

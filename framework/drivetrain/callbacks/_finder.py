@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from drivetrain._format import load
 from drivetrain.callback import Callback
-from drivetrain.checkpoint._format import load
 from drivetrain.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:

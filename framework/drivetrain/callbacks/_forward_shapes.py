@@ -20,10 +20,10 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from drivetrain._module.example_inputs import example_arguments, has_forward
+from drivetrain._module.run_handle import RunHandle
 from drivetrain._runtime.generators import is_generator, preserved_generators
 from drivetrain._runtime.module_modes import in_eval_mode
-from drivetrain.module._example_inputs import example_arguments, has_forward
-from drivetrain.module._run_handle import RunHandle
 
 Shapes = tuple[tuple[int, ...], ...]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.callbacks._batch_size_search import BatchSizeSearch
 from drivetrain.callbacks._finder import Finder
 from drivetrain.callbacks._tuned_attributes import set_attribute
+from drivetrain.callbacks.batch_size_search import BatchSizeSearch
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -12,6 +12,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from drivetrain._config.argument_checks import check_choice, check_count
+from drivetrain._format.checksums import check_digest
+from drivetrain._runs.checkpoint_folders import LATEST, remove, write_latest
+from drivetrain._runs.directory import CHECKPOINTS
+from drivetrain._runs.retention import KeptCheckpoint, Retention
 from drivetrain._runtime.working_directory import resolved_path
 from drivetrain._storage.paths import child, resolve_folder
 from drivetrain.callback import Callback
@@ -24,12 +28,8 @@ from drivetrain.callbacks._checkpoint_names import (
     names_in,
 )
 from drivetrain.callbacks._monitored_value import acts_at_epoch_end, fresh_value, missing_value, was_logged
-from drivetrain.checkpoint._folders import LATEST, remove, write_latest
-from drivetrain.checkpoint._format.checksums import check_digest
-from drivetrain.checkpoint._retention import KeptCheckpoint, Retention
 from drivetrain.checkpoint.save_request import SaveRequest
 from drivetrain.errors import ConfigurationError
-from drivetrain.runs._directory import CHECKPOINTS
 
 if TYPE_CHECKING:
     from drivetrain.module.train_module import TrainModule

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks._finder import Finder
-from drivetrain.callbacks._lr_search import LRFind, LRSearch
 from drivetrain.callbacks._tuned_attributes import set_attribute
+from drivetrain.callbacks.lr_search import LRFind, LRSearch
 
 if TYPE_CHECKING:
     from drivetrain.run_context import Trials

@@ -12,10 +12,10 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from drivetrain._config.argument_checks import check_count
+from drivetrain._distributed.gradient_meshes import group_by_mesh
 from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError, NonFiniteError
 from drivetrain.module.train_module import TrainModule
-from drivetrain.precision._gradient_meshes import group_by_mesh
 
 if TYPE_CHECKING:
     from drivetrain.run_context import RunContext

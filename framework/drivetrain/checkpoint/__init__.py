@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 from drivetrain._runtime.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from drivetrain.checkpoint._format import CheckpointReader as CheckpointReader
-    from drivetrain.checkpoint._format import load as load
-    from drivetrain.checkpoint._format import verify as verify
+    from drivetrain._format import CheckpointReader as CheckpointReader
+    from drivetrain._format import load as load
+    from drivetrain._format import verify as verify
     from drivetrain.checkpoint.averaged_weights import evaluated_weights as evaluated_weights
     from drivetrain.checkpoint.consolidation import consolidate as consolidate
     from drivetrain.checkpoint.conversion import convert as convert
     from drivetrain.checkpoint.inspection import show as show
     from drivetrain.checkpoint.save_request import SaveRequest as SaveRequest
 
-_FORMAT = "drivetrain.checkpoint._format"
+_FORMAT = "drivetrain._format"
 _HOME = {
     "CheckpointReader": _FORMAT,
     "SaveRequest": ".save_request",

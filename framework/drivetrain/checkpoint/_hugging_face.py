@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from drivetrain._format import CheckpointReader, load
+from drivetrain._format.tensor_reader import TensorSource
 from drivetrain._storage.paths import folder_at
-from drivetrain.checkpoint._format import CheckpointReader, load
-from drivetrain.checkpoint._format.tensor_reader import TensorSource
 from drivetrain.checkpoint.averaged_weights import evaluated_weights
 from drivetrain.checkpoint.consolidation import create_file, write_tensors
 from drivetrain.errors import CheckpointError, listed, nearest

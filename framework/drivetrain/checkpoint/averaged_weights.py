@@ -6,8 +6,8 @@ import logging
 import os
 from typing import Any
 
+from drivetrain._format import CheckpointReader, Weights, load
 from drivetrain._runtime.console_logging import log_to_console
-from drivetrain.checkpoint._format import CheckpointReader, Weights, load
 from drivetrain.errors import ConfigurationError
 
 logger = logging.getLogger("drivetrain")

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 import torch
 
 from drivetrain._distributed.shards import Span
+from drivetrain._format import CheckpointReader, load
+from drivetrain._format.file_writer import file_writer
+from drivetrain._format.tensor_file import Spec, header_of, in_file_order, row_ranges
+from drivetrain._format.tensor_reader import TensorSource
+from drivetrain._runs.checkpoint_folders import is_taken
 from drivetrain._storage.folder import Sink
 from drivetrain._storage.paths import folder_at, split
-from drivetrain.checkpoint._folders import is_taken
-from drivetrain.checkpoint._format import CheckpointReader, load
-from drivetrain.checkpoint._format.file_writer import file_writer
-from drivetrain.checkpoint._format.tensor_file import Spec, header_of, in_file_order, row_ranges
-from drivetrain.checkpoint._format.tensor_reader import TensorSource
 from drivetrain.checkpoint.averaged_weights import evaluated_weights
 from drivetrain.errors import CheckpointError, listed
 

@@ -13,8 +13,8 @@ import torch
 
 from drivetrain._config.secret_values import SecretFilter
 from drivetrain._distributed.control_plane import LocalControl
-from drivetrain.checkpoint._format import CheckpointMetadata, StateToSave, save
-from drivetrain.checkpoint._format.documents import encode
+from drivetrain._format import CheckpointMetadata, StateToSave, save
+from drivetrain._format.documents import encode
 from drivetrain.checkpoint._hugging_face import write_pretrained
 from drivetrain.checkpoint._untrusted import Placeholder, load_safely
 from drivetrain.checkpoint.averaged_weights import announce_choice, check_averaged

@@ -7,10 +7,10 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from drivetrain._format import AveragesRecord, CheckpointReader, load
+from drivetrain._format.tensor_file import DTYPES
+from drivetrain._format.tensor_reader import TensorSource
 from drivetrain._runtime.size_format import format_size
-from drivetrain.checkpoint._format import AveragesRecord, CheckpointReader, load
-from drivetrain.checkpoint._format.tensor_file import DTYPES
-from drivetrain.checkpoint._format.tensor_reader import TensorSource
 
 _TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

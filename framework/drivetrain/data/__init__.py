@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING
 from drivetrain._runtime.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from drivetrain.data.combined import CombinedLoader as CombinedLoader
+    from drivetrain._data.combined import CombinedLoader as CombinedLoader
+    from drivetrain._data.sample_order import KeyedPermutation as KeyedPermutation
+    from drivetrain._data.sample_order import SequentialOrder as SequentialOrder
+    from drivetrain._data.sample_order import order as order
+    from drivetrain._data.splitting import split_by_rank as split_by_rank
     from drivetrain.data.datamodule import DataModule as DataModule
     from drivetrain.data.predictions import Predictions as Predictions
     from drivetrain.data.predictions import read_predictions as read_predictions
-    from drivetrain.data.sample_order import KeyedPermutation as KeyedPermutation
-    from drivetrain.data.sample_order import SequentialOrder as SequentialOrder
-    from drivetrain.data.sample_order import order as order
-    from drivetrain.data.splitting import split_by_rank as split_by_rank
 
 _HOME = {
-    "CombinedLoader": ".combined",
+    "CombinedLoader": "drivetrain._data.combined",
     "DataModule": ".datamodule",
-    "KeyedPermutation": ".sample_order",
+    "KeyedPermutation": "drivetrain._data.sample_order",
     "Predictions": ".predictions",
-    "SequentialOrder": ".sample_order",
-    "order": ".sample_order",
+    "SequentialOrder": "drivetrain._data.sample_order",
+    "order": "drivetrain._data.sample_order",
     "read_predictions": ".predictions",
-    "split_by_rank": ".splitting",
+    "split_by_rank": "drivetrain._data.splitting",
 }
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, _HOME)

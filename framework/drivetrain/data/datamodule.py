@@ -9,9 +9,9 @@ from typing import Any, Self
 
 import torch
 
+from drivetrain._module.hyper_parameters import HyperParametersMixin, class_only
+from drivetrain._module.run_handle import RunHandle
 from drivetrain._runtime.transfer import move_to
-from drivetrain.module._hyper_parameters import HyperParametersMixin, class_only
-from drivetrain.module._run_handle import RunHandle
 
 
 class DataModule(RunHandle, HyperParametersMixin):
@@ -134,8 +134,8 @@ class DataModule(RunHandle, HyperParametersMixin):
             CheckpointError: there is no complete checkpoint, or its hyper-parameters do not match the arguments of
                 ``__init__``.
         """
-        from drivetrain.checkpoint._format import load  # imported only here, because most runs do not need it
-        from drivetrain.module._saved_arguments import SavedArguments, read_hyper_parameters, resolve_checkpoint_path
+        from drivetrain._format import load  # imported only here, because most runs do not need it
+        from drivetrain._module.saved_arguments import SavedArguments, read_hyper_parameters, resolve_checkpoint_path
 
         path = resolve_checkpoint_path(cls, path, checkpoint_path)
         checkpoint = load(path)

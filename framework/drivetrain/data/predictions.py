@@ -12,12 +12,7 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from drivetrain._storage.folder import Folder
-from drivetrain.checkpoint._format.checkpoint_folder import existing_folder, read_if_there
-from drivetrain.checkpoint._format.documents import decode, loads
-from drivetrain.checkpoint._format.manifest import FileRecord
-from drivetrain.checkpoint._format.tensor_reader import CheckedFile, TensorSource, damage_error, tensors_in
-from drivetrain.data._prediction_files import (
+from drivetrain._data.prediction_files import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
     OUTPUTS,
@@ -28,6 +23,11 @@ from drivetrain.data._prediction_files import (
     records_from_json,
     samples_in_part,
 )
+from drivetrain._format.checkpoint_folder import existing_folder, read_if_there
+from drivetrain._format.documents import decode, loads
+from drivetrain._format.manifest import FileRecord
+from drivetrain._format.tensor_reader import CheckedFile, TensorSource, damage_error, tensors_in
+from drivetrain._storage.folder import Folder
 from drivetrain.data._sample_rows import Layout, layout_of, sample_of
 from drivetrain.errors import CheckpointError, ConfigurationError
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from drivetrain._distributed.child_processes import suggested_threads
 from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
 from drivetrain._runtime.accelerators import Devices
 from drivetrain._runtime.lazy_names import lazy_names
 from drivetrain.environments import torchrun_variables
-from drivetrain.launchers._processes import suggested_threads
 from drivetrain.launchers.choose import LAUNCHERS, check_launcher, choose_launcher, named_launcher
 from drivetrain.launchers.function_launcher import FunctionLauncher
 from drivetrain.launchers.launched_processes import LaunchedProcesses, current_processes

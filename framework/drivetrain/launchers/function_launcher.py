@@ -20,19 +20,19 @@ from typing import Any, Literal
 
 import torch
 
-from drivetrain._distributed.failure import Failure, RankFailedError
-from drivetrain._distributed.rendezvous import host_on, listen, name_new_job
-from drivetrain.environments import Placement, torchrun_variables
-from drivetrain.errors import ConfigurationError
-from drivetrain.launchers._fork_safety import why_not_fork
-from drivetrain.launchers._parent_watchdog import die_with_caller, die_with_parent
-from drivetrain.launchers._processes import (
+from drivetrain._distributed.child_processes import (
     FunctionProcesses,
     ProcessSettings,
     all_or_raise,
     outcome_of,
     suggested_threads,
 )
+from drivetrain._distributed.failure import Failure, RankFailedError
+from drivetrain._distributed.parent_watchdog import die_with_caller, die_with_parent
+from drivetrain._distributed.rendezvous import host_on, listen, name_new_job
+from drivetrain.environments import Placement, torchrun_variables
+from drivetrain.errors import ConfigurationError
+from drivetrain.launchers._fork_safety import why_not_fork
 from drivetrain.launchers.launched_processes import (
     LaunchedProcesses,
     current_processes,

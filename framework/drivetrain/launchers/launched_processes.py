@@ -13,13 +13,13 @@ from typing import Literal
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from drivetrain._distributed.child_processes import ERROR_FILE_VARIABLE, ScriptProcesses
 from drivetrain._distributed.failure import Failure, RankFailedError, failure_file, first_cause
+from drivetrain._distributed.parent_watchdog import die_with_parent
 from drivetrain._distributed.rendezvous import connect
+from drivetrain._utilities_rank import set_utilities_rank
 from drivetrain.environments import Placement, TorchrunEnvironment
-from drivetrain.environments._utilities_rank import set_utilities_rank
 from drivetrain.errors import ConfigurationError, DistributedError, DrivetrainError
-from drivetrain.launchers._parent_watchdog import die_with_parent
-from drivetrain.launchers._processes import ERROR_FILE_VARIABLE, ScriptProcesses
 
 # Environment variables of a process that runs the caller's script again. The children of that process inherit the
 # variables too, but the process id of their parent differs from the value of `PARENT_VARIABLE`.

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from drivetrain._distributed.child_processes import all_or_raise, collect, outcome_of, suggested_threads
 from drivetrain._distributed.failure import Failure
 from drivetrain._distributed.rendezvous import host, name_new_job
 from drivetrain._runtime.accelerators import Devices, resolve_devices
@@ -20,7 +21,6 @@ from drivetrain._runtime.lazy_names import import_optional
 from drivetrain._runtime.process_state import ProcessState
 from drivetrain.environments import Placement, torchrun_variables
 from drivetrain.errors import ConfigurationError
-from drivetrain.launchers._processes import all_or_raise, collect, outcome_of, suggested_threads
 from drivetrain.launchers.launched_processes import LaunchedProcesses, set_current_processes
 from drivetrain.launchers.launcher import Launcher
 

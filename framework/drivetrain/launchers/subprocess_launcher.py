@@ -9,11 +9,11 @@ import sys
 import threading
 from dataclasses import replace
 
+from drivetrain._distributed.child_processes import ScriptProcesses, suggested_threads
 from drivetrain._distributed.failure import Failure, first_cause
 from drivetrain._distributed.rendezvous import host, name_new_job
 from drivetrain.environments import Placement, torchrun_variables
 from drivetrain.errors import ConfigurationError
-from drivetrain.launchers._processes import ScriptProcesses, suggested_threads
 from drivetrain.launchers._rerun_command import rerun_command
 from drivetrain.launchers.launched_processes import (
     LAUNCHER_VARIABLE,

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from drivetrain._config.secret_values import SecretFilter
+from drivetrain._runs.directory import claim_version, folder_name, make_directory, runs_folder_of, split_folder
 from drivetrain._runtime.working_directory import resolved_path
 from drivetrain._storage.paths import child, publish
 from drivetrain.loggers.logger import Logger
-from drivetrain.runs._directory import claim_version, folder_name, make_directory, runs_folder_of, split_folder
 
 
 class DirectoryLogger(Logger):

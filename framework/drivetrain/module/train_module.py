@@ -10,11 +10,11 @@ from typing import IO, TYPE_CHECKING, Any, Self
 import torch
 from torch.optim import Optimizer
 
-from drivetrain.checkpoint._compiled_names import PlainNames
+from drivetrain._module.hyper_parameters import HyperParametersMixin, class_only
+from drivetrain._module.module_hooks import ModuleHooks
+from drivetrain._module.run_handle import RunHandle
+from drivetrain._runtime.compiled_names import PlainNames
 from drivetrain.errors import ConfigurationError
-from drivetrain.module._hyper_parameters import HyperParametersMixin, class_only
-from drivetrain.module._module_hooks import ModuleHooks
-from drivetrain.module._run_handle import RunHandle
 
 # These are imported only for annotations, to keep the import of this module cheap.
 if TYPE_CHECKING:
@@ -399,12 +399,12 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, PlainNames):
                 the checkpoint.
         """
         # Imported only here, because most runs do not need it.
-        from drivetrain.checkpoint._format import load
-        from drivetrain.checkpoint._loading_hooks import with_versions
-        from drivetrain.checkpoint._weights_fit import WeightMismatch
+        from drivetrain._format import load
+        from drivetrain._module.saved_arguments import SavedArguments, read_hyper_parameters, resolve_checkpoint_path
+        from drivetrain._parameters.loading_hooks import with_versions
+        from drivetrain._parameters.weights_fit import WeightMismatch
+        from drivetrain._rank_zero import this_rank
         from drivetrain.checkpoint.averaged_weights import evaluated_weights
-        from drivetrain.launchers._rank_zero import this_rank
-        from drivetrain.module._saved_arguments import SavedArguments, read_hyper_parameters, resolve_checkpoint_path
 
         path = resolve_checkpoint_path(cls, path, checkpoint_path)
         checkpoint = load(path)
@@ -419,7 +419,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, PlainNames):
         description = f"The weights of {os.fspath(path)!r}"
         if base:
             from drivetrain._distributed.control_plane import LocalControl
-            from drivetrain.checkpoint._base_weights import base_checksums, check_base
+            from drivetrain._parameters.base_weights import base_checksums, check_base
 
             base_weights = {name: value for name, value in module.state_dict().items() if name in base}
             check_base(
@@ -473,7 +473,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, PlainNames):
                 torch cannot export ``forward``, or ``file_path`` is not the name of a file.
             CheckpointError: the file cannot be written.
         """
-        from drivetrain.module._export import export_onnx  # Imported only here, because it is slow to import.
+        from drivetrain._module.export import export_onnx  # Imported only here, because it is slow to import.
 
         return export_onnx(self, file_path, input_sample, kwargs)
 
@@ -491,7 +491,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, PlainNames):
         Raises:
             ConfigurationError: ``forward`` or the sample is missing, or this process does not hold all weights.
         """
-        from drivetrain.module._export import export_program  # Imported only here, because it is slow to import.
+        from drivetrain._module.export import export_program  # Imported only here, because it is slow to import.
 
         return export_program(self, input_sample, kwargs)
 

@@ -13,8 +13,8 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grad_value_, get_total_norm
 from torch.optim import Optimizer
 
+from drivetrain._distributed.gradient_meshes import group_by_dtype, group_by_mesh
 from drivetrain.errors import ConfigurationError, nearest
-from drivetrain.precision._gradient_meshes import group_by_dtype, group_by_mesh
 
 ALGORITHMS = ("norm", "value")
 

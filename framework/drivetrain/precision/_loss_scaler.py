@@ -14,8 +14,8 @@ from torch.amp import GradScaler
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from drivetrain._distributed.gradient_meshes import group_by_mesh, multiply
 from drivetrain.precision._clipping import clip_gradients
-from drivetrain.precision._gradient_meshes import group_by_mesh, multiply
 
 LOSS_SCALE_FLOOR = 2.0**-24
 """The smallest loss scale, which is the smallest positive fp16 number.

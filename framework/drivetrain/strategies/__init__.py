@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from drivetrain._distributed.shards import Region as Region
     from drivetrain._distributed.shards import Span as Span
     from drivetrain._distributed.shards import cut as cut
+    from drivetrain._parameters.loading_hooks import load_current as load_current
+    from drivetrain._parameters.loading_hooks import resized_buffers as resized_buffers
+    from drivetrain._parameters.module_lock import may_move as may_move
+    from drivetrain._parameters.optimizer_state import check_optimizer_fits as check_optimizer_fits
+    from drivetrain._parameters.optimizer_state import load_named_optimizer_state as load_named_optimizer_state
+    from drivetrain._parameters.optimizer_state import named_optimizer_state as named_optimizer_state
+    from drivetrain._parameters.replaced_tensors import replace_tensors as replace_tensors
+    from drivetrain._parameters.trainable import TrainableChange as TrainableChange
+    from drivetrain._parameters.trainable import changed_within_window_error as changed_within_window_error
+    from drivetrain._parameters.weights_fit import WeightMismatch as WeightMismatch
     from drivetrain._runtime.memory_advice import MemoryAdvice as MemoryAdvice
-    from drivetrain.checkpoint._loading_hooks import load_current as load_current
-    from drivetrain.checkpoint._loading_hooks import resized_buffers as resized_buffers
-    from drivetrain.checkpoint._weights_fit import WeightMismatch as WeightMismatch
-    from drivetrain.strategies._module_lock import may_move as may_move
-    from drivetrain.strategies._optimizer_state import check_optimizer_fits as check_optimizer_fits
-    from drivetrain.strategies._optimizer_state import load_named_optimizer_state as load_named_optimizer_state
-    from drivetrain.strategies._optimizer_state import named_optimizer_state as named_optimizer_state
-    from drivetrain.strategies._replaced_tensors import replace_tensors as replace_tensors
-    from drivetrain.strategies._trainable import TrainableChange as TrainableChange
-    from drivetrain.strategies._trainable import changed_within_window_error as changed_within_window_error
     from drivetrain.strategies.distributed import DEFAULT_STEP_TIMEOUT as DEFAULT_STEP_TIMEOUT
     from drivetrain.strategies.distributed import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
     from drivetrain.strategies.distributed import DistributedStrategy as DistributedStrategy
@@ -43,10 +43,14 @@ if TYPE_CHECKING:
     from drivetrain.strategies.strategy import Strategy as Strategy
 
 _NAMES_BY_MODULE = {
-    "._module_lock": ("may_move",),
-    "._optimizer_state": ("check_optimizer_fits", "load_named_optimizer_state", "named_optimizer_state"),
-    "._replaced_tensors": ("replace_tensors",),
-    "._trainable": ("TrainableChange", "changed_within_window_error"),
+    "drivetrain._parameters.module_lock": ("may_move",),
+    "drivetrain._parameters.optimizer_state": (
+        "check_optimizer_fits",
+        "load_named_optimizer_state",
+        "named_optimizer_state",
+    ),
+    "drivetrain._parameters.replaced_tensors": ("replace_tensors",),
+    "drivetrain._parameters.trainable": ("TrainableChange", "changed_within_window_error"),
     ".distributed": ("DEFAULT_STEP_TIMEOUT", "DEFAULT_TIMEOUT", "DistributedStrategy", "refuse_embedding_max_norm"),
     ".registry": ("known_strategies", "strategy_by_name"),
     ".strategy": ("RunSettings", "StepRunner", "Strategy"),
@@ -55,8 +59,8 @@ _NAMES_BY_MODULE = {
     "drivetrain._distributed.process_groups": ("set_timeout",),
     "drivetrain._distributed.shards": ("Box", "ParameterShard", "Region", "Span", "cut"),
     "drivetrain._runtime.memory_advice": ("MemoryAdvice",),
-    "drivetrain.checkpoint._loading_hooks": ("load_current", "resized_buffers"),
-    "drivetrain.checkpoint._weights_fit": ("WeightMismatch",),
+    "drivetrain._parameters.loading_hooks": ("load_current", "resized_buffers"),
+    "drivetrain._parameters.weights_fit": ("WeightMismatch",),
 }
 
 __getattr__, __dir__, __all__ = lazy_names(

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from drivetrain._distributed.control_plane import ControlPlane, LocalControl
 from drivetrain._distributed.shards import ParameterShard, Region
+from drivetrain._parameters.optimizer_state import load_named_optimizer_state, named_optimizer_state
 from drivetrain._runtime.transfer import move_to
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import Precision
-from drivetrain.strategies._optimizer_state import load_named_optimizer_state, named_optimizer_state
 
 if TYPE_CHECKING:
     from drivetrain._runtime.memory_advice import MemoryAdvice
@@ -374,7 +374,7 @@ class Strategy(ABC):
             strict: raise an error for missing and unexpected names. If False, missing tensors keep their values.
         """
         if self.module is not None:
-            from drivetrain.checkpoint._loading_hooks import load_current  # only runs that load weights need it
+            from drivetrain._parameters.loading_hooks import load_current  # only runs that load weights need it
 
             load_current(self.module, state, strict)
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from drivetrain._distributed.child_processes import ProcessSettings, outcome_of
+from drivetrain._distributed.parent_watchdog import die_with_parent
 from drivetrain._runtime.process_state import ProcessState
-from drivetrain.launchers._parent_watchdog import die_with_parent
-from drivetrain.launchers._processes import ProcessSettings, outcome_of
 from drivetrain.testing._leak_checks import ProcessSnapshot
 from drivetrain.testing._stack_dump import dump_stacks_to
 

@@ -13,11 +13,11 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Self
 
+from drivetrain._distributed.child_processes import FunctionProcesses, ProcessSettings
 from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
 from drivetrain._distributed.rendezvous import host
 from drivetrain.environments import Placement, torchrun_variables
 from drivetrain.errors import ConfigurationError, DistributedError
-from drivetrain.launchers._processes import FunctionProcesses, ProcessSettings
 from drivetrain.launchers.function_launcher import PRELOAD
 from drivetrain.testing._rank_process import ALL_RETURNED, Call, Leftovers, serve
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from drivetrain._config.argument_checks import check_choice
-from drivetrain._engine.stage_loaders import DataArguments
+from drivetrain._engine.data_setup.stage_loaders import DataArguments
 from drivetrain._engine.trials import EngineTrials
-from drivetrain.callbacks._batch_size_search import BatchSizeSearch
-from drivetrain.callbacks._lr_search import LRFind, LRSearch
+from drivetrain.callbacks.batch_size_search import BatchSizeSearch
+from drivetrain.callbacks.lr_search import LRFind, LRSearch
 from drivetrain.data import DataModule
 from drivetrain.errors import ConfigurationError
 from drivetrain.fit import Fit, check_module

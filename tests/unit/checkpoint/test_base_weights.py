@@ -13,8 +13,8 @@ from torch import nn
 from drivetrain import Fit, TrainModule
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._distributed.shards import Box, ParameterShard, Span, cut
+from drivetrain._parameters.base_weights import base_checksums  # private: no run shards a tensor in all of these ways
 from drivetrain.checkpoint import consolidate, load, show, verify
-from drivetrain.checkpoint._base_weights import base_checksums  # private: no run shards a tensor in all of these ways
 from drivetrain.errors import CheckpointError
 
 WHOLE = torch.randn(6, 4, 5, generator=torch.Generator().manual_seed(0))

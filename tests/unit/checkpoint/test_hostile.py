@@ -14,9 +14,9 @@ import torch
 from checkpoint_case import replace_file, resealed, save_contents, tensor_file, written
 
 from drivetrain import CheckpointError
+from drivetrain._format import StateToSave, write_plan
+from drivetrain._format.tensor_file import read_header  # the one way to a file of 2**40 bytes
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint._format import StateToSave, write_plan
-from drivetrain.checkpoint._format.tensor_file import read_header  # the one way to a file of 2**40 bytes
 from newest_checkpoint import newest
 
 

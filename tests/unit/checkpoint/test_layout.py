@@ -39,13 +39,13 @@ from torch import nn
 from drivetrain import CheckpointError, ConfigurationError
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._distributed.shards import Box, Span  # what strategies request of a tensor
+from drivetrain._format import StateToSave, commit, copy_to_host, write_plan
+from drivetrain._format.documents import decode, dumps, encode, loads
+from drivetrain._format.tensor_file import DTYPES
 from drivetrain._storage.atomic_exchange import exchange
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify
 from drivetrain.checkpoint.__main__ import main
-from drivetrain.checkpoint._format import StateToSave, commit, copy_to_host, write_plan
-from drivetrain.checkpoint._format.documents import decode, dumps, encode, loads
-from drivetrain.checkpoint._format.tensor_file import DTYPES
 
 URL = "memory://place/c"
 _Pair = namedtuple("_Pair", "a b")

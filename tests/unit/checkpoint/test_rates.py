@@ -14,12 +14,11 @@ import pytest
 import torch
 from checkpoint_case import OneLayer, quiet
 
+# Private: the work is counted where it is done.
+from drivetrain._format import checksums, tensor_reader
+from drivetrain._format.pinned_copies import pinned_copies
 from drivetrain._storage.writeback_file import WritebackFile
 from drivetrain.checkpoint import load
-
-# Private: the work is counted where it is done.
-from drivetrain.checkpoint._format import checksums, tensor_reader
-from drivetrain.checkpoint._format.pinned_copies import pinned_copies
 from emulated_cuda import EmulatedCuda, requires_emulated_cuda
 from worlds import on_emulated_cuda
 

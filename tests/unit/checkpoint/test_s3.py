@@ -13,9 +13,9 @@ from checkpoint_case import OneLayer, contents, equal, quiet, save_contents, tok
 
 from drivetrain import Callback, CheckpointError, ConfigurationError, Fit
 from drivetrain._distributed.shards import Span  # what strategies request of a tensor
+from drivetrain._format import StateToSave
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint._format import StateToSave
 from drivetrain.testing import requires_package
 from worlds import on_ranks
 

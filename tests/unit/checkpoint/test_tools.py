@@ -15,9 +15,9 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from drivetrain import CheckpointError, TrainModule
+from drivetrain._format import StateToSave, write_plan
 from drivetrain.checkpoint import consolidate, convert, load, show
 from drivetrain.checkpoint.__main__ import main
-from drivetrain.checkpoint._format import StateToSave, write_plan
 
 
 class Net(TrainModule):

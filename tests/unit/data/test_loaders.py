@@ -28,11 +28,11 @@ from torch.utils.data import (
 )
 
 from benchmarks.calls import count_calls
+from drivetrain._data.loaders import prepare_loader  # private: ranks are simulated, and calls counted, without runs
+from drivetrain._data.order_fingerprint import digest_of_batch, digest_of_indices, subset_fingerprint
+from drivetrain._data.sharding import BatchShare, EpochOffset
+from drivetrain._data.splitting import use_data_rank
 from drivetrain.data import CombinedLoader, split_by_rank
-from drivetrain.data._loaders import prepare_loader  # private: ranks are simulated, and calls counted, without runs
-from drivetrain.data._order_fingerprint import digest_of_batch, digest_of_indices, subset_fingerprint
-from drivetrain.data._sharding import BatchShare, EpochOffset
-from drivetrain.data.splitting import use_data_rank
 from drivetrain.errors import ConfigurationError
 from wrong_lengths import Batches
 

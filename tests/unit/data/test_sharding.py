@@ -23,10 +23,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from drivetrain._data.batch_source import BatchSource
+from drivetrain._data.loaders import prepare_loader  # private: all ranks are simulated in one process
+from drivetrain._data.sharding import BatchShare, EpochOffset
 from drivetrain.data import KeyedPermutation, SequentialOrder, order
-from drivetrain.data._batch_source import BatchSource
-from drivetrain.data._loaders import prepare_loader  # private: all ranks are simulated in one process
-from drivetrain.data._sharding import BatchShare, EpochOffset
 from drivetrain.errors import ConfigurationError
 from oracle.data_loaders import Ragged
 from oracle.dealing import GlobalBatch, deal, deal_evaluation

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
+from drivetrain._data.batch_copies import copy_batch, copy_containers
 from drivetrain._runtime.transfer import first_dimension, move_to
 from drivetrain.data import DataModule
-from drivetrain.data._batch_copies import copy_batch, copy_containers
 from drivetrain.errors import ConfigurationError
 
 META = torch.device("meta")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from drivetrain.data._loaders import prepare_loader
+from drivetrain._data.loaders import prepare_loader
 from drivetrain.errors import ConfigurationError
 
 

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from drivetrain import Callback, Fit, TrainModule
 from drivetrain._loops.hooks import HOOKS
+from drivetrain._module.module_hooks import ModuleHooks
 from drivetrain.callback import Callback as CallbackBase
-from drivetrain.module._module_hooks import ModuleHooks
 
 QUIET: dict[str, Any] = {
     "logger": False,

@@ -21,13 +21,13 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from drivetrain import ConfigurationError, DataModule, TrainModule
+from drivetrain._data.sharding import BatchShare
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._loops.windows import allreduced_windows
 from drivetrain._runtime.transfer import cast_floating, move_to
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load
 from drivetrain.data import CombinedLoader
-from drivetrain.data._sharding import BatchShare
 
 
 def seen(batch: Any) -> Any:

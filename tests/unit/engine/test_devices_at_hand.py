@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drivetrain import ConfigurationError
-from drivetrain._engine.strategy_checks import refuse_shared_devices
+from drivetrain._engine.assembly.strategy_checks import refuse_shared_devices
 from drivetrain._runtime import accelerators, process_state
 from drivetrain._runtime.generators import generator_states, restore_generators
 from drivetrain._runtime.process_state import ProcessState

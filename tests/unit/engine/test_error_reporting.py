@@ -10,7 +10,7 @@ import pytest
 
 from drivetrain._distributed.failure import Failure, RankFailedError
 from drivetrain._engine import error_reporting
-from drivetrain._engine.error_reporting import OneLineHook, print_in_one_line
+from drivetrain._engine.ranks.error_reporting import OneLineHook, print_in_one_line
 
 
 def replaced_stderr(monkeypatch: pytest.MonkeyPatch) -> Mock:

@@ -16,10 +16,10 @@ import torch
 from engine_case import fit, loader, regression
 from small_modules import Logs, calling, linear
 
+from drivetrain._runs.checkpoint_folders import claim_name
 from drivetrain._storage.local_publication import LocalPublication
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import consolidate, convert, verify
-from drivetrain.checkpoint._folders import claim_name
 from drivetrain.loggers import CSVLogger, TensorBoardLogger
 
 

@@ -15,8 +15,8 @@ from engine_case import Tiny, fit, loader
 from small_modules import calling, metrics, tiny
 
 from drivetrain import ConfigurationError, Fit, Logger
+from drivetrain._log_queue import LogQueue, _Row  # private: rows wait for a device only
 from drivetrain.callbacks import LambdaCallback
-from drivetrain.loggers._log_queue import LogQueue, _Row  # private: rows wait for a device only
 
 EPOCH: dict[str, Any] = {"on_step": False, "on_epoch": True}
 BOTH: dict[str, Any] = {"on_step": True, "on_epoch": True}

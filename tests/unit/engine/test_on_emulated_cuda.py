@@ -266,7 +266,7 @@ def _saved(gpu: EmulatedCuda, device: int) -> list[int]:
 def test_the_runs_device_is_current_and_is_waited_for_by_an_asynchronous_save(device: int) -> None:  # O-01, O-02
     seen = on_emulated_cuda(_saved, device)
     assert seen.returned == [device, 0]
-    saving = "checkpoint/_format/"
+    saving = "_format/"
     copied = {copy.device for copy in seen.copies if not copy.blocking and any(saving in line for line in copy.where)}
     waited = {sync.device for sync in seen.host_syncs if any(saving in line for line in sync.where)}
     assert copied == waited == {device}

@@ -220,8 +220,8 @@ def test_reading_imports_no_class_that_the_checkpoint_names(tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["torch.Tensor", "os.path", "torch.distributed.tensor.DTensor"])
 def test_a_class_that_wraps_no_tensors_is_a_checkpoint_error(name: str) -> None:
     # Q-03; private: no public function writes such a checkpoint
-    from drivetrain.checkpoint._format import documents
-    from drivetrain.checkpoint._format.checkpoint_reader import _read_tensors
+    from drivetrain._format import documents
+    from drivetrain._format.checkpoint_reader import _read_tensors
 
     document = documents.decode({"$subclass": [name, {}, None, [1], [1]]}, dict[str, Any]().__getitem__)
     with pytest.raises(CheckpointError):

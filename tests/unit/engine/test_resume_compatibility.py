@@ -302,7 +302,7 @@ def test_a_new_head_is_in_the_optimizer_or_the_error_says_so(tmp_path: Path) -> 
 def rewrite_state(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     # Private: there is no public way to write a checkpoint of an earlier version, or a malformed one.
     from drivetrain._distributed.control_plane import LocalControl
-    from drivetrain.checkpoint._format import StateToSave, save
+    from drivetrain._format import StateToSave, save
 
     checkpoint = load(path)
     state, ranks, optimizers = checkpoint.state(), checkpoint.rank_state(0), [checkpoint.optimizer_state()]

@@ -28,11 +28,11 @@ from captured_warnings import captured_warnings
 from drivetrain import CheckpointError, ConfigurationError, Fit, Precision, Strategy
 
 # Private: a run would have to log 16 MiB, and to lose its folder.
-from drivetrain._engine.rank_log import MAX_LOG_BYTES, RankLog
+from drivetrain._engine.ranks.rank_log import MAX_LOG_BYTES, RankLog
+from drivetrain._runs.run_folder import RunFolder
 from drivetrain.callbacks import Checkpoint
 from drivetrain.loggers import CSVLogger
 from drivetrain.precision import HalfPrecision, MixedPrecision
-from drivetrain.runs._run_folder import RunFolder
 from drivetrain.strategies import MemoryAdvice
 from drivetrain_strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 
@@ -303,7 +303,7 @@ def test_the_error_names_sizes_and_settings_to_change(tmp_path: Path) -> None:
 
 def test_sharding_is_suggested_first_if_the_state_is_large() -> None:
     # Private: only a CUDA device tells how much of its memory the state takes.
-    from drivetrain._engine.out_of_memory import _advice
+    from drivetrain._engine.assembly.out_of_memory import _advice
 
     trainer = SimpleNamespace(accumulate_grad_batches=1)
     run: Any = SimpleNamespace(stage="fit", strategy=SingleDeviceStrategy(), module=Regression(), trainer=trainer)

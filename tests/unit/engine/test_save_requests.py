@@ -16,8 +16,8 @@ from drivetrain import Callback, CheckpointError, ConfigurationError
 
 # Private: the classes that wrote these checkpoints do not exist any more.
 from drivetrain._distributed.control_plane import LocalControl
+from drivetrain._format import CheckpointMetadata, StateToSave, save
 from drivetrain.checkpoint import convert
-from drivetrain.checkpoint._format import CheckpointMetadata, StateToSave, save
 
 
 class Named(Tiny):

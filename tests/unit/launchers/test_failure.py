@@ -18,12 +18,12 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from drivetrain._distributed.child_processes import ScriptProcesses
 from drivetrain._distributed.control_group import GroupControl
 from drivetrain._distributed.plain_values import decode, encode
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.launchers import Failure, RankFailedError, first_cause
-from drivetrain.launchers._processes import ScriptProcesses
 from drivetrain.launchers.launched_processes import LaunchedProcesses
 
 

@@ -25,7 +25,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from drivetrain._distributed import rendezvous
 from drivetrain._distributed.rendezvous import NO_NAME, admit, admit_first, host, name_new_job
-from drivetrain._engine.run_processes import find_processes
+from drivetrain._engine.ranks.run_processes import find_processes
 from drivetrain._runtime.accelerators import Devices
 from drivetrain.environments import (
     KubeflowEnvironment,

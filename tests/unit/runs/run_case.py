@@ -13,11 +13,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Fit, TrainModule
+from drivetrain._runs import liveness
+from drivetrain._runs.process import _start_time
+from drivetrain._runs.record import now
 from drivetrain.callbacks import Checkpoint
 from drivetrain.loggers import CSVLogger
-from drivetrain.runs import _liveness
-from drivetrain.runs._process import _start_time
-from drivetrain.runs._record import now
 
 STEPS = 6  # in an epoch
 NAME = "drivetrain_logs"
@@ -121,8 +121,8 @@ def left_running(folder: Any, **process: Any) -> None:
 
 def watched(monkeypatch: pytest.MonkeyPatch, folder: Any, alive: bool, **values: Any) -> None:
     """Let runs watch others briefly; a run that is ``alive`` changes its heartbeat and values in its record."""
-    monkeypatch.setattr(_liveness, "WATCH_SECONDS", 0.4)
-    original = _liveness.watch
+    monkeypatch.setattr(liveness, "WATCH_SECONDS", 0.4)
+    original = liveness.watch
 
     def watch(run: Any, read: Callable[[str], Any]) -> Any:
         def changed(path: str) -> Any:
@@ -132,4 +132,4 @@ def watched(monkeypatch: pytest.MonkeyPatch, folder: Any, alive: bool, **values:
 
         return original(run, changed)
 
-    monkeypatch.setattr(_liveness, "watch", watch)
+    monkeypatch.setattr(liveness, "watch", watch)

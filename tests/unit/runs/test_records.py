@@ -20,14 +20,15 @@ from jsonschema import Draft202012Validator, ValidationError
 from run_case import Net, data, every, fit, folders, record, rows, trained
 
 from drivetrain import Callback
+from drivetrain._runs import liveness, process
+from drivetrain._runs import record as record_file
+from drivetrain._runs.liveness import is_alive, running_ids
+from drivetrain._runs.process import Job, Process
+from drivetrain._runs.record import FAILED, FINISHED, FORMAT, INTERRUPTED, RUNNING, Record
 from drivetrain._storage.folder import StorageError
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import _discovery
 from drivetrain.loggers import CSVLogger
-from drivetrain.runs import _liveness, _process, _record
-from drivetrain.runs._liveness import is_alive, running_ids
-from drivetrain.runs._process import Job, Process
-from drivetrain.runs._record import FAILED, FINISHED, FORMAT, INTERRUPTED, RUNNING, Record
 from drivetrain.testing import requires_linux
 from faulty_store import FaultyStore
 
@@ -189,14 +190,14 @@ def test_the_schema_describes_every_field_and_refuses_invalid_records(tmp_path: 
 
 def test_a_step_does_not_write_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # H-01
     written: list[int] = []
-    original = _record.encode_record
+    original = record_file.encode_record
     trainer = fit(tmp_path, callbacks=every(4))
 
     def encode(document: Any) -> Any:
         written.append(trainer.global_step)
         return original(document)
 
-    monkeypatch.setattr(_record, "encode_record", encode)
+    monkeypatch.setattr(record_file, "encode_record", encode)
     trainer.fit(Net(), data())
     assert [step for step in written if 0 < step < 6] == [4]
     assert written.count(0) == 3  # claimed, begun, training
@@ -267,7 +268,7 @@ HOSTILE = [
 
 
 def test_records_with_arbitrary_content_are_tolerated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # J-13
-    monkeypatch.setattr(_liveness, "WATCH_SECONDS", 0.0)
+    monkeypatch.setattr(liveness, "WATCH_SECONDS", 0.0)
     trained(tmp_path)
     for number, content in enumerate(HOSTILE, 1):
         neighbour = tmp_path / "drivetrain_logs" / f"version_{number}"
@@ -284,10 +285,10 @@ def test_values_unknown_to_json_are_stored_as_text() -> None:
         pass
 
     values = {"nan": float("nan"), "big": 2**70, "path": Path("a"), "odd": Odd(), "kind": Odd, 3: (1, {2})}
-    found = _record.plain(values)
+    found = record_file.plain(values)
     name = f"{__name__}.test_values_unknown_to_json_are_stored_as_text.<locals>.Odd"
     assert found == {"nan": "nan", "big": str(2**70), "path": "a", "odd": name, "kind": name, "3": [1, [2]]}
-    assert json.loads(_record.encode_record(found)) == found
+    assert json.loads(record_file.encode_record(found)) == found
 
 
 def test_a_refusing_store_is_retried_and_not_considered_empty(tmp_path: Path, monkeypatch: Any) -> None:  # J-13
@@ -306,7 +307,7 @@ def test_a_refusing_store_is_retried_and_not_considered_empty(tmp_path: Path, mo
 @requires_linux()
 def test_a_process_lives_until_it_has_ended() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    seen = replace(Process.here(), pid=child.pid, began=_process._start_time(child.pid))
+    seen = replace(Process.here(), pid=child.pid, began=process._start_time(child.pid))
     assert seen.is_alive() is True
     assert Process.from_json(seen.as_json()) == seen
     child.send_signal(signal.SIGKILL)
@@ -326,7 +327,7 @@ def test_a_process_of_another_user_is_alive_and_one_of_another_machine_unknown(m
     here = Process.here()
     assert here.is_alive() is True
     assert replace(here, began="1").is_alive() is False
-    monkeypatch.setattr(_process, "_start_time", lambda pid: "")  # hidden by the system
+    monkeypatch.setattr(process, "_start_time", lambda pid: "")  # hidden by the system
     assert here.is_alive() is True
     for other in (replace(here, host="another"), replace(here, boot="before"), replace(here, namespace="pid:[1]")):
         assert other.is_alive() is None
@@ -351,7 +352,7 @@ def _running(process: Process, *jobs: Job) -> Record:
 @requires_linux()
 def test_the_liveness_of_a_recorded_run() -> None:
     here, away = Process.here(), replace(Process.here(), host="another")
-    first = replace(here, pid=1, began=_process._start_time(1))
+    first = replace(here, pid=1, began=process._start_time(1))
     ours, requeued = Job("slurm", "7"), Job("slurm", "7", restarts=1)
     assert is_alive(Record("f", {"status": "finished"}), []) is False
     assert is_alive(Record("f", {"status": "running"}), []) is None  # the record names no process

@@ -220,7 +220,7 @@ def test_runs_on_other_machines_are_judged_by_heartbeats(
 def test_only_a_run_to_be_resumed_is_watched(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:  # J-13
     older, _ = trained(tmp_path), trained(tmp_path)
     left_running(older.log_dir, host="another")
-    monkeypatch.setattr("drivetrain.runs._liveness.WATCH_SECONDS", 1000.0)
+    monkeypatch.setattr("drivetrain._runs.liveness.WATCH_SECONDS", 1000.0)
     newer = trained(tmp_path, "auto", max_epochs=2)
     path = Path(str(newer.log_dir), "checkpoints", "epoch=1-step=12")
     assert [version(one) for one in (newer, trained(tmp_path, path, max_epochs=3))] == ["version_1"] * 2
@@ -228,7 +228,7 @@ def test_only_a_run_to_be_resumed_is_watched(tmp_path: Path, monkeypatch: Any, c
 
 
 def test_heartbeats_are_written_during_a_long_step(tmp_path: Path, monkeypatch: Any) -> None:  # J-13, N-06
-    monkeypatch.setattr("drivetrain.runs._liveness.HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr("drivetrain._runs.liveness.HEARTBEAT_SECONDS", 0.02)
     beats: set[str] = set()
     trainer = fit(tmp_path)
 
@@ -245,7 +245,7 @@ def test_heartbeats_are_written_during_a_long_step(tmp_path: Path, monkeypatch: 
 def test_an_evaluation_uses_a_running_run_and_watches_nothing(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     first = trained(tmp_path)
     left_running(first.log_dir, host="another")
-    monkeypatch.setattr("drivetrain.runs._liveness.WATCH_SECONDS", 1000.0)
+    monkeypatch.setattr("drivetrain._runs.liveness.WATCH_SECONDS", 1000.0)
     module = Net()
     torch.nn.init.zeros_(module.net.weight)
     fit(tmp_path).validate(module, data(), ckpt_path="last", verbose=False)

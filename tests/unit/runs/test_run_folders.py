@@ -12,10 +12,10 @@ import torch
 from run_case import NAME, Net, data, edit, every, fit, folders, left_running, record, rows, stopped, trained, watched
 
 from drivetrain import Fit, Logger
+from drivetrain._runs import liveness, start_search
 from drivetrain.callbacks import Checkpoint, LambdaCallback
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import CSVLogger, TensorBoardLogger
-from drivetrain.runs import _liveness, _start_search
 
 
 def test_each_fit_has_all_its_files_in_a_folder_of_its_own(tmp_path: Path) -> None:  # J-13
@@ -303,8 +303,8 @@ def test_a_run_with_malformed_lists_and_remains_of_a_record_resumes(tmp_path: Pa
 
 @pytest.mark.parametrize("folder", ["nowhere://bucket/version_0", "version_0\0"], ids=["protocol", "null"])
 def test_a_checkpoint_of_an_unreachable_run_is_resumed(tmp_path: Path, folder: str, monkeypatch: Any) -> None:  # J-13
-    monkeypatch.setattr(_start_search, "SHORT_RETRY_SECONDS", 0.0)
-    monkeypatch.setattr("drivetrain._engine.checkpoint_manager._absolute", lambda path: folder)
+    monkeypatch.setattr(start_search, "SHORT_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("drivetrain._engine.checkpoints.checkpoint_manager._absolute", lambda path: folder)
     trained(tmp_path / "there", callbacks=Checkpoint(dirpath=tmp_path / "copied"))
     again = trained(tmp_path / "here", "auto", callbacks=Checkpoint(dirpath=tmp_path / "copied"), max_epochs=2)
     assert again.global_step == 12
@@ -318,7 +318,7 @@ def test_a_folder_by_name_is_not_taken_from_a_run_on_another_machine(
 ) -> None:  # J-13
     folder = Path(str(trained(tmp_path, logger=CSVLogger(tmp_path, version=4)).log_dir))
     left_running(folder, host="elsewhere")
-    monkeypatch.setattr(_liveness, "POLL_SECONDS", 0.2)
+    monkeypatch.setattr(liveness, "POLL_SECONDS", 0.2)
     watched(monkeypatch, folder, alive)
     if alive:
         with pytest.raises(ConfigurationError, match=r"under way \(process \d+ on elsewhere\)"):

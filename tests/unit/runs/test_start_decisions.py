@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from drivetrain.checkpoint._format import CheckpointMetadata
-from drivetrain.runs._identity import Identity
-from drivetrain.runs._process import Job
-from drivetrain.runs._record import Record
-from drivetrain.runs._start_decision import Found, StartRequest, decide
+from drivetrain._format import CheckpointMetadata
+from drivetrain._runs.identity import Identity
+from drivetrain._runs.process import Job
+from drivetrain._runs.record import Record
+from drivetrain._runs.start_decision import Found, StartRequest, decide
 
 JOB = Job("slurm", "7", 1)
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
 from torch.utils.data.sampler import BatchSampler
 
+from drivetrain._data.combined import CombinedLoader
+from drivetrain._data.order_fingerprint import digest_of_batch, subset_fingerprint
+from drivetrain._data.samplers import len_or_none
 from drivetrain._distributed.checksum import checksum_share, stack_on_cpu
-from drivetrain.data._order_fingerprint import digest_of_batch, subset_fingerprint
-from drivetrain.data._samplers import len_or_none
-from drivetrain.data.combined import CombinedLoader
 from drivetrain.strategies.strategy import Strategy
 
 if TYPE_CHECKING:

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from drivetrain._loops.outputs import on_host
-from drivetrain.callbacks._predictions.prediction_identity import prediction_identity
-from drivetrain.callbacks._predictions.prediction_store import PredictionStore, StoredPart
-from drivetrain.checkpoint._format.collective_errors import run_collectively
-from drivetrain.checkpoint._format.documents import encode
-from drivetrain.checkpoint._format.tensor_file import check_storable
-from drivetrain.data._prediction_files import (
+from drivetrain._data.prediction_files import (
     Part,
     as_integer_indices,
     part_contents,
     records_from_json,
     records_to_json,
 )
+from drivetrain._format.collective_errors import run_collectively
+from drivetrain._format.documents import encode
+from drivetrain._format.tensor_file import check_storable
+from drivetrain._loops.outputs import on_host
+from drivetrain.callbacks._predictions.prediction_identity import prediction_identity
+from drivetrain.callbacks._predictions.prediction_store import PredictionStore, StoredPart
 from drivetrain.errors import CheckpointError
 
 if TYPE_CHECKING:

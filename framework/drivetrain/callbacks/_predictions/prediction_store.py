@@ -8,12 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from drivetrain._storage.local_publication import lock_for_this_process
-from drivetrain._storage.paths import folder_at, local_path
-from drivetrain.checkpoint._format.checksums import BLOCK, BlockChecksums
-from drivetrain.checkpoint._format.manifest import FileRecord
-from drivetrain.checkpoint._format.tensor_reader import CheckedFile
-from drivetrain.data._prediction_files import (
+from drivetrain._data.prediction_files import (
     LOCK,
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -28,6 +23,11 @@ from drivetrain.data._prediction_files import (
     parts_among,
     samples_in_part,
 )
+from drivetrain._format.checksums import BLOCK, BlockChecksums
+from drivetrain._format.manifest import FileRecord
+from drivetrain._format.tensor_reader import CheckedFile
+from drivetrain._storage.local_publication import lock_for_this_process
+from drivetrain._storage.paths import folder_at, local_path
 from drivetrain.errors import CheckpointError, listed
 
 logger = logging.getLogger("drivetrain")

@@ -1,0 +1,383 @@
+"""Builds the `BatchSource` that yields this rank's part of a user's loader."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from drivetrain._data.batch_source import BatchSource
+from drivetrain._data.combined import CombinedLoader, CombinedSource, is_collection
+from drivetrain._data.custom_samplers import GlobalBatch, SamplerRng, group_batches, group_indices, rebalance_tail
+from drivetrain._data.iterable_source import IterableSource, count_samples, no_batches_error, set_epoch
+from drivetrain._data.loader_copy import LoaderClone, allocates_each_batch
+from drivetrain._data.sample_order import KeyedPermutation, Order, SequentialOrder
+from drivetrain._data.samplers import (
+    RankSampler,
+    ShardedCustomSampler,
+    ShardedSampler,
+    drain,
+    len_or_none,
+)
+from drivetrain._data.sharding import EPOCH_START, BatchShare, EpochOffset, EpochSharding
+from drivetrain._data.worker_seeding import SeededDataset, WorkerInit
+from drivetrain._runtime.seed import derive_seed
+from drivetrain._runtime.transfer import samples_in
+from drivetrain.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from drivetrain._data.order_fingerprint import OrderFingerprint
+
+logger = logging.getLogger("drivetrain")
+
+# Loaders of these packages yield one batch for each request of their samplers.
+_TRUSTED_PACKAGES = ("torch", "torchdata")
+
+
+def prepare_loader(
+    loader: Any,
+    *,
+    training: bool,
+    predicting: bool = False,
+    rank: int = 0,
+    world_size: int = 1,
+    seed: int = 0,
+    replace_sampler: bool = True,
+) -> BatchSource:
+    """Return a `BatchSource` that yields this rank's shards of the batches of ``loader``.
+
+    Args:
+        loader: a `DataLoader`, any iterable of batches, a `CombinedLoader`, or a dict or list of loaders (combined by
+            ``"max_size_cycle"`` for training, else by ``"sequential"``). The loader is not modified.
+        training: shard for training instead of evaluation. In training, a rank may have to join a step without samples.
+        predicting: keep the order of the data set and drop no sample.
+        rank: this process's data rank.
+        world_size: the number of data ranks.
+        seed: the seed of the order, the same on every rank.
+        replace_sampler: shard the loader's sampler. If False, each rank reads all batches that its own loader yields.
+
+    Raises:
+        ConfigurationError: the loader has no batch or is not an iterable of batches, or the path of the temporary
+            folder is too long for the sockets of the loader's workers.
+    """
+    if not 0 <= rank < world_size:
+        raise ConfigurationError(
+            f"rank={rank} is not one of the {world_size} data ranks",
+            f"data ranks go from 0 to {world_size - 1}",
+            "check the strategy's `data_rank` and `data_world_size`",
+        )
+    return _source_of(loader, _Sharding(training, predicting, rank, world_size, seed, replace_sampler))
+
+
+def _source_of(loader: Any, sharding: _Sharding) -> BatchSource:
+    if is_collection(loader):
+        loader = CombinedLoader(loader, "max_size_cycle" if sharding.training else "sequential")
+    if isinstance(loader, CombinedLoader):
+        # Two loaders of the same length must not be shuffled in the same order.
+        seeds = [sharding.seed, *(derive_seed(sharding.seed, index) for index in range(1, len(loader.flattened)))]
+        parts = zip(loader.flattened, seeds, strict=True)
+        return CombinedSource(loader, [_source_of(part, replace(sharding, seed=seed)) for part, seed in parts])
+    if isinstance(loader, DataLoader) and loader.num_workers > 0:
+        from drivetrain._data.socket_paths import check_temporary_folder  # imported only if there are workers
+
+        check_temporary_folder(loader.num_workers)
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        return MapSource(loader, sharding)
+    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+        raise ConfigurationError(
+            f"{type(loader).__name__} is not a loader",
+            "batches come from a DataLoader or another iterable of batches",
+            "pass a torch.utils.data.DataLoader, a CombinedLoader, or an object with `__iter__`",
+        )
+    return IterableSource(loader, sharding.rank, sharding.world_size, sharding.seed)
+
+
+class MapSource(BatchSource):
+    """`BatchSource` over a `DataLoader` with a map-style data set, sharded by index.
+
+    Args:
+        loader: the user's loader, which is not modified.
+        sharding: how the loader's sampler is sharded.
+    """
+
+    def __init__(self, loader: DataLoader[Any], sharding: _Sharding) -> None:
+        self._dataset: Any = loader.dataset
+        self.in_process = loader.num_workers == 0
+        sampler_attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        sampler: Any = getattr(loader, sampler_attribute)
+        # Without automatic batching, an index stands for a whole batch, unless the sampler yields lists of indices.
+        prebatched = sampler_attribute == "sampler" and not isinstance(sampler, BatchSampler)
+        multi_rank = sharding.world_size > 1
+        rank_local = multi_rank and (not sharding.replace_sampler or _is_already_sharded(sampler, sharding.world_size))
+        rank_sampler: RankSampler | None = None
+        if sharding.replace_sampler and not rank_local:
+            rank_sampler = sharding.standard_sampler(sampler, prebatched, keyed=not self.in_process)
+        self._custom_samplers = _nested_samplers(sampler) if rank_sampler is None else ()
+        if rank_sampler is None:
+            rank_sampler = sharding.custom_sampler(sampler, prebatched, not self.in_process, rank_local)
+        self._rank_sampler = rank_sampler
+        self._shards_unknown = multi_rank and (rank_local or prebatched)
+        self._measure()
+        if self.length == 0:
+            raise no_batches_error(_describe_empty(loader, sharding.world_size))
+        # The loader must yield batches in order, because each batch is paired with its shard by position.
+        attributes: dict[str, Any] = {sampler_attribute: self._rank_sampler, "in_order": True}
+        if not self.in_process:
+            attributes["dataset"] = SeededDataset(loader.dataset, sharding.seed, sharding.rank)
+            attributes["worker_init_fn"] = WorkerInit(loader.worker_init_fn)
+        self._clone = LoaderClone(loader, **attributes)
+        self._prebatched = prebatched
+        self._custom_iteration = _has_custom_iteration(loader)
+        self.length_is_exact = rank_sampler.length_is_exact and not self._custom_iteration
+        self.shards_known = not self._shards_unknown and not (self._custom_iteration and multi_rank)
+        self.stride = None if rank_local else _stride(loader, prebatched, sharding.world_size)
+        self.subset = _dataset_subset(loader.dataset) if multi_rank and not rank_local else None
+        # Every rank iterates the whole of a custom sampler, unless the sampler is local to the rank.
+        self.needs_order_check = multi_rank and not rank_local and bool(self._custom_samplers)
+        self.fresh_memory = allocates_each_batch(loader)
+
+    def _measure(self) -> None:
+        self.length, self._size = self._rank_sampler.length, len_or_none(self._dataset)
+        self.samples = None if self._shards_unknown else self._size
+
+    def refresh(self) -> bool:
+        before = self._size, self.length
+        self._rank_sampler.refresh()
+        self._measure()
+        if (self._size, self.length) == before:
+            return False
+        if self.length == 0:
+            raise no_batches_error(f"the data set has no batch: its size went from {before[0]} to {self._size} samples")
+        self.close()  # Persistent workers have a copy of the data set as it was when they started.
+        return True
+
+    def shards(self, epoch: int, start: int = 0, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare] | None:
+        # The size of a prebatched batch, and the batches of a loader with custom iteration, are unknown until read.
+        return None if self._prebatched or self._custom_iteration else self._rank_sampler.shards(start, origin)
+
+    def requested_indices(self) -> Iterator[list[Any]] | None:
+        # If prebatched, an index stands for a whole batch. With custom iteration, batches may differ from the requests.
+        if self._prebatched or self._custom_iteration:
+            return None
+        requested = self._rank_sampler.requested = deque()
+        return drain(requested)
+
+    def count(self, epoch: int) -> int | None:
+        if self._custom_iteration:
+            return None
+        set_epoch(epoch, *self._custom_samplers)
+        return self._rank_sampler.count(epoch)
+
+    def epoch(self, epoch: int, start: int = 0, origin: EpochOffset = EPOCH_START) -> Iterator[tuple[Any, BatchShare]]:
+        if origin.samples and self._shards_unknown:
+            raise ConfigurationError(
+                "a loader whose sampler is local to each rank cannot resume within an epoch at another world size",
+                "the parts that the ranks' samplers select cannot be re-sharded",
+                "resume on the same number of ranks, from a checkpoint at an epoch's end, or let Fit shard the data",
+            )
+        set_epoch(epoch, *self._custom_samplers)
+        shards = self._rank_sampler.begin(epoch, start, origin)
+        pairs: Iterator[tuple[Any, BatchShare]]
+        if self._custom_iteration:
+            pairs = self._pair_custom_iteration(shards, start)
+        else:  # `zip` is implemented in C, so no Python function runs per batch unless samples must be counted
+            pairs = zip(self._clone.iterate(), shards, strict=False)
+        return self._with_counted_samples(pairs) if self._prebatched else pairs
+
+    def order_fingerprints(self) -> list[OrderFingerprint]:
+        from drivetrain._data.order_fingerprint import OrderFingerprint, digest_of_indices
+
+        self.needs_order_check = False
+        first_groups = getattr(self._rank_sampler, "first", None)
+        digest = None if first_groups is None else digest_of_indices([group.indices for group in first_groups])
+        return [OrderFingerprint(_custom_sampler_name(self._custom_samplers), digest, common=True)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._rank_sampler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._rank_sampler.load_state_dict(state)
+
+    def close(self) -> None:
+        self._clone.close()
+
+    def _pair_custom_iteration(self, shards: Iterator[BatchShare], start: int) -> Iterator[tuple[Any, BatchShare]]:
+        """Pair each batch with the sampler's shard if their sizes agree, else with a shard of the batch's size.
+
+        The size of a batch is the first dimension of its first tensor. If this size differs from the sampler's request
+        for the very first batch, the dimension does not count samples, and sizes are no longer compared.
+        """
+        name = type(self._clone.loader).__name__
+        if start:
+            logger.warning(
+                "%s overrides the iteration of DataLoader. It resumes at batch %d of the epoch only if it yields one "
+                "batch for each batch that its sampler requests.",
+                name,
+                start,
+            )
+        position, measurable = 0, None
+        for batch in self._clone.iterate():
+            shard, size = next(shards, None), samples_in(batch)
+            requested = None if shard is None else max(shard.samples, 1)  # a joining rank requests one sample
+            if measurable is None:
+                measurable = shard is None or size == requested
+            if shard is None or (measurable and size is not None and size != requested):
+                samples = 1 if size is None else size
+                shard = BatchShare(samples, samples, False, position)
+            position = shard.start + shard.samples
+            yield batch, shard if self.shards_known else shard._replace(total=None)
+        if measurable is None and start == 0:
+            raise no_batches_error(f"{name} yielded no batch")
+
+    def _with_counted_samples(self, pairs: Iterator[tuple[Any, BatchShare]]) -> Iterator[tuple[Any, BatchShare]]:
+        for batch, shard in pairs:
+            samples = 0 if shard.joins else count_samples(batch)
+            yield batch, shard._replace(samples=samples, total=None if self._shards_unknown else samples)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sharding:
+    """How the sampler of a map-style `DataLoader` is sharded. The attributes are the arguments of `prepare_loader`."""
+
+    training: bool
+    predicting: bool
+    rank: int
+    world_size: int
+    seed: int
+    replace_sampler: bool
+
+    def standard_sampler(self, sampler: Any, prebatched: bool, keyed: bool) -> RankSampler | None:
+        """Return a `ShardedSampler` that replaces a standard torch sampler; None for any other sampler."""
+        batch_size, drop_last, inner = 1, False, sampler
+        if not prebatched:
+            if type(sampler) is not BatchSampler:
+                return None
+            batch_size, drop_last, inner = sampler.batch_size, sampler.drop_last, sampler.sampler
+        standard = _standard_sampler(inner)
+        if standard is None:
+            return None
+        source, shuffle = standard
+        in_order = not shuffle or self.predicting
+        drop_last = drop_last and not self.predicting
+
+        def order_of(samples: int, epoch: int) -> Order:
+            return SequentialOrder(samples) if in_order else KeyedPermutation(samples, self.seed, epoch)
+
+        def sharding_of() -> EpochSharding:
+            if shuffle and type(inner) is RandomSampler and len(inner) != len(inner.data_source):
+                raise ConfigurationError(
+                    f"RandomSampler(num_samples={len(inner)}) of a data set that now has {len(inner.data_source)} "
+                    "samples",
+                    "the number of samples was fixed when the sampler was built, so the sampler does not follow the "
+                    "data set",
+                    "leave num_samples out, or use shuffle=True of the DataLoader",
+                )
+            return EpochSharding(len(source), batch_size, self.rank, self.world_size, drop_last, self.training)
+
+        return ShardedSampler(sharding_of, order_of, prebatched, keyed)
+
+    def custom_sampler(self, sampler: Any, prebatched: bool, keyed: bool, rank_local: bool) -> ShardedCustomSampler:
+        """Return a sampler that shards a custom sampler. If ``rank_local``, the custom sampler is read in full."""
+        sharded = self.replace_sampler and not rank_local
+        world_size, rank = (self.world_size, self.rank) if not rank_local else (1, 0)
+        drop_last = bool(getattr(sampler, "drop_last", False)) and not prebatched and not (self.predicting and sharded)
+        stream, batch_size = sampler, None  # a stream of batches of any size, or of single indices
+        if prebatched:
+            batch_size = 1
+        elif type(sampler) is BatchSampler and sharded:
+            stream, batch_size = sampler.sampler, sampler.batch_size
+
+        def start_groups(skip: int) -> Iterator[GlobalBatch]:
+            if batch_size is None:
+                groups = group_batches(stream, world_size, drop_last, skip)
+            else:
+                groups = group_indices(stream, batch_size, world_size, drop_last, skip)
+            return groups if self.training or not sharded else rebalance_tail(groups, world_size)
+
+        def length_of() -> int | None:
+            length, divisor = len_or_none(stream), world_size * (batch_size or 1)
+            if length is None:
+                return None
+            return length // divisor if drop_last else -(-length // divisor)
+
+        generators = [
+            part.generator
+            for part in _nested_samplers(sampler)
+            if isinstance(getattr(part, "generator", None), torch.Generator)
+        ]
+        rng_for_epoch = (lambda epoch: SamplerRng(self.seed, epoch, generators)) if sharded else None
+        return ShardedCustomSampler(start_groups, rng_for_epoch, rank, rank_local, length_of, prebatched, keyed)
+
+
+def _standard_sampler(sampler: Any) -> tuple[Any, bool] | None:
+    """Return what a standard torch sampler draws from, and whether it shuffles; None for any other sampler."""
+    if type(sampler) is SequentialSampler:
+        return sampler, False
+    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
+        return sampler, True
+    if type(sampler) is DistributedSampler:
+        return sampler.dataset, sampler.shuffle
+    return None
+
+
+def _is_already_sharded(sampler: Any, world_size: int) -> bool:
+    """Return whether the ``rank`` and ``num_replicas`` of a sampler show that it yields only one rank's part."""
+    return any(
+        type(part) is not DistributedSampler
+        and hasattr(part, "rank")
+        and getattr(part, "num_replicas", 0) == world_size
+        for part in _nested_samplers(sampler)
+    )
+
+
+def _nested_samplers(sampler: Any) -> tuple[Any, ...]:
+    """Return a sampler and the samplers nested in it, outermost first."""
+    parts: list[Any] = []
+    while sampler is not None and len(parts) < 8:
+        parts.append(sampler)
+        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+    return tuple(parts)
+
+
+def _dataset_subset(dataset: Any) -> list[Any] | None:
+    from drivetrain._data.order_fingerprint import subset_fingerprint  # imported only with several ranks
+
+    return subset_fingerprint(dataset)
+
+
+def _custom_sampler_name(samplers: tuple[Any, ...]) -> str:
+    """Return the class name of the outermost sampler that is not torch's, or of the innermost sampler if all are."""
+    not_from_torch = [part for part in samplers if not type(part).__module__.startswith("torch.")]
+    return type(not_from_torch[0] if not_from_torch else samplers[-1]).__name__
+
+
+def _has_custom_iteration(loader: DataLoader[Any]) -> bool:
+    """Return whether a subclass overrides iteration, and may yield more or fewer batches than its sampler requests."""
+    for name in ("__iter__", "_get_iterator"):
+        owner = next(kind for kind in type(loader).__mro__ if name in vars(kind))
+        if owner.__module__.partition(".")[0] not in _TRUSTED_PACKAGES:
+            return True
+    return False
+
+
+def _stride(loader: DataLoader[Any], prebatched: bool, world_size: int) -> int | None:
+    if prebatched:
+        return world_size
+    return None if loader.batch_size is None else world_size * loader.batch_size
+
+
+def _describe_empty(loader: DataLoader[Any], world_size: int) -> str:
+    sizes = f"{len_or_none(loader.dataset)} samples, batch_size={loader.batch_size}"  # type: ignore[arg-type]
+    return f"{type(loader).__name__} has no batch ({sizes}, drop_last={loader.drop_last}, {world_size} ranks)"

@@ -1,0 +1,97 @@
+"""The callbacks and loggers of a run: the user's, and the default ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drivetrain._loops.hooks import HOOKS
+from drivetrain._runtime.lazy_names import is_installed
+from drivetrain.callback import Callback
+from drivetrain.errors import ConfigurationError
+from drivetrain.loggers import Logger
+
+
+def default_callbacks(given: Any, *, progress_bar: bool, model_summary: bool, checkpointing: bool) -> list[Callback]:
+    """Return the user's callbacks, and each default callback unless the user passed a callback of its class.
+
+    Raises:
+        ConfigurationError: an item is not a `Callback`.
+    """
+    callbacks = checked_callbacks(given, "callbacks holds")
+    shown = {callback.shown_as for callback in callbacks}
+    # The imports are local so that a run without these callbacks starts faster.
+    if progress_bar and "progress_bar_callback" not in shown:
+        from drivetrain.callbacks.progress_default import default_progress_bar
+
+        callbacks.append(default_progress_bar())
+    if model_summary:
+        from drivetrain.callbacks.model_summary import ModelSummary
+
+        if not any(isinstance(callback, ModelSummary) for callback in callbacks):
+            callbacks.append(ModelSummary())
+    if checkpointing and "checkpoint_callback" not in shown:
+        from drivetrain.callbacks.checkpoint import Checkpoint
+
+        callbacks.append(Checkpoint())
+    return callbacks
+
+
+def default_loggers(given: Any, root: str, *, only_check: bool = False) -> list[Logger]:
+    """Return the loggers for ``Fit(logger=...)``.
+
+    Args:
+        given: None or True for TensorBoard if it is installed, else CSV; False for no logger; or a logger, a logger's
+            name, or a list of loggers and names.
+        root: the run's ``default_root_dir``, passed to loggers that are built by name.
+        only_check: whether to check ``given`` and return no loggers.
+
+    Raises:
+        ConfigurationError: an item is neither a `Logger` nor the name of one.
+    """
+    if given is False:
+        return []
+    if given is None or given is True:
+        given = "tensorboard" if is_installed("tensorboard") else "csv"
+    loggers = []
+    for item in given if isinstance(given, list | tuple) else [given]:
+        if isinstance(item, str):
+            from drivetrain.loggers.logger_names import check_logger_name, logger_by_name
+
+            check_logger_name(item)
+            if not only_check:
+                loggers.append(logger_by_name(item, root))
+        elif isinstance(item, Logger):
+            loggers.append(item)
+        else:
+            raise ConfigurationError(
+                f"logger holds a {type(item).__name__}, which is not a Logger.",
+                "the engine sends logged values through the interface of Logger.",
+                "pass a drivetrain.Logger, a name such as 'csv', a list of them, True, False or None.",
+            )
+    return [] if only_check else loggers
+
+
+def checked_callbacks(given: Any, subject: str) -> list[Callback]:
+    """Return ``given`` as a list, after checking each callback.
+
+    Args:
+        given: a callback, a list of them, or None.
+        subject: the beginning of the error message, such as "callbacks holds".
+
+    Raises:
+        ConfigurationError: an item is not a `Callback`, or has a method with the name of a hook that does not exist.
+    """
+    callbacks = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            named = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
+            raise ConfigurationError(
+                f"{subject} {named}, which is not a Callback.",
+                "the engine calls the hooks of drivetrain.Callback.",
+                "pass an instance of a drivetrain.Callback subclass.",
+            )
+        if not type(callback).__module__.startswith("drivetrain.") or vars(callback).keys() & HOOKS:
+            from drivetrain._engine.assembly.misnamed_hooks import check_hooks
+
+            check_hooks(callback)
+    return callbacks

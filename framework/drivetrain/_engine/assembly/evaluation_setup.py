@@ -1,0 +1,172 @@
+"""Builds the loops of validation within fit, of the sanity check, and of `validate`, `test` and `predict`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from drivetrain._engine.assembly.run_parts import RunCore
+from drivetrain._loops.batch_mover import Move, safe_move
+from drivetrain._loops.evaluate import EvaluateLoop, EvaluationData, EvaluationMode
+from drivetrain._loops.evaluation_interrupt import EarlyExit, ValidationExit
+from drivetrain._loops.predict import IsPredicted, PredictLoop
+from drivetrain._loops.progress_reports import Reporting
+from drivetrain._loops.step_arguments import WrappedModule
+from drivetrain.callback import StoresPredictions
+
+_Loop = TypeVar("_Loop", EvaluateLoop, PredictLoop)
+
+
+def build_stage(core: RunCore) -> Callable[[], Any]:
+    """Return a function that runs the stage: validate, test or predict. All ranks may end it early after a signal."""
+    early = EarlyExit(core.stop, core.strategy) if core.saves_on_signals else None
+    if core.stage != "predict":
+        return _build_loop(EvaluateLoop, core, core.stage, early=early).run
+    loop = _build_loop(PredictLoop, core, "predict", early=early)
+    return partial(loop.run, core.request.return_predictions, partial(_existing_predictions, core))
+
+
+def _build_loop(
+    kind: type[_Loop],
+    core: RunCore,
+    stage: str,
+    sanity_steps: int | None = None,
+    early: EarlyExit | None = None,
+) -> _Loop:
+    """Build the loop of a stage.
+
+    Args:
+        kind: the class of the loop.
+        core: the run.
+        stage: "validate", "test" or "predict".
+        sanity_steps: the number of micro-batches of each loader in a sanity check, whose values are not logged; -1 for
+            all, None if this is no sanity check.
+        early: lets all ranks end the loop early after a signal; None if they always finish.
+    """
+    strategy, data, logs = core.strategy, core.data, stage != "predict" and sanity_steps is None
+    sync_buffers = partial(strategy.sync_buffers, core.module)
+    return kind(
+        stage,
+        WrappedModule(core.module, core.runner, strategy),
+        hooks=core.hooks,
+        position=core.position,
+        data=EvaluationData(
+            [loader.source for loader in data.loaded.evaluation[stage]],
+            lambda: _limits(data.loaded.resize_evaluation(stage), sanity_steps),
+            _safe_mover(core, stage),
+        ),
+        reporting=Reporting(core.metrics, core.logger_call() if logs else None, core.progress_reporter(), data.lengths),
+        mode=EvaluationMode(
+            core.buffers.take_from_rank_0 if core.stage == "fit" else sync_buffers,
+            _inference_mode(core),
+            early,
+        ),
+    )
+
+
+def build_validation(core: RunCore) -> Callable[[], list[dict[str, float]]]:
+    """Return a function that validates within fit, and afterwards restores the generators and buffers of training."""
+    early = None
+    if core.saves_on_signals:
+        early = ValidationExit(core.stop, core.strategy, core.module, core.metrics)
+    evaluate = _build_loop(EvaluateLoop, core, "validate", early=early).run
+
+    def validate() -> list[dict[str, float]]:
+        snapshot = core.snapshot if core.progress.within_window else None
+        with (
+            snapshot.keep_evaluation_changes() if snapshot else nullcontext(),
+            _separate_generators(core),
+            core.buffers.restored_at_end(),
+        ):
+            core.validating = True
+            try:
+                with core.span("validation"):
+                    return evaluate()
+            except Exception:
+                if early is not None:
+                    with suppress(Exception):  # the device may have failed
+                        early.undo()  # a checkpoint saved after this error resumes before this validation
+                raise
+            finally:
+                core.validating = False
+
+    return validate
+
+
+def run_sanity_check(core: RunCore, after_evaluation: Callable[[], None]) -> None:
+    """Validate on a few micro-batches before training, so that errors in the validation code appear early.
+
+    Generators, buffers and logged values are restored afterwards.
+
+    Args:
+        core: the run.
+        after_evaluation: called before the logged values are cleared.
+    """
+    steps, hooks = core.trainer.num_sanity_val_steps, core.hooks
+    core.sanity_checking = True
+    with (
+        core.span("sanity check"),
+        _separate_generators(core),
+        core.buffers.restored_at_end(),
+        core.metrics.temporary("validate"),
+    ):
+        for hook in hooks.on_sanity_check_start:
+            hook()
+        _build_loop(EvaluateLoop, core, "validate", steps).run()
+        after_evaluation()
+        for hook in hooks.on_sanity_check_end:
+            hook()
+    core.sanity_checking = False
+
+
+def _limits(limits: Sequence[int | None], steps: int | None) -> list[int | None]:
+    """Return ``limits``, lowered to ``steps`` in a sanity check."""
+    if steps is None or steps == -1:
+        return list(limits)
+    return [steps if limit is None else min(steps, limit) for limit in limits]
+
+
+def goes_on_when_repeated(core: RunCore) -> bool:
+    """Return whether the same call goes on where an interrupted run ended, instead of starting from the beginning.
+
+    This holds for a fit, which saves, and for a prediction whose batches need not be computed again.
+    """
+    if core.stage == "predict":
+        return not core.request.return_predictions and bool(_storing_callbacks(core))
+    return core.stage == "fit"
+
+
+def _storing_callbacks(core: RunCore) -> list[StoresPredictions]:
+    return [callback for callback in core.callbacks if isinstance(callback, StoresPredictions)]
+
+
+def _existing_predictions(core: RunCore) -> list[IsPredicted]:
+    """Return each callback's function that finds stored predictions; empty if a callback has stored none."""
+    stored = [callback.existing_predictions(core.trainer, core.module) for callback in _storing_callbacks(core)]
+    return [part for part in stored if part is not None] if None not in stored else []
+
+
+def _safe_mover(core: RunCore, stage: str) -> Move | None:
+    """Return the run's mover; on CUDA, a version that is safe if loaders reuse a batch's memory during the copy."""
+    move = core.move
+    if move is None or core.strategy.device.type != "cuda":
+        return move
+    return safe_move(move, all(loader.source.fresh_memory for loader in core.data.loaded.evaluation[stage]))
+
+
+def _separate_generators(core: RunCore) -> AbstractContextManager[None]:
+    """Return a context in which random draws of loaders, steps and hooks do not advance training's generators."""
+    from drivetrain._data.loader_generators import collect_generators  # only runs that validate need it
+
+    datamodule = [] if core.datamodule is None else [core.datamodule]
+    holders = [*core.loaders.loaders, *core.module.modules(), *core.callbacks, *datamodule]
+    return core.data.rng_replay.aside(collect_generators(*holders))
+
+
+def _inference_mode(core: RunCore) -> bool:
+    # Training could not use a tensor that a validation within fit keeps, and steps that differentiate (meta-learning)
+    # may enable gradients there. With sharded parameters, inference mode is not used either: parameters are gathered
+    # into the same tensors repeatedly, and tensors created in inference mode would make a later forward fail.
+    return core.trainer.inference_mode and core.stage != "fit" and not core.strategy.shards_parameters

@@ -1,0 +1,207 @@
+"""Refuses methods whose names are those of other hooks, because the engine would silently never call such a method."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from difflib import get_close_matches
+from types import FunctionType, MethodType
+
+from drivetrain._engine.data_setup.stage_loaders import DataArguments, loader_method
+from drivetrain._loops.hooks import HOOKS, overridden
+from drivetrain._module.module_hooks import ModuleHooks
+from drivetrain.callback import Callback
+from drivetrain.data import DataModule
+from drivetrain.errors import ConfigurationError
+from drivetrain.module.train_module import TrainModule
+
+logger = logging.getLogger("drivetrain")
+
+_MIN_SIMILARITY = 0.88
+"""A name that is at least this similar to a hook's is warned about, such as "test_steps" but not "training_loss"."""
+
+_VARIANTS = (
+    *(("_start", "_begin"), ("_end", "_stop"), ("_end", "_finish"), ("_end", "_finished"), ("_end", "_done")),
+    *(("on_train_", "on_training_"), ("on_validation_", "on_val_"), ("on_validation_", "on_valid_")),
+    *(("on_test_", "on_testing_"), ("on_predict_", "on_prediction_"), ("_batch_", "_step_")),
+)
+"""Parts of the names of hooks, and what is written for them by mistake or in other frameworks."""
+
+_EPOCH_END_FIX = "append the steps' outputs to a list on the module, and write {}(self), which gets no outputs"
+_FIXES = {
+    **{hook.replace(part, other): f"write {hook}" for hook in HOOKS for part, other in _VARIANTS if part in hook},
+    "training_epoch_end": _EPOCH_END_FIX.format("on_train_epoch_end"),
+    "validation_epoch_end": _EPOCH_END_FIX.format("on_validation_epoch_end"),
+    "test_epoch_end": _EPOCH_END_FIX.format("on_test_epoch_end"),
+    "predict_epoch_end": _EPOCH_END_FIX.format("on_predict_epoch_end"),
+    **dict.fromkeys(
+        ("training_end", "training_step_end"), "move its code into training_step, or write on_train_batch_end"
+    ),
+    **dict.fromkeys(("validation_end", "validation_step_end"), "move its code into validation_step"),
+    "test_step_end": "move its code into test_step",
+    "on_validation_model_zero_grad": "write on_validation_start(self), and clear the gradients there",
+    "configure_sharded_model": "write configure_model(self)",
+    "on_configure_sharded_model": "write configure_model(self)",
+    "on_before_accelerator_backend_setup": "write setup(self, stage)",
+    "tbptt_split_batch": "split the batch in training_step, with self.automatic_optimization = False",
+    "get_progress_bar_dict": "use self.log(..., prog_bar=True)",
+    "on_epoch_start": "write on_train_epoch_start, on_validation_epoch_start or on_test_epoch_start",
+    "on_epoch_end": "write on_train_epoch_end, on_validation_epoch_end or on_test_epoch_end",
+    "on_batch_start": "write on_train_batch_start",
+    "on_batch_end": "write on_train_batch_end",
+    **dict.fromkeys(("on_pretrain_routine_start", "on_pretrain_routine_end"), "write on_fit_start"),
+    **dict.fromkeys(("on_init_start", "on_init_end"), "write setup"),
+    "on_keyboard_interrupt": "write on_exception, which gets the KeyboardInterrupt",
+    **dict.fromkeys(("on_hpc_save", "hpc_save"), "write on_save_checkpoint"),
+    **dict.fromkeys(("on_hpc_load", "hpc_load"), "write on_load_checkpoint"),
+    **dict.fromkeys(("tng_dataloader", "training_dataloader", "train_dataloaders"), "write train_dataloader"),
+    **dict.fromkeys(("valid_dataloader", "validation_dataloader", "val_dataloaders"), "write val_dataloader"),
+    "validation_steps": "write validation_step",
+}
+"""Methods that are refused: hooks of Lightning's versions and of other frameworks, and what to write instead."""
+
+_MODULE_HOOKS = (
+    *(name for name in vars(ModuleHooks) if not name.startswith("_")),
+    *("configure_optimizers", "batch_weight", "backward", "optimizer_zero_grad", "configure_gradient_clipping"),
+    *("optimizer_step", "lr_scheduler_step"),
+    *("transfer_batch_to_device", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"),
+)
+_PASSED_BY_NAME = ("gradient_clip_val", "gradient_clip_algorithm")
+"""Arguments that the engine passes by name, as Lightning does."""
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+"""Steps may take any of batch, batch_idx and dataloader_idx. The loops check the signatures of the steps."""
+
+_DATA_HOOKS = tuple(
+    name
+    for name, value in vars(DataModule).items()
+    if isinstance(value, FunctionType) and not name.startswith("_") and "state_dict" not in name
+)
+
+
+def check_hooks(
+    owner: TrainModule | Callback | DataModule, given: DataArguments | None = None, stage: str | None = None
+) -> None:
+    """Refuse methods that have the name of another framework's hook, and hooks that cannot take the engine's arguments.
+
+    Args:
+        owner: the object whose class, with the bases that the user wrote, is checked.
+        given: the loaders passed to the run. A method that looks like a loader method may have built them.
+        stage: "fit", "validate", "test" or "predict"; loader methods that this stage does not call are not checked.
+            None if the engine calls no loader method.
+
+    Raises:
+        ConfigurationError: a method is refused. The error names the method and the correct hook.
+    """
+    base, hooks = _base_and_hooks(owner)
+    for name in _other_methods(owner, base):
+        fix = _suggest_fix(name, base, given)
+        if fix is not None:
+            raise ConfigurationError(
+                f"{type(owner).__name__}.{name} looks like a hook but is not one: the engine never calls it.",
+                "its code would not run.",
+                f"{fix}. If your own code calls the method, rename it or prefix its name with an underscore.",
+            )
+    for name in overridden(hooks, owner, base):
+        if name not in _STEPS and not _is_unused_loader(name, given, stage):
+            _check_arguments(owner, name, base)
+
+
+def warn_of_similar_names(owner: TrainModule | Callback | DataModule | None) -> None:
+    """Warn of methods whose names are similar to those of hooks."""
+    base, hooks = _base_and_hooks(owner)
+    if not isinstance(owner, base):  # there is no data module
+        return
+    similar = {name: get_close_matches(name, hooks, 1, _MIN_SIMILARITY) for name in _other_methods(owner, base)}
+    pairs = [f"{name} (did you mean {match[0]}?)" for name, match in similar.items() if match]
+    if pairs:
+        logger.warning(
+            "%s has methods whose names resemble hooks, and which the engine never calls: %s. If your own code calls "
+            "them, a leading underscore in the name avoids this warning.",
+            type(owner).__name__,
+            ", ".join(pairs),
+        )
+
+
+def _base_and_hooks(owner: object) -> tuple[type, tuple[str, ...]]:
+    if isinstance(owner, TrainModule):
+        return TrainModule, (*_STEPS, *_MODULE_HOOKS)
+    return (Callback, HOOKS) if isinstance(owner, Callback) else (DataModule, _DATA_HOOKS)
+
+
+def _suggest_fix(name: str, base: type, given: DataArguments | None) -> str | None:
+    """Return what to write instead of ``name``; None if the name is not refused."""
+    fix = _FIXES.get(name)
+    if name.startswith("on_"):
+        kinds = (("a module", _MODULE_HOOKS), ("a callback", HOOKS), ("a data module", _DATA_HOOKS))
+        owners = [kind for kind, names in kinds if name in names]
+        return f"write it in {' or in '.join(owners)}, which has a hook of that name" if owners else fix
+    is_loader = name.endswith(("_dataloader", "_dataloaders"))
+    if base is Callback or (base is DataModule and not is_loader):
+        return None
+    # If loaders were passed to the run, the method may be a helper that built them.
+    return None if is_loader and fix is not None and _is_given(fix, given) else fix
+
+
+def _is_given(fix: str, given: DataArguments | None) -> bool:
+    if given is None:
+        return False
+    loaders = given.train if "train" in fix else given.evaluate
+    return loaders is not None or given.datamodule is not None
+
+
+def _is_unused_loader(name: str, given: DataArguments | None, stage: str | None) -> bool:
+    """Whether ``name`` is a loader method that this run does not call."""
+    if not name.endswith("_dataloader"):
+        return False
+    loops = ("train", "validate") if stage == "fit" else () if stage is None else (stage,)
+    if name not in map(loader_method, loops):
+        return True
+    loaders = None if given is None else given.train if name == "train_dataloader" else given.evaluate
+    return loaders is not None
+
+
+def _other_methods(owner: object, base: type) -> list[str]:
+    """Return the names of the public methods that the user has written for ``owner``, without those of ``base``."""
+    names = [name for name, value in vars(owner).items() if isinstance(value, FunctionType | MethodType)]
+    kinds = type(owner).__mro__
+    for kind in kinds[: kinds.index(base)]:
+        if not kind.__module__.startswith("drivetrain."):
+            names += [name for name, value in vars(kind).items() if isinstance(value, FunctionType)]
+    return [name for name in dict.fromkeys(names) if not name.startswith("_") and not hasattr(base, name)]
+
+
+def _check_arguments(owner: object, name: str, base: type) -> None:
+    hook = getattr(owner, name)
+    if not callable(hook):
+        raise ConfigurationError(
+            f"{type(owner).__name__}.{name} is a {type(hook).__name__}.",
+            "the engine calls a method of that name.",
+            f"store the object under another name, and write def {name}(self), which returns it.",
+        )
+    parameters = list(inspect.signature(getattr(base, name)).parameters.values())[1:]
+    expected = [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    # Evaluation hooks get dataloader_idx only if there are several loaders.
+    passed = [
+        parameter.name
+        for parameter in expected
+        if parameter.name != "dataloader_idx" or parameter.default is inspect.Parameter.empty
+    ]
+    with_loader_index = [parameter.name for parameter in expected]
+    try:
+        signature = inspect.signature(hook, follow_wrapped=False)  # a decorator may pass more arguments
+    except (TypeError, ValueError):  # the hook is not written in Python
+        return
+    problem: TypeError | None = None
+    for arguments in (with_loader_index, passed):
+        named = {name: None for name in arguments if name in _PASSED_BY_NAME}
+        try:
+            signature.bind(*(name for name in arguments if name not in named), **named)
+            return
+        except TypeError as error:
+            problem = error
+    raise ConfigurationError(
+        f"{type(owner).__name__}.{name}{signature} cannot be called with ({', '.join(passed)}): {problem}.",
+        "the engine calls the method with these arguments.",
+        f"write def {name}({', '.join(['self', *passed])}).",
+    )

@@ -1,0 +1,125 @@
+"""The callbacks of a run: the trainer's and the module's, and the hooks that they override."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+from drivetrain._engine.assembly.defaults import checked_callbacks
+from drivetrain._loops.hooks import HookTable
+from drivetrain._loops.progress_reports import ProgressReporter
+from drivetrain._run_state import with_module_callbacks
+from drivetrain.callback import Callback, ReportsProgress, bind_logging
+from drivetrain.errors import ConfigurationError
+from drivetrain.module.train_module import TrainModule
+from drivetrain.run_context import RunContext
+
+if TYPE_CHECKING:
+    from drivetrain._engine.ranks.common_draws import EarlyDraws
+
+
+class RunCallbacks:
+    """Collects callbacks and looks up once which hooks they and the module override.
+
+    Iterating yields the callbacks in the order in which they are called.
+
+    Args:
+        trainer: the `Fit`, whose ``callbacks`` are used.
+        module: the user's module.
+    """
+
+    def __init__(self, trainer: RunContext, module: TrainModule) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._from_trainer: list[Callback] = []  # trainer.callbacks at the last `collect`
+        self.from_module: list[Callback] = []
+        """The callbacks that ``configure_callbacks`` returned."""
+        self.early_draws: EarlyDraws | None = None
+        """The random numbers of the user's hooks before the first batch, if they are those of a single process."""
+        self._all: list[Callback] = []
+        self._hooks: HookTable | None = None
+
+    def __iter__(self) -> Iterator[Callback]:
+        return iter(self._all)
+
+    @property
+    def collected(self) -> bool:
+        """Whether `collect` was called; False in a process that only launched the processes of the run."""
+        return self._hooks is not None
+
+    @property
+    def hooks(self) -> HookTable:
+        """The overridden hooks, once the callbacks are collected."""
+        assert self._hooks is not None
+        return self._hooks
+
+    def configure(self) -> None:
+        """Call the module's ``configure_callbacks``."""
+        self.from_module = checked_callbacks(self._module.configure_callbacks(), "configure_callbacks returned")
+
+    def collect(self) -> None:
+        """Collect the trainer's current callbacks and the module's, and look up the hooks."""
+        self._from_trainer = checked_callbacks(self._trainer.callbacks, "trainer.callbacks holds")
+        self._all = with_module_callbacks(self._from_trainer, self.from_module)
+        self._hooks = HookTable(self._trainer, self._module, self._all)
+        if self._trainer.world_size > 1:
+            from drivetrain._engine.ranks.common_draws import draw_in_common
+
+            draw_in_common(self._hooks, self._trainer)
+        if self._trainer.strategy.has_hook_contexts:
+            from drivetrain._engine.assembly.hook_contexts import call_in_contexts  # only such strategies need it
+
+            call_in_contexts(self._hooks, self._trainer)
+        for callback in self._all:
+            bind_logging(callback, self._module)
+
+    def set_up_appended(self, stage: str, after_collect: Callable[[], None]) -> None:
+        """Set up the callbacks that ``setup`` hooks appended to ``trainer.callbacks``, and drop the removed ones.
+
+        Args:
+            stage: the stage, which is passed to ``setup``.
+            after_collect: called before each round of ``setup``.
+        """
+        while appended := self._appended():
+            self.collect()
+            after_collect()
+            for callback in appended:
+                callback.setup(self._trainer, self._module, stage)
+        if len(self._trainer.callbacks) < len(self._from_trainer):  # some were removed
+            self.collect()
+
+    def refuse_appended(self) -> None:
+        """Check that no callback was appended after set-up.
+
+        Raises:
+            ConfigurationError: a callback was appended after set-up.
+        """
+        appended = self._appended()
+        if appended:
+            raise ConfigurationError(
+                f"{type(appended[0]).__name__} was appended to trainer.callbacks after the set-up.",
+                "overridden hooks are looked up once, before training, so the callback's hooks would never be called.",
+                "append the callback in setup, return it from configure_callbacks, or pass it as Fit(callbacks=...).",
+            )
+
+    def detach(self) -> None:
+        """Disconnect the callbacks from the module's logging."""
+        for callback in self._all:
+            bind_logging(callback, None)
+
+    def progress_reporter(self, every: int) -> ProgressReporter | None:
+        """Return the object that reports a loop's progress to callbacks; None if none has `write_progress`.
+
+        Args:
+            every: optimizer steps between two reports; 0 for none.
+        """
+        listeners = [callback for callback in self._all if isinstance(callback, ReportsProgress)]
+        if not listeners or every <= 0:
+            return None
+        writers = [partial(callback.write_progress, self._trainer, self._module) for callback in listeners]
+        return ProgressReporter(writers, every)
+
+    def _appended(self) -> list[Callback]:
+        known = {id(callback) for callback in self._from_trainer}
+        return [callback for callback in self._trainer.callbacks if id(callback) not in known]

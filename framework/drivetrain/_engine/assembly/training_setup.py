@@ -1,0 +1,377 @@
+"""Builds the training loop from the settings, so that steps do not check which features are enabled."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+from torch.optim import Optimizer
+
+from drivetrain._config.arguments import parse_duration
+from drivetrain._engine.assembly.run_parts import RunCore
+from drivetrain._engine.data_setup.stage_data import StageData
+from drivetrain._engine.data_setup.stage_loaders import find_loaders
+from drivetrain._loops.epoch_checks import EpochChecks
+from drivetrain._loops.epoch_reader import EpochReader
+from drivetrain._loops.hooks import is_overridden
+from drivetrain._loops.manual_step import ManualStep, OverriddenOptimizerStep
+from drivetrain._loops.progress_reports import Reporting
+from drivetrain._loops.schedulers import Schedulers, StepEstimate
+from drivetrain._loops.step import AutomaticStep, OptimizerStep, TrainStep
+from drivetrain._loops.step_arguments import StepArguments, WrappedModule
+from drivetrain._loops.stopping import StopRequest
+from drivetrain._loops.train import Checkpointing, Schedule, TrainingProgress, TrainLimits, TrainLoop
+from drivetrain._loops.validation import ValidationPlan
+from drivetrain._loops.window_snapshot import WindowSnapshot
+from drivetrain._loops.zero_grad import zero_grad
+from drivetrain._run_state import CheckpointsOfRun
+from drivetrain.callback import SavesOnException, SchedulesWindows
+from drivetrain.errors import ConfigurationError
+from drivetrain.module.train_module import TrainModule
+from drivetrain.precision import Precision
+from drivetrain.strategies.strategy import StepRunner, Strategy
+
+logger = logging.getLogger("drivetrain")
+
+
+def build_training(
+    core: RunCore,
+    saves: CheckpointsOfRun,
+    validate: Callable[[], list[dict[str, float]]] | None,
+    *,
+    apply_trainable_changes: Callable[[], None],
+    after_first_batch: Callable[[], None],
+) -> TrainStep:
+    """Build the training loop of a run, and return its step, without the checks of ``detect_anomaly``.
+
+    Args:
+        core: the run, with its optimizers, what may stop it, and its snapshot.
+        saves: writes the checkpoints.
+        validate: runs a validation; None if the fit does not validate.
+        apply_trainable_changes: called after the hooks at the beginning of an epoch.
+        after_first_batch: called once on rank 0, after the first micro-batch.
+    """
+    data = core.data
+    trainer, metrics, strategy, module = core.trainer, core.metrics, core.strategy, core.module
+    step = inner = _build_step(core)
+    if trainer.detect_anomaly:
+        from drivetrain._loops.anomaly import AnomalyStep
+
+        step = AnomalyStep(step, core.progress, strategy.rank)
+    if strategy.rank == 0:
+        strategy.precision.on_minimum_scale = _loss_scale_warning()
+    if validate is not None:
+        _warn_if_never_validates(core)
+    reader = _build_reader(core)
+    limits = TrainLimits(trainer.max_epochs, trainer.max_steps, trainer.log_every_n_steps)
+    core.loop = TrainLoop(
+        step,
+        reader,
+        hooks=core.hooks,
+        control=strategy.control,
+        progress=TrainingProgress(core.progress, core.position, limits, core.stop),
+        reporting=Reporting(metrics, core.logger_call(), core.progress_reporter(), data.lengths),
+        checkpointing=Checkpointing(saves, core.snapshot, data.rng_replay),
+        schedule=Schedule(
+            schedulers=_build_schedulers(core),
+            validation=ValidationPlan(
+                validate,
+                trainer.val_check_interval,
+                trainer.check_val_every_n_epoch,
+                data.train_length,
+                core.stop,
+                metrics,
+                warns=strategy.control.rank == 0,
+                reloads=data.reload is not None,
+            ),
+            reload=data.reload,
+            apply_trainable_changes=apply_trainable_changes,
+            resize=partial(_resize, core),
+            checks=EpochChecks(step, metrics, type(module).__name__, strategy.rank == 0, after_first_batch),
+        ),
+    )
+    core.manual = inner if isinstance(inner, ManualStep) else None
+    core.pass_over_data = build_training_pass(core)
+    return inner
+
+
+def _warn_if_never_validates(core: RunCore) -> None:
+    """Warn if the run has fewer epochs than an interval between validations. A later run may have more epochs."""
+    every, epochs = core.trainer.check_val_every_n_epoch, core.trainer.max_epochs
+    if core.strategy.rank == 0 and every is not None and epochs is not None and 0 < epochs < every:
+        logger.warning(
+            "check_val_every_n_epoch=%d is more than max_epochs=%d: this run never validates. Lower "
+            "check_val_every_n_epoch, or pass no validation data.",
+            every,
+            epochs,
+        )
+
+
+def _build_reader(core: RunCore) -> EpochReader:
+    module, data = core.module, core.data
+    is_weighed = module.automatic_optimization and is_overridden("batch_weight", module, TrainModule)
+    reader = EpochReader(
+        core.trainer,
+        core.strategy,
+        module.batch_weight if is_weighed else None,
+        core.move,
+        progress=core.progress,
+        rng_replay=data.rng_replay,
+        lengths=data.lengths,
+        origin_of=data.epoch_position.origin,
+    )
+    reader.use(data.training)
+    return reader
+
+
+def _resize(core: RunCore, epoch_begins: bool) -> bool:
+    """Read the size of the training data again; return whether it has changed. Collective.
+
+    Raises:
+        ConfigurationError: an epoch that is resumed within began with another number of samples.
+    """
+    data = core.data
+    changed = data.loaded.resize_training()
+    if not epoch_begins:
+        data.epoch_position.check_samples(data.train)
+    if changed:
+        data.resized_at = (core.progress.epoch, core.progress.global_step) if epoch_begins else (0, 0)
+    return changed
+
+
+def build_training_pass(core: RunCore) -> Callable[[], None]:
+    """Return a function that runs the training step over an epoch's data without training."""
+
+    def run_pass() -> None:
+        from drivetrain._loops.statistics_pass import pass_over_training_data
+
+        wrapped = WrappedModule(core.module, core.runner, core.strategy)
+        pass_over_training_data(core.data.training, wrapped, core.metrics, core.move)
+
+    return run_pass
+
+
+def prepare_stopping(core: RunCore) -> None:
+    """Build the request that ends training early, and the snapshot with which a run can end within a window."""
+    trainer = core.trainer
+    max_time = None if trainer.max_time is None else parse_duration("max_time", trainer.max_time)
+    core.stop = StopRequest(core.strategy.control, max_time, trainer.min_steps, trainer.min_epochs)
+    # After a failure, only a run of one process can save.
+    every_step = core.strategy.world_size == 1 and any(
+        isinstance(callback, SavesOnException) and callback.save_on_exception for callback in core.callbacks
+    )
+    if every_step or (core.saves_on_signals and core.module.automatic_optimization):
+        core.snapshot = WindowSnapshot(
+            core.module,
+            lambda: core.data.train,
+            core.data.rng_replay,
+            core.metrics,
+            core.progress,
+            lambda: trainer.accumulate_grad_batches,
+            every_step,
+        )
+
+
+def estimated_steps(core: RunCore) -> int | float:
+    """Return the number of optimizer steps of the whole run, from limits and the data; infinite without a bound."""
+    data = core.data
+    if data.resized_at is not None:  # the steps that were made, and the rest by the present size of the data
+        return _count_steps(core, data.train_length, *data.resized_at)
+    return _count_steps(core, data.train_length if data.first_length is None else data.first_length)
+
+
+def read_estimate(core: RunCore) -> int | float:
+    """Return `estimated_steps` for user code, whose schedules may then depend on it.
+
+    In `setup` of a fit, when no loaders exist yet, this function builds the training loader, which the run then uses.
+    It is then collective.
+    """
+    strategy, data, given = core.strategy, core.data, core.data.given
+    data.estimate_was_read = True
+    if data.stage_data is not None or core.stage != "fit":
+        return estimated_steps(core)
+    data.given = replace(given, built_train_loaders=find_loaders("train", given.train, given.datamodule, core.module))
+    loaded = StageData(core.trainer, "train", core.module, data.given, strategy, seed=0)
+    loaded.close()
+    return _count_steps(core, loaded.train_length)
+
+
+def _count_steps(core: RunCore, length: int | None, epoch: int = 0, done: int = 0) -> int | float:
+    """Return the number of steps of a run whose epochs from ``epoch`` on have ``length`` micro-batches each.
+
+    Args:
+        core: the run.
+        length: the number of micro-batches of an epoch; None if it is unknown.
+        epoch: the first epoch that has this length.
+        done: the number of steps that were made before this epoch.
+    """
+    trainer = core.trainer
+    if length is None or trainer.max_epochs in (None, -1):
+        return math.inf if trainer.max_steps == -1 else trainer.max_steps
+    schedule = next((callback for callback in core.callbacks if isinstance(callback, SchedulesWindows)), None)
+    if schedule is None:
+        steps = done + math.ceil(length / trainer.accumulate_grad_batches) * (trainer.max_epochs - epoch)
+    else:
+        windows = (schedule.micro_batches_per_window(number) for number in range(epoch, trainer.max_epochs))
+        steps = done + sum(math.ceil(length / window) for window in windows)
+    return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
+
+
+def _loss_scale_warning() -> Callable[[float], None]:
+    """Return a function that warns that the loss scale has reached its minimum, the first time it is called."""
+
+    @cache
+    def warn(scale: float) -> None:
+        logger.warning(
+            "The loss scale has fallen to its floor, 2^%d: gradients in fp16 were not finite even with a small "
+            "scaled loss, and each such step was skipped. Check whether the loss itself is NaN "
+            "(detect_anomaly=True, NonFiniteGuard), or train in 'bf16-mixed'. This is logged once.",
+            round(math.log2(scale)),
+        )
+
+    return warn
+
+
+def under_context(runner: StepRunner, precision: Precision) -> StepRunner:
+    """Return a runner that enters the precision's forward context; ``runner`` itself if there is no context."""
+    if not precision.has_forward_context:
+        return runner
+    # All steps share one context object, because building it costs more than entering it.
+    context = precision.forward_context()
+
+    def run(step: Callable[..., Any], *args: Any) -> Any:
+        with context:
+            return runner(step, *args)
+
+    return run
+
+
+def _build_schedulers(core: RunCore) -> Schedulers:
+    data, module = core.data, core.module
+    override = module.lr_scheduler_step if is_overridden("lr_scheduler_step", module, TrainModule) else None
+    estimate = StepEstimate(
+        estimated_steps(core),
+        None if data.reload else data.train_length,
+        data.estimate_was_read,
+    )
+    return Schedulers(
+        core.optimization.schedulers if module.automatic_optimization else [],
+        override,
+        core.metrics,
+        estimate,
+        warns=core.strategy.rank == 0,
+    )
+
+
+def _build_step(core: RunCore) -> TrainStep:
+    data, optimization, trainables = core.data, core.optimization, core.trainables
+    assert trainables is not None
+    module, strategy = core.module, core.strategy
+    wrapped = WrappedModule(module, core.runner, strategy)
+    accepted = StepArguments(module.training_step)
+    arguments = None if accepted.takes_batch_idx and not accepted.takes_dataloader_idx else accepted
+    if not module.automatic_optimization:
+        _check_manual(core)
+        return ManualStep(wrapped, optimization.handles, core.hooks, core.metrics, trainables, arguments)
+    override = None
+    if is_overridden("optimizer_step", module, TrainModule):
+        override = OverriddenOptimizerStep(module, optimization.handles, core.progress)
+    optimizer_step = OptimizerStep(
+        optimization.optimizers, _build_clipping(core), _zero_grad(core), override, _unscales_first(core)
+    )
+    step_parts = wrapped, core.hooks, core.metrics, trainables, optimizer_step, arguments
+    if not optimization.closure:
+        return AutomaticStep(*step_parts)
+    if strategy.precision.scales_loss:
+        raise ConfigurationError(
+            f"precision={strategy.precision.name!r} with {type(optimization.optimizers[0]).__name__}.",
+            "the optimizer evaluates the loss several times a step, and each evaluation may overflow by itself.",
+            "use precision='bf16-mixed' or '32-true'.",
+        )
+    from drivetrain._loops.closure_step import ClosureStep  # only closure optimizers need it
+
+    return ClosureStep(*step_parts, keeps_batches=data.train.fresh_memory and data.reload is None)
+
+
+def _zero_grad(core: RunCore) -> Callable[[Optimizer], object]:
+    """Return the function that clears the gradients of one optimizer."""
+    module, progress = core.module, core.progress
+    if not is_overridden("optimizer_zero_grad", module, TrainModule):
+        return zero_grad
+    return lambda optimizer: module.optimizer_zero_grad(progress.epoch, progress.batch_idx, optimizer)
+
+
+def _check_manual(core: RunCore) -> None:
+    trainer = core.trainer
+    for name, value, neutral in (
+        ("accumulate_grad_batches", trainer.accumulate_grad_batches, 1),
+        ("gradient_clip_val", trainer.gradient_clip_val, None),
+    ):
+        if value != neutral and not (name == "gradient_clip_val" and value == 0):
+            raise ConfigurationError(
+                f"{name}={value} with manual optimization.",
+                "training_step itself runs backward, clips gradients and steps the optimizers.",
+                f"leave out {name}; in training_step, step after several batches, or call self.clip_gradients.",
+            )
+
+
+def _build_clipping(core: RunCore) -> Callable[[Sequence[Optimizer]], Any] | None:
+    """Return the function that clips gradients; None without clipping."""
+    trainer, module, strategy = core.trainer, core.module, core.strategy
+    value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+    if is_overridden("configure_gradient_clipping", module, TrainModule):
+
+        def overridden(optimizers: Sequence[Optimizer]) -> None:
+            for optimizer in optimizers:
+                module.configure_gradient_clipping(
+                    optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm
+                )
+
+        return overridden
+    _check_clip_by_value(core)
+    if not value:
+        return None
+
+    def clip(optimizers: Sequence[Optimizer]) -> None:
+        core.gradient_norm = strategy.clip_gradients(optimizers, value, algorithm)
+
+    return clip
+
+
+def _check_clip_by_value(core: RunCore) -> None:
+    """Refuse clipping by value without a limit or of complex gradients, unless the strategy clips by itself."""
+    trainer, module = core.trainer, core.module
+    value = trainer.gradient_clip_val
+    if trainer.gradient_clip_algorithm != "value" or is_overridden("clip_gradients", core.strategy, Strategy):
+        return
+    if value is None:
+        raise ConfigurationError(
+            "gradient_clip_algorithm='value' without gradient_clip_val.",
+            "without a limit, gradients are not clipped.",
+            "also set gradient_clip_val, or leave out gradient_clip_algorithm.",
+        )
+    for name, parameter in module.named_parameters():
+        if value and parameter.requires_grad and parameter.is_complex():
+            raise ConfigurationError(
+                f"gradient_clip_algorithm='value' with {name!r}, which has dtype {parameter.dtype}.",
+                "complex numbers have no order, so torch cannot clip them by value.",
+                "use gradient_clip_algorithm='norm', or override configure_gradient_clipping.",
+            )
+
+
+def _unscales_first(core: RunCore) -> bool:
+    """Return whether gradients with a loss scale are unscaled in a separate pass, rather than while they are clipped.
+
+    A separate pass is needed if gradients are not clipped, or if a hook reads gradients before they are clipped.
+    """
+    trainer, module, strategy = core.trainer, core.module, core.strategy
+    read_by_hooks = bool(core.hooks.on_before_optimizer_step) or is_overridden(
+        "configure_gradient_clipping", module, TrainModule
+    )
+    clips = trainer.gradient_clip_val and not is_overridden("clip_gradients", strategy, Strategy)
+    precision = strategy.precision
+    return precision.scales_loss and (read_by_hooks or not clips or not precision.unscales_while_clipping)

@@ -1,0 +1,291 @@
+"""Writes a checkpoint collectively and atomically: either the whole checkpoint is committed, or nothing is."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from drivetrain._distributed.control_plane import ControlPlane, digest_of, refuse_differences
+from drivetrain._distributed.shards import region_from
+from drivetrain._format.checkpoint_folder import begin_checkpoint, join_checkpoint
+from drivetrain._format.collective_errors import gather_or_raise, run_collectively
+from drivetrain._format.file_writer import file_writer
+from drivetrain._format.host_copy import (
+    CheckpointCopy,
+    PartCopy,
+    StateToSave,
+    TensorOrShard,
+    contributed_region,
+    copy_to_host,
+)
+from drivetrain._format.manifest import (
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    Part,
+    encode_manifest,
+    files_in_manifest,
+    versions,
+)
+from drivetrain._format.tensor_file import DTYPES, NAMES, Spec
+from drivetrain._format.tensor_writer import Regions, TensorFile, TensorWriter
+from drivetrain._storage.publication import Publication
+from drivetrain.errors import CheckpointError
+
+
+def save(
+    path: str,
+    contents: StateToSave,
+    control: ControlPlane,
+    shard_of: Callable[[Any], TensorOrShard] = lambda value: value,
+) -> None:
+    """Write a checkpoint. Collective.
+
+    Args:
+        path: a path or an fsspec URL. An existing checkpoint at this path is replaced atomically.
+        contents: this rank's contents.
+        control: the control plane.
+        shard_of: the strategy's function that turns a sharded value into a `ParameterShard`.
+
+    Raises:
+        CheckpointError: the save failed. The error is raised on every rank and names the failed rank and the cause. An
+            existing checkpoint at ``path`` is unchanged.
+    """
+    commit(path, copy_to_host(contents, control.rank, control.world_size, shard_of), control)
+
+
+def commit(path: str, staged: CheckpointCopy, control: ControlPlane) -> None:
+    """Write a staged checkpoint. Collective; may run in a background thread that has its own ``control``.
+
+    Raises:
+        CheckpointError: see `save`.
+    """
+    publication: Publication | None = None
+    problem: Exception | None = staged.problem
+    if control.rank == 0 and problem is None:
+        try:
+            publication = begin_checkpoint(path, *staged.estimate_size(control.world_size))
+        except Exception as error:
+            problem = error
+    try:
+        agreement = _agree(path, staged, publication, problem, control)
+        if publication is None:
+            publication = join_checkpoint(path, agreement.token)
+        written, parts = _write(path, staged, agreement, publication, control)
+        _commit_manifest(path, staged, publication, written, parts, control)
+    except BaseException:
+        if publication is not None:
+            publication.abandon()
+        raise
+
+
+# Agreement before writing: the ranks compare what they save, and tell each other who writes which regions
+
+
+@dataclass(frozen=True, slots=True)
+class _Agreement:
+    """What the ranks write together.
+
+    Attributes:
+        token: the token of rank 0's publication.
+        regions: for each shared part, the regions that each rank contributes.
+        state: the tensors of rank 0's state.
+        hash_algorithm: name of the hash to store for each file, which rank 0 chooses; None for none.
+    """
+
+    token: str
+    regions: list[list[Regions]]
+    state: list[Spec]
+    hash_algorithm: str | None
+
+
+def _agree(
+    path: str, staged: CheckpointCopy, publication: Publication | None, problem: Exception | None, control: ControlPlane
+) -> _Agreement:
+    """Check that what the ranks save fits together. Collective."""
+    values = {**_values_to_compare(staged), "the path": path}
+    shared = staged.shared_parts()
+    contributed = [{name: contributed_region(shard) for name, shard in part.shards().items()} for part in shared]
+    state = [(spec.name, NAMES[spec.dtype], tuple(spec.shape)) for spec in shared[-1].specs] if shared else []
+    request = (
+        digest_of(values),
+        "" if publication is None else publication.token,
+        [{name: region and astuple(region) for name, region in part.items()} for part in contributed],
+        state if control.rank == 0 else [],
+        staged.hash_algorithm,
+    )
+    requests = gather_or_raise(control, f"The checkpoint {path!r} could not be written", request, problem)
+    if any(other[0] != requests[0][0] for other in requests):
+        refuse_differences(
+            control.gather_objects(values),
+            "the ranks write one checkpoint together, and each rank writes its shard of every tensor.",
+            "build the same module, optimizers and callbacks on every rank, and the path on rank 0, which broadcasts "
+            "it: a path that contains the time differs between ranks.",
+            CheckpointError,
+        )
+    _, token, _, state, hash_algorithm = requests[0]
+    state_specs = [Spec(name, DTYPES[dtype], shape) for name, dtype, shape in state]
+    regions: list[list[Regions]] = [
+        [{name: bounds and region_from(bounds) for name, bounds in other[2][number].items()} for other in requests]
+        for number in range(len(shared))
+    ]
+    for part, regions_of_part in zip(shared, regions, strict=True):
+        _check_coverage(path, state_specs if part.role == "state" else part.specs, regions_of_part)
+    return _Agreement(token, regions, state_specs, hash_algorithm)
+
+
+def _values_to_compare(staged: CheckpointCopy) -> dict[str, str]:
+    """Return what must be the same on all ranks. Of the state, only the sharded tensors must be."""
+    values: dict[str, str] = {}
+    for part in staged.shared_parts():
+        shards = part.shards()
+        values[part.stem] = f"{part.role} {part.key}"
+        values |= {
+            f"{part.stem}: {spec.name}": f"{spec.dtype} of shape {spec.shape}"
+            + (", sharded" if spec.name in shards else "")
+            for spec in part.specs
+            if part.role != "state" or spec.name in shards
+        }
+    return {**values, "the order of tensors": digest_of(list(values))}
+
+
+def _check_coverage(path: str, specs: Sequence[Spec], rank_regions: Sequence[Regions]) -> None:
+    for spec in specs:
+        if spec.name not in rank_regions[0]:
+            continue
+        shares = [regions[spec.name] for regions in rank_regions]
+        count = sum(region.numel for region in shares if region is not None)
+        if count != spec.numel:
+            raise CheckpointError(
+                f"The checkpoint {path!r} cannot be written: {spec.name!r} has {spec.numel} elements, and the "
+                f"ranks contribute {count}.",
+                "exactly one rank must contribute each element.",
+                "this is a bug in the strategy's shard_of.",
+            )
+
+
+# Writing of the files, and of the manifest at the end
+
+
+def _write(
+    path: str, staged: CheckpointCopy, agreement: _Agreement, publication: Publication, control: ControlPlane
+) -> tuple[dict[str, FileRecord], list[tuple[str, Part]]]:
+    """Write this rank's files; return the records of all ranks' files, and the checkpoint's parts with their roles."""
+    files: list[TensorFile] = []
+    documents: dict[str, bytes] = {}
+    parts: list[tuple[str, Part]] = []
+    shared_regions = iter(agreement.regions)
+    for part in staged.parts:
+        specs = agreement.state if part.role == "state" else None
+        regions = [{}] * control.world_size if part.role == "rank" else next(shared_regions)
+        files_of_part = [
+            TensorFile(publication.file_name(file.name), file.owner, file.specs, part.tensors, regions)
+            for file in part.planned_files(control.rank, control.world_size, specs)
+        ]
+        files += files_of_part
+        document = None if part.document is None else publication.file_name(f"{part.stem}.json")
+        if part.document is not None and document is not None:
+            documents[document] = part.document
+        index = publication.file_name(f"{part.stem}.safetensors.index.json") if len(files_of_part) > 1 else None
+        if index is not None and control.rank == 0:
+            documents[index] = _encode_index(part, files_of_part)
+        parts.append((part.role, Part(document, tuple(file.name for file in files_of_part), index)))
+    writer = TensorWriter(control, publication, agreement.hash_algorithm)
+    writer.write(files)
+    problem = writer.problem
+    try:
+        for name, content in documents.items() if problem is None else ():
+            with file_writer(publication.create(name), agreement.hash_algorithm) as document_writer:
+                document_writer.write(content)
+            writer.records[name] = document_writer.record
+    except Exception as error:
+        problem = error
+    written = (
+        {name: astuple(record) for name, record in writer.records.items()},
+        [(role, astuple(part)) for role, part in parts],
+    )
+    answers = gather_or_raise(control, f"The checkpoint {path!r} could not be written", written, problem)
+    records = {name: FileRecord(*record) for records_of_rank, _ in answers for name, record in records_of_rank.items()}
+    all_parts = [[(role, Part(*part)) for role, part in parts_of_rank] for _, parts_of_rank in answers]
+    shared = [part for part in all_parts[0] if part[0] != "rank"]
+    return records, shared + [part for parts_of_rank in all_parts for part in parts_of_rank if part[0] == "rank"]
+
+
+def _encode_index(part: PartCopy, files: Sequence[TensorFile]) -> bytes:
+    """Return the index of a part's files in the format of Hugging Face's libraries."""
+    file_names = {spec.name: file.name for file in files for spec in file.specs}
+    total = sum(spec.nbytes for file in files for spec in file.specs)
+    index = {"metadata": {"total_size": total}, "weight_map": {name: file_names[name] for name in part.tensors}}
+    return (json.dumps(index, indent=1) + "\n").encode()
+
+
+def _commit_manifest(
+    path: str,
+    staged: CheckpointCopy,
+    publication: Publication,
+    written: dict[str, FileRecord],
+    parts: Sequence[tuple[str, Part]],
+    control: ControlPlane,
+) -> None:
+    """Write the manifest, which commits the checkpoint."""
+    identifier = staged.metadata.identifier or secrets.token_hex(16)
+
+    def build_manifest() -> bytes:
+        if control.rank != 0:
+            return b""
+        for name, record in written.items():
+            _check_size(path, publication, name, record.size, single_rank=control.world_size == 1)
+
+        def of_role(role: str) -> tuple[Part, ...]:
+            return tuple(part for each, part in parts if each == role)
+
+        keys = [part.key for part in staged.parts if part.role == "callback"]
+        manifest = Manifest(
+            identifier=identifier,
+            world_size=control.world_size,
+            metadata=staged.metadata,
+            files=written,
+            weights=of_role("weights")[0],
+            aliases=staged.aliases,
+            optimizers=of_role("optimizer"),
+            callbacks=dict(zip(keys, of_role("callback"), strict=True)),
+            state=next((part for part in of_role("state") if part.files()), None),
+            ranks=of_role("rank") if any(part.files() for part in of_role("rank")) else (),
+            versions=versions(),
+        )
+        return encode_manifest(manifest)
+
+    content = run_collectively(control, f"The checkpoint {path!r} could not be written", build_manifest)
+    # If the reply to the upload is lost, rank 0 cannot know whether the manifest was stored, so all files are kept.
+    publication.keep()
+    run_collectively(
+        control,
+        f"The checkpoint {path!r} may not have been written",
+        lambda: publication.commit(MANIFEST, content, files_in_manifest) if control.rank == 0 else None,
+    )
+
+
+def _check_size(path: str, publication: Publication, name: str, size: int, single_rank: bool) -> None:
+    try:
+        actual_size = publication.size(name)
+    except FileNotFoundError:
+        actual_size = None
+    if actual_size == size:
+        return
+    actual = "nothing" if actual_size is None else f"{actual_size} bytes"
+    what = f"{path!r} could not be written: {name} has {size} bytes, and rank 0 sees {actual}."
+    if single_rank:
+        raise CheckpointError(
+            what,
+            "another process removed or changed the file.",
+            "save to a folder in which no other process deletes files.",
+        )
+    raise CheckpointError(
+        what,
+        "all ranks must write to the same storage.",
+        f"save to a disk that all nodes share, or to an object store; this host is {os.uname().nodename}.",
+    )

@@ -1,0 +1,228 @@
+"""Encodes and validates this rank's contents before writing and, for background saves, copies the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from drivetrain._distributed.shards import ParameterShard, Region
+from drivetrain._format.documents import dumps, encode
+from drivetrain._format.manifest import CheckpointMetadata
+from drivetrain._format.pinned_copies import pinned_copies
+from drivetrain._format.tensor_file import Spec, check_storable, in_file_order
+from drivetrain._format.write_plan import PlannedFile, plan_files
+from drivetrain.errors import CheckpointError
+
+TensorOrShard = torch.Tensor | ParameterShard
+
+
+@dataclass(slots=True)
+class StateToSave:
+    """What one rank contributes to a checkpoint. All ranks pass the same names in the same order.
+
+    Attributes:
+        weights: unsharded tensors, shards, or other values (an ``_extra_state``), by parameter name.
+        metadata: metadata for the manifest.
+        aliases: maps each tied name to the first name of its tensor; values are stored only under first names.
+        optimizers: optimizer states by parameter name, ``{"state": {name: {key: value}}, "param_groups": [...]}``.
+        callbacks: tensors by the callback's key and by name, unsharded or sharded.
+        state: nested JSON-able values and tensors; only those of rank 0 are stored. None if there is no state.
+        rank_state: nested JSON-able values and tensors, stored for each rank. None if there is no such state.
+        hash_algorithm: name of the hash to store for each file; None for none. The value on rank 0 is used.
+    """
+
+    weights: Mapping[str, Any]
+    metadata: CheckpointMetadata = field(default_factory=CheckpointMetadata)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    optimizers: Sequence[Mapping[str, Any]] = ()
+    callbacks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    state: Any = None
+    rank_state: Any = None
+    hash_algorithm: str | None = None
+
+
+@dataclass(slots=True)
+class PartCopy:
+    """One part of a checkpoint: an encoded document and the tensors that it refers to.
+
+    Attributes:
+        stem: beginning of the names of the part's files.
+        role: "weights", "optimizer", "callback", "state" or "rank".
+        document: text of the JSON file; None if there is none, or another rank writes it.
+        tensors: tensors and shards by name, in order.
+        key: the callback's key; "" in other roles.
+        specs: names, dtypes and shapes of the tensors.
+    """
+
+    stem: str
+    role: str
+    document: bytes | None
+    tensors: dict[str, TensorOrShard]
+    key: str = ""
+    specs: list[Spec] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.specs = [Spec(name, value.dtype, tuple(value.shape)) for name, value in self.tensors.items()]
+
+    def shards(self) -> dict[str, ParameterShard]:
+        """Return the tensors that are sharded."""
+        return {name: value for name, value in self.tensors.items() if isinstance(value, ParameterShard)}
+
+    def planned_files(self, rank: int, world_size: int, specs: Sequence[Spec] | None = None) -> list[PlannedFile]:
+        """Return the files for the part's tensors, with their owners. ``specs`` replaces the part's own `specs`."""
+        specs = self.specs if specs is None else specs
+        if self.role in ("weights", "optimizer", "callback"):
+            return plan_files(self.stem, specs, world_size)
+        owner = 0 if self.role == "state" else rank
+        return [PlannedFile(f"{self.stem}.safetensors", owner, tuple(in_file_order(specs)))] if specs else []
+
+
+@dataclass(slots=True)
+class CheckpointCopy:
+    """A checkpoint that is ready to be written.
+
+    Attributes:
+        parts: this rank's parts.
+        metadata: metadata for the manifest.
+        aliases: maps each tied name to the first name of its tensor.
+        hash_algorithm: name of the hash to store for each file; None for none.
+        problem: the error of staging on this rank, which `commit` raises on all ranks; None if staging succeeded.
+    """
+
+    parts: list[PartCopy]
+    metadata: CheckpointMetadata
+    aliases: dict[str, str]
+    hash_algorithm: str | None = None
+    problem: CheckpointError | None = None
+
+    def shared_parts(self) -> list[PartCopy]:
+        """Return the parts that the ranks write together."""
+        return [part for part in self.parts if part.role != "rank"]
+
+    def estimate_size(self, world_size: int) -> tuple[int, int]:
+        """Return rank 0's estimate of the number of bytes and the number of files that all ranks will write.
+
+        The rank states of the other ranks are assumed to be as large as the rank state of rank 0.
+        """
+        nbytes = files = 0
+        for part in self.parts:
+            ranks = world_size if part.role == "rank" else 1
+            files_of_part = part.planned_files(0, world_size)
+            nbytes += ranks * sum(spec.nbytes for file in files_of_part for spec in file.specs)
+            nbytes += ranks * len(part.document or b"")
+            files += ranks * (len(files_of_part) + 1)
+        return nbytes, files + 1
+
+
+def copy_to_host(
+    contents: StateToSave,
+    rank: int,
+    world_size: int,
+    shard_of: Callable[[Any], TensorOrShard] = lambda value: value,
+    snapshot: bool = False,
+) -> CheckpointCopy:
+    """Prepare a checkpoint's contents for writing. Not collective.
+
+    Contents that cannot be stored do not raise an error here, because the other ranks would wait forever. Instead,
+    `commit` raises the error on all ranks.
+
+    Args:
+        contents: this rank's contents.
+        rank: this rank.
+        world_size: the number of ranks.
+        shard_of: the strategy's function that turns a sharded value into this rank's `ParameterShard`.
+        snapshot: copy what this rank will write, so that training can continue during the write.
+    """
+    try:
+        parts = list(_parts_of(contents, rank, shard_of))
+        for part in parts:
+            for name, value in part.tensors.items():
+                _check_storable(part, name, value)
+        if snapshot:
+            _copy_tensors(parts, rank, world_size)
+    except CheckpointError as error:
+        return CheckpointCopy([], contents.metadata, {}, problem=error)
+    return CheckpointCopy(parts, contents.metadata, dict(contents.aliases), contents.hash_algorithm)
+
+
+def _check_storable(part: PartCopy, name: str, value: TensorOrShard) -> None:
+    if not isinstance(value, ParameterShard):
+        check_storable(f"{part.stem}: {name}", value)
+        return
+    check_storable(f"{part.stem}: {name}", value.local)
+    if part.role == "rank":
+        raise CheckpointError(
+            f"{part.stem}: {name!r} is sharded.",
+            "each rank stores its own tensors in this part.",
+            "save a local tensor instead.",
+        )
+
+
+def _parts_of(contents: StateToSave, rank: int, shard_of: Callable[[Any], TensorOrShard]) -> Iterator[PartCopy]:
+    is_rank_0 = rank == 0
+
+    def part(stem: str, role: str, document: Any, tensors: Mapping[str, Any], key: str = "") -> PartCopy:
+        text = None if document is None else dumps(document)
+        return PartCopy(stem, role, text, {name: shard_of(value) for name, value in tensors.items()}, key)
+
+    tensors: dict[str, Any] = {}
+    other_values: dict[str, Any] = {}
+    for name, value in contents.weights.items():
+        if name in contents.aliases:
+            continue
+        (tensors if isinstance(value, torch.Tensor | ParameterShard) else other_values)[name] = value
+    document = encode(other_values, tensors)
+    yield part("model", "weights", document if other_values and is_rank_0 else None, tensors)
+    for number, state in enumerate(contents.optimizers):
+        tensors = {}
+        try:
+            document = {
+                "state": encode(state["state"], tensors),
+                "param_groups": encode(state["param_groups"], tensors, "param_groups"),
+            }
+        except CheckpointError as error:
+            raise CheckpointError(f"Optimizer {number}: {error.what}", error.why, error.fix) from error
+        yield part(f"optimizer-{number}", "optimizer", document if is_rank_0 else None, tensors)
+    for number, (key, value) in enumerate(contents.callbacks.items()):
+        yield part(f"callback-{number}", "callback", None, value, key)
+    # Every rank has this part, because tensors of the state may be sharded.
+    tensors = {}
+    document = encode(contents.state, tensors)
+    yield part("state", "state", document if is_rank_0 and contents.state is not None else None, tensors)
+    tensors = {}
+    document = encode(contents.rank_state, tensors)
+    yield part(f"rank-{rank:05d}", "rank", None if contents.rank_state is None else document, tensors)
+
+
+def contributed_region(shard: ParameterShard) -> Region | None:
+    """Return the region that this rank writes; None if it is empty or another rank writes the same region."""
+    return shard.region if shard.is_primary and shard.region.numel else None
+
+
+def _copy_tensors(parts: list[PartCopy], rank: int, world_size: int) -> None:
+    """Replace the tensors that this rank writes by copies in host memory, and wait for the copies."""
+    sources: list[tuple[PartCopy, str, torch.Tensor]] = []
+    for part in parts:
+        owned_files = [file for file in part.planned_files(rank, world_size) if file.owner == rank]
+        owned_names = {spec.name for file in owned_files for spec in file.specs}
+        for name, value in part.tensors.items():
+            if isinstance(value, ParameterShard):
+                part.tensors[name] = replace(value, gather=None)
+                if contributed_region(value) is not None:
+                    sources.append((part, name, value.local))
+            elif name in owned_names:
+                sources.append((part, name, value))
+    on_device = [tensor for _, _, tensor in sources if tensor.device.type == "cuda"]
+    pinned = iter(pinned_copies(on_device))
+    for part, name, tensor in sources:
+        if tensor.device.type == "cuda":
+            copy = next(pinned)
+        else:
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+        value = part.tensors[name]
+        part.tensors[name] = replace(value, local=copy) if isinstance(value, ParameterShard) else copy
+    for device in {tensor.device for tensor in on_device}:
+        torch.cuda.synchronize(device)
