@@ -25,7 +25,7 @@ class DirectoryLogger(Logger):
     """
 
     def __init__(self, save_dir: str | os.PathLike[str], name: str, version: int | str | None, prefix: str) -> None:
-        self._root = resolved_path(save_dir)
+        self._root = resolved_path(save_dir, "save_dir")
         self._name = name
         self._given_version = version
         self._folder: str | None = None  # of the last run, or of what was logged without a run
