@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from drivetrain._config.argument_checks import check_arguments
 from drivetrain._config.precedence import resolved_settings
-from drivetrain._engine.assembly.defaults import default_callbacks, default_loggers
+from drivetrain._engine.assembly.defaults import default_callbacks, default_loggers, resolve_profiler
 from drivetrain._engine.assembly.run_parts import RunRequest
 from drivetrain._engine.checkpoints.components import check_allow
 from drivetrain._engine.data_setup.stage_loaders import DataArguments
@@ -163,11 +163,7 @@ class Fit(RunContext):
             model_summary=self.enable_model_summary,
             checkpointing=self.enable_checkpointing,
         )
-        self.given_profiler = None
-        if profiler is not None:
-            from drivetrain.profilers.profiler_names import resolve_profiler  # only runs with a profiler need it
-
-            self.given_profiler = resolve_profiler(profiler)
+        self.given_profiler = None if profiler is None else resolve_profiler(profiler)
         self.state = "idle"
         self.run_state = RunState()
         self.searched = set()

@@ -192,7 +192,7 @@ class Session:
         with core.span("setup_environment"):
             strategy.setup_environment()
         if trainer.loggers:
-            from drivetrain.loggers.other_ranks import silence_loggers  # only runs that log need it
+            from drivetrain.loggers.silence import silence_loggers  # only runs that log need it
 
             silence_loggers(trainer.loggers, strategy.rank > 0)
         self._connect_ranks()
