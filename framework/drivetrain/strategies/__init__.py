@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from drivetrain._runtime.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from drivetrain._distributed.collectives import average_together as average_together
+    from drivetrain._distributed.collectives import average_gradients as average_gradients
     from drivetrain._distributed.collectives import broadcast_together as broadcast_together
     from drivetrain._distributed.control_plane import ControlPlane as ControlPlane
     from drivetrain._distributed.control_plane import LocalControl as LocalControl
@@ -54,7 +54,7 @@ _NAMES_BY_MODULE = {
     ".distributed": ("DEFAULT_STEP_TIMEOUT", "DEFAULT_TIMEOUT", "DistributedStrategy", "refuse_embedding_max_norm"),
     ".registry": ("known_strategies", "strategy_by_name"),
     ".strategy": ("RunSettings", "StepRunner", "Strategy"),
-    "drivetrain._distributed.collectives": ("average_together", "broadcast_together"),
+    "drivetrain._distributed.collectives": ("average_gradients", "broadcast_together"),
     "drivetrain._distributed.control_plane": ("ControlPlane", "LocalControl"),
     "drivetrain._distributed.process_groups": ("set_timeout",),
     "drivetrain._distributed.shards": ("Box", "ParameterShard", "Region", "Span", "cut"),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from drivetrain.errors import ConfigurationError, listed
-from drivetrain.strategies import average_together, changed_within_window_error
+from drivetrain.strategies import average_gradients, changed_within_window_error
 from drivetrain_strategies.fsdp._internals import Sharded
 from drivetrain_strategies.fsdp._unsplit_gradients import UnsplitGradients
 from drivetrain_strategies.fsdp._unused_parameters import UnusedParameters
@@ -155,29 +155,9 @@ class Gradients:
             return
         self._unused.clear_gradients()
         if self._replicated:
-            self._average_replicated()
+            average_gradients(self._replicated, self._group)
         if self._unsplit is not None and self._unsplit.pending:
             self._unsplit.compare()
-
-    @torch.no_grad()
-    def _average_replicated(self) -> None:
-        """Average the gradients of replicated parameters. One that no rank used keeps no gradient. Collective."""
-        parameters = [parameter for parameter in self._replicated if parameter.requires_grad]
-        if not parameters:
-            return
-        unused = [number for number, parameter in enumerate(parameters) if parameter.grad is None]
-        used = parameters[0].new_ones(len(parameters))  # created on the device, since a copy from the host would block
-        for number in unused:
-            used[number].zero_()
-            parameters[number].grad = torch.zeros_like(parameters[number])
-        average_together(
-            [*(parameter.grad for parameter in parameters if parameter.grad is not None), used], self._group
-        )
-        if unused:  # reading the flags waits for the device
-            used_anywhere = used.tolist()
-            for number in unused:
-                if not used_anywhere[number]:
-                    parameters[number].grad = None
 
 
 def gathered_update_error(names: Sequence[str]) -> ConfigurationError:
