@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from drivetrain._parameters.optimizer_state import check_optimizer_fits as check_optimizer_fits
     from drivetrain._parameters.optimizer_state import load_named_optimizer_state as load_named_optimizer_state
     from drivetrain._parameters.optimizer_state import named_optimizer_state as named_optimizer_state
+    from drivetrain._parameters.replaced_tensors import add_gradient_hook as add_gradient_hook
+    from drivetrain._parameters.replaced_tensors import copy_attributes_and_hooks as copy_attributes_and_hooks
     from drivetrain._parameters.replaced_tensors import replace_tensors as replace_tensors
     from drivetrain._parameters.trainable import TrainableChange as TrainableChange
     from drivetrain._parameters.trainable import changed_within_window_error as changed_within_window_error
@@ -49,7 +51,7 @@ _NAMES_BY_MODULE = {
         "load_named_optimizer_state",
         "named_optimizer_state",
     ),
-    "drivetrain._parameters.replaced_tensors": ("replace_tensors",),
+    "drivetrain._parameters.replaced_tensors": ("add_gradient_hook", "copy_attributes_and_hooks", "replace_tensors"),
     "drivetrain._parameters.trainable": ("TrainableChange", "changed_within_window_error"),
     ".distributed": ("DEFAULT_STEP_TIMEOUT", "DEFAULT_TIMEOUT", "DistributedStrategy", "refuse_embedding_max_norm"),
     ".registry": ("known_strategies", "strategy_by_name"),
