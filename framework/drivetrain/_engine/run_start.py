@@ -55,7 +55,7 @@ def begin(run: RunCore) -> RunStart:
     control, folder, location = run.strategy.control, run.folder, locate(run)
     start = RunStart(*_told_by_rank_0(control, lambda: _start(run, location)))
     if start.refusal is not None:
-        control.count_flags("the error about the run's folder")  # no rank may leave before all have read the result
+        control.monitored_barrier("the error about the run's folder")  # no rank may leave before all have read the result
         raise ConfigurationError(*start.refusal)
     folder.path, folder.id, folder.name = start.folder, start.id, location.name
     hand_out(run.trainer.loggers, folder)

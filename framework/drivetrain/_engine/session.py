@@ -372,7 +372,7 @@ class Session:
             if core.datamodule is not None:
                 core.datamodule.prepare_data()
             core.module.prepare_data()
-        core.strategy.control.count_flags("the end of prepare_data")
+        core.strategy.control.monitored_barrier("the end of prepare_data")
 
     def _call_setup_hooks(self, start: StartingPoint) -> None:
         core, datamodule = self.core, self.core.datamodule
