@@ -7,6 +7,7 @@ import math
 import os
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,16 +36,16 @@ from drivetrain._engine.assembly.training_setup import (
 )
 from drivetrain._engine.checkpoints.checkpoint_manager import CheckpointManager
 from drivetrain._engine.checkpoints.components import class_name, data_facts
-from drivetrain._engine.checkpoints.starting_point import StartingPoint
 from drivetrain._engine.data_setup.stage_data import StageData
 from drivetrain._engine.evaluation_buffers import EvaluationBuffers
-from drivetrain._engine.ranks.collective_calls import CollectiveCalls
+from drivetrain._engine.ranks.collective_calls import all_gather, check_collective
 from drivetrain._engine.ranks.error_reporting import note_known_fixes, note_where
 from drivetrain._engine.ranks.failure_propagation import error_to_report, publish_failure, resolve_cause
 from drivetrain._engine.ranks.rank_facts import module_facts, setting_facts
 from drivetrain._engine.ranks.rank_log import RankLog
 from drivetrain._engine.ranks.seeding import order_seed, seed_data_rank, seed_rank, warn_unseeded
 from drivetrain._engine.run_ending import RunEnding
+from drivetrain._engine.run_start import StartingPoint
 from drivetrain._engine.signals import Signals, announce, as_interruption, handled_signals, interruption_error, requeue
 from drivetrain._loops.batch_mover import build_batch_mover
 from drivetrain._loops.evaluate import HOOK_STAGE_NAMES
@@ -103,11 +104,10 @@ class Session:
         self._resumed: ResumedRun | None = None
         self.last_line: str | None = None
         """The line to print instead of this rank's error if a lower rank failed the same way and prints its own."""
-        collective_calls = CollectiveCalls(self.core)
         self.core.checkpoints = self.checkpoints
         self.core.estimate_steps = partial(read_estimate, self.core)
-        self.core.check_collective = collective_calls.check
-        self.core.all_gather = collective_calls.all_gather
+        self.core.check_collective = partial(check_collective, self.core)
+        self.core.all_gather = partial(all_gather, self.core)
         self.core.log_histograms = self._log_histograms
         self._processes = processes
         self._compiled: CompiledSteps | None = None
@@ -118,7 +118,7 @@ class Session:
         writes_files = not (trainer.fast_dev_run or trainer.barebones)
         root_is_chosen = trainer.settings["default_root_dir"].source != "default"
         fallback = trainer.default_root_dir if writes_files and root_is_chosen else None
-        self._log = RankLog(self.core.folder, strategy.rank, strategy.world_size, fallback=fallback)
+        self._log = RankLog(self.core.folder, strategy.rank, fallback) if strategy.world_size > 1 else None
         self._ending = RunEnding(self.core)
 
     def execute(self) -> Any:
@@ -134,7 +134,8 @@ class Session:
         state = ProcessState(generators=seed is not None, cuda_generators=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
         from drivetrain._data.splitting import use_data_rank
 
-        with self._signals, state, log_to_console(shows_messages), self._log, use_data_rank(self._data_rank):
+        to_console, to_file = log_to_console(shows_messages), self._log or nullcontext()
+        with self._signals, state, to_console, to_file, use_data_rank(self._data_rank):
             try:
                 result = self._run()
             except BaseException as error:
@@ -203,8 +204,10 @@ class Session:
             core.callbacks.configure()
             core.module_callbacks = core.callbacks.from_module
         core.callbacks.collect()
-        start = StartingPoint.choose(core)
-        strategy.control.set_record_folder(self._log.folder)
+        start = StartingPoint(core)
+        start.choose()
+        if self._log is not None:
+            strategy.control.set_record_folder(self._log.folder)
         with core.span("prepare_data"):
             self._prepare_data()
         self._call_setup_hooks(start)
@@ -441,8 +444,9 @@ class Session:
         if self._resumed is not None:
             self._resumed.freeze()  # must come before the strategy wraps the parameters that train
         strategy.check(module)
-        facts = {"stage": core.stage, **setting_facts(core.trainer), **data.facts(), **module_facts(module)}
-        check_ranks_agree(strategy.control, facts)  # must come before wrapping, which would hang if ranks differed
+        if strategy.world_size > 1:
+            facts = {"stage": core.stage, **setting_facts(core.trainer), **data.facts(), **module_facts(module)}
+            check_ranks_agree(strategy.control, facts)  # must come before wrapping, which would hang if ranks differed
         if core.trainer.compile:
             from drivetrain._engine.assembly.compiled_steps import CompiledSteps  # only runs that compile need it
 
@@ -530,7 +534,8 @@ class Session:
         note_known_fixes(error)
         failure = Failure.of_exception(strategy.rank, error)
         publish_failure(control, failure)
-        self._log.add_failure(error, failure.traceback)
+        if self._log is not None:
+            self._log.add_failure(error, failure.traceback)
         unlock_module(core.module)
         self.checkpoints.run_failed = True
         calls: list[Callable[[], Any]] = []
@@ -552,6 +557,6 @@ class Session:
         if reported_by is not None:
             summary = failure.one_line_summary()
             self.last_line = f"{summary}; rank {reported_by} failed the same way and shows the traceback"
-        if cause is not error:
+        if cause is not error and self._log is not None:
             self._log.add_cause(cause)
         return cause

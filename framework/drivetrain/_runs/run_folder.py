@@ -103,10 +103,3 @@ class RunFolder:
     def adopt(self, other: RunFolder) -> None:
         """Become the folder of a run that took place in other processes."""
         self.path, self.id, self.name = other.path, other.id, other.name
-
-    def note_start(self, metadata: CheckpointMetadata | None, start: RunStart) -> None:
-        """Record which checkpoint the run starts from; ``metadata`` is None for a fresh start."""
-        step = None if metadata is None else int(metadata.progress["global_step"])
-        self.rewinds_to = None if not start.continues_run else -1 if step is None else step
-        identifier = "" if metadata is None else metadata.identifier
-        self.notes.note_start(start.path, identifier, step or 0, start.parent, start.continues_run)

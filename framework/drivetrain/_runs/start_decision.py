@@ -46,6 +46,11 @@ class StartRequest(NamedTuple):
     last: str | None = None
     joins_last: bool = False
 
+    @property
+    def depends_on_the_disk(self) -> bool:
+        """Whether an earlier run or a checkpoint may decide how the run begins; False for a new run in a new folder."""
+        return not (self.ckpt_path is None and self.version is None and self.last is None)
+
 
 @dataclass(slots=True)
 class Found:
