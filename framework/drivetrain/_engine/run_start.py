@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from drivetrain._config.secret_values import arguments_without_secrets, without_secrets, without_url_passwords
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._engine.checkpoints.saved_state_schema import check_saved_state, reporting_malformed
-from drivetrain._engine.ranks.rank_facts import check_folder_agreement
 from drivetrain._engine.run_location import RunLocation, check_loggers_apart, hand_out, locate, writers_of
 from drivetrain._engine.run_recorder import RunRecorder
 from drivetrain._engine.write_checks import first_refusal
@@ -34,7 +33,7 @@ from drivetrain._runs.start_decision import StartDecision, StartRequest, decide
 from drivetrain._runs.start_search import StartSearch
 from drivetrain._storage.local_publication import lock_folder
 from drivetrain._storage.paths import child
-from drivetrain.callback import KeepsCheckpoints, WantsRunFolder, folders_of
+from drivetrain.callback import KeepsCheckpoints, folders_of
 from drivetrain.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
@@ -62,23 +61,6 @@ class StartingPoint:
             ConfigurationError: the folder cannot be created, or belongs to a live run. Raised on every rank.
             StorageError: the files of a remote storage cannot be listed.
         """
-        run = self._run
-        users: list[object] = [*run.trainer.loggers]
-        users += [each for each in run.callbacks if isinstance(each, WantsRunFolder) and each.wants_run_folder]
-        users += [run.trainer.profiler] if run.profile_needs_folder else []
-        needed_by = [type(user).__name__ for user in users]
-        needed_by += [] if run.request.ckpt_path is None else ["ckpt_path"]
-        if run.strategy.world_size > 1:
-            check_folder_agreement(run.strategy.control, needed_by)
-        if needed_by:
-            self._begin()
-
-    def claim_folder_for_late_callbacks(self) -> None:
-        """Choose a folder, if the run has none, for callbacks that were appended in `setup`. Collective."""
-        if self._run.stage == "fit" and self._run.folder.path is None:
-            self._begin()
-
-    def _begin(self) -> None:
         run, control, location = self._run, self._run.strategy.control, locate(self._run)
         self._start = start = RunStart(*_told_by_rank_0(control, lambda: _start(run, location)))
         if start.refusal is not None:

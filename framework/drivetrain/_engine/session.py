@@ -41,11 +41,10 @@ from drivetrain._engine.evaluation_buffers import EvaluationBuffers
 from drivetrain._engine.ranks.collective_calls import all_gather, check_collective
 from drivetrain._engine.ranks.error_reporting import note_known_fixes, note_where
 from drivetrain._engine.ranks.failure_propagation import error_to_report, publish_failure, resolve_cause
-from drivetrain._engine.ranks.rank_facts import module_facts, setting_facts
+from drivetrain._engine.ranks.rank_facts import check_folder_agreement, module_facts, setting_facts
 from drivetrain._engine.ranks.rank_log import RankLog
 from drivetrain._engine.ranks.seeding import order_seed, seed_data_rank, seed_rank, warn_unseeded
 from drivetrain._engine.run_ending import RunEnding
-from drivetrain._engine.run_start import StartingPoint
 from drivetrain._engine.signals import Signals, announce, as_interruption, handled_signals, interruption_error, requeue
 from drivetrain._loops.batch_mover import build_batch_mover
 from drivetrain._loops.evaluate import HOOK_STAGE_NAMES
@@ -59,7 +58,7 @@ from drivetrain._parameters.module_lock import lock_module, unlock_module
 from drivetrain._run_state import Progress
 from drivetrain._runtime.console_logging import log_once, log_to_console
 from drivetrain._runtime.process_state import ProcessState, apply_switches
-from drivetrain.callback import folders_of
+from drivetrain.callback import WantsRunFolder, folders_of
 from drivetrain.launchers import LaunchedProcesses
 from drivetrain.module.train_module import TrainModule
 from drivetrain.strategies.strategy import RunSettings, Strategy
@@ -68,6 +67,7 @@ if TYPE_CHECKING:
     from drivetrain._engine.assembly.compiled_steps import CompiledSteps
     from drivetrain._engine.assembly.monitors import MonitoredKeysCheck
     from drivetrain._engine.checkpoints.resumed_run import ResumedRun
+    from drivetrain._engine.run_start import StartingPoint
     from drivetrain._loops.step import TrainStep
     from drivetrain._loops.train import TrainLoop
 
@@ -101,6 +101,7 @@ class Session:
             callbacks=RunCallbacks(trainer, module),
         )
         self.checkpoints = CheckpointManager(self.core)
+        self._start: StartingPoint | None = None  # None for a run without files that starts from no checkpoint
         self._resumed: ResumedRun | None = None
         self.last_line: str | None = None
         """The line to print instead of this rank's error if a lower rank failed the same way and prints its own."""
@@ -204,15 +205,14 @@ class Session:
             core.callbacks.configure()
             core.module_callbacks = core.callbacks.from_module
         core.callbacks.collect()
-        start = StartingPoint(core)
-        start.choose()
+        self._choose_start()
         if self._log is not None:
             strategy.control.set_record_folder(self._log.folder)
         with core.span("prepare_data"):
             self._prepare_data()
-        self._call_setup_hooks(start)
+        self._call_setup_hooks()
         self._check_folders()
-        self._open(start)
+        self._open()
         if any(parameter.is_meta for parameter in core.module.parameters()):
             from drivetrain._engine.assembly.missing_weights import give_storage  # only modules without values need it
 
@@ -377,7 +377,31 @@ class Session:
             core.module.prepare_data()
         core.strategy.control.monitored_barrier("the end of prepare_data")
 
-    def _call_setup_hooks(self, start: StartingPoint) -> None:
+    def _choose_start(self) -> None:
+        """Choose the run's folder and the checkpoint that it starts from, if it needs any. Collective."""
+        core = self.core
+        users: list[object] = [*core.trainer.loggers]
+        users += [each for each in core.callbacks if isinstance(each, WantsRunFolder) and each.wants_run_folder]
+        users += [core.trainer.profiler] if core.profile_needs_folder else []
+        needed_by = [type(user).__name__ for user in users]
+        needed_by += [] if core.request.ckpt_path is None else ["ckpt_path"]
+        if core.strategy.world_size > 1:
+            check_folder_agreement(core.strategy.control, needed_by)
+        if needed_by:
+            self._begin()
+
+    def _begin(self) -> None:
+        from drivetrain._engine.run_start import StartingPoint  # only runs with files need it
+
+        self._start = StartingPoint(self.core)
+        self._start.choose()
+
+    def _begin_for_late_callbacks(self) -> None:
+        """Choose a folder, if the run has none, for callbacks that were appended in `setup`. Collective."""
+        if self.core.stage == "fit" and self.core.folder.path is None:
+            self._begin()
+
+    def _call_setup_hooks(self) -> None:
         core, datamodule = self.core, self.core.datamodule
         self._plan_teardowns()
         if datamodule is not None:
@@ -385,12 +409,12 @@ class Session:
                 datamodule.setup(core.stage)
         for setup in core.hooks.setup:
             setup(core.stage)
-        core.callbacks.set_up_appended(core.stage, start.claim_folder_for_late_callbacks)
+        core.callbacks.set_up_appended(core.stage, self._begin_for_late_callbacks)
         self._plan_teardowns()
 
-    def _open(self, start: StartingPoint) -> None:
+    def _open(self) -> None:
         """Open the checkpoint that the run starts from, if there is one. Collective."""
-        core, opened = self.core, start.open()
+        core, opened = self.core, None if self._start is None else self._start.open()
         self.checkpoints.opened = opened
         if opened is None or core.stage != "fit":
             self.data.seed = order_seed(core.trainer.seed, core.strategy.control)
