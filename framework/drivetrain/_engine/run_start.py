@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("drivetrain")
 
+_MAX_LISTED = 3  # maximum number of skipped runs that are listed by name
+
 
 class StartingPoint:
     """Chooses a run's folder and the checkpoint that the run starts from.
@@ -111,7 +113,7 @@ class StartingPoint:
                 f"ckpt_path={ckpt_path!r}: there is no checkpoint to {'resume from' if is_fit else 'evaluate'}.",
                 f"looked in {', '.join([locate(run).runs_folder, *folders])}, for checkpoints "
                 f"saved by runs of {type(run.module).__name__} with the same hyper-parameters."
-                f"{self._start.skipped}",
+                f"{_describe_skipped(self._start.skipped)}",
                 "pass a path, or ckpt_path='auto', which starts a new run if there is none."
                 if is_fit
                 else "pass a path, or ckpt_path='last' for the newest checkpoint; 'best' needs a run with "
@@ -140,7 +142,7 @@ def _start(run: RunCore, location: RunLocation) -> Generator[RunStart | None]:
         return
     _log_choice(run, decision)
     folder, continues = run.folder, decision.resumes is not None
-    yield RunStart(decision.path, folder.path, folder.id, continues, decision.parent, decision.describe_skipped())
+    yield RunStart(decision.path, folder.path, folder.id, continues, decision.parent, decision.skipped)
 
 
 def _find_in_folders(run: RunCore, folders: Sequence[str]) -> Generator[str | None]:
@@ -159,7 +161,7 @@ def _find_and_claim(run: RunCore, location: RunLocation) -> Generator[None, None
         raise ConfigurationError(*refusal)
     request = _request(run, location, needs_folder=bool(writers))
     search = None
-    if request.depends_on_the_disk:
+    if any(each is not None for each in (request.ckpt_path, request.version, request.last)):
         search = StartSearch(request, StorageRetry())
         search.look()
     while True:
@@ -314,7 +316,15 @@ def _log_choice(run: RunCore, decision: StartDecision) -> None:
     text = f"{use} {decision.path}" if found else none
     if decision.resumes is not None and not found:
         text += f" in {decision.resumes.folder}, which this job had claimed"
-    logger.warning("ckpt_path=%r: %s.%s", ckpt_path, text, decision.describe_skipped())
+    logger.warning("ckpt_path=%r: %s.%s", ckpt_path, text, _describe_skipped(decision.skipped))
+
+
+def _describe_skipped(skipped: Sequence[str]) -> str:
+    """Return a sentence that lists the runs that were passed over; "" if there are none."""
+    if not skipped:
+        return ""
+    more = len(skipped) - _MAX_LISTED
+    return f" Skipped: {'; '.join(skipped[:_MAX_LISTED])}{f'; and {more} more' if more > 0 else ''}."
 
 
 # ckpt_path="best"
