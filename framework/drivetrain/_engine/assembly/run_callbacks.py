@@ -38,7 +38,8 @@ class RunCallbacks:
         self.early_draws: EarlyDraws | None = None
         """The random numbers of the user's hooks before the first batch, if they are those of a single process."""
         self._all: list[Callback] = []
-        self._hooks: HookTable | None = None
+        self.hooks: HookTable
+        """The overridden hooks, once the callbacks are collected."""
 
     def __iter__(self) -> Iterator[Callback]:
         return iter(self._all)
@@ -46,13 +47,7 @@ class RunCallbacks:
     @property
     def collected(self) -> bool:
         """Whether `collect` was called; False in a process that only launched the processes of the run."""
-        return self._hooks is not None
-
-    @property
-    def hooks(self) -> HookTable:
-        """The overridden hooks, once the callbacks are collected."""
-        assert self._hooks is not None
-        return self._hooks
+        return hasattr(self, "hooks")
 
     def configure(self) -> None:
         """Call the module's ``configure_callbacks``."""
@@ -62,15 +57,15 @@ class RunCallbacks:
         """Collect the trainer's current callbacks and the module's, and look up the hooks."""
         self._from_trainer = checked_callbacks(self._trainer.callbacks, "trainer.callbacks holds")
         self._all = with_module_callbacks(self._from_trainer, self.from_module)
-        self._hooks = HookTable(self._trainer, self._module, self._all)
+        self.hooks = HookTable(self._trainer, self._module, self._all)
         if self._trainer.world_size > 1:
             from drivetrain._engine.ranks.common_draws import draw_in_common
 
-            draw_in_common(self._hooks, self._trainer)
+            draw_in_common(self.hooks, self._trainer)
         if self._trainer.strategy.has_hook_contexts:
             from drivetrain._engine.assembly.hook_contexts import call_in_contexts  # only such strategies need it
 
-            call_in_contexts(self._hooks, self._trainer)
+            call_in_contexts(self.hooks, self._trainer)
         for callback in self._all:
             bind_logging(callback, self._module)
 

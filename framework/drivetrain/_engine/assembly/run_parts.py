@@ -162,6 +162,7 @@ class RunCore(RunState):
         loop: the training loop; None before it is built.
         first_gather: the epoch and window in which ``training_step`` first gathered tensors; None before.
         trainer: the `Fit`, as hooks see it.
+        span: returns a context that the run's profiler times as a phase, for code that runs once in a run or an epoch.
     """
 
     request: RunRequest
@@ -181,9 +182,12 @@ class RunCore(RunState):
     loop: TrainLoop | None = None
     first_gather: tuple[int, int] | None = None
     trainer: RunContext = field(init=False)
+    span: Callable[[str], AbstractContextManager[None]] = nullcontext  # type: ignore[assignment]  # ignores the phase
 
     def __post_init__(self) -> None:
         self.trainer = self.request.trainer
+        if self.trainer.profiles:
+            self.span = self.trainer.profiler.profile
         self.metrics.progress = self.progress
 
     @property
@@ -227,10 +231,6 @@ class RunCore(RunState):
                 self.trainer.log_metrics(values)
 
         return log_in_phase
-
-    def span(self, phase: str) -> AbstractContextManager[None]:
-        """Return a context that the run's profiler times as a phase, for code that runs once in a run or an epoch."""
-        return self.trainer.profiler.profile(phase) if self.trainer.profiles else nullcontext()
 
     def progress_reporter(self) -> ProgressReporter | None:
         """Return the object that reports a loop's progress to callbacks; None if none has `write_progress`."""
