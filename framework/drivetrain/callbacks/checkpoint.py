@@ -11,7 +11,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from drivetrain._config.argument_checks import check_choice, check_count
+from drivetrain._config.argument_checks import check_choice, check_count, check_types
 from drivetrain._format.checksums import check_digest
 from drivetrain._runs.checkpoint_folders import LATEST, remove, write_latest
 from drivetrain._runs.directory import CHECKPOINTS
@@ -116,17 +116,12 @@ class Checkpoint(Callback):
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
     ) -> None:
+        check_types(Checkpoint, locals())
         if not enable_version_counter:
             raise ConfigurationError(
                 "Checkpoint(enable_version_counter=False).",
                 "a checkpoint could overwrite another one that is kept.",
                 "remove the argument: -v1 is appended to a name only while a checkpoint with that name is kept.",
-            )
-        if monitor is not None and not isinstance(monitor, str):
-            raise ConfigurationError(
-                f"Checkpoint(monitor={monitor!r}).",
-                "monitor is the name of a logged value.",
-                "give a name, such as 'val_loss', or None to keep the newest checkpoint.",
             )
         if monitor is None and mode == "max":
             raise ConfigurationError(
@@ -134,10 +129,9 @@ class Checkpoint(Callback):
                 "without a monitored value the newest checkpoint is kept, whatever the mode.",
                 "set monitor= to the name of a logged value, or remove mode.",
             )
-        interval: Any = train_time_interval
-        if interval is not None and (not isinstance(interval, timedelta) or interval <= timedelta(0)):
+        if train_time_interval is not None and train_time_interval <= timedelta(0):
             raise ConfigurationError(
-                f"Checkpoint(train_time_interval={interval!r}).",
+                f"Checkpoint(train_time_interval={train_time_interval!r}).",
                 "train_time_interval is the time between two checkpoints.",
                 "give a datetime.timedelta, such as timedelta(minutes=30).",
             )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from drivetrain._config.argument_checks import check_choice, check_count
+from drivetrain._config.argument_checks import check_choice, check_count, check_types
 from drivetrain._metrics.packing import Readback
 from drivetrain.callback import Callback, KeepsCheckpoints
 from drivetrain.callbacks._spike_statistic import SpikeStatistic
@@ -114,6 +114,7 @@ class LossSpikeGuard(Callback):
     max_rollbacks: int = 3
 
     def __post_init__(self) -> None:
+        check_types(LossSpikeGuard, vars(self))
         check_choice("LossSpikeGuard", "action", self.action, _ACTIONS, "what to do at a spike")
         for name in ("window", "warmup", "every_n_steps"):
             check_count("LossSpikeGuard", name, getattr(self, name), 1, "a number of steps")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from torch import Tensor
 
+from drivetrain._config.argument_checks import check_types
 from drivetrain._metrics.packing import Readback
 from drivetrain._runtime.terminal_output import is_terminal, write_output
 from drivetrain.callback import Callback
@@ -54,6 +55,7 @@ class ProgressBar(Callback):
     priority = -100  # after all callbacks that log
 
     def __init__(self, refresh_rate: float = 10.0, stream: TextIO | None = None) -> None:
+        check_types(ProgressBar, locals())
         if not 0 < refresh_rate <= 10:
             raise ConfigurationError(
                 f"{type(self).__name__}(refresh_rate={refresh_rate!r})",

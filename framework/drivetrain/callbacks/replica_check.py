@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain._config.argument_checks import check_count
+from drivetrain._config.argument_checks import check_count, check_types
 from drivetrain._distributed.checksum import checksums
 from drivetrain._distributed.control_plane import ControlPlane, check_ranks_agree, digest_of, spread
 from drivetrain.callback import Callback
@@ -59,6 +59,7 @@ class ReplicaCheck(Callback):
     _key_arguments = ("every_n_steps", "buffers", "ignore")
 
     def __init__(self, every_n_steps: int = 100, buffers: bool = True, ignore: Sequence[str] = ()) -> None:
+        check_types(ReplicaCheck, locals())
         meaning = "the number of optimizer steps between two checks"
         check_count("ReplicaCheck", "every_n_steps", every_n_steps, 1, meaning)
         self.every_n_steps = every_n_steps

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from drivetrain._config.argument_checks import check_types
 from drivetrain._loops.hooks import is_overridden
 from drivetrain.callback import Callback
 from drivetrain.callbacks._peak_flops import known_peak_flops
@@ -69,6 +70,7 @@ class ThroughputMonitor(Callback):
     flops: float | None = None
 
     def __post_init__(self) -> None:
+        check_types(ThroughputMonitor, vars(self))
         for name in ("window", "peak_flops", "flops"):
             value = getattr(self, name)
             if value is not None and value <= 0:
