@@ -22,7 +22,7 @@ def check_types(owner: type, values: Mapping[str, Any]) -> None:
     Raises:
         ConfigurationError: a value has another type. A number may also be one of NumPy's, and every value is a bool.
     """
-    initializer: Any = owner.__init__
+    initializer: Any = vars(owner)["__init__"]
     for name, annotation in inspect.get_annotations(initializer, eval_str=True).items():
         if name in values and not _fits(values[name], annotation):
             raise ConfigurationError(
