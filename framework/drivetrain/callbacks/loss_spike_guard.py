@@ -8,7 +8,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -50,22 +50,15 @@ class _PendingLosses(NamedTuple):
     micro_batches: list[_MicroBatch]
     losses: Readback | None  # None if this rank had no loss
 
+    @property
     def has_arrived(self) -> bool:
         return self.losses is None or self.losses.has_arrived
 
-    def zero_sums(self) -> dict[int, list[float]]:
-        return {micro_batch.step: [0.0, 0.0] for micro_batch in self.micro_batches}
-
-    def sums(self) -> dict[int, list[float]]:
-        """Return, for each step, the sum of the losses of its micro-batches on this rank, and the number of losses."""
-        sums = self.zero_sums()
-        for micro_batch, loss in (
-            zip(self.micro_batches, self.losses.numbers(), strict=True) if self.losses is not None else ()
-        ):
-            if micro_batch.weight > 0:
-                sums[micro_batch.step][0] += loss
-                sums[micro_batch.step][1] += 1
-        return sums
+    def rows(self) -> list[list[float]]:
+        """Return each micro-batch's loss on this rank and 1, or zeros if the loss does not count."""
+        losses = [0.0] * len(self.micro_batches) if self.losses is None else self.losses.numbers()
+        counts = [float(self.losses is not None and micro_batch.weight > 0) for micro_batch in self.micro_batches]
+        return [[loss, count] if count else [0.0, 0.0] for loss, count in zip(losses, counts, strict=True)]
 
 
 @dataclass(eq=False, repr=False)
@@ -239,19 +232,19 @@ class LossSpikeGuard(Callback):
         A collective operation. Losses that have not arrived on some rank stay in the queue, unless ``wait`` is set.
         """
         pending = self._pending
-        arrived = len(pending)
-        if not wait:
-            arrived = sum(1 for _ in takewhile(_PendingLosses.has_arrived, pending))
-        local_sums = [losses.sums() if index < arrived else losses.zero_sums() for index, losses in enumerate(pending)]
-        local = torch.tensor(
-            [float(arrived), *chain(*(chain(*sums.values()) for sums in local_sums))], dtype=torch.float64
-        )
-        gathered = trainer.strategy.control.all_gather(local)
-        totals = iter(gathered[:, 1:].sum(0).view(-1, 2).tolist())  # every rank has the same steps
-        arrived_everywhere = int(gathered[:, 0].min())
+        arrived = len(pending) if wait else sum(1 for _ in takewhile(lambda losses: losses.has_arrived, pending))
+        rows = [row for losses in pending[:arrived] for row in losses.rows()]
+        missing = sum(len(losses.micro_batches) for losses in pending) - len(rows)
+        local = torch.tensor([[float(arrived), 0.0], *rows, *([[0.0, 0.0]] * missing)], dtype=torch.float64)
+        gathered = trainer.strategy.control.all_gather(local)  # every rank has the same micro-batches
+        arrived_everywhere = int(gathered[:, 0, 0].min())
         self._pending = pending[arrived_everywhere:]
-        steps = chain(*local_sums[:arrived_everywhere])
-        return {step: total / count for step, (total, count) in zip(steps, totals, strict=False) if count}
+        micro_batches = [micro_batch for losses in pending[:arrived_everywhere] for micro_batch in losses.micro_batches]
+        sums: dict[int, list[float]] = {}
+        for micro_batch, (loss, count) in zip(micro_batches, gathered[:, 1:].sum(0).tolist(), strict=False):
+            total = sums.setdefault(micro_batch.step, [0.0, 0.0])
+            total[0], total[1] = total[0] + loss, total[1] + count
+        return {step: loss / count for step, (loss, count) in sums.items() if count}
 
     def _should_drop(self, trainer: RunContext) -> bool:
         """Return whether to skip the next step, the same on every rank.
