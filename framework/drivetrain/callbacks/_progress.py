@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from drivetrain._config.arguments import parse_duration
+from drivetrain._config.argument_checks import parse_duration
 
 if TYPE_CHECKING:
     from drivetrain.run_context import RunContext
