@@ -47,9 +47,9 @@ from drivetrain._engine.ranks.seeding import order_seed, seed_data_rank, seed_ra
 from drivetrain._engine.run_ending import RunEnding
 from drivetrain._engine.signals import Signals, announce, as_interruption, handled_signals, interruption_error, requeue
 from drivetrain._loops.batch_mover import build_batch_mover
+from drivetrain._loops.data_checks import Lengths
 from drivetrain._loops.evaluate import HOOK_STAGE_NAMES
 from drivetrain._loops.hooks import is_overridden
-from drivetrain._loops.loader_lengths import Lengths
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.trainables import Trainables
 from drivetrain._metrics import MetricStore
@@ -503,7 +503,7 @@ class Session:
     def _detach(self) -> None:
         core = self.core
         if core.loop is not None:
-            core.loop.release()
+            core.loop.step.release()
         if self.core.trainables is not None:
             self.core.trainables.end()
         unlock_module(core.module)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from drivetrain._engine.assembly.defaults import checked_callbacks
 from drivetrain._loops.hooks import HookTable
-from drivetrain._loops.progress_reports import ProgressReporter
 from drivetrain._run_state import with_module_callbacks
 from drivetrain.callback import Callback, ReportsProgress, bind_logging
 from drivetrain.errors import ConfigurationError
@@ -108,17 +107,12 @@ class RunCallbacks:
         for callback in self._all:
             bind_logging(callback, None)
 
-    def progress_reporter(self, every: int) -> ProgressReporter | None:
-        """Return the object that reports a loop's progress to callbacks; None if none has `write_progress`.
-
-        Args:
-            every: optimizer steps between two reports; 0 for none.
-        """
+    def progress_writers(self) -> list[Callable[[int], None]]:
+        """Return the functions to which loops report the number of micro-batches that are done; [] for none."""
+        if self._trainer.log_every_n_steps <= 0:
+            return []
         listeners = [callback for callback in self._all if isinstance(callback, ReportsProgress)]
-        if not listeners or every <= 0:
-            return None
-        writers = [partial(callback.write_progress, self._trainer, self._module) for callback in listeners]
-        return ProgressReporter(writers, every)
+        return [partial(callback.write_progress, self._trainer, self._module) for callback in listeners]
 
     def _appended(self) -> list[Callback]:
         known = {id(callback) for callback in self._from_trainer}

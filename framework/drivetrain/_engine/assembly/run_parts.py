@@ -20,9 +20,8 @@ from drivetrain._engine.data_setup.stage_data import StageData
 from drivetrain._engine.data_setup.stage_loaders import DataArguments
 from drivetrain._engine.evaluation_buffers import EvaluationBuffers
 from drivetrain._loops.batch_mover import BatchMover
+from drivetrain._loops.data_checks import Lengths
 from drivetrain._loops.hooks import HookTable
-from drivetrain._loops.loader_lengths import Lengths
-from drivetrain._loops.progress_reports import ProgressReporter
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.train import TrainLoop
 from drivetrain._loops.trainables import Trainables
@@ -229,7 +228,3 @@ class RunCore(RunState):
     def span(self, phase: str) -> AbstractContextManager[None]:
         """Return a context that the run's profiler times as a phase, for code that runs once in a run or an epoch."""
         return self.trainer.profiler.profile(phase) if self.trainer.profiles else nullcontext()
-
-    def progress_reporter(self) -> ProgressReporter | None:
-        """Return the object that reports a loop's progress to callbacks; None if none has `write_progress`."""
-        return self.callbacks.progress_reporter(self.trainer.log_every_n_steps)
