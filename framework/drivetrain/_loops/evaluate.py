@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from drivetrain._data.batch_copies import copy_containers
-from drivetrain._data.batch_source import NO_BATCH, BatchSource
-from drivetrain._data.limited_source import LimitedSource
+from drivetrain._data.batch_source import NO_BATCH, BatchSource, LimitedSource
 from drivetrain._data.sharding import BatchShare
 from drivetrain._loops.batch_mover import Move
 from drivetrain._loops.data_checks import Lengths, compare_order

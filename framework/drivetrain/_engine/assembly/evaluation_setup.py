@@ -58,8 +58,8 @@ def _build_loop(
         hooks=core.hooks,
         position=core.position,
         metrics=core.metrics,
-        sources=[loader.source for loader in data.loaded.evaluation[stage]],
-        get_limits=lambda: _limits(data.loaded.resize_evaluation(stage), sanity_steps),
+        sources=[loader.source for loader in data.evaluation[stage]],
+        get_limits=lambda: _limits(data.resize_evaluation(stage), sanity_steps),
         move=_safe_mover(core, stage),
         lengths=data.lengths,
         log=core.logger_call() if logs else None,
@@ -102,14 +102,10 @@ def build_validation(core: RunCore) -> Callable[[], list[dict[str, float]]]:
     return validate
 
 
-def run_sanity_check(core: RunCore, after_evaluation: Callable[[], None]) -> None:
+def run_sanity_check(core: RunCore) -> None:
     """Validate on a few micro-batches before training, so that errors in the validation code appear early.
 
-    Generators, buffers and logged values are restored afterwards.
-
-    Args:
-        core: the run.
-        after_evaluation: called before the logged values are cleared.
+    Generators, buffers and logged values are restored afterwards. The names of these values stay in `sanity_names`.
     """
     steps, hooks = core.trainer.num_sanity_val_steps, core.hooks
     core.sanity_checking = True
@@ -122,7 +118,7 @@ def run_sanity_check(core: RunCore, after_evaluation: Callable[[], None]) -> Non
         for hook in hooks.on_sanity_check_start:
             hook()
         _build_loop(EvaluateLoop, core, "validate", sanity_steps=steps).run()
-        after_evaluation()
+        core.sanity_names = core.metrics.known_names()
         for hook in hooks.on_sanity_check_end:
             hook()
     core.sanity_checking = False
@@ -160,7 +156,7 @@ def _safe_mover(core: RunCore, stage: str) -> Move | None:
     move = core.move
     if move is None or core.strategy.device.type != "cuda":
         return move
-    return safe_move(move, all(loader.source.fresh_memory for loader in core.data.loaded.evaluation[stage]))
+    return safe_move(move, all(loader.source.fresh_memory for loader in core.data.evaluation[stage]))
 
 
 def _separate_generators(core: RunCore) -> AbstractContextManager[None]:
@@ -168,7 +164,7 @@ def _separate_generators(core: RunCore) -> AbstractContextManager[None]:
     from drivetrain._data.loader_generators import collect_generators  # only runs that validate need it
 
     datamodule = [] if core.datamodule is None else [core.datamodule]
-    holders = [*core.loaders.loaders, *core.module.modules(), *core.callbacks, *datamodule]
+    holders = [*core.data.loaders, *core.module.modules(), *core.callbacks, *datamodule]
     return core.data.rng_replay.aside(collect_generators(*holders))
 
 
