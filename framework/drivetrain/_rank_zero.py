@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
-from drivetrain._runtime.console_logging import log_to_console
+from drivetrain._runtime.console import log_to_console
 from drivetrain.environments.detection import rank_of_environment
 from drivetrain.launchers.launched_processes import current_processes
 

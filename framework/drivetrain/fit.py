@@ -321,7 +321,7 @@ class Fit(RunContext):
     ) -> list[dict[str, float]]:
         results: list[dict[str, float]] = self._evaluate(stage, module, loaders, datamodule, ckpt_path, averaged)
         if verbose and self.is_global_zero:
-            from drivetrain._runtime.terminal_output import write_output  # only evaluations that print need it
+            from drivetrain._runtime.console import write_output  # only evaluations that print need it
 
             for index, result in enumerate(results):
                 label = stage if len(results) == 1 else f"{stage}, loader {index}"

@@ -54,7 +54,7 @@ from drivetrain._metrics import MetricStore
 from drivetrain._module.run_handle import attach, detach
 from drivetrain._parameters.module_lock import lock_module, unlock_module
 from drivetrain._run_state import Progress
-from drivetrain._runtime.console_logging import log_once, log_to_console
+from drivetrain._runtime.console import log_once, log_to_console
 from drivetrain._runtime.process_state import ProcessState, apply_switches
 from drivetrain.callback import WantsRunFolder, folders_of
 from drivetrain.launchers import LaunchedProcesses

@@ -16,7 +16,7 @@ from drivetrain._engine.assembly.out_of_memory import ran_out_of_memory
 from drivetrain._engine.ranks.launch import launch
 from drivetrain._engine.run_request import RunRequest
 from drivetrain._runtime.accelerators import resolve_devices
-from drivetrain._runtime.console_logging import log_to_console
+from drivetrain._runtime.console import log_to_console
 from drivetrain._runtime.generators import preserved_generators
 from drivetrain._runtime.process_state import ProcessState
 from drivetrain.callback import SearchesBeforeLaunch

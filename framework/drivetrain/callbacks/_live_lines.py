@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from drivetrain._runtime.terminal_output import is_terminal, write_output
+from drivetrain._runtime.console import is_terminal, write_output
 
 _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
 """Control sequences that make the terminal cut off, or wrap, lines that are longer than the terminal's width."""

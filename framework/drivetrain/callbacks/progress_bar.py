@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drivetrain._config.argument_checks import check_types
 from drivetrain._metrics.packing import Readback
-from drivetrain._runtime.terminal_output import is_terminal, write_output
+from drivetrain._runtime.console import is_terminal, write_output
 from drivetrain.callback import Callback
 from drivetrain.callbacks._live_lines import LiveLines
 from drivetrain.callbacks._progress import Phase, TimeLeft, fit_line, format_metrics, format_time

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from drivetrain._format import CheckpointReader, Weights, load
-from drivetrain._runtime.console_logging import log_to_console
+from drivetrain._runtime.console import log_to_console
 from drivetrain.errors import ConfigurationError
 
 logger = logging.getLogger("drivetrain")

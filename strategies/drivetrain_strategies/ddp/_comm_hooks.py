@@ -15,14 +15,12 @@ CommHook = str | Callable[..., Any] | tuple[Any, Callable[..., Any]]
 HOOK_NAMES = ("fp16", "bf16", "powersgd")
 
 
-def register_comm_hook(ddp: DistributedDataParallel, hook: CommHook | None) -> None:
+def register_comm_hook(ddp: DistributedDataParallel, hook: CommHook) -> None:
     """Register ``hook``, which is a name, a hook or a tuple (state, hook), on ``ddp``.
 
     Raises:
         ConfigurationError: the name is unknown, or the backend cannot run the hook.
     """
-    if hook is None:
-        return
     if callable(hook):
         ddp.register_comm_hook(None, hook)
     elif isinstance(hook, tuple):

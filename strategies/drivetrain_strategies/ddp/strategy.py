@@ -196,7 +196,8 @@ class DDPStrategy(DistributedStrategy):
             find_unused_parameters=self.find_unused_parameters or self._manual_optimization,
             **options,
         )
-        register_comm_hook(ddp, self.comm_hook)
+        if self.comm_hook is not None:
+            register_comm_hook(ddp, self.comm_hook)
         self._ddp = ddp
         if not (self.find_unused_parameters or self._manual_optimization):
             self._check_reduction = reducer.reduction_check(ddp)

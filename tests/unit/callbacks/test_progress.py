@@ -24,8 +24,8 @@ from callback_modules import Clock, Regression, Timed, failing, loader, quiet_fi
 from torch.utils.data import DataLoader
 
 from drivetrain import Callback, ConfigurationError
-from drivetrain._runtime import terminal_output
-from drivetrain._runtime.terminal_output import write_output
+from drivetrain._runtime import console
+from drivetrain._runtime.console import write_output
 from drivetrain.callbacks import LambdaCallback, ProgressBar, RichProgressBar, progress_bar
 from drivetrain.callbacks._progress import Phase, TimeLeft, fit_line, format_number, format_rate, format_time
 from drivetrain.callbacks.progress_bar import ProgressLines
@@ -459,7 +459,7 @@ def closed() -> io.StringIO:
 @pytest.mark.parametrize("make", [FullDisk, GoneTerminal, closed, AsciiTerminal, OnlyWrites, lambda: None])
 def test_a_run_whose_output_fails_continues(make: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:  # L-09
     monkeypatch.setattr(progress_bar, "_LINE_INTERVAL", 0.0)
-    monkeypatch.setattr(terminal_output, "_WARNED", set())
+    monkeypatch.setattr(console, "_WARNED", set())
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "40")
     stream = make()

@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 
 from captured_warnings import captured_warnings
 from drivetrain import Callback, ConfigurationError, DataModule, DrivetrainError, Fit, TrainModule
-from drivetrain._runtime import console_logging  # private: a process logs a precision once, and this one has
+from drivetrain._runtime import console  # private: a process logs a precision once, and this one has
 from drivetrain.callbacks import Checkpoint, EarlyStopping, Timer
 from drivetrain.data import CombinedLoader
 from drivetrain.loggers import CSVLogger
@@ -79,7 +79,7 @@ def test_who_requested_a_stop_is_logged(tmp_path: Path) -> None:  # I-17
 
 
 def test_a_process_logs_each_precision_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # L-09
-    monkeypatch.setattr(console_logging, "_LOGGED", set())
+    monkeypatch.setattr(console, "_LOGGED", set())
     with captured_warnings(logging.INFO) as lines:
         for precision in ("32-true", "32-true", "bf16-mixed"):
             fit(tmp_path, precision=precision).fit(Tiny(), loader())

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from drivetrain import loggers
 from drivetrain._config.entry_points import EntryPointRegistry
 from drivetrain._loops.hooks import HOOKS
+from drivetrain._runtime.console import is_terminal
 from drivetrain._runtime.lazy_names import is_installed
-from drivetrain._runtime.terminal_output import is_terminal
 from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import Logger
