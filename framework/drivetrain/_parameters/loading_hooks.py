@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
+from drivetrain._parameters.weights_fit import WeightMismatch
 from drivetrain._runtime.compiled_names import plain_name
 from drivetrain.errors import CheckpointError
 
@@ -108,22 +109,38 @@ class HookedWeights:
         return result
 
 
-def resized_buffers(module: nn.Module, current: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
-    """Return the names of buffers of another shape in ``state`` whose submodule may change the shape as it loads.
+def divide_weights(
+    module: nn.Module, state: Mapping[str, Any], strict: bool, expected: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Check weights for a module that holds parts of its parameters, and divide them by how they are loaded.
 
     Args:
-        module: the module that loads ``state``.
-        current: the module's own parameters and buffers by name.
-        state: the values to load by name.
+        module: the module.
+        state: the weights by name.
+        strict: whether missing and unexpected names are an error.
+        expected: values with the shapes of the whole, by the names of the module's own state.
+
+    Returns:
+        The weights for tensors of the module, in the module's order, and those that `load_current` has to load: extra
+        state, and buffers whose submodule may change their shape as it loads.
+
+    Raises:
+        CheckpointError: names or shapes do not match and ``strict`` is set.
     """
-    names = [
+    current = module.state_dict(keep_vars=True)
+    by_tensor = {name: state[name] for name, value in current.items() if name in state and torch.is_tensor(value)}
+    resized = [
         name
-        for name, value in current.items()
-        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and name in state
-        if tuple(value.shape) != tuple(state[name].shape)
+        for name, value in by_tensor.items()
+        if not isinstance(current[name], nn.Parameter) and tuple(current[name].shape) != tuple(value.shape)
     ]
-    prefixes = [f"{part}." if part else "" for part, _ in _hooked_parts(module)] if names else []
-    return [name for name in names if name.startswith(tuple(prefixes))]
+    hooked = tuple(f"{part}." if part else "" for part, _ in _hooked_parts(module)) if resized else ()
+    by_module = {name: by_tensor.pop(name) for name in resized if name.startswith(hooked)}
+    WeightMismatch.compare(expected, {**state, **dict.fromkeys(by_module)}, partial=not strict).raise_or_warn(
+        "The weights", type(module).__name__, strict
+    )
+    extra = {name: state[name] for name, value in current.items() if name in state and not torch.is_tensor(value)}
+    return by_tensor, by_module | extra
 
 
 def load_current(module: nn.Module, state: Mapping[str, Any], strict: bool = False) -> None:

@@ -22,11 +22,10 @@ from drivetrain.strategies import (
     ParameterShard,
     Region,
     Span,
-    WeightMismatch,
     check_optimizer_fits,
     cut,
+    divide_weights,
     load_current,
-    resized_buffers,
 )
 from drivetrain_strategies.deepspeed._internals import Fragment, Zero, write_part
 
@@ -177,25 +176,17 @@ class State:
         current = self._module.state_dict(keep_vars=True)
         stored_by_name = {name: self._find(value) for name, value in current.items()}
         expected = {name: stored_by_name[name] or value for name, value in current.items()}
-        # A submodule that has loading hooks may change the shapes of its buffers, so that it loads these itself.
-        extra = {name: state[name] for name in resized_buffers(self._module, current, state)}
-        WeightMismatch.compare(expected, {**state, **dict.fromkeys(extra)}, partial=not strict).raise_or_warn(
-            "The weights", type(self._module).__name__, strict
-        )
+        weights, loaded_by_module = divide_weights(self._module, state, strict, expected)
         wanted = {}
-        for name, value in current.items():
-            if name not in state or name in extra:
-                continue
-            if not isinstance(value, torch.Tensor):
-                extra[name] = state[name]
-            elif stored_by_name[name] is not None:
-                wanted[id(value)] = state[name]
+        for name, value in weights.items():
+            if stored_by_name[name] is not None:
+                wanted[id(current[name])] = value
             else:
-                value.copy_(part_of(state[name], None))
+                current[name].copy_(part_of(value, None))
         for key, stored in self.stored_parameters(wanted, write=True):
             stored.write(wanted[key])
-        if extra:
-            load_current(self._module, extra)
+        if loaded_by_module:
+            load_current(self._module, loaded_by_module)
         self._update_compute_weights()
 
     @torch.no_grad()

@@ -115,6 +115,10 @@ class _WatchedParam(FSDPParam):
     version_at_gather: int
     """The version of the gathered tensor when it was created."""
 
+    def tensors(self) -> list[nn.Parameter]:
+        """Return the shard and, once it was gathered, the gathered tensor, since the module may use either."""
+        return [self.sharded_param, *([self._unsharded_param] if hasattr(self, "_unsharded_param") else [])]
+
     def init_unsharded_param(self) -> None:
         first = not hasattr(self, "_unsharded_param")
         super().init_unsharded_param()  # type: ignore[no-untyped-call]
@@ -307,12 +311,6 @@ class Sharded:
             assert self._zero_hooks is not None
             self._zero_hooks.append(gathered.register_hook(torch.zeros_like))  # type: ignore[no-untyped-call]
 
-    def set_requires_grad(self, parameter: _WatchedParam, requires_grad: bool) -> None:
-        """Set ``requires_grad`` on the shard and on the gathered tensor, since the module may use either."""
-        parameter.sharded_param.requires_grad_(requires_grad)
-        if hasattr(parameter, "_unsharded_param"):
-            parameter._unsharded_param.requires_grad_(requires_grad)
-
     def trainable_changed(self) -> None:
         """Recompute the dtypes in which gradients are reduced. torch derived them from the trainable parameters.
 
@@ -323,7 +321,8 @@ class Sharded:
             if hasattr(group, "_reduce_dtype"):  # without the attribute, torch computes the dtypes in the first forward
                 group._init_mp_dtypes()
         for parameter in self.parameters:
-            self.set_requires_grad(parameter, parameter.sharded_param.requires_grad)
+            for tensor in parameter.tensors():
+                tensor.requires_grad_(parameter.sharded_param.requires_grad)
 
     def toggled_while_gathered(self) -> list[str]:
         """Return parameters frozen or unfrozen only on the gathered tensor. torch would silently undo this change."""
