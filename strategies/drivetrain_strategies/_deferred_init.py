@@ -400,11 +400,12 @@ def find_meta_tensors(module: nn.Module, recording: Recording | None) -> list[Me
         ConfigurationError: a tensor was not built in ``configure_model``, so its values are unknown, or it is in a
             place that cannot be changed, such as a tuple.
     """
-    parameters: dict[int, MetaTensor] = {}
+    named = dict(module.named_parameters())
+    parameters = [MetaTensor(name, parameter.data, []) for name, parameter in named.items() if parameter.is_meta]
     others: dict[int, MetaTensor] = {}
     fixed_names: list[str] = []
     seen = set(map(id, module.modules()))
-    registered = set(map(id, module.parameters()))
+    registered = set(map(id, named.values()))
 
     def search(name: str, value: Any, store: Any, key: Any) -> None:
         if isinstance(value, torch.Tensor):
@@ -427,9 +428,6 @@ def find_meta_tensors(module: nn.Module, recording: Recording | None) -> list[Me
     for prefix, child in module.named_modules():
         prefix = f"{prefix}." if prefix else ""
         seen.update(map(id, (child._parameters, child._buffers, child._modules)))
-        for key, parameter in child._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                parameters.setdefault(id(parameter), MetaTensor(f"{prefix}{key}", parameter.data, []))
         for store in (child._buffers, vars(child)):
             for key, value in list(store.items()):
                 # Only what was recorded can be below attributes. Without a recording, a long search is of no use.
@@ -444,20 +442,18 @@ def find_meta_tensors(module: nn.Module, recording: Recording | None) -> list[Me
             "register these tensors as buffers or parameters, or put them in a list, or pass meta=False to the "
             "strategy.",
         )
-    of_parameters = {_storage_key(parameter.tensor): parameter.name for parameter in parameters.values()}
+    name_by_storage = {_storage_key(parameter.tensor): parameter.name for parameter in parameters}
     for other in others.values():
-        parameter_name = of_parameters.get(_storage_key(other.tensor))
-        if parameter_name is not None:
+        shared = name_by_storage.get(_storage_key(other.tensor))
+        if shared is not None:
             raise ConfigurationError(
-                f"{other.name!r}, which configure_model built, shares the memory of the parameter {parameter_name!r}.",
+                f"{other.name!r}, which configure_model built, shares the memory of the parameter {shared!r}.",
                 "the strategy shards the parameter, so this tensor would keep the parameter's first values.",
                 "compute it from the parameter where it is used, for example in a property.",
             )
-    meta_tensors = [*parameters.values(), *others.values()]
+    meta_tensors = [*parameters, *others.values()]
     known_keys = set() if recording is None or not meta_tensors else recording.storages()
-    unknown_names = [
-        meta_tensor.name for meta_tensor in meta_tensors if _storage_key(meta_tensor.tensor) not in known_keys
-    ]
+    unknown_names = [one.name for one in meta_tensors if _storage_key(one.tensor) not in known_keys]
     if unknown_names:
         raise ConfigurationError(
             f"{len(unknown_names)} tensor(s) have no storage and no known initialisation: "
