@@ -187,7 +187,7 @@ class Gradients:
                 "FSDPStrategy(find_unused_parameters=True), parameters that no rank uses get no gradient. "
                 "This warning is shown once.",
                 len(unused),
-                listed(sharded.names_of(unused)),
+                listed([parameter.plain_name for parameter in unused]),
             )
 
 
