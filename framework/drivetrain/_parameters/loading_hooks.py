@@ -6,6 +6,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,38 +110,52 @@ class HookedWeights:
         return result
 
 
-def divide_weights(
-    module: nn.Module, state: Mapping[str, Any], strict: bool, expected: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Check weights for a module that holds parts of its parameters, and divide them by how they are loaded.
+def load_tensors(
+    module: nn.Module,
+    state: Mapping[str, Any],
+    strict: bool,
+    assign: Callable[[torch.Tensor, Any], None],
+    kept_elsewhere: Mapping[int, Any] = MappingProxyType({}),
+) -> None:
+    """Load values by name, each by ``assign``, into a module that does not hold its parameters as whole tensors.
 
     Args:
         module: the module.
-        state: the weights by name.
-        strict: whether missing and unexpected names are an error.
-        expected: values with the shapes of the whole, by the names of the module's own state.
-
-    Returns:
-        The weights for tensors of the module, in the module's order, and those that `load_current` has to load: extra
-        state, and buffers whose submodule may change their shape as it loads.
+        state: the values by name.
+        strict: raise an error for missing and unexpected names.
+        assign: called with a parameter or a persistent buffer, and its value in ``state``.
+        kept_elsewhere: what has the shape of a whole tensor, by ``id`` of the module's own tensor.
 
     Raises:
-        CheckpointError: names or shapes do not match and ``strict`` is set.
+        CheckpointError: names or shapes do not match and ``strict`` is set. No weights were loaded.
     """
     current = module.state_dict(keep_vars=True)
-    by_tensor = {name: state[name] for name, value in current.items() if name in state and torch.is_tensor(value)}
-    resized = [
-        name
-        for name, value in by_tensor.items()
-        if not isinstance(current[name], nn.Parameter) and tuple(current[name].shape) != tuple(value.shape)
-    ]
-    hooked = tuple(f"{part}." if part else "" for part, _ in _hooked_parts(module)) if resized else ()
-    by_module = {name: by_tensor.pop(name) for name in resized if name.startswith(hooked)}
-    WeightMismatch.compare(expected, {**state, **dict.fromkeys(by_module)}, partial=not strict).raise_or_warn(
+    # A submodule that has loading hooks may change the shapes of its buffers, so that it loads these itself.
+    extra = {name: state[name] for name in _resized_buffers(module, current, state)}
+    expected = {name: kept_elsewhere.get(id(value), value) for name, value in current.items()}
+    WeightMismatch.compare(expected, {**state, **dict.fromkeys(extra)}, partial=not strict).raise_or_warn(
         "The weights", type(module).__name__, strict
     )
-    extra = {name: state[name] for name, value in current.items() if name in state and not torch.is_tensor(value)}
-    return by_tensor, by_module | extra
+    for name, value in current.items():
+        if name in state and name not in extra:
+            if isinstance(value, torch.Tensor):
+                assign(value, state[name])
+            else:
+                extra[name] = state[name]
+    if extra:
+        load_current(module, extra)
+
+
+def _resized_buffers(module: nn.Module, current: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+    """Return the names of buffers of another shape in ``state`` whose submodule may change the shape as it loads."""
+    names = [
+        name
+        for name, value in current.items()
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and name in state
+        if tuple(value.shape) != tuple(state[name].shape)
+    ]
+    prefixes = [f"{part}." if part else "" for part, _ in _hooked_parts(module)] if names else []
+    return [name for name in names if name.startswith(tuple(prefixes))]
 
 
 def load_current(module: nn.Module, state: Mapping[str, Any], strict: bool = False) -> None:

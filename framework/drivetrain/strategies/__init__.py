@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from drivetrain._distributed.shards import Region as Region
     from drivetrain._distributed.shards import Span as Span
     from drivetrain._distributed.shards import cut as cut
-    from drivetrain._parameters.loading_hooks import divide_weights as divide_weights
-    from drivetrain._parameters.loading_hooks import load_current as load_current
+    from drivetrain._parameters.loading_hooks import load_tensors as load_tensors
     from drivetrain._parameters.module_lock import may_move as may_move
     from drivetrain._parameters.optimizer_state import check_optimizer_fits as check_optimizer_fits
     from drivetrain._parameters.optimizer_state import load_named_optimizer_state as load_named_optimizer_state
@@ -60,7 +59,7 @@ _NAMES_BY_MODULE = {
     "drivetrain._distributed.process_groups": ("set_timeout",),
     "drivetrain._distributed.shards": ("Box", "ParameterShard", "Region", "Span", "cut"),
     "drivetrain._runtime.memory_advice": ("MemoryAdvice",),
-    "drivetrain._parameters.loading_hooks": ("divide_weights", "load_current"),
+    "drivetrain._parameters.loading_hooks": ("load_tensors",),
 }
 
 __getattr__, __dir__, __all__ = lazy_names(

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from drivetrain.strategies import Box, ParameterShard, Region, divide_weights, load_current
+from drivetrain.strategies import Box, ParameterShard, Region, load_tensors
 from drivetrain_strategies.fsdp._internals import local_region
 
 
@@ -105,18 +105,16 @@ def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Non
     Raises:
         CheckpointError: names or shapes do not match and ``strict`` is set. No weights were loaded.
     """
-    current = module.state_dict(keep_vars=True)
-    weights, loaded_by_module = divide_weights(module, state, strict, current)
-    for name, saved in weights.items():
-        target = current[name]
+
+    def assign(target: torch.Tensor, saved: Any) -> None:
         value = in_layout_of(saved, target)
         if isinstance(target, DTensor):
             assert isinstance(value, DTensor)
             target.to_local().copy_(value.to_local())
         else:
             target.copy_(value.detach())
-    if loaded_by_module:
-        load_current(module, loaded_by_module)
+
+    load_tensors(module, state, strict, assign)
 
 
 def sharded_optimizer_state(saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
