@@ -28,7 +28,7 @@ from drivetrain import (
 )
 
 # Private: this test process is seeded, and must look as if it were not.
-from drivetrain._engine import seeding
+from drivetrain._engine.ranks import seeding
 from drivetrain._runtime import seed
 from drivetrain._runtime.process_state import ProcessState
 from drivetrain.callbacks import Checkpoint
