@@ -153,7 +153,7 @@ class SavedState:
             yield Owner(("loop",), Scope.ALL, loop.state_dict, loop.load_state_dict)
         rng_states = data.rng_replay
         yield Owner(("rng_states",), Scope.RANK, lambda: rng_states.state(core.progress.batch_idx), rng_states.resume)
-        if data.stage_data is not None and data.stage_data.train is not None:  # loaders may be replaced while loading
+        if data.trains:  # loaders may be replaced while loading
             yield Owner(("source",), Scope.RANK, data.train.state_dict, lambda state: data.train.load_state_dict(state))
         load_metrics = partial(metrics.load_state_dict, device=self._strategy.device)
         yield Owner(("metrics",), Scope.MERGED, metrics.state_dict, load_metrics)

@@ -10,18 +10,20 @@ from typing import Any
 
 import torch
 
-from drivetrain._engine.assembly.requirements import check_requirements, warn_of_unused_loader
-from drivetrain._engine.assembly.run_parts import RunCore, RunRequest
+from drivetrain._engine.assembly.run_parts import RunCore
 from drivetrain._engine.assembly.strategy_checks import asks_for_sync_batchnorm
-from drivetrain._engine.ranks.error_reporting import peer_failures_in_one_line, print_in_one_line
+from drivetrain._engine.ranks.error_reporting import print_in_one_line, print_peer_failure
 from drivetrain._engine.ranks.run_processes import check_number, find_processes, first_placement, is_standalone
+from drivetrain._engine.run_request import RunRequest
 from drivetrain._engine.session import Session
+from drivetrain._loops.hooks import is_overridden
 from drivetrain._runtime.accelerators import resolve_devices
-from drivetrain.environments import resolve_environment
+from drivetrain.environments import Placement, resolve_environment
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import (
     LaunchedProcesses,
     Launcher,
+    RankFailedError,
     choose_launcher,
     current_processes,
     named_launcher,
@@ -37,8 +39,10 @@ DEFAULT_MAX_EPOCHS = 1000
 
 def launch(request: RunRequest) -> Any:
     """Run a stage, after starting processes if needed, and return the stage's result."""
+    from drivetrain._engine.assembly.class_checks import check_requirements  # importing Fit does not need it
+
     trainer = request.trainer
-    check_requirements(request.stage, request.module, request.given)
+    check_requirements(request)
     if request.ckpt_path is None and _has_meta_parameters(request.module):
         from drivetrain._engine.assembly.missing_weights import (
             refuse_missing_weights,  # only modules without values need it
@@ -53,36 +57,43 @@ def launch(request: RunRequest) -> Any:
     environment = resolve_environment(trainer.environment)
     strategy = trainer.chosen_strategy
     setting: str | Launcher = (strategy.launcher if strategy is not None else None) or trainer.launcher
-    launcher = named_launcher(setting)
-    if launcher is not None and launcher.places_devices and is_standalone(environment):
-        devices = launcher.devices(trainer.accelerator, trainer.devices)
-        check_number(strategy, len(devices.indices) * trainer.num_nodes)
-        placement = first_placement(None, devices, trainer.num_nodes)
-    else:
-        devices = resolve_devices(trainer.accelerator, trainer.devices)
-        with peer_failures_in_one_line():
+    launcher, processes = named_launcher(setting), None
+    try:
+        if launcher is not None and launcher.places_devices and is_standalone(environment):
+            devices = launcher.devices(trainer.accelerator, trainer.devices)
+            check_number(strategy, len(devices.indices) * trainer.num_nodes)
+            placement = first_placement(None, devices, trainer.num_nodes)
+        else:
+            devices = resolve_devices(trainer.accelerator, trainer.devices)
             processes = find_processes(environment, devices, trainer.num_nodes, strategy)
+            if processes is None:
+                placement = first_placement(environment, devices, trainer.num_nodes)
+        if processes is None:
+            launcher = choose_launcher(launcher or setting, placement.local_world_size)
+            if type(launcher).launch is not Launcher.launch:
+                processes = _started(launcher, placement)
         if processes is not None:
-            return _run_as_rank(request, processes)
-        placement = first_placement(environment, devices, trainer.num_nodes)
-    launcher = choose_launcher(launcher or setting, placement.local_world_size)
-    if type(launcher).launch is not Launcher.launch:
-        processes = launcher.launch(placement)
-        if not isinstance(processes, LaunchedProcesses):
-            raise ConfigurationError(
-                f"{type(launcher).__name__}.launch returned a {type(processes).__name__}.",
-                "nothing was trained.",
-                "return the LaunchedProcesses that represent the run's processes.",
-            )
-        return _run_as_rank(request, processes)
+            return run_here(request, processes)
+    except RankFailedError as error:
+        known = processes or current_processes()
+        print_peer_failure(error, 0 if known is None else known.placement.rank)
+        raise
     from drivetrain._engine.ranks.remote_run import run_in_other_processes  # only runs in other processes need it
 
+    assert isinstance(launcher, Launcher)
     return run_in_other_processes(launcher, request, placement, devices.type, launch)
 
 
-def _run_as_rank(request: RunRequest, processes: LaunchedProcesses) -> Any:
-    with peer_failures_in_one_line(processes.placement.rank):
-        return run_here(request, processes)
+def _started(launcher: Launcher, placement: Placement) -> LaunchedProcesses:
+    """Start the other processes of this node, which run the caller's script, and return all processes of the run."""
+    processes = launcher.launch(placement)
+    if not isinstance(processes, LaunchedProcesses):
+        raise ConfigurationError(
+            f"{type(launcher).__name__}.launch returned a {type(processes).__name__}.",
+            "nothing was trained.",
+            "return the LaunchedProcesses that represent the run's processes.",
+        )
+    return processes
 
 
 def run_here(request: RunRequest, processes: LaunchedProcesses) -> Any:
@@ -100,7 +111,7 @@ def run_here(request: RunRequest, processes: LaunchedProcesses) -> Any:
         if strategy.rank == 0:
             logger.warning("Nothing limits the run: it trains for max_epochs=%d.", DEFAULT_MAX_EPOCHS)
     if strategy.rank == 0:
-        warn_of_unused_loader(stage, request.module, request.given)
+        _warn_of_unused_loader(request)
     session_class = Session
     if trainer.profiles:
         from drivetrain._engine.profiled_session import ProfiledSession  # only runs with a profiler need it
@@ -142,3 +153,13 @@ def run_here(request: RunRequest, processes: LaunchedProcesses) -> Any:
 
 def _has_meta_parameters(module: TrainModule) -> bool:
     return any(parameter.is_meta for parameter in module.parameters())
+
+
+def _warn_of_unused_loader(request: RunRequest) -> None:
+    """Warn that validation loaders were given to a module without a ``validation_step``."""
+    module, passed = request.module, request.evaluate is not None
+    if request.stage == "fit" and passed and not is_overridden("validation_step", module, TrainModule):
+        logger.warning(
+            "fit was given validation loaders, and %s has no validation_step: nothing is validated.",
+            type(module).__name__,
+        )
