@@ -45,9 +45,8 @@ class IterableSource(BatchSource):
         self._loader = loader
         self._clone: LoaderClone | None = None
         self._seeded: SeededIterable | None = None
-        self._is_single_rank = world_size == 1
-        self.shards_known = self._is_single_rank
-        self.needs_order_check = not self._is_single_rank and not getattr(
+        self.shards_known = world_size == 1
+        self.needs_order_check = not self.shards_known and not getattr(
             getattr(loader, "dataset", loader), "is_split_by_rank", False
         )
         self._first_digest: str | None = None
@@ -152,14 +151,8 @@ class IterableSource(BatchSource):
         candidates = [self._loader if self._clone is None else self._clone.loader]
         if self.in_process:
             candidates.append(getattr(self._loader, "dataset", None))
-        return next(
-            (
-                candidate
-                for candidate in candidates
-                if hasattr(candidate, "state_dict") and hasattr(candidate, "load_state_dict")
-            ),
-            None,
-        )
+        stateful = (each for each in candidates if hasattr(each, "state_dict") and hasattr(each, "load_state_dict"))
+        return next(stateful, None)
 
     def _batches(self) -> Iterator[Any]:
         return self._clone.iterate() if self._clone is not None else iter(self._loader)
@@ -187,7 +180,7 @@ class IterableSource(BatchSource):
                 self._first_digest = digest_of_batch(batch)  # computed before the step, which may modify the batch
             has_batch = True
             samples = count_samples(batch)
-            yield batch, BatchShare(samples, samples if self._is_single_rank else None, False, position)
+            yield batch, BatchShare(samples, samples if self.shards_known else None, False, position)
             position += samples
         self._ended = True
         if not has_batch and start == 0:
