@@ -248,10 +248,10 @@ class SavedState:
 
     def _own_buffers(self, weights: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's buffers that differ from rank 0's, which `weights` holds. Collective."""
-        snapshot = self._core.snapshot
+        buffers, snapshot = self._core.buffers, self._core.snapshot
         overrides = {
             **replaced,
-            **self._core.buffers.values(replaced),
+            **({} if buffers is None else buffers.values(replaced)),
             **({} if snapshot is None else snapshot.buffers),
         }
         return collect_rank_local_buffers(self._module, weights, overrides, self._strategy.control)
