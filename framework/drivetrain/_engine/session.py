@@ -24,7 +24,7 @@ from drivetrain._engine.assembly.evaluation_setup import (
 from drivetrain._engine.assembly.optimizer_setup import set_up_optimizers
 from drivetrain._engine.assembly.out_of_memory import explain_out_of_memory
 from drivetrain._engine.assembly.run_callbacks import RunCallbacks
-from drivetrain._engine.assembly.run_parts import RunCore
+from drivetrain._engine.assembly.run_core import RunCore
 from drivetrain._engine.assembly.strategy_checks import check_control_plane, check_distinct_devices, check_module_setup
 from drivetrain._engine.assembly.training_setup import (
     build_training,

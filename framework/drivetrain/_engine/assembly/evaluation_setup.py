@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from drivetrain._engine.assembly.run_parts import RunCore
+from drivetrain._engine.assembly.run_core import RunCore
 from drivetrain._engine.evaluation_buffers import EvaluationBuffers
 from drivetrain._loops.batch_mover import Move, safe_move
 from drivetrain._loops.evaluate import EvaluateLoop

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from drivetrain._config.argument_checks import parse_duration
 from drivetrain._engine.assembly.evaluation_setup import build_validation
 from drivetrain._engine.assembly.monitors import warn_of_unlogged_monitors
-from drivetrain._engine.assembly.run_parts import RunCore
+from drivetrain._engine.assembly.run_core import RunCore
 from drivetrain._loops.epoch_reader import EpochReader
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.loss_checks import EpochChecks, refusing_anomalies

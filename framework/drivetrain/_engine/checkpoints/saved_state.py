@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._engine.assembly.missing_weights import refuse_missing_weights
-from drivetrain._engine.assembly.run_parts import RunCore
+from drivetrain._engine.assembly.run_core import RunCore
 from drivetrain._engine.checkpoints.rank_local_buffers import collect_rank_local_buffers, load_rank_local_buffers
 from drivetrain._engine.checkpoints.rank_local_optimizer_state import add_own_shards, set_apart
 from drivetrain._engine.checkpoints.resume_compatibility import StartsAnew
