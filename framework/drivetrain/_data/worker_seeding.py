@@ -15,11 +15,8 @@ _HOST = torch.device("cpu")
 _WORKER_SEED_SALT = 0x776F726B
 
 
-class MicroBatchKey(NamedTuple):
-    """Identifies the micro-batch of a request to a worker."""
-
-    epoch: int
-    number: int
+MicroBatchKey = tuple[int, int]
+"""The epoch and the number of the micro-batch that is requested from a worker."""
 
 
 class KeyedIndices(list[int]):
@@ -85,7 +82,8 @@ class SeededDataset(_DatasetProxy):
         return [self.dataset[index] for index in indices]
 
     def _seed_for(self, key: MicroBatchKey) -> None:
-        seed_generators_of(_HOST, derive_seed(_WORKER_SEED_SALT, self._seed, key.epoch, self._rank, key.number))
+        epoch, number = key
+        seed_generators_of(_HOST, derive_seed(_WORKER_SEED_SALT, self._seed, epoch, self._rank, number))
 
 
 class SeededIterable(_DatasetProxy):
