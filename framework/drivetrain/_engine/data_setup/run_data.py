@@ -16,9 +16,9 @@ from drivetrain._data.rng_replay import RngReplay
 from drivetrain._distributed.control_plane import check_ranks_agree
 from drivetrain._engine.data_setup.epoch_position import EpochPosition
 from drivetrain._engine.run_request import RunRequest, loader_method
+from drivetrain._loops.data_checks import Lengths
 from drivetrain._loops.evaluate import HOOK_STAGE_NAMES
 from drivetrain._loops.hooks import is_overridden
-from drivetrain._loops.loader_lengths import Lengths
 from drivetrain._run_state import Progress, StageLoaders
 from drivetrain._runtime.generators import preserved_generators
 from drivetrain.data import CombinedLoader
@@ -121,7 +121,7 @@ class RunData(StageLoaders):
         self.batch_size = getattr(loaders, "batch_size", None)
         self._training = self._prepare_training(loaders)
         self.train_length = self._training.length
-        if self.reload is None:
+        if self.counted_from[0] is None:
             self.counted_from = self.train_length, 0, 0
         if is_overridden("validation_step", request.module, TrainModule):
             # Building validation loaders must not change the random numbers that training draws.

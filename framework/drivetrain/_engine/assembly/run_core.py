@@ -16,7 +16,6 @@ from drivetrain._engine.evaluation_buffers import EvaluationBuffers
 from drivetrain._engine.run_request import RunRequest
 from drivetrain._loops.batch_mover import BatchMover
 from drivetrain._loops.hooks import HookTable
-from drivetrain._loops.progress_reports import Reporting
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.train import TrainLoop
 from drivetrain._loops.trainables import Trainables
@@ -37,7 +36,7 @@ class RunCore(RunState):
         request: the call of `Fit` that started the run.
         stop: collects requests to stop, and holds the minimums of steps and epochs that defer a stop.
         data: the data that the run reads.
-        buffers: exchanges this rank's buffers for rank 0's during an evaluation within fit.
+        buffers: exchanges this rank's buffers for rank 0's during a validation within fit; None if the fit has none.
         callbacks: the callbacks, and the table of hooks that they and the module override.
         secrets: removes secrets from hyper-parameters before they are logged or saved.
         components: describes the module, data, optimizers and schedulers, to be compared with those of a resumed run.
@@ -58,8 +57,8 @@ class RunCore(RunState):
     strategy: Strategy
     stop: StopRequest
     data: RunData
-    buffers: EvaluationBuffers
     callbacks: RunCallbacks
+    buffers: EvaluationBuffers | None = None
     secrets: SecretFilter = field(default_factory=SecretFilter)
     components: dict[str, Any] = field(default_factory=dict)
     trainables: Trainables | None = None
@@ -102,16 +101,8 @@ class RunCore(RunState):
         from_data = {} if self.datamodule is None else logged_hyper_parameters(self.datamodule)
         return self.secrets.take_out({**from_data, **logged_hyper_parameters(self.module)}, warn)[0]
 
-    def reporting(self, logs: bool = True) -> Reporting:
-        """Return what a loop reports to.
-
-        Args:
-            logs: whether the loop's values go to the loggers, if this rank and phase log at all.
-        """
-        log = self._logger_call() if logs else None
-        return Reporting(self.metrics, log, self.callbacks.progress_reporter(), self.data.lengths)
-
-    def _logger_call(self) -> Callable[[Mapping[str, torch.Tensor | float]], None] | None:
+    def logger_call(self) -> Callable[[Mapping[str, torch.Tensor | float]], None] | None:
+        """Return the function that sends values to the loggers; None on ranks and in phases that do not log."""
         if not self.trainer.loggers or self.strategy.rank != 0 or self.sanity_checking:
             return None
         if self.span is nullcontext:
