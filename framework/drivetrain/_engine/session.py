@@ -39,7 +39,7 @@ from drivetrain._engine.ranks.error_reporting import note_known_fixes, note_wher
 from drivetrain._engine.ranks.failure_propagation import error_to_report, publish_failure, resolve_cause
 from drivetrain._engine.ranks.rank_facts import check_folder_agreement, module_facts, setting_facts
 from drivetrain._engine.ranks.rank_log import RankLog
-from drivetrain._engine.ranks.seeding import order_seed, seed_data_rank, seed_rank, warn_unseeded
+from drivetrain._engine.ranks.seeding import seed_data_rank, seed_rank, warn_unseeded
 from drivetrain._engine.run_ending import RunEnding
 from drivetrain._engine.run_request import RunRequest
 from drivetrain._engine.signals import Signals, announce, as_interruption, handled_signals, interruption_error, requeue
@@ -54,6 +54,7 @@ from drivetrain._parameters.module_lock import lock_module, unlock_module
 from drivetrain._run_state import Progress
 from drivetrain._runtime.console import log_once, log_to_console
 from drivetrain._runtime.process_state import ProcessState, apply_switches
+from drivetrain._runtime.seed import order_seed
 from drivetrain.callback import WantsRunFolder, folders_of
 from drivetrain.launchers import LaunchedProcesses
 from drivetrain.module.train_module import TrainModule
@@ -224,7 +225,8 @@ class Session:
             self._resumed.compare()
         with core.span("setup_module"):
             self._set_up_module()
-        core.callbacks.early_draws = seed_data_rank(trainer.seed, data.seed, strategy)
+        if strategy.world_size > 1:
+            core.callbacks.early_draws = seed_data_rank(trainer.seed, data.seed, strategy)
         core.move = build_batch_mover(core.module, core.datamodule, strategy)
 
     def _fit(self) -> None:
@@ -402,7 +404,8 @@ class Session:
         core, opened = self.core, None if self._start is None else self._start.open()
         self.checkpoints.opened = opened
         if opened is None or core.stage != "fit":
-            self.data.seed = order_seed(core.trainer.seed, core.strategy.control)
+            control = core.strategy.control  # all ranks have rank 0's seed
+            self.data.seed = control.broadcast_object(order_seed(core.trainer.seed) if control.rank == 0 else None)
             return
         from drivetrain._engine.checkpoints.resumed_run import ResumedRun  # only runs that resume need it
 

@@ -65,9 +65,13 @@ def seed_generators_of(device: torch.device, seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-def last_seed() -> int | None:
-    """Return the seed of the latest `seed_everything` in this process, or None."""
-    return _last_seed
+def order_seed(seed: int | None) -> int:
+    """Return the seed for the order of samples.
+
+    The seed is ``Fit(seed=)``, or else that of the latest `seed_everything`, or else a number from torch's generator.
+    """
+    seed = _last_seed if seed is None else seed
+    return int(torch.empty((), dtype=torch.int64).random_().item()) if seed is None else seed
 
 
 def is_unseeded() -> bool:

@@ -8,10 +8,9 @@ from drivetrain.environments.detection import (
     environment_by_name,
     resolve_environment,
 )
-from drivetrain.environments.environment import Environment, Variables
+from drivetrain.environments.environment import Environment, Placement, Variables
 from drivetrain.environments.lsf import LSFEnvironment
 from drivetrain.environments.mpi import MPIEnvironment
-from drivetrain.environments.placement import Placement
 from drivetrain.environments.plain import PlainEnvironment
 from drivetrain.environments.slurm import SlurmEnvironment
 from drivetrain.environments.torchrun import KubeflowEnvironment, TorchrunEnvironment, torchrun_variables

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from drivetrain.environments.environment import Environment, job_port
-from drivetrain.environments.placement import Placement
+from drivetrain.environments.environment import Environment, Placement, job_port
 from drivetrain.errors import ConfigurationError
 
 # The variables of the rank, size, local rank and local size. Each MPI implementation sets the variables of one row.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from drivetrain.environments.environment import Environment, job_port
-from drivetrain.environments.placement import Placement
+from drivetrain.environments.environment import Environment, Placement, job_port
 
 
 class SlurmEnvironment(Environment):

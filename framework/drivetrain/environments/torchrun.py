@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from drivetrain.environments.environment import Environment
-from drivetrain.environments.placement import Placement
+from drivetrain.environments.environment import Environment, Placement
 
 
 class TorchrunEnvironment(Environment):

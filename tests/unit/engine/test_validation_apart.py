@@ -156,7 +156,7 @@ def test_weights_equal_a_run_without_validation(tmp_path: Path, kind: str, sanit
 
 def test_weights_equal_a_hand_written_loop_that_reads_each_batch_in_time(tmp_path: Path, monkeypatch: Any) -> None:
     # I-13, I-09, B-18; private: otherwise the seed of the order is one draw from torch's generator
-    monkeypatch.setattr("drivetrain._engine.ranks.seeding.last_seed", lambda: 0)
+    monkeypatch.setattr("drivetrain._runtime.seed._last_seed", 0)
     data = Noisy()
     options: dict[str, Any] = {"val_check_interval": 2, "accumulate_grad_batches": 2}
     found = trained(tmp_path, DataLoader(data, 4), DataLoader(data, 4, shuffle=True), **options)

@@ -1,15 +1,13 @@
-"""The seeds of a run: one for the order of samples, equal on all ranks, and one per rank for generators."""
+"""Seeds the generators of each rank."""
 
 from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
-from drivetrain._distributed.control_plane import ControlPlane
-from drivetrain._runtime.seed import derive_seed, generator_was_used, is_unseeded, last_seed, seed_generators
+from drivetrain._runtime.seed import derive_seed, generator_was_used, is_unseeded, seed_generators
 from drivetrain.strategies.strategy import Strategy
 
 logger = logging.getLogger("drivetrain")
@@ -18,18 +16,6 @@ if TYPE_CHECKING:
     from drivetrain._engine.ranks.common_draws import EarlyDraws
 
 _reported_unseeded = False
-
-
-def order_seed(seed: int | None, control: ControlPlane) -> int:
-    """Return the seed for the order of samples, equal on every rank. Collective.
-
-    The seed is ``Fit(seed=)``, or else the seed of `seed_everything`, or else a number from rank 0's torch generator.
-    """
-    if seed is None:
-        seed = last_seed()
-    if seed is None and control.rank == 0:
-        seed = int(torch.empty((), dtype=torch.int64).random_().item())
-    return int(control.broadcast_object(seed))
 
 
 def seed_rank(seed: int, data_rank: int) -> None:
@@ -41,7 +27,7 @@ def seed_rank(seed: int, data_rank: int) -> None:
 
 
 def seed_data_rank(seed: int | None, order: int, strategy: Strategy) -> EarlyDraws | None:
-    """Seed this rank after the module was initialized, so that data ranks draw other dropout masks than each other.
+    """Seed one of several ranks after the module was initialized, so that data ranks draw different dropout masks.
 
     Return what hooks draw before the first batch if they draw the same numbers as in a single process, else None.
 
@@ -52,7 +38,7 @@ def seed_data_rank(seed: int | None, order: int, strategy: Strategy) -> EarlyDra
         strategy: the strategy, which knows the ranks.
     """
     early_draws = None
-    if seed is not None and strategy.world_size > 1:
+    if seed is not None:
         from drivetrain._engine.ranks.common_draws import EarlyDraws  # only runs on several ranks need it
 
         early_draws = EarlyDraws(strategy.device)
