@@ -204,7 +204,8 @@ class RunCore(RunState):
     @property
     def profile_needs_folder(self) -> bool:
         """Whether the run needs a folder for the files of a profiler."""
-        return self.trainer.profiles and self.trainer.profiler.dirpath is None
+        profiler = self.trainer.given_profiler
+        return profiler is not None and profiler.dirpath is None
 
     def logged_hyper_parameters(self, warn: bool = True) -> dict[str, Any]:
         """Return the hyper-parameters of the module and the data module that loggers receive, without secrets.
@@ -219,7 +220,7 @@ class RunCore(RunState):
         """Return the function that sends values to the loggers; None on ranks and in phases that do not log."""
         if not self.trainer.loggers or self.strategy.rank != 0 or self.sanity_checking:
             return None
-        if not self.trainer.profiles:
+        if self.trainer.given_profiler is None:
             return self.trainer.log_metrics
 
         def log_in_phase(values: Mapping[str, torch.Tensor | float]) -> None:
@@ -230,7 +231,8 @@ class RunCore(RunState):
 
     def span(self, phase: str) -> AbstractContextManager[None]:
         """Return a context that the run's profiler times as a phase, for code that runs once in a run or an epoch."""
-        return self.trainer.profiler.profile(phase) if self.trainer.profiles else nullcontext()
+        profiler = self.trainer.given_profiler
+        return nullcontext() if profiler is None else profiler.profile(phase)
 
     def progress_reporter(self) -> ProgressReporter | None:
         """Return the object that reports a loop's progress to callbacks; None if none has `write_progress`."""

@@ -110,7 +110,7 @@ def run_here(request: RunRequest, processes: LaunchedProcesses) -> Any:
     if strategy.rank == 0:
         warn_of_unused_loader(stage, request.module, request.given)
     session_class = Session
-    if trainer.profiles:
+    if trainer.given_profiler is not None:
         from drivetrain._engine.profiled_session import ProfiledSession  # only runs with a profiler need it
 
         session_class = ProfiledSession
