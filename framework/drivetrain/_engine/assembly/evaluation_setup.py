@@ -7,13 +7,14 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from drivetrain._engine.assembly.run_parts import RunCore
+import torch
+
+from drivetrain._engine.assembly.run_core import RunCore
+from drivetrain._engine.evaluation_buffers import EvaluationBuffers
 from drivetrain._loops.batch_mover import Move, safe_move
-from drivetrain._loops.evaluate import EvaluateLoop, EvaluationData, EvaluationMode
+from drivetrain._loops.evaluate import EvaluateLoop
 from drivetrain._loops.evaluation_interrupt import EarlyExit, ValidationExit
 from drivetrain._loops.predict import IsPredicted, PredictLoop
-from drivetrain._loops.progress_reports import Reporting
-from drivetrain._loops.step_arguments import WrappedModule
 from drivetrain.callback import StoresPredictions
 
 _Loop = TypeVar("_Loop", EvaluateLoop, PredictLoop)
@@ -23,17 +24,21 @@ def build_stage(core: RunCore) -> Callable[[], Any]:
     """Return a function that runs the stage: validate, test or predict. All ranks may end it early after a signal."""
     early = EarlyExit(core.stop, core.strategy) if core.saves_on_signals else None
     if core.stage != "predict":
-        return _build_loop(EvaluateLoop, core, core.stage, early=early).run
-    loop = _build_loop(PredictLoop, core, "predict", early=early)
-    return partial(loop.run, core.request.return_predictions, partial(_existing_predictions, core))
+        return _build_loop(EvaluateLoop, core, core.stage, early).run
+    predict = partial(
+        PredictLoop,
+        keeps_outputs=core.request.return_predictions,
+        get_predicted_checks=partial(_existing_predictions, core),
+    )
+    return _build_loop(predict, core, "predict", early).run
 
 
 def _build_loop(
-    kind: type[_Loop],
+    kind: Callable[..., _Loop],
     core: RunCore,
     stage: str,
-    sanity_steps: int | None = None,
     early: EarlyExit | None = None,
+    sanity_steps: int | None = None,
 ) -> _Loop:
     """Build the loop of a stage.
 
@@ -41,44 +46,46 @@ def _build_loop(
         kind: the class of the loop.
         core: the run.
         stage: "validate", "test" or "predict".
+        early: lets all ranks end the loop early after a signal; None if they always finish.
         sanity_steps: the number of micro-batches of each loader in a sanity check, whose values are not logged; -1 for
             all, None if this is no sanity check.
-        early: lets all ranks end the loop early after a signal; None if they always finish.
     """
     strategy, data, logs = core.strategy, core.data, stage != "predict" and sanity_steps is None
-    sync_buffers = partial(strategy.sync_buffers, core.module)
     return kind(
-        stage,
-        WrappedModule(core.module, core.runner, strategy),
+        stage=stage,
+        module=core.module,
+        runner=core.runner,
+        strategy=strategy,
         hooks=core.hooks,
         position=core.position,
-        data=EvaluationData(
-            [loader.source for loader in data.loaded.evaluation[stage]],
-            lambda: _limits(data.loaded.resize_evaluation(stage), sanity_steps),
-            _safe_mover(core, stage),
+        metrics=core.metrics,
+        sources=[loader.source for loader in data.evaluation[stage]],
+        get_limits=lambda: _limits(data.resize_evaluation(stage), sanity_steps),
+        move=_safe_mover(core, stage),
+        lengths=data.lengths,
+        log=core.logger_call() if logs else None,
+        write_progress=core.callbacks.progress_writers(),
+        report_every=core.trainer.log_every_n_steps,
+        sync_buffers=(
+            partial(strategy.sync_buffers, core.module) if core.buffers is None else core.buffers.take_from_rank_0
         ),
-        reporting=Reporting(core.metrics, core.logger_call() if logs else None, core.progress_reporter(), data.lengths),
-        mode=EvaluationMode(
-            core.buffers.take_from_rank_0 if core.stage == "fit" else sync_buffers,
-            _inference_mode(core),
-            early,
-        ),
+        no_gradient=torch.inference_mode if _inference_mode(core) else torch.no_grad,
+        early_exit=early,
     )
 
 
 def build_validation(core: RunCore) -> Callable[[], list[dict[str, float]]]:
     """Return a function that validates within fit, and afterwards restores the generators and buffers of training."""
-    early = None
-    if core.saves_on_signals:
-        early = ValidationExit(core.stop, core.strategy, core.module, core.metrics)
-    evaluate = _build_loop(EvaluateLoop, core, "validate", early=early).run
+    early = ValidationExit(core.stop, core.strategy, core.module, core.metrics) if core.saves_on_signals else None
+    buffers = core.buffers = core.buffers or EvaluationBuffers(core.module, core.strategy)
+    evaluate = _build_loop(EvaluateLoop, core, "validate", early).run
 
     def validate() -> list[dict[str, float]]:
         snapshot = core.snapshot if core.progress.within_window else None
         with (
             snapshot.keep_evaluation_changes() if snapshot else nullcontext(),
             _separate_generators(core),
-            core.buffers.restored_at_end(),
+            buffers.restored_at_end(),
         ):
             core.validating = True
             try:
@@ -95,27 +102,24 @@ def build_validation(core: RunCore) -> Callable[[], list[dict[str, float]]]:
     return validate
 
 
-def run_sanity_check(core: RunCore, after_evaluation: Callable[[], None]) -> None:
+def run_sanity_check(core: RunCore) -> None:
     """Validate on a few micro-batches before training, so that errors in the validation code appear early.
 
-    Generators, buffers and logged values are restored afterwards.
-
-    Args:
-        core: the run.
-        after_evaluation: called before the logged values are cleared.
+    Generators, buffers and logged values are restored afterwards. The names of these values stay in `sanity_names`.
     """
-    steps, hooks = core.trainer.num_sanity_val_steps, core.hooks
+    steps, hooks, buffers = core.trainer.num_sanity_val_steps, core.hooks, core.buffers
+    assert buffers is not None
     core.sanity_checking = True
     with (
         core.span("sanity check"),
         _separate_generators(core),
-        core.buffers.restored_at_end(),
+        buffers.restored_at_end(),
         core.metrics.temporary("validate"),
     ):
         for hook in hooks.on_sanity_check_start:
             hook()
-        _build_loop(EvaluateLoop, core, "validate", steps).run()
-        after_evaluation()
+        _build_loop(EvaluateLoop, core, "validate", sanity_steps=steps).run()
+        core.sanity_names = core.metrics.known_names()
         for hook in hooks.on_sanity_check_end:
             hook()
     core.sanity_checking = False
@@ -153,7 +157,7 @@ def _safe_mover(core: RunCore, stage: str) -> Move | None:
     move = core.move
     if move is None or core.strategy.device.type != "cuda":
         return move
-    return safe_move(move, all(loader.source.fresh_memory for loader in core.data.loaded.evaluation[stage]))
+    return safe_move(move, all(loader.source.fresh_memory for loader in core.data.evaluation[stage]))
 
 
 def _separate_generators(core: RunCore) -> AbstractContextManager[None]:
@@ -161,7 +165,7 @@ def _separate_generators(core: RunCore) -> AbstractContextManager[None]:
     from drivetrain._data.loader_generators import collect_generators  # only runs that validate need it
 
     datamodule = [] if core.datamodule is None else [core.datamodule]
-    holders = [*core.loaders.loaders, *core.module.modules(), *core.callbacks, *datamodule]
+    holders = [*core.data.loaders, *core.module.modules(), *core.callbacks, *datamodule]
     return core.data.rng_replay.aside(collect_generators(*holders))
 
 

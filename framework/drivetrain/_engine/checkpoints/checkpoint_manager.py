@@ -25,9 +25,10 @@ from drivetrain.errors import CheckpointError, ConfigurationError
 
 # The code that reads and writes checkpoints is imported on use, because many runs neither read nor write any.
 if TYPE_CHECKING:
-    from drivetrain._engine.assembly.run_parts import RunCore
+    from drivetrain._engine.assembly.run_core import RunCore
     from drivetrain._engine.checkpoints.saved_state import SavedState
     from drivetrain._format import CheckpointMetadata, CheckpointReader, StateToSave
+    from drivetrain.run_context import RunContext
 
 logger = logging.getLogger("drivetrain")
 
@@ -134,9 +135,7 @@ class CheckpointManager:
         contents.hash_algorithm = request.digest
         metadata = contents.metadata = self._with_lineage(contents.metadata, request.identifier)
         if strategy.rank == 0 and core.trainer.loggers:
-            from drivetrain._engine.assembly.run_loggers import flush_loggers
-
-            flush_loggers(core.trainer)
+            _flush_loggers(core.trainer)
         is_running = strategy.module is not None
         if not is_running and strategy.rank > 0:
             return  # the run has ended: every rank holds the whole state, and the ranks no longer communicate
@@ -250,7 +249,7 @@ class CheckpointManager:
         core, optimizers = self._core, self._core.optimization.optimizers
         held = {id(parameter) for parameter in core.module.parameters()}
         why = None
-        if core.ran_elsewhere:
+        if not core.callbacks.collected:  # the run took place in other processes
             why = "the optimizers' states were lost when the run's processes exited."
         elif core.strategy.world_size > 1:
             why = "a resumed run needs the state of every rank, and the ranks no longer communicate."
@@ -291,7 +290,7 @@ class CheckpointManager:
         """Return whether a run that failed did so within a micro-batch, a window, or the step of a scheduler."""
         position, progress, loop = self._core.position, self._core.progress, self._core.loop
         in_micro_batch = position.loop == "training" and position.batch_idx == progress.batch_idx
-        return in_micro_batch or progress.within_window or (loop is not None and loop.steps_scheduler)
+        return in_micro_batch or progress.within_window or (loop is not None and loop.schedulers.is_stepping)
 
     # The rehearsal: everything that a save does, except copying and writing
 
@@ -431,3 +430,13 @@ class CheckpointManager:
 def _absolute(folder: str | None) -> str:
     """Return the folder as an absolute path or URL, which is valid in any working directory."""
     return "" if folder is None else folder if "://" in folder else os.path.abspath(folder)
+
+
+def _flush_loggers(trainer: RunContext) -> None:
+    """Make loggers write their buffered rows, so that a run that is resumed from the checkpoint finds all rows."""
+    saves = [(type(each).__name__, each.save) for each in trainer.loggers]
+    for name, write in [("A logger", trainer.finish_logging), *saves]:
+        try:
+            write()
+        except Exception as error:  # each service has its own errors, and none may prevent a checkpoint
+            logger.warning("%s could not write the values logged so far, and tries again later: %s", name, error)

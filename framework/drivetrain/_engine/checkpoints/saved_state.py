@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._engine.assembly.missing_weights import refuse_missing_weights
-from drivetrain._engine.assembly.run_parts import RunCore
+from drivetrain._engine.assembly.run_core import RunCore
 from drivetrain._engine.checkpoints.rank_local_buffers import collect_rank_local_buffers, load_rank_local_buffers
 from drivetrain._engine.checkpoints.rank_local_optimizer_state import add_own_shards, set_apart
 from drivetrain._engine.checkpoints.resume_compatibility import StartsAnew
@@ -153,7 +153,7 @@ class SavedState:
             yield Owner(("loop",), Scope.ALL, loop.state_dict, loop.load_state_dict)
         rng_states = data.rng_replay
         yield Owner(("rng_states",), Scope.RANK, lambda: rng_states.state(core.progress.batch_idx), rng_states.resume)
-        if data.stage_data is not None and data.stage_data.train is not None:  # loaders may be replaced while loading
+        if data.trains:  # loaders may be replaced while loading
             yield Owner(("source",), Scope.RANK, data.train.state_dict, lambda state: data.train.load_state_dict(state))
         load_metrics = partial(metrics.load_state_dict, device=self._strategy.device)
         yield Owner(("metrics",), Scope.MERGED, metrics.state_dict, load_metrics)
@@ -248,10 +248,10 @@ class SavedState:
 
     def _own_buffers(self, weights: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's buffers that differ from rank 0's, which `weights` holds. Collective."""
-        snapshot = self._core.snapshot
+        buffers, snapshot = self._core.buffers, self._core.snapshot
         overrides = {
             **replaced,
-            **self._core.buffers.values(replaced),
+            **({} if buffers is None else buffers.values(replaced)),
             **({} if snapshot is None else snapshot.buffers),
         }
         return collect_rank_local_buffers(self._module, weights, overrides, self._strategy.control)
