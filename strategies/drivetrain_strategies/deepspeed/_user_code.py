@@ -16,7 +16,12 @@ from torch.overrides import TorchFunctionMode
 
 from drivetrain.errors import ConfigurationError, listed
 from drivetrain.strategies import cut
-from drivetrain_strategies._user_calls import is_called_by_library, refuse_gradients_through, tensors_in
+from drivetrain_strategies._user_calls import (
+    is_called_by_library,
+    refuse_gradients_through,
+    tensors_in,
+    writes_in_place,
+)
 from drivetrain_strategies.deepspeed._internals import Zero, gathered_for_use, is_gathered
 from drivetrain_strategies.deepspeed._state import State, gather
 
@@ -241,9 +246,7 @@ class EmptyParameters(TorchFunctionMode):
             answers = {"dim": len(shape), "__len__": shape[0] if shape else 0, "size": shape}
             answer = answers.get(name, args[0].ds_numel)
             return answer[args[1]] if name == "size" and len(args) > 1 else answer
-        in_place = (name.endswith("_") and not name.endswith("__")) or name == "__set__" or "out" in kwargs
-        in_place = in_place or (name.startswith("__i") and name.endswith("__"))
-        if in_place or self._engine is None:
+        if writes_in_place(func) or name == "__set__" or "out" in kwargs or self._engine is None:
             self._refuse([*args, *kwargs.values()])
         self._found = True
         concerned = list(filter(self._concerns, tensors_in([*args, *kwargs.values()])))
@@ -288,10 +291,9 @@ class FrozenWeights:
         """The frozen weights of which updates could be lost, by name."""
         self._strategy = f"DeepSpeedStrategy(stage={stage})"
         self._rounded = rounded
-        self.accept_current_values()
+        self._note_versions()
 
-    def accept_current_values(self) -> None:
-        """Treat the current values as unmodified, for example after a load."""
+    def _note_versions(self) -> None:
         self._counts = tuple(map(_VERSION, self.weights.values()))
         # An update within GatheredParameters changes the partition, too, and is kept unless weights are rounded.
         self._versions = {
@@ -304,7 +306,7 @@ class FrozenWeights:
         if tuple(map(_VERSION, self.weights.values())) == self._counts:
             return None  # in most steps, after one comparison
         before = self._versions
-        self.accept_current_values()
+        self._note_versions()
         names = [
             name
             for name, (version, part) in self._versions.items()
