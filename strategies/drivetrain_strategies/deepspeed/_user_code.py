@@ -50,6 +50,7 @@ class UserHooks:
         self._parts = list(state.trained.values())
         self._parameters = [part.parameter for part in self._parts]
         self._params = [(part.flat_index, part.parameter) for part in self._parts if part.flat_index is not None]
+        self._names: dict[int, Any] = {key: state.names[key] for key in state.trained}
         self._may_have_written = False
         self._before_step: list[int] | None = None
 
@@ -61,8 +62,9 @@ class UserHooks:
             if name in _GRADIENT_HOOKS:
                 withheld = self._why_withheld(name, window_is_complete)
                 contexts.enter_context(
-                    self._shown_gradients() if withheld is None else self._withheld_gradients(*withheld)
+                    self._shown_gradients() if withheld is None else _WholeGradients(self._names, withheld)
                 )
+                contexts.enter_context(self._zero.params_in_groups(self._params))
             if self._zero.stage == 3:
                 contexts.enter_context(EmptyParameters(self._state.names))
             yield
@@ -121,7 +123,7 @@ class UserHooks:
                 assert part.span is not None
                 whole = gather(zero.gradient(part).float(), part.shape, part.span)
                 gradients[id(part.parameter)] = whole.div_(scale).to(part.parameter.device)
-        with zero.params_in_groups(self._params), _WholeGradients(gradients):
+        with _WholeGradients(gradients):
             yield
         changed = []
         with torch.no_grad():
@@ -136,39 +138,27 @@ class UserHooks:
                     changed.append(part)
         zero.gradients_changed(changed)
 
-    @contextmanager
-    def _withheld_gradients(self, why: str, fix: str) -> Iterator[None]:
-        """Make reading and writing gradients an error within this context."""
-        errors = {
-            id(part.parameter): ConfigurationError(
-                f"A hook used the gradient of {self._state.names.get(id(part.parameter), '?')!r} under DeepSpeed.",
-                why,
-                fix,
-            )
-            for part in self._parts
-        }
-        with self._zero.params_in_groups(self._params), _WholeGradients(errors):
-            yield
-
 
 class _WholeGradients(TorchFunctionMode):
     """Lets ``parameter.grad`` be a gradient that torch does not accept, as its shape is not that of an empty parameter.
 
     Args:
-        gradients: the gradients by ``id`` of the parameter, which user code reads and replaces; or errors to raise.
+        gradients: the gradients by ``id`` of the parameter, which user code reads and replaces.
+        withheld: why a use of a gradient is an error, and the fix; None if it is not. ``gradients`` are names then.
     """
 
-    def __init__(self, gradients: dict[int, Any]) -> None:
+    def __init__(self, gradients: dict[int, Any], withheld: tuple[str, str] | None = None) -> None:
         super().__init__()
         self._gradients = gradients
+        self._withheld = withheld
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         key = id(args[0]) if args else None
         if key not in self._gradients or getattr(func, "__self__", None) is not _GRADIENT:
             return func(*args, **(kwargs or {}))
         gradient = self._gradients[key]
-        if isinstance(gradient, ConfigurationError):
-            raise gradient
+        if self._withheld is not None:
+            raise ConfigurationError(f"A hook used the gradient of {gradient!r} under DeepSpeed.", *self._withheld)
         if func.__name__ == "__get__":
             return gradient
         self._gradients[key] = args[1] if func.__name__ == "__set__" else None
