@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from drivetrain._config.secret_values import without_secrets
-from drivetrain._runtime.user_class import plain_class
+from drivetrain._runtime.plain_names import plain_class
 
 logger = logging.getLogger("drivetrain")
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from drivetrain._config.argument_checks import check_count
-from drivetrain._runtime.user_class import plain_class
+from drivetrain._runtime.plain_names import plain_class
 from drivetrain.callback import Callback
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torch import nn
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._format.checksums import crc32
 from drivetrain._loops.window_snapshot import has_local_values
-from drivetrain._runtime.compiled_names import plain_name
+from drivetrain._runtime.plain_names import plain_name
 from drivetrain._runtime.transfer import row_major
 
 
