@@ -30,6 +30,7 @@ from drivetrain._format.collective_errors import run_collectively
 from drivetrain._format.documents import encode
 from drivetrain._format.tensor_file import check_storable
 from drivetrain._loops.outputs import on_host
+from drivetrain._runs.identity import class_path
 from drivetrain.callbacks._prediction_store import PredictionStore, StoredPart
 from drivetrain.errors import CheckpointError
 from drivetrain.strategies.strategy import Strategy
@@ -215,7 +216,7 @@ def prediction_identity(trainer: RunContext, module: Any) -> dict[str, Any]:
     """
     return {
         "weights": _weights_digest(trainer.strategy),
-        "module": _class_name(module),
+        "module": class_path(type(module)),
         "precision": trainer.strategy.precision.name,
         "data": [_data_identity(loader) for loader in trainer.evaluated_loaders],
         "limit": repr(trainer.limit_predict_batches),
@@ -247,7 +248,7 @@ def _data_identity(loader: Any) -> dict[str, Any]:
     data = getattr(loader, "dataset", loader)
     batch_sampler = getattr(loader, "batch_sampler", None)
     identity: dict[str, Any] = {
-        "class": _class_name(data),
+        "class": class_path(type(data)),
         "samples": len_or_none(data),
         "subset": subset_fingerprint(data),
         "batch size": getattr(loader if batch_sampler is None else batch_sampler, "batch_size", None),
@@ -260,17 +261,10 @@ def _data_identity(loader: Any) -> dict[str, Any]:
         # With either of these samplers, predict uses the order of the dataset.
         draws_once = not getattr(inner, "replacement", False)
         uses_dataset_order = type(inner) in (SequentialSampler, RandomSampler) and draws_once
-        identity["order"] = "of the data set" if uses_dataset_order else _class_name(inner)
+        identity["order"] = "of the data set" if uses_dataset_order else class_path(type(inner))
         identity["drawn samples"] = len_or_none(inner)
     if isinstance(data, TensorDataset) and len(data):
         identity["digest of some samples"] = digest_of_batch(
             [data[index] for index in sorted({0, len(data) // 2, len(data) - 1})]
         )
     return identity
-
-
-def _class_name(instance: object) -> str:
-    """Return the name of an object's class, by which a later run recognizes it."""
-    # The module name of a class in the script is omitted, because it differs if the next run imports the script.
-    cls = type(instance)
-    return cls.__qualname__ if cls.__module__ == "__main__" else f"{cls.__module__}.{cls.__qualname__}"
