@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._engine.assembly.missing_weights import refuse_missing_weights
-from drivetrain._engine.assembly.run_parts import RunCore
+from drivetrain._engine.assembly.run_core import RunCore
 from drivetrain._engine.checkpoints.rank_local_buffers import collect_rank_local_buffers, load_rank_local_buffers
 from drivetrain._engine.checkpoints.rank_local_optimizer_state import add_own_shards, set_apart
 from drivetrain._engine.checkpoints.resume_compatibility import StartsAnew
@@ -248,10 +248,10 @@ class SavedState:
 
     def _own_buffers(self, weights: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's buffers that differ from rank 0's, which `weights` holds. Collective."""
-        snapshot = self._core.snapshot
+        buffers, snapshot = self._core.buffers, self._core.snapshot
         overrides = {
             **replaced,
-            **self._core.buffers.values(replaced),
+            **({} if buffers is None else buffers.values(replaced)),
             **({} if snapshot is None else snapshot.buffers),
         }
         return collect_rank_local_buffers(self._module, weights, overrides, self._strategy.control)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from drivetrain._engine.assembly.run_parts import RunCore
+from drivetrain._engine.assembly.run_core import RunCore
 from drivetrain._engine.assembly.strategy_checks import asks_for_sync_batchnorm
 from drivetrain._engine.ranks.error_reporting import print_in_one_line, print_peer_failure
 from drivetrain._engine.ranks.run_processes import check_number, find_processes, first_placement, is_standalone

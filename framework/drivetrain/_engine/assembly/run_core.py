@@ -36,7 +36,7 @@ class RunCore(RunState):
         request: the call of `Fit` that started the run.
         stop: collects requests to stop, and holds the minimums of steps and epochs that defer a stop.
         data: the data that the run reads.
-        buffers: exchanges this rank's buffers for rank 0's during an evaluation within fit.
+        buffers: exchanges this rank's buffers for rank 0's during a validation within fit; None if the fit has none.
         callbacks: the callbacks, and the table of hooks that they and the module override.
         secrets: removes secrets from hyper-parameters before they are logged or saved.
         components: describes the module, data, optimizers and schedulers, to be compared with those of a resumed run.
@@ -57,8 +57,8 @@ class RunCore(RunState):
     strategy: Strategy
     stop: StopRequest
     data: RunData
-    buffers: EvaluationBuffers
     callbacks: RunCallbacks
+    buffers: EvaluationBuffers | None = None
     secrets: SecretFilter = field(default_factory=SecretFilter)
     components: dict[str, Any] = field(default_factory=dict)
     trainables: Trainables | None = None
