@@ -73,8 +73,8 @@ class RunCore(RunState):
 
     def __post_init__(self) -> None:
         self.trainer = self.request.trainer
-        if self.trainer.profiles:
-            self.span = self.trainer.profiler.profile
+        if self.trainer.given_profiler is not None:
+            self.span = self.trainer.given_profiler.profile
         self.metrics.progress = self.progress
 
     @property
@@ -90,7 +90,8 @@ class RunCore(RunState):
     @property
     def profile_needs_folder(self) -> bool:
         """Whether the run needs a folder for the files of a profiler."""
-        return self.trainer.profiles and self.trainer.profiler.dirpath is None
+        profiler = self.trainer.given_profiler
+        return profiler is not None and profiler.dirpath is None
 
     def logged_hyper_parameters(self, warn: bool = True) -> dict[str, Any]:
         """Return the hyper-parameters of the module and the data module that loggers receive, without secrets.

@@ -113,7 +113,7 @@ def run_here(request: RunRequest, processes: LaunchedProcesses) -> Any:
     if strategy.rank == 0:
         _warn_of_unused_loader(request)
     session_class = Session
-    if trainer.profiles:
+    if trainer.given_profiler is not None:
         from drivetrain._engine.profiled_session import ProfiledSession  # only runs with a profiler need it
 
         session_class = ProfiledSession
