@@ -59,10 +59,8 @@ class Folder(ABC):
     """
 
     readers: ClassVar[int]
-
-    def __init__(self, path: str, root: str) -> None:
-        self.path = path
-        self.root = root
+    path: str
+    root: str
 
     @abstractmethod
     def make(self) -> None:
@@ -116,10 +114,9 @@ class Folder(ABC):
         A writer that is killed leaves a temporary file, which `clear_temporary` removes.
         """
 
+    @abstractmethod
     def write(self, name: str, content: bytes) -> None:
         """Create or replace a file, so that a reader gets either the previous content or the new content."""
-        with self.replace(name) as sink:
-            sink.write(content)
 
     @abstractmethod
     def commit(self, name: str, contents: Sequence[Content]) -> None:

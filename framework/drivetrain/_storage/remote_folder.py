@@ -28,7 +28,7 @@ class RemoteFolder(Folder):
     readers = 8
 
     def __init__(self, path: str, filesystem: Any, root: str) -> None:
-        super().__init__(path, root.rstrip("/"))
+        self.path, self.root = path, root.rstrip("/")
         self._filesystem = filesystem
         self._is_object_store = bool(_OBJECT_STORES.intersection(protocols_of(filesystem)))
 
@@ -121,6 +121,10 @@ class RemoteFolder(Folder):
             with suppress(Exception):
                 self.remove(temporary)
             raise
+
+    def write(self, name: str, content: bytes) -> None:
+        with self.replace(name) as sink:
+            sink.write(content)
 
     def commit(self, name: str, contents: Sequence[Content]) -> None:
         content = b"".join(contents)

@@ -17,7 +17,7 @@ from engine_case import fit, loader, regression
 from small_modules import Logs, calling, linear
 
 from drivetrain._runs.checkpoint_folders import claim_name
-from drivetrain._storage.local_publication import LocalPublication
+from drivetrain._storage.publication import LocalPublication
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import consolidate, convert, verify
 from drivetrain.loggers import CSVLogger, TensorBoardLogger

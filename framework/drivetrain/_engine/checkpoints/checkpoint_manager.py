@@ -141,9 +141,9 @@ class CheckpointManager:
         if not is_running and strategy.rank > 0:
             return  # the run has ended: every rank holds the whole state, and the ranks no longer communicate
         control = strategy.control if is_running else LocalControl()
-        shard_of = saved.shard_of if is_running else lambda value: value
+        shards_of = saved.shards_of if is_running else dict
         in_background = request.background and is_running
-        copy = copy_to_host(contents, control.rank, control.world_size, shard_of, snapshot=in_background)
+        copy = copy_to_host(contents, control.rank, control.world_size, shards_of, snapshot=in_background)
 
         def write(control: ControlPlane) -> None:
             commit(request.path, copy, control)
@@ -357,7 +357,7 @@ class CheckpointManager:
         from drivetrain._format import check_metadata, copy_to_host, run_collectively
 
         control = self._core.strategy.control
-        copy = copy_to_host(contents, control.rank, control.world_size, self.saved_state.shard_of)
+        copy = copy_to_host(contents, control.rank, control.world_size, self.saved_state.shards_of)
 
         def check() -> None:
             if copy.problem is not None:

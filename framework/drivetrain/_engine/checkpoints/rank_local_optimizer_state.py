@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
 
+from torch import Tensor
+
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._distributed.shards import ParameterShard, Region, region_from
 from drivetrain._format import is_flattenable
@@ -22,13 +24,15 @@ which tells whether ranks store their own part of it.
 
 
 def set_apart(
-    optimizers: Sequence[Mapping[str, Any]], shard_of: Callable[[Any], Any], control: ControlPlane | None
+    optimizers: Sequence[Mapping[str, Any]],
+    shards_of: Callable[[Mapping[Any, Any]], dict[Any, Any]],
+    control: ControlPlane | None,
 ) -> tuple[FlattenedState, dict[str, Any]]:
     """Remove the state that only its rank can store from optimizer states.
 
     Args:
         optimizers: the states by parameter name, from which the values are removed.
-        shard_of: returns this rank's part of a value.
+        shards_of: returns this rank's parts of values.
         control: connects the ranks, if values may be sharded. The call is then collective, because a small shard may be
             an ordinary tensor on one rank and of a subclass on others.
 
@@ -39,11 +43,16 @@ def set_apart(
     own: dict[str, Any] = {}
     for index, state in enumerate(optimizers):
         values = {(name, key): value for name, keys in state["state"].items() for key, value in keys.items()}
-        whole = [place for place, value in values.items() if is_flattenable(value)]
+        whole = [place for place, value in values.items() if type(value) is not Tensor and is_flattenable(value)]
+        shards: dict[Any, Any] = {}
         parts: list[tuple[str, str]] = []
         if control is not None:
-            own_parts = [place for place, value in values.items() if _is_flattenable_shard(shard_of(value))]
-            parts = sorted({(name, key) for rank in control.gather_objects(own_parts) for name, key in rank})
+            shards = {
+                place: shard
+                for place, shard in shards_of(values).items()
+                if isinstance(shard, ParameterShard) and is_flattenable(shard.local)
+            }
+            parts = sorted({(name, key) for rank in control.gather_objects(list(shards)) for name, key in rank})
         if not whole and not parts:
             continue
         names = ["/".join(place) for place in (*whole, *parts)]
@@ -52,12 +61,9 @@ def set_apart(
         for name, key in parts:
             if (name, key) not in values:
                 continue  # the ranks differ, which the save reports
-            own[str(index)][name][key] = _plain_shard(shard_of(state["state"][name].pop(key)))
+            del state["state"][name][key]
+            own[str(index)][name][key] = _plain_shard(shards[name, key])
     return flattened, own
-
-
-def _is_flattenable_shard(value: Any) -> bool:
-    return isinstance(value, ParameterShard) and is_flattenable(value.local)
 
 
 def _plain_shard(shard: ParameterShard) -> dict[str, Any]:

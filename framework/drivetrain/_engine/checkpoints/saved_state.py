@@ -51,6 +51,7 @@ from drivetrain._runtime.seed import derive_seed
 from drivetrain.callback import Callback, HoldsAverages, ReplacesWeights
 from drivetrain.checkpoint.averaged_weights import evaluated_weights
 from drivetrain.errors import CheckpointError, ConfigurationError, listed
+from drivetrain.strategies.strategy import Strategy
 
 logger = logging.getLogger("drivetrain")
 
@@ -210,7 +211,7 @@ class SavedState:
             for index, optimizer in enumerate(core.optimization.optimizers)
         ]
         control = strategy.control if is_running and strategy.shards_parameters else None
-        flattened = set_apart(contents.optimizers, self.shard_of, control)
+        flattened = set_apart(contents.optimizers, self.shards_of, control)
         state["flattened_optimizer_state"], own["optimizer_shards"] = flattened
 
     def _metadata(self) -> CheckpointMetadata:
@@ -285,18 +286,25 @@ class SavedState:
         base = {name for name in parameters if name in weights and name not in trained}
         if unknown := base - self._base.keys():
             control = self._strategy.control if is_running else LocalControl()
-            self._base |= base_checksums({name: self.shard_of(weights[name]) for name in sorted(unknown)}, control)
+            self._base |= base_checksums(self.shards_of({name: weights[name] for name in sorted(unknown)}), control)
         base |= {name for name, first in tied.items() if first in base}
         contents.weights = {name: value for name, value in weights.items() if name not in base}
         contents.aliases = {name: first for name, first in tied.items() if name not in base}
         checksums = {name: self._base[tied.get(name, name)] for name in sorted(base)}
         contents.metadata = replace(contents.metadata, base=checksums)
 
-    def shard_of(self, value: Any) -> Any:
-        """Return this rank's part of a value."""
-        shard = self._strategy.shard_of(value)
-        # A DTensor that is unknown to the strategy comes from the user's own tensor parallelism.
-        return shard.full_tensor() if isinstance(shard, torch.Tensor) and hasattr(shard, "full_tensor") else shard
+    def shards_of(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this rank's parts of values."""
+        strategy = self._strategy
+        if type(strategy).shard_of is Strategy.shard_of:  # the strategy shards nothing
+            shards = dict(values)
+        else:
+            shards = {name: strategy.shard_of(value) for name, value in values.items()}
+        for name, shard in shards.items():
+            if isinstance(shard, torch.Tensor) and hasattr(shard, "full_tensor"):
+                # A DTensor that is unknown to the strategy comes from the user's own tensor parallelism.
+                shards[name] = shard.full_tensor()
+        return shards
 
     # Loading
 
@@ -460,7 +468,7 @@ class SavedState:
         if not base:
             return
         own = self._strategy.model_state()
-        shards = {name: self.shard_of(own[name]) for name in base if name in own}
+        shards = self.shards_of({name: own[name] for name in base if name in own})
         precision = checkpoint.manifest.metadata.precision
         check_base(checkpoint.path, base, base_checksums(shards, self._strategy.control, precision))
         self._trained |= set(checkpoint.weights())

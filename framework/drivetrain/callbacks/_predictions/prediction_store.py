@@ -23,11 +23,12 @@ from drivetrain._data.prediction_files import (
     parts_among,
     samples_in_part,
 )
-from drivetrain._format.checksums import BLOCK, BlockChecksums
+from drivetrain._format.checksums import BLOCK
+from drivetrain._format.file_writer import BlockChecksums
 from drivetrain._format.manifest import FileRecord
 from drivetrain._format.tensor_reader import CheckedFile
-from drivetrain._storage.local_publication import lock_for_this_process
 from drivetrain._storage.paths import folder_at, local_path
+from drivetrain._storage.publication import lock_for_this_process
 from drivetrain.errors import CheckpointError, listed
 
 logger = logging.getLogger("drivetrain")
