@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, count, islice
 from typing import Any, TypeVar
 
@@ -46,6 +46,8 @@ class RankSampler(ABC):
         self._begun: tuple[Any, ...] = (0, 0, EPOCH_START)
         self.requested: deque[list[Any]] | None = None
         """A queue that receives the indices of each request when it is made; None if indices are not recorded."""
+        self.state: dict[str, Any] = {}
+        """What a checkpoint holds of the sampler; see `BatchSource.state_dict`. It is replaced, never changed."""
 
     def refresh(self) -> None:
         """Use the present size of the data from the next epoch on."""
@@ -75,13 +77,6 @@ class RankSampler(ABC):
         if self.length is None:
             raise TypeError("the sampler has no length")
         return self.length
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `BatchSource`."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `BatchSource`."""
 
     def _requests(self, block: list[list[Any]], epoch: int, first: int) -> list[Any]:
         if self.requested is not None:
@@ -176,7 +171,7 @@ class ShardedCustomSampler(RankSampler):
         self._rng_for_epoch = rng_for_epoch
         self._rank = rank
         self._rank_local = rank_local
-        self._rng_at_epoch_start: dict[str, Any] | None = None
+        self.state = {"began": None}  # the generators' states at the start of the epoch
         self.first: list[GlobalBatch] | None = None
         """The first block of global micro-batches that was drawn."""
 
@@ -240,20 +235,14 @@ class ShardedCustomSampler(RankSampler):
         generators had at the epoch's start.
         """
         groups = self._start_groups(origin.samples)
-        if start == 0 or self._rng_at_epoch_start is None:
-            self._rng_at_epoch_start = generator_states(_CPU)
+        if start == 0 or self.state["began"] is None:
+            self.state = {"began": generator_states(_CPU)}
             return groups
         current_states = generator_states(_CPU)
-        restore_generators(self._rng_at_epoch_start, _CPU)
+        restore_generators(self.state["began"], _CPU)
         first = list(islice(groups, start - origin.number + 1))
         restore_generators(current_states, _CPU)
         return chain(first, groups)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"began": self._rng_at_epoch_start}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._rng_at_epoch_start = state["began"]
 
 
 def drain(queue: deque[Entry]) -> Iterator[Entry]:

@@ -180,12 +180,14 @@ def _write(
         if index is not None and control.rank == 0:
             documents[index] = _encode_index(part)
         parts.append((part.role, Part(document, tuple(file.name for file in part.files), index)))
-    writer = TensorWriter(control, publication, agreement.hash_algorithm)
-    writer.write([file for part in staged.parts for file in part.files])
+    files = [file for part in staged.parts for file in part.files]
+    publication.names = [*documents, *(file.name for file in files if file.owner == control.rank)]
+    writer = TensorWriter(control, publication.folder, agreement.hash_algorithm)
+    writer.write(files)
     problem = writer.problem
     try:
         for name, content in documents.items() if problem is None else ():
-            with file_writer(publication.create(name), agreement.hash_algorithm) as document_writer:
+            with file_writer(publication.folder.create(name), agreement.hash_algorithm) as document_writer:
                 document_writer.write(content)
             writer.records[name] = document_writer.record
     except Exception as error:
@@ -223,8 +225,7 @@ def _commit_manifest(
     def build_manifest() -> bytes:
         if control.rank != 0:
             return b""
-        for name, record in written.items():
-            _check_size(path, publication, name, record.size, single_rank=control.world_size == 1)
+        _check_sizes(path, publication, written, single_rank=control.world_size == 1)
 
         def of_role(role: str) -> tuple[Part, ...]:
             return tuple(part for each, part in parts if each == role)
@@ -247,7 +248,7 @@ def _commit_manifest(
 
     content = run_collectively(control, f"The checkpoint {path!r} could not be written", build_manifest)
     # If the reply to the upload is lost, rank 0 cannot know whether the manifest was stored, so all files are kept.
-    publication.keep()
+    publication.names.clear()
     run_collectively(
         control,
         f"The checkpoint {path!r} may not have been written",
@@ -255,15 +256,14 @@ def _commit_manifest(
     )
 
 
-def _check_size(path: str, publication: Publication, name: str, size: int, single_rank: bool) -> None:
-    try:
-        actual_size = publication.size(name)
-    except FileNotFoundError:
-        actual_size = None
-    if actual_size == size:
+def _check_sizes(path: str, publication: Publication, written: Mapping[str, FileRecord], single_rank: bool) -> None:
+    sizes = publication.folder.sizes(written)
+    wrong = [name for name, record in written.items() if sizes.get(name) != record.size]
+    if not wrong:
         return
-    actual = "nothing" if actual_size is None else f"{actual_size} bytes"
-    what = f"{path!r} could not be written: {name} has {size} bytes, and rank 0 sees {actual}."
+    name = wrong[0]
+    actual = f"{sizes[name]} bytes" if name in sizes else "nothing"
+    what = f"{path!r} could not be written: {name} has {written[name].size} bytes, and rank 0 sees {actual}."
     if single_rank:
         raise CheckpointError(
             what,

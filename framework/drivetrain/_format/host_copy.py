@@ -12,7 +12,7 @@ from drivetrain._distributed.shards import ParameterShard, Region
 from drivetrain._format.documents import dumps, encode
 from drivetrain._format.manifest import CheckpointMetadata
 from drivetrain._format.pinned_copies import pinned_copies
-from drivetrain._format.tensor_file import Spec, check_storable, in_file_order, specs_of
+from drivetrain._format.tensor_file import Spec, check_storable, in_file_order
 from drivetrain._format.tensor_writer import TensorFile, TensorOrShard, plan_files
 from drivetrain.errors import CheckpointError
 
@@ -145,7 +145,7 @@ def _parts_of(
     def part(stem: str, role: str, document: Any, tensors: Mapping[str, Any], key: str = "") -> PartCopy:
         text = None if document is None else dumps(document)
         values = shards_of(tensors)
-        check_storable(values, stem)
+        specs = check_storable(values, stem)
         regions = {name: _own_region(value) for name, value in values.items() if isinstance(value, ParameterShard)}
         if role == "rank" and regions:
             raise CheckpointError(
@@ -153,7 +153,7 @@ def _parts_of(
                 "each rank stores its own tensors in this part.",
                 "save a local tensor instead.",
             )
-        return PartCopy(stem, role, text, values, key, specs_of(values), regions)
+        return PartCopy(stem, role, text, values, key, specs, regions)
 
     tensors: dict[str, Any] = {}
     other_values: dict[str, Any] = {}

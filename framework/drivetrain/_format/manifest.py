@@ -91,7 +91,7 @@ class CheckpointMetadata:
         left_out: names of arguments that are not stored because they are secret; nested names are joined by dots.
         run: the run that wrote the checkpoint: its "id", "name", "folder" and the class of its "module", if known.
         weights_only: whether the checkpoint holds only weights, so that no run can resume from it.
-        pretrained: descriptions of the Hugging Face models in the module, by name; see `pretrained_models`.
+        pretrained: descriptions of the Hugging Face models in the module, by name; see `ModuleDescription`.
         base: checksums of the weights that are not stored, by name; empty if all weights are stored.
         identifier: unique id; if "", the writer generates one.
         parent: identifier of the run's previous checkpoint, or of the one that the run resumed from; "" for none.

@@ -91,8 +91,8 @@ def bytes_of(flat: torch.Tensor) -> memoryview:
     return memoryview(row_major(flat).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def check_storable(values: Mapping[str, Any], part: str = "") -> None:
-    """Raise if safetensors cannot store one of some tensors or shards.
+def check_storable(values: Mapping[str, Any], part: str = "") -> list[Spec]:
+    """Return the specs of tensors and shards, or raise if safetensors cannot store one of them.
 
     Args:
         values: the tensors and shards by name.
@@ -131,6 +131,7 @@ def check_storable(values: Mapping[str, Any], part: str = "") -> None:
             f"tensors are stored as safetensors, which supports dense tensors of these types: {', '.join(DTYPES)}.",
             "convert it, for example a complex tensor to pairs of real numbers, or leave it out.",
         )
+    return specs_of(values)
 
 
 def specs_of(values: Mapping[str, Any]) -> list[Spec]:

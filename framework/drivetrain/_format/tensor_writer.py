@@ -14,7 +14,7 @@ from drivetrain._format.file_writer import FileWriter, file_writer
 from drivetrain._format.manifest import FileRecord
 from drivetrain._format.tensor_file import Spec, bytes_of, header_of, in_file_order
 from drivetrain._runtime.transfer import row_major
-from drivetrain._storage.publication import Publication
+from drivetrain._storage.folder import Folder
 
 TensorOrShard = torch.Tensor | ParameterShard
 
@@ -245,13 +245,13 @@ class TensorWriter:
 
     Args:
         control: the control plane.
-        publication: where the files are written.
+        folder: where the files are written.
         hash_algorithm: name of the hash to compute of each file; None for none.
     """
 
-    def __init__(self, control: ControlPlane, publication: Publication, hash_algorithm: str | None) -> None:
+    def __init__(self, control: ControlPlane, folder: Folder, hash_algorithm: str | None) -> None:
         self._control = control
-        self._publication = publication
+        self._folder = folder
         self._hash_algorithm = hash_algorithm
         self._exchange_error: Exception | None = None
         self._received = torch.empty(0, dtype=torch.uint8)
@@ -278,7 +278,7 @@ class TensorWriter:
     def _write_file(self, file: TensorFile, exchanges: Iterator[Mapping[int, torch.Tensor]]) -> None:
         batches = file.batches()
         try:
-            with file_writer(self._publication.create(file.name), self._hash_algorithm) as writer:
+            with file_writer(self._folder.create(file.name), self._hash_algorithm) as writer:
                 writer.write(header_of(file.specs))
                 for _, chunks in batches:
                     file.write(writer, self._control.rank, chunks, next(exchanges))

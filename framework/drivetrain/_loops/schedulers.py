@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,18 +59,11 @@ class Schedulers:
         self._step = step
         self._metrics = metrics
         self._configs = list(configs)
-        self._used_at: dict[int, int] = {}  # the age of the value with which each plateau scheduler last stepped
+        self.used_at: dict[str, int] = {}
+        """The global step of the value with which each plateau scheduler last stepped, by its index."""
         self.has_step_schedulers = bool(self._by_step)
         self.is_stepping = False
         """Whether a scheduler is stepping. True after a step that failed, because the schedulers then disagree."""
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the global step of the value with which each plateau scheduler last stepped, by its index."""
-        return {str(index): step for index, step in self._used_at.items()}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Restore what `state_dict` returned."""
-        self._used_at = {int(index): int(step) for index, step in state.items()}
 
     def after_step(self, global_step: int) -> None:
         """Step the schedulers whose interval is an optimizer step.
@@ -120,10 +113,10 @@ class Schedulers:
                 return
             index, logged_at = self._configs.index(config), self._metrics.logged_at(config.monitor)
             if logged_at is not None:
-                if self._used_at.get(index) == logged_at:
+                if self.used_at.get(str(index)) == logged_at:
                     self._say_stale(config)
                     return
-                self._used_at[index] = logged_at
+                self.used_at[str(index)] = logged_at
         self.is_stepping = True
         if self._step is not None:
             self._step(config.scheduler, value)

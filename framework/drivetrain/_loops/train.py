@@ -195,20 +195,22 @@ class TrainLoop:
         snapshot = self._checkpointing.snapshot
         position = LoopPosition(
             data_is_over=self._data_is_over or self._is_data_over(),
-            has_begun=snapshot is not None and snapshot.is_first_window_of_epoch,
+            # The snapshot of an epoch's first window was taken after the hooks of the epoch's start.
+            has_begun=snapshot is not None and snapshot.is_active and self._progress.batch_idx == 0,
             left_after_last_step=self._left_after_last_step,
             asked_to_stop=self._asked_to_stop,
             validated_at=self._validation.last_run_at,
-            validation_is_due=self._validation.is_due,
+            validation_is_due=self._validation.next_at == self._progress.batch_idx,
         )
-        plateaus = self._schedule.schedulers.state_dict()
-        return {**asdict(position), "flushed_at": self._flushed_at, "plateaus": plateaus}
+        plateaus = self._schedule.schedulers.used_at
+        return {**asdict(position), "flushed_at": self._flushed_at, "plateaus": dict(plateaus)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make `run` resume at the position that `state_dict` returned."""
         position = dict(state)
         self._flushed_at = int(position.pop("flushed_at"))
-        self._schedule.schedulers.load_state_dict(position.pop("plateaus"))
+        plateaus = position.pop("plateaus")
+        self._schedule.schedulers.used_at = {index: int(step) for index, step in plateaus.items()}
         self._resumed = LoopPosition(**{**position, "validated_at": int(position["validated_at"])})
 
     @property
@@ -415,7 +417,7 @@ class TrainLoop:
     def _is_data_over(self) -> bool:
         progress, snapshot = self._progress, self._checkpointing.snapshot
         went_back = snapshot is not None and snapshot.is_active
-        return self.reader.is_exhausted and progress.batch_idx > 0 and not progress.within_window and not went_back
+        return progress.batch_idx > 0 and not progress.within_window and not went_back and self.reader.is_exhausted
 
     def _skips_rest_of_epoch(self, hooks: Sequence[Callable[..., Any]], batch: Any, batch_idx: int) -> bool:
         """Call ``on_train_batch_start``; return whether a hook returned -1, which has to be the same on every rank."""

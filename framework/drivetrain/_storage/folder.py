@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any, ClassVar, Protocol
 
@@ -100,8 +100,8 @@ class Folder(ABC):
         """Return a file's content, truncated to ``limit`` bytes."""
 
     @abstractmethod
-    def size(self, name: str) -> int:
-        """Return a file's current size in bytes."""
+    def sizes(self, names: Iterable[str]) -> dict[str, int]:
+        """Return the current sizes of files in bytes, by name. Files that do not exist are left out."""
 
     @abstractmethod
     def create(self, name: str) -> AbstractContextManager[Sink]:

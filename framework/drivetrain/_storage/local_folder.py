@@ -63,8 +63,12 @@ class LocalFolder(Folder):
         with open(self._at(name), "rb") as file:
             return file.read(limit)
 
-    def size(self, name: str) -> int:
-        return os.stat(self._at(name)).st_size
+    def sizes(self, names: Iterable[str]) -> dict[str, int]:
+        found = {}
+        for name in names:
+            with suppress(FileNotFoundError):
+                found[name] = os.stat(self._at(name)).st_size
+        return found
 
     def create(self, name: str) -> WritebackFile:
         return WritebackFile(self._at(name))

@@ -15,11 +15,11 @@ import secrets
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from drivetrain._storage.atomic_exchange import exchange
-from drivetrain._storage.folder import Folder, Sink
+from drivetrain._storage.folder import Folder
 from drivetrain._storage.local_folder import LocalFolder, open_regular, sync_folder
 from drivetrain._storage.paths import local_path
 
@@ -32,28 +32,18 @@ _CLAIM_LOCK = ".choosing.lock"
 class Publication(ABC):
     """Files that several ranks write to a folder. Rank 0 begins it, and the other ranks join it with its token.
 
-    Args:
+    Attributes:
         folder: where the files are created.
         token: random text that tells this writer's files from those of others.
+        suffix: what the stems of the files' names end with, if existing files of these names may be in use.
+        names: the names of this rank's files, which `abandon` removes if readers might find them. The writer clears it
+            before rank 0 may commit the files.
     """
 
-    suffix = ""
-    """What the names of files end with, before their extension, if existing files of these names may be in use."""
-
-    def __init__(self, folder: Folder, token: str) -> None:
-        self._folder = folder
-        self.token = token
-
-    def create(self, name: str) -> AbstractContextManager[Sink]:
-        """Create a file, which is durable once the context exits without an error."""
-        return self._folder.create(name)
-
-    def size(self, name: str) -> int:
-        """Return a file's current size in bytes."""
-        return self._folder.size(name)
-
-    def keep(self) -> None:
-        """Exclude the files written so far from `abandon`, because rank 0 may commit them from now on."""
+    folder: Folder
+    token: str
+    suffix: str
+    names: list[str]
 
     @abstractmethod
     def commit(self, name: str, content: bytes, listed: Callable[[bytes], Iterable[str]]) -> None:
@@ -81,9 +71,7 @@ class RemotePublication(Publication):
     """
 
     def __init__(self, folder: Folder, token: str) -> None:
-        super().__init__(folder, token)
-        self.suffix = f"-{token}"
-        self._created_names: list[str] = []
+        self.folder, self.token, self.suffix, self.names = folder, token, f"-{token}", []
 
     @classmethod
     def begin(cls, folder: Folder) -> RemotePublication:
@@ -91,33 +79,26 @@ class RemotePublication(Publication):
         folder.make()
         return cls(folder, secrets.token_hex(8))
 
-    def create(self, name: str) -> AbstractContextManager[Sink]:
-        self._created_names.append(name)
-        return super().create(name)
-
-    def keep(self) -> None:
-        self._created_names.clear()
-
     def commit(self, name: str, content: bytes, listed: Callable[[bytes], Iterable[str]]) -> None:
         before = self._stored(name)
-        self._folder.commit(name, [content])
+        self.folder.commit(name, [content])
         # If another writer has replaced this content in the meantime, that writer does the cleanup.
         if before is not None and self._stored(name) == content:
             self._remove(set(listed(before)) - set(listed(content)))
 
     def abandon(self) -> None:
-        self._remove(self._created_names)
+        self._remove(self.names)
 
     def _stored(self, name: str) -> bytes | None:
         """Return what is stored under a name; None if that is unknown, so that no old files are removed."""
         with suppress(Exception):
-            return self._folder.read(name)
+            return self.folder.read(name)
         return None
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
             with suppress(Exception):
-                self._folder.remove(name)
+                self.folder.remove(name)
 
 
 class LocalPublication(Publication):
@@ -130,7 +111,8 @@ class LocalPublication(Publication):
     """
 
     def __init__(self, target: Path, entries: _Entries, check: Callable[[Path], None] = lambda target: None) -> None:
-        super().__init__(LocalFolder(str(target), str(entries.written)), entries.token)
+        self.folder = LocalFolder(str(target), str(entries.written))
+        self.token, self.suffix, self.names = entries.token, "", []
         self._target = target
         self._entries = entries
         self._check = check
@@ -144,7 +126,7 @@ class LocalPublication(Publication):
         """
         publication = cls(target, _Entries.create(target.parent, target.name), check)
         try:
-            publication._folder.make()
+            publication.folder.make()
         except BaseException:
             publication.abandon()
             raise
@@ -156,9 +138,9 @@ class LocalPublication(Publication):
         return cls(target, _Entries(target.parent, token))
 
     def commit(self, name: str, content: bytes, listed: Callable[[bytes], Iterable[str]]) -> None:
-        with self.create(name) as sink:
+        with self.folder.create(name) as sink:
             sink.write(content)
-        sync_folder(self._folder.root)
+        sync_folder(self.folder.root)
         self._move_into_place()
         sync_folder(str(self._target.parent))
         self.abandon()

@@ -1,15 +1,12 @@
-"""Prepares a run's loggers, flushes them at checkpoints, and finalizes them."""
+"""Prepares a run's loggers, and finalizes them."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drivetrain.loggers import Logger
 from drivetrain.run_context import RunContext
-
-logger = logging.getLogger("drivetrain")
 
 
 def prepare_loggers(loggers: Sequence[Logger], step: int | None, hyper_parameters: Mapping[str, Any]) -> None:
@@ -25,16 +22,6 @@ def prepare_loggers(loggers: Sequence[Logger], step: int | None, hyper_parameter
             each.rewind(step)
         if hyper_parameters:
             each.log_hyperparams(hyper_parameters)
-
-
-def flush_loggers(trainer: RunContext) -> None:
-    """Make loggers write their buffered rows. Called at each checkpoint, so that a resumed run finds all rows."""
-    saves = [(type(each).__name__, each.save) for each in trainer.loggers]
-    for name, write in [("A logger", trainer.finish_logging), *saves]:
-        try:
-            write()
-        except Exception as error:  # each service has its own errors, and none may prevent a checkpoint
-            logger.warning("%s could not write the values logged so far, and tries again later: %s", name, error)
 
 
 def finalize_loggers(trainer: RunContext, status: str) -> Exception | None:

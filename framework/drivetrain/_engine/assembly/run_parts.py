@@ -132,7 +132,8 @@ class RunData:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint stores of how the data is split and ordered."""
-        source = None if self.stage_data is None else self.stage_data.train
+        training = None if self.stage_data is None else self.stage_data.training
+        source = None if training is None else training.source
         return {**self.epoch_position.state_dict(source), "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, Any], progress: Progress) -> None:

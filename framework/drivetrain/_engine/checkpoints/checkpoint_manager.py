@@ -133,12 +133,10 @@ class CheckpointManager:
         contents = saved.collect(request.weights_only, request.trainable_only)
         contents.hash_algorithm = request.digest
         metadata = contents.metadata = self._with_lineage(contents.metadata, request.identifier)
-        if strategy.rank == 0 and core.trainer.loggers:
-            from drivetrain._engine.assembly.run_loggers import flush_loggers
-
-            flush_loggers(core.trainer)
-        is_running = strategy.module is not None
-        if not is_running and strategy.rank > 0:
+        rank, is_running = strategy.rank, strategy.module is not None
+        if rank == 0 and core.trainer.loggers:
+            self._flush_loggers()
+        if not is_running and rank > 0:
             return  # the run has ended: every rank holds the whole state, and the ranks no longer communicate
         control = strategy.control if is_running else LocalControl()
         shards_of = saved.shards_of if is_running else dict
@@ -150,7 +148,7 @@ class CheckpointManager:
             self.written = request.path
             if request.on_complete is not None:
                 request.on_complete()
-            if strategy.rank == 0:
+            if rank == 0:
                 core.folder.notes.note_checkpoint(request.path, metadata)
 
         if in_background:
@@ -158,13 +156,22 @@ class CheckpointManager:
         else:
             write(control)
 
+    def _flush_loggers(self) -> None:
+        """Make loggers write their buffered rows, so that a resumed run finds all rows."""
+        trainer = self._core.trainer
+        saves = [(type(each).__name__, each.save) for each in trainer.loggers]
+        for name, write in [("A logger", trainer.finish_logging), *saves]:
+            try:
+                write()
+            except Exception as error:  # each service has its own errors, and none may prevent a checkpoint
+                text = "%s could not write the values logged so far, and tries again later: %s"
+                logger.warning(text, name, error)
+
     def _with_lineage(self, metadata: CheckpointMetadata, identifier: str) -> CheckpointMetadata:
         """Return metadata with identifier, parent and lineage set, and make this checkpoint the parent of the next."""
-        from drivetrain._runs.identity import class_path
-
         parent, self._parent_checkpoint_id = self._parent_checkpoint_id, identifier or os.urandom(16).hex()
         self._checkpoints_written += 1
-        folder, module = self._core.folder, class_path(type(self._core.module))
+        folder, module = self._core.folder, self.saved_state.module_class
         run = {"id": folder.id, "name": folder.name, "folder": _absolute(folder.path), "module": module}
         return replace(
             metadata,

@@ -25,8 +25,6 @@ def collect_rank_local_buffers(
         overrides: this rank's values of the buffers that hold rank 0's values during an evaluation.
         control: the control plane.
     """
-    if control.world_size == 1:
-        return {}
     buffers = {
         name: overrides.get(name, buffer)
         for name, buffer in module.named_buffers()

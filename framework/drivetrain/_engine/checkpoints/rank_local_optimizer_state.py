@@ -47,12 +47,9 @@ def set_apart(
         shards: dict[Any, Any] = {}
         parts: list[tuple[str, str]] = []
         if control is not None:
-            shards = {
-                place: shard
-                for place, shard in shards_of(values).items()
-                if isinstance(shard, ParameterShard) and is_flattenable(shard.local)
-            }
-            parts = sorted({(name, key) for rank in control.gather_objects(list(shards)) for name, key in rank})
+            shards = shards_of(values)
+            own_parts = [place for place, shard in shards.items() if _is_flattenable_shard(shard)]
+            parts = sorted({(name, key) for rank in control.gather_objects(own_parts) for name, key in rank})
         if not whole and not parts:
             continue
         names = ["/".join(place) for place in (*whole, *parts)]
@@ -64,6 +61,10 @@ def set_apart(
             del state["state"][name][key]
             own[str(index)][name][key] = _plain_shard(shards[name, key])
     return flattened, own
+
+
+def _is_flattenable_shard(value: Any) -> bool:
+    return isinstance(value, ParameterShard) and is_flattenable(value.local)
 
 
 def _plain_shard(shard: ParameterShard) -> dict[str, Any]:
