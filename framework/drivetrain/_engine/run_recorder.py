@@ -169,7 +169,8 @@ class RunRecorder(RunNotes):
     def _write(self, document: dict[str, Any]) -> None:
         """Write the record, unless another run has written its own record there in the meantime."""
         current = read(self.folder)
-        if current is not None and (not current.parts or current.parts[-1].get("token") != self._token):
+        parts = [] if current is None else current.parts
+        if current is not None and (not parts or parts[-1].get("token") != self._token):
             logger.warning(
                 "%s in %r now belongs to another run%s. This run no longer writes it, but both runs still write other "
                 "files to the folder.",

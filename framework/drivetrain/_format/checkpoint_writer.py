@@ -22,7 +22,6 @@ from drivetrain._format.manifest import (
     Part,
     encode_manifest,
     files_in_manifest,
-    versions,
 )
 from drivetrain._format.tensor_file import DTYPES, NAMES, Spec
 from drivetrain._format.tensor_writer import Regions, TensorOrShard, TensorWriter
@@ -240,9 +239,8 @@ def _commit_manifest(
             aliases=staged.aliases,
             optimizers=of_role("optimizer"),
             callbacks=dict(zip(keys, of_role("callback"), strict=True)),
-            state=next((part for part in of_role("state") if part.files()), None),
-            ranks=of_role("rank") if any(part.files() for part in of_role("rank")) else (),
-            versions=versions(),
+            state=next((part for part in of_role("state") if part.document), None),
+            ranks=of_role("rank") if any(part.document for part in of_role("rank")) else (),
         )
         return encode_manifest(manifest)
 

@@ -37,7 +37,7 @@ class LocalFolder(Folder):
 
     def __init__(self, path: str, root: str) -> None:
         self.path, self.root = path, root
-        self._files = _OpenFiles()
+        self._files: _OpenFiles | None = None  # most folders are only written to
 
     def make(self) -> None:
         os.makedirs(self.root, exist_ok=True)
@@ -57,6 +57,8 @@ class LocalFolder(Folder):
         return [os.path.relpath(path, self.root) for path in found]
 
     def open(self, name: str) -> Source:
+        if self._files is None:
+            self._files = _OpenFiles()
         return self._files.open(self._at(name))
 
     def read(self, name: str, limit: int | None = None) -> bytes:
@@ -106,7 +108,8 @@ class LocalFolder(Folder):
             os.rmdir(self.root)
 
     def close(self) -> None:
-        self._files.close()
+        if self._files is not None:
+            self._files.close()
 
     def _at(self, name: str) -> str:
         path = os.path.join(self.root, name) if name else self.root
