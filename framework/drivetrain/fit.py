@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from drivetrain._config.arguments import check_arguments
+from drivetrain._config.argument_checks import check_arguments
 from drivetrain._config.precedence import resolved_settings
-from drivetrain._engine.assembly.defaults import default_callbacks, default_loggers
+from drivetrain._engine.assembly.defaults import default_callbacks, default_loggers, resolve_profiler
 from drivetrain._engine.assembly.run_parts import RunRequest
 from drivetrain._engine.checkpoints.components import check_allow
 from drivetrain._engine.data_setup.stage_loaders import DataArguments
@@ -136,7 +136,9 @@ class Fit(RunContext):
             self.log_every_n_steps = self.num_sanity_val_steps = 0
         if self.seed is not None:
             self.seed = validate_seed(self.seed)
-        self.default_root_dir = resolved_path(os.curdir if default_root_dir is None else default_root_dir)
+        self.default_root_dir = resolved_path(
+            os.curdir if default_root_dir is None else default_root_dir, "default_root_dir"
+        )
         self.precision_setting = precision
         if not isinstance(precision, Precision):
             # This call refuses an unknown name. The support of the device is checked once the device is known.
@@ -161,11 +163,7 @@ class Fit(RunContext):
             model_summary=self.enable_model_summary,
             checkpointing=self.enable_checkpointing,
         )
-        self.given_profiler = None
-        if profiler is not None:
-            from drivetrain.profilers.profiler_names import resolve_profiler  # only runs with a profiler need it
-
-            self.given_profiler = resolve_profiler(profiler)
+        self.given_profiler = None if profiler is None else resolve_profiler(profiler)
         self.state = "idle"
         self.run_state = RunState()
         self.searched = set()
@@ -432,11 +430,12 @@ def _under_way(call: str, module: TrainModule) -> ConfigurationError:
 
 def _checkpoint_path(ckpt_path: str | os.PathLike[str]) -> str:
     """Return a keyword or URL unchanged, and a local path as an absolute one."""
-    path = os.fspath(ckpt_path)
-    resolved = path if path in CKPT_PATH_KEYWORDS else resolved_path(path)
-    if path not in CKPT_PATH_KEYWORDS and lacks_its_start(resolved):
+    if ckpt_path in CKPT_PATH_KEYWORDS:
+        return str(ckpt_path)
+    resolved = resolved_path(ckpt_path, "ckpt_path")
+    if lacks_its_start(resolved):
         raise ConfigurationError(
-            f"ckpt_path={path!r}: {REMOVED}.",
+            f"ckpt_path={resolved!r}: {REMOVED}.",
             "a relative path begins there.",
             "pass an absolute path or a URL, or change to a folder that exists.",
         )

@@ -87,7 +87,7 @@ class FitArguments:
     use_distributed_sampler: bool = True
     sync_batchnorm: bool = False
     reload_dataloaders_every_n_epochs: int = 0
-    profiler: InitVar[str | Profiler | None] = None
+    profiler: InitVar[Literal["simple", "advanced", "pytorch"] | str | Profiler | None] = None
     launcher: str | Launcher = "auto"
     environment: str | Environment = "auto"
     preemption_signals: str | list[str] | None = "auto"

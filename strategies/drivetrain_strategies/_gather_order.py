@@ -37,7 +37,7 @@ class GatherOrder:
         ]
         try:
             yield
-            self._control.count_flags("the end of the first forward")
+            self._control.monitored_barrier("the end of the first forward")
         finally:
             for handle in handles:
                 handle.remove()
@@ -46,6 +46,6 @@ class GatherOrder:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def compare(module: nn.Module, args: Any) -> None:
             if self._control.world_size > 1:
-                self._control.count_flags(f"the forward of {name!r}")
+                self._control.monitored_barrier(f"the forward of {name!r}")
 
         return compare

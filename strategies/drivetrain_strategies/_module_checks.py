@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -98,21 +98,6 @@ def refuse_absent_classes(
                 f"{nearest(wanted.__name__, class_names)}",
                 f"the module has only these classes: {', '.join(sorted(class_names))}.",
                 fix,
-            )
-
-
-def refuse_other_device(created: Mapping[str, nn.Parameter], device: torch.device) -> None:
-    """Refuse layers that were created during a run on a device other than the run's.
-
-    Raises:
-        ConfigurationError: names the first such parameter.
-    """
-    for name, parameter in created.items():
-        if parameter.device.type != device.type:
-            raise ConfigurationError(
-                f"{name!r} was created during a run, on {parameter.device}.",
-                f"this rank computes on {device}, and the strategy has already placed the module.",
-                "build the layer with device=self.device.",
             )
 
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, random_split
 from captured_warnings import captured_warnings
 from drivetrain import Callback
 from drivetrain._distributed.control_group import GroupControl  # its calls are counted
-from drivetrain._engine import collective_calls  # to shorten its timeout, which is no setting
+from drivetrain._engine.ranks import collective_calls  # to shorten its timeout, which is no setting
 from drivetrain._loops import train  # likewise
 from drivetrain.callbacks import EarlyStopping, LambdaCallback
 from worlds import on_ranks

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from drivetrain.callbacks import LambdaCallback, ReplicaCheck
 from drivetrain.errors import ConfigurationError
 from drivetrain_strategies import DDPStrategy
-from drivetrain_strategies.ddp._sync_batchnorm import SyncBatchNormSwap  # its public form needs a GPU
+from drivetrain_strategies.ddp.strategy import SyncBatchNormSwap  # its public form needs a GPU
 from oracle.check import check
 from oracle.program import Data, Program
 from worlds import on_ranks

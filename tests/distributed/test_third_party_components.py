@@ -27,7 +27,7 @@ from drivetrain.launchers import Devices, Launcher, named_launcher, torchrun_var
 from drivetrain.precision import MixedPrecision, resolve_precision
 from drivetrain.testing import run_distributed
 from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
-from drivetrain_strategies.fsdp._apply_plan import mixed_precision_policy
+from drivetrain_strategies.fsdp.strategy import mixed_precision_policy
 from worlds import free_port, on_ranks
 
 

@@ -1,22 +1,25 @@
 """Resolves settings. Code takes precedence over the environment, and the environment over the file.
 
-The fields of the class that `resolved_settings` decorates define the arguments, their types and defaults.
-Reading settings has no side effects.
+The fields of the class that `resolved_settings` decorates define the arguments, their types and defaults. `Accepted`
+is what a type accepts. Reading settings has no side effects.
 """
 
 from __future__ import annotations
 
+import builtins
 import functools
 import os
 import re
 import sys
+import types
+import typing
 from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass
+from numbers import Integral
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from drivetrain._config.secret_values import without_secrets, without_url_passwords
-from drivetrain._config.setting_types import Accepted, accepted_values
 from drivetrain.errors import ConfigurationError, nearest, shortened
 
 PREFIX = "DRIVETRAIN_"
@@ -94,8 +97,8 @@ def resolved_settings(cls: type[S]) -> type[S]:
             argument for objects is set outside code; or a file is missing or not TOML.
     """
     init = cls.__init__
-    for name, annotation in init.__annotations__.items():  # `help` shows the type of an argument alone
-        init.__annotations__[name] = re.sub(r"^InitVar\[(.*)\]$", r"\1", str(annotation))
+    for name, field in cls.__dataclass_fields__.items():  # type: ignore[attr-defined]
+        init.__annotations__[name] = _annotation(field)  # `help` shows the type of an argument alone
 
     @functools.wraps(init)
     def resolving(self: Any, /, *args: Any, **kwargs: Any) -> None:
@@ -126,16 +129,21 @@ def _resolve(cls: type, args: Sequence[Any], given: Mapping[str, Any]) -> Settin
     # All values of the environment and the file are checked, because an error in them is raised even if code
     # overrides the value. The environment comes last and overrides the file.
     settings = {name: Setting(field.default, "default") for name, field in known.items()}
+    names = {name: value for base in cls.__mro__ for name, value in vars(sys.modules[base.__module__]).items()}
     for source in (_from_file(known), _from_environment(known)):
         for name, (value, where, is_text) in source.items():
-            accepted = accepted_values(str(known[name].type), _globals(cls))
+            accepted = _accepted_values(known[name], names)
             settings[name] = Setting(_validated(name, value, where, is_text, accepted), where)
-    return Settings(settings | {name: Setting(value, "code") for name, value in given.items()})
+    for name, value in given.items():
+        accepted = _accepted_values(known[name], names)
+        if not accepted.admits(value):
+            raise _type_error(known[name], value, accepted)
+        settings[name] = Setting(value, "code")
+    return Settings(settings)
 
 
-def _globals(cls: type) -> dict[str, Any]:
-    """Return the names that the annotations of ``cls`` and its bases may use."""
-    return {name: value for base in cls.__mro__ for name, value in vars(sys.modules[base.__module__]).items()}
+def _annotation(field: Field[Any]) -> str:
+    return re.sub(r"^InitVar\[(.*)\]$", r"\1", str(field.type))
 
 
 def _from_environment(known: Collection[str]) -> dict[str, tuple[Any, str, bool]]:
@@ -226,6 +234,15 @@ def _validated(name: str, value: Any, where: str, is_text: bool, accepted: Accep
     return converted
 
 
+def _type_error(field: Field[Any], value: Any, accepted: Accepted) -> ConfigurationError:
+    words = [literal for literal in accepted.literals if isinstance(literal, str)]
+    return ConfigurationError(
+        f"{_format_argument(field.name, value)}.{nearest(value, words) if isinstance(value, str) else ''}",
+        f"{field.name} takes {_annotation(field)}; other values are not converted, because bool('no') is True.",
+        f"pass a value of this type, or leave {field.name} out for {field.default!r}.",
+    )
+
+
 def _format_argument(name: str, value: Any, sign: str = "=") -> str:
     """Format a name with its value for an error message. The value of a secret is replaced by ``...``."""
     public, _ = without_secrets({name: value})
@@ -235,3 +252,154 @@ def _format_argument(name: str, value: Any, sign: str = "=") -> str:
 def _short(value: Any, width: int = 60) -> str:
     text = without_url_passwords(repr(value))
     return text if len(text) <= width else text[: width - 3] + "..."
+
+
+# The values that a type accepts
+
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number with a decimal point",
+    str: "text",
+    dict: "a table",
+}
+_REFUSED_RESULT = (False, None)
+
+
+class Accepted(NamedTuple):
+    """The values that an argument accepts.
+
+    Attributes:
+        kinds: the accepted types among bool, int, float, str and dict.
+        literals: single accepted values.
+        none: whether None is accepted.
+        elements: the values that the elements of a list may have; None if no list is accepted.
+        objects: whether objects of a class are accepted, of whichever class, since some exist only for type checkers.
+        anything: whether every value is accepted from code.
+    """
+
+    kinds: frozenset[type]
+    literals: tuple[Any, ...] = ()
+    none: bool = False
+    elements: Accepted | None = None
+    objects: bool = False
+    anything: bool = False
+
+    def admits(self, value: Any) -> bool:
+        """Return whether code may pass ``value``, as far as its type tells."""
+        if value is None or self.anything:
+            return self.none or self.anything
+        if isinstance(value, list | tuple | set | frozenset) and self.elements is not None:
+            return all(map(self.elements.admits, value))
+        if isinstance(value, Mapping):
+            return dict in self.kinds
+        kind = next((kind for kind in _WORDS if isinstance(value, kind)), None)  # bool before int
+        if kind is not None:
+            return kind in self.kinds or value in self.literals or (kind is int and float in self.kinds)
+        if isinstance(value, list | tuple | set | frozenset | bytes):
+            return False
+        return self.objects or (isinstance(value, Integral) and int in self.kinds)
+
+    @property
+    def only_objects(self) -> bool:
+        """Whether the argument accepts only objects (or None), which cannot be written as text."""
+        return not self.kinds and not self.literals and (self.elements is None or self.elements.only_objects)
+
+    def read(self, text: str) -> tuple[bool, Any]:
+        """Parse ``text`` as a TOML value or as plain text. Return whether the value is accepted, and the value."""
+        word = text.strip().lower()
+        if self.none and word == "none":
+            return True, None
+        if word in ("true", "false"):  # the spellings of Python, True and False, are accepted too
+            text_value: Any = word == "true"
+        else:
+            text_value = _toml_value(text.strip())
+        fits, value = self.take(text_value)
+        return (fits, value) if fits else self.take(text)
+
+    def take(self, value: Any) -> tuple[bool, Any]:
+        """Return whether ``value`` is accepted, and the value to pass on."""
+        if any(value == literal and type(value) is type(literal) for literal in self.literals):
+            return True, value
+        if isinstance(value, str) and self.none and value.strip().lower() == "none":
+            return True, None
+        if isinstance(value, list):
+            return self._take_list(value)
+        kind = type(value)  # `isinstance` would take True for an int
+        if kind in self.kinds:
+            return True, value
+        if kind is int and float in self.kinds:
+            return True, float(value)
+        return _REFUSED_RESULT
+
+    def _take_list(self, values: list[Any]) -> tuple[bool, Any]:
+        if self.elements is None:
+            return _REFUSED_RESULT
+        results = [self.elements.take(value) for value in values]
+        return (True, [value for _, value in results]) if all(fits for fits, _ in results) else _REFUSED_RESULT
+
+    def __str__(self) -> str:
+        descriptions = [repr(literal) for literal in self.literals]
+        descriptions += [words for kind, words in _WORDS.items() if kind in self.kinds]
+        if self.elements is not None and not self.elements.only_objects:
+            descriptions.append(f"a list whose elements are {self.elements}")
+        if self.none:
+            descriptions.append("none")
+        return " or ".join(descriptions)
+
+
+def _accepted_values(field: Field[Any], names: Mapping[str, Any]) -> Accepted:
+    """Return the values that a field accepts by its annotation.
+
+    The annotation consists of plain types, literals, lists, dicts, None, classes and unions of them. A name that exists
+    only for type checkers stands for a class.
+    """
+    # The annotation is source code of drivetrain, not input.
+    return _accepted(eval(_annotation(field), {"__builtins__": {}}, _AnnotationNames(names)))
+
+
+def _accepted(annotation: Any) -> Accepted:
+    if annotation is None or annotation is types.NoneType:
+        return Accepted(frozenset(), none=True)
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return _union([_accepted(argument) for argument in arguments])
+    if origin is typing.Literal:
+        return Accepted(frozenset(), arguments)
+    if origin in (list, Sequence):
+        return Accepted(frozenset(), elements=_accepted(arguments[0]))
+    kind = origin or annotation
+    if kind in _WORDS:
+        return Accepted(frozenset({kind}))
+    return Accepted(frozenset(), objects=True, anything=kind is object)
+
+
+def _union(members: list[Accepted]) -> Accepted:
+    lists = [member.elements for member in members if member.elements is not None]
+    return Accepted(
+        frozenset().union(*(member.kinds for member in members)),
+        tuple(literal for member in members for literal in member.literals),
+        any(member.none for member in members),
+        _union(lists) if lists else None,
+        any(member.objects for member in members),
+        any(member.anything for member in members),
+    )
+
+
+class _AnnotationNames(dict[str, Any]):
+    """The names in an annotation. A name that is only imported for type checkers stands for an empty class."""
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(builtins, name, None) or type(name, (), {"__class_getitem__": classmethod(lambda cls, _: cls)})
+
+
+def _toml_value(text: str) -> Any:
+    import tomllib
+
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    # If the table has several keys, the text contained a line break and was not a single value.
+    return table["value"] if len(table) == 1 else text

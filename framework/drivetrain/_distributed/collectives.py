@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -60,25 +60,38 @@ def broadcast_together(tensors: Sequence[torch.Tensor], group: Any = None) -> No
                 tensor.copy_(part.view_as(tensor))
 
 
-def average_together(tensors: Sequence[torch.Tensor], group: Any = None) -> None:
-    """Overwrite tensors with their means over the ranks of a group; None stands for all ranks.
+@torch.no_grad()
+def average_gradients(parameters: Iterable[torch.Tensor], group: Any = None) -> None:
+    """Average the gradients of trainable parameters over the ranks of a group; None stands for all ranks. Collective.
 
-    Shapes and dtypes have to be equal on all ranks. Dense tensors of one dtype are packed into one all-reduce. The
-    tensors are divided before the all-reduce, so that the sum does not overflow if the mean does not overflow.
+    Gradients are packed into one all-reduce per dtype, and divided before it, so that the sum does not overflow if the
+    mean does not overflow. A gradient that is missing on some ranks counts as zero there. One that is missing on all
+    ranks remains None. Sparse gradients become dense.
     """
-    world_size = dist.get_world_size(group)
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.is_sparse:
-            tensor.div_(world_size)
-            dist.all_reduce(tensor, group=group)
-        else:
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained:
+        return
+    unused = [number for number, parameter in enumerate(trained) if parameter.grad is None]
+    used = trained[0].new_ones(len(trained))  # created on the device, since a copy from the host would block
+    for number in unused:
+        used[number].zero_()
+        trained[number].grad = torch.zeros_like(trained[number])
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {used.dtype: [used]}
+    for parameter in trained:
+        assert parameter.grad is not None
+        if parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+        by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
     for same_dtype in by_dtype.values():
-        packed = torch.cat([tensor.reshape(-1) for tensor in same_dtype]).div_(world_size)
+        packed = torch.cat([tensor.reshape(-1) for tensor in same_dtype]).div_(dist.get_world_size(group))
         dist.all_reduce(packed, group=group)
         parts = torch.split(packed, [tensor.numel() for tensor in same_dtype])
         torch._foreach_copy_(same_dtype, [part.view_as(tensor) for part, tensor in zip(parts, same_dtype, strict=True)])
+    if unused:  # reading the flags waits for the device
+        used_anywhere = used.tolist()
+        for number in unused:
+            if not used_anywhere[number]:
+                trained[number].grad = None
 
 
 class _Gather(torch.autograd.Function):

@@ -121,7 +121,7 @@ class GroupControl(ControlPlane):
             request.wait()
 
     def clone(self) -> GroupControl:
-        self.count_flags("a second control plane")  # `new_group` waits for all ranks and does not notice failures
+        self.monitored_barrier("a second control plane")  # `new_group` waits for all ranks and does not notice failures
         store = PrefixStore(f"twin{len(self._clones)}", self.store)
         group = dist.new_group(backend="gloo", timeout=self.timeout)
         clone = GroupControl(group, store, self.rank, self.world_size, self.timeout)
@@ -245,7 +245,7 @@ class GroupControl(ControlPlane):
             self.store.delete_key(f"agree/{number}/done")
 
     def leave(self) -> None:
-        self.count_flags("the end of the run")
+        self.monitored_barrier("the end of the run")
         if self.store.add("left", 1) == self.world_size:
             self.store.set("all left", "")
         elif self.rank == 0:

@@ -114,6 +114,10 @@ class ControlPlane:
         """
         return tuple(int(flag) for flag in flags)
 
+    def monitored_barrier(self, purpose: str, timeout: timedelta | None = None) -> None:
+        """Wait until all ranks call with the same purpose. Errors name the ranks that do not, as in `count_flags`."""
+        self.count_flags(purpose, timeout=timeout)
+
     def watch(self, poll: Callable[[Store], None]) -> None:
         """Call ``poll`` twice a second from another thread, with that thread's connection to the store. Not collective.
 

@@ -13,30 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from drivetrain.errors import ConfigurationError
 
-
-def parse_timeout(name: str, value: Any) -> timedelta:
-    """Return a timeout that is given as a timedelta or in seconds.
-
-    Raises:
-        ConfigurationError: ``value`` is neither, or is not positive.
-    """
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # Larger numbers of seconds are refused too, because torch converts a timeout to nanoseconds of 64 bits.
-    timeout = timedelta(seconds=value) if is_number and 0 < value <= 9e9 else value
-    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-        raise ConfigurationError(
-            f"{name}={value!r} is not a timeout.",
-            "a timeout is a datetime.timedelta, or a positive number of seconds.",
-            f"use {name}=timedelta(minutes=10), or {name}=600.",
-        )
-    return timeout
-
-
-def set_timeout(timeout: timedelta | float, groups: Iterable[Any] | None = None) -> None:
+def set_timeout(timeout: timedelta, groups: Iterable[Any] | None = None) -> None:
     """Set the timeout of every collective of ``groups``. None selects all groups of this process."""
-    timeout = parse_timeout("timeout", timeout)
     c10d: Any = dist.distributed_c10d
     setter = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # public from torch 2.15 on
     for group in list(c10d._world.pg_map) if groups is None else groups:

@@ -1,7 +1,7 @@
-"""How a run begins: rank 0 looks for runs and checkpoints, decides, claims the run's folder, and tells the other ranks.
+"""How a run begins: the folder that it writes to, and the checkpoint that it starts from.
 
-`begin` reads from top to bottom. The decision itself is `decide` in `drivetrain._runs.start_decision`, and everything
-that is written before training is written by `carry_out`.
+Rank 0 looks for runs and checkpoints, decides, claims the run's folder, and tells the other ranks. The decision itself
+is `decide` in `drivetrain._runs.start_decision`; everything that is written before training is written by `carry_out`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 from drivetrain._config.secret_values import arguments_without_secrets, without_secrets, without_url_passwords
@@ -19,7 +19,7 @@ from drivetrain._engine.checkpoints.saved_state_schema import check_saved_state,
 from drivetrain._engine.run_location import RunLocation, check_loggers_apart, hand_out, locate, writers_of
 from drivetrain._engine.run_recorder import RunRecorder
 from drivetrain._engine.write_checks import first_refusal
-from drivetrain._format import CheckpointReader, load
+from drivetrain._format import CheckpointReader, load, run_collectively
 from drivetrain._runs import CKPT_PATH_KEYWORDS, liveness
 from drivetrain._runs.checkpoint_folders import is_checkpoint_at
 from drivetrain._runs.directory import claim_version, make_directory, split_folder
@@ -34,44 +34,92 @@ from drivetrain._runs.start_search import StartSearch
 from drivetrain._storage.paths import child
 from drivetrain._storage.publication import lock_folder
 from drivetrain.callback import KeepsCheckpoints, folders_of
-from drivetrain.errors import ConfigurationError
+from drivetrain.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
     from drivetrain._engine.assembly.run_parts import RunCore
 
 logger = logging.getLogger("drivetrain")
 
+_MAX_LISTED = 3  # maximum number of skipped runs that are listed by name
 
-def begin(run: RunCore) -> RunStart:
-    """Choose the checkpoint that a run starts from, and claim the run's folder. Collective.
+
+class StartingPoint:
+    """Chooses a run's folder and the checkpoint that the run starts from.
 
     Args:
-        run: the run. This function sets its folder, and gives the loggers theirs.
-
-    Raises:
-        ConfigurationError: the folder cannot be created, or belongs to a live run. Raised on every rank.
-        StorageError: the files of a remote storage cannot be listed.
+        run: the run, whose callbacks are collected.
     """
-    control, folder, location = run.strategy.control, run.folder, locate(run)
-    start = RunStart(*_told_by_rank_0(control, lambda: _start(run, location)))
-    if start.refusal is not None:
-        control.count_flags("the error about the run's folder")  # no rank may leave before all have read the result
-        raise ConfigurationError(*start.refusal)
-    folder.path, folder.id, folder.name = start.folder, start.id, location.name
-    hand_out(run.trainer.loggers, folder)
-    return start
 
+    def __init__(self, run: RunCore) -> None:
+        self._run = run
+        self._searched_folders = folders_of(run.callbacks)
+        self._start = RunStart()
 
-def find_in_folders(run: RunCore, folders: Sequence[str]) -> str | None:
-    """Return the newest checkpoint in folders that callbacks chose in their ``setup``. Collective."""
+    def choose(self) -> None:
+        """Choose the run's folder and, for "last", "best" and "auto", the checkpoint to start from. Collective.
 
-    def look() -> Generator[str | None]:
-        search = StartSearch(_request(run, locate(run), needs_folder=False), StorageRetry())
-        search.collect_checkpoints(folders)
-        decision = yield from _decide(search)
-        yield decision.path or ""
+        Raises:
+            ConfigurationError: the folder cannot be created, or belongs to a live run. Raised on every rank.
+            StorageError: the files of a remote storage cannot be listed.
+        """
+        run, control, location = self._run, self._run.strategy.control, locate(self._run)
+        self._start = start = RunStart(*_told_by_rank_0(control, lambda: _start(run, location)))
+        if start.refusal is not None:
+            control.monitored_barrier("the error about the run's folder")  # all ranks read the result before one leaves
+            raise ConfigurationError(*start.refusal)
+        run.folder.path, run.folder.id, run.folder.name = start.folder, start.id, location.name
+        hand_out(run.trainer.loggers, run.folder)
 
-    return _told_by_rank_0(run.strategy.control, look) or None
+    def open(self) -> CheckpointReader | None:
+        """Open the checkpoint that the run starts from, if there is one, once callbacks are set up. Collective.
+
+        Raises:
+            CheckpointError: there is no checkpoint, or training cannot resume from it.
+        """
+        run, path = self._run, self._run.request.ckpt_path
+        is_fit, opened = run.stage == "fit", None
+        if path in CKPT_PATH_KEYWORDS:
+            path = self._found_path()
+        if path is not None:
+            from drivetrain._engine.checkpoints.resumed_run import check_resumable  # only runs that resume need it
+
+            def open_and_check() -> CheckpointReader:
+                checkpoint = load(path)
+                if is_fit:
+                    check_resumable(checkpoint, run.trainer.seed)
+                return checkpoint
+
+            opened = run_collectively(run.strategy.control, f"The checkpoint {path!r} cannot be opened", open_and_check)
+        if is_fit:
+            start, metadata = self._start, None if opened is None else opened.manifest.metadata
+            step = 0 if metadata is None else int(metadata.progress["global_step"])
+            if start.continues_run:
+                run.folder.rewinds_to = -1 if metadata is None else step
+            identifier = "" if metadata is None else metadata.identifier
+            run.folder.notes.note_start(path, identifier, step, start.parent, start.continues_run)
+        return opened
+
+    def _found_path(self) -> str | None:
+        """Return the path of the checkpoint that was found for "last", "best" or "auto"."""
+        run, path, is_fit = self._run, self._start.path, self._run.stage == "fit"
+        ckpt_path, folders = run.request.ckpt_path, folders_of(run.callbacks)
+        added_in_setup = [folder for folder in folders if folder not in self._searched_folders]
+        if path is None and added_in_setup:
+            # Rank 0 chooses for all ranks, because a network file system may show the others an older state.
+            path = _told_by_rank_0(run.strategy.control, lambda: _find_in_folders(run, added_in_setup)) or None
+        if path is None and ckpt_path != "auto":
+            raise CheckpointError(
+                f"ckpt_path={ckpt_path!r}: there is no checkpoint to {'resume from' if is_fit else 'evaluate'}.",
+                f"looked in {', '.join([locate(run).runs_folder, *folders])}, for checkpoints "
+                f"saved by runs of {type(run.module).__name__} with the same hyper-parameters."
+                f"{_describe_skipped(self._start.skipped)}",
+                "pass a path, or ckpt_path='auto', which starts a new run if there is none."
+                if is_fit
+                else "pass a path, or ckpt_path='last' for the newest checkpoint; 'best' needs a run with "
+                "Checkpoint(monitor=...).",
+            )
+        return path
 
 
 def _told_by_rank_0(control: ControlPlane, steps: Callable[[], Iterator[Any]]) -> Any:
@@ -94,7 +142,15 @@ def _start(run: RunCore, location: RunLocation) -> Generator[RunStart | None]:
         return
     _log_choice(run, decision)
     folder, continues = run.folder, decision.resumes is not None
-    yield RunStart(decision.path, folder.path, folder.id, continues, decision.parent, decision.describe_skipped())
+    yield RunStart(decision.path, folder.path, folder.id, continues, decision.parent, decision.skipped)
+
+
+def _find_in_folders(run: RunCore, folders: Sequence[str]) -> Generator[str | None]:
+    """Yield the newest checkpoint in folders that callbacks chose in their ``setup``; "" if there is none."""
+    search = StartSearch(_request(run, locate(run), needs_folder=False), StorageRetry())
+    search.collect_checkpoints(folders)
+    decision = yield from _decide(search)
+    yield decision.path or ""
 
 
 def _find_and_claim(run: RunCore, location: RunLocation) -> Generator[None, None, StartDecision]:
@@ -104,18 +160,21 @@ def _find_and_claim(run: RunCore, location: RunLocation) -> Generator[None, None
     if refusal is not None:
         raise ConfigurationError(*refusal)
     request = _request(run, location, needs_folder=bool(writers))
-    search = StartSearch(request, StorageRetry())
-    search.look()
+    search = None
+    if any(each is not None for each in (request.ckpt_path, request.version, request.last)):
+        search = StartSearch(request, StorageRetry())
+        search.look()
     while True:
-        decision = yield from _decide(search)
+        decision = StartDecision() if search is None else (yield from _decide(search))
         if decision.refusal is not None:
             raise ConfigurationError(*decision.refusal)
         try:
-            if not request.needs_folder or carry_out(decision, run, location):
+            if not request.needs_folder or carry_out(decision, request.identity, run, location):
                 return decision
         except OSError as error:
             place = request.runs_folder
             raise ConfigurationError(*writers[place].refusal(place, error.strerror or str(error))) from error
+        assert search is not None  # a new folder has no record that may have changed
         search.refresh(decision)
 
 
@@ -168,7 +227,7 @@ def _decide(search: StartSearch) -> Generator[None, None, StartDecision]:
         found.alive[run.folder] = yield from liveness.watch(run, search.read_record)
 
 
-def carry_out(decision: StartDecision, run: RunCore, location: RunLocation) -> bool:
+def carry_out(decision: StartDecision, identity: Identity, run: RunCore, location: RunLocation) -> bool:
     """Claim the folder that was decided on, and begin the run's record in it. Nothing else is written before training.
 
     Returns:
@@ -202,26 +261,32 @@ def carry_out(decision: StartDecision, run: RunCore, location: RunLocation) -> b
                 logger.warning("%r has an earlier run's files; its record is kept as %s.", folder, kept_as)
         # A profile is written after the end of the run, so that its folder is not removed then.
         removable = [] if run.profile_needs_folder else created
-        recorder = RunRecorder(folder, _description(run, location, folder), decision.resumes, removable)
+        recorder = RunRecorder(folder, _description(run, identity, folder), decision.resumes, removable)
     run.folder.path, run.folder.id, run.folder.notes = folder, recorder.id, recorder
     return True
 
 
-def _description(run: RunCore, location: RunLocation, folder: str) -> dict[str, Any]:
+def _description(run: RunCore, identity: Identity, folder: str) -> dict[str, Any]:
     """Return the entries of the record that are known when the run begins, without secrets."""
     trainer, strategy, version = run.trainer, run.strategy, split_folder(folder)[1]
     settings = dict(trainer.settings.items())
-    public, setting_secrets = without_secrets({name: _public(setting.value) for name, setting in settings.items()})
+    given = {name: _public(setting.value) for name, setting in settings.items() if setting.source != "default"}
+    public, secrets = without_secrets(given)
     arguments, argument_secrets = arguments_without_secrets(sys.argv)
-    _, data_secrets = without_secrets({} if run.datamodule is None else run.datamodule.hparams)
-    hyper_parameters, module_secrets = without_secrets(run.module.hparams)
-    run.secrets.warn([*data_secrets, *module_secrets, *setting_secrets, *argument_secrets])
+    hyper_parameters = [each.hparams for each in (run.datamodule, run.module) if each is not None]
+    run.secrets.warn([*chain(*(without_secrets(each)[1] for each in hyper_parameters)), *secrets, *argument_secrets])
     return {
         "stage": run.stage,
-        "module": class_path(type(run.module)),
-        "name": location.name,
-        "hyper_parameters": encode_hyper_parameters(hyper_parameters),
-        "settings": plain({name: {"value": value, "source": settings[name].source} for name, value in public.items()}),
+        "module": identity.module,
+        "name": identity.name,
+        "hyper_parameters": identity.hyper_parameters,
+        "settings": plain(
+            {
+                name: {"value": public.get(name, setting.value), "source": setting.source}
+                for name, setting in settings.items()
+                if name in public or name not in given
+            }
+        ),
         "argv": [sys.executable, *arguments],
         "world_size": strategy.world_size,
         "strategy": strategy.name,
@@ -251,7 +316,15 @@ def _log_choice(run: RunCore, decision: StartDecision) -> None:
     text = f"{use} {decision.path}" if found else none
     if decision.resumes is not None and not found:
         text += f" in {decision.resumes.folder}, which this job had claimed"
-    logger.warning("ckpt_path=%r: %s.%s", ckpt_path, text, decision.describe_skipped())
+    logger.warning("ckpt_path=%r: %s.%s", ckpt_path, text, _describe_skipped(decision.skipped))
+
+
+def _describe_skipped(skipped: Sequence[str]) -> str:
+    """Return a sentence that lists the runs that were passed over; "" if there are none."""
+    if not skipped:
+        return ""
+    more = len(skipped) - _MAX_LISTED
+    return f" Skipped: {'; '.join(skipped[:_MAX_LISTED])}{f'; and {more} more' if more > 0 else ''}."
 
 
 # ckpt_path="best"

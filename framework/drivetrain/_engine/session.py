@@ -7,6 +7,7 @@ import math
 import os
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,13 +36,12 @@ from drivetrain._engine.assembly.training_setup import (
 )
 from drivetrain._engine.checkpoints.checkpoint_manager import CheckpointManager
 from drivetrain._engine.checkpoints.components import class_name, data_facts
-from drivetrain._engine.checkpoints.starting_point import StartingPoint
 from drivetrain._engine.data_setup.stage_data import StageData
 from drivetrain._engine.evaluation_buffers import EvaluationBuffers
-from drivetrain._engine.ranks.collective_calls import CollectiveCalls
+from drivetrain._engine.ranks.collective_calls import all_gather, check_collective
 from drivetrain._engine.ranks.error_reporting import note_known_fixes, note_where
 from drivetrain._engine.ranks.failure_propagation import error_to_report, publish_failure, resolve_cause
-from drivetrain._engine.ranks.rank_facts import module_facts, setting_facts
+from drivetrain._engine.ranks.rank_facts import check_folder_agreement, module_facts, setting_facts
 from drivetrain._engine.ranks.rank_log import RankLog
 from drivetrain._engine.ranks.seeding import order_seed, seed_data_rank, seed_rank, warn_unseeded
 from drivetrain._engine.run_ending import RunEnding
@@ -58,7 +58,7 @@ from drivetrain._parameters.module_lock import lock_module, unlock_module
 from drivetrain._run_state import Progress
 from drivetrain._runtime.console_logging import log_once, log_to_console
 from drivetrain._runtime.process_state import ProcessState, apply_switches
-from drivetrain.callback import folders_of
+from drivetrain.callback import WantsRunFolder, folders_of
 from drivetrain.launchers import LaunchedProcesses
 from drivetrain.module.train_module import TrainModule
 from drivetrain.strategies.strategy import RunSettings, Strategy
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from drivetrain._engine.assembly.compiled_steps import CompiledSteps
     from drivetrain._engine.assembly.monitors import MonitoredKeysCheck
     from drivetrain._engine.checkpoints.resumed_run import ResumedRun
+    from drivetrain._engine.run_start import StartingPoint
     from drivetrain._loops.step import TrainStep
     from drivetrain._loops.train import TrainLoop
 
@@ -100,14 +101,14 @@ class Session:
             callbacks=RunCallbacks(trainer, module),
         )
         self.checkpoints = CheckpointManager(self.core)
+        self._start: StartingPoint | None = None  # None for a run without files that starts from no checkpoint
         self._resumed: ResumedRun | None = None
         self.last_line: str | None = None
         """The line to print instead of this rank's error if a lower rank failed the same way and prints its own."""
-        collective_calls = CollectiveCalls(self.core)
         self.core.checkpoints = self.checkpoints
         self.core.estimate_steps = partial(read_estimate, self.core)
-        self.core.check_collective = collective_calls.check
-        self.core.all_gather = collective_calls.all_gather
+        self.core.check_collective = partial(check_collective, self.core)
+        self.core.all_gather = partial(all_gather, self.core)
         self.core.log_histograms = self._log_histograms
         self._processes = processes
         self._compiled: CompiledSteps | None = None
@@ -118,7 +119,7 @@ class Session:
         writes_files = not (trainer.fast_dev_run or trainer.barebones)
         root_is_chosen = trainer.settings["default_root_dir"].source != "default"
         fallback = trainer.default_root_dir if writes_files and root_is_chosen else None
-        self._log = RankLog(self.core.folder, strategy.rank, strategy.world_size, fallback=fallback)
+        self._log = RankLog(self.core.folder, strategy.rank, fallback) if strategy.world_size > 1 else None
         self._ending = RunEnding(self.core)
 
     def execute(self) -> Any:
@@ -134,7 +135,8 @@ class Session:
         state = ProcessState(generators=seed is not None, cuda_generators=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
         from drivetrain._data.splitting import use_data_rank
 
-        with self._signals, state, log_to_console(shows_messages), self._log, use_data_rank(self._data_rank):
+        to_console, to_file = log_to_console(shows_messages), self._log or nullcontext()
+        with self._signals, state, to_console, to_file, use_data_rank(self._data_rank):
             try:
                 result = self._run()
             except BaseException as error:
@@ -192,7 +194,7 @@ class Session:
         with core.span("setup_environment"):
             strategy.setup_environment()
         if trainer.loggers:
-            from drivetrain.loggers.other_ranks import silence_loggers  # only runs that log need it
+            from drivetrain.loggers.silence import silence_loggers  # only runs that log need it
 
             silence_loggers(trainer.loggers, strategy.rank > 0)
         self._connect_ranks()
@@ -203,13 +205,14 @@ class Session:
             core.callbacks.configure()
             core.module_callbacks = core.callbacks.from_module
         core.callbacks.collect()
-        start = StartingPoint.choose(core)
-        strategy.control.set_record_folder(self._log.folder)
+        self._choose_start()
+        if self._log is not None:
+            strategy.control.set_record_folder(self._log.folder)
         with core.span("prepare_data"):
             self._prepare_data()
-        self._call_setup_hooks(start)
+        self._call_setup_hooks()
         self._check_folders()
-        self._open(start)
+        self._open()
         if any(parameter.is_meta for parameter in core.module.parameters()):
             from drivetrain._engine.assembly.missing_weights import give_storage  # only modules without values need it
 
@@ -372,9 +375,33 @@ class Session:
             if core.datamodule is not None:
                 core.datamodule.prepare_data()
             core.module.prepare_data()
-        core.strategy.control.count_flags("the end of prepare_data")
+        core.strategy.control.monitored_barrier("the end of prepare_data")
 
-    def _call_setup_hooks(self, start: StartingPoint) -> None:
+    def _choose_start(self) -> None:
+        """Choose the run's folder and the checkpoint that it starts from, if it needs any. Collective."""
+        core = self.core
+        users: list[object] = [*core.trainer.loggers]
+        users += [each for each in core.callbacks if isinstance(each, WantsRunFolder) and each.wants_run_folder]
+        users += [core.trainer.profiler] if core.profile_needs_folder else []
+        needed_by = [type(user).__name__ for user in users]
+        needed_by += [] if core.request.ckpt_path is None else ["ckpt_path"]
+        if core.strategy.world_size > 1:
+            check_folder_agreement(core.strategy.control, needed_by)
+        if needed_by:
+            self._begin()
+
+    def _begin(self) -> None:
+        from drivetrain._engine.run_start import StartingPoint  # only runs with files need it
+
+        self._start = StartingPoint(self.core)
+        self._start.choose()
+
+    def _begin_for_late_callbacks(self) -> None:
+        """Choose a folder, if the run has none, for callbacks that were appended in `setup`. Collective."""
+        if self.core.stage == "fit" and self.core.folder.path is None:
+            self._begin()
+
+    def _call_setup_hooks(self) -> None:
         core, datamodule = self.core, self.core.datamodule
         self._plan_teardowns()
         if datamodule is not None:
@@ -382,12 +409,12 @@ class Session:
                 datamodule.setup(core.stage)
         for setup in core.hooks.setup:
             setup(core.stage)
-        core.callbacks.set_up_appended(core.stage, start.claim_folder_for_late_callbacks)
+        core.callbacks.set_up_appended(core.stage, self._begin_for_late_callbacks)
         self._plan_teardowns()
 
-    def _open(self, start: StartingPoint) -> None:
+    def _open(self) -> None:
         """Open the checkpoint that the run starts from, if there is one. Collective."""
-        core, opened = self.core, start.open()
+        core, opened = self.core, None if self._start is None else self._start.open()
         self.checkpoints.opened = opened
         if opened is None or core.stage != "fit":
             self.data.seed = order_seed(core.trainer.seed, core.strategy.control)
@@ -441,8 +468,9 @@ class Session:
         if self._resumed is not None:
             self._resumed.freeze()  # must come before the strategy wraps the parameters that train
         strategy.check(module)
-        facts = {"stage": core.stage, **setting_facts(core.trainer), **data.facts(), **module_facts(module)}
-        check_ranks_agree(strategy.control, facts)  # must come before wrapping, which would hang if ranks differed
+        if strategy.world_size > 1:
+            facts = {"stage": core.stage, **setting_facts(core.trainer), **data.facts(), **module_facts(module)}
+            check_ranks_agree(strategy.control, facts)  # must come before wrapping, which would hang if ranks differed
         if core.trainer.compile:
             from drivetrain._engine.assembly.compiled_steps import CompiledSteps  # only runs that compile need it
 
@@ -530,7 +558,8 @@ class Session:
         note_known_fixes(error)
         failure = Failure.of_exception(strategy.rank, error)
         publish_failure(control, failure)
-        self._log.add_failure(error, failure.traceback)
+        if self._log is not None:
+            self._log.add_failure(error, failure.traceback)
         unlock_module(core.module)
         self.checkpoints.run_failed = True
         calls: list[Callable[[], Any]] = []
@@ -552,6 +581,6 @@ class Session:
         if reported_by is not None:
             summary = failure.one_line_summary()
             self.last_line = f"{summary}; rank {reported_by} failed the same way and shows the traceback"
-        if cause is not error:
+        if cause is not error and self._log is not None:
             self._log.add_cause(cause)
         return cause

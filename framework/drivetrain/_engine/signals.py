@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from drivetrain._config.arguments import signal_numbers
+from drivetrain._config.argument_checks import signal_numbers
 from drivetrain._distributed.failure import RankFailedError
 from drivetrain.launchers.choose import is_interactive
 

@@ -23,7 +23,7 @@ from drivetrain._runtime.process_state import ProcessState
 from drivetrain.callback import SearchesBeforeLaunch
 from drivetrain.environments import resolve_environment
 from drivetrain.errors import ConfigurationError
-from drivetrain.loggers.null_logger import NullLogger
+from drivetrain.loggers.silence import NullLogger
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
 from drivetrain.run_context import RunContext

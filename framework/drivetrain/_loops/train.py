@@ -427,7 +427,7 @@ class TrainLoop:
         # A rank on which no hook returned -1 waits in a collective of its step. After the timeout, the agreement raises
         # an error that names this rank.
         purpose = f"the end of epoch {self._progress.epoch}: on_train_batch_start returned -1 for batch {batch_idx}"
-        self._control.count_flags(purpose, timeout=_SKIP_TIMEOUT)
+        self._control.monitored_barrier(purpose, timeout=_SKIP_TIMEOUT)
         return True
 
     def _drop_window(self, joining: Joining | None) -> EpochEnd:

@@ -138,7 +138,7 @@ class Trainables:
         if strategy.world_size > 1:
             # The digest is of all names, since the text lists only some.
             purpose = f"a change of the trainable parameters ({change}; {digest_of(astuple(change))})"
-            strategy.control.count_flags(purpose, timeout=_CHANGE_TIMEOUT)
+            strategy.control.monitored_barrier(purpose, timeout=_CHANGE_TIMEOUT)
         strategy.trainable_changed(self._module)
         if strategy.rank == 0:
             logger.info("The set of trainable parameters changed: %s.", change)

@@ -382,7 +382,7 @@ class MetricStore:
             DistributedError: other ranks made a different call, for example because a callback exists on some ranks
                 only.
         """
-        self.control.count_flags(f"the value of {name!r}, on which a decision depends")
+        self.control.monitored_barrier(f"the value of {name!r}, on which a decision depends")
         value, local = self.callback_metrics().get(name), torch.zeros(2, dtype=torch.float64)
         if value is not None:
             local[0], local[1] = 1.0, value

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,9 +31,20 @@ def _successor(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, nn.Parameter):
         return value
     successor = nn.Parameter(value, requires_grad=tensor.requires_grad)
-    for hook in (tensor._backward_hooks or {}).values():
-        successor.requires_grad_(True)  # torch accepts no hook on a frozen parameter
-        successor.register_hook(hook)  # type: ignore[no-untyped-call]
-    successor.requires_grad_(tensor.requires_grad)
-    successor.__dict__.update(tensor.__dict__)
+    copy_attributes_and_hooks(tensor, successor)
     return successor
+
+
+def copy_attributes_and_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Give ``target`` the attributes and the gradient hooks that user code has given to the parameter ``source``."""
+    target.__dict__.update(source.__dict__)
+    for hook in (source._backward_hooks or {}).values():
+        add_gradient_hook(target, hook)
+
+
+def add_gradient_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
+    """Call ``parameter.register_hook``, which torch refuses on a frozen parameter."""
+    requires_grad = parameter.requires_grad
+    parameter.requires_grad_(True)
+    parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(requires_grad)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +20,7 @@ class RunStart(NamedTuple):
         id: the run's identifier, or "".
         continues_run: whether the run continues in the folder of the run that wrote the checkpoint.
         parent: the identifier of the run that wrote the checkpoint, or "".
-        skipped: a sentence about the runs that were passed over in the search for a checkpoint, or "".
+        skipped: the runs that were passed over in the search for a checkpoint, each with the reason.
         refusal: the what, why and fix of an error that prevents the run. The other fields then have their defaults.
     """
 
@@ -29,7 +29,7 @@ class RunStart(NamedTuple):
     id: str = ""
     continues_run: bool = False
     parent: str = ""
-    skipped: str = ""
+    skipped: Sequence[str] = ()
     refusal: tuple[str, str, str] | None = None
 
 
@@ -103,10 +103,3 @@ class RunFolder:
     def adopt(self, other: RunFolder) -> None:
         """Become the folder of a run that took place in other processes."""
         self.path, self.id, self.name = other.path, other.id, other.name
-
-    def note_start(self, metadata: CheckpointMetadata | None, start: RunStart) -> None:
-        """Record which checkpoint the run starts from; ``metadata`` is None for a fresh start."""
-        step = None if metadata is None else int(metadata.progress["global_step"])
-        self.rewinds_to = None if not start.continues_run else -1 if step is None else step
-        identifier = "" if metadata is None else metadata.identifier
-        self.notes.note_start(start.path, identifier, step or 0, start.parent, start.continues_run)

@@ -15,8 +15,6 @@ from drivetrain._runs.liveness import is_alive
 from drivetrain._runs.process import Job
 from drivetrain._runs.record import FINISHED, Record
 
-_MAX_LISTED = 3  # maximum number of skipped runs that are listed by name
-
 
 class StartRequest(NamedTuple):
     """What was asked of a new run.
@@ -97,14 +95,6 @@ class StartDecision(NamedTuple):
     skipped: tuple[str, ...] = ()
     unsure_of: Record | None = None
     refusal: tuple[str, str, str] | None = None
-
-    def describe_skipped(self) -> str:
-        """Return a sentence that lists the skipped runs; "" if there are none."""
-        if not self.skipped:
-            return ""
-        more = len(self.skipped) - _MAX_LISTED
-        listed = "; ".join(self.skipped[:_MAX_LISTED])
-        return f" Skipped: {listed}{f'; and {more} more' if more > 0 else ''}."
 
 
 def decide(found: Found, request: StartRequest) -> StartDecision:

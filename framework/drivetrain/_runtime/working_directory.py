@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 
+from drivetrain.errors import ConfigurationError
+
 REMOVED = "the working directory was removed"
 """The reason, for errors, why a relative path cannot be used."""
 
@@ -24,11 +26,24 @@ def lacks_its_start(path: str) -> bool:
     return not (_NO_LOCAL_PATH.match(path) or os.path.isabs(path)) and working_directory() is None
 
 
-def resolved_path(path: str | os.PathLike[str]) -> str:
+def resolved_path(path: str | os.PathLike[str], argument: str) -> str:
     """Return a local path as an absolute one, with ``~`` expanded, so that ``os.chdir`` does not change its meaning.
 
     URLs are returned unchanged, and so are relative paths if the working directory was removed.
+
+    Args:
+        path: the path.
+        argument: the argument that it was passed as, for the error.
+
+    Raises:
+        ConfigurationError: ``path`` is neither text nor a path object.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigurationError(
+            f"{argument}={path!r} is not a path.",
+            f"a {type(path).__name__} names no file or folder.",
+            "pass text, such as 'runs' or 's3://bucket/runs', or a pathlib.Path.",
+        )
     text = os.fspath(path)
     if _NO_LOCAL_PATH.match(text):
         return text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from drivetrain._config.arguments import parse_duration
+from drivetrain._config.argument_checks import parse_duration
 
 if TYPE_CHECKING:
     from drivetrain.run_context import RunContext

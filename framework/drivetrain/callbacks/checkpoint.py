@@ -147,7 +147,7 @@ class Checkpoint(Callback):
         check_count("Checkpoint", "every_n_train_steps", every_n_train_steps or 0, 0, "a number of optimizer steps")
         check_count("Checkpoint", "every_n_epochs", every_n_epochs or 0, 0, "a number of epochs")
         check_digest("Checkpoint", digest)
-        self.dirpath = None if dirpath is None else resolved_path(dirpath)
+        self.dirpath = None if dirpath is None else resolved_path(dirpath, "dirpath")
         self._default_dirpath: str | None = None  # the folder that the run chose, if the user passed no `dirpath`
         self._run_id = ""
         self._disabled = False

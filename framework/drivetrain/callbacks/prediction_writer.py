@@ -140,7 +140,7 @@ class PredictionWriter(BasePredictionWriter):
         meaning = "the format of the files; a subclass of BasePredictionWriter may write others"
         check_choice("PredictionWriter", "format", format, _FORMATS, meaning)
         check_count("PredictionWriter", "part_bytes", part_bytes, 1, "a number of bytes")
-        self.path = resolved_path(path)
+        self.path = resolved_path(path, "path")
         self.format = format
         self.part_bytes = part_bytes
         self._run: PredictionRun | None = None

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from drivetrain._config.argument_checks import check_choice
-from drivetrain._config.arguments import parse_duration
+from drivetrain._config.argument_checks import check_choice, parse_duration
 from drivetrain.callback import Callback
 
 if TYPE_CHECKING:

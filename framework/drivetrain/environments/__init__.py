@@ -9,13 +9,12 @@ from drivetrain.environments.detection import (
     resolve_environment,
 )
 from drivetrain.environments.environment import Environment, Variables
-from drivetrain.environments.kubeflow import KubeflowEnvironment
 from drivetrain.environments.lsf import LSFEnvironment
 from drivetrain.environments.mpi import MPIEnvironment
 from drivetrain.environments.placement import Placement
 from drivetrain.environments.plain import PlainEnvironment
 from drivetrain.environments.slurm import SlurmEnvironment
-from drivetrain.environments.torchrun import TorchrunEnvironment, torchrun_variables
+from drivetrain.environments.torchrun import KubeflowEnvironment, TorchrunEnvironment, torchrun_variables
 
 __all__ = [
     "Environment",

@@ -79,15 +79,6 @@ class Environment(ABC):
         """Return ``placement`` with the address and the port where the processes meet, and the name of their job."""
         return replace(placement, address=self.main_address, port=self.main_port, job=self.job)
 
-    @classmethod
-    def detect(cls, variables: Mapping[str, str]) -> bool:
-        """Return True if ``variables`` are the variables of a process in this environment.
-
-        ``Fit(environment="auto")`` calls this method on the built-in environments only. Other environments have to be
-        chosen by name.
-        """
-        return False
-
     @property
     def main_address(self) -> str:
         """The host of rank 0, where the processes meet for rendezvous."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -15,11 +14,6 @@ class LSFEnvironment(Environment):
     """Processes that `jsrun` started in an LSF job."""
 
     name: ClassVar[str] = "lsf"
-
-    @classmethod
-    def detect(cls, variables: Mapping[str, str]) -> bool:
-        """Return True if the variables of LSF and jsrun are set. In a job script, jsrun's variables are not set."""
-        return all(variables.get(name) for name in ("LSB_JOBID", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"))
 
     def placement(self) -> Placement:
         """Return the placement from jsrun's variables."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 from drivetrain.environments.environment import Environment, job_port
@@ -10,7 +9,7 @@ from drivetrain.environments.placement import Placement
 from drivetrain.errors import ConfigurationError
 
 # The variables of the rank, size, local rank and local size. Each MPI implementation sets the variables of one row.
-_VARIABLE_FAMILIES = (
+VARIABLE_FAMILIES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -28,19 +27,10 @@ class MPIEnvironment(Environment):
 
     name: ClassVar[str] = "mpi"
 
-    @classmethod
-    def detect(cls, variables: Mapping[str, str]) -> bool:
-        """Return True if the rank and size of an MPI implementation are set. In a SLURM step, PMI's do not count."""
-        in_slurm_step = "SLURM_STEP_ID" in variables
-        return any(
-            bool(variables.get(rank) and variables.get(size)) and not (rank == "PMI_RANK" and in_slurm_step)
-            for rank, size, *_ in _VARIABLE_FAMILIES
-        )
-
     def placement(self) -> Placement:
         """Return the placement from the MPI implementation's variables."""
         variables = self.variables
-        ranks, sizes, local_ranks, local_sizes = zip(*_VARIABLE_FAMILIES, strict=True)
+        ranks, sizes, local_ranks, local_sizes = zip(*VARIABLE_FAMILIES, strict=True)
         world_size = variables.integer(*sizes)
         if world_size == 1:
             return Placement(rank=variables.integer(*ranks))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 from drivetrain.environments.environment import Environment
@@ -20,11 +19,6 @@ class PlainEnvironment(Environment):
 
     name: ClassVar[str] = "plain"
     started_processes: ClassVar[bool] = False
-
-    @classmethod
-    def detect(cls, variables: Mapping[str, str]) -> bool:
-        """Return True. This environment is tried last, for processes that no other environment detects."""
-        return True
 
     def placement(self) -> Placement:
         """Return the placement of a single process. For several processes there is `first_placement_on_node`."""

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import ClassVar
 
 from drivetrain.environments.environment import Environment, job_port
 from drivetrain.environments.placement import Placement
-
-_INTERACTIVE_STEP = "4294967290"  # SLURM_INTERACTIVE_STEP in slurm.h, the step of the shell that salloc opens
-_SHELL_JOB_NAMES = frozenset({"bash", "sh", "zsh", "fish", "csh", "tcsh", "interactive", "ipython", "jupyter"})
 
 
 class SlurmEnvironment(Environment):
@@ -21,23 +17,6 @@ class SlurmEnvironment(Environment):
     """
 
     name: ClassVar[str] = "slurm"
-
-    @classmethod
-    def detect(cls, variables: Mapping[str, str]) -> bool:
-        """Return True inside a step that srun started, except in interactive shells."""
-        step = variables.get("SLURM_STEP_ID") or variables.get("SLURM_STEPID")
-        if not step or not variables.get("SLURM_PROCID") or step == _INTERACTIVE_STEP:
-            return False
-        tasks = variables.get("SLURM_STEP_NUM_TASKS") or variables.get("SLURM_NTASKS")
-        if tasks is None:
-            return False
-        if variables.get("SLURM_JOB_NAME") not in _SHELL_JOB_NAMES:
-            return True
-        # In the shell that `salloc` opens, `srun -n 4 python train.py` starts four tasks of one run, although the job
-        # has the name of the shell. In the shell that `srun --pty bash` opens, a script is one process, which may
-        # start further processes.
-        is_the_shell = step == "0" and "SLURM_PTY_PORT" in variables
-        return tasks != "1" and not is_the_shell
 
     def placement(self) -> Placement:
         """Return the placement from SLURM's variables. The step's variables take precedence over the job's."""

@@ -1,8 +1,7 @@
-"""torchrun's variables, which it and other launchers set: how a process reads them, and how launchers set them."""
+"""torchrun's variables, which other launchers set too: how a process reads them, and how launchers set them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 from drivetrain.environments.environment import Environment
@@ -16,11 +15,6 @@ class TorchrunEnvironment(Environment):
     """
 
     name: ClassVar[str] = "torchrun"
-
-    @classmethod
-    def detect(cls, variables: Mapping[str, str]) -> bool:
-        """Return True if ``RANK`` and ``WORLD_SIZE`` are set, which means that this process is one rank of a run."""
-        return bool(variables.get("RANK") and variables.get("WORLD_SIZE"))
 
     def placement(self) -> Placement:
         """Return the placement from torchrun's variables."""
@@ -43,6 +37,17 @@ class TorchrunEnvironment(Environment):
     def agent_hosts_store(self) -> bool:
         """Whether torchrun's agent hosts the store."""
         return self.variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+class KubeflowEnvironment(Environment):
+    """Pods of Kubeflow's PyTorchJob that run the script. Pods that run torchrun are a `TorchrunEnvironment`."""
+
+    name: ClassVar[str] = "kubeflow"
+
+    def placement(self) -> Placement:
+        """Return the placement of this pod, which counts as a node with one process."""
+        rank, world_size = self.variables.integer("RANK"), self.variables.integer("WORLD_SIZE")
+        return Placement(rank=rank, world_size=world_size, node_rank=rank, num_nodes=world_size)
 
 
 def torchrun_variables(placement: Placement) -> dict[str, str]:

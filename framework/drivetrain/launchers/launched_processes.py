@@ -39,14 +39,14 @@ class LaunchedProcesses:
     Attributes:
         placement: this process's placement.
         kind: "script" if a launcher has all processes run the caller's script and the caller is one of the ranks;
-            "function" if the processes run a function for a caller that is not a rank; "cluster" if something else,
-            such as torchrun or the user, has started them.
+            "function" if the processes run a function for a caller that is not a rank; None if no launcher of ours
+            has started them: torchrun, a cluster or the user has, or this process is the only one.
     """
 
     def __init__(
         self,
         placement: Placement,
-        kind: Literal["script", "function", "cluster"] = "cluster",
+        kind: Literal["script", "function"] | None = None,
         *,
         store: Store | None = None,
         children: ScriptProcesses | None = None,
@@ -121,7 +121,7 @@ class LaunchedProcesses:
             RankFailedError: a process that this process started has failed.
             DistributedError: a process that this process started has left the script.
         """
-        if self.kind == "cluster":
+        if self.kind is None:
             return
         store = self.store("meetings")
         self._meetings += 1

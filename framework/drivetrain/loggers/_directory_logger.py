@@ -10,7 +10,8 @@ from typing import Any
 from drivetrain._config.secret_values import SecretFilter
 from drivetrain._runs.directory import claim_version, folder_name, make_directory, runs_folder_of, split_folder
 from drivetrain._runtime.working_directory import resolved_path
-from drivetrain._storage.paths import child, publish
+from drivetrain._storage.paths import child, folder_at, publish
+from drivetrain.errors import ConfigurationError
 from drivetrain.loggers.logger import Logger
 
 
@@ -25,7 +26,7 @@ class DirectoryLogger(Logger):
     """
 
     def __init__(self, save_dir: str | os.PathLike[str], name: str, version: int | str | None, prefix: str) -> None:
-        self._root = resolved_path(save_dir)
+        self._root = resolved_path(save_dir, "save_dir")
         self._name = name
         self._given_version = version
         self._folder: str | None = None  # of the last run, or of what was logged without a run
@@ -81,6 +82,34 @@ class DirectoryLogger(Logger):
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
         """Write ``values`` to a file in the folder as JSON. Values that JSON cannot represent are written as text."""
         publish(self.make_folder(), name, f"{json.dumps(dict(values), indent=2, default=str)}\n".encode())
+
+    def read_run_id(self, file: str) -> str | None:
+        """Return the id that a service gave to the run of the folder, which a resumed run continues.
+
+        Args:
+            file: the name of a file with the content ``{"run_id": ...}``.
+
+        Returns:
+            The id; None if there is no file.
+
+        Raises:
+            ConfigurationError: the file's content is invalid.
+        """
+        folder = self.make_folder()
+        try:
+            document = json.loads(folder_at(folder).read(file))
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            document = None
+        run_id = document.get("run_id") if isinstance(document, dict) else None
+        if not isinstance(run_id, str):
+            raise ConfigurationError(
+                f"{child(folder, file)!r} does not contain the id of a run of the logging service.",
+                "the file must contain a JSON object with a text 'run_id'.",
+                "pass the id to the logger, or remove the file to start a new run in the service.",
+            )
+        return run_id
 
 
 def flat_params(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

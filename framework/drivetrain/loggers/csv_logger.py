@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import io
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, SupportsFloat
 
 from drivetrain._config.argument_checks import check_count
 from drivetrain._runtime.lazy_names import is_installed
-from drivetrain._storage.paths import child, folder_at, local_path
+from drivetrain._storage.paths import child, folder_at, local_path, publish
 from drivetrain._storage.retries import retried
 from drivetrain.errors import DrivetrainError
-from drivetrain.loggers._csv_table import Row, format_rows, format_table, parse_table
 from drivetrain.loggers._directory_logger import DirectoryLogger
-from drivetrain.loggers._media_files import remove_media_after, write_media
 from drivetrain.loggers.media import Histogram, Table, pixels_of, png_of, png_of_figure, text_of
 
+Row = dict[str, str]
+
 _FILE = "metrics.csv"
+_SENTINEL = "end\n"
+_MEDIA = "media"
+_UNSAFE = re.compile(r"[^\w.@+= -]")
+_MEDIA_STEP = re.compile(r"/step=(\d+)\.\w+$")
 _RETRIES = 3  # of writing to a remote store
 _PERMANENT_ERRORS = (PermissionError, ValueError, csv.Error)  # Retrying does not help against these errors.
 
@@ -129,10 +135,10 @@ class CSVLogger(DirectoryLogger):
             {column: "" if cell is None else str(cell) for column, cell in zip(table.columns, row, strict=True)}
             for row in table.rows
         ]
-        self._write_file(key, step, "csv", format_table(table.columns, rows).encode())
+        self._write_file(key, step, "csv", _format_table(table.columns, rows).encode())
 
     def _write_file(self, key: str, step: int, kind: str, content: bytes) -> None:
-        write_media(self.make_folder(), f"{self._prefix}{key}", step, kind, content)
+        _write_media(self.make_folder(), f"{self._prefix}{key}", step, kind, content)
 
     def save(self) -> None:
         """Write the pending rows.
@@ -161,7 +167,7 @@ class CSVLogger(DirectoryLogger):
         self._rows_before_rewind = 0
         self._rewritten_metrics = set()
         self._retry(lambda: self._drop_rows_after(step))
-        self._retry(lambda: remove_media_after(folder, step))
+        self._retry(lambda: _remove_media_after(folder, step))
 
     def _save_or_warn(self) -> None:
         """Write the pending rows, with a warning instead of an error, because a failure must not end the training."""
@@ -211,9 +217,13 @@ class CSVLogger(DirectoryLogger):
         assert self._columns is not None
         columns = list(dict.fromkeys([*self._columns, *(key for row in self._pending for key in row)]))
         rows_before = self._rows_before_rewind
-        if self._rewritten_metrics or columns != self._columns or not self._append(format_rows(columns, self._pending)):
-            rows, rows_before = self._drop_rewritten(parse_table(self._read() or "")[1])
-            self._replace(format_table(columns, [*rows, *self._pending]))
+        if (
+            self._rewritten_metrics
+            or columns != self._columns
+            or not self._append(_format_rows(columns, self._pending))
+        ):
+            rows, rows_before = self._drop_rewritten(_parse_table(self._read() or "")[1])
+            self._replace(_format_table(columns, [*rows, *self._pending]))
         self._columns = columns
         self._pending = []
         self._rewritten_metrics, self._rows_before_rewind = set(), rows_before
@@ -244,9 +254,9 @@ class CSVLogger(DirectoryLogger):
 
     def _load_existing(self) -> None:
         text = self._read() or ""
-        columns, rows = parse_table(text)
+        columns, rows = _parse_table(text)
         columns = list(dict.fromkeys(["step", *columns]))
-        normalised = format_table(columns, rows)
+        normalised = _format_table(columns, rows)
         if not self._is_local:
             self._text = normalised
         elif text and normalised != text:
@@ -257,7 +267,7 @@ class CSVLogger(DirectoryLogger):
         text = self._read()
         if text is None:
             return
-        columns_read, rows = parse_table(text)
+        columns_read, rows = _parse_table(text)
         kept = [row for row in rows if not _is_after(row, step)]
         self._rows_before_rewind = len(kept)
         filled = set().union(*kept)
@@ -267,7 +277,7 @@ class CSVLogger(DirectoryLogger):
         ]
         # After a failed write, the store may contain more than this object knows.
         if len(kept) < len(rows) or (self._text is not None and self._write_failed):
-            self._replace(format_table(columns, kept))
+            self._replace(_format_table(columns, kept))
             self._columns = columns
 
     # Read and write the file
@@ -333,3 +343,65 @@ def _format_number(value: object) -> str:
         return repr(int(value))
     # A subclass or another package's number may have another repr, such as "np.float64(0.1)".
     return repr(float(value)) if isinstance(value, SupportsFloat) else repr(value)
+
+
+# The text of the table
+
+
+def _parse_table(text: str) -> tuple[list[str], list[Row]]:
+    """Return a table's columns, and the table's rows without empty cells.
+
+    Text after the last line break, and a last row that ends within quotes, were truncated by a kill and are ignored.
+    """
+    # The last parsed row is dropped. It is the sentinel alone or, if the row before the sentinel has an unclosed quote,
+    # this row and the sentinel.
+    text = text[: text.rfind("\n") + 1] + _SENTINEL
+    *records, _ = csv.reader(io.StringIO(text))
+    columns, *rows = records or [[]]
+    return list(dict.fromkeys(columns)), [
+        {column: cell for column, cell in zip(columns, row, strict=False) if cell} for row in rows if row
+    ]
+
+
+def _format_table(columns: Sequence[str], rows: Iterable[Row]) -> str:
+    """Return the text of a table with a header row."""
+    return _format_row(columns) + _format_rows(columns, rows)
+
+
+def _format_rows(columns: Sequence[str], rows: Iterable[Row]) -> str:
+    """Return the text of rows without a header row."""
+    return "".join(_format_row([row.get(column, "") for column in columns]) for row in rows)
+
+
+def _format_row(cells: Sequence[str]) -> str:
+    stream = io.StringIO()
+    csv.writer(stream, lineterminator="\r\n").writerow(cells)  # quotes cells that contain a character of "\r\n"
+    return f"{stream.getvalue()[:-2]}\n"
+
+
+# Media in the logger's folder, as files ``media/<key>/step=<n>.<kind>``
+
+
+def _write_media(folder: str, key: str, step: int, kind: str, content: bytes) -> None:
+    """Write a media file, replacing a file of the same key and step.
+
+    Args:
+        folder: the logger's folder, a path or URL.
+        key: the name of the media. Slashes separate folders, and characters that are unsafe in file names become
+            underscores.
+        step: the optimizer step.
+        kind: the file's extension, without a dot.
+        content: the file's content.
+    """
+    parts = [_UNSAFE.sub("_", part) for part in key.split("/")]
+    path = "/".join([_MEDIA, *(part if part.strip(".") else "_" * max(1, len(part)) for part in parts)])
+    publish(folder, f"{path}/step={step}.{kind}", content)
+
+
+def _remove_media_after(folder: str, step: int) -> None:
+    """Remove the media files of steps after ``step``."""
+    files = folder_at(folder)
+    for path in files.find(_MEDIA):
+        match = _MEDIA_STEP.search(path)
+        if match is not None and int(match[1]) > step:
+            files.remove(path)

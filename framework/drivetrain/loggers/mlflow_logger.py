@@ -17,7 +17,6 @@ from drivetrain._storage.paths import local_path
 from drivetrain._storage.publication import lock_folder
 from drivetrain.errors import ConfigurationError, DrivetrainError
 from drivetrain.loggers._directory_logger import DirectoryLogger, flat_params
-from drivetrain.loggers._service_run_id import read_run_id
 from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure, text_of
 
 _log = logging.getLogger("drivetrain")
@@ -264,7 +263,7 @@ class MLFlowLogger(DirectoryLogger):
         # Two runs that start at the same time would both create the store's tables.
         with lock_folder(_local_root(self.save_dir)) if self._is_local_store else nullcontext():
             client = self.experiment
-            run_id = self._given_run_id or self._run_id or (read_run_id(folder, _ID_FILE) if self._resumes else None)
+            run_id = self._given_run_id or self._run_id or (self.read_run_id(_ID_FILE) if self._resumes else None)
             if run_id is None:
                 run_id = client.create_run(
                     self._experiment_id(client), run_name=self._run_name, tags=self._tags

@@ -16,7 +16,6 @@ from drivetrain._runtime.lazy_names import import_optional
 from drivetrain._storage.paths import local_path
 from drivetrain.errors import ConfigurationError, nearest
 from drivetrain.loggers._directory_logger import DirectoryLogger
-from drivetrain.loggers._service_run_id import read_run_id
 from drivetrain.loggers._wandb_checkpoints import UPLOADS, CheckpointUploads
 from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure, text_of
 
@@ -214,7 +213,7 @@ class WandbLogger(DirectoryLogger):
             self._is_foreign_run = True
             return wandb.run
         previous_id = None if self._opened is None else self._opened[0]
-        known_id = self._given_run_id or previous_id or (read_run_id(path, _ID_FILE) if self._resumes else None)
+        known_id = self._given_run_id or previous_id or (self.read_run_id(_ID_FILE) if self._resumes else None)
         run_id = known_id or secrets.token_hex(4)
         self.write_json(_ID_FILE, {"run_id": run_id})
         arguments = {"resume": "allow", **self._options, "project": self.name, "name": self._run_name}

@@ -12,8 +12,7 @@ from typing import Any
 
 from drivetrain._storage.paths import publish, publish_export
 from drivetrain.errors import ConfigurationError
-from drivetrain.profilers._phase import Phase
-from drivetrain.profilers._phase_times import PhaseTimes
+from drivetrain.profilers._phase_times import Phase, PhaseTimes
 from drivetrain.profilers.profiler import ProfiledRun, Profiler
 
 OTHER = "other"

@@ -56,7 +56,7 @@ class Profiler(ABC):
     filename: str | None = None
 
     def __init__(self, dirpath: str | os.PathLike[str] | None = None, filename: str | None = None) -> None:
-        self.dirpath = None if dirpath is None else resolved_path(dirpath)
+        self.dirpath = None if dirpath is None else resolved_path(dirpath, "dirpath")
         self.filename = filename
 
     @abstractmethod

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from drivetrain._runtime.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from drivetrain._distributed.collectives import average_together as average_together
+    from drivetrain._distributed.collectives import average_gradients as average_gradients
     from drivetrain._distributed.collectives import broadcast_together as broadcast_together
     from drivetrain._distributed.control_plane import ControlPlane as ControlPlane
     from drivetrain._distributed.control_plane import LocalControl as LocalControl
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from drivetrain._parameters.optimizer_state import check_optimizer_fits as check_optimizer_fits
     from drivetrain._parameters.optimizer_state import load_named_optimizer_state as load_named_optimizer_state
     from drivetrain._parameters.optimizer_state import named_optimizer_state as named_optimizer_state
+    from drivetrain._parameters.replaced_tensors import add_gradient_hook as add_gradient_hook
+    from drivetrain._parameters.replaced_tensors import copy_attributes_and_hooks as copy_attributes_and_hooks
     from drivetrain._parameters.replaced_tensors import replace_tensors as replace_tensors
     from drivetrain._parameters.trainable import TrainableChange as TrainableChange
     from drivetrain._parameters.trainable import changed_within_window_error as changed_within_window_error
@@ -49,12 +51,12 @@ _NAMES_BY_MODULE = {
         "load_named_optimizer_state",
         "named_optimizer_state",
     ),
-    "drivetrain._parameters.replaced_tensors": ("replace_tensors",),
+    "drivetrain._parameters.replaced_tensors": ("add_gradient_hook", "copy_attributes_and_hooks", "replace_tensors"),
     "drivetrain._parameters.trainable": ("TrainableChange", "changed_within_window_error"),
     ".distributed": ("DEFAULT_STEP_TIMEOUT", "DEFAULT_TIMEOUT", "DistributedStrategy", "refuse_embedding_max_norm"),
     ".registry": ("known_strategies", "strategy_by_name"),
     ".strategy": ("RunSettings", "StepRunner", "Strategy"),
-    "drivetrain._distributed.collectives": ("average_together", "broadcast_together"),
+    "drivetrain._distributed.collectives": ("average_gradients", "broadcast_together"),
     "drivetrain._distributed.control_plane": ("ControlPlane", "LocalControl"),
     "drivetrain._distributed.process_groups": ("set_timeout",),
     "drivetrain._distributed.shards": ("Box", "ParameterShard", "Region", "Span", "cut"),

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from drivetrain._distributed.control_group import GroupControl
-from drivetrain._distributed.process_groups import abort_nccl, drop_groups, parse_timeout, set_timeout, uses_nccl
+from drivetrain._distributed.control_plane import ControlPlane, LocalControl
+from drivetrain._distributed.process_groups import abort_nccl, drop_groups, set_timeout, uses_nccl
 from drivetrain._distributed.watchdog import Watchdog
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
@@ -39,10 +40,10 @@ class ProcessGroup:
         self._watchdog: Watchdog | None = None
         self._owned = False
         self._control_group: Any = None
-        self.control: GroupControl | None = None
+        self._control: GroupControl | None = None  # None for a single rank
 
-    def open(self, placement: Placement, device: torch.device, store: Store | None) -> GroupControl:
-        """Use the user's default process group, or initialize one over ``store``.
+    def open(self, placement: Placement, device: torch.device, store: Store | None) -> ControlPlane:
+        """Use the user's default process group, or initialize one over ``store``. Return the control plane.
 
         Raises:
             ConfigurationError: the user's group contradicts the settings, or there is neither a group nor a store.
@@ -70,24 +71,26 @@ class ProcessGroup:
                 timeout=self.timeout,
             )
             self._owned = True
+        if placement.world_size == 1:
+            return LocalControl()
         self._control_group = dist.new_group(backend="gloo", timeout=self.timeout)
         control_store = PrefixStore("control", run_store)
         rank, world_size = placement.rank, placement.world_size
-        self.control = GroupControl(
+        self._control = control = GroupControl(
             self._control_group, control_store, rank, world_size, self.timeout, on_first_step=self._after_first_step
         )
         watchdog_store: Store = control_store.clone()  # type: ignore[attr-defined]
         # NCCL kernels keep waiting for a failed rank, and so does every thread that waits for such a kernel.
         abort = abort_nccl if self._owned and uses_nccl() else None
-        self._watchdog = Watchdog(watchdog_store, rank, self.control.flight.write, abort, self.control.poll)
-        return self.control
+        self._watchdog = Watchdog(watchdog_store, rank, control.flight.write, abort, control.poll)
+        return control
 
     def _after_first_step(self) -> None:
         """Switch to the shorter timeout, since slow work such as compiling and loading ends with the first step."""
         if self._step_timeout is None or self._step_timeout >= self.timeout:
             return
-        assert self.control is not None
-        self.control.timeout = self._step_timeout
+        assert self._control is not None
+        self._control.timeout = self._step_timeout
         if self._owned:
             set_timeout(self._step_timeout)
 
@@ -103,10 +106,10 @@ class ProcessGroup:
             group, self._control_group = self._control_group, None
             if dist.is_initialized():
                 dist.destroy_process_group(group)
-        if self.control is not None:
-            self.control.detach()
+        if self._control is not None:
+            self._control.detach()
         if self._owned and dist.is_initialized():
-            if self.control is not None and self.control.failures.has_reported and uses_nccl():
+            if self._control is not None and self._control.failures.has_reported and uses_nccl():
                 drop_groups()
             else:
                 dist.destroy_process_group()
@@ -133,3 +136,21 @@ class ProcessGroup:
                 "gradients on CUDA need NCCL.",
                 "initialize the group with backend='cpu:gloo,cuda:nccl', or let Fit create the group.",
             )
+
+
+def parse_timeout(name: str, value: Any) -> timedelta:
+    """Return a timeout that is given as a timedelta or in seconds.
+
+    Raises:
+        ConfigurationError: ``value`` is neither, or is not positive.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # Larger numbers of seconds are refused too, because torch converts a timeout to nanoseconds of 64 bits.
+    timeout = timedelta(seconds=value) if is_number and 0 < value <= 9e9 else value
+    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+        raise ConfigurationError(
+            f"{name}={value!r} is not a timeout.",
+            "a timeout is a datetime.timedelta, or a positive number of seconds.",
+            f"use {name}=timedelta(minutes=10), or {name}=600.",
+        )
+    return timeout

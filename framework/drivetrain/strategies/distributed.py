@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from drivetrain._distributed.buffers import match_buffers_to_rank_0
-from drivetrain._distributed.collectives import all_gather, average_together, broadcast, broadcast_together, reduce
+from drivetrain._distributed.collectives import all_gather, average_gradients, broadcast, broadcast_together, reduce
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
@@ -48,7 +48,8 @@ class DistributedStrategy(Strategy):
         self._group = ProcessGroup(process_group_backend, timeout, step_timeout)
         self._store: Store | None = None
         self._accumulates = False
-        self._broadcast_parameters: tuple[nn.Parameter, ...] = ()
+        self._replicated: tuple[nn.Parameter, ...] = ()
+        """The parameters that have the same values on every rank."""
 
     def bind(
         self, placement: Placement, device: torch.device, precision: Precision, store: Store | None = None
@@ -66,8 +67,8 @@ class DistributedStrategy(Strategy):
         refuse_embedding_max_norm(module, self.world_size)
 
     def broadcast_module(self, module: nn.Module) -> None:
-        self._broadcast_parameters = tuple(module.parameters())
-        broadcast_together([*self._broadcast_parameters, *module.buffers()])
+        self._replicated = tuple(module.parameters())
+        broadcast_together([*self._replicated, *module.buffers()])
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
         return nullcontext() if enabled else self._accumulating()
@@ -86,31 +87,34 @@ class DistributedStrategy(Strategy):
             self.exchange_gradients()
 
     def exchange_gradients(self) -> None:
-        """Average the gradients accumulated in a window over the ranks. Collective.
-
-        A gradient that is missing on some ranks counts as zero there. A gradient that is missing on all ranks remains
-        None. A gradient that is sparse on some ranks and dense on others becomes dense.
-        """
-        trained = [parameter for parameter in self.named_parameters().values() if parameter.requires_grad]
-        forms = [_gradient_form(parameter.grad) for parameter in trained]
-        # The counts are reduced on the CPU, so that the host does not wait for the device.
-        counts = self.control.all_reduce_async(torch.tensor(forms, dtype=torch.int64).reshape(-1)).wait()
-        gradients = []
-        for parameter, (dense, sparse) in zip(trained, counts.reshape(-1, 2).tolist(), strict=True):
-            if dense or sparse:
-                parameter.grad = _common_form(parameter, sparse=not dense)
-                gradients.append(parameter.grad)
-        average_together(gradients)
+        """Average the gradients accumulated in a window over the ranks. Collective."""
+        average_gradients(self.named_parameters().values())
 
     def trainable_changed(self, module: nn.Module) -> None:
         if type(self).exchange_gradients is not DistributedStrategy.exchange_gradients:
             # The overriding method might not support the change.
             super().trainable_changed(module)
         elif self.world_size > 1:
-            known_ids = {id(parameter) for parameter in self._broadcast_parameters}
-            new_parameters = [parameter for parameter in module.parameters() if id(parameter) not in known_ids]
-            self._broadcast_parameters = tuple(module.parameters())
-            broadcast_together(new_parameters)
+            self._replicate_created(module)
+
+    def _replicate_created(self, module: nn.Module) -> None:
+        """Give layers that were created since the module was replicated rank 0's values. Collective if there are any.
+
+        Raises:
+            ConfigurationError: a layer was created on a device other than the run's.
+        """
+        known_ids = {id(parameter) for parameter in self._replicated}
+        created = {name: parameter for name, parameter in module.named_parameters() if id(parameter) not in known_ids}
+        self._replicated = tuple(module.parameters())
+        for name, parameter in created.items():
+            if parameter.device.type != self.device.type:
+                raise ConfigurationError(
+                    f"{name!r} was created during a run, on {parameter.device}.",
+                    f"this rank computes on {self.device}, and the strategy has already placed the module.",
+                    "build the layer with device=self.device.",
+                )
+        if created:
+            broadcast_together([*created.values(), *module.buffers()])
 
     def restore_module(self) -> None:
         if self.module is not None and self.world_size > 1:
@@ -137,7 +141,7 @@ class DistributedStrategy(Strategy):
 
     def teardown(self) -> None:
         super().teardown()
-        self._broadcast_parameters = ()
+        self._replicated = ()
         self._group.close()
         self.control = LocalControl()
 
@@ -157,20 +161,3 @@ def refuse_embedding_max_norm(module: nn.Module, world_size: int) -> None:
                 "such a layer rewrites the rows that this rank looks up, so the replicas would silently diverge.",
                 "remove max_norm, and renormalize all rows in on_train_batch_end, on every rank.",
             )
-
-
-def _gradient_form(gradient: torch.Tensor | None) -> tuple[bool, bool]:
-    """Return whether the gradient is dense and whether it is sparse. A missing gradient is neither."""
-    return (False, False) if gradient is None else (not gradient.is_sparse, gradient.is_sparse)
-
-
-def _common_form(parameter: nn.Parameter, sparse: bool) -> torch.Tensor:
-    """Return the parameter's gradient in the form common to all ranks, or zeros if this rank has no gradient."""
-    gradient = parameter.grad
-    if gradient is None and sparse:
-        # The result is empty and has the layout of an embedding's gradient.
-        no_indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-        return torch.sparse_coo_tensor(no_indices, parameter.new_empty((0, *parameter.shape[1:])), parameter.shape)
-    if gradient is None:
-        return torch.zeros_like(parameter)
-    return gradient if sparse or not gradient.is_sparse else gradient.to_dense()

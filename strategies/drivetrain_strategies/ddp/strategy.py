@@ -22,15 +22,10 @@ from drivetrain.strategies import (
     broadcast_together,
     refuse_embedding_max_norm,
 )
-from drivetrain_strategies._module_checks import (
-    refuse_device_map,
-    refuse_meta,
-    refuse_other_device,
-)
+from drivetrain_strategies._module_checks import refuse_device_map, refuse_meta
 from drivetrain_strategies._step_module import StepModule, unwrap_step_output
 from drivetrain_strategies.ddp import _reducer as reducer
 from drivetrain_strategies.ddp._comm_hooks import CommHook, refuse_user_state, register_comm_hook
-from drivetrain_strategies.ddp._sync_batchnorm import SyncBatchNormSwap
 from drivetrain_strategies.single_device import OriginalDevice, sharding_advice
 
 
@@ -91,7 +86,6 @@ class DDPStrategy(DistributedStrategy):
         self._ddp: DistributedDataParallel | None = None
         self._manual_optimization = False
         self._check_reduction: Callable[[], None] | None = None
-        self._replicated: tuple[nn.Parameter, ...] = ()
         self._trainable: list[nn.Parameter] = []
 
     @property
@@ -212,18 +206,11 @@ class DDPStrategy(DistributedStrategy):
         """Do nothing, since DistributedDataParallel broadcasts the weights when wrapping the module."""
 
     def trainable_changed(self, module: nn.Module) -> None:
-        known_ids = {id(parameter) for parameter in self._replicated}
-        created = {name: parameter for name, parameter in module.named_parameters() if id(parameter) not in known_ids}
-        self._replicated = tuple(module.parameters())
-        if created:
-            refuse_other_device(created, self.device)
-            broadcast_together([*created.values(), *module.buffers()])
-        if list(map(id, self._trainable)) == [
-            id(parameter) for parameter in self._replicated if parameter.requires_grad
-        ]:
-            return
-        refuse_user_state(self.comm_hook)
-        self._wrap(module, init_sync=False)
+        self._replicate_created(module)
+        trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if list(map(id, self._trainable)) != list(map(id, trainable)):
+            refuse_user_state(self.comm_hook)
+            self._wrap(module, init_sync=False)
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
         return nullcontext() if enabled or self._ddp is None else self._ddp.no_sync()
@@ -252,5 +239,36 @@ class DDPStrategy(DistributedStrategy):
         if self._ddp is not None:
             reducer.release_process_group(self._ddp)
         self._ddp = self._check_reduction = None
-        self._replicated, self._trainable = (), []
+        self._trainable = []
         super().teardown()
+
+
+class SyncBatchNormSwap:
+    """Replaces every BatchNorm layer of ``module`` by SyncBatchNorm. Parameters and buffers stay the same objects."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        # A layer may be registered under several names, and torch replaces only the first registration.
+        before = dict(module.named_modules(remove_duplicate=False))
+        nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
+        successors = {
+            id(before[name]): child
+            for name, child in module.named_modules()
+            if isinstance(child, nn.SyncBatchNorm) and child is not before[name]
+        }
+        self._replaced = {name: child for name, child in before.items() if id(child) in successors}
+        for name, original in self._replaced.items():
+            self._assign(name, successors[id(original)])
+
+    def undo(self) -> None:
+        """Put the original layers back, with the current parameters and buffers of the SyncBatchNorm layers."""
+        for name, original in self._replaced.items():
+            successor = self._module.get_submodule(name)
+            original._parameters.update(successor._parameters)
+            original._buffers.update(successor._buffers)
+            original.train(successor.training)
+            self._assign(name, original)
+
+    def _assign(self, name: str, layer: nn.Module) -> None:
+        parent, _, attribute = name.rpartition(".")
+        setattr(self._module.get_submodule(parent), attribute, layer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,20 +11,32 @@ import torch
 from torch import nn
 
 from drivetrain.errors import ConfigurationError, listed
-from drivetrain.strategies import average_together, changed_within_window_error
+from drivetrain.strategies import ControlPlane, average_gradients, changed_within_window_error
 from drivetrain_strategies.fsdp._internals import Sharded
 from drivetrain_strategies.fsdp._unsplit_gradients import UnsplitGradients
-from drivetrain_strategies.fsdp._unused_parameters import UnusedParameters
+
+logger = logging.getLogger("drivetrain")
 
 
 class Gradients:
     """The gradients of sharded and of replicated parameters.
 
+    A parameter that no rank used gets no gradient, as in a single process. A rank that did not use a parameter sends a
+    gradient of zeros, since the other ranks wait for one. A parameter that no rank used would therefore get a gradient
+    of zeros instead of none, and weight decay would act on the parameter.
+
+    In the first synchronized window the ranks agree, over the store, whether any gradient was missing. If no gradient
+    was missing, later steps do no extra work. Otherwise, every window sums a flag per parameter over the CPU group, so
+    that all ranks know which parameters no rank used. If a parameter becomes unused only later, a warning names the
+    parameter once.
+
     Args:
         sharded: the sharded module.
         replicated: parameters that every rank holds whole.
         group: the process group of the ranks that read different data.
-        unused: finds parameters that no rank used.
+        control: the control plane.
+        find_unused: True sums the flags of unused parameters in every window, False never does, and None decides in the
+            first window.
         unsplit: compares the gradients of unsplit parameters; None without tensor parallelism.
         reshard_after_backward: drop gathered parameters after every backward of an accumulation window. False drops
             gathered parameters only after the window's last backward.
@@ -34,14 +47,17 @@ class Gradients:
         sharded: Sharded,
         replicated: Sequence[nn.Parameter],
         group: Any,
-        unused: UnusedParameters,
+        control: ControlPlane,
+        find_unused: bool | None,
         unsplit: UnsplitGradients | None,
         reshard_after_backward: bool,
     ) -> None:
         self._sharded = sharded
         self._replicated = list(replicated)
         self._group = group
-        self._unused = unused
+        self._control = control
+        self._find_unused = self._counts_unused = find_unused
+        self._warned = False
         self._unsplit = unsplit
         self._reshard_after_backward = reshard_after_backward
         self._exchange_enabled = True
@@ -127,7 +143,8 @@ class Gradients:
                 f"the gradients of a unit are reduced together. torch says: {error}",
                 "keep layers of another dtype frozen, or convert the model to one dtype before the run.",
             ) from error
-        self._unused.reset()
+        self._counts_unused = self._find_unused
+        self._warned = False
         if self._unsplit is not None:
             self._unsplit.restart()
 
@@ -140,44 +157,48 @@ class Gradients:
             ConfigurationError: names the parameters.
         """
         sharded = self._sharded
-        updated = sharded.updated_while_gathered()
-        if updated:
+        if updated := sharded.updated_while_gathered():
             sharded.reshard()
-            raise gathered_update_error(sharded.names_of(updated))
-        changed = sharded.toggled_while_gathered()
-        if changed:
+            raise gathered_update_error(updated)
+        if toggled := sharded.toggled_while_gathered():
             sharded.reshard()
-            raise changed_within_window_error(sharded.names_of(changed), "FSDPStrategy")
+            raise changed_within_window_error(toggled, "FSDPStrategy")
 
     def after_backward(self) -> None:
         """Finish the exchange of gradients. Collective, except while gradients are accumulated."""
         if not self._exchange_enabled:
             return
-        self._unused.clear_gradients()
+        self._clear_unused()
         if self._replicated:
-            self._average_replicated()
+            average_gradients(self._replicated, self._group)
         if self._unsplit is not None and self._unsplit.pending:
             self._unsplit.compare()
 
-    @torch.no_grad()
-    def _average_replicated(self) -> None:
-        """Average the gradients of replicated parameters. One that no rank used keeps no gradient. Collective."""
-        parameters = [parameter for parameter in self._replicated if parameter.requires_grad]
-        if not parameters:
-            return
-        unused = [number for number, parameter in enumerate(parameters) if parameter.grad is None]
-        used = parameters[0].new_ones(len(parameters))  # created on the device, since a copy from the host would block
-        for number in unused:
-            used[number].zero_()
-            parameters[number].grad = torch.zeros_like(parameters[number])
-        average_together(
-            [*(parameter.grad for parameter in parameters if parameter.grad is not None), used], self._group
-        )
-        if unused:  # reading the flags waits for the device
-            used_anywhere = used.tolist()
-            for number in unused:
-                if not used_anywhere[number]:
-                    parameters[number].grad = None
+    def _clear_unused(self) -> None:
+        """Remove the zero gradients of parameters that no rank used. Collective if the flags are summed."""
+        sharded, control = self._sharded, self._control
+        unused = sharded.take_unused()
+        if self._counts_unused is None:
+            (missing_anywhere,) = control.count_flags("parameters without a gradient", bool(unused))
+            self._counts_unused = missing_anywhere > 0
+        if self._counts_unused:
+            flags = torch.zeros(len(sharded.parameters), dtype=torch.int32)
+            for parameter in unused:
+                flags[parameter.position] = 1
+            counts = control.all_reduce_async(flags).wait()
+            for parameter in unused:
+                if int(counts[parameter.position]) == control.world_size:
+                    parameter.sharded_param.grad = None
+        elif unused and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%d parameter(s) got no gradient on this rank, although all parameters did in the first step: %s. "
+                "These gradients count as zero, even if no rank uses the parameters. With "
+                "FSDPStrategy(find_unused_parameters=True), parameters that no rank uses get no gradient. "
+                "This warning is shown once.",
+                len(unused),
+                listed(sharded.names_of(unused)),
+            )
 
 
 def gathered_update_error(names: Sequence[str]) -> ConfigurationError:

@@ -7,11 +7,12 @@ versions of torch (2.11 and later), the code checks which name exists.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from operator import attrgetter
-from typing import Any, cast
+from itertools import compress
+from operator import attrgetter, ne
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -28,8 +29,8 @@ from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_r
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from drivetrain.strategies import add_gradient_hook, copy_attributes_and_hooks
 from drivetrain_strategies._module_checks import refuse_accumulate_hook
-from drivetrain_strategies.fsdp._original_parameters import add_gradient_hooks, copy_attributes, gradient_hooks
 from drivetrain_strategies.fsdp._weight_casts import WeightCasts
 
 REQUIRED_METHODS = (
@@ -50,11 +51,8 @@ REQUIRED_METHODS = (
 FULL_TENSOR = DTensor.full_tensor
 """torch's method, which `ChangedDTensor` replaces within a run."""
 
-WeightCastsFactory = Callable[[Sequence[nn.Module], Sequence[Any]], WeightCasts | None]
-"""Builds the `WeightCasts` of a unit from its modules and `FSDPParam` objects, or returns None to track no casts."""
-
 _get_requires_grad = attrgetter("requires_grad")  # read for many parameters at once, without a Python call each
-_VERSION = attrgetter("_version")
+_get_version = attrgetter("_version")
 
 
 class _Whole(torch.autograd.Function):
@@ -112,20 +110,37 @@ class _WatchedParam(FSDPParam):
     """A parameter that notifies its `Sharded` object when the gathered tensor is first created."""
 
     watcher: Sharded
+    position: int
+    """The parameter's number in `Sharded.parameters`."""
+    version_at_gather: int
+    """The version of the gathered tensor when it was created."""
 
     def init_unsharded_param(self) -> None:
         first = not hasattr(self, "_unsharded_param")
         super().init_unsharded_param()  # type: ignore[no-untyped-call]
         if first:
+            self.version_at_gather = self._unsharded_param._version
             self.watcher._on_first_gather(self)
 
     def reset_sharded_param(self) -> None:
         super().reset_sharded_param()  # type: ignore[no-untyped-call]
-        self.watcher._shard_by_gathered = None
+        self.watcher._gathered = None
 
     def to_accumulated_grad_if_needed(self) -> None:
         if hasattr(self, "_unsharded_param"):  # torch fails on a parameter that was never gathered
             super().to_accumulated_grad_if_needed()
+
+
+class _Gathered(NamedTuple):
+    """The parameters that were gathered at least once, with their shards and with the tensors that replace these."""
+
+    parameters: list[_WatchedParam]
+    shards: list[nn.Parameter]
+    tensors: list[nn.Parameter]
+    versions: tuple[int, ...]
+    """The versions of the tensors when they were gathered."""
+    shard_by_id: dict[int, nn.Parameter]
+    """Each shard by the ``id`` of the tensor that replaces it."""
 
 
 class Sharded:
@@ -133,38 +148,44 @@ class Sharded:
 
     Args:
         root: the outermost sharded module.
-        make_weight_casts: builds the `WeightCasts` of a unit; None if autocast casts no weights.
     """
 
-    def __init__(self, root: FSDPModule, make_weight_casts: WeightCastsFactory | None = None) -> None:
+    def __init__(self, root: FSDPModule) -> None:
         self.root = root
-        self._module: nn.Module = root  # type: ignore[assignment]
-        self.modules: list[Any] = [child for child in self._module.modules() if isinstance(child, FSDPModule)]
         self._root_state: Any = root._get_fsdp_state()
-        self._groups: list[Any] = [group for module in self.modules for group in _groups_of(module._get_fsdp_state())]
+        module = cast(nn.Module, root)
+        units = [child for child in module.modules() if isinstance(child, FSDPModule)]
+        self._groups: list[Any] = [group for unit in units for group in _groups_of(unit._get_fsdp_state())]
         self.parameters: list[_WatchedParam] = []
         """All sharded parameters, in the same order on every rank."""
         self._filled_with_zeros: dict[int, _WatchedParam] = {}
         self._had_gradient: set[int] = set()
         self._direct_gradients_allowed = False
         self._zero_hooks: list[Any] | None = None
-        self._shards: list[Any] = []
-        self._gathered: list[Any] = []
-        self._version_at_gather: dict[int, int] = {}
-        self._gathered_versions: tuple[int, ...] = ()
-        self._shard_by_gathered: dict[int, nn.Parameter] | None = None
+        self._gathered: _Gathered | None = None
         for group in self._groups:
-            casts = None if make_weight_casts is None else make_weight_casts(group.modules, group.fsdp_params)
-            group.__class__ = _WatchedGroup if casts is None else _CastingGroup
+            group.__class__ = _WatchedGroup
             group.watcher = self
-            if casts is not None:
-                group.casts = casts
             for parameter in group.fsdp_params:
                 parameter.__class__ = _WatchedParam
                 parameter.watcher = self
+                parameter.position = len(self.parameters)
                 self.parameters.append(parameter)
-        names = {id(parameter): name.removeprefix("module.") for name, parameter in self._module.named_parameters()}
+        names = {id(parameter): name.removeprefix("module.") for name, parameter in module.named_parameters()}
         self._names = {id(fsdp_param): names[id(fsdp_param.sharded_param)] for fsdp_param in self.parameters}
+
+    def free_casts(self, device_type: str, dtype: torch.dtype, uncached: tuple[type[nn.Module], ...]) -> None:
+        """Free autocast's casts of weights together with the gathered weights; see `WeightCasts`.
+
+        Args:
+            device_type: type of the device that the run computes on.
+            dtype: autocast's dtype.
+            uncached: classes of modules in which autocast caches no casts.
+        """
+        for group in self._groups:
+            if not any(isinstance(module, uncached) for module in group.modules):
+                group.__class__ = _CastingGroup
+                group.casts = WeightCasts(group.fsdp_params, device_type, dtype)
 
     @torch.no_grad()
     def give_storage(self, device: torch.device) -> None:
@@ -231,11 +252,10 @@ class Sharded:
 
     def allow_direct_gradients(self) -> None:
         """From now on, accept gradients that flow to a shard itself rather than to the gathered tensor."""
-        if self._direct_gradients_allowed:
-            return
-        self._direct_gradients_allowed = True
-        for parameter in self.parameters:
-            add_gradient_hooks(parameter.sharded_param, [partial(self._on_direct_gradient, parameter)])
+        if not self._direct_gradients_allowed:
+            self._direct_gradients_allowed = True
+            for parameter in self.parameters:
+                add_gradient_hook(parameter.sharded_param, partial(self._on_direct_gradient, parameter))
 
     def whole(self, value: DTensor) -> torch.Tensor:
         """Return the whole tensor, whose gradient is averaged over the ranks and flows to ``value``. Collective."""
@@ -263,9 +283,8 @@ class Sharded:
     def zeroed_gradients(self) -> Iterator[None]:
         """Make a backward add exactly zero to the gradients of sharded parameters within this context."""
         self._zero_hooks = []
-        for parameter in self.parameters:
-            if hasattr(parameter, "_unsharded_param"):
-                self._add_zero_hook(parameter)
+        for parameter in self._gathered_once().parameters:
+            self._add_zero_hook(parameter)
         try:
             yield
         finally:
@@ -274,13 +293,10 @@ class Sharded:
             self._zero_hooks = None
 
     def _on_first_gather(self, parameter: _WatchedParam) -> None:
-        shard, gathered = parameter.sharded_param, parameter._unsharded_param
+        self._gathered = None
         # Steps use the gathered tensor: what user code has set on the shard, as on any parameter, has to be there too.
-        copy_attributes(shard, gathered)
-        add_gradient_hooks(gathered, gradient_hooks(shard))
-        refuse_accumulate_hook(self.names_of([parameter])[0], shard)
-        self._version_at_gather[id(parameter)] = parameter._unsharded_param._version
-        self._index_gathered()
+        copy_attributes_and_hooks(parameter.sharded_param, parameter._unsharded_param)
+        refuse_accumulate_hook(self.names_of([parameter])[0], parameter.sharded_param)
         if self._zero_hooks is not None:
             self._add_zero_hook(parameter)
 
@@ -308,29 +324,22 @@ class Sharded:
                 group._init_mp_dtypes()
         for parameter in self.parameters:
             self.set_requires_grad(parameter, parameter.sharded_param.requires_grad)
-        self._index_gathered()
 
-    def toggled_while_gathered(self) -> list[_WatchedParam]:
+    def toggled_while_gathered(self) -> list[str]:
         """Return parameters frozen or unfrozen only on the gathered tensor. torch would silently undo this change."""
-        if tuple(map(_get_requires_grad, self._shards)) == tuple(map(_get_requires_grad, self._gathered)):
-            return []
-        return [
-            fsdp_param
-            for fsdp_param in self.parameters
-            if hasattr(fsdp_param, "_unsharded_param")
-            and fsdp_param._unsharded_param.requires_grad != fsdp_param.sharded_param.requires_grad
-        ]
+        gathered = self._gathered_once()
+        in_shards = tuple(map(_get_requires_grad, gathered.shards))
+        in_tensors = tuple(map(_get_requires_grad, gathered.tensors))
+        return [] if in_shards == in_tensors else self._names_where(map(ne, in_shards, in_tensors))
 
-    def updated_while_gathered(self) -> list[_WatchedParam]:
+    def updated_while_gathered(self) -> list[str]:
         """Return parameters whose gathered tensor was modified. Resharding would drop the modification."""
-        if tuple(map(_VERSION, self._gathered)) == self._gathered_versions:
-            return []
-        return [
-            fsdp_param
-            for fsdp_param in self.parameters
-            if hasattr(fsdp_param, "_unsharded_param")
-            and fsdp_param._unsharded_param._version != self._version_at_gather[id(fsdp_param)]
-        ]
+        gathered = self._gathered_once()
+        versions = tuple(map(_get_version, gathered.tensors))
+        return [] if versions == gathered.versions else self._names_where(map(ne, versions, gathered.versions))
+
+    def _names_where(self, differs: Iterable[bool]) -> list[str]:
+        return self.names_of(list(compress(self._gathered_once().parameters, differs)))
 
     def names_of(self, parameters: Sequence[_WatchedParam]) -> list[str]:
         """Return the plain names of parameters, without the prefix that the root `StepModule` adds."""
@@ -338,20 +347,17 @@ class Sharded:
 
     def shards_by_gathered_id(self) -> dict[int, nn.Parameter]:
         """Return each shard by the id of the gathered tensor that replaces the shard in the modules."""
-        if self._shard_by_gathered is None:
-            self._shard_by_gathered = {
-                id(fsdp_param._unsharded_param): fsdp_param.sharded_param
-                for fsdp_param in self.parameters
-                if hasattr(fsdp_param, "_unsharded_param")
-            }
-        return self._shard_by_gathered
+        return self._gathered_once().shard_by_id
 
-    def _index_gathered(self) -> None:
-        self._shard_by_gathered = None
-        gathered_once = [fsdp_param for fsdp_param in self.parameters if hasattr(fsdp_param, "_unsharded_param")]
-        self._shards = [fsdp_param.sharded_param for fsdp_param in gathered_once]
-        self._gathered = [fsdp_param._unsharded_param for fsdp_param in gathered_once]
-        self._gathered_versions = tuple(self._version_at_gather[id(fsdp_param)] for fsdp_param in gathered_once)
+    def _gathered_once(self) -> _Gathered:
+        if self._gathered is None:
+            parameters = [fsdp_param for fsdp_param in self.parameters if hasattr(fsdp_param, "_unsharded_param")]
+            shards = [fsdp_param.sharded_param for fsdp_param in parameters]
+            tensors = [fsdp_param._unsharded_param for fsdp_param in parameters]
+            versions = tuple(fsdp_param.version_at_gather for fsdp_param in parameters)
+            by_id = dict(zip(map(id, tensors), shards, strict=True))
+            self._gathered = _Gathered(parameters, shards, tensors, versions, by_id)
+        return self._gathered
 
     def forget_gradients(self) -> None:
         """Drop gradients that were accumulated but not exchanged."""

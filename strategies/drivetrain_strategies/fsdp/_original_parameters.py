@@ -2,13 +2,116 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from drivetrain.errors import ConfigurationError
+from drivetrain.strategies import ControlPlane, copy_attributes_and_hooks
+from drivetrain_strategies._deferred_init import DeferredModule
+from drivetrain_strategies.fsdp._state import in_layout_of, state_in_layout_of
+
+
+class OriginalParameters:
+    """The parameters of a module and of optimizers that were built before it is sharded.
+
+    Args:
+        module: the module, before it is sharded.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.by_id: dict[int, Original] = {}
+        """Each parameter by the ``id`` of the original object, in the order of ``named_parameters()``."""
+        self.shards: dict[int, nn.Parameter] = {}
+        """The shard that replaces each parameter, by the ``id`` of the original object. Filled by `hand_over`."""
+        self._optimizers: list[Optimizer] = []
+        for prefix, child in module.named_modules():
+            for attribute, parameter in child._parameters.items():
+                if parameter is not None:
+                    name = f"{prefix}.{attribute}" if prefix else attribute
+                    new = Original(name, parameter, [], parameter.device)
+                    self.by_id.setdefault(id(parameter), new).registrations.append((child, attribute))
+
+    # When the module was sharded
+
+    def materialize(
+        self, deferred: DeferredModule, replicated: dict[str, nn.Parameter], device: torch.device, control: ControlPlane
+    ) -> None:
+        """Give parameters that are on the meta device their first values, one whole tensor at a time. Collective.
+
+        Each rank keeps its shards, and whole values of the parameters in ``replicated``, which are replaced.
+        """
+        by_name = {original.name: original for original in self.by_id.values() if original.parameter.is_meta}
+        for name, original in by_name.items():
+            if name in replicated:
+                empty = torch.empty_like(original.parameter, device=device)
+                replicated[name] = nn.Parameter(empty, requires_grad=original.parameter.requires_grad)
+                original.register(replicated[name])
+
+        def assign(name: str, value: torch.Tensor) -> None:
+            current: Any = by_name[name].current
+            part: Any = in_layout_of(value.to(current.dtype), current)
+            if isinstance(current, DTensor):
+                current.to_local().copy_(part.to_local())
+            else:
+                current.data.copy_(part)
+
+        deferred.materialize(assign, device, control)
+
+    def hand_over(self) -> None:
+        """Give the shards the attributes and gradient hooks of the original parameters."""
+        for key, original in self.by_id.items():
+            if original.current is not original.parameter:
+                self.shards[key] = original.current
+                copy_attributes_and_hooks(original.parameter, original.current)
+
+    def adopt(self, optimizers: Sequence[Optimizer]) -> None:
+        """Replace the original parameters in ``optimizers`` by shards, and shard the optimizers' state.
+
+        Raises:
+            ConfigurationError: an optimizer holds shards that do not belong to the module.
+        """
+        known_ids = {*self.by_id, *map(id, self.shards.values())}
+        for optimizer in optimizers:
+            if _replace(optimizer, self.shards):
+                self._optimizers.append(optimizer)
+            for parameter in (member for group in optimizer.param_groups for member in group["params"]):
+                if isinstance(parameter, DTensor) and id(parameter) not in known_ids:
+                    raise ConfigurationError(
+                        f"{type(optimizer).__name__} holds a shard of shape {tuple(parameter.shape)} that does not "
+                        "belong to the module.",
+                        "parameters are sharded again in every run, and shards of an earlier run are no longer used.",
+                        "build a new optimizer in every call of configure_optimizers, or build it once in the module's "
+                        "__init__.",
+                    )
+
+    # After the run
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the originals back into module and optimizers, on their first devices, with whole values. Collective."""
+        for original in self.by_id.values():
+            current: Any = original.current
+            full_value = current.full_tensor() if isinstance(current, DTensor) else current.data
+            device = torch.device("cpu") if original.device.type == "meta" else original.device
+            original.restore(full_value.detach().to(device))
+        originals = {id(shard): self.by_id[key].parameter for key, shard in self.shards.items()}
+        for optimizer in self._optimizers:
+            _replace(optimizer, originals)
+        self.by_id, self._optimizers = {}, []
+
+    @torch.no_grad()
+    def leave_on_meta(self) -> None:
+        """Register parameters on the meta device in place of shards. Does not communicate."""
+        for original in self.by_id.values():
+            current = original.current
+            if isinstance(current, DTensor):
+                original.restore(torch.empty(current.shape, dtype=current.dtype, device="meta"))
 
 
 @dataclass(slots=True)
@@ -35,22 +138,15 @@ class Original:
         assert parameter is not None
         return parameter
 
-    def free_storage(self) -> None:
-        """Free the original parameter's storage."""
-        if not self.parameter.is_meta:
-            self.parameter.data = torch.empty(0, dtype=self.parameter.dtype, device=self.parameter.device)
-
-    def hand_over(self) -> None:
-        """Give the parameter that is now registered the attributes and gradient hooks of the original one."""
-        current = self.current
-        if current is not self.parameter:
-            copy_attributes(self.parameter, current)
-            add_gradient_hooks(current, gradient_hooks(self.parameter))
-
     def register(self, value: nn.Parameter) -> None:
         """Register ``value`` wherever the original parameter was registered."""
         for module, attribute in self.registrations:
             module._parameters[attribute] = value
+
+    def free_storage(self) -> None:
+        """Free the original parameter's storage."""
+        if not self.parameter.is_meta:
+            self.parameter.data = torch.empty(0, dtype=self.parameter.dtype, device=self.parameter.device)
 
     def restore(self, full_value: torch.Tensor) -> None:
         """Register the original parameter again, with the unsharded values and the shard's current ``requires_grad``.
@@ -59,11 +155,10 @@ class Original:
         is registered instead.
         """
         requires_grad = self.current.requires_grad
-        copy_attributes(self.current, self.parameter)  # those that were set during the run
+        self.parameter.__dict__.update(self.current.__dict__)  # attributes that were set during the run
         if self.parameter.is_meta or full_value.is_meta or type(self.parameter) is not nn.Parameter:
             replacement = nn.Parameter(full_value, requires_grad=requires_grad)
-            copy_attributes(self.parameter, replacement)
-            add_gradient_hooks(replacement, gradient_hooks(self.parameter))
+            copy_attributes_and_hooks(self.parameter, replacement)
             self.parameter = replacement
         else:
             self.parameter.data = full_value
@@ -72,53 +167,17 @@ class Original:
         self.register(self.parameter)
 
 
-def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Set the attributes that user code has set on ``source`` also on ``target``."""
-    target.__dict__.update(source.__dict__)
-
-
-def gradient_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
-    """Return the hooks of ``parameter.register_hook``."""
-    return list((parameter._backward_hooks or {}).values())
-
-
-def add_gradient_hooks(parameter: torch.Tensor, hooks: Sequence[Callable[[torch.Tensor], Any]]) -> None:
-    """Register hooks on a parameter, which may be frozen."""
-    requires_grad = parameter.requires_grad
-    for hook in hooks:
-        parameter.requires_grad_(True)  # torch accepts no hook on a frozen parameter
-        parameter.register_hook(hook)  # type: ignore[no-untyped-call]
-    if hooks:
-        parameter.requires_grad_(requires_grad)
-
-
-def original_parameters_of(module: nn.Module) -> list[Original]:
-    """Return an `Original` for each parameter of ``module``, in the order of ``named_parameters()``."""
-    originals: dict[int, Original] = {}
-    for prefix, child in module.named_modules():
-        for attribute, parameter in child._parameters.items():
-            if parameter is None:
+@torch.no_grad()
+def _replace(optimizer: Optimizer, successors: dict[int, nn.Parameter]) -> bool:
+    """Replace each parameter whose ``id`` is in ``successors``. Return whether any parameter was replaced."""
+    replaced = False
+    for group in optimizer.param_groups:
+        for position, parameter in enumerate(group["params"]):
+            successor = successors.get(id(parameter))
+            if successor is None or successor is parameter:
                 continue
-            name = f"{prefix}.{attribute}" if prefix else attribute
-            original = originals.setdefault(id(parameter), Original(name, parameter, [], parameter.device))
-            original.registrations.append((child, attribute))
-    return list(originals.values())
-
-
-@torch.no_grad()
-def restore_whole_parameters(originals: Sequence[Original]) -> None:
-    """Put the original parameters back on their original devices, with gathered values. Collective."""
-    for original in originals:
-        current: Any = original.current
-        full_value = current.full_tensor() if isinstance(current, DTensor) else current.data
-        device = torch.device("cpu") if original.device.type == "meta" else original.device
-        original.restore(full_value.detach().to(device))
-
-
-@torch.no_grad()
-def leave_on_meta(originals: Sequence[Original]) -> None:
-    """Register parameters on the meta device in place of shards. Does not communicate."""
-    for original in originals:
-        current = original.current
-        if isinstance(current, DTensor):
-            original.restore(torch.empty(current.shape, dtype=current.dtype, device="meta"))
+            replaced = True
+            group["params"][position] = successor
+            if parameter in optimizer.state:
+                optimizer.state[successor] = state_in_layout_of(successor, optimizer.state.pop(parameter))
+    return replaced

@@ -1,4 +1,4 @@
-"""Plans the units of a sharded run: the submodules whose parameters are gathered and freed together."""
+"""Plans the units of a sharded run, submodules whose parameters are gathered and freed together, and shards them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from drivetrain.errors import ConfigurationError, listed, nearest
 from drivetrain_strategies._module_checks import refuse_absent_classes
+from drivetrain_strategies._step_module import StepModule
+from drivetrain_strategies.fsdp._device_mesh import Mesh
+from drivetrain_strategies.fsdp._internals import forget_original
+from drivetrain_strategies.fsdp._original_parameters import OriginalParameters
 
 Wrap = None | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]
 """How units are chosen.
@@ -73,11 +79,6 @@ class Plan:
     def root(self) -> Unit:
         return self.units[-1]
 
-    def units_in_module_order(self) -> list[Unit]:
-        """Return all units except the root, in module order."""
-        inner = {id(unit.module): unit for unit in self.units[:-1]}
-        return [inner[id(child)] for child in self.root.module.modules() if id(child) in inner]
-
     def table(self, shards: int) -> str:
         """Return the plan as text, with one line for all units of the same class and size."""
         numel = sum(unit.numel for unit in self.units)
@@ -92,6 +93,60 @@ class Plan:
         if self.replicated:
             lines.append(f"  on every rank: {listed(list(self.replicated))}")
         return "\n".join(lines)
+
+    def shard(
+        self,
+        root: StepModule,
+        mesh: Mesh,
+        originals: OriginalParameters,
+        reshard_after_forward: bool | None,
+        **options: Any,
+    ) -> FSDPModule:
+        """Shard the units from the innermost outwards, then ``root``. Collective.
+
+        Each unit's parameters are broadcast from rank 0 before the unit is sharded. Afterwards the full storage of the
+        parameters is freed.
+
+        Args:
+            root: the module that runs the steps.
+            mesh: the mesh to shard over.
+            originals: the module's parameters, which shards replace.
+            reshard_after_forward: passed to `fully_shard` for all units except the root. The root uses torch's default.
+            **options: passed to `fully_shard` for all units.
+        """
+        options["mesh"] = mesh.data
+        replicated = set(self.replicated.values())
+        ignored = replicated | set(self.ties)
+        if self.ties:
+            # Tied parameters are registered on the root. `fully_shard` then finds all modules that share one.
+            root.ties = nn.ParameterList(self.ties)
+        for unit in self.units:
+            mesh.broadcast(unit.parameters)
+            if unit is self.root:
+                fully_shard(root, ignored_params=replicated, **options)
+            else:
+                fully_shard(unit.module, ignored_params=ignored, reshard_after_forward=reshard_after_forward, **options)
+            for parameter in unit.parameters:
+                forget_original(parameter)
+                originals.by_id[id(parameter)].free_storage()
+        if mesh.data.device_type == "cpu":
+            for child in root.modules():
+                if isinstance(child, FSDPModule):
+                    child.set_force_sum_reduction_for_comms(True)  # gloo does not support ReduceOp.PREMUL_SUM
+        return cast(FSDPModule, root)
+
+    def set_prefetch(self, forward: int, backward: int) -> None:
+        """Set how many following units each unit prefetches, in module order. 0 keeps torch's default."""
+        inner_ids = {id(unit.module) for unit in self.units[:-1]}
+        modules = [cast(FSDPModule, child) for child in self.root.module.modules() if id(child) in inner_ids]
+        for depth, ordered, method in (
+            (forward, modules, FSDPModule.set_modules_to_forward_prefetch),
+            (backward, modules[::-1], FSDPModule.set_modules_to_backward_prefetch),
+        ):
+            for position, module in enumerate(ordered):
+                modules_ahead = ordered[position + 1 : position + 1 + depth]
+                if modules_ahead:
+                    method(module, modules_ahead)
 
 
 def make_plan(module: nn.Module, wrap: Wrap, ignored: Sequence[str | type[nn.Module]]) -> Plan:

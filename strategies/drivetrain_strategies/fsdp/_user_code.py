@@ -5,7 +5,7 @@ torch drops some writes to shards, and combines no DTensor with a plain tensor. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -21,7 +21,6 @@ from drivetrain_strategies._user_calls import is_called_by_library, refuse_gradi
 from drivetrain_strategies.fsdp._changed_dtensor import SET_DATA, assign_data
 from drivetrain_strategies.fsdp._gradients import gathered_update_error
 from drivetrain_strategies.fsdp._internals import Sharded
-from drivetrain_strategies.fsdp._original_parameters import Original
 from drivetrain_strategies.fsdp._state import in_layout_of
 
 _GET_GRADIENT, _SET_GRADIENT = cast(Any, torch.Tensor.grad).__get__, cast(Any, torch.Tensor.grad).__set__
@@ -111,11 +110,11 @@ class UserSteps:
     Args:
         module: the user's module.
         sharded: the sharded module.
-        originals: the parameters that the shards replace.
+        shards: the shard that replaces each parameter, by the ``id`` of the original.
     """
 
-    def __init__(self, module: nn.Module, sharded: Sharded, originals: Sequence[Original]) -> None:
-        self._mode = _StepAccess({id(one): name for name, one in module.named_parameters()}, sharded, originals)
+    def __init__(self, module: nn.Module, sharded: Sharded, shards: Mapping[int, nn.Parameter]) -> None:
+        self._mode = _StepAccess({id(one): name for name, one in module.named_parameters()}, sharded, shards)
         self._without: set[str] = set()  # names of the steps that need no interception
 
     def run(self, call: Callable[..., Any], step: Callable[..., Any], *args: Any) -> Any:
@@ -191,17 +190,14 @@ class _StepAccess(ShardWrites):
     Args:
         names: names of the sharded parameters, by their ``id``.
         sharded: the sharded module.
-        originals: the parameters that the shards replace. User code that kept one of them means the shard.
+        shards: the shard that replaces each parameter, by the ``id`` of the original. User code that kept an original
+            means the shard.
     """
 
-    def __init__(self, names: Mapping[int, str], sharded: Sharded, originals: Sequence[Original]) -> None:
+    def __init__(self, names: Mapping[int, str], sharded: Sharded, shards: Mapping[int, nn.Parameter]) -> None:
         super().__init__(names)
         self._sharded = sharded
-        self._shard_of = {
-            id(original.parameter): original.current
-            for original in originals
-            if original.current is not original.parameter
-        }
+        self._shard_of = shards
         self.found = False
         """Whether user code has used a sharded parameter such that later calls are to be intercepted."""
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -37,13 +37,6 @@ from drivetrain_strategies._elementwise import is_elementwise
 from drivetrain_strategies._gather_limit import GATHER_LIMIT, check_gather_limit
 from drivetrain_strategies._gather_order import GatherOrder
 from drivetrain_strategies._step_module import StepModule, unwrap_step_output
-from drivetrain_strategies.fsdp._apply_plan import (
-    materialize,
-    mixed_precision_policy,
-    offload_policy,
-    set_prefetch,
-    shard,
-)
 from drivetrain_strategies.fsdp._changed_dtensor import ChangedDTensor
 from drivetrain_strategies.fsdp._checks import (
     check_arguments,
@@ -56,25 +49,17 @@ from drivetrain_strategies.fsdp._device_mesh import Mesh, mesh_sizes
 from drivetrain_strategies.fsdp._gradients import Gradients
 from drivetrain_strategies.fsdp._internals import (
     Sharded,
-    WeightCastsFactory,
     forget_meshes,
     remove_tensor_parallel_hooks,
     undo_sharding,
 )
-from drivetrain_strategies.fsdp._optimizers import AdoptedOptimizers
-from drivetrain_strategies.fsdp._original_parameters import (
-    Original,
-    leave_on_meta,
-    original_parameters_of,
-    restore_whole_parameters,
-)
+from drivetrain_strategies.fsdp._original_parameters import OriginalParameters
 from drivetrain_strategies.fsdp._plain_step import PlainStep, mixes_meshes
 from drivetrain_strategies.fsdp._plan import Plan, Wrap, make_plan
 from drivetrain_strategies.fsdp._state import load_state, regions_of, shard_of, sharded_optimizer_state, sharded_state
 from drivetrain_strategies.fsdp._unsplit_gradients import UnsplitGradients
-from drivetrain_strategies.fsdp._unused_parameters import UnusedParameters
 from drivetrain_strategies.fsdp._user_code import UserHooks, UserSteps
-from drivetrain_strategies.fsdp._weight_casts import WeightCasts, save_no_frozen_casts
+from drivetrain_strategies.fsdp._weight_casts import save_no_frozen_casts
 
 logger = logging.getLogger("drivetrain")
 
@@ -179,7 +164,7 @@ class FSDPStrategy(DistributedStrategy):
         self.plan: Plan | None = None
         self._mesh: Mesh | None = None
         self._deferred_module = DeferredModule()
-        self._originals: list[Original] = []
+        self._originals: OriginalParameters | None = None
         self._hooks: UserHooks | None = None
         self._changed_dtensor: ChangedDTensor | None = None
         self._wrappers = ExitStack()
@@ -188,7 +173,6 @@ class FSDPStrategy(DistributedStrategy):
         self._forward_swap: ForwardSwap | None = None
         self._gradients: Gradients | None = None
         self._gather_order: GatherOrder | None = None
-        self._adopted_optimizers: AdoptedOptimizers | None = None
         self._plain_steps: list[PlainStep] = []
         self._manual_optimization = False
         self._within_forward = False
@@ -279,7 +263,7 @@ class FSDPStrategy(DistributedStrategy):
         self.module = module
         has_meta_tensors = self._deferred_module.find_in(module)
         self.precision.convert_module(module)
-        self._originals = original_parameters_of(module)
+        originals = self._originals = OriginalParameters(module)
         plan = self.plan = make_plan(module, self.wrap, self.ignored)
         table = plan.table(mesh.data.shape[-1])
         if self.rank == 0 and table not in _LOGGED_PLANS:
@@ -302,64 +286,56 @@ class FSDPStrategy(DistributedStrategy):
         mesh.broadcast(plan.replicated.values())
         step_module = StepModule(module)
         self._wrappers.callback(undo_sharding, step_module)
-        root = shard(
+        root = plan.shard(
             step_module,
-            plan,
             mesh,
-            self._originals,
+            originals,
             self.reshard_after_forward,
             mp_policy=self.mixed_precision or mixed_precision_policy(self.precision),
             offload_policy=offload_policy(self.cpu_offload, self.device),
         )
-        sharded = self._sharded = Sharded(root, self._weight_casts_factory())
+        sharded = self._sharded = Sharded(root)
+        if self._frees_casts:
+            # Selective checkpointing disables autocast's cache in the modules that it recomputes.
+            uncached = tuple(self.activation_checkpointing or ()) if self._checkpointing.disables_cast_cache else ()
+            sharded.free_casts(self.device.type, self.precision.compute_dtype, uncached)
         if has_meta_tensors:
-            materialize(self._deferred_module, self._originals, sharded, plan, self.device, self.control)
-        for original in self._originals:
-            original.hand_over()
+            sharded.give_storage(self.device)
+            originals.materialize(self._deferred_module, plan.replicated, self.device, self.control)
+        originals.hand_over()
         self._hooks = UserHooks(module, sharded)
         self._changed_dtensor = ChangedDTensor(sharded, self.device)
         mesh.broadcast(module.buffers())
-        set_prefetch(plan, self.forward_prefetch, self.backward_prefetch)
-        find_unused = True if self._manual_optimization else self.find_unused_parameters
-        unused = UnusedParameters(find_unused, sharded, self.control)
+        plan.set_prefetch(self.forward_prefetch, self.backward_prefetch)
         unsplit = None
         if self.tensor_parallel > 1:
             group = mesh.whole.get_group("tensor")
             unsplit = UnsplitGradients(dict(module.named_parameters()), group, self.control)
         replicated = list(plan.replicated.values())
-        self._gradients = Gradients(sharded, replicated, mesh.data_group, unused, unsplit, self.reshard_after_backward)
+        find_unused = True if self._manual_optimization else self.find_unused_parameters
+        self._gradients = Gradients(
+            sharded, replicated, mesh.data_group, self.control, find_unused, unsplit, self.reshard_after_backward
+        )
         if replicated or mesh.is_part_of_world:  # an overflow may occur on some ranks only
             self.precision.found_inf_reducer = self._all_reduce_overflow
         if len(plan.units) > 1:
             self._gather_order = GatherOrder({unit.name: unit.module for unit in plan.units[:-1]}, self.control)
-        self._adopted_optimizers = AdoptedOptimizers(self._originals)
-        return self._runner(cast(Callable[..., Any], root))
+        return self._runner(UserSteps(module, sharded, originals.shards), cast(Callable[..., Any], root), sharded)
 
     @property
     def _gathered_dtype(self) -> torch.dtype | None:
         """The dtype in which weights are gathered; None gathers them in their own."""
         return None if self.mixed_precision is None else self.mixed_precision.param_dtype
 
-    def _weight_casts_factory(self) -> WeightCastsFactory | None:
-        """Return a function that builds the `WeightCasts` of a unit; None if autocast casts or caches no weights."""
-        precision, device_type = self.precision, self.device.type
-        dtype = precision.compute_dtype
-        if self.compile or not precision.has_forward_context or dtype.itemsize > 2:
-            return None
-        if self._gathered_dtype is not None:
-            return None
-        # Selective checkpointing disables autocast's cache in the modules that it recomputes.
-        uncached = tuple(self.activation_checkpointing or ()) if self._checkpointing.disables_cast_cache else ()
-
-        def make_weight_casts(modules: Sequence[nn.Module], parameters: Sequence[Any]) -> WeightCasts | None:
-            if any(isinstance(module, uncached) for module in modules):
-                return None
-            return WeightCasts(parameters, device_type, dtype)
-
-        return make_weight_casts
+    @property
+    def _frees_casts(self) -> bool:
+        """Whether autocast makes casts of gathered weights, which would outlive them."""
+        precision = self.precision
+        makes_casts = precision.has_forward_context and precision.compute_dtype.itemsize <= 2
+        return makes_casts and not self.compile and self._gathered_dtype is None
 
     def _save_no_frozen_casts(self) -> None:
-        if self._weight_casts_factory() is None or self.reshard_after_forward is False:
+        if not self._frees_casts or self.reshard_after_forward is False:
             return
         assert self.plan is not None
         assert self._forward_swap is not None
@@ -367,8 +343,8 @@ class FSDPStrategy(DistributedStrategy):
             save_no_frozen_casts(unit.module.modules(), self._forward_swap)
 
     def adopt_parameters(self, optimizers: Sequence[Optimizer]) -> None:
-        assert self._adopted_optimizers is not None
-        self._adopted_optimizers.adopt(optimizers)
+        assert self._originals is not None
+        self._originals.adopt(optimizers)
         for optimizer in self.optimizers:  # a parameter group on another mesh may have been added
             self._customize_step(optimizer)
 
@@ -407,11 +383,8 @@ class FSDPStrategy(DistributedStrategy):
 
     # During a step: forward, gradients, backward and optimizer step
 
-    def _runner(self, root: Callable[..., Any]) -> StepRunner:
-        sharded = self._sharded
-        assert sharded is not None
-        assert self.module is not None
-        call = UserSteps(self.module, sharded, self._originals).run
+    def _runner(self, steps: UserSteps, root: Callable[..., Any], sharded: Sharded) -> StepRunner:
+        call = steps.run
 
         def run(step: Callable[..., Any], *args: Any) -> Any:
             gather_order = self._gather_order
@@ -542,17 +515,14 @@ class FSDPStrategy(DistributedStrategy):
 
     def restore_module(self) -> None:
         module, mesh = self.module, self._mesh
-        if module is None or mesh is None or self._sharded is None:
+        if module is None or mesh is None or self._originals is None or self._sharded is None:
             return
         self.sync_buffers(module, mesh.common_group)
-        nbytes = sum(original.current.numel() * original.current.element_size() for original in self._originals)
+        nbytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
         if not check_gather_limit(nbytes, self.gather_limit, "FSDPStrategy", warn=self.rank == 0):
             return
         self._remove_wrappers()
-        restore_whole_parameters(self._originals)
-        self._originals = []
-        if self._adopted_optimizers is not None:
-            self._adopted_optimizers.restore()
+        self._originals.restore()
 
     def _remove_wrappers(self) -> None:
         self._wrappers.close()
@@ -562,7 +532,8 @@ class FSDPStrategy(DistributedStrategy):
         if self._changed_dtensor is not None:
             self._changed_dtensor.undo()
         self._remove_wrappers()
-        leave_on_meta(self._originals)  # those that were not restored
+        if self._originals is not None:
+            self._originals.leave_on_meta()  # those that were not restored
         for step in self._plain_steps:
             step.undo()
         self.precision.found_inf_reducer = None
@@ -571,3 +542,24 @@ class FSDPStrategy(DistributedStrategy):
             forget_meshes(self.device if self._mesh.is_part_of_world else None)
         self._reset()
         super().teardown()
+
+
+# Policies of `fully_shard`
+
+
+def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
+    """Return the policy for a precision: parameters are gathered in their own dtype.
+
+    Under a mixed precision, autocast rounds per operation, as under other strategies. Operations that autocast runs in
+    float32 (norms, softmax, losses, embeddings) read float32 parameters. If the parameters were gathered in half
+    precision, they would be rounded once more than under other strategies. Forward inputs are never cast, because the
+    root's input is a batch, which includes the targets.
+    """
+    return MixedPrecisionPolicy(reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False)
+
+
+def offload_policy(cpu_offload: bool | OffloadPolicy, device: torch.device) -> OffloadPolicy:
+    """Return torch's offload policy. Host memory is pinned unless the device is the CPU."""
+    if isinstance(cpu_offload, OffloadPolicy):
+        return cpu_offload
+    return CPUOffloadPolicy(pin_memory=device.type != "cpu") if cpu_offload else OffloadPolicy()

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from drivetrain._distributed.failure import Failure, RankFailedError
-from drivetrain._engine import error_reporting
+from drivetrain._engine.ranks import error_reporting
 from drivetrain._engine.ranks.error_reporting import OneLineHook, print_in_one_line
 
 

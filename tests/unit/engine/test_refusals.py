@@ -28,7 +28,7 @@ from drivetrain import (
 )
 
 # Private: this test process is seeded, and must look as if it were not.
-from drivetrain._engine import seeding
+from drivetrain._engine.ranks import seeding
 from drivetrain._runtime import seed
 from drivetrain._runtime.process_state import ProcessState
 from drivetrain.callbacks import Checkpoint
@@ -58,6 +58,11 @@ WRONG: dict[str, list[Any]] = {
     "compile": ["yes"],
     "detect_anomaly": [1],
     "use_distributed_sampler": [None],
+    "preemption_signals": [3, True, 2.5],
+    "default_root_dir": [3, ["x"], b"x", object],
+    "accelerator": [3, torch.zeros(2)],
+    "callbacks": [3, "x"],
+    "seed": [True],
     "plugins": [["x"]],
 }
 

@@ -375,10 +375,10 @@ def test_each_precision_advises_a_lower_one(precision: Precision, expected: list
     assert [one.text.partition(":")[0] for one in precision.memory_advice()] == expected
 
 
-def rank_log(path: Path | str | None, world_size: int = 2) -> RankLog:
+def rank_log(path: Path | str | None) -> RankLog:
     folder = RunFolder()
     folder.path = None if path is None else str(path)
-    return RankLog(folder, 1, world_size)
+    return RankLog(folder, 1)
 
 
 def test_a_log_is_in_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,8 +387,7 @@ def test_a_log_is_in_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert rank_log("run").folder == str(tmp_path / "run" / "logs")
     assert rank_log(None).folder is None  # a run without files
     assert rank_log("memory://bucket/runs/a").folder is None
-    assert rank_log(tmp_path / "run", world_size=1).folder is None
-    assert RankLog(RunFolder(), 1, 2, fallback="root").folder == str(tmp_path / "root" / "logs")
+    assert RankLog(RunFolder(), 1, fallback="root").folder == str(tmp_path / "root" / "logs")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,14 +1,34 @@
-"""The callbacks and loggers of a run: the user's, and the default ones."""
+"""The callbacks, loggers and profiler of a run: the user's, by name or as objects, and the default ones."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from drivetrain import loggers
+from drivetrain._config.entry_points import EntryPointRegistry
 from drivetrain._loops.hooks import HOOKS
 from drivetrain._runtime.lazy_names import is_installed
 from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import Logger
+
+if TYPE_CHECKING:
+    from drivetrain.profilers import Profiler
+
+_LOGGERS = EntryPointRegistry[Logger](
+    "logger",
+    "drivetrain.loggers",
+    Logger,  # type: ignore[type-abstract]
+    {
+        "csv": lambda root: loggers.CSVLogger(root),  # a lambda, because the class is imported on first use
+        "tensorboard": lambda root: loggers.TensorBoardLogger(root),
+        "wandb": lambda root: loggers.WandbLogger(save_dir=root),
+        "mlflow": lambda root: loggers.MLFlowLogger(save_dir=root),
+    },
+    other_values=(),
+    meaning="the name selects a logger",
+    alternatives="a drivetrain.Logger, a list of both, True, False or None",
+)
 
 
 def default_callbacks(given: Any, *, progress_bar: bool, model_summary: bool, checkpointing: bool) -> list[Callback]:
@@ -52,23 +72,54 @@ def default_loggers(given: Any, root: str, *, only_check: bool = False) -> list[
         return []
     if given is None or given is True:
         given = "tensorboard" if is_installed("tensorboard") else "csv"
-    loggers = []
+    chosen = []
     for item in given if isinstance(given, list | tuple) else [given]:
         if isinstance(item, str):
-            from drivetrain.loggers.logger_names import check_logger_name, logger_by_name
-
-            check_logger_name(item)
-            if not only_check:
-                loggers.append(logger_by_name(item, root))
+            if only_check:
+                _LOGGERS.check(item)
+            else:
+                chosen.append(_LOGGERS.make(item, root))
         elif isinstance(item, Logger):
-            loggers.append(item)
+            chosen.append(item)
         else:
             raise ConfigurationError(
                 f"logger holds a {type(item).__name__}, which is not a Logger.",
                 "the engine sends logged values through the interface of Logger.",
                 "pass a drivetrain.Logger, a name such as 'csv', a list of them, True, False or None.",
             )
-    return [] if only_check else loggers
+    return [] if only_check else chosen
+
+
+def resolve_profiler(profiler: object) -> Profiler:
+    """Return the profiler for the value of ``Fit(profiler=...)``, a profiler or its name.
+
+    Raises:
+        ConfigurationError: no profiler has the name, the registered object does not make a profiler, or the value is
+            neither a name nor a profiler.
+    """
+    from drivetrain import profilers  # only runs with a profiler need it
+
+    if isinstance(profiler, profilers.Profiler):
+        return profiler
+    if not isinstance(profiler, str):
+        raise ConfigurationError(
+            f"profiler={profiler!r} is not a Profiler.",
+            "the engine starts and stops phases through the methods of Profiler.",
+            "pass 'simple', 'advanced', 'pytorch', a drivetrain.profilers.Profiler, or None.",
+        )
+    return EntryPointRegistry[profilers.Profiler](
+        "profiler",
+        "drivetrain.profilers",
+        profilers.Profiler,  # type: ignore[type-abstract]
+        {
+            "simple": lambda: profilers.SimpleProfiler(),  # a lambda, because the class is imported on first use
+            "advanced": lambda: profilers.AdvancedProfiler(),
+            "pytorch": lambda: profilers.PyTorchProfiler(),
+        },
+        other_values=(),
+        meaning="the name selects a profiler",
+        alternatives="a drivetrain.profilers.Profiler, or None",
+    ).make(profiler)
 
 
 def checked_callbacks(given: Any, subject: str) -> list[Callback]:

@@ -161,6 +161,7 @@ class RunCore(RunState):
         runner: runs each step as the strategy requires, once the module is set up.
         move: moves a batch to the device; None if batches stay where they are.
         loop: the training loop; None before it is built.
+        first_gather: the epoch and window in which ``training_step`` first gathered tensors; None before.
         trainer: the `Fit`, as hooks see it.
     """
 
@@ -179,6 +180,7 @@ class RunCore(RunState):
     runner: StepRunner = not_set_yet
     move: BatchMover | None = None
     loop: TrainLoop | None = None
+    first_gather: tuple[int, int] | None = None
     trainer: RunContext = field(init=False)
 
     def __post_init__(self) -> None:

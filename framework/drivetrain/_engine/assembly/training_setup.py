@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from drivetrain._config.arguments import parse_duration
+from drivetrain._config.argument_checks import parse_duration
 from drivetrain._engine.assembly.run_parts import RunCore
 from drivetrain._engine.data_setup.stage_data import StageData
 from drivetrain._engine.data_setup.stage_loaders import find_loaders

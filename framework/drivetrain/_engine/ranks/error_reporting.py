@@ -6,14 +6,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from drivetrain._distributed.failure import RankFailedError
 from drivetrain.errors import LossSpikeError, NonFiniteError
-from drivetrain.launchers import current_processes
 
 if TYPE_CHECKING:
     from drivetrain._engine.assembly.run_parts import RunCore
@@ -72,22 +70,12 @@ def note_known_fixes(error: BaseException) -> None:
         )
 
 
-@contextmanager
-def peer_failures_in_one_line(rank: int | None = None) -> Iterator[None]:
-    """Print a `RankFailedError` as one line if the block raises it and it ends the process.
+def print_peer_failure(error: RankFailedError, rank: int) -> None:
+    """Print the failure of another rank as one line if it ends this process, which has the rank ``rank``.
 
     Only the rank that failed first prints a traceback, so that the tracebacks of the other ranks do not hide it.
-
-    Args:
-        rank: this process's rank; None if it is to be looked up among the processes that the framework has started.
     """
-    try:
-        yield
-    except RankFailedError as error:
-        processes = current_processes() if rank is None else None
-        rank = processes.placement.rank if processes is not None else rank or 0
-        print_in_one_line(error, f"Rank {rank} ends because another rank failed: {error.failure.one_line_summary()}")
-        raise
+    print_in_one_line(error, f"Rank {rank} ends because another rank failed: {error.failure.one_line_summary()}")
 
 
 def print_in_one_line(error: BaseException, summary: str) -> None:

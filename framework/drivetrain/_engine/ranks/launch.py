@@ -13,15 +13,16 @@ import torch
 from drivetrain._engine.assembly.requirements import check_requirements, warn_of_unused_loader
 from drivetrain._engine.assembly.run_parts import RunCore, RunRequest
 from drivetrain._engine.assembly.strategy_checks import asks_for_sync_batchnorm
-from drivetrain._engine.ranks.error_reporting import peer_failures_in_one_line, print_in_one_line
+from drivetrain._engine.ranks.error_reporting import print_in_one_line, print_peer_failure
 from drivetrain._engine.ranks.run_processes import check_number, find_processes, first_placement, is_standalone
 from drivetrain._engine.session import Session
 from drivetrain._runtime.accelerators import resolve_devices
-from drivetrain.environments import resolve_environment
+from drivetrain.environments import Placement, resolve_environment
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import (
     LaunchedProcesses,
     Launcher,
+    RankFailedError,
     choose_launcher,
     current_processes,
     named_launcher,
@@ -53,36 +54,43 @@ def launch(request: RunRequest) -> Any:
     environment = resolve_environment(trainer.environment)
     strategy = trainer.chosen_strategy
     setting: str | Launcher = (strategy.launcher if strategy is not None else None) or trainer.launcher
-    launcher = named_launcher(setting)
-    if launcher is not None and launcher.places_devices and is_standalone(environment):
-        devices = launcher.devices(trainer.accelerator, trainer.devices)
-        check_number(strategy, len(devices.indices) * trainer.num_nodes)
-        placement = first_placement(None, devices, trainer.num_nodes)
-    else:
-        devices = resolve_devices(trainer.accelerator, trainer.devices)
-        with peer_failures_in_one_line():
+    launcher, processes = named_launcher(setting), None
+    try:
+        if launcher is not None and launcher.places_devices and is_standalone(environment):
+            devices = launcher.devices(trainer.accelerator, trainer.devices)
+            check_number(strategy, len(devices.indices) * trainer.num_nodes)
+            placement = first_placement(None, devices, trainer.num_nodes)
+        else:
+            devices = resolve_devices(trainer.accelerator, trainer.devices)
             processes = find_processes(environment, devices, trainer.num_nodes, strategy)
+            if processes is None:
+                placement = first_placement(environment, devices, trainer.num_nodes)
+        if processes is None:
+            launcher = choose_launcher(launcher or setting, placement.local_world_size)
+            if type(launcher).launch is not Launcher.launch:
+                processes = _started(launcher, placement)
         if processes is not None:
-            return _run_as_rank(request, processes)
-        placement = first_placement(environment, devices, trainer.num_nodes)
-    launcher = choose_launcher(launcher or setting, placement.local_world_size)
-    if type(launcher).launch is not Launcher.launch:
-        processes = launcher.launch(placement)
-        if not isinstance(processes, LaunchedProcesses):
-            raise ConfigurationError(
-                f"{type(launcher).__name__}.launch returned a {type(processes).__name__}.",
-                "nothing was trained.",
-                "return the LaunchedProcesses that represent the run's processes.",
-            )
-        return _run_as_rank(request, processes)
+            return run_here(request, processes)
+    except RankFailedError as error:
+        known = processes or current_processes()
+        print_peer_failure(error, 0 if known is None else known.placement.rank)
+        raise
     from drivetrain._engine.ranks.remote_run import run_in_other_processes  # only runs in other processes need it
 
+    assert isinstance(launcher, Launcher)
     return run_in_other_processes(launcher, request, placement, devices.type, launch)
 
 
-def _run_as_rank(request: RunRequest, processes: LaunchedProcesses) -> Any:
-    with peer_failures_in_one_line(processes.placement.rank):
-        return run_here(request, processes)
+def _started(launcher: Launcher, placement: Placement) -> LaunchedProcesses:
+    """Start the other processes of this node, which run the caller's script, and return all processes of the run."""
+    processes = launcher.launch(placement)
+    if not isinstance(processes, LaunchedProcesses):
+        raise ConfigurationError(
+            f"{type(launcher).__name__}.launch returned a {type(processes).__name__}.",
+            "nothing was trained.",
+            "return the LaunchedProcesses that represent the run's processes.",
+        )
+    return processes
 
 
 def run_here(request: RunRequest, processes: LaunchedProcesses) -> Any:

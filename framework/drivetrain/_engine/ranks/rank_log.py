@@ -1,4 +1,7 @@
-"""A log file per rank for the framework's warnings and the rank's errors, in runs of several ranks."""
+"""A log file per rank for the framework's warnings and the rank's errors, in runs of several ranks.
+
+A single rank writes no log, because its output is on the terminal.
+"""
 
 from __future__ import annotations
 
@@ -27,29 +30,26 @@ class RankLog:
     Args:
         run: the run's folder.
         rank: this process's rank.
-        world_size: the number of ranks. A single rank writes no log: its output is on the terminal.
         fallback: the folder for ``logs`` if the run has no folder; None for no log.
     """
 
-    def __init__(self, run: RunFolder, rank: int, world_size: int, fallback: str | None = None) -> None:
+    def __init__(self, run: RunFolder, rank: int, fallback: str | None = None) -> None:
         self._run = run
         self._fallback = fallback
         self._rank = rank
-        self._enabled = world_size > 1
         self._handler: _Handler | None = None  # None outside the run, so that the object can be pickled
         self.path: str | None = None
         """The log file, once it has been written to."""
 
     @property
     def folder(self) -> str | None:
-        """The local folder of all ranks' logs; None if the run writes no logs or has no folder yet."""
-        root = (self._run.path or self._fallback) if self._enabled else None
+        """The local folder of all ranks' logs; None if the run writes no files or has no folder yet."""
+        root = self._run.path or self._fallback
         return None if root is None or "://" in root else os.path.join(os.path.abspath(root), "logs")
 
     def __enter__(self) -> Self:
-        if self._enabled:
-            self._handler = _Handler(self)
-            _LOGGER.addHandler(self._handler)
+        self._handler = _Handler(self)
+        _LOGGER.addHandler(self._handler)
         return self
 
     def __exit__(
@@ -81,9 +81,8 @@ class RankLog:
 
     def add_failure(self, error: BaseException, traceback: str) -> None:
         """Write this rank's traceback, and add a note with the log's path to ``error``."""
-        if self._enabled:
-            self.add(f"The run failed.\n{traceback}")
-            self._note_path(error)
+        self.add(f"The run failed.\n{traceback}")
+        self._note_path(error)
 
     def add_cause(self, cause: BaseException) -> None:
         """Write the failure of another rank that caused this rank's failure."""

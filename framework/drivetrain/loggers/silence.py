@@ -1,14 +1,13 @@
-"""Silence loggers on ranks above 0: the loggers exist there, but their writing methods do nothing."""
+"""Loggers that log nothing: a run's loggers on ranks above 0, and the `NullLogger` of a trial."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 from drivetrain.loggers.logger import Logger
-from drivetrain.loggers.null_logger import NullObject
 
 
 def silence_loggers(loggers: Iterable[Logger], silent: bool) -> None:
@@ -51,3 +50,48 @@ _WRITING_METHODS = (
 
 def _do_nothing(self: Logger, *args: Any, **options: Any) -> None:
     pass
+
+
+class NullLogger(Logger):
+    """Accepts every call and does nothing, including calls of methods that only some loggers have."""
+
+    @property
+    def name(self) -> str:
+        return "silent"
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @property
+    def experiment(self) -> Any:
+        return NullObject()
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        del metrics, step
+
+    def _warn_unsupported(self, media: str) -> None:
+        del media
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Such names are looked up by copy and pickle.
+            raise AttributeError(name)
+        return NullObject()
+
+
+class NullObject:
+    """Replaces a library's object. All attributes, items and call results are the `NullObject` itself."""
+
+    def __getattr__(self, name: str) -> Self:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **options: Any) -> Self:
+        return self
+
+    def __getitem__(self, key: Any) -> Self:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        del key, value
