@@ -68,7 +68,7 @@ def save_when_told(pipe: Connection, path: str, exchanging: bool = True, count: 
 
 def begin_and_wait(pipe: Connection, path: str) -> None:
     place = LocalPublication.begin(Path(path))
-    with place.create("model.safetensors") as stream:
+    with place.folder.create("model.safetensors") as stream:
         stream.write(b"half of it")
     pipe.send("begun")
     time.sleep(600)

@@ -39,7 +39,7 @@ from drivetrain._loops.hooks import is_overridden
 from drivetrain._module.hyper_parameters import hyper_parameters_argument
 from drivetrain._parameters.base_weights import base_checksums, check_base
 from drivetrain._parameters.loading_hooks import HookedWeights
-from drivetrain._parameters.module_description import describe_module
+from drivetrain._parameters.module_description import ModuleDescription, describe_module
 from drivetrain._parameters.optimizer_state import (
     add_later_groups,
     keep_implementation,
@@ -50,9 +50,9 @@ from drivetrain._parameters.weights_fit import WeightMismatch
 from drivetrain._runs.identity import class_path
 from drivetrain._runtime.seed import derive_seed
 from drivetrain.callback import Callback, HoldsAverages, ReplacesWeights
-from drivetrain.checkpoint.averaged_weights import evaluated_weights
+from drivetrain.checkpoint.averaged_weights import check_averages, evaluated_weights
 from drivetrain.data import DataModule
-from drivetrain.errors import CheckpointError, ConfigurationError, listed
+from drivetrain.errors import CheckpointError, listed
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
 from drivetrain.strategies.strategy import Strategy
@@ -130,52 +130,47 @@ class SavedState:
         self._strategy = core.strategy
         self._trained: set[str] = set()  # parameters that are known to have trained, besides those of `Trainables`
         self._base: dict[str, str] = {}  # checksums of parameters that have never trained
-
-    # The parts of a run with state, which are known once the run is set up
+        self.module_class = class_path(type(core.module))  # by which later runs recognize the checkpoints
 
     @cached_property
     def owners(self) -> list[Owner]:
-        """The owners of the run's state, in the order in which they load it."""
-        every, module, datamodule = Scope.ALL, self._module, self._core.datamodule
+        """The owners of the run's state, in the order in which they load it. They are known once the run is set up."""
+        trainer, module, datamodule = self._trainer, self._module, self._core.datamodule
         owners = self._position_owners
         for number, config in enumerate(self._core.optimization.schedulers):
-            scheduler = config.scheduler
-            owners.append(Owner(("schedulers", str(number)), every, scheduler.state_dict, scheduler.load_state_dict))
+            path, scheduler = ("schedulers", str(number)), config.scheduler
+            owners.append(Owner(path, Scope.ALL, scheduler.state_dict, scheduler.load_state_dict))
         precision = self._strategy.precision
         save = _own_method("state_dict", precision, Precision)
-        owners.append(Owner(("precision",), every, save, precision.load_state_dict))
-        save_hook, load_hook = _filled_by("on_save_checkpoint", module, TrainModule), module.on_load_checkpoint
-        owners.append(Owner(("module",), every, save_hook, load_hook, is_hook=True))
+        owners.append(Owner(("precision",), Scope.ALL, save, precision.load_state_dict))
+        save = _filled_by("on_save_checkpoint", module, TrainModule)
+        owners.append(Owner(("module",), Scope.ALL, save, module.on_load_checkpoint, is_hook=True))
         if datamodule is not None:
             save = _own_method("state_dict", datamodule, DataModule)
-            owners.append(Owner(("datamodule",), every, save, datamodule.load_state_dict, is_hook=True))
+            owners.append(Owner(("datamodule",), Scope.ALL, save, datamodule.load_state_dict, is_hook=True))
         for key, callback in self._callbacks.items():
             save = callback.state_dict if callback._saved_attributes else _own_method("state_dict", callback, Callback)
-            owners.append(Owner(("callbacks", key), every, save, callback.load_state_dict))
-            save_hook = _filled_by("on_save_checkpoint", callback, Callback, self._trainer, module)
-            load_hook = partial(callback.on_load_checkpoint, self._trainer, module)
-            owners.append(Owner(("callback_hooks", key), every, save_hook, load_hook, is_hook=True))
+            owners.append(Owner(("callbacks", key), Scope.ALL, save, callback.load_state_dict))
+            save = _filled_by("on_save_checkpoint", callback, Callback, trainer, module)
+            load_hook = partial(callback.on_load_checkpoint, trainer, module)
+            owners.append(Owner(("callback_hooks", key), Scope.ALL, save, load_hook, is_hook=True))
         return owners
 
     @property
     def _position_owners(self) -> list[Owner]:
         """The owners of what belongs to the position in an epoch. Another data set starts the epoch anew."""
-        core, data, loop, metrics = self._core, self._core.data, self._core.loop, self._core.metrics
-        load_data = partial(data.load_state_dict, progress=core.progress)
-        rng_states = data.rng_replay
-        load_metrics = partial(metrics.load_state_dict, device=self._strategy.device)
-        owners = [Owner(("data",), Scope.ALL, data.state_dict, load_data)]
+        data, loop, metrics, progress = self._core.data, self._core.loop, self._core.metrics, self._core.progress
+        every, rng_states = Scope.ALL, data.rng_replay
+        owners = [Owner(("data",), every, data.state_dict, partial(data.load_state_dict, progress=progress))]
         if loop is not None:
-            owners.append(Owner(("loop",), Scope.ALL, loop.state_dict, loop.load_state_dict))
-        owners.append(
-            Owner(("rng_states",), Scope.RANK, lambda: rng_states.state(core.progress.batch_idx), rng_states.resume)
-        )
-        if data.stage_data is not None and data.stage_data.train is not None:
-            # The loaders may be replaced later.
+            owners.append(Owner(("loop",), every, loop.state_dict, loop.load_state_dict))
+        save: Callable[[], Any] = lambda: rng_states.state(progress.batch_idx)  # noqa: E731
+        owners.append(Owner(("rng_states",), Scope.RANK, save, rng_states.resume))
+        if data.stage_data is not None and data.stage_data.train is not None:  # the loaders may be replaced later
             save, load = lambda: data.train.state_dict(), lambda state: data.train.load_state_dict(state)
             owners.append(Owner(("source",), Scope.RANK, save, load))
-        owners.append(Owner(("metrics",), Scope.MERGED, metrics.state_dict, load_metrics))
-        return owners
+        load_metrics = partial(metrics.load_state_dict, device=self._strategy.device)
+        return [*owners, Owner(("metrics",), Scope.MERGED, metrics.state_dict, load_metrics)]
 
     @cached_property
     def _callbacks(self) -> dict[str, Callback]:
@@ -193,16 +188,6 @@ class SavedState:
         """The callbacks that save tensors, by state key."""
         return {key: each for key, each in self._callbacks.items() if is_overridden("save_tensors", each, Callback)}
 
-    @cached_property
-    def _replacers_of_weights(self) -> list[ReplacesWeights]:
-        """The callbacks that replace weights in the module for now."""
-        return [callback for callback in self._callbacks.values() if isinstance(callback, ReplacesWeights)]
-
-    @cached_property
-    def module_class(self) -> str:
-        """The class of the run's module, by which later runs recognize its checkpoints."""
-        return class_path(type(self._module))
-
     # Saving
 
     def collect(self, weights_only: bool, trainable_only: bool = False, rehearsing: bool = False) -> StateToSave:
@@ -216,7 +201,11 @@ class SavedState:
         """
         module, is_running = self._module, self._strategy.module is not None
         if is_running:
-            replaced = self._replaced_weights(rehearsing)
+            replaced: dict[str, Any] = {}  # the trained values of weights that callbacks have replaced in the module
+            for callback in self._callbacks.values():
+                if isinstance(callback, ReplacesWeights):
+                    with _ignoring_errors(rehearsing):
+                        replaced |= callback.trained_weights(self._trainer, module)
             weights = self._strategy.model_state()
             trained = {**replaced, **self._earlier_buffers}
             weights |= {name: value for name, value in trained.items() if name in weights}
@@ -225,13 +214,7 @@ class SavedState:
             refuse_missing_weights(module)
             replaced, weights, tensors, averages = {}, dict(module.state_dict()), {}, None
         description = describe_module(module)
-        metadata = replace(
-            self._metadata(),
-            weights_only=weights_only,
-            averages=averages,
-            pretrained=description.pretrained,
-            layer_versions=description.layer_versions,
-        )
+        metadata = replace(self._metadata(description), weights_only=weights_only, averages=averages)
         contents = StateToSave(weights, metadata, description.tied, callbacks=tensors)
         if not weights_only:
             contents.rank_state = {"buffers": self._own_buffers(weights, replaced) if is_running else {}}
@@ -264,7 +247,7 @@ class SavedState:
             flattened = {}, {}
         state["flattened_optimizer_state"], own["optimizer_shards"] = flattened
 
-    def _metadata(self) -> CheckpointMetadata:
+    def _metadata(self, description: ModuleDescription) -> CheckpointMetadata:
         core, strategy, module, datamodule = self._core, self._strategy, self._module, self._core.datamodule
         hyper_parameters, left_out = core.secrets.take_out(module.hparams, warn=strategy.rank == 0)
         data_hyper_parameters: Any = {}
@@ -279,15 +262,9 @@ class SavedState:
             argument=hyper_parameters_argument(module),
             data_hyper_parameters=data_hyper_parameters,
             data_argument="" if datamodule is None else hyper_parameters_argument(datamodule),
+            pretrained=description.pretrained,
+            layer_versions=description.layer_versions,
         )
-
-    def _replaced_weights(self, rehearsing: bool) -> dict[str, Any]:
-        """Return the trained values of the weights that callbacks have replaced in the module."""
-        replaced: dict[str, Any] = {}
-        for callback in self._replacers_of_weights:
-            with _ignoring_errors(rehearsing):
-                replaced |= callback.trained_weights(self._trainer, self._module)
-        return replaced
 
     @property
     def _earlier_buffers(self) -> Mapping[str, torch.Tensor]:
@@ -317,7 +294,7 @@ class SavedState:
                 if tensors:
                     found[key] = tensors
                     if evaluated is not None:
-                        _check_averages(callback, evaluated, tensors, weights)
+                        check_averages(type(callback).__name__, evaluated, tensors, weights)
                         if averages is None or evaluated > averages.evaluated:
                             averages = AveragesRecord(key, evaluated)
         return found, averages
@@ -484,10 +461,8 @@ class SavedState:
         state, schedulers = checkpoint.state(), optimization.schedulers
         if anew.optimizers is not None:
             _check_count(checkpoint, "optimizer(s)", checkpoint.manifest.optimizers, optimization.optimizers)
-        if (
-            not all(anew.scheduler(config.scheduler, optimization.optimizers) for config in schedulers)
-            or not schedulers
-        ):
+        start_anew = [anew.scheduler(config.scheduler, optimization.optimizers) for config in schedulers]
+        if not schedulers or not all(start_anew):
             _check_count(checkpoint, "learning-rate scheduler(s)", state.get("schedulers") or (), schedulers)
         weights = self._read_weights(checkpoint, checkpoint.weights())
         ranks = self._read_rank_states(checkpoint, state["data"]["world_size"])
@@ -619,26 +594,4 @@ def _check_count(checkpoint: CheckpointReader, kind: str, saved: Sized, configur
             f"{len(configured)}.",
             "the saved states are assigned to optimizers and schedulers by their order.",
             "return as many as in the saved run, or start from the weights alone with load_from_checkpoint.",
-        )
-
-
-def _check_averages(callback: Callback, evaluated: Any, tensors: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
-    """Check what a callback says about its averages, before a checkpoint records it.
-
-    Raises:
-        ConfigurationError: the answer is not a boolean, or no tensor has the name of a weight.
-    """
-    name = type(callback).__name__
-    if not isinstance(evaluated, bool):
-        raise ConfigurationError(
-            f"{name}.evaluates_averages = {evaluated!r}.",
-            "a checkpoint records whether the run evaluates with the averages.",
-            "write a property that returns True, False, or None without averages.",
-        )
-    if tensors.keys().isdisjoint(weights):
-        raise ConfigurationError(
-            f"{name}.evaluates_averages = {evaluated}, and none of the names of its save_tensors is that of a weight: "
-            f"{listed(sorted(tensors))}.",
-            "the checkpoint would be evaluated without the averages.",
-            "return the averages under the names in state_dict of the module, or return None from evaluates_averages.",
         )
