@@ -432,7 +432,7 @@ class CheckpointManager:
                 callback.after_rollback(core.trainer, core.module, path)
 
         self.rollback = load_now
-        self.waiting.append(lambda: None)  # makes the loop leave the epoch
+        self.waiting.append(load_now)  # so that the loop notices it, leaves the epoch, and calls `rollback`
 
 
 def _absolute(folder: str | None) -> str:

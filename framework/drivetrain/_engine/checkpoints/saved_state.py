@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._engine.assembly.missing_weights import refuse_missing_weights
 from drivetrain._engine.assembly.run_parts import RunCore
-from drivetrain._engine.checkpoints.rank_local_buffers import collect_rank_local_buffers, load_rank_local_buffers
-from drivetrain._engine.checkpoints.rank_local_optimizer_state import add_own_shards, set_apart
+from drivetrain._engine.checkpoints.rank_local_state import add_own_shards, collect_buffers, load_buffers, set_apart
 from drivetrain._engine.checkpoints.resume_compatibility import StartsAnew
 from drivetrain._engine.checkpoints.saved_state_schema import reporting_malformed
 from drivetrain._engine.ranks.seeding import seed_rank
@@ -278,7 +277,7 @@ class SavedState:
         if control.world_size == 1:
             return {}
         overrides = {**replaced, **self._core.buffers.values(replaced), **self._earlier_buffers}
-        return collect_rank_local_buffers(self._module, weights, overrides, control)
+        return collect_buffers(self._module, weights, overrides, control)
 
     def _callback_tensors(
         self, rehearsing: bool, only_averages: bool, weights: Mapping[str, Any]
@@ -367,7 +366,7 @@ class SavedState:
                 owner.restore(checkpoint, saved.state, saved.ranks)
         if position.is_split_as_saved:
             with reporting_malformed(checkpoint, "the ranks' documents", "buffers"):
-                load_rank_local_buffers(self._module, saved.ranks[0]["buffers"])
+                load_buffers(self._module, saved.ranks[0]["buffers"])
         else:
             seed_rank(derive_seed(_RESUME_SEED, data.seed, progress.epoch, progress.epoch_samples), strategy.data_rank)
         for key, tensors in saved.tensors.items():
