@@ -191,7 +191,7 @@ class StageLoaders:
     """The evaluation loaders, as a flat sequence."""
     given_to_evaluate: dict[str, Any] = field(default_factory=dict)
     """The evaluation loader or collection of loaders that the user passed, by stage."""
-    lengths: dict[str, list[int | None]] = field(default_factory=dict)
+    evaluation_lengths: dict[str, list[int | None]] = field(default_factory=dict)
     """The expected micro-batches of each evaluation loader, by stage; None if unknown."""
 
 
@@ -244,7 +244,7 @@ class RunState:
         position: the loop and the micro-batch being processed.
         sanity_checking: whether the sanity check before training is running.
         validating: whether a fit is validating, outside its sanity check.
-        loaders: the loaders, once they are built.
+        data: the loaders, once they are built.
         module_callbacks: the callbacks that ``configure_callbacks`` returned.
         has_validation_step: whether the module overrides ``validation_step``.
         optimization: the optimizers and schedulers, once they are set up.
@@ -269,7 +269,7 @@ class RunState:
     position: Position = field(default_factory=Position)
     sanity_checking: bool = False
     validating: bool = False
-    loaders: StageLoaders = field(default_factory=StageLoaders)
+    data: StageLoaders = field(default_factory=StageLoaders)
     module_callbacks: list[Any] = field(default_factory=list)
     has_validation_step: bool = False
     optimization: Optimization = field(default_factory=Optimization)

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from drivetrain._config.argument_checks import check_arguments
 from drivetrain._config.precedence import resolved_settings
 from drivetrain._engine.assembly.defaults import default_callbacks, default_loggers, resolve_profiler
-from drivetrain._engine.assembly.run_parts import RunRequest
 from drivetrain._engine.checkpoints.components import check_allow
-from drivetrain._engine.data_setup.stage_loaders import DataArguments
 from drivetrain._engine.ranks.launch import launch
 from drivetrain._engine.ranks.seeding import built_unseeded
+from drivetrain._engine.run_request import RunRequest
 from drivetrain._module.run_handle import is_attached
 from drivetrain._run_state import RunState
 from drivetrain._runs import CKPT_PATH_KEYWORDS
@@ -202,8 +201,8 @@ class Fit(RunContext):
         """
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
-        given = DataArguments(train_dataloaders, val_dataloaders, datamodule)
-        self._launch("fit", _either("fit", module, model), given, ckpt_path, allow=check_allow(allow))
+        data = train_dataloaders, val_dataloaders, datamodule
+        self._launch("fit", _either("fit", module, model), *data, ckpt_path, allow=check_allow(allow))
 
     def validate(
         self,
@@ -349,14 +348,15 @@ class Fit(RunContext):
             if ckpt_path is None and best and self.run_state.stage == "fit":
                 logger.info("%s was given no module: it uses the last run's, with the weights of %s.", stage, best)
                 ckpt_path = best
-        given = DataArguments(None, loaders, datamodule)
-        return self._launch(stage, module, given, ckpt_path, return_predictions, averaged=averaged)
+        return self._launch(stage, module, None, loaders, datamodule, ckpt_path, return_predictions, averaged=averaged)
 
     def _launch(
         self,
         stage: str,
         module: Any,
-        given: DataArguments,
+        train: Any,
+        evaluate: Any,
+        datamodule: DataModule | None,
         ckpt_path: Any,
         return_predictions: bool = True,
         allow: tuple[str, ...] = (),
@@ -368,9 +368,9 @@ class Fit(RunContext):
                 "no earlier run of this Fit provides one.",
                 f"pass a module: Fit().{stage}(module, ...).",
             )
-        if not isinstance(given.datamodule, DataModule | None):
+        if not isinstance(datamodule, DataModule | None):
             raise ConfigurationError(
-                f"{stage} was given a {type(given.datamodule).__name__} as its datamodule.",
+                f"{stage} was given a {type(datamodule).__name__} as its datamodule.",
                 "the arguments after the loaders are datamodule and ckpt_path, in this order.",
                 "pass them by name: datamodule=..., ckpt_path=....",
             )
@@ -390,12 +390,14 @@ class Fit(RunContext):
                     "pass ckpt_path=..., or leave averaged out.",
                 )
         self._log_queue = None  # discards the rows that a failed run has not delivered
+        data = train, evaluate, datamodule
+        request = RunRequest(self, stage, module, *data, path, return_predictions, allow, averaged=averaged)
         try:
             if any(isinstance(callback, SearchesBeforeLaunch) for callback in self.callbacks):
                 from drivetrain._engine.trials import run_before_launch_hooks  # only runs with trials need it
 
-                run_before_launch_hooks(self, stage, module, given, path)
-            return launch(RunRequest(self, stage, module, given, path, return_predictions, allow, averaged=averaged))
+                run_before_launch_hooks(request)
+            return launch(request)
         except ConfigurationError as error:
             raise shortened(error)  # noqa: B904 - `shortened` returns the same error
 

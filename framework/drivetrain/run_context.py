@@ -172,7 +172,7 @@ class RunContext(FitArguments):
     @property
     def is_last_batch(self) -> bool:
         """Whether the training micro-batch is the last one of its epoch; False if the epoch's length is unknown."""
-        run, length = self.run_state, self.run_state.loaders.train_length
+        run, length = self.run_state, self.run_state.data.train_length
         if length is None:
             return False
         if run.position.loop == "training" and run.metrics.batch is not None:
@@ -220,7 +220,7 @@ class RunContext(FitArguments):
     @property
     def num_training_batches(self) -> int | float:
         """The number of micro-batches of an epoch on each rank; infinite if neither limits nor loaders give it."""
-        length = self.run_state.loaders.train_length
+        length = self.run_state.data.train_length
         return float("inf") if length is None else length
 
     @property
@@ -255,28 +255,28 @@ class RunContext(FitArguments):
     @property
     def train_dataloader(self) -> Any:
         """The training loader(s) as passed; None in other stages."""
-        loaders = self.run_state.loaders.loaders
+        loaders = self.run_state.data.loaders
         return loaders[0] if loaders else None
 
     @property
     def val_dataloaders(self) -> Any:
         """The validation loader(s) as passed; None if there are none."""
-        return self.run_state.loaders.given_to_evaluate.get("validate")
+        return self.run_state.data.given_to_evaluate.get("validate")
 
     @property
     def test_dataloaders(self) -> Any:
         """The test loader(s) as passed; None in other stages."""
-        return self.run_state.loaders.given_to_evaluate.get("test")
+        return self.run_state.data.given_to_evaluate.get("test")
 
     @property
     def predict_dataloaders(self) -> Any:
         """The prediction loader(s) as passed; None in other stages."""
-        return self.run_state.loaders.given_to_evaluate.get("predict")
+        return self.run_state.data.given_to_evaluate.get("predict")
 
     @property
     def evaluated_loaders(self) -> Sequence[Any]:
         """The loaders that the current validation, test or prediction reads, as a flat sequence."""
-        return self.run_state.loaders.evaluated
+        return self.run_state.data.evaluated
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
@@ -797,7 +797,7 @@ class RunContext(FitArguments):
             return []
 
     def _limits(self, stage: str) -> list[int | float]:
-        lengths = self.run_state.loaders.lengths.get(stage, [])
+        lengths = self.run_state.data.evaluation_lengths.get(stage, [])
         return [float("inf") if length is None else length for length in lengths]
 
     def _runs(self, stage: str) -> bool:

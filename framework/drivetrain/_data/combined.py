@@ -26,6 +26,9 @@ MODES = ("min_size", _CYCLE, "max_size", "sequential")
 _EXHAUSTED: Any = object()
 """Marks an exhausted loader, since None may be a batch."""
 
+# Number of entries of a list in which to look for loaders. A list of batches may be long, and its entries are alike.
+_CHECKED_ENTRIES = 8
+
 # Upper bound on the number of passes over a loader within an epoch, used if the number is unknown.
 _MAX_PASSES = 2**16
 
@@ -83,10 +86,15 @@ class CombinedLoader:
 
 
 def is_collection(value: Any) -> bool:
-    """Return whether ``value`` is a collection of loaders rather than an iterable of batches."""
+    """Return whether ``value`` is a collection of loaders. A list may also be one loader, a list of batches."""
     if isinstance(value, Mapping):
         return True
-    return isinstance(value, list | tuple) and any(is_loader(entry) for entry in value)
+    if not isinstance(value, list | tuple):
+        return False
+    entries = value[:_CHECKED_ENTRIES]
+    if any(isinstance(entry, Mapping) and not any(map(is_loader, entry.values())) for entry in entries):
+        return False
+    return any(is_loader(entry) or is_collection(entry) for entry in entries)
 
 
 def is_loader(value: Any) -> bool:

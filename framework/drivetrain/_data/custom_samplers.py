@@ -2,20 +2,159 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import BatchSampler
 
-from drivetrain._data.sharding import compute_shard, should_rebalance, split_in_half
+from drivetrain._data.samplers import LoaderSharding, RankSampler, drain, len_or_none
+from drivetrain._data.sharding import (
+    EPOCH_START,
+    BatchShare,
+    EpochOffset,
+    compute_shard,
+    should_rebalance,
+    split_in_half,
+)
 from drivetrain._data.worker_seeding import seed_generators
-from drivetrain._runtime.generators import generators_restorer
+from drivetrain._runtime.generators import generator_states, generators_restorer, restore_generators
 from drivetrain._runtime.seed import derive_seed
 
 _SAMPLER_SEED_SALT = 0x73616D70
 
 _CPU = torch.device("cpu")
+
+# Number of global micro-batches that are read from a custom sampler at a time. For each such block, the generators are
+# exchanged, which is slow.
+_BLOCK_SIZE = 32
+
+
+class ShardedCustomSampler(RankSampler):
+    """`RankSampler` that shards a custom sampler and keeps the sampler's order.
+
+    Every rank iterates the whole custom sampler and selects its own part, so that all ranks know all shards. To start
+    within an epoch, the indices before the start are iterated over, but their samples are not read.
+
+    Args:
+        sampler: the loader's batch sampler, or its sampler if ``prebatched``.
+        sharding: how the sampler is sharded.
+        rank_local: whether the sampler yields this rank's part only, so that it is read in full, and the samples of all
+            ranks cannot be counted.
+        prebatched: see `RankSampler`.
+        keyed: see `RankSampler`.
+    """
+
+    def __init__(self, sampler: Any, sharding: LoaderSharding, rank_local: bool, prebatched: bool, keyed: bool) -> None:
+        self._sharding = sharding
+        self._splits = splits = sharding.replace_sampler and not rank_local
+        self._rank_local = rank_local
+        self._rank, self._world_size = (0, 1) if rank_local else (sharding.rank, sharding.world_size)
+        keeps_all = prebatched or (sharding.predicting and splits)
+        self._drop_last = bool(getattr(sampler, "drop_last", False)) and not keeps_all
+        self._stream, self._batch_size = sampler, 1 if prebatched else None  # None: a stream of batches of any size
+        if not prebatched and type(sampler) is BatchSampler and splits:
+            self._stream, self._batch_size = sampler.sampler, sampler.batch_size
+        self.nested = nested_samplers(sampler)
+        """The custom sampler and the samplers nested in it, outermost first."""
+        generators = (getattr(part, "generator", None) for part in self.nested)
+        self._generators = [each for each in generators if isinstance(each, torch.Generator)]
+        self.first: list[GlobalBatch] | None = None
+        """The first block of global micro-batches that was drawn."""
+        super().__init__(prebatched, keyed)
+        self.state = {"began": None}  # the generators' states at the start of the epoch
+
+    def refresh(self) -> None:
+        length, divisor = len_or_none(self._stream), self._world_size * (self._batch_size or 1)
+        self.length = None if length is None else length // divisor if self._drop_last else -(-length // divisor)
+
+    def _start_groups(self, skip: int) -> Iterator[GlobalBatch]:
+        """Restart the sampler, skip a number of samples, and return the global micro-batches."""
+        if self._batch_size is None:
+            groups = group_batches(self._stream, self._world_size, self._drop_last, skip)
+        else:
+            groups = group_indices(self._stream, self._batch_size, self._world_size, self._drop_last, skip)
+        return groups if self._sharding.training or not self._splits else rebalance_tail(groups, self._world_size)
+
+    def begin(self, epoch: int, start: int, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare]:
+        shards: deque[BatchShare] = deque()
+        self._begun = epoch, start, origin, shards
+        return drain(shards)
+
+    def count(self, epoch: int) -> int | None:
+        if not self._splits:
+            return None  # Counting would draw from the process's generators.
+        return sum(len(groups) for groups in self._read_groups(epoch, 0, EPOCH_START))
+
+    def _blocks(self, epoch: int, start: int, origin: EpochOffset, shards: deque[BatchShare]) -> Iterator[list[Any]]:
+        position, number = origin
+        for groups in self._read_groups(epoch, start, origin):
+            if self.first is None:
+                self.first = groups
+            first = number
+            number += len(groups)
+            requests = []
+            for group in groups:
+                if first < start:
+                    first += 1
+                    position += len(group.indices)
+                    continue
+                indices, bounds, _ = group
+                low, high = bounds[self._rank], bounds[self._rank + 1]
+                total = None if self._rank_local else len(indices)
+                if low == high:
+                    requests.append(indices[:1])
+                    shards.append(BatchShare(0, total, True, position))
+                else:
+                    requests.append(indices[low:high])
+                    shards.append(BatchShare(high - low, total, False, position + low))
+                position += len(indices)
+            if requests:
+                yield self._requests(requests, epoch, first)
+
+    def _read_groups(self, epoch: int, start: int, origin: EpochOffset) -> Iterator[list[GlobalBatch]]:
+        if not self._splits:
+            # Read one group at a time, so that the sampler draws when it would in a plain PyTorch loop.
+            for group in self._read_with_process_rng(start, origin):
+                yield [group]
+            return
+        rng = SamplerRng(self._sharding.seed, epoch, self._generators)
+        groups: Iterator[GlobalBatch] | None = None
+        while True:
+            with rng:
+                if groups is None:
+                    groups = self._start_groups(origin.samples)
+                block = list(islice(groups, _BLOCK_SIZE))
+            if not block:
+                return
+            yield block
+
+    def _read_with_process_rng(self, start: int, origin: EpochOffset) -> Iterator[GlobalBatch]:
+        """Start the sampler, and return its global micro-batches.
+
+        If the run resumes within an epoch, the micro-batches before the start are drawn again with the states that the
+        generators had at the epoch's start.
+        """
+        groups = self._start_groups(origin.samples)
+        if start == 0 or self.state["began"] is None:
+            self.state = {"began": generator_states(_CPU)}
+            return groups
+        current_states = generator_states(_CPU)
+        restore_generators(self.state["began"], _CPU)
+        first = list(islice(groups, start - origin.number + 1))
+        restore_generators(current_states, _CPU)
+        return chain(first, groups)
+
+
+def nested_samplers(sampler: Any) -> tuple[Any, ...]:
+    """Return a sampler and the samplers nested in it, outermost first."""
+    parts: list[Any] = []
+    while sampler is not None and len(parts) < 8:
+        parts.append(sampler)
+        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+    return tuple(parts)
 
 
 class GlobalBatch(NamedTuple):

@@ -78,7 +78,7 @@ class _IteratorTracker:
         loader = self._loader()
         assert loader is not None, "the loader itself makes this call"
         if loader.num_workers:
-            from drivetrain._data.worker_signals import starting_workers  # imported only if there are workers
+            from drivetrain._data.worker_processes import starting_workers  # imported only if there are workers
 
             with starting_workers(loader.multiprocessing_context):
                 iterator = type(loader)._get_iterator(loader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
@@ -21,7 +22,7 @@ _CHILD_LISTS = ("datasets", "flattened")
 _MAX_DEPTH = 2
 # Maximum length of a collection whose entries are searched.
 _MAX_ENTRIES = 32
-# Maximum number of plain objects that are searched.
+# Number of objects after which no more plain objects are searched.
 _MAX_OBJECTS = 4096
 
 # Of objects whose class is in one of these packages, only the attributes listed above are searched.
@@ -41,36 +42,22 @@ def collect_generators(*loaders: Any) -> list[Any]:
     """
     generators: dict[int, Any] = {}
     seen: set[int] = set()
-    plain_objects: list[tuple[Any, int]] = []
-    pending = [leaf for loader in loaders for leaf in (leaves(loader) if is_collection(loader) else [loader])]
-    while pending:
-        part = pending.pop()
+    chain = deque((leaf, 0) for loader in loaders for leaf in (leaves(loader) if is_collection(loader) else [loader]))
+    plain: deque[tuple[Any, int]] = deque()  # with their depths, the shallowest first
+    while chain or (plain and len(seen) < _MAX_OBJECTS):
+        part, depth = (chain or plain).popleft()
         if id(part) in seen:
             continue
         seen.add(id(part))
-        attributes = getattr(part, "__dict__", {})
-        bound = _bound_objects(part)
-        values = [*attributes.values(), *bound]
-        generators.update({id(value): value for value in values if is_generator(value)})
-        if bound or not _is_skipped(part):
-            plain_objects += [(value, 1) for value in values]
-        pending += [attributes[name] for name in _CHILD_ATTRIBUTES if name in attributes]
-        for name in _CHILD_LISTS:
-            children = attributes.get(name)
-            pending += children if isinstance(children, list | tuple) else ()
-    limit = len(seen) + _MAX_OBJECTS
-    for value, depth in plain_objects:  # The list grows during the iteration.
-        for entry in _entries(value):
-            if is_generator(entry):
-                generators[id(entry)] = entry
-            elif _may_hold_generators(entry) and id(entry) not in seen and len(seen) < limit:
-                seen.add(id(entry))
-                inner_values = [*getattr(entry, "__dict__", {}).values(), *_bound_objects(entry)]
-                generators.update(
-                    {id(inner_value): inner_value for inner_value in inner_values if is_generator(inner_value)}
-                )
-                if depth < _MAX_DEPTH:
-                    plain_objects += [(inner_value, depth + 1) for inner_value in inner_values]
+        attributes, bound = getattr(part, "__dict__", {}), _bound_objects(part)
+        entries = [entry for value in (*attributes.values(), *bound) for entry in _entries(value)]
+        generators.update({id(entry): entry for entry in entries if is_generator(entry)})
+        if depth < _MAX_DEPTH and (depth or bound or not _is_skipped(part)):
+            plain += [(entry, depth + 1) for entry in entries if _may_hold_generators(entry)]
+        if depth == 0:
+            chain += [(attributes[name], 0) for name in _CHILD_ATTRIBUTES if name in attributes]
+            lists = (attributes.get(name) for name in _CHILD_LISTS)
+            chain += [(child, 0) for children in lists if isinstance(children, list | tuple) for child in children]
     return list(generators.values())
 
 

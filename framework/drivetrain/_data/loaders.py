@@ -5,33 +5,18 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from drivetrain._data.batch_source import BatchSource
 from drivetrain._data.combined import CombinedLoader, CombinedSource, is_collection
-from drivetrain._data.custom_samplers import GlobalBatch, SamplerRng, group_batches, group_indices, rebalance_tail
+from drivetrain._data.custom_samplers import ShardedCustomSampler, nested_samplers
 from drivetrain._data.iterable_source import IterableSource, count_samples, no_batches_error, set_epoch
 from drivetrain._data.loader_copy import LoaderClone, allocates_each_batch
-from drivetrain._data.sample_order import KeyedPermutation, Order, SequentialOrder
-from drivetrain._data.samplers import (
-    RankSampler,
-    ShardedCustomSampler,
-    ShardedSampler,
-    drain,
-    len_or_none,
-)
-from drivetrain._data.sharding import EPOCH_START, BatchShare, EpochOffset, EpochSharding
+from drivetrain._data.samplers import LoaderSharding, RankSampler, ShardedSampler, drain, len_or_none
+from drivetrain._data.sharding import EPOCH_START, BatchShare, EpochOffset
 from drivetrain._data.worker_seeding import SeededDataset, WorkerInit
 from drivetrain._runtime.seed import derive_seed
 from drivetrain._runtime.transfer import samples_in
@@ -78,23 +63,24 @@ def prepare_loader(
             f"data ranks go from 0 to {world_size - 1}",
             "check the strategy's `data_rank` and `data_world_size`",
         )
-    return _source_of(loader, _Sharding(training, predicting, rank, world_size, seed, replace_sampler))
+    return _source_of(loader, LoaderSharding(training, predicting, rank, world_size, seed, replace_sampler))
 
 
-def _source_of(loader: Any, sharding: _Sharding) -> BatchSource:
-    if is_collection(loader):
+def _source_of(loader: Any, sharding: LoaderSharding) -> BatchSource:
+    if isinstance(loader, DataLoader):
+        if loader.num_workers > 0:
+            from drivetrain._data.worker_processes import check_temporary_folder  # imported only if there are workers
+
+            check_temporary_folder(loader.num_workers)
+        if not isinstance(loader.dataset, IterableDataset):
+            return MapSource(loader, sharding)
+    elif is_collection(loader):
         loader = CombinedLoader(loader, "max_size_cycle" if sharding.training else "sequential")
     if isinstance(loader, CombinedLoader):
         # Two loaders of the same length must not be shuffled in the same order.
         seeds = [sharding.seed, *(derive_seed(sharding.seed, index) for index in range(1, len(loader.flattened)))]
         parts = zip(loader.flattened, seeds, strict=True)
         return CombinedSource(loader, [_source_of(part, replace(sharding, seed=seed)) for part, seed in parts])
-    if isinstance(loader, DataLoader) and loader.num_workers > 0:
-        from drivetrain._data.socket_paths import check_temporary_folder  # imported only if there are workers
-
-        check_temporary_folder(loader.num_workers)
-    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        return MapSource(loader, sharding)
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise ConfigurationError(
             f"{type(loader).__name__} is not a loader",
@@ -112,7 +98,7 @@ class MapSource(BatchSource):
         sharding: how the loader's sampler is sharded.
     """
 
-    def __init__(self, loader: DataLoader[Any], sharding: _Sharding) -> None:
+    def __init__(self, loader: DataLoader[Any], sharding: LoaderSharding) -> None:
         self._dataset: Any = loader.dataset
         self.in_process = loader.num_workers == 0
         sampler_attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
@@ -121,13 +107,14 @@ class MapSource(BatchSource):
         prebatched = sampler_attribute == "sampler" and not isinstance(sampler, BatchSampler)
         multi_rank = sharding.world_size > 1
         rank_local = multi_rank and (not sharding.replace_sampler or _is_already_sharded(sampler, sharding.world_size))
-        rank_sampler: RankSampler | None = None
-        if sharding.replace_sampler and not rank_local:
-            rank_sampler = sharding.standard_sampler(sampler, prebatched, keyed=not self.in_process)
-        self._custom_samplers = _nested_samplers(sampler) if rank_sampler is None else ()
-        if rank_sampler is None:
-            rank_sampler = sharding.custom_sampler(sampler, prebatched, not self.in_process, rank_local)
-        self._rank_sampler = rank_sampler
+        keyed = not self.in_process
+        self._rank_sampler: RankSampler
+        self._custom_samplers: tuple[Any, ...] = ()
+        if sharding.replace_sampler and not rank_local and ShardedSampler.can_replace(sampler, prebatched):
+            self._rank_sampler = ShardedSampler(sampler, sharding, prebatched, keyed)
+        else:
+            self._rank_sampler = ShardedCustomSampler(sampler, sharding, rank_local, prebatched, keyed)
+            self._custom_samplers = self._rank_sampler.nested
         self._shards_unknown = multi_rank and (rank_local or prebatched)
         self._measure()
         if self.length == 0:
@@ -140,7 +127,7 @@ class MapSource(BatchSource):
         self._clone = LoaderClone(loader, **attributes)
         self._prebatched = prebatched
         self._custom_iteration = _has_custom_iteration(loader)
-        self.length_is_exact = rank_sampler.length_is_exact and not self._custom_iteration
+        self.length_is_exact = self._rank_sampler.length_is_exact and not self._custom_iteration
         self.shards_known = not self._shards_unknown and not (self._custom_iteration and multi_rank)
         self.stride = None if rank_local else _stride(loader, prebatched, sharding.world_size)
         self.subset = _dataset_subset(loader.dataset) if multi_rank and not rank_local else None
@@ -187,7 +174,8 @@ class MapSource(BatchSource):
                 "the parts that the ranks' samplers select cannot be re-sharded",
                 "resume on the same number of ranks, from a checkpoint at an epoch's end, or let Fit shard the data",
             )
-        set_epoch(epoch, *self._custom_samplers)
+        if self._custom_samplers:
+            set_epoch(epoch, *self._custom_samplers)
         shards = self._rank_sampler.begin(epoch, start, origin)
         pairs: Iterator[tuple[Any, BatchShare]]
         if self._custom_iteration:
@@ -247,108 +235,14 @@ class MapSource(BatchSource):
             yield batch, shard._replace(samples=samples, total=None if self._shards_unknown else samples)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sharding:
-    """How the sampler of a map-style `DataLoader` is sharded. The attributes are the arguments of `prepare_loader`."""
-
-    training: bool
-    predicting: bool
-    rank: int
-    world_size: int
-    seed: int
-    replace_sampler: bool
-
-    def standard_sampler(self, sampler: Any, prebatched: bool, keyed: bool) -> RankSampler | None:
-        """Return a `ShardedSampler` that replaces a standard torch sampler; None for any other sampler."""
-        batch_size, drop_last, inner = 1, False, sampler
-        if not prebatched:
-            if type(sampler) is not BatchSampler:
-                return None
-            batch_size, drop_last, inner = sampler.batch_size, sampler.drop_last, sampler.sampler
-        standard = _standard_sampler(inner)
-        if standard is None:
-            return None
-        source, shuffle = standard
-        in_order = not shuffle or self.predicting
-        drop_last = drop_last and not self.predicting
-
-        def order_of(samples: int, epoch: int) -> Order:
-            return SequentialOrder(samples) if in_order else KeyedPermutation(samples, self.seed, epoch)
-
-        def sharding_of() -> EpochSharding:
-            if shuffle and type(inner) is RandomSampler and len(inner) != len(inner.data_source):
-                raise ConfigurationError(
-                    f"RandomSampler(num_samples={len(inner)}) of a data set that now has {len(inner.data_source)} "
-                    "samples",
-                    "the number of samples was fixed when the sampler was built, so the sampler does not follow the "
-                    "data set",
-                    "leave num_samples out, or use shuffle=True of the DataLoader",
-                )
-            return EpochSharding(len(source), batch_size, self.rank, self.world_size, drop_last, self.training)
-
-        return ShardedSampler(sharding_of, order_of, prebatched, keyed)
-
-    def custom_sampler(self, sampler: Any, prebatched: bool, keyed: bool, rank_local: bool) -> ShardedCustomSampler:
-        """Return a sampler that shards a custom sampler. If ``rank_local``, the custom sampler is read in full."""
-        sharded = self.replace_sampler and not rank_local
-        world_size, rank = (self.world_size, self.rank) if not rank_local else (1, 0)
-        drop_last = bool(getattr(sampler, "drop_last", False)) and not prebatched and not (self.predicting and sharded)
-        stream, batch_size = sampler, None  # a stream of batches of any size, or of single indices
-        if prebatched:
-            batch_size = 1
-        elif type(sampler) is BatchSampler and sharded:
-            stream, batch_size = sampler.sampler, sampler.batch_size
-
-        def start_groups(skip: int) -> Iterator[GlobalBatch]:
-            if batch_size is None:
-                groups = group_batches(stream, world_size, drop_last, skip)
-            else:
-                groups = group_indices(stream, batch_size, world_size, drop_last, skip)
-            return groups if self.training or not sharded else rebalance_tail(groups, world_size)
-
-        def length_of() -> int | None:
-            length, divisor = len_or_none(stream), world_size * (batch_size or 1)
-            if length is None:
-                return None
-            return length // divisor if drop_last else -(-length // divisor)
-
-        generators = [
-            part.generator
-            for part in _nested_samplers(sampler)
-            if isinstance(getattr(part, "generator", None), torch.Generator)
-        ]
-        rng_for_epoch = (lambda epoch: SamplerRng(self.seed, epoch, generators)) if sharded else None
-        return ShardedCustomSampler(start_groups, rng_for_epoch, rank, rank_local, length_of, prebatched, keyed)
-
-
-def _standard_sampler(sampler: Any) -> tuple[Any, bool] | None:
-    """Return what a standard torch sampler draws from, and whether it shuffles; None for any other sampler."""
-    if type(sampler) is SequentialSampler:
-        return sampler, False
-    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
-        return sampler, True
-    if type(sampler) is DistributedSampler:
-        return sampler.dataset, sampler.shuffle
-    return None
-
-
 def _is_already_sharded(sampler: Any, world_size: int) -> bool:
     """Return whether the ``rank`` and ``num_replicas`` of a sampler show that it yields only one rank's part."""
     return any(
         type(part) is not DistributedSampler
         and hasattr(part, "rank")
         and getattr(part, "num_replicas", 0) == world_size
-        for part in _nested_samplers(sampler)
+        for part in nested_samplers(sampler)
     )
-
-
-def _nested_samplers(sampler: Any) -> tuple[Any, ...]:
-    """Return a sampler and the samplers nested in it, outermost first."""
-    parts: list[Any] = []
-    while sampler is not None and len(parts) < 8:
-        parts.append(sampler)
-        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
-    return tuple(parts)
 
 
 def _dataset_subset(dataset: Any) -> list[Any] | None:

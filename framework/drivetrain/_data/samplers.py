@@ -4,43 +4,47 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, count, islice
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, count
 from typing import Any, TypeVar
 
-import torch
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
-from drivetrain._data.custom_samplers import GlobalBatch, SamplerRng
-from drivetrain._data.sample_order import Order
+from drivetrain._data.sample_order import KeyedPermutation, SequentialOrder
 from drivetrain._data.sharding import EPOCH_START, BatchShare, EpochOffset, EpochSharding
 from drivetrain._data.worker_seeding import KeyedIndex, KeyedIndices, MicroBatchKey
-from drivetrain._runtime.generators import generator_states, restore_generators
+from drivetrain.errors import ConfigurationError
 
 Entry = TypeVar("Entry")
 
-_CPU = torch.device("cpu")
 
-# Number of global micro-batches that are read from a custom sampler at a time. For each such block, the generators are
-# exchanged, which is slow.
-_BLOCK_SIZE = 32
+@dataclass(frozen=True, slots=True)
+class LoaderSharding:
+    """How the sampler of a map-style `DataLoader` is sharded. The attributes are the arguments of `prepare_loader`."""
+
+    training: bool
+    predicting: bool
+    rank: int
+    world_size: int
+    seed: int
+    replace_sampler: bool
 
 
 class RankSampler(ABC):
     """Batch sampler (or sampler) of this rank's part, which can start at any micro-batch of any epoch.
 
     Args:
-        length_of: returns the number of micro-batches that the sampler declares for an epoch now; None if it declares
-            no length.
         prebatched: whether the data set holds whole batches, so that a request is a single index rather than a list.
         keyed: whether each request carries the key of its micro-batch, which worker processes need.
     """
 
+    length: int | None
+    """The number of micro-batches that the sampler declares for an epoch; None if it declares no length."""
     length_is_exact = False
     """Whether every epoch has exactly ``length`` micro-batches."""
 
-    def __init__(self, length_of: Callable[[], int | None], prebatched: bool, keyed: bool) -> None:
-        self._length_of = length_of
-        self.length = length_of()
+    def __init__(self, prebatched: bool, keyed: bool) -> None:
         self._prebatched = prebatched
         self._keyed = keyed
         self._begun: tuple[Any, ...] = (0, 0, EPOCH_START)
@@ -48,10 +52,11 @@ class RankSampler(ABC):
         """A queue that receives the indices of each request when it is made; None if indices are not recorded."""
         self.state: dict[str, Any] = {}
         """What a checkpoint holds of the sampler; see `BatchSource.state_dict`. It is replaced, never changed."""
+        self.refresh()
 
+    @abstractmethod
     def refresh(self) -> None:
         """Use the present size of the data from the next epoch on."""
-        self.length = self._length_of()
 
     @abstractmethod
     def begin(self, epoch: int, start: int, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare]:
@@ -95,32 +100,53 @@ class RankSampler(ABC):
 
 
 class ShardedSampler(RankSampler):
-    """`RankSampler` over an `Order`. It starts at any micro-batch without iterating over the preceding ones.
+    """`RankSampler` in place of a standard torch sampler. It starts at any micro-batch without iterating to it.
 
     Args:
-        sharding_of: returns how an epoch is sharded over the ranks, for the present size of the data.
-        order_of: takes the number of samples and the number of an epoch, and returns the order.
+        sampler: the loader's batch sampler over a standard sampler, or its standard sampler if ``prebatched``.
+        sharding: how the sampler is sharded.
         prebatched: see `RankSampler`.
         keyed: see `RankSampler`.
     """
 
     length_is_exact = True
 
-    def __init__(
-        self,
-        sharding_of: Callable[[], EpochSharding],
-        order_of: Callable[[int, int], Order],
-        prebatched: bool,
-        keyed: bool,
-    ) -> None:
-        self._sharding_of = sharding_of
-        self._sharding = sharding_of()
-        self._order_of = order_of
-        super().__init__(lambda: self._sharding.length, prebatched, keyed)
+    def __init__(self, sampler: Any, sharding: LoaderSharding, prebatched: bool, keyed: bool) -> None:
+        self._settings = sharding
+        self._sampler = inner = sampler if prebatched else sampler.sampler
+        self._batch_size = 1 if prebatched else sampler.batch_size
+        self._drop_last = not prebatched and sampler.drop_last and not sharding.predicting
+        self._shuffles = not sharding.predicting and (
+            inner.shuffle if type(inner) is DistributedSampler else type(inner) is RandomSampler
+        )
+        super().__init__(prebatched, keyed)
+
+    @staticmethod
+    def can_replace(sampler: Any, prebatched: bool) -> bool:
+        """Return whether ``sampler`` is one of torch's own, or batches of one."""
+        if not prebatched:
+            if type(sampler) is not BatchSampler:
+                return False
+            sampler = sampler.sampler
+        if type(sampler) is RandomSampler:
+            return not sampler.replacement and len(sampler) == len(sampler.data_source)
+        return type(sampler) in (SequentialSampler, DistributedSampler)
 
     def refresh(self) -> None:
-        self._sharding = self._sharding_of()
-        super().refresh()
+        sampler, settings = self._sampler, self._settings
+        if type(sampler) is RandomSampler and len(sampler) != len(sampler.data_source):
+            raise ConfigurationError(
+                f"RandomSampler(num_samples={len(sampler)}) of a data set that now has {len(sampler.data_source)} "
+                "samples",
+                "the number of samples was fixed when the sampler was built, so the sampler does not follow the "
+                "data set",
+                "leave num_samples out, or use shuffle=True of the DataLoader",
+            )
+        source: Any = sampler.dataset if type(sampler) is DistributedSampler else sampler
+        self._sharding = EpochSharding(
+            len(source), self._batch_size, settings.rank, settings.world_size, self._drop_last, settings.training
+        )
+        self.length = self._sharding.length
 
     def begin(self, epoch: int, start: int, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare]:
         self._begun = epoch, start, origin
@@ -133,116 +159,11 @@ class ShardedSampler(RankSampler):
         return self.length
 
     def _blocks(self, epoch: int, first: int, origin: EpochOffset) -> Iterator[list[Any]]:
-        order = self._order_of(self._sharding.samples, epoch)
+        samples = self._sharding.samples
+        order = KeyedPermutation(samples, self._settings.seed, epoch) if self._shuffles else SequentialOrder(samples)
         for block in self._sharding.remaining(origin.samples).indices(order, first - origin.number):
             yield self._requests(block, epoch, first)
             first += len(block)
-
-
-class ShardedCustomSampler(RankSampler):
-    """`RankSampler` that shards a custom sampler and keeps the sampler's order.
-
-    Every rank iterates the whole custom sampler and selects its own part, so that all ranks know all shards. To start
-    within an epoch, the indices before the start are iterated over, but their samples are not read.
-
-    Args:
-        start_groups: restarts the sampler, skips the given number of samples and returns the global micro-batches.
-        rng_for_epoch: returns the generators that the sampler draws from in an epoch; None if the sampler draws from
-            the process's generators.
-        rank: this process's data rank.
-        rank_local: whether the samplers of other ranks are unknown, so that the samples of all ranks cannot be counted.
-        length_of: see `RankSampler`.
-        prebatched: see `RankSampler`.
-        keyed: see `RankSampler`.
-    """
-
-    def __init__(
-        self,
-        start_groups: Callable[[int], Iterator[GlobalBatch]],
-        rng_for_epoch: Callable[[int], SamplerRng] | None,
-        rank: int,
-        rank_local: bool,
-        length_of: Callable[[], int | None],
-        prebatched: bool,
-        keyed: bool,
-    ) -> None:
-        super().__init__(length_of, prebatched, keyed)
-        self._start_groups = start_groups
-        self._rng_for_epoch = rng_for_epoch
-        self._rank = rank
-        self._rank_local = rank_local
-        self.state = {"began": None}  # the generators' states at the start of the epoch
-        self.first: list[GlobalBatch] | None = None
-        """The first block of global micro-batches that was drawn."""
-
-    def begin(self, epoch: int, start: int, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare]:
-        shards: deque[BatchShare] = deque()
-        self._begun = epoch, start, origin, shards
-        return drain(shards)
-
-    def count(self, epoch: int) -> int | None:
-        if self._rng_for_epoch is None:
-            return None  # Counting would draw from the process's generators.
-        return sum(len(groups) for groups in self._read_groups(epoch, 0, EPOCH_START))
-
-    def _blocks(self, epoch: int, start: int, origin: EpochOffset, shards: deque[BatchShare]) -> Iterator[list[Any]]:
-        position, number = origin
-        for groups in self._read_groups(epoch, start, origin):
-            if self.first is None:
-                self.first = groups
-            first = number
-            number += len(groups)
-            requests = []
-            for group in groups:
-                if first < start:
-                    first += 1
-                    position += len(group.indices)
-                    continue
-                indices, bounds, _ = group
-                low, high = bounds[self._rank], bounds[self._rank + 1]
-                total = None if self._rank_local else len(indices)
-                if low == high:
-                    requests.append(indices[:1])
-                    shards.append(BatchShare(0, total, True, position))
-                else:
-                    requests.append(indices[low:high])
-                    shards.append(BatchShare(high - low, total, False, position + low))
-                position += len(indices)
-            if requests:
-                yield self._requests(requests, epoch, first)
-
-    def _read_groups(self, epoch: int, start: int, origin: EpochOffset) -> Iterator[list[GlobalBatch]]:
-        if self._rng_for_epoch is None:
-            # Read one group at a time, so that the sampler draws when it would in a plain PyTorch loop.
-            for group in self._read_with_process_rng(start, origin):
-                yield [group]
-            return
-        rng = self._rng_for_epoch(epoch)
-        groups: Iterator[GlobalBatch] | None = None
-        while True:
-            with rng:
-                if groups is None:
-                    groups = self._start_groups(origin.samples)
-                block = list(islice(groups, _BLOCK_SIZE))
-            if not block:
-                return
-            yield block
-
-    def _read_with_process_rng(self, start: int, origin: EpochOffset) -> Iterator[GlobalBatch]:
-        """Start the sampler, and return its global micro-batches.
-
-        If the run resumes within an epoch, the micro-batches before the start are drawn again with the states that the
-        generators had at the epoch's start.
-        """
-        groups = self._start_groups(origin.samples)
-        if start == 0 or self.state["began"] is None:
-            self.state = {"began": generator_states(_CPU)}
-            return groups
-        current_states = generator_states(_CPU)
-        restore_generators(self.state["began"], _CPU)
-        first = list(islice(groups, start - origin.number + 1))
-        restore_generators(current_states, _CPU)
-        return chain(first, groups)
 
 
 def drain(queue: deque[Entry]) -> Iterator[Entry]:

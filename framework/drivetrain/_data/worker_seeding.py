@@ -142,14 +142,14 @@ class WorkerInit:
         self._user_init = user_init
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        from drivetrain._data.worker_signals import is_starting, leave_process_group  # imported only in workers
+        from drivetrain._data.worker_processes import is_starting, leave_process_group  # imported only in workers
 
         self.__dict__.update(state)
         if is_starting():
             leave_process_group()
 
     def __call__(self, worker_id: int) -> None:
-        from drivetrain._data.worker_signals import leave_process_group
+        from drivetrain._data.worker_processes import leave_process_group
 
         leave_process_group()
         worker = get_worker_info()

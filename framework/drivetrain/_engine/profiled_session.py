@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
-from drivetrain._engine.assembly.monitors import MonitoredKeysCheck
-from drivetrain._engine.assembly.run_parts import RunRequest
-from drivetrain._engine.data_setup.stage_data import StageData
+from drivetrain._engine.run_request import RunRequest
 from drivetrain._engine.session import Session
 from drivetrain._loops.batch_mover import BatchMover
 from drivetrain._loops.hooks import HOOKS
@@ -53,6 +51,7 @@ class ProfiledSession(Session):
         self._facts = ProfiledRun(request.stage, strategy.rank, strategy.world_size, strategy.device)
         self._is_nested: bool | None = None  # None unless the run is being measured
         self._replace(self.core.callbacks, "collect", lambda collect: partial(self._time_hooks, collect))
+        self._replace(self.core.data, "load", lambda load: partial(self._time_reading, load))
 
     # Beginning and ending the measurement
 
@@ -105,13 +104,14 @@ class ProfiledSession(Session):
         collect()
         self.core.hooks.wrap(HOOKS, lambda name, _, hook: self._timed(f"{_owner(hook)}.{name}", hook))
 
-    def _build_stage_data(self) -> StageData:
-        data = super()._build_stage_data()
-        if data.train is not None:
+    def _time_reading(self, load: Callable[[], None]) -> None:
+        """Load the data, and time each source of batches."""
+        load()
+        data = self.core.data
+        if data.trains:
             self._replace(data.train, "epoch", lambda epoch: lambda *args: self._read("data", epoch(*args)))
         for source in (loader.source for loaders in data.evaluation.values() for loader in loaders):
             self._replace(source, "epoch", lambda epoch: lambda *args: self._steps(self._read("data", epoch(*args))))
-        return data
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -127,8 +127,8 @@ class ProfiledSession(Session):
         if move.prefetcher is not None:
             self._time(move.prefetcher, "transfer", "send", "receive")
 
-    def _prepare_training(self) -> tuple[TrainStep, MonitoredKeysCheck]:
-        step, monitors = super()._prepare_training()
+    def _prepare_training(self) -> TrainStep:
+        step = super()._prepare_training()
         loop = self.core.loop
         assert loop is not None
         self._time(loop, "training", "run")
@@ -142,7 +142,7 @@ class ProfiledSession(Session):
             self._replace(step, "_backward", lambda call: self._timed("backward", call or _BACKWARD))
             self._replace(step, "_clip", lambda call: call and self._timed("clipping", call))
             self._time(step, "optimizer", "clip_and_step")
-        return step, monitors
+        return step
 
     def _time(self, owner: object, phase: str, *names: str) -> None:
         """Time functions of an object."""

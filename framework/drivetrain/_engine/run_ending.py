@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from drivetrain._engine.assembly.run_parts import RunCore
 from drivetrain._loops.stopping import how_it_ended
+from drivetrain.run_context import RunContext
 
 logger = logging.getLogger("drivetrain")
 
@@ -61,10 +63,8 @@ class RunEnding:
         """
         core, problem = self._core, None
         if core.trainer.loggers:
-            from drivetrain._engine.assembly.run_loggers import finalize_loggers  # only runs that log need it
-
             with core.span("logging"):
-                problem = finalize_loggers(core.trainer, status)
+                problem = _finalize_loggers(core.trainer, status)
         if problem is not None:
             status, self._recorded_reason = "failed", _described(problem)
         status, step = {"success": "finished"}.get(status, status), core.progress.global_step
@@ -88,6 +88,18 @@ class RunEnding:
 
             lines += output_summary(core, written)
         logger.info("\n".join(lines))
+
+
+def _finalize_loggers(trainer: RunContext, status: str) -> Exception | None:
+    """Deliver all rows to the loggers, and finalize all of them; return the first error, of a logger or a device."""
+    first_error: Exception | None = None
+    finalize: list[Callable[[], object]] = [partial(each.finalize, status) for each in trainer.loggers]
+    for finish in (trainer.finish_logging, *finalize):
+        try:
+            finish()
+        except Exception as error:
+            first_error = first_error or error
+    return first_error
 
 
 def _described(error: BaseException) -> str:

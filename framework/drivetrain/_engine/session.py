@@ -14,19 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from drivetrain._data.rng_replay import RngReplay
 from drivetrain._distributed.control_plane import check_ranks_agree
 from drivetrain._distributed.failure import Failure
 from drivetrain._engine.assembly.evaluation_setup import (
     build_stage,
-    build_validation,
     goes_on_when_repeated,
     run_sanity_check,
 )
 from drivetrain._engine.assembly.optimizer_setup import set_up_optimizers
 from drivetrain._engine.assembly.out_of_memory import explain_out_of_memory
 from drivetrain._engine.assembly.run_callbacks import RunCallbacks
-from drivetrain._engine.assembly.run_parts import RunCore, RunData, RunRequest
+from drivetrain._engine.assembly.run_parts import RunCore
 from drivetrain._engine.assembly.strategy_checks import check_control_plane, check_distinct_devices, check_module_setup
 from drivetrain._engine.assembly.training_setup import (
     build_training,
@@ -36,7 +34,7 @@ from drivetrain._engine.assembly.training_setup import (
 )
 from drivetrain._engine.checkpoints.checkpoint_manager import CheckpointManager
 from drivetrain._engine.checkpoints.components import class_name, data_facts
-from drivetrain._engine.data_setup.stage_data import StageData
+from drivetrain._engine.data_setup.run_data import RunData
 from drivetrain._engine.evaluation_buffers import EvaluationBuffers
 from drivetrain._engine.ranks.collective_calls import all_gather, check_collective
 from drivetrain._engine.ranks.error_reporting import note_known_fixes, note_where
@@ -45,11 +43,11 @@ from drivetrain._engine.ranks.rank_facts import check_folder_agreement, module_f
 from drivetrain._engine.ranks.rank_log import RankLog
 from drivetrain._engine.ranks.seeding import order_seed, seed_data_rank, seed_rank, warn_unseeded
 from drivetrain._engine.run_ending import RunEnding
+from drivetrain._engine.run_request import RunRequest
 from drivetrain._engine.signals import Signals, announce, as_interruption, handled_signals, interruption_error, requeue
 from drivetrain._loops.batch_mover import build_batch_mover
 from drivetrain._loops.evaluate import HOOK_STAGE_NAMES
 from drivetrain._loops.hooks import is_overridden
-from drivetrain._loops.loader_lengths import Lengths
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.trainables import Trainables
 from drivetrain._metrics import MetricStore
@@ -65,7 +63,6 @@ from drivetrain.strategies.strategy import RunSettings, Strategy
 
 if TYPE_CHECKING:
     from drivetrain._engine.assembly.compiled_steps import CompiledSteps
-    from drivetrain._engine.assembly.monitors import MonitoredKeysCheck
     from drivetrain._engine.checkpoints.resumed_run import ResumedRun
     from drivetrain._engine.run_start import StartingPoint
     from drivetrain._loops.step import TrainStep
@@ -85,12 +82,12 @@ class Session:
 
     def __init__(self, request: RunRequest, strategy: Strategy, processes: LaunchedProcesses) -> None:
         trainer, module, control = request.trainer, request.module, strategy.control
-        self.data = RunData(request.given, Lengths(control), RngReplay(strategy.device))
+        self.data = RunData(request, strategy)
         self.core = RunCore(
             request=request,
             stage=request.stage,
             module=module,
-            datamodule=request.given.datamodule,
+            datamodule=request.datamodule,
             strategy=strategy,
             metrics=MetricStore(module),
             progress=request.counters or Progress(),
@@ -140,9 +137,7 @@ class Session:
             try:
                 result = self._run()
             except BaseException as error:
-                stage_data = self.data.stage_data
-                batch_size = None if stage_data is None else stage_data.batch_size
-                explain_out_of_memory(error, core, core.optimization.optimizers, batch_size)
+                explain_out_of_memory(error, core)
                 with core.span("failure"):
                     cause = self._fail(error)
                 if self._signals.raised:
@@ -221,64 +216,48 @@ class Session:
         if trainer.built_unseeded and trainer.seed is not None and is_fresh and strategy.rank == 0:
             warn_unseeded(core.module, trainer.seed)
         if strategy.rank == 0 and not core.request.trial:
-            from drivetrain._engine.assembly.misnamed_hooks import (
-                warn_of_similar_names,  # importing Fit does not need it
-            )
+            from drivetrain._engine.assembly.class_checks import warn_of_similar_names  # importing Fit does not need it
 
-            for owner in (core.module, core.datamodule, *core.callbacks):
-                warn_of_similar_names(owner)
+            warn_of_similar_names(core.module, core.datamodule, *core.callbacks)
         self._load_data()
-        stage_data = data.loaded
         if core.stage == "fit":
-            facts = data_facts(stage_data.train, stage_data.loaders)
+            facts = data_facts(data.train, data.loaders)
             core.components |= {"module": class_name(core.module), "data": facts}
         if self._resumed is not None:
             self._resumed.compare()
         with core.span("setup_module"):
-            self._set_up_module(stage_data)
+            self._set_up_module()
         core.callbacks.early_draws = seed_data_rank(trainer.seed, data.seed, strategy)
         core.move = build_batch_mover(core.module, core.datamodule, strategy)
 
     def _fit(self) -> None:
         with self.core.span("set-up"):
-            _, monitors = self._prepare_training()
+            self._prepare_training()
         assert self.core.loop is not None
-        self._train(self.core.loop, monitors)
+        self._train(self.core.loop)
 
-    def _prepare_training(self) -> tuple[TrainStep, MonitoredKeysCheck]:
-        from drivetrain._engine.assembly.monitors import MonitoredKeysCheck  # only training needs it
-
-        core, data = self.core, self.data
+    def _prepare_training(self) -> TrainStep:
+        core = self.core
         with core.span("configure_optimizers"):
             core.optimization = set_up_optimizers(core, self._resumed)
         prepare_stopping(core)
-        validate = build_validation(core) if data.validates else None
-        monitors = MonitoredKeysCheck(core)
-        step = build_training(
-            core,
-            self.checkpoints,
-            validate,
-            apply_trainable_changes=self._apply_trainable_changes,
-            after_first_batch=monitors.after_first_batch,
-        )
+        step = build_training(core)
         if self._resumed is not None:
             self._resumed.load()
         if not core.request.trial:
             log_once(core.strategy.precision.describe())
-        return step, monitors
+        return step
 
-    def _train(self, loop: TrainLoop, monitors: MonitoredKeysCheck) -> None:
+    def _train(self, loop: TrainLoop) -> None:
         core, checkpoints, ending = self.core, self.checkpoints, self._ending
         hooks, strategy, progress = core.hooks, core.strategy, core.progress
         already_ended = None if self._resumed is None else self._resumed.already_ended
-        if strategy.rank == 0 and already_ended is None and core.trainer.loggers:
-            from drivetrain._engine.assembly.run_loggers import prepare_loggers  # only runs that log need it
-
-            prepare_loggers(core.trainer.loggers, core.folder.rewinds_to, core.logged_hyper_parameters())
+        if strategy.rank == 0 and already_ended is None:
+            self._prepare_loggers()
         for hook in hooks.on_fit_start:
             hook()
         if self.data.validates and core.trainer.num_sanity_val_steps and checkpoints.opened is None:
-            run_sanity_check(core, monitors.note_validation)
+            run_sanity_check(core)
         core.metrics.enter("train", reset=checkpoints.opened is None)
         self._signals.defer_to_run()
         for hook in hooks.on_train_start:
@@ -306,10 +285,20 @@ class Session:
             reasons = loop.why_it_ended() if already_ended is None else [already_ended]
             ending.set_reasons(reasons, nothing_left=already_ended is not None)
 
+    def _prepare_loggers(self) -> None:
+        """Rewind the loggers to the step that the run resumes from, and log the hyper-parameters."""
+        loggers, step = self.core.trainer.loggers, self.core.folder.rewinds_to
+        hyper_parameters = self.core.logged_hyper_parameters() if loggers else {}
+        for each in loggers:
+            if step is not None:
+                each.rewind(step)
+            if hyper_parameters:
+                each.log_hyperparams(hyper_parameters)
+
     def _record_beginning(self) -> None:
-        data, batches = self.data.loaded, self.core.trainer.num_training_batches
+        data, batches = self.data, self.core.trainer.num_training_batches
         facts = {**self.core.components.get("data", {}), "batches": batches if batches != math.inf else None}
-        self.core.folder.notes.note_training({**facts, "batch_size": data.batch_size}, self.data.seed, data.batch_size)
+        self.core.folder.notes.note_training({**facts, "batch_size": data.batch_size}, data.seed, data.batch_size)
 
     def _evaluate(self) -> Any:
         core = self.core
@@ -436,40 +425,34 @@ class Session:
         if core.stage == "fit" and folders_of(core.callbacks):
             from drivetrain._engine.write_checks import check_writable_folders
 
-            check_writable_folders(core.strategy, list(core.callbacks))
+            check_writable_folders(core.strategy, core.callbacks)
 
     def _load_data(self) -> None:
         """Build the loaders, and the object that rebuilds them if they are to be rebuilt."""
         core, data = self.core, self.data
-        data.epoch_position.world_size = core.strategy.data_world_size
         with core.span("loaders"):
             if core.stage != "fit" or not core.trainer.reload_dataloaders_every_n_epochs:
-                data.stage_data = self._build_stage_data()
+                data.load()
                 return
             from drivetrain._engine.data_setup.reloading import Reloading  # only runs that reload need it
 
-            Reloading(core, self._build_stage_data).begin(self._resumed)
+            Reloading(core).begin(self._resumed)
 
-    def _build_stage_data(self) -> StageData:
-        core, data = self.core, self.data
-        core.loaders = loaders = StageData(core.trainer, core.stage, core.module, data.given, core.strategy, data.seed)
-        return loaders
-
-    def _set_up_module(self, data: StageData) -> None:
+    def _set_up_module(self) -> None:
         core, module, strategy = self.core, self.core.module, self.core.strategy
-        strategy.set_run_settings(self._settings(data))
+        strategy.set_run_settings(self._settings())
         with strategy.module_init_context(), core.span("configure_model"):
             module.configure_model()
         self._attach()  # attaches the modules that configure_model has built
         if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
-            from drivetrain._engine.assembly.lazy_parameters import refuse_lazy_layers
+            from drivetrain._engine.assembly.missing_weights import refuse_lazy_layers
 
             refuse_lazy_layers(module)
         if self._resumed is not None:
             self._resumed.freeze()  # must come before the strategy wraps the parameters that train
         strategy.check(module)
         if strategy.world_size > 1:
-            facts = {"stage": core.stage, **setting_facts(core.trainer), **data.facts(), **module_facts(module)}
+            facts = {"stage": core.stage, **setting_facts(core.trainer), **self.data.facts(), **module_facts(module)}
             check_ranks_agree(strategy.control, facts)  # must come before wrapping, which would hang if ranks differed
         if core.trainer.compile:
             from drivetrain._engine.assembly.compiled_steps import CompiledSteps  # only runs that compile need it
@@ -482,14 +465,14 @@ class Session:
         if core.stage == "fit":
             self.core.trainables = Trainables(module, strategy)
 
-    def _settings(self, data: StageData) -> RunSettings:
+    def _settings(self) -> RunSettings:
         trainer = self.core.trainer
         return RunSettings(
             self.core.stage,
             trainer.accumulate_grad_batches,
             trainer.gradient_clip_val,
             trainer.gradient_clip_algorithm,
-            data.batch_size,
+            self.data.batch_size,
             self.core.module.automatic_optimization,
         )
 
@@ -498,12 +481,6 @@ class Session:
         for child in self.core.module.modules():
             if isinstance(child, TrainModule):
                 attach(child, self.core.trainer)
-
-    def _apply_trainable_changes(self) -> None:
-        """Check the changes that hooks have made since the last epoch. Called at the beginning of each epoch."""
-        self.core.callbacks.refuse_appended()
-        assert self.core.trainables is not None
-        self.core.trainables.adapt_strategy()
 
     def _data_rank(self) -> tuple[int, int]:
         return self.core.strategy.data_rank, self.core.strategy.data_world_size
@@ -523,8 +500,7 @@ class Session:
 
     def _finish(self, status: str) -> None:
         """Close the loaders, and on rank 0 the loggers and the run's record."""
-        if self.data.stage_data is not None:
-            self.data.stage_data.close()
+        self.data.close()
         if self.core.strategy.rank == 0:
             self._ending.record(status)
 

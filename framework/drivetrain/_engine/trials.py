@@ -13,9 +13,8 @@ import torch
 
 from drivetrain._data.loader_generators import collect_generators
 from drivetrain._engine.assembly.out_of_memory import ran_out_of_memory
-from drivetrain._engine.assembly.run_parts import RunRequest
-from drivetrain._engine.data_setup.stage_loaders import DataArguments
 from drivetrain._engine.ranks.launch import launch
+from drivetrain._engine.run_request import RunRequest
 from drivetrain._runtime.accelerators import resolve_devices
 from drivetrain._runtime.console_logging import log_to_console
 from drivetrain._runtime.generators import preserved_generators
@@ -35,12 +34,10 @@ _HOST = torch.device("cpu")
 Prepare = Callable[[Any, Any, Any], Any]
 
 
-def run_before_launch_hooks(
-    trainer: RunContext, stage: str, module: TrainModule, given: DataArguments, ckpt_path: str | None = None
-) -> None:
+def run_before_launch_hooks(request: RunRequest) -> None:
     """Call ``before_launch`` of the callbacks, which may run trials."""
-    trials = EngineTrials(trainer, stage, module, given, ckpt_path)
-    for callback in sorted(trainer.callbacks, key=lambda each: -each.priority):
+    trials = EngineTrials(request)
+    for callback in sorted(request.trainer.callbacks, key=lambda each: -each.priority):
         if isinstance(callback, SearchesBeforeLaunch):
             callback.before_launch(trials)
 
@@ -52,39 +49,31 @@ class EngineTrials:
     that are started for it. If a rank fails, the other ranks end as in any run. Data sets are not copied.
 
     Args:
-        trainer: the `Fit`, whose settings apply.
-        stage: "fit", "validate", "test" or "predict".
-        module: the module passed to the call.
-        given: the loaders or the data module passed to the call.
-        ckpt_path: the checkpoint passed to the call.
+        request: the call of `Fit` for which trials are run.
     """
 
-    def __init__(
-        self,
-        trainer: RunContext,
-        stage: str,
-        module: TrainModule,
-        given: DataArguments,
-        ckpt_path: str | None = None,
-    ) -> None:
-        self._trainer = trainer
-        self._given = given
-        self.stage = stage
-        self.module = module
-        self.datamodule = given.datamodule
-        self.loaders = given.train if stage == "fit" else given.evaluate
-        self.ckpt_path = ckpt_path
-        self.is_dry_run = bool(trainer.fast_dev_run)
+    def __init__(self, request: RunRequest) -> None:
+        self._request = request
+        self._trainer = request.trainer
+        self.stage = request.stage
+        self.module = request.module
+        self.datamodule = request.datamodule
+        self.loaders = request.train if request.stage == "fit" else request.evaluate
+        self.ckpt_path = request.ckpt_path
+        self.is_dry_run = bool(request.trainer.fast_dev_run)
 
     def run(self, callback: Any, steps: int, prepare: Prepare | None = None) -> None:
         _refuse_iterators(self.loaders)
         module, datamodule = copied(self.module), _copied_data(self.datamodule)
         with self._restored():
             loaders = self.loaders if prepare is None else prepare(module, datamodule, self.loaders)
-            is_fit = self.stage == "fit"
-            given = DataArguments(loaders if is_fit else None, None if is_fit else loaders, datamodule)
+            train, evaluate = (loaders, None) if self.stage == "fit" else (None, loaders)
             trainer = _trial_trainer(self._trainer, self.stage, callback, steps)
-            launch(RunRequest(trainer, self.stage, module, given, None, return_predictions=False, trial=True))
+            launch(
+                RunRequest(
+                    trainer, self.stage, module, train, evaluate, datamodule, return_predictions=False, trial=True
+                )
+            )
 
     def fits(self, callback: Any, steps: int, prepare: Prepare | None = None) -> bool:
         try:
@@ -114,7 +103,7 @@ class EngineTrials:
     def _restored(self) -> Iterator[None]:
         """Restore, after the block, the generators and loader state that copies share with the user's objects."""
         trainer = self._trainer
-        sources = (self._given.train, self._given.evaluate, self.datamodule)
+        sources = (self._request.train, self._request.evaluate, self.datamodule)
         shared = [source for source in sources if source is not None]
         # The generators of a device are created at the first use of the device, which may be in the trial.
         cuda = torch.cuda.is_initialized() or resolve_devices(trainer.accelerator, trainer.devices).type == "cuda"  # type: ignore[no-untyped-call]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 from drivetrain._data.batch_copies import copy_batch
-from drivetrain._data.limited_source import LimitedSource
+from drivetrain._data.batch_source import LimitedSource
 from drivetrain._data.rng_replay import RngReplay
 from drivetrain._data.sharding import EpochOffset
 from drivetrain._loops.batch_mover import BatchMover

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from drivetrain._data.limited_source import LimitedSource
+from drivetrain._data.batch_source import LimitedSource
 from drivetrain._loops.evaluation_batches import evaluation_batches
 from drivetrain._loops.step_arguments import StepArguments, WrappedModule
 from drivetrain._loops.uneven_inputs import LoggingPaused, without_side_effects

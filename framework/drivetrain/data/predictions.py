@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple, overload
 
@@ -110,7 +110,6 @@ class Predictions(Sequence[Any]):
         # The samples are numbered in the order of the outputs. `_order` contains their numbers in data-set order.
         keys = torch.cat(indices) if indices and self._has_indices else torch.arange(samples)
         self._indices, self._order = torch.sort(keys, stable=True)
-        self._layout: Layout = None
         self._output = lru_cache(_CACHE_SIZE)(self._read)
         self._open_part = lru_cache(_CACHE_SIZE)(self._open)
 
@@ -147,23 +146,23 @@ class Predictions(Sequence[Any]):
         index %= len(self)
         sample = int(self._order[index])
         number = bisect_right(self._ends, sample)
-        layout, output = self._get_layout(), self._output(number)
+        layout, output = self._layout, self._output(number)
         try:
             return sample_of(output, layout, sample - self._ends[number] + self._outputs[number].samples)
         except (ValueError, KeyError, IndexError) as error:
             raise self._not_per_sample_error(str(error)) from error
 
-    def _get_layout(self) -> Layout:
-        """Return how outputs are split by sample, as determined from the largest and thus least ambiguous batch."""
-        if self._layout is None:
-            number = max(range(len(self._outputs)), key=lambda number: self._outputs[number].samples)
-            samples = self._outputs[number].samples
-            self._layout = layout_of(self._output(number), samples)
-            if self._layout is None:
-                raise self._not_per_sample_error(
-                    f"in a batch of {samples} samples, not every tensor and list has {samples} entries"
-                )
-        return self._layout
+    @cached_property
+    def _layout(self) -> Layout:
+        """How outputs are split by sample, as determined from the largest and thus least ambiguous batch."""
+        number = max(range(len(self._outputs)), key=lambda number: self._outputs[number].samples)
+        samples = self._outputs[number].samples
+        layout = layout_of(self._output(number), samples)
+        if layout is None:
+            raise self._not_per_sample_error(
+                f"in a batch of {samples} samples, not every tensor and list has {samples} entries"
+            )
+        return layout
 
     def _not_per_sample_error(self, why: str) -> CheckpointError:
         return CheckpointError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from drivetrain._config.argument_checks import check_choice
-from drivetrain._engine.data_setup.stage_loaders import DataArguments
+from drivetrain._engine.run_request import RunRequest
 from drivetrain._engine.trials import EngineTrials
 from drivetrain.callbacks.batch_size_search import BatchSizeSearch
 from drivetrain.callbacks.lr_search import LRFind, LRSearch
@@ -75,8 +75,8 @@ class Tuner:
         search = LRSearch(min_lr, max_lr, num_training, mode, early_stop_threshold, update_attr, attr_name)
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
-        trials = self._trials("lr_find", "fit", module, DataArguments(train_dataloaders, val_dataloaders, datamodule))
-        return search.run(trials)
+        request = RunRequest(self._fit, "fit", module, train_dataloaders, val_dataloaders, datamodule)
+        return search.run(self._trials("lr_find", request))
 
     def scale_batch_size(
         self,
@@ -124,16 +124,16 @@ class Tuner:
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         eval_dataloaders = val_dataloaders if method == "fit" else dataloaders
-        data = DataArguments(train_dataloaders if method == "fit" else None, eval_dataloaders, datamodule)
-        trials = self._trials("scale_batch_size", method, module, data)
-        return search.run(trials)
+        train = train_dataloaders if method == "fit" else None
+        request = RunRequest(self._fit, method, module, train, eval_dataloaders, datamodule)
+        return search.run(self._trials("scale_batch_size", request))
 
-    def _trials(self, method: str, stage: str, module: Any, data: DataArguments) -> EngineTrials:
-        check_module(method, module)
+    def _trials(self, method: str, request: RunRequest) -> EngineTrials:
+        check_module(method, request.module)
         if self._fit.fast_dev_run:
             raise ConfigurationError(
                 f"{method} with fast_dev_run={self._fit.fast_dev_run!r}.",
                 "a dry run has too few steps for a search.",
                 "remove fast_dev_run.",
             )
-        return EngineTrials(self._fit, stage, module, data)
+        return EngineTrials(request)

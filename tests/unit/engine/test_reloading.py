@@ -105,6 +105,17 @@ def test_loaders_are_reloaded_every_n_epochs(every: int, epochs: list[int]) -> N
     assert fit.num_training_batches == len([one for one in net.seen if one[0] == 4])
 
 
+def test_loaders_built_for_an_estimate_in_setup_are_reloaded_too() -> None:  # L-07
+    class Early(Net):
+        def setup(self, stage: str) -> None:
+            assert self.trainer.estimated_stepping_batches == 24
+
+    source, net = Scheduled(), Early()
+    quiet(max_epochs=2).fit(net, datamodule=source)
+    assert [epoch for kind, epoch in source.asked if kind == "train"] == [0, 0, 1]
+    assert [length for epoch, _, length in net.seen if epoch == 1] == [3] * 6
+
+
 def trained(source: DataModule, ckpt_path: Any = None, **options: Any) -> tuple[dict[str, Any], Net]:
     """Train, and return what a resumed run must arrive at too."""
     fit, net = quiet(**options), Net()

@@ -142,7 +142,7 @@ def checked_callbacks(given: Any, subject: str) -> list[Callback]:
                 "pass an instance of a drivetrain.Callback subclass.",
             )
         if not type(callback).__module__.startswith("drivetrain.") or vars(callback).keys() & HOOKS:
-            from drivetrain._engine.assembly.misnamed_hooks import check_hooks
+            from drivetrain._engine.assembly.class_checks import check_hooks
 
             check_hooks(callback)
     return callbacks

@@ -12,7 +12,6 @@ from drivetrain._loops.batch_mover import Move, safe_move
 from drivetrain._loops.evaluate import EvaluateLoop, EvaluationData, EvaluationMode
 from drivetrain._loops.evaluation_interrupt import EarlyExit, ValidationExit
 from drivetrain._loops.predict import IsPredicted, PredictLoop
-from drivetrain._loops.progress_reports import Reporting
 from drivetrain._loops.step_arguments import WrappedModule
 from drivetrain.callback import StoresPredictions
 
@@ -53,11 +52,11 @@ def _build_loop(
         hooks=core.hooks,
         position=core.position,
         data=EvaluationData(
-            [loader.source for loader in data.loaded.evaluation[stage]],
-            lambda: _limits(data.loaded.resize_evaluation(stage), sanity_steps),
+            [loader.source for loader in data.evaluation[stage]],
+            lambda: _limits(data.resize_evaluation(stage), sanity_steps),
             _safe_mover(core, stage),
         ),
-        reporting=Reporting(core.metrics, core.logger_call() if logs else None, core.progress_reporter(), data.lengths),
+        reporting=core.reporting(logs),
         mode=EvaluationMode(
             core.buffers.take_from_rank_0 if core.stage == "fit" else sync_buffers,
             _inference_mode(core),
@@ -95,14 +94,10 @@ def build_validation(core: RunCore) -> Callable[[], list[dict[str, float]]]:
     return validate
 
 
-def run_sanity_check(core: RunCore, after_evaluation: Callable[[], None]) -> None:
+def run_sanity_check(core: RunCore) -> None:
     """Validate on a few micro-batches before training, so that errors in the validation code appear early.
 
-    Generators, buffers and logged values are restored afterwards.
-
-    Args:
-        core: the run.
-        after_evaluation: called before the logged values are cleared.
+    Generators, buffers and logged values are restored afterwards. The names of these values stay in `sanity_names`.
     """
     steps, hooks = core.trainer.num_sanity_val_steps, core.hooks
     core.sanity_checking = True
@@ -115,7 +110,7 @@ def run_sanity_check(core: RunCore, after_evaluation: Callable[[], None]) -> Non
         for hook in hooks.on_sanity_check_start:
             hook()
         _build_loop(EvaluateLoop, core, "validate", steps).run()
-        after_evaluation()
+        core.sanity_names = core.metrics.known_names()
         for hook in hooks.on_sanity_check_end:
             hook()
     core.sanity_checking = False
@@ -153,7 +148,7 @@ def _safe_mover(core: RunCore, stage: str) -> Move | None:
     move = core.move
     if move is None or core.strategy.device.type != "cuda":
         return move
-    return safe_move(move, all(loader.source.fresh_memory for loader in core.data.loaded.evaluation[stage]))
+    return safe_move(move, all(loader.source.fresh_memory for loader in core.data.evaluation[stage]))
 
 
 def _separate_generators(core: RunCore) -> AbstractContextManager[None]:
@@ -161,7 +156,7 @@ def _separate_generators(core: RunCore) -> AbstractContextManager[None]:
     from drivetrain._data.loader_generators import collect_generators  # only runs that validate need it
 
     datamodule = [] if core.datamodule is None else [core.datamodule]
-    holders = [*core.loaders.loaders, *core.module.modules(), *core.callbacks, *datamodule]
+    holders = [*core.data.loaders, *core.module.modules(), *core.callbacks, *datamodule]
     return core.data.rng_replay.aside(collect_generators(*holders))
 
 

@@ -1,11 +1,12 @@
-"""Modules whose parameters a run has left on the meta device, without values."""
+"""Modules whose parameters have no values: a run has left them on the meta device, or their layers are lazy."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from drivetrain._engine.run_summary import newest_checkpoint
 from drivetrain.errors import ConfigurationError
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 CHECKPOINT_ATTRIBUTE = "_checkpoint_of_missing_weights"
 """The attribute of a module for the path of the checkpoint that holds its weights, or "" if none was saved."""
+
+_MAX_LISTED = 8  # lazy layers, in an error
 
 
 def note_missing_weights(run: RunCore, written: str | None, opened: str, began_on_meta: bool) -> None:
@@ -68,3 +71,22 @@ def give_storage(module: nn.Module, loads_weights: bool) -> None:
     elif CHECKPOINT_ATTRIBUTE in module.__dict__:
         missing = {id(each): torch.empty_like(each, device="cpu") for each in module.parameters() if each.is_meta}
         replace_tensors(module, missing)
+
+
+def refuse_lazy_layers(module: nn.Module) -> NoReturn:
+    """Raise the error for a module with uninitialised lazy layers.
+
+    Raises:
+        ConfigurationError: always. The error names the layers.
+    """
+    lazy = [
+        f"{name or 'the module itself'} ({type(layer).__name__})"
+        for name, layer in module.named_modules()
+        if any(is_lazy(tensor) for tensor in (*layer._parameters.values(), *layer._buffers.values()))
+    ]
+    more = f" and {len(lazy) - _MAX_LISTED} more" if len(lazy) > _MAX_LISTED else ""
+    raise ConfigurationError(
+        f"{type(module).__name__} has lazy layers that are not yet initialised: {', '.join(lazy[:_MAX_LISTED])}{more}.",
+        "their parameters get a shape in the first forward; optimizers, strategies and checkpoints need it earlier.",
+        "run one forward on an example batch under torch.no_grad(), before you call fit or in configure_model.",
+    )

@@ -1,4 +1,4 @@
-"""Warns in the first step, not only at the end of an epoch, if a monitored name is not logged."""
+"""Warns after the first step, not only at the end of an epoch, if a monitored name is not logged."""
 
 from __future__ import annotations
 
@@ -14,64 +14,43 @@ from drivetrain.errors import nearest
 
 logger = logging.getLogger("drivetrain")
 
-_LATE_HOOKS = ("on_train_epoch_end",)
-_EVALUATION_HOOKS = ("on_validation_epoch_end", "on_validation_end")
 
+def warn_of_unlogged_monitors(run: RunCore) -> None:
+    """Compare the monitored names with the names that the sanity check and the first step have logged.
 
-class MonitoredKeysCheck:
-    """Compares the monitored names with the names that the sanity check and the first step have logged.
-
-    Args:
-        run: the run.
+    A sanity check that logs nothing may be that of a validation that logs only outside of it.
     """
+    logged_names = run.sanity_names | run.metrics.known_names()
+    unseen = run.data.validates and not run.sanity_names
+    known, may_log_later = sorted(logged_names), unseen or _logs_late(run)
+    for name, monitored_by in _monitored(run):
+        if name in logged_names:
+            continue
+        # A hook that has not run yet may log the name. A name that is almost a logged one is a likely typo.
+        if may_log_later and not get_close_matches(name, known, n=1, cutoff=0.85):
+            continue
+        logger.warning(
+            "%s: nothing of that name was logged in %s first step.%s Logged names: %s. Unless the name is logged "
+            "later, the run fails when the value is read. This warning is not repeated.",
+            monitored_by,
+            "the sanity check and the" if run.sanity_names else "the",
+            nearest(name, known),
+            ", ".join(known) or "no values",
+        )
 
-    def __init__(self, run: RunCore) -> None:
-        self._run = run
-        self._logged_names: set[str] = set()
-        self._validated = False
 
-    def note_validation(self) -> None:
-        """Record the names that the sanity check has logged, before the check's values are cleared.
+def _monitored(run: RunCore) -> Iterator[tuple[str, str]]:
+    """Yield each monitored name, and what monitors it."""
+    for callback in run.callbacks:
+        if isinstance(callback, MonitorsValues):
+            yield from callback.monitors.items()
+    for config in run.optimization.schedulers:
+        if config.reduce_on_plateau and config.monitor is not None and config.strict:
+            yield config.monitor, f"'monitor': {config.monitor!r} of {type(config.scheduler).__name__}"
 
-        A validation that logs nothing may be one that logs only outside of the sanity check.
-        """
-        self._logged_names = self._run.metrics.known_names()
-        self._validated = bool(self._logged_names)
 
-    def after_first_batch(self) -> None:
-        """Warn about monitored names that were not logged. Called on one rank."""
-        self._logged_names |= self._run.metrics.known_names()
-        known = sorted(self._logged_names)
-        for monitored_by, name in self._monitored():
-            if name in self._logged_names:
-                continue
-            # A hook that has not run yet may log the name. A name that is almost a logged one is a likely typo.
-            if self._may_log_later() and not get_close_matches(name, known, n=1, cutoff=0.85):
-                continue
-            logger.warning(
-                "%s: nothing of that name was logged in %s first step.%s Logged names: %s. Unless the name is logged "
-                "later, the run fails when the value is read. This warning is not repeated.",
-                monitored_by,
-                "the sanity check and the" if self._validated else "the",
-                nearest(name, known),
-                ", ".join(known) or "no values",
-            )
-
-    def _monitored(self) -> Iterator[tuple[str, str]]:
-        for callback in self._run.callbacks:
-            if isinstance(callback, MonitorsValues):
-                for name, description in callback.monitors.items():
-                    yield description, name
-        for config in self._run.optimization.schedulers:
-            if config.reduce_on_plateau and config.monitor is not None and config.strict:
-                yield f"'monitor': {config.monitor!r} of {type(config.scheduler).__name__}", config.monitor
-
-    def _may_log_later(self) -> bool:
-        """Whether one of the user's hooks that has not run yet may log more names."""
-        run = self._run
-        unseen = self._run.data.validates and not self._validated
-        names = (*_LATE_HOOKS, *(_EVALUATION_HOOKS if unseen else ()))
-        if unseen or overridden(names, run.module, ModuleHooks):
-            return True
-        callbacks = [each for each in run.callbacks if not type(each).__module__.startswith("drivetrain.")]
-        return any(overridden(names, callback, Callback) for callback in callbacks)
+def _logs_late(run: RunCore) -> bool:
+    """Return whether one of the user's hooks at an epoch's end may log more names."""
+    users = [each for each in run.callbacks if not type(each).__module__.startswith("drivetrain.")]
+    late = ("on_train_epoch_end",)
+    return bool(overridden(late, run.module, ModuleHooks)) or any(overridden(late, each, Callback) for each in users)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim import Optimizer
 
 from drivetrain._distributed.failure import RankFailedError
 from drivetrain._runtime.size_format import format_size
@@ -37,22 +36,20 @@ def ran_out_of_memory(error: BaseException) -> bool:
     return kind in _ERROR_TYPES or (kind == "RuntimeError" and _HOST_MESSAGES.search(failure.message) is not None)
 
 
-def explain_out_of_memory(
-    error: BaseException, run: RunCore, optimizers: Sequence[Optimizer], batch_size: int | None
-) -> None:
+def explain_out_of_memory(error: BaseException, run: RunCore) -> None:
     """Add a note to an out-of-memory error with the sizes of the run's state and the settings to change first.
 
     The function has to be called before the run's tensors are freed. It leaves other errors unchanged and never raises.
     """
     try:
         if is_out_of_memory(error):
-            error.add_note(_note(run, optimizers, batch_size))
+            error.add_note(_note(run))
     except Exception:
         return
 
 
-def _note(run: RunCore, optimizers: Sequence[Optimizer], batch_size: int | None) -> str:
-    strategy, sizes = run.strategy, _state_sizes(run, optimizers)
+def _note(run: RunCore) -> str:
+    strategy, sizes = run.strategy, _state_sizes(run)
     position = f"rank {strategy.rank}, {strategy.device}, {run.stage}, global_step={run.progress.global_step}"
     held = ", ".join(f"{kind} {_size(nbytes)}" for kind, nbytes in sizes.items() if nbytes)
     lines = [f"Out of memory on {position}. On this rank there were:", f"  {held or 'no parameters'}"]
@@ -63,15 +60,15 @@ def _note(run: RunCore, optimizers: Sequence[Optimizer], batch_size: int | None)
         state_first = sum(sizes.values()) > allocated / 2
     lines += [
         f"{'  then' if index else 'Change first'}: {change}"
-        for index, change in enumerate(_advice(run, batch_size, state_first))
+        for index, change in enumerate(_advice(run, run.data.batch_size, state_first))
     ]
     return "\n".join(lines)
 
 
-def _state_sizes(run: RunCore, optimizers: Sequence[Optimizer]) -> dict[str, int]:
+def _state_sizes(run: RunCore) -> dict[str, int]:
     """Return the bytes of this rank's parameters, gradients and optimizer state."""
     parameters = list(run.module.parameters())
-    states = [state for optimizer in optimizers for state in getattr(optimizer, "state", {}).values()]
+    states = [state for optimizer in run.optimization.optimizers for state in getattr(optimizer, "state", {}).values()]
     tensors: dict[str, list[Any]] = {
         "parameters": parameters,
         "gradients": [parameter.grad for parameter in parameters],

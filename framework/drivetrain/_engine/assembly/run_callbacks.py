@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from drivetrain._engine.assembly.defaults import checked_callbacks
-from drivetrain._loops.hooks import HookTable
+from drivetrain._loops.hooks import HOOKS, HookTable, is_users_hook
 from drivetrain._loops.progress_reports import ProgressReporter
 from drivetrain._run_state import with_module_callbacks
 from drivetrain.callback import Callback, ReportsProgress, bind_logging
@@ -18,18 +18,23 @@ from drivetrain.run_context import RunContext
 if TYPE_CHECKING:
     from drivetrain._engine.ranks.common_draws import EarlyDraws
 
+_WITHOUT_CONTEXT = ("setup", "teardown", "on_exception", "on_save_checkpoint", "on_load_checkpoint")
+"""The hooks that are called outside of `Strategy.hook_context`."""
 
-class RunCallbacks:
-    """Collects callbacks and looks up once which hooks they and the module override.
 
-    Iterating yields the callbacks in the order in which they are called.
+class RunCallbacks(list[Callback]):
+    """The callbacks in the order in which they are called. `collect` looks up which hooks they and the module override.
 
     Args:
         trainer: the `Fit`, whose ``callbacks`` are used.
         module: the user's module.
     """
 
+    hooks: HookTable
+    """The overridden hooks, once the callbacks are collected."""
+
     def __init__(self, trainer: RunContext, module: TrainModule) -> None:
+        super().__init__()
         self._trainer = trainer
         self._module = module
         self._from_trainer: list[Callback] = []  # trainer.callbacks at the last `collect`
@@ -37,22 +42,8 @@ class RunCallbacks:
         """The callbacks that ``configure_callbacks`` returned."""
         self.early_draws: EarlyDraws | None = None
         """The random numbers of the user's hooks before the first batch, if they are those of a single process."""
-        self._all: list[Callback] = []
-        self._hooks: HookTable | None = None
-
-    def __iter__(self) -> Iterator[Callback]:
-        return iter(self._all)
-
-    @property
-    def collected(self) -> bool:
+        self.collected = False
         """Whether `collect` was called; False in a process that only launched the processes of the run."""
-        return self._hooks is not None
-
-    @property
-    def hooks(self) -> HookTable:
-        """The overridden hooks, once the callbacks are collected."""
-        assert self._hooks is not None
-        return self._hooks
 
     def configure(self) -> None:
         """Call the module's ``configure_callbacks``."""
@@ -61,17 +52,18 @@ class RunCallbacks:
     def collect(self) -> None:
         """Collect the trainer's current callbacks and the module's, and look up the hooks."""
         self._from_trainer = checked_callbacks(self._trainer.callbacks, "trainer.callbacks holds")
-        self._all = with_module_callbacks(self._from_trainer, self.from_module)
-        self._hooks = HookTable(self._trainer, self._module, self._all)
+        self[:] = with_module_callbacks(self._from_trainer, self.from_module)
+        self.hooks, self.collected = HookTable(self._trainer, self._module, self), True
         if self._trainer.world_size > 1:
             from drivetrain._engine.ranks.common_draws import draw_in_common
 
-            draw_in_common(self._hooks, self._trainer)
+            draw_in_common(self.hooks, self._trainer)
         if self._trainer.strategy.has_hook_contexts:
-            from drivetrain._engine.assembly.hook_contexts import call_in_contexts  # only such strategies need it
-
-            call_in_contexts(self._hooks, self._trainer)
-        for callback in self._all:
+            self.hooks.wrap(
+                (name for name in HOOKS if name not in _WITHOUT_CONTEXT),
+                lambda name, _, call: _InContext(call, self._trainer, name) if is_users_hook(call) else call,
+            )
+        for callback in self:
             bind_logging(callback, self._module)
 
     def set_up_appended(self, stage: str, after_collect: Callable[[], None]) -> None:
@@ -105,16 +97,13 @@ class RunCallbacks:
 
     def detach(self) -> None:
         """Disconnect the callbacks from the module's logging."""
-        for callback in self._all:
+        for callback in self:
             bind_logging(callback, None)
 
-    def progress_reporter(self, every: int) -> ProgressReporter | None:
-        """Return the object that reports a loop's progress to callbacks; None if none has `write_progress`.
-
-        Args:
-            every: optimizer steps between two reports; 0 for none.
-        """
-        listeners = [callback for callback in self._all if isinstance(callback, ReportsProgress)]
+    def progress_reporter(self) -> ProgressReporter | None:
+        """Return the object that reports a loop's progress to callbacks; None if none has `write_progress`."""
+        every = self._trainer.log_every_n_steps
+        listeners = [callback for callback in self if isinstance(callback, ReportsProgress)]
         if not listeners or every <= 0:
             return None
         writers = [partial(callback.write_progress, self._trainer, self._module) for callback in listeners]
@@ -123,3 +112,20 @@ class RunCallbacks:
     def _appended(self) -> list[Callback]:
         known = {id(callback) for callback in self._from_trainer}
         return [callback for callback in self._trainer.callbacks if id(callback) not in known]
+
+
+class _InContext:
+    """Calls a hook in the context that the strategy defines for it."""
+
+    def __init__(self, call: Callable[..., Any], trainer: Any, name: str) -> None:
+        self._call = call
+        self.func = getattr(call, "func", call)  # the name by which a profiler finds the hook's owner
+        self._trainer = trainer
+        self._name = name
+
+    def __call__(self, *arguments: Any) -> Any:
+        trainer = self._trainer
+        run = trainer.run_state
+        complete = self._name != "on_after_backward" or (run.module.automatic_optimization and run.position.closes)
+        with trainer.strategy.hook_context(self._name, complete):
+            return self._call(*arguments)

@@ -5,21 +5,19 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
 
 from drivetrain._config.argument_checks import parse_duration
+from drivetrain._engine.assembly.evaluation_setup import build_validation
+from drivetrain._engine.assembly.monitors import warn_of_unlogged_monitors
 from drivetrain._engine.assembly.run_parts import RunCore
-from drivetrain._engine.data_setup.stage_data import StageData
-from drivetrain._engine.data_setup.stage_loaders import find_loaders
 from drivetrain._loops.epoch_checks import EpochChecks
 from drivetrain._loops.epoch_reader import EpochReader
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.manual_step import ManualStep, OverriddenOptimizerStep
-from drivetrain._loops.progress_reports import Reporting
 from drivetrain._loops.schedulers import Schedulers, StepEstimate
 from drivetrain._loops.step import AutomaticStep, OptimizerStep, TrainStep
 from drivetrain._loops.step_arguments import StepArguments, WrappedModule
@@ -28,7 +26,6 @@ from drivetrain._loops.train import Checkpointing, Schedule, TrainingProgress, T
 from drivetrain._loops.validation import ValidationPlan
 from drivetrain._loops.window_snapshot import WindowSnapshot
 from drivetrain._loops.zero_grad import zero_grad
-from drivetrain._run_state import CheckpointsOfRun
 from drivetrain.callback import SavesOnException, SchedulesWindows
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
@@ -38,24 +35,15 @@ from drivetrain.strategies.strategy import StepRunner, Strategy
 logger = logging.getLogger("drivetrain")
 
 
-def build_training(
-    core: RunCore,
-    saves: CheckpointsOfRun,
-    validate: Callable[[], list[dict[str, float]]] | None,
-    *,
-    apply_trainable_changes: Callable[[], None],
-    after_first_batch: Callable[[], None],
-) -> TrainStep:
-    """Build the training loop of a run, and return its step, without the checks of ``detect_anomaly``.
+def build_training(core: RunCore) -> TrainStep:
+    """Build the training loop of a run, once it has its optimizers, what may stop it, and its snapshot.
 
-    Args:
-        core: the run, with its optimizers, what may stop it, and its snapshot.
-        saves: writes the checkpoints.
-        validate: runs a validation; None if the fit does not validate.
-        apply_trainable_changes: called after the hooks at the beginning of an epoch.
-        after_first_batch: called once on rank 0, after the first micro-batch.
+    Returns:
+        The loop's step, without the checks of ``detect_anomaly``.
     """
-    data = core.data
+    data, checkpoints = core.data, core.checkpoints
+    assert checkpoints is not None
+    validate = build_validation(core) if data.validates else None
     trainer, metrics, strategy, module = core.trainer, core.metrics, core.strategy, core.module
     step = inner = _build_step(core)
     if trainer.detect_anomaly:
@@ -63,10 +51,11 @@ def build_training(
 
         step = AnomalyStep(step, core.progress, strategy.rank)
     if strategy.rank == 0:
-        strategy.precision.on_minimum_scale = _loss_scale_warning()
+        strategy.precision.on_minimum_scale = partial(_warn_of_loss_scale, strategy.precision)
     if validate is not None:
         _warn_if_never_validates(core)
     reader = _build_reader(core)
+    check_monitors = partial(warn_of_unlogged_monitors, core)
     limits = TrainLimits(trainer.max_epochs, trainer.max_steps, trainer.log_every_n_steps)
     core.loop = TrainLoop(
         step,
@@ -74,8 +63,8 @@ def build_training(
         hooks=core.hooks,
         control=strategy.control,
         progress=TrainingProgress(core.progress, core.position, limits, core.stop),
-        reporting=Reporting(metrics, core.logger_call(), core.progress_reporter(), data.lengths),
-        checkpointing=Checkpointing(saves, core.snapshot, data.rng_replay),
+        reporting=core.reporting(),
+        checkpointing=Checkpointing(checkpoints, core.snapshot, data.rng_replay),
         schedule=Schedule(
             schedulers=_build_schedulers(core),
             validation=ValidationPlan(
@@ -89,14 +78,21 @@ def build_training(
                 reloads=data.reload is not None,
             ),
             reload=data.reload,
-            apply_trainable_changes=apply_trainable_changes,
-            resize=partial(_resize, core),
-            checks=EpochChecks(step, metrics, type(module).__name__, strategy.rank == 0, after_first_batch),
+            apply_trainable_changes=partial(_apply_trainable_changes, core),
+            resize=partial(data.resize_training, core.progress),
+            checks=EpochChecks(step, metrics, type(module).__name__, strategy.rank == 0, check_monitors),
         ),
     )
     core.manual = inner if isinstance(inner, ManualStep) else None
-    core.pass_over_data = build_training_pass(core)
+    core.pass_over_data = partial(_pass_over_data, core)
     return inner
+
+
+def _apply_trainable_changes(core: RunCore) -> None:
+    """Check the changes that hooks have made since the last epoch. Called at the beginning of each epoch."""
+    core.callbacks.refuse_appended()
+    assert core.trainables is not None
+    core.trainables.adapt_strategy()
 
 
 def _warn_if_never_validates(core: RunCore) -> None:
@@ -128,31 +124,12 @@ def _build_reader(core: RunCore) -> EpochReader:
     return reader
 
 
-def _resize(core: RunCore, epoch_begins: bool) -> bool:
-    """Read the size of the training data again; return whether it has changed. Collective.
+def _pass_over_data(core: RunCore) -> None:
+    """Run the training step over an epoch's data without training."""
+    from drivetrain._loops.statistics_pass import pass_over_training_data  # only runs that call this need it
 
-    Raises:
-        ConfigurationError: an epoch that is resumed within began with another number of samples.
-    """
-    data = core.data
-    changed = data.loaded.resize_training()
-    if not epoch_begins:
-        data.epoch_position.check_samples(data.train)
-    if changed:
-        data.resized_at = (core.progress.epoch, core.progress.global_step) if epoch_begins else (0, 0)
-    return changed
-
-
-def build_training_pass(core: RunCore) -> Callable[[], None]:
-    """Return a function that runs the training step over an epoch's data without training."""
-
-    def run_pass() -> None:
-        from drivetrain._loops.statistics_pass import pass_over_training_data
-
-        wrapped = WrappedModule(core.module, core.runner, core.strategy)
-        pass_over_training_data(core.data.training, wrapped, core.metrics, core.move)
-
-    return run_pass
+    wrapped = WrappedModule(core.module, core.runner, core.strategy)
+    pass_over_training_data(core.data.training, wrapped, core.metrics, core.move)
 
 
 def prepare_stopping(core: RunCore) -> None:
@@ -178,26 +155,18 @@ def prepare_stopping(core: RunCore) -> None:
 
 def estimated_steps(core: RunCore) -> int | float:
     """Return the number of optimizer steps of the whole run, from limits and the data; infinite without a bound."""
-    data = core.data
-    if data.resized_at is not None:  # the steps that were made, and the rest by the present size of the data
-        return _count_steps(core, data.train_length, *data.resized_at)
-    return _count_steps(core, data.train_length if data.first_length is None else data.first_length)
+    return _count_steps(core, *core.data.counted_from)
 
 
 def read_estimate(core: RunCore) -> int | float:
     """Return `estimated_steps` for user code, whose schedules may then depend on it.
 
-    In `setup` of a fit, when no loaders exist yet, this function builds the training loader, which the run then uses.
-    It is then collective.
+    In `setup` of a fit, when no loaders exist yet, this function builds the training loader. It is then collective.
     """
-    strategy, data, given = core.strategy, core.data, core.data.given
-    data.estimate_was_read = True
-    if data.stage_data is not None or core.stage != "fit":
+    core.data.estimate_was_read = True
+    if core.data.trains or core.stage != "fit":
         return estimated_steps(core)
-    data.given = replace(given, built_train_loaders=find_loaders("train", given.train, given.datamodule, core.module))
-    loaded = StageData(core.trainer, "train", core.module, data.given, strategy, seed=0)
-    loaded.close()
-    return _count_steps(core, loaded.train_length)
+    return _count_steps(core, core.data.length_before_loading())
 
 
 def _count_steps(core: RunCore, length: int | None, epoch: int = 0, done: int = 0) -> int | float:
@@ -221,19 +190,15 @@ def _count_steps(core: RunCore, length: int | None, epoch: int = 0, done: int = 
     return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
 
 
-def _loss_scale_warning() -> Callable[[float], None]:
-    """Return a function that warns that the loss scale has reached its minimum, the first time it is called."""
-
-    @cache
-    def warn(scale: float) -> None:
-        logger.warning(
-            "The loss scale has fallen to its floor, 2^%d: gradients in fp16 were not finite even with a small "
-            "scaled loss, and each such step was skipped. Check whether the loss itself is NaN "
-            "(detect_anomaly=True, NonFiniteGuard), or train in 'bf16-mixed'. This is logged once.",
-            round(math.log2(scale)),
-        )
-
-    return warn
+def _warn_of_loss_scale(precision: Precision, scale: float) -> None:
+    """Warn, once, that the loss scale has reached its minimum."""
+    precision.on_minimum_scale = None
+    logger.warning(
+        "The loss scale has fallen to its floor, 2^%d: gradients in fp16 were not finite even with a small "
+        "scaled loss, and each such step was skipped. Check whether the loss itself is NaN "
+        "(detect_anomaly=True, NonFiniteGuard), or train in 'bf16-mixed'. This is logged once.",
+        round(math.log2(scale)),
+    )
 
 
 def under_context(runner: StepRunner, precision: Precision) -> StepRunner:
@@ -307,11 +272,8 @@ def _zero_grad(core: RunCore) -> Callable[[Optimizer], object]:
 
 def _check_manual(core: RunCore) -> None:
     trainer = core.trainer
-    for name, value, neutral in (
-        ("accumulate_grad_batches", trainer.accumulate_grad_batches, 1),
-        ("gradient_clip_val", trainer.gradient_clip_val, None),
-    ):
-        if value != neutral and not (name == "gradient_clip_val" and value == 0):
+    for name, off in (("accumulate_grad_batches", (1,)), ("gradient_clip_val", (None, 0))):
+        if (value := getattr(trainer, name)) not in off:
             raise ConfigurationError(
                 f"{name}={value} with manual optimization.",
                 "training_step itself runs backward, clips gradients and steps the optimizers.",

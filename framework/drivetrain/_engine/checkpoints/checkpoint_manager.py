@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from drivetrain._engine.assembly.run_parts import RunCore
     from drivetrain._engine.checkpoints.saved_state import SavedState
     from drivetrain._format import CheckpointMetadata, CheckpointReader, StateToSave
+    from drivetrain.run_context import RunContext
 
 logger = logging.getLogger("drivetrain")
 
@@ -135,7 +136,7 @@ class CheckpointManager:
         metadata = contents.metadata = self._with_lineage(contents.metadata, request.identifier)
         rank, is_running = strategy.rank, strategy.module is not None
         if rank == 0 and core.trainer.loggers:
-            self._flush_loggers()
+            _flush_loggers(core.trainer)
         if not is_running and rank > 0:
             return  # the run has ended: every rank holds the whole state, and the ranks no longer communicate
         control = strategy.control if is_running else LocalControl()
@@ -155,17 +156,6 @@ class CheckpointManager:
             self._write_in_background(write)
         else:
             write(control)
-
-    def _flush_loggers(self) -> None:
-        """Make loggers write their buffered rows, so that a resumed run finds all rows."""
-        trainer = self._core.trainer
-        saves = [(type(each).__name__, each.save) for each in trainer.loggers]
-        for name, write in [("A logger", trainer.finish_logging), *saves]:
-            try:
-                write()
-            except Exception as error:  # each service has its own errors, and none may prevent a checkpoint
-                text = "%s could not write the values logged so far, and tries again later: %s"
-                logger.warning(text, name, error)
 
     def _with_lineage(self, metadata: CheckpointMetadata, identifier: str) -> CheckpointMetadata:
         """Return metadata with identifier, parent and lineage set, and make this checkpoint the parent of the next."""
@@ -257,7 +247,7 @@ class CheckpointManager:
         core, optimizers = self._core, self._core.optimization.optimizers
         held = {id(parameter) for parameter in core.module.parameters()}
         why = None
-        if core.ran_elsewhere:
+        if not core.callbacks.collected:  # the run took place in other processes
             why = "the optimizers' states were lost when the run's processes exited."
         elif core.strategy.world_size > 1:
             why = "a resumed run needs the state of every rank, and the ranks no longer communicate."
@@ -438,3 +428,13 @@ class CheckpointManager:
 def _absolute(folder: str | None) -> str:
     """Return the folder as an absolute path or URL, which is valid in any working directory."""
     return "" if folder is None else folder if "://" in folder else os.path.abspath(folder)
+
+
+def _flush_loggers(trainer: RunContext) -> None:
+    """Make loggers write their buffered rows, so that a run that is resumed from the checkpoint finds all rows."""
+    saves = [(type(each).__name__, each.save) for each in trainer.loggers]
+    for name, write in [("A logger", trainer.finish_logging), *saves]:
+        try:
+            write()
+        except Exception as error:  # each service has its own errors, and none may prevent a checkpoint
+            logger.warning("%s could not write the values logged so far, and tries again later: %s", name, error)

@@ -165,7 +165,7 @@ class SavedState:
             owners.append(Owner(("loop",), every, loop.state_dict, loop.load_state_dict))
         save: Callable[[], Any] = lambda: rng_states.state(progress.batch_idx)  # noqa: E731
         owners.append(Owner(("rng_states",), Scope.RANK, save, rng_states.resume))
-        if data.stage_data is not None and data.stage_data.train is not None:  # the loaders may be replaced later
+        if data.trains:  # the loaders may be replaced later
             save, load = lambda: data.train.state_dict(), lambda state: data.train.load_state_dict(state)
             owners.append(Owner(("source",), Scope.RANK, save, load))
         load_metrics = partial(metrics.load_state_dict, device=self._strategy.device)

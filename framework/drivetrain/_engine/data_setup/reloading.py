@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from drivetrain._distributed.control_plane import check_ranks_agree
 from drivetrain._engine.assembly.evaluation_setup import build_validation
 from drivetrain._engine.assembly.run_parts import RunCore
 from drivetrain._engine.checkpoints.components import data_facts
-from drivetrain._engine.data_setup.stage_data import StageData
 from drivetrain._engine.ranks.seeding import seed_rank
 from drivetrain._runtime.generators import preserved_generators
 from drivetrain._runtime.seed import derive_seed
@@ -34,12 +32,10 @@ class Reloading:
 
     Args:
         core: the run.
-        load: builds the loaders.
     """
 
-    def __init__(self, core: RunCore, load: Callable[[], StageData]) -> None:
+    def __init__(self, core: RunCore) -> None:
         self._core = core
-        self._load = load
         self._every = core.trainer.reload_dataloaders_every_n_epochs
         self._loaded_at = 0  # the epoch of the current loaders
 
@@ -49,14 +45,15 @@ class Reloading:
         data.reload = self.reload
         if resumed is not None:
             self._loaded_at = self._first_epoch(int(resumed.checkpoint.progress["epoch"]))
-        data.stage_data = self._build()
+        self._load()
         saved = {} if resumed is None else resumed.state.get("components") or {}
         length, same_split = saved.get("length"), resumed is not None
         if resumed is not None:
             same_split = resumed.state["data"]["world_size"] == core.strategy.data_world_size
-        data.first_length = length if same_split and isinstance(length, int) else data.train_length
-        self._core.components["length"] = data.first_length
-        if data.given.train is not None and core.strategy.rank == 0:
+        length = length if same_split and isinstance(length, int) else data.train_length
+        data.counted_from = length, 0, 0
+        core.components["length"] = length
+        if core.request.train is not None and core.strategy.rank == 0:
             logger.warning(
                 "reload_dataloaders_every_n_epochs=%d, but a training loader was passed to fit: it is not rebuilt. "
                 "Only the loaders that train_dataloader of the module or of a data module returns are rebuilt.",
@@ -74,11 +71,11 @@ class Reloading:
             return
         core, data, loop = self._core, self._core.data, self._core.loop
         assert loop is not None
-        data.loaded.close()
+        data.close()
         self._loaded_at = self._first_epoch(epoch)
-        data.stage_data = self._build()
-        check_ranks_agree(core.strategy.control, data.stage_data.facts())
-        core.components["data"] = data_facts(data.train, data.stage_data.loaders)
+        self._load()
+        check_ranks_agree(core.strategy.control, data.facts())
+        core.components["data"] = data_facts(data.train, data.loaders)
         loop.reader.use(data.training)
         loop.validation.renew(build_validation(core) if data.validates else None, data.train_length)
 
@@ -86,12 +83,12 @@ class Reloading:
         """Return the first of the epochs that share the loaders of ``epoch``."""
         return epoch - epoch % self._every
 
-    def _build(self) -> StageData:
+    def _load(self) -> None:
         progress = self._core.progress
         current, progress.epoch = progress.epoch, self._loaded_at
         try:
             with preserved_generators(self._core.strategy.device):
                 seed_rank(derive_seed(_LOADER_SEED, self._core.data.seed, self._loaded_at), 0)
-                return self._load()
+                self._core.data.load()
         finally:
             progress.epoch = current

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from drivetrain._engine.assembly.requirements import check_requirements, warn_of_unused_loader
-from drivetrain._engine.assembly.run_parts import RunCore, RunRequest
+from drivetrain._engine.assembly.run_parts import RunCore
 from drivetrain._engine.assembly.strategy_checks import asks_for_sync_batchnorm
 from drivetrain._engine.ranks.error_reporting import print_in_one_line, print_peer_failure
 from drivetrain._engine.ranks.run_processes import check_number, find_processes, first_placement, is_standalone
+from drivetrain._engine.run_request import RunRequest
 from drivetrain._engine.session import Session
+from drivetrain._loops.hooks import is_overridden
 from drivetrain._runtime.accelerators import resolve_devices
 from drivetrain.environments import Placement, resolve_environment
 from drivetrain.errors import ConfigurationError
@@ -38,8 +39,10 @@ DEFAULT_MAX_EPOCHS = 1000
 
 def launch(request: RunRequest) -> Any:
     """Run a stage, after starting processes if needed, and return the stage's result."""
+    from drivetrain._engine.assembly.class_checks import check_requirements  # importing Fit does not need it
+
     trainer = request.trainer
-    check_requirements(request.stage, request.module, request.given)
+    check_requirements(request)
     if request.ckpt_path is None and _has_meta_parameters(request.module):
         from drivetrain._engine.assembly.missing_weights import (
             refuse_missing_weights,  # only modules without values need it
@@ -108,7 +111,7 @@ def run_here(request: RunRequest, processes: LaunchedProcesses) -> Any:
         if strategy.rank == 0:
             logger.warning("Nothing limits the run: it trains for max_epochs=%d.", DEFAULT_MAX_EPOCHS)
     if strategy.rank == 0:
-        warn_of_unused_loader(stage, request.module, request.given)
+        _warn_of_unused_loader(request)
     session_class = Session
     if trainer.profiles:
         from drivetrain._engine.profiled_session import ProfiledSession  # only runs with a profiler need it
@@ -150,3 +153,13 @@ def run_here(request: RunRequest, processes: LaunchedProcesses) -> Any:
 
 def _has_meta_parameters(module: TrainModule) -> bool:
     return any(parameter.is_meta for parameter in module.parameters())
+
+
+def _warn_of_unused_loader(request: RunRequest) -> None:
+    """Warn that validation loaders were given to a module without a ``validation_step``."""
+    module, passed = request.module, request.evaluate is not None
+    if request.stage == "fit" and passed and not is_overridden("validation_step", module, TrainModule):
+        logger.warning(
+            "fit was given validation loaders, and %s has no validation_step: nothing is validated.",
+            type(module).__name__,
+        )

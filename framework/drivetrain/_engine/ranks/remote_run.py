@@ -12,7 +12,8 @@ from torch import nn
 
 from drivetrain._distributed.failure import RankFailedError
 from drivetrain._engine.assembly.missing_weights import CHECKPOINT_ATTRIBUTE
-from drivetrain._engine.assembly.run_parts import RunCore, RunRequest
+from drivetrain._engine.assembly.run_parts import RunCore
+from drivetrain._engine.run_request import RunRequest
 from drivetrain._engine.session import Session
 from drivetrain._engine.signals import as_interruption, handled_signals
 from drivetrain._runs.run_folder import RunFolder
@@ -92,7 +93,7 @@ def _apply_result(outcome: RemoteResult, placement: Placement, request: RunReque
         if state:
             callback.load_state_dict(state)
     if not request.trial:
-        for owner in (request.module, request.given.datamodule):
+        for owner in (request.module, request.datamodule):
             if owner is not None:
                 owner.trainer = trainer
         outcome.fill(request.module)  # last, because it may raise an error

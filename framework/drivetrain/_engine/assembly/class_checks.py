@@ -1,4 +1,4 @@
-"""Refuses methods whose names are those of other hooks, because the engine would silently never call such a method."""
+"""Checks the classes that users write: required methods, hooks that the engine would never call, their arguments."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import inspect
 import logging
 from difflib import get_close_matches
 from types import FunctionType, MethodType
+from typing import Any
 
-from drivetrain._engine.data_setup.stage_loaders import DataArguments, loader_method
-from drivetrain._loops.hooks import HOOKS, overridden
+from torch.utils.data import Dataset, IterableDataset
+
+from drivetrain._engine.run_request import RunRequest, loader_method
+from drivetrain._loops.hooks import HOOKS, is_overridden, overridden
 from drivetrain._module.module_hooks import ModuleHooks
 from drivetrain.callback import Callback
 from drivetrain.data import DataModule
@@ -16,6 +19,11 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 
 logger = logging.getLogger("drivetrain")
+
+_REQUIRED_METHODS = {
+    "training_step": "def training_step(self, batch, batch_idx), returning the loss",
+    "configure_optimizers": "def configure_optimizers(self), returning an optimizer; None trains nothing",
+}
 
 _MIN_SIMILARITY = 0.88
 """A name that is at least this similar to a hook's is warned about, such as "test_steps" but not "training_loss"."""
@@ -79,23 +87,50 @@ _DATA_HOOKS = tuple(
 )
 
 
-def check_hooks(
-    owner: TrainModule | Callback | DataModule, given: DataArguments | None = None, stage: str | None = None
-) -> None:
+def check_requirements(request: RunRequest) -> None:
+    """Check that the module has the methods that training calls, and no misnamed hooks, and that loaders are loaders.
+
+    Raises:
+        ConfigurationError: a method is missing or misnamed, or a loader is not a loader. The error says how to fix it.
+    """
+    stage, module = request.stage, request.module
+    if stage == "fit":
+        for name, signature in _REQUIRED_METHODS.items():
+            if not is_overridden(name, module, TrainModule):
+                names = [key for kind in type(module).__mro__ if issubclass(kind, TrainModule) for key in vars(kind)]
+                close = get_close_matches(name, set(names) - set(dir(TrainModule)), n=1)
+                hint = f" It has {close[0]!r}, which the engine never calls." if close else ""
+                raise ConfigurationError(
+                    f"{type(module).__name__} has no {name}.{hint}",
+                    f"fit cannot train without {name}.",
+                    f"write {signature}.",
+                )
+    for owner in (module, request.datamodule):
+        if owner is not None:
+            check_hooks(owner, request)
+    for loaders in (request.train, request.evaluate):
+        for loader in _each(loaders):
+            if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+                raise ConfigurationError(
+                    f"{stage} was given a {type(loader).__name__}, which is a data set.",
+                    "a data set yields single samples, and steps take batches.",
+                    "wrap it in a loader: torch.utils.data.DataLoader(dataset, batch_size=32, shuffle=True).",
+                )
+
+
+def check_hooks(owner: TrainModule | Callback | DataModule, request: RunRequest | None = None) -> None:
     """Refuse methods that have the name of another framework's hook, and hooks that cannot take the engine's arguments.
 
     Args:
         owner: the object whose class, with the bases that the user wrote, is checked.
-        given: the loaders passed to the run. A method that looks like a loader method may have built them.
-        stage: "fit", "validate", "test" or "predict"; loader methods that this stage does not call are not checked.
-            None if the engine calls no loader method.
+        request: the call of `Fit`; loader methods that it does not call are not checked. None for a callback.
 
     Raises:
         ConfigurationError: a method is refused. The error names the method and the correct hook.
     """
     base, hooks = _base_and_hooks(owner)
     for name in _other_methods(owner, base):
-        fix = _suggest_fix(name, base, given)
+        fix = _suggest_fix(name, base, request)
         if fix is not None:
             raise ConfigurationError(
                 f"{type(owner).__name__}.{name} looks like a hook but is not one: the engine never calls it.",
@@ -103,24 +138,31 @@ def check_hooks(
                 f"{fix}. If your own code calls the method, rename it or prefix its name with an underscore.",
             )
     for name in overridden(hooks, owner, base):
-        if name not in _STEPS and not _is_unused_loader(name, given, stage):
+        if name not in _STEPS and not _is_unused_loader(name, request):
             _check_arguments(owner, name, base)
 
 
-def warn_of_similar_names(owner: TrainModule | Callback | DataModule | None) -> None:
+def warn_of_similar_names(*owners: TrainModule | Callback | DataModule | None) -> None:
     """Warn of methods whose names are similar to those of hooks."""
-    base, hooks = _base_and_hooks(owner)
-    if not isinstance(owner, base):  # there is no data module
-        return
-    similar = {name: get_close_matches(name, hooks, 1, _MIN_SIMILARITY) for name in _other_methods(owner, base)}
-    pairs = [f"{name} (did you mean {match[0]}?)" for name, match in similar.items() if match]
-    if pairs:
-        logger.warning(
-            "%s has methods whose names resemble hooks, and which the engine never calls: %s. If your own code calls "
-            "them, a leading underscore in the name avoids this warning.",
-            type(owner).__name__,
-            ", ".join(pairs),
-        )
+    for owner in owners:
+        if owner is None:  # there is no data module
+            continue
+        base, hooks = _base_and_hooks(owner)
+        similar = {name: get_close_matches(name, hooks, 1, _MIN_SIMILARITY) for name in _other_methods(owner, base)}
+        pairs = [f"{name} (did you mean {match[0]}?)" for name, match in similar.items() if match]
+        if pairs:
+            logger.warning(
+                "%s has methods whose names resemble hooks, and which the engine never calls: %s. If your own code "
+                "calls them, a leading underscore in the name avoids this warning.",
+                type(owner).__name__,
+                ", ".join(pairs),
+            )
+
+
+def _each(loaders: Any) -> list[Any]:
+    if isinstance(loaders, dict):
+        return list(loaders.values())
+    return list(loaders) if isinstance(loaders, list | tuple) else [loaders]
 
 
 def _base_and_hooks(owner: object) -> tuple[type, tuple[str, ...]]:
@@ -129,7 +171,7 @@ def _base_and_hooks(owner: object) -> tuple[type, tuple[str, ...]]:
     return (Callback, HOOKS) if isinstance(owner, Callback) else (DataModule, _DATA_HOOKS)
 
 
-def _suggest_fix(name: str, base: type, given: DataArguments | None) -> str | None:
+def _suggest_fix(name: str, base: type, request: RunRequest | None) -> str | None:
     """Return what to write instead of ``name``; None if the name is not refused."""
     fix = _FIXES.get(name)
     if name.startswith("on_"):
@@ -139,26 +181,20 @@ def _suggest_fix(name: str, base: type, given: DataArguments | None) -> str | No
     is_loader = name.endswith(("_dataloader", "_dataloaders"))
     if base is Callback or (base is DataModule and not is_loader):
         return None
-    # If loaders were passed to the run, the method may be a helper that built them.
-    return None if is_loader and fix is not None and _is_given(fix, given) else fix
+    if is_loader and fix is not None and base is TrainModule and request is not None:
+        loaders = request.train if "train" in fix else request.evaluate
+        if loaders is not None or request.datamodule is not None:
+            return None  # the method may be a helper that built the loaders
+    return fix
 
 
-def _is_given(fix: str, given: DataArguments | None) -> bool:
-    if given is None:
-        return False
-    loaders = given.train if "train" in fix else given.evaluate
-    return loaders is not None or given.datamodule is not None
-
-
-def _is_unused_loader(name: str, given: DataArguments | None, stage: str | None) -> bool:
+def _is_unused_loader(name: str, request: RunRequest | None) -> bool:
     """Whether ``name`` is a loader method that this run does not call."""
-    if not name.endswith("_dataloader"):
+    if not name.endswith("_dataloader") or request is None:
         return False
-    loops = ("train", "validate") if stage == "fit" else () if stage is None else (stage,)
-    if name not in map(loader_method, loops):
-        return True
-    loaders = None if given is None else given.train if name == "train_dataloader" else given.evaluate
-    return loaders is not None
+    kinds = ("train", "validate") if request.stage == "fit" else (request.stage,)
+    loaders = request.train if name == "train_dataloader" else request.evaluate
+    return loaders is not None or name not in map(loader_method, kinds)
 
 
 def _other_methods(owner: object, base: type) -> list[str]:
