@@ -91,8 +91,6 @@ class GroupControl(ControlPlane):
         return _PendingReduction(values, dist.all_reduce(values, group=self._group, async_op=True))
 
     def gather_objects(self, value: Any) -> list[Any]:
-        if self.world_size == 1:
-            return [value]
         return [decode(content) for content in self.gather_bytes(encode(value))]
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
