@@ -250,7 +250,7 @@ class LooksAtTheEnd(Callback):
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         strategy = trainer.strategy
-        flats = {fragment.flat_index: fragment.flat.numel() for fragment in strategy._run.zero.fragments()}
+        flats = {part.flat_index: part.tensor.numel() for part in strategy._run.zero.parts()}
         self.report["in memory"] = [one.ds_tensor.numel() for one in module.parameters()], list(flats.values())
         self.report["weights"] = _wholes(strategy.model_state())
         moments = strategy.optimizer_state()["state"]

@@ -199,7 +199,7 @@ def test_a_module_without_underscore_is_exported_or_used_by_another_room() -> No
 
 
 # Modules with the same role in several strategies' packages may share a name.
-SAME_ROLE = {"strategy", "aliases", "checks", "precision", "internals", "state", "user_hooks"}
+SAME_ROLE = {"strategy", "aliases", "checks", "precision", "internals", "state", "user_code"}
 
 
 def test_base_names_are_unique() -> None:

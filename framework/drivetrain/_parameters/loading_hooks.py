@@ -6,6 +6,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from drivetrain._parameters.module_description import layer_versions
+from drivetrain._parameters.weights_fit import WeightMismatch
 from drivetrain._runtime.compiled_names import plain_name
 from drivetrain.errors import CheckpointError
 
@@ -103,14 +105,44 @@ class HookedWeights:
         return result
 
 
-def resized_buffers(module: nn.Module, current: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
-    """Return the names of buffers of another shape in ``state`` whose submodule may change the shape as it loads.
+def load_tensors(
+    module: nn.Module,
+    state: Mapping[str, Any],
+    strict: bool,
+    assign: Callable[[torch.Tensor, Any], None],
+    kept_elsewhere: Mapping[int, Any] = MappingProxyType({}),
+) -> None:
+    """Load values by name, each by ``assign``, into a module that does not hold its parameters as whole tensors.
 
     Args:
-        module: the module that loads ``state``.
-        current: the module's own parameters and buffers by name.
-        state: the values to load by name.
+        module: the module.
+        state: the values by name.
+        strict: raise an error for missing and unexpected names.
+        assign: called with a parameter or a persistent buffer, and its value in ``state``.
+        kept_elsewhere: what has the shape of a whole tensor, by ``id`` of the module's own tensor.
+
+    Raises:
+        CheckpointError: names or shapes do not match and ``strict`` is set. No weights were loaded.
     """
+    current = module.state_dict(keep_vars=True)
+    # A submodule that has loading hooks may change the shapes of its buffers, so that it loads these itself.
+    extra = {name: state[name] for name in _resized_buffers(module, current, state)}
+    expected = {name: kept_elsewhere.get(id(value), value) for name, value in current.items()}
+    WeightMismatch.compare(expected, {**state, **dict.fromkeys(extra)}, partial=not strict).raise_or_warn(
+        "The weights", type(module).__name__, strict
+    )
+    for name, value in current.items():
+        if name in state and name not in extra:
+            if isinstance(value, torch.Tensor):
+                assign(value, state[name])
+            else:
+                extra[name] = state[name]
+    if extra:
+        load_current(module, extra)
+
+
+def _resized_buffers(module: nn.Module, current: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+    """Return the names of buffers of another shape in ``state`` whose submodule may change the shape as it loads."""
     names = [
         name
         for name, value in current.items()

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from drivetrain._distributed.shards import Region as Region
     from drivetrain._distributed.shards import Span as Span
     from drivetrain._distributed.shards import cut as cut
-    from drivetrain._parameters.loading_hooks import load_current as load_current
-    from drivetrain._parameters.loading_hooks import resized_buffers as resized_buffers
+    from drivetrain._parameters.loading_hooks import load_tensors as load_tensors
     from drivetrain._parameters.module_lock import may_move as may_move
     from drivetrain._parameters.optimizer_state import check_optimizer_fits as check_optimizer_fits
     from drivetrain._parameters.optimizer_state import load_named_optimizer_state as load_named_optimizer_state
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from drivetrain._parameters.replaced_tensors import replace_tensors as replace_tensors
     from drivetrain._parameters.trainable import TrainableChange as TrainableChange
     from drivetrain._parameters.trainable import changed_within_window_error as changed_within_window_error
-    from drivetrain._parameters.weights_fit import WeightMismatch as WeightMismatch
     from drivetrain._runtime.memory_advice import MemoryAdvice as MemoryAdvice
     from drivetrain.strategies.distributed import DEFAULT_STEP_TIMEOUT as DEFAULT_STEP_TIMEOUT
     from drivetrain.strategies.distributed import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
@@ -61,8 +59,7 @@ _NAMES_BY_MODULE = {
     "drivetrain._distributed.process_groups": ("set_timeout",),
     "drivetrain._distributed.shards": ("Box", "ParameterShard", "Region", "Span", "cut"),
     "drivetrain._runtime.memory_advice": ("MemoryAdvice",),
-    "drivetrain._parameters.loading_hooks": ("load_current", "resized_buffers"),
-    "drivetrain._parameters.weights_fit": ("WeightMismatch",),
+    "drivetrain._parameters.loading_hooks": ("load_tensors",),
 }
 
 __getattr__, __dir__, __all__ = lazy_names(

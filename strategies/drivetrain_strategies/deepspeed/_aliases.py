@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from drivetrain_strategies.deepspeed.strategy import DeepSpeedStrategy
 
-
-def stage_1() -> DeepSpeedStrategy:
-    return DeepSpeedStrategy(stage=1)
-
-
-def stage_2() -> DeepSpeedStrategy:
-    return DeepSpeedStrategy(stage=2)
-
-
-def stage_3() -> DeepSpeedStrategy:
-    return DeepSpeedStrategy(stage=3)
-
-
-def stage_1_offload() -> DeepSpeedStrategy:
-    return DeepSpeedStrategy(stage=1, offload_optimizer="cpu")
-
-
-def stage_2_offload() -> DeepSpeedStrategy:
-    return DeepSpeedStrategy(stage=2, offload_optimizer="cpu")
-
-
-def stage_3_offload() -> DeepSpeedStrategy:
-    return DeepSpeedStrategy(stage=3, offload_optimizer="cpu", offload_parameters="cpu")
+stage_1 = partial(DeepSpeedStrategy, stage=1)
+stage_2 = partial(DeepSpeedStrategy, stage=2)
+stage_3 = partial(DeepSpeedStrategy, stage=3)
+stage_1_offload = partial(DeepSpeedStrategy, stage=1, offload_optimizer="cpu")
+stage_2_offload = partial(DeepSpeedStrategy, stage=2, offload_optimizer="cpu")
+stage_3_offload = partial(DeepSpeedStrategy, stage=3, offload_optimizer="cpu", offload_parameters="cpu")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,67 +27,55 @@ _GROUP_ATTRIBUTES = (
 _RENAMED_FUNCTIONS = {"all_gather_function": "all_gather_single", "reduce_scatter_function": "reduce_scatter_single"}
 """Maps each attribute of DeepSpeed's backend that holds a torch function to the function's newer name."""
 
-_HOOK_ATTRIBUTES = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+_HOOK_ATTRIBUTES = [name for name in nn.Module().__dict__ if "_hooks" in name]
 """The attributes in which a module keeps hooks."""
 
-_LATE_ATTRIBUTES = {"applied_pre_backward_ref_cnt", "_hp_grad", "grad_accum"}
+_LATE_ATTRIBUTES = {"applied_pre_backward_ref_cnt", "grad_accum"}
 """Attributes that DeepSpeed adds only in the first steps. It then also adds attributes that begin with ``ds_``."""
 
 
-class DeepSpeedWorld:
-    """Initializes DeepSpeed's communication on the default process group. `close` restores the process's state.
+@contextmanager
+def communication(deepspeed: Any, device: torch.device, local_rank: int) -> Iterator[None]:
+    """Let DeepSpeed communicate over the default process group within this context. Does not communicate afterwards.
 
     Args:
         deepspeed: the package `deepspeed`.
         device: device of this rank.
         local_rank: local rank of this process.
     """
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
 
-    def __init__(self, deepspeed: Any, device: torch.device, local_rank: int) -> None:
-        from deepspeed.comm import comm
-        from deepspeed.utils import groups
+    accelerator = deepspeed.accelerator.real_accelerator
+    with ExitStack() as undo:
+        for owner, name in ((comm, "cdb"), (accelerator, "ds_accelerator"), (nn.functional, "linear")):
+            undo.callback(setattr, owner, name, getattr(owner, name))
+        # DeepSpeed's shared-memory collectives would have to be compiled, so they are disabled and gloo's are used.
+        undo.callback(deepspeed.ops.__compatible_ops__.update, dict(deepspeed.ops.__compatible_ops__))
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # DeepSpeed takes the local rank only from LOCAL_RANK, and uses the value as the device index.
+        undo.callback(_set_variable, "LOCAL_RANK", os.environ.get("LOCAL_RANK"))
+        index: int | None = device.index
+        if index is not None:
+            os.environ["LOCAL_RANK"] = str(index)
+        else:
+            os.environ.setdefault("LOCAL_RANK", str(local_rank))
+        _choose_accelerator(accelerator, device)
+        for name in _GROUP_ATTRIBUTES:
+            undo.callback(_restore_group, groups, name, getattr(groups, name))
+        is_new = comm.cdb is None
+        deepspeed.init_distributed()
+        if is_new:  # the functions' older names emit a deprecation warning
+            for attribute, name in _RENAMED_FUNCTIONS.items():
+                setattr(comm.cdb, attribute, getattr(dist, name, getattr(comm.cdb, attribute)))
+        yield
 
-        self._groups = groups
-        self._groups_before = {name: getattr(groups, name) for name in _GROUP_ATTRIBUTES}
-        accelerator = deepspeed.accelerator.real_accelerator
-        with ExitStack() as undo:
-            for owner, name in ((comm, "cdb"), (accelerator, "ds_accelerator"), (nn.functional, "linear")):
-                undo.callback(setattr, owner, name, getattr(owner, name))
-            # DeepSpeed's shared-memory collectives would have to be compiled, so they are disabled and gloo's are used.
-            undo.callback(deepspeed.ops.__compatible_ops__.update, dict(deepspeed.ops.__compatible_ops__))
-            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-            # DeepSpeed takes the local rank only from LOCAL_RANK, and uses the value as the device index.
-            undo.callback(_set_variable, "LOCAL_RANK", os.environ.get("LOCAL_RANK"))
-            index: int | None = device.index
-            if index is not None:
-                os.environ["LOCAL_RANK"] = str(index)
-            else:
-                os.environ.setdefault("LOCAL_RANK", str(local_rank))
-            _choose_accelerator(accelerator, device)
-            is_new = comm.cdb is None
-            deepspeed.init_distributed()
-            if is_new:  # the functions' older names emit a deprecation warning
-                for attribute, name in _RENAMED_FUNCTIONS.items():
-                    setattr(comm.cdb, attribute, getattr(dist, name, getattr(comm.cdb, attribute)))
-            self._undo = undo.pop_all()
 
-    def close(self) -> None:
-        """Release DeepSpeed's process groups and undo its patches. Does not communicate."""
-        for name, before in self._groups_before.items():
-            group = getattr(self._groups, name)
-            if group is not None and group is not before:
-                if dist.is_initialized():
-                    dist.destroy_process_group(group)
-                setattr(self._groups, name, before)
-        self._undo.close()
+def _restore_group(groups: Any, name: str, before: Any) -> None:
+    group = getattr(groups, name)
+    if group is not None and group is not before and dist.is_initialized():
+        dist.destroy_process_group(group)
+    setattr(groups, name, before)
 
 
 def _set_variable(name: str, value: str | None) -> None:
@@ -122,26 +112,17 @@ class ModuleSnapshot:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._children = [(child, set(child.__dict__), _hooks_of(child)) for child in module.modules()]
-        self._parameters = [(parameter, set(parameter.__dict__)) for parameter in module.parameters()]
         self._stores = [(child, child._parameters) for child in module.modules()]
-        self._recorded = False
-        self._added: list[tuple[Any, list[str]]] = []
-        self._added_hooks: list[tuple[nn.Module, str, Any]] = []
+        self._before = [(read, set(read())) for read in _dicts_of(module)]
+        self._added: list[tuple[Callable[[], dict[Any, Any]], set[Any]]] = []
 
     def record_additions(self) -> None:
         """Record the attributes and hooks added so far as DeepSpeed's. Later additions are assumed to be the user's."""
-        self._recorded = True
-        for child, before, hooks in self._children:
-            self._added.append((child, [name for name in child.__dict__ if name not in before]))
-            for name, keys in hooks.items():
-                self._added_hooks += [(child, name, key) for key in child.__dict__[name] if key not in keys]
-        for parameter, before in self._parameters:
-            self._added.append((parameter, [name for name in parameter.__dict__ if name not in before]))
+        self._added = [(read, set(read()) - names) for read, names in self._before]
 
     def undo(self) -> None:
         """Restore the module's attributes, hooks and parameter dicts."""
-        if not self._recorded:
+        if not self._added:
             self.record_additions()
         for child, store in self._stores:
             if child._parameters is not store:
@@ -150,13 +131,18 @@ class ModuleSnapshot:
                 store.clear()
                 store.update(current)
                 child.__dict__["_parameters"] = store
-        for child, name, key in self._added_hooks:
-            child.__dict__[name].pop(key, None)
-        for holder, names in self._added:
-            attributes = holder.__dict__
-            late = [name for name in attributes if name.startswith("ds_") or name in _LATE_ATTRIBUTES]
-            for name in {*names, *late}:
-                attributes.pop(name, None)
+        for read, names in self._added:
+            late = {name for name in read() if str(name).startswith("ds_") or name in _LATE_ATTRIBUTES}
+            for name in names | late:
+                read().pop(name, None)
+
+
+def _dicts_of(module: nn.Module) -> Iterator[Callable[[], dict[Any, Any]]]:
+    """Yield functions that return the dicts in which modules and parameters hold attributes, and modules hold hooks."""
+    for holder in (*module.modules(), *module.parameters()):
+        yield partial(getattr, holder, "__dict__")
+    for child in module.modules():
+        yield from (partial(child.__dict__.__getitem__, name) for name in _HOOK_ATTRIBUTES)
 
 
 def forget_root(root: nn.Module) -> None:
@@ -176,7 +162,3 @@ def forget_root(root: nn.Module) -> None:
     for part in (method, *wrapped):
         if hasattr(part, "cache_clear"):
             part.cache_clear()
-
-
-def _hooks_of(child: nn.Module) -> dict[str, set[Any]]:
-    return {name: set(child.__dict__[name]) for name in _HOOK_ATTRIBUTES}

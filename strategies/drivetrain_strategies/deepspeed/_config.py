@@ -40,16 +40,7 @@ The scale halves at each overflow and doubles after 2,000 steps without an overf
 first overflow does not change the scale, and the scale doubles after 1,000 steps.
 """
 
-SECTION_KEYS = (
-    "zero_optimization",
-    "optimizer",
-    "scheduler",
-    "bf16",
-    "bfloat16",
-    "fp16",
-    "torch_autocast",
-    "data_types",
-)
+SECTIONS = {"zero_optimization", "optimizer", "scheduler", "bf16", "bfloat16", "fp16", "torch_autocast", "data_types"}
 """The top-level keys whose values this module reads as dicts."""
 
 
@@ -102,7 +93,7 @@ def _read(source: Config) -> dict[str, Any]:
                 "write the settings as a JSON object, {...}.",
             )
     for key, value in config.items():
-        if key in SECTION_KEYS and not isinstance(value, Mapping):
+        if key in SECTIONS and not isinstance(value, Mapping):
             raise _not_a_section(key, value)
         if key not in TOP_LEVEL_KEYS:
             raise ConfigurationError(
@@ -177,14 +168,24 @@ def resolve(config: Mapping[str, Any], run: RunSettings, precision: str, ranks: 
         ConfigurationError: the config contradicts `Fit`. The error names both settings.
     """
     resolved = copy.deepcopy(dict(config))
-    _compare_batches(resolved, run, ranks)
-    batch = run.batch_size or 1
+    if "bfloat16" in resolved:
+        resolved.setdefault("bf16", resolved.pop("bfloat16"))
+    for path, (value, source) in _values_of_fit(run, precision, ranks).items():
+        section, _, key = path.rpartition(".")
+        configured = (resolved.get(section, {}) if section else resolved).get(key, "auto")
+        if configured not in ("auto", None) and value is not None and configured != value:
+            raise _contradiction(path, configured, source)
+    batch, clipping = run.batch_size or 1, run.gradient_clip_val
+    if clipping is None and resolved.get("gradient_clipping") != "auto":
+        clipping = resolved.get("gradient_clipping")
     resolved |= {
         "train_micro_batch_size_per_gpu": batch,
         "train_batch_size": batch * ranks,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
-        "gradient_clipping": _clipping(resolved, run),
+        "gradient_clipping": float(
+            clipping or 0.0
+        ),  # always set, since DeepSpeed's default would clip to a norm of 1.0
     }
     resolved.setdefault("steps_per_print", None)
     # `check_optimizers` decides which optimizers are allowed, so DeepSpeed's own check is turned off. torch's
@@ -193,7 +194,15 @@ def resolve(config: Mapping[str, Any], run: RunSettings, precision: str, ranks: 
     resolved.setdefault("zero_force_ds_cpu_optimizer", False)
     zero = resolved["zero_optimization"]
     resolved["zero_optimization"] = {key: value for key, value in zero.items() if value != "auto"}
-    _set_precision(resolved, precision)
+    enabled_section = PRECISION_SECTIONS.get(precision)
+    for section in {"bf16", "fp16"} & resolved.keys():
+        resolved[section] = {**resolved[section], "enabled": section == enabled_section}
+    if enabled_section is not None:
+        defaults = LOSS_SCALE_SETTINGS if enabled_section == "fp16" else {}
+        resolved[enabled_section] = {"enabled": True, **defaults, **resolved.get(enabled_section, {})}
+        # Gradients are computed in half precision, but accumulated and exchanged in float32.
+        resolved["data_types"] = {"grad_accum_dtype": "fp32", **resolved.get("data_types", {})}
+        resolved.setdefault("communication_data_type", "fp32")
     for path in _auto_keys(resolved):
         raise ConfigurationError(
             f"config: {path} is 'auto'.",
@@ -203,32 +212,21 @@ def resolve(config: Mapping[str, Any], run: RunSettings, precision: str, ranks: 
     return resolved
 
 
-def _compare_batches(config: dict[str, Any], run: RunSettings, ranks: int) -> None:
-    if run.stage != "fit":
-        return
-    window = run.accumulate_grad_batches
-    expected: dict[str, tuple[int | None, str]] = {
-        "gradient_accumulation_steps": (window, f"Fit(accumulate_grad_batches={window})"),
-        "train_micro_batch_size_per_gpu": (run.batch_size, f"the loader's batch_size={run.batch_size}"),
-        "train_batch_size": (
-            None if run.batch_size is None else run.batch_size * window * ranks,
-            f"batch_size={run.batch_size} x accumulate_grad_batches={window} x {ranks} ranks",
-        ),
+def _values_of_fit(run: RunSettings, precision: str, ranks: int) -> dict[str, tuple[Any, str]]:
+    """Return the values that settings of DeepSpeed have in this run, or None, each with what sets it."""
+    values: dict[str, tuple[Any, str]] = {
+        "gradient_clipping": (run.gradient_clip_val, f"Fit(gradient_clip_val={run.gradient_clip_val})"),
+        "torch_autocast.enabled": (False, f"Fit(precision={precision!r}), which runs autocast itself"),
     }
-    for key, (value, source) in expected.items():
-        configured = config.get(key, "auto")
-        if configured not in ("auto", None) and value is not None and configured != value:
-            raise _contradiction(key, configured, source)
-
-
-def _clipping(config: Mapping[str, Any], run: RunSettings) -> float:
-    configured, clip_val = config.get("gradient_clipping", "auto"), run.gradient_clip_val
-    if configured not in ("auto", None) and clip_val is not None and float(configured) != float(clip_val):
-        raise _contradiction("gradient_clipping", configured, f"Fit(gradient_clip_val={clip_val})")
-    if clip_val is not None:
-        return float(clip_val)
-    # The value is always set, since DeepSpeed's default would clip to a norm of 1.0.
-    return 0.0 if configured in ("auto", None) else float(configured)
+    for name, section in PRECISION_SECTIONS.items():
+        values[f"{section}.enabled"] = name == precision, f"Fit(precision={precision!r})"
+    if run.stage == "fit":
+        window, size = run.accumulate_grad_batches, run.batch_size
+        total = f"batch_size={size} x accumulate_grad_batches={window} x {ranks} ranks"
+        values["gradient_accumulation_steps"] = window, f"Fit(accumulate_grad_batches={window})"
+        values["train_micro_batch_size_per_gpu"] = size, f"the loader's batch_size={size}"
+        values["train_batch_size"] = None if size is None else size * window * ranks, total
+    return values
 
 
 def _merge(config: dict[str, Any], arguments: Mapping[str, Any], prefix: str) -> None:
@@ -240,29 +238,6 @@ def _merge(config: dict[str, Any], arguments: Mapping[str, Any], prefix: str) ->
                 continue
             raise _contradiction(f"{prefix}{key}", configured, f"DeepSpeedStrategy's {key}={value!r}")
         config[key] = copy.deepcopy(value)
-
-
-def _set_precision(config: dict[str, Any], precision: str) -> None:
-    if "bfloat16" in config:
-        config.setdefault("bf16", config.pop("bfloat16"))
-    if config.get("torch_autocast", {}).get("enabled"):
-        raise _contradiction(
-            "torch_autocast.enabled", True, f"Fit(precision={precision!r}), which runs autocast itself"
-        )
-    enabled_section = PRECISION_SECTIONS.get(precision)
-    for section in ("bf16", "fp16"):
-        configured = config.get(section, {}).get("enabled", "auto")
-        if configured != "auto" and bool(configured) != (section == enabled_section):
-            raise _contradiction(f"{section}.enabled", configured, f"Fit(precision={precision!r})")
-        if section == enabled_section:
-            defaults = LOSS_SCALE_SETTINGS if section == "fp16" else {}
-            config[section] = {**defaults, **config.get(section, {}), "enabled": True}
-        elif section in config:
-            config[section] = {**config[section], "enabled": False}
-    if enabled_section is not None:
-        # Gradients are computed in half precision, but accumulated and exchanged in float32.
-        config["data_types"] = {"grad_accum_dtype": "fp32", **config.get("data_types", {})}
-        config.setdefault("communication_data_type", "fp32")
 
 
 def _auto_keys(value: Any, path: str = "") -> Iterator[str]:

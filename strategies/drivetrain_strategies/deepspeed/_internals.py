@@ -1,8 +1,7 @@
 """All uses of private names of DeepSpeed's engine.
 
-`Zero` wraps three optimizer classes of DeepSpeed: ZeRO 1 and 2, the bf16 optimizer of stage 1, and ZeRO 3. Each keeps
-float32 master weights in flat tensors, which the torch optimizer steps. A rank has the master weights of its part of
-every parameter.
+`Zero` wraps two optimizer classes of DeepSpeed: one of ZeRO 1 and 2, and one of ZeRO 3. Each keeps float32 master
+weights in flat tensors, which the torch optimizer steps. A rank has the master weights of its part of every parameter.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -22,33 +22,30 @@ from drivetrain.strategies import Span
 _EXCHANGE_OF_STAGE_3 = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 """The method with which stage 3 exchanges a bucket of gradients."""
 
+_END_OF_WINDOW = "finalize_gradient_accumulation_boundary"
+"""The method with which stages 2 and 3 finish the gradients of a window."""
+
 
 @dataclass(frozen=True, slots=True)
-class Fragment:
-    """This rank's part of a parameter's master weights.
+class Part:
+    """What this rank holds of a parameter's most exact values: its master weights, or weights that are not trained.
 
     Attributes:
         parameter: the parameter.
-        flat_index: index of the flat tensor that contains the master weights.
-        flat: the flat tensor, which the optimizer steps. While swapped out to a drive, the tensor is empty; see
+        tensor: contains the values. The flat tensor of master weights is empty while it is swapped out to a drive; see
             `Zero.swapped_in`.
-        offset: offset of the master weights in the flat tensor.
-        span: the elements of the parameter that the master weights hold.
+        span: the elements of the parameter that this rank holds. None if ``tensor`` is the whole parameter.
+        offset: position of the first of them in ``tensor``.
+        flat_index: index of the flat tensor of master weights; None for other weights.
+        is_swapped: whether ``tensor`` is swapped out to a drive between steps, so that values must be copied.
     """
 
     parameter: nn.Parameter
-    flat_index: int
-    flat: torch.Tensor
-    offset: int
-    span: Span
-
-    def slice_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the parameter's elements of ``flat``, a tensor with the flat tensor's shape."""
-        return flat.detach().narrow(0, self.offset, self.span.stop - self.span.start)
-
-    @property
-    def master(self) -> torch.Tensor:
-        return self.slice_of(self.flat)
+    tensor: torch.Tensor
+    span: Span | None
+    offset: int = 0
+    flat_index: int | None = None
+    is_swapped: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -56,9 +53,18 @@ class Fragment:
         return tuple(getattr(self.parameter, "ds_shape", self.parameter.shape))
 
     @property
-    def numel(self) -> int:
-        """Number of elements of the whole parameter."""
-        return int(getattr(self.parameter, "ds_numel", self.parameter.numel()))
+    def nbytes(self) -> int:
+        """Size of the whole parameter in the dtype of these values."""
+        return math.prod(self.shape) * self.tensor.element_size()
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The values that this rank holds, of shape (n,), or of the parameter's shape."""
+        return self.cut_from(self.tensor)
+
+    def cut_from(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the part's elements of a tensor with the shape of `tensor`, such as state of the optimizer."""
+        return tensor.detach() if self.span is None else tensor.detach().narrow(0, self.offset, self.span.numel)
 
 
 def on_drive(parameter: Any) -> bool:
@@ -74,6 +80,13 @@ def write_part(parameter: Any, part: torch.Tensor, span: Span) -> None:
     parameter.all_gather()
     parameter.data.view(-1)[span.start : span.stop].copy_(part)
     parameter.partition(has_been_updated=True)
+
+
+def partitioned_span(parameter: Any) -> Span:
+    """Return the elements that this rank's partition of a parameter of stage 3 holds. The last may have fewer."""
+    size, numel = parameter.ds_tensor.ds_numel, parameter.ds_numel
+    start = min(parameter.ds_zero_partition_rank * size, numel)
+    return Span(start, min(start + size, numel))
 
 
 def is_gathered(parameter: Any) -> bool:
@@ -108,19 +121,24 @@ def gathered_for_use(engine: Any, parameters: Sequence[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def without_broadcast() -> Iterator[None]:
-    """Skip the engine's broadcast of weights within this context.
+def changed_start() -> Iterator[None]:
+    """Change two steps of the engine's start within this context.
 
-    The ranks' weights are equal already, and the engine's broadcast fails for scalars.
+    The engine does not broadcast weights: those of the ranks are equal already, and its broadcast fails for scalars. At
+    stage 1 in bf16, it uses the optimizer class of the other precisions and of stage 2, not one with other internals.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 
-    broadcast_model = DeepSpeedEngine._broadcast_model
-    DeepSpeedEngine._broadcast_model = lambda self: None
+    changes = {"_broadcast_model": lambda *_: None, "_do_optimizer_sanity_check": lambda *_: ZERO_OPTIMIZATION}
+    before = {name: getattr(DeepSpeedEngine, name) for name in changes}
     try:
+        for name, change in changes.items():
+            setattr(DeepSpeedEngine, name, change)
         yield
     finally:
-        DeepSpeedEngine._broadcast_model = broadcast_model
+        for name, method in before.items():
+            setattr(DeepSpeedEngine, name, method)
 
 
 class Zero:
@@ -131,15 +149,12 @@ class Zero:
     """
 
     def __init__(self, engine: Any) -> None:
-        from deepspeed.runtime.bf16_optimizer import BF16_Optimizer  # importing the module takes seconds
-
         self.engine = engine
         self.optimizer = engine.optimizer
         self.stage = int(engine.zero_optimization_stage())
-        self._bf16 = isinstance(self.optimizer, BF16_Optimizer)
         self._clip = self.optimizer.clip_grad
         self._reduced = False
-        self._norm: torch.Tensor | None = None
+        self._norm: Any = None  # that of the window, as DeepSpeed computes it, once it is known
         self._defer_reduction()
         if self.stage == 2 and self.optimizer.reduce_scatter and self.optimizer.gradient_average:
             self._divide_in_communication_dtype()
@@ -179,10 +194,8 @@ class Zero:
 
     def flat_tensors(self) -> list[torch.Tensor]:
         """Return the flat tensors that the optimizer steps."""
-        optimizer = self.optimizer
-        if self.stage == 3:
-            return list(optimizer.fp32_partitioned_groups_flat)
-        return list(optimizer.fp32_groups_flat_partition if self._bf16 else optimizer.single_partition_of_fp32_groups)
+        name = "fp32_partitioned_groups_flat" if self.stage == 3 else "single_partition_of_fp32_groups"
+        return list(getattr(self.optimizer, name))
 
     def group_of_flat_tensor(self, number: int) -> int:
         """Return the index of the optimizer's parameter group that a flat tensor belongs to."""
@@ -207,65 +220,41 @@ class Zero:
             for group, held in zip(groups, before, strict=True):
                 group["params"] = held
 
-    def fragments(self) -> Iterator[Fragment]:
-        """Yield a `Fragment` for every trainable parameter. The fragment is empty if this rank holds no part."""
+    def parts(self) -> Iterator[Part]:
+        """Yield the `Part` of every trainable parameter. It is empty if this rank holds no element."""
         optimizer, flats = self.optimizer, self.flat_tensors()
         if self.stage == 3:
-            for group in optimizer.fp16_groups:
-                for parameter in group:
-                    number, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
-                    start = min(parameter.ds_zero_partition_rank * size, parameter.ds_numel)
-                    stop = min(start + size, parameter.ds_numel)
-                    yield Fragment(parameter, number, flats[number], offset, Span(start, stop))
+            for parameter in chain(*optimizer.fp16_groups):
+                number, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+                span, is_swapped = partitioned_span(parameter), self.is_swapped(number)
+                yield Part(parameter, flats[number], span, offset, number, is_swapped)
             return
-        for number, group in enumerate(self._whole_groups()):
+        for number, group in enumerate(optimizer.bit16_groups):
             for parameter in group:
-                mapping, flat = parameter._hp_mapping, flats[number]
+                mapping = parameter._hp_mapping
                 if mapping is None:
-                    yield Fragment(parameter, number, flat, 0, Span(0, 0))
+                    yield Part(parameter, flats[number], Span(0, 0), 0, number)
                     continue
-                start = mapping.lp_fragment_address.start
-                span = Span(start, start + mapping.lp_fragment_address.numel)
-                yield Fragment(parameter, number, flat, mapping.hp_fragment_address.start, span)
-
-    def _whole_groups(self) -> Sequence[Sequence[Any]]:
-        groups: Sequence[Sequence[Any]] = self.optimizer.bf16_groups if self._bf16 else self.optimizer.bit16_groups
-        return groups
-
-    def holds_values(self, fragment: Fragment) -> bool:
-        """Return whether a parameter holds its values between steps. A partitioned parameter of stage 3 is empty."""
-        return self.stage < 3 or is_gathered(fragment.parameter)
-
-    def keep_assigned_weights(self) -> None:
-        """Give parameters that were assigned to (``parameter.data = ...``) their place in the flat tensors again.
-
-        The bf16 optimizer of stage 1 writes new weights to its flat tensors, of which the parameters are views. The
-        other optimizers assign to the parameters after each step.
-        """
-        if not self._bf16:
-            return
-        for group, flat in zip(self.optimizer.bf16_groups, self.optimizer.bf16_groups_flat, strict=True):
-            for parameter, place in zip(group, self.optimizer.unflatten(flat, group), strict=True):
-                if parameter.data_ptr() != place.data_ptr():
-                    place.copy_(parameter.detach())
-                    parameter.data = place
+                start, numel = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
+                span = Span(start, start + numel)
+                yield Part(parameter, flats[number], span, mapping.hp_fragment_address.start, number)
 
     def is_swapped(self, number: int) -> bool:
         """Return whether the flat tensor with this index is swapped out to a drive between steps."""
         return self.stage == 3 and bool(self.optimizer._swappable_optimizer_subgroup(number))
 
     @contextmanager
-    def swapped_in(self, number: int, write: bool = False) -> Iterator[None]:
+    def swapped_in(self, number: int | None, write: bool = False) -> Iterator[None]:
         """Keep a flat tensor and its optimizer state in memory within this context.
 
         Only one flat tensor may be swapped in at a time, since DeepSpeed has few buffers.
 
         Args:
-            number: index of the flat tensor.
+            number: index of the flat tensor; None does nothing.
             write: whether changes are written back to the drive.
         """
         optimizer = self.optimizer
-        if not self.is_swapped(number) or self.flat_tensors()[number].numel():
+        if number is None or not self.is_swapped(number) or self.flat_tensors()[number].numel():
             yield
             return
         optimizer._optimizer_states_and_gradient_swap_in(number)
@@ -344,21 +333,12 @@ class Zero:
         if self.stage == 3 and optimizer.swap_optimizer:
             # Missing gradients must be written to the drive as zeros, since the step reads the gradients of all
             # parameters.
-            optimizer._offload_boundary_param_ids.update(
-                parameter.ds_id for group in optimizer.fp16_groups for parameter in group
-            )
-        if self.stage > 1:
-            self._finalize()
-            return
-        if self._bf16:
-            # All ranks must include the same parameters in the norm.
-            optimizer.fp32_groups_has_gradients = [[True] * len(group) for group in optimizer.bf16_groups]
-        else:
-            for group in optimizer.bit16_groups:
-                for parameter in group:
-                    _fill_missing_gradient(parameter, optimizer)
-        engine._running_engine_step = True
-        self._allreduce()
+            optimizer._offload_boundary_param_ids.update(one.ds_id for one in chain(*optimizer.fp16_groups))
+        if self.stage == 1:
+            for parameter in chain(*optimizer.bit16_groups):
+                _fill_missing_gradient(parameter, optimizer)
+            engine._running_engine_step = True
+        self._exchange()
 
     def norm(self) -> torch.Tensor:
         """Return the global norm of the window's gradients, of shape (). Collective.
@@ -366,39 +346,41 @@ class Zero:
         The norm is inf if a gradient is not finite.
         """
         self.reduce()
-        if self._norm is None:
-            self._norm = self._scaled_norm()
-        norm = self._norm / self.loss_scale
+        if self.stage == 3:
+            from deepspeed.runtime.utils import combine_grad_norm_groups
+
+            norm: torch.Tensor = combine_grad_norm_groups(self.optimizer._get_norm_groups())
+        else:
+            norm = self.optimizer.scaled_global_norm()
+        norm = norm / self.loss_scale
         return torch.where(norm < 0, torch.full_like(norm, torch.inf), norm).float()
 
-    def gradient(self, fragment: Fragment) -> torch.Tensor:
+    def gradient(self, part: Part) -> torch.Tensor:
         """Return this rank's part of a gradient after `reduce`, times the loss scale. The step uses what it holds."""
-        parameter: Any = fragment.parameter
-        part: torch.Tensor
-        numel = fragment.span.stop - fragment.span.start
+        parameter: Any = part.parameter
+        assert part.span is not None
         if self.offloads:
-            gradient = fragment.flat.grad
-            assert gradient is not None
-            return fragment.slice_of(gradient)
+            assert part.tensor.grad is not None
+            return part.cut_from(part.tensor.grad)
+        gradient: torch.Tensor
         if self.stage == 3:
-            part, _ = self.optimizer._get_fp32_grad_state_partition(parameter, release_swap_buffers=False)
-            return part.view(-1)[:numel]
-        if numel == 0:
-            return fragment.master
-        part = parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group).view(-1)
-        # The bf16 optimizer of stage 1 keeps whole gradients.
-        return part[fragment.span.start : fragment.span.stop] if self._bf16 else part
+            gradient, _ = self.optimizer._get_fp32_grad_state_partition(parameter, release_swap_buffers=False)
+            return gradient.view(-1)[: part.span.numel]
+        if part.span.numel == 0:
+            return part.local
+        gradient = parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group)
+        return gradient.view(-1)
 
-    def gradients_changed(self, fragments: Sequence[Fragment]) -> None:
-        """Drop norms that were computed before this rank's parts of ``fragments`` were changed."""
+    def gradients_changed(self, parts: Sequence[Part]) -> None:
+        """Drop norms that were computed before this rank's parts of gradients were changed."""
         self._norm = None
-        if not self.offloads or not fragments:
+        if not self.offloads or not parts:
             return
         optimizer = self.optimizer
         norms = optimizer.norm_for_param_grads
-        for fragment in fragments:
-            norm = torch.linalg.vector_norm(self.gradient(fragment), dtype=torch.float32)
-            norms[optimizer.get_param_id(fragment.parameter)] = norm
+        for part in parts:
+            norm = torch.linalg.vector_norm(self.gradient(part), dtype=torch.float32)
+            norms[optimizer.get_param_id(part.parameter)] = norm
         optimizer.local_overflow = not all(math.isfinite(norm) for norm in norms.values())
 
     def step(self, max_norm: float | None) -> bool:
@@ -425,7 +407,7 @@ class Zero:
         optimizer.zero_grad(set_to_none=True)
         if self.stage == 3:
             optimizer._pre_step()
-        elif not self._bf16:
+        else:
             optimizer.micro_step_id = -1
             for store in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
                 for key in store:
@@ -461,32 +443,20 @@ class Zero:
     def _defer_reduction(self) -> None:
         """Move the reduction at the start of ``engine.step`` to `reduce`, and let the step reuse the computed norm."""
         engine, optimizer = self.engine, self.optimizer
-        if self.stage > 1:
-            self._finalize = optimizer.finalize_gradient_accumulation_boundary
-            optimizer.finalize_gradient_accumulation_boundary = lambda: None
-        else:
-            self._allreduce = engine.allreduce_gradients
-            engine.allreduce_gradients = lambda *_: None
-        if self.stage == 3:
-            if optimizer.swap_optimizer:
-                _keep_unaligned_in_memory(optimizer.optimizer_swapper)
-            compute_norms = optimizer._get_norm_groups
-            optimizer._get_norm_groups = lambda: compute_norms() if self._norm is None else [self._norm]
-        elif not self._bf16:
-            compute_norm = optimizer.scaled_global_norm
-            optimizer.scaled_global_norm = lambda: compute_norm() if self._norm is None else self._norm
+        owner, exchange = (engine, "allreduce_gradients") if self.stage == 1 else (optimizer, _END_OF_WINDOW)
+        self._exchange = getattr(owner, exchange)
+        setattr(owner, exchange, lambda *_: None)
+        if self.stage == 3 and optimizer.swap_optimizer:
+            _keep_unaligned_in_memory(optimizer.optimizer_swapper)
+        name = "_get_norm_groups" if self.stage == 3 else "scaled_global_norm"
+        compute = getattr(optimizer, name)
 
-    def _scaled_norm(self) -> torch.Tensor:
-        from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
+        def compute_once() -> Any:
+            if self._norm is None:
+                self._norm = compute()
+            return self._norm
 
-        norm: torch.Tensor
-        if self.stage == 3:
-            norm = combine_grad_norm_groups(self.optimizer._get_norm_groups())
-        elif self._bf16:
-            norm = torch.as_tensor(get_global_norm_of_tensors(self.optimizer.get_grads_for_norm()[0]))
-        else:
-            norm = self.optimizer.scaled_global_norm()
-        return norm
+        setattr(optimizer, name, compute_once)
 
     def _open_window(self) -> None:
         self._reduced, self._norm = False, None

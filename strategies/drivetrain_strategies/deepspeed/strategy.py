@@ -34,9 +34,9 @@ from drivetrain_strategies.deepspeed._checks import (
     clip_by_value_error,
     is_known,
 )
-from drivetrain_strategies.deepspeed._cleanup import DeepSpeedWorld
+from drivetrain_strategies.deepspeed._cleanup import communication
 from drivetrain_strategies.deepspeed._config import Config, combine, offload, resolve
-from drivetrain_strategies.deepspeed._engine_run import DeepSpeedRun, RunOptions
+from drivetrain_strategies.deepspeed._engine_run import DeepSpeedRun
 from drivetrain_strategies.deepspeed._error_messages import check_operations, explain_compilation_errors
 from drivetrain_strategies.deepspeed._library import RedirectedLogging, check_library, import_library
 from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision, check_fp16
@@ -146,7 +146,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             # break the connections that other ranks are opening.
             check_fp16(self.device)
         super().setup_environment()
-        self._undo.callback(DeepSpeedWorld(self._deepspeed, self.device, self.local_rank).close)
+        self._undo.enter_context(communication(self._deepspeed, self.device, self.local_rank))
 
     # Set-up of the module and its optimizers
 
@@ -200,15 +200,12 @@ class DeepSpeedStrategy(DistributedStrategy):
             self._deepspeed,
             module,
             config,
-            RunOptions(
-                self.stage,
-                self.device,
-                self.precision,
-                self.control,
-                self.gather_limit,
-                self.leaf_modules,
-                self.find_unused_parameters,
-            ),
+            self.device,
+            self.precision,
+            self.control,
+            self.leaf_modules,
+            self.find_unused_parameters,
+            self.gather_limit,
         )
         self._undo.callback(self._run.end)
         self._run.start(optimizers, self._deferred_module)
@@ -311,32 +308,29 @@ class DeepSpeedStrategy(DistributedStrategy):
             assert self.module is not None
             parameters = self.module.parameters()
         wanted = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
-        with run.gathered(wanted, write):
+        with run.state().gathered(wanted, self.device, write):
             yield
 
     # Weights and optimizer state of a checkpoint
 
     def model_state(self) -> dict[str, Any]:
-        return super().model_state() if self._run is None else self._run.weights()
+        return super().model_state() if self._run is None else self._run.state().weights()
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
         if self.module is not None:
-            self._active_run.load_weights(state, strict)
+            self._active_run.state().load_weights(state, strict)
 
     def optimizer_state(self, index: int = 0) -> dict[str, Any]:
-        return self._active_run.state.optimizer()
+        return self._active_run.state().optimizer()
 
     def load_optimizer_state(self, state: Mapping[str, Any], index: int = 0) -> None:
-        self._active_run.state.load_optimizer(state)
-
-    def shard_of(self, value: Any) -> Any:
-        return value
+        self._active_run.state().load_optimizer(state)
 
     def model_regions(self) -> dict[str, Region]:
-        return {} if self._run is None else self._run.state.regions()
+        return {} if self._run is None else self._run.state().regions()
 
     def optimizer_regions(self, index: int = 0) -> dict[str, Region]:
-        return self._active_run.state.optimizer_regions()
+        return self._active_run.state().optimizer_regions()
 
     # Advice after an out-of-memory error
 

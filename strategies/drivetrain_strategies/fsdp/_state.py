@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from drivetrain.strategies import Box, ParameterShard, Region, WeightMismatch, load_current, resized_buffers
+from drivetrain.strategies import Box, ParameterShard, Region, load_tensors
 from drivetrain_strategies.fsdp._internals import local_region
 
 
@@ -105,26 +105,16 @@ def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Non
     Raises:
         CheckpointError: names or shapes do not match and ``strict`` is set. No weights were loaded.
     """
-    current = module.state_dict(keep_vars=True)
-    # A submodule that has loading hooks may change the shapes of its buffers, so that it loads these itself.
-    extra = {name: state[name] for name in resized_buffers(module, current, state)}
-    WeightMismatch.compare(current, {**state, **dict.fromkeys(extra)}, partial=not strict).raise_or_warn(
-        "The weights", type(module).__name__, strict
-    )
-    for name, target in current.items():
-        if name not in state or name in extra:
-            continue
-        if not isinstance(target, torch.Tensor):
-            extra[name] = state[name]
-            continue
-        value = in_layout_of(state[name], target)
+
+    def assign(target: torch.Tensor, saved: Any) -> None:
+        value = in_layout_of(saved, target)
         if isinstance(target, DTensor):
             assert isinstance(value, DTensor)
             target.to_local().copy_(value.to_local())
         else:
             target.copy_(value.detach())
-    if extra:
-        load_current(module, extra)
+
+    load_tensors(module, state, strict, assign)
 
 
 def sharded_optimizer_state(saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:

@@ -69,15 +69,14 @@ def _local_ranks_for_deepspeed(cases: list[tuple[torch.device, str | None]]) -> 
     with ProcessState():  # DeepSpeed sets variables of its own
         import deepspeed
 
-        from drivetrain_strategies.deepspeed._cleanup import DeepSpeedWorld
+        from drivetrain_strategies.deepspeed._cleanup import communication
 
         for device, before in cases:
             os.environ.pop("LOCAL_RANK", None)
             if before is not None:
                 os.environ["LOCAL_RANK"] = before
-            world = DeepSpeedWorld(deepspeed, device, 0)
-            seen = os.environ.get("LOCAL_RANK")
-            world.close()
+            with communication(deepspeed, device, 0):
+                seen = os.environ.get("LOCAL_RANK")
             found.append((seen, os.environ.get("LOCAL_RANK")))
     return found
 

@@ -1,0 +1,318 @@
+"""Lets user code read and edit gradients and weights, which ZeRO keeps apart from the module's parameters.
+
+What cannot take effect is an error that names the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from operator import attrgetter
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from drivetrain.errors import ConfigurationError, listed
+from drivetrain.strategies import cut
+from drivetrain_strategies._user_calls import is_called_by_library, refuse_gradients_through, tensors_in
+from drivetrain_strategies.deepspeed._internals import Zero, gathered_for_use, is_gathered
+from drivetrain_strategies.deepspeed._state import State, gather
+
+_VERSION = attrgetter("_version")
+_GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
+_GRADIENT = cast(Any, Tensor.grad)
+
+
+class UserHooks:
+    """What hooks of the user see of a run's gradients and weights, and what they write there.
+
+    In hooks that follow a backward, ``parameter.grad`` is the whole gradient of the window, and the groups of the
+    optimizer hold the module's parameters. The step uses what a hook wrote. Weights that a hook wrote are copied to the
+    master weights before these are used.
+
+    Args:
+        zero: DeepSpeed's engine.
+        state: the state of the module.
+        gather_limit: size in bytes up to which gradients are gathered.
+    """
+
+    def __init__(self, zero: Zero, state: State, gather_limit: int) -> None:
+        self._zero = zero
+        self._state = state
+        self._gather_limit = gather_limit
+        self._parts = list(state.trained.values())
+        self._parameters = [part.parameter for part in self._parts]
+        self._params = [(part.flat_index, part.parameter) for part in self._parts if part.flat_index is not None]
+        self._may_have_written = False
+        self._before_step: list[int] | None = None
+
+    @contextmanager
+    def context(self, name: str, window_is_complete: bool) -> Iterator[None]:
+        """Context manager in which a hook of the user runs; see `Strategy.hook_context`."""
+        self._may_have_written = True
+        with ExitStack() as contexts:
+            if name in _GRADIENT_HOOKS:
+                withheld = self._why_withheld(name, window_is_complete)
+                contexts.enter_context(
+                    self._shown_gradients() if withheld is None else self._withheld_gradients(*withheld)
+                )
+            if self._zero.stage == 3:
+                contexts.enter_context(EmptyParameters(self._state.names))
+            yield
+
+    def run_step(self, step: Callable[[], Any]) -> Any:
+        """Return what a step of the user's module returns at stages 1 and 2, and note whether it wrote weights."""
+        self._before_step = self._marks()
+        output = step()
+        if self._before_step != self._marks():
+            self._may_have_written = True
+        self._before_step = None
+        return output
+
+    def after_optimizer_step(self) -> None:
+        """Accept the weights that an optimizer's step has written within a step of the user's module."""
+        self._before_step = self._marks()
+
+    def _marks(self) -> list[int]:
+        """Return numbers that change when a weight is written in place, or is given other memory."""
+        return [*map(_VERSION, self._parameters), *map(torch.Tensor.data_ptr, self._parameters)]
+
+    def keep_writes(self) -> None:
+        """Copy weights that hooks may have written into the master weights. Does not communicate."""
+        within_step = self._before_step is not None
+        if self._may_have_written or (within_step and self._before_step != self._marks()):
+            self._may_have_written = False
+            self._state.adopt_compute_weights()
+
+    def _why_withheld(self, name: str, window_is_complete: bool) -> tuple[str, str] | None:
+        """Return why the hook cannot read gradients, and the fix; None if it can."""
+        if not window_is_complete:
+            return (
+                f"ZeRO has the whole gradients only at the end of a window, and {name} runs before.",
+                "read and edit gradients in on_before_optimizer_step.",
+            )
+        other_strategy = "use strategy='fsdp', or trainer.gradient_norm for the norm of all gradients."
+        if any(map(self._zero.is_swapped, range(len(self._zero.flat_tensors())))):
+            return "the gradients are on a drive.", other_strategy
+        nbytes = sum(part.nbytes for part in self._parts)
+        if nbytes > self._gather_limit:
+            return (
+                f"the whole gradients take {nbytes:,} bytes, but gather_limit is {self._gather_limit:,}.",
+                f"set DeepSpeedStrategy(gather_limit={nbytes}), or {other_strategy}",
+            )
+        return None
+
+    @contextmanager
+    def _shown_gradients(self) -> Iterator[None]:
+        """Show whole gradients within this context, and let the step use what user code makes of them. Collective."""
+        zero = self._zero
+        zero.reduce()
+        scale = zero.loss_scale
+        gradients: dict[int, Tensor | None] = {}
+        with torch.no_grad():
+            for part in self._parts:
+                assert part.span is not None
+                whole = gather(zero.gradient(part).float(), part.shape, part.span)
+                gradients[id(part.parameter)] = whole.div_(scale).to(part.parameter.device)
+        with zero.params_in_groups(self._params), _WholeGradients(gradients):
+            yield
+        changed = []
+        with torch.no_grad():
+            for part in self._parts:
+                gradient, old = gradients[id(part.parameter)], zero.gradient(part)
+                if gradient is None:  # as that of a parameter that the loss does not use
+                    new = torch.zeros_like(old)
+                else:
+                    new = (cut(gradient, part.span) * scale).to(old)
+                if not torch.equal(old, new):
+                    old.copy_(new)
+                    changed.append(part)
+        zero.gradients_changed(changed)
+
+    @contextmanager
+    def _withheld_gradients(self, why: str, fix: str) -> Iterator[None]:
+        """Make reading and writing gradients an error within this context."""
+        errors = {
+            id(part.parameter): ConfigurationError(
+                f"A hook used the gradient of {self._state.names.get(id(part.parameter), '?')!r} under DeepSpeed.",
+                why,
+                fix,
+            )
+            for part in self._parts
+        }
+        with self._zero.params_in_groups(self._params), _WholeGradients(errors):
+            yield
+
+
+class _WholeGradients(TorchFunctionMode):
+    """Lets ``parameter.grad`` be a gradient that torch does not accept, as its shape is not that of an empty parameter.
+
+    Args:
+        gradients: the gradients by ``id`` of the parameter, which user code reads and replaces; or errors to raise.
+    """
+
+    def __init__(self, gradients: dict[int, Any]) -> None:
+        super().__init__()
+        self._gradients = gradients
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        key = id(args[0]) if args else None
+        if key not in self._gradients or getattr(func, "__self__", None) is not _GRADIENT:
+            return func(*args, **(kwargs or {}))
+        gradient = self._gradients[key]
+        if isinstance(gradient, ConfigurationError):
+            raise gradient
+        if func.__name__ == "__get__":
+            return gradient
+        self._gradients[key] = args[1] if func.__name__ == "__set__" else None
+        return None
+
+
+_ATTRIBUTES_WITHOUT_VALUES = {
+    *("grad", "requires_grad", "is_leaf", "grad_fn", "device", "dtype", "layout", "is_sparse", "is_meta", "is_cpu"),
+    *("is_cuda", "is_nested", "is_quantized", "is_mkldnn", "names", "retains_grad", "_version", "_backward_hooks"),
+    *("_post_accumulate_grad_hooks", "output_nr", "itemsize"),
+}
+_METHODS_WITHOUT_VALUES = {
+    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__hash__", "get_device"),
+    *("is_floating_point", "is_complex", "element_size", "data_ptr", "untyped_storage"),
+}
+
+
+class EmptyParameters(TorchFunctionMode):
+    """Acts on uses of empty parameters by user code within this context.
+
+    The shape and the number of elements are those of the whole parameter. Everything else that needs its values is an
+    error, unless there is an ``engine``: the parameter is then gathered, until the end of the step if autograd records
+    the use.
+
+    Args:
+        names: names of the module's parameters, by the parameter's ``id``.
+        engine: DeepSpeed's engine, which gathers parameters. Pass it only where every rank runs the same operators.
+    """
+
+    def __init__(self, names: Mapping[int, str], engine: Any = None) -> None:
+        self._names = names
+        self._engine = engine
+        self._found = False
+        self.unused_in: set[str] = set()
+        """Names of the steps whose first run used no empty parameter, so that they need not run within this context."""
+
+    def run_step(self, step: Callable[[], Any], name: str) -> Any:
+        """Return what a step of the user's module returns, within this context."""
+        self._found = False
+        with self:
+            output = step()
+        if not self._found:
+            self.unused_in.add(name)
+        return output
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.autograd.grad:
+            outputs = args[0] if args else (kwargs or {})["outputs"]
+            refuse_gradients_through(outputs, self._names, "DeepSpeedStrategy(stage=3)")
+        arguments = (*args, *(kwargs or {}).values())
+        if any(map(self._concerns, tensors_in(arguments))) and not is_called_by_library():
+            return self._use(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _concerns(self, value: Any) -> bool:
+        """Return whether a value is a parameter that is empty, or that backward may find empty."""
+        if id(value) not in self._names:
+            return False
+        # Stage 3 may partition a parameter before backward if no running layer owns it.
+        may_become_empty = self._engine is not None and not value.ds_active_sub_modules and not value.is_external_param
+        return may_become_empty or not is_gathered(value)
+
+    def _use(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__", "__delete__"):
+            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+            if attribute in _ATTRIBUTES_WITHOUT_VALUES:
+                return func(*args, **kwargs)
+            if attribute in ("shape", "ndim") and name == "__get__":
+                return args[0].ds_shape if attribute == "shape" else len(args[0].ds_shape)
+        elif name in _METHODS_WITHOUT_VALUES:
+            return func(*args, **kwargs)
+        elif name in ("numel", "nelement", "dim", "__len__", "size") and not kwargs:
+            shape = args[0].ds_shape
+            answers = {"dim": len(shape), "__len__": shape[0] if shape else 0, "size": shape}
+            answer = answers.get(name, args[0].ds_numel)
+            return answer[args[1]] if name == "size" and len(args) > 1 else answer
+        in_place = (name.endswith("_") and not name.endswith("__")) or name == "__set__" or "out" in kwargs
+        in_place = in_place or (name.startswith("__i") and name.endswith("__"))
+        if in_place or self._engine is None:
+            self._refuse([*args, *kwargs.values()])
+        self._found = True
+        concerned = list(filter(self._concerns, tensors_in([*args, *kwargs.values()])))
+        with gathered_for_use(self._engine, concerned):
+            return func(*args, **kwargs)
+
+    def _refuse(self, values: list[Any]) -> None:
+        name = next(self._names[id(one)] for one in tensors_in(values) if self._concerns(one))
+        raise ConfigurationError(
+            f"{name!r} is partitioned by DeepSpeedStrategy(stage=3), but its values were used.",
+            "outside of its layer's forward, a partitioned parameter is an empty tensor.",
+            "use it within 'with self.trainer.strategy.gathered(parameters):' on every rank, which keeps changes.",
+        )
+
+
+_PARTITIONED = (
+    "the weights are partitioned, so the update changed empty tensors, but not the partitions.",
+    "update the weights within deepspeed.zero.GatheredParameters(weights, modifier_rank=0), or use 'fsdp' or 'ddp'.",
+)
+_ROUNDED = (
+    "the update changed half-precision copies, but not the float32 weights, which checkpoints save.",
+    "use precision='32-true', or strategy='fsdp' or 'ddp'. To average trainable weights, use EMAWeightAveraging.",
+)
+"""Why an update is lost, and the fix."""
+
+
+class FrozenWeights:
+    """Detects in-place updates of frozen weights that would be lost, from the tensors' version counters.
+
+    Writes through ``.data`` do not change the counters and are not detected. In single precision at stages 1 and 2,
+    checkpoints save the module's own frozen weights, so no update is lost.
+
+    Args:
+        module: the user's module after DeepSpeed's setup.
+        stage: ZeRO stage.
+        rounded: whether the module computes with half-precision copies of the weights.
+    """
+
+    def __init__(self, module: nn.Module, stage: int, rounded: bool) -> None:
+        frozen: dict[str, Any] = {name: one for name, one in module.named_parameters() if not one.requires_grad}
+        self.weights = frozen if rounded or stage == 3 else {}
+        """The frozen weights of which updates could be lost, by name."""
+        self._strategy = f"DeepSpeedStrategy(stage={stage})"
+        self._rounded = rounded
+        self.accept_current_values()
+
+    def accept_current_values(self) -> None:
+        """Treat the current values as unmodified, for example after a load."""
+        self._counts = tuple(map(_VERSION, self.weights.values()))
+        # An update within GatheredParameters changes the partition, too, and is kept unless weights are rounded.
+        self._versions = {
+            name: (weight._version, None if self._rounded else weight.ds_tensor._version)
+            for name, weight in self.weights.items()
+        }
+
+    def lost_update(self) -> ConfigurationError | None:
+        """Return the error for updates since the last call that would be lost. None if there are no such updates."""
+        if tuple(map(_VERSION, self.weights.values())) == self._counts:
+            return None  # in most steps, after one comparison
+        before = self._versions
+        self.accept_current_values()
+        names = [
+            name
+            for name, (version, part) in self._versions.items()
+            if version != before[name][0] and part == before[name][1]
+        ]
+        if not names:
+            return None
+        return ConfigurationError(
+            f"User code updated weights under {self._strategy}: {listed(names)}.",
+            *(_ROUNDED if self._rounded else _PARTITIONED),
+        )
