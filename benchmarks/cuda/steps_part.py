@@ -17,7 +17,7 @@ from benchmarks.cuda.outcome import Outcome
 from benchmarks.cuda.parts import Piece
 from benchmarks.slopes import Slopes, ratios, spread, time_loops
 from benchmarks.turns import Turns
-from drivetrain.callbacks._peak_flops import known_peak_flops
+from drivetrain.callbacks.throughput_monitor import known_peak_flops
 
 COLUMNS = ["Network", "loop", "ms a step", "over by hand", "processor, ms", "over by hand", "tokens/s", "MFU", "MiB"]
 AGAIN = "by hand, again"

@@ -14,7 +14,7 @@ import torch
 from device_runs import REHEARSED, Net, rows, trained, weights
 
 from drivetrain.callbacks import Checkpoint, LambdaCallback, ThroughputMonitor
-from drivetrain.callbacks._peak_flops import known_peak_flops  # a machine's peak has no public name
+from drivetrain.callbacks.throughput_monitor import known_peak_flops  # a machine's peak has no public name
 from drivetrain.checkpoint import load
 from drivetrain.profilers import PyTorchProfiler, SimpleProfiler
 from drivetrain.testing import requires_cuda

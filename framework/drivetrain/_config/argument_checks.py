@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import signal
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from numbers import Integral
-from typing import Any
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 from drivetrain.errors import ConfigurationError, nearest
 
@@ -83,6 +85,40 @@ def check_arguments(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
         )
     if values["barebones"]:
         _check_barebones(values, chosen)
+
+
+def check_types(owner: type, values: Mapping[str, Any]) -> None:
+    """Check the arguments of a class against the annotations of its ``__init__``.
+
+    Args:
+        owner: the class.
+        values: the arguments by name, such as ``locals()`` of ``__init__`` or, in a dataclass, ``vars(self)``. Other
+            names are ignored.
+
+    Raises:
+        ConfigurationError: a value has another type. A number may also be one of NumPy's, and every value is a bool.
+    """
+    initializer: Any = vars(owner)["__init__"]
+    for name, annotation in inspect.get_annotations(initializer, eval_str=True).items():
+        if name in values and not _fits(values[name], annotation):
+            raise ConfigurationError(
+                f"{owner.__name__}({name}={values[name]!r}).",
+                f"a value of type {type(values[name]).__name__} was given, and the type of {name} is "
+                f"{initializer.__annotations__[name]}.",
+                f"give a value of this type; the documentation of {owner.__name__} describes it.",
+            )
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """Return whether a value has an annotated type. The types of elements are not compared."""
+    origin = get_origin(annotation) or annotation
+    if origin in (Union, UnionType):
+        return any(_fits(value, member) for member in get_args(annotation))
+    if origin in (int, float):
+        return isinstance(value, Integral if origin is int else Real) and not isinstance(value, bool)
+    if origin is bool or not isinstance(origin, type) or origin.__module__ == "typing":
+        return True
+    return isinstance(value, origin)
 
 
 def check_choice(owner: str, name: str, value: Any, choices: Sequence[str], meaning: str) -> None:

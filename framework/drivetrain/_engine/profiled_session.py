@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -12,7 +11,6 @@ from drivetrain._engine.run_request import RunRequest
 from drivetrain._engine.session import Session
 from drivetrain._loops.batch_mover import BatchMover
 from drivetrain._loops.hooks import HOOKS
-from drivetrain._loops.manual_step import ManualStep
 from drivetrain._loops.step import AutomaticStep, TrainStep
 from drivetrain._storage.paths import child
 from drivetrain.launchers import LaunchedProcesses
@@ -134,14 +132,13 @@ class ProfiledSession(Session):
         self._time(loop, "training", "run")
         self._time(loop, "logging", "_flush", "_reduce_epoch", "_flush_epoch")
         self._replace(loop.reader, "micro_batches", lambda read: lambda *args: self._windows(read(*args)))
-        if isinstance(step, ManualStep):
-            self._time(step, "backward", "_backward")
+        self._time(step, "backward", "_backward")
+        if isinstance(step, AutomaticStep):
+            self._replace(step, "clip", lambda call: call and self._timed("clipping", call))
+            self._time(step, "optimizer", "clip_and_step")
+        else:
             for handle in self.core.optimization.handles:
                 self._time(handle, "optimizer", "_step_optimizer")
-        elif isinstance(step, AutomaticStep):
-            self._replace(step, "_backward", lambda call: self._timed("backward", call or _BACKWARD))
-            self._replace(step, "_clip", lambda call: call and self._timed("clipping", call))
-            self._time(step, "optimizer", "clip_and_step")
         return step
 
     def _time(self, owner: object, phase: str, *names: str) -> None:
@@ -186,9 +183,6 @@ class ProfiledSession(Session):
         for item in items:
             yield item
             step()
-
-
-_BACKWARD = operator.methodcaller("backward")
 
 
 def _owner(hook: Any) -> str:

@@ -70,14 +70,13 @@ class RunRecorder(RunNotes):
         return RunNotes, ()  # another process does not write the record
 
     def note_start(self, path: str | None, identifier: str, step: int, parent: str, continues_run: bool) -> None:
-        text = "a fresh start" if path is None else f"from {path}"
-
-        def change(document: dict[str, Any]) -> None:
-            if parent and not continues_run:
-                document["parent"] = parent
-            _add_event(document, "resumed" if continues_run else "began", text, step)
-
-        self._update(change, from_step=step, from_checkpoint=identifier or None)
+        with self._lock:  # written with the next update
+            if self._document is not None:
+                if parent and not continues_run:
+                    self._document["parent"] = parent
+                text = "a fresh start" if path is None else f"from {path}"
+                _add_event(self._document, "resumed" if continues_run else "began", text, step)
+                self._document["parts"][-1].update(from_step=step, from_checkpoint=identifier or None)
 
     def note_training(self, data: Mapping[str, Any], seed: int, batch_size: int | None) -> None:
         self._trained = True
@@ -169,7 +168,7 @@ class RunRecorder(RunNotes):
     def _write(self, document: dict[str, Any]) -> None:
         """Write the record, unless another run has written its own record there in the meantime."""
         current = read(self.folder)
-        parts = [] if current is None else current.parts
+        parts = None if current is None else current.parts
         if current is not None and (not parts or parts[-1].get("token") != self._token):
             logger.warning(
                 "%s in %r now belongs to another run%s. This run no longer writes it, but both runs still write other "

@@ -507,7 +507,7 @@ class Session:
     def _detach(self) -> None:
         core = self.core
         if core.loop is not None:
-            core.loop.release()
+            core.loop.step.release()
         if self.core.trainables is not None:
             self.core.trainables.end()
         unlock_module(core.module)

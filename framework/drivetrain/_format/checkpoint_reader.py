@@ -15,7 +15,7 @@ from drivetrain._format.documents import MAX_DOCUMENT_BYTES, decode, loads
 from drivetrain._format.flattened_tensor import FlattenedTensor
 from drivetrain._format.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, Part, decode_manifest
 from drivetrain._format.tensor_reader import CastSource, CheckedFile, TensorSource, damage_error, tensors_in
-from drivetrain._runtime.compiled_names import plain_name
+from drivetrain._runtime.plain_names import plain_name
 from drivetrain._storage.folder import Folder
 from drivetrain.errors import CheckpointError, listed
 

@@ -16,7 +16,7 @@ import torch
 
 from drivetrain._format.checksums import BLOCK, block_count
 from drivetrain._format.documents import decode, dump_with_checksum, encode, has_valid_checksum, parse_json
-from drivetrain._runtime.compiled_names import plain_name
+from drivetrain._runtime.plain_names import plain_name
 from drivetrain.errors import CheckpointError, listed
 
 FORMAT = 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,17 +12,14 @@ from torch.optim import Optimizer
 
 from drivetrain._data.batch_copies import copy_batch, copy_containers
 from drivetrain._loops.configured_optimizers import is_torch_optimizer
-from drivetrain._loops.hooks import HookTable
-from drivetrain._loops.step import AutomaticStep, OptimizerStep
-from drivetrain._loops.step_arguments import StepArguments, WrappedModule
-from drivetrain._loops.trainables import Trainables
+from drivetrain._loops.step import AutomaticStep, RunMicroBatch
 from drivetrain._loops.uneven_inputs import LoggingPaused
 from drivetrain._loops.windows import MicroBatch
-from drivetrain._metrics import MetricStore
 
 
+@dataclass(eq=False)
 class ClosureStep(AutomaticStep):
-    """Passes the optimizer a closure that evaluates the whole window on all ranks.
+    """Passes the optimizer, of which there is one, a closure that evaluates the whole window on all ranks.
 
     The window's gradients are computed before the optimizer steps, since some optimizers (SAM) use the gradients and
     move the parameters before they call the closure. If the parameters have not moved, the closure returns the loss
@@ -30,75 +27,63 @@ class ClosureStep(AutomaticStep):
     because with a local loss, line search and stopping rules would decide differently on each rank, and the replicas
     would diverge.
 
-    Args:
-        wrapped: as for `AutomaticStep`.
-        hooks: as for `AutomaticStep`.
-        metrics: as for `AutomaticStep`.
-        trainables: as for `AutomaticStep`.
-        step: as for `AutomaticStep`, with a single optimizer.
-        arguments: as for `AutomaticStep`.
+    Attributes:
         keeps_batches: whether a batch stays unchanged while the loader reads later ones.
     """
 
-    def __init__(
-        self,
-        wrapped: WrappedModule,
-        hooks: HookTable,
-        metrics: MetricStore,
-        trainables: Trainables,
-        step: OptimizerStep,
-        arguments: StepArguments | None,
-        *,
-        keeps_batches: bool,
-    ) -> None:
-        super().__init__(wrapped, hooks, metrics, trainables, step, arguments)
-        self._keeps_batches = keeps_batches
-        self._window: list[tuple[MicroBatch, int]] = []
-        self._window_loss: torch.Tensor | None = None
+    keeps_batches: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._is_stepped_by_module = self._step_together is not None
+        self._step_together = self._step_with_closure
+        self.forward_backward = self._keeping(self.forward_backward)
+        self.run_weightless = self._keeping(self.run_weightless)
+        self._window: list[tuple[MicroBatch, int, RunMicroBatch]] = []
+        self._window_loss: Tensor | None = None
 
     def zero_grad(self) -> None:
         self._window, self._window_loss = [], None
         super().zero_grad()
 
-    def forward_backward(self, micro_batch: MicroBatch, batch_idx: int, in_context: bool = False) -> Any:
-        # The closure may run the micro-batch again after `training_step` has modified the batch, or after the loader
-        # has written the next batch into the same memory.
-        copy = copy_containers if micro_batch.closes or self._keeps_batches else copy_batch
-        self._window.append((micro_batch.with_batch(copy(micro_batch.batch)), batch_idx))
-        return self._run(micro_batch, batch_idx)
+    def _keeping(self, run: RunMicroBatch) -> RunMicroBatch:
+        """Return a function that runs a micro-batch by ``run``, and keeps the batch for the closure."""
+
+        def keep_and_run(micro_batch: MicroBatch, batch_idx: int) -> Any:
+            # The closure may run the micro-batch again after `training_step` has modified the batch, or after the
+            # loader has written the next batch into the same memory.
+            copy = copy_containers if micro_batch.closes or self.keeps_batches else copy_batch
+            self._window.append((micro_batch.with_batch(copy(micro_batch.batch)), batch_idx, run))
+            return run(micro_batch, batch_idx)
+
+        return keep_and_run
 
     def _run(self, micro_batch: MicroBatch, batch_idx: int) -> Any:
         """Run forward and backward, and add the micro-batch's loss to the window's loss."""
-        output = super().forward_backward(micro_batch, batch_idx)
+        output = super()._run(micro_batch, batch_idx)
         if output is not None and micro_batch.weight:
-            assert self._loss is not None
-            scaled = self._loss.detach() * micro_batch.scale
+            assert self.last_loss is not None
+            scaled = self.last_loss.detach() * micro_batch.scale
             self._window_loss = scaled if self._window_loss is None else self._window_loss + scaled
         return output
 
-    def clip_and_step(self, micro_batch: MicroBatch) -> bool:
-        window_weight = micro_batch.window_weight
-        contributed_share = 1.0 if not window_weight else 1.0 - self._skipped / window_weight
-        if (self._skipped or not window_weight) and not self._rescale(window_weight):
-            return False
-        if self._tracks_trainables:
-            self._close_trainables()
+    def _rescale(self, window_weight: float) -> bool:
+        """Normalize the loss, like the gradients, by the weights of the micro-batches that had a loss."""
+        contributed = window_weight - self._skipped
+        rescaled = super()._rescale(window_weight)
+        if rescaled and self._window_loss is not None:
+            self._window_loss = self._window_loss * (window_weight / contributed)
+        return rescaled
+
+    def _step_with_closure(self) -> bool:
         (optimizer,) = self.optimizers
-        for hook in self._before_step:
-            hook(optimizer)
-        if self._clip is not None:
-            self._clip(self.optimizers)
         snapshot = None if is_torch_optimizer(optimizer) else ParameterSnapshot(optimizer)
         called = False
 
-        def closure() -> torch.Tensor:
+        def closure() -> Tensor:
             nonlocal called
             if called or (snapshot is not None and self._on_any_rank(snapshot.has_moved())):
                 self._evaluate_again()
-                if self._skipped:
-                    self._rescale(window_weight)
-                if self._clip is not None:
-                    self._clip(self.optimizers)
             called = True
             loss = self._window_loss
             if self.strategy.world_size > 1:
@@ -106,11 +91,10 @@ class ClosureStep(AutomaticStep):
                 loss = torch.zeros((), device=self.strategy.device) if loss is None else loss
                 loss = loss.to(self.strategy.device, torch.float64)
             assert loss is not None
-            # Like the gradients, the loss is normalized by the weights of the micro-batches that had a loss.
-            return self.strategy.reduce(loss if contributed_share == 1.0 else loss / contributed_share, "mean")
+            return self.strategy.reduce(loss, "mean")
 
-        if self._override is not None:
-            return self._override(self._loss, closure)
+        if self._is_stepped_by_module:
+            return self._step_by_module(closure)
         return self.strategy.optimizer_step(optimizer, closure)
 
     def _on_any_rank(self, moved: bool) -> bool:
@@ -126,16 +110,20 @@ class ClosureStep(AutomaticStep):
     def _evaluate_again(self) -> None:
         """Run the window with the current values of the parameters, without logging."""
         (optimizer,) = self.optimizers
-        self._zero_grad(optimizer)
-        window, self._window_loss = self._window, None
-        paused = LoggingPaused(self._metrics)
-        self._metrics.joining = False  # a micro-batch that this rank joins sets the flag again
+        self.module.optimizer_zero_grad(self.progress.epoch, self.progress.batch_idx, optimizer)
+        self._window_loss = None
+        paused = LoggingPaused(self.metrics)
+        self.metrics.joining = False  # a micro-batch that this rank joins sets the flag again
         try:
             with torch.enable_grad():
-                for micro_batch, batch_idx in window:
-                    self._run(replace(micro_batch, batch=copy_containers(micro_batch.batch)), batch_idx)
+                for micro_batch, batch_idx, run in self._window:
+                    run(replace(micro_batch, batch=copy_containers(micro_batch.batch)), batch_idx)
         finally:
             paused.end()
+        if self._skipped:
+            self._rescale(self._window[-1][0].window_weight)
+        if self.clip is not None:
+            self.clip(self.optimizers)
 
 
 class ParameterSnapshot:

@@ -21,7 +21,7 @@ from drivetrain._data.batch_source import LimitedSource
 from drivetrain._data.rng_replay import RngReplay
 from drivetrain._data.sharding import EpochOffset
 from drivetrain._loops.batch_mover import BatchMover
-from drivetrain._loops.loader_lengths import Lengths
+from drivetrain._loops.data_checks import Lengths, compare_order
 from drivetrain._loops.windows import (
     Batches,
     BatchWeight,
@@ -169,8 +169,6 @@ class EpochReader:
             if pair is not None and rng_replay is not None:
                 rng_replay.after_read()
             if compares_order:
-                from drivetrain._loops.data_order_checks import compare_order  # only some sources need it
-
                 compare_order(source, _NAME, self._strategy)
                 compares_order = False
             if pair is None:

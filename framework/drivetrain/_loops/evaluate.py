@@ -1,61 +1,238 @@
-"""The evaluation loop of validation and test."""
+"""What validation, test and prediction have in common, and the loop of validation and test."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from drivetrain._data.batch_source import BatchSource
-from drivetrain._loops.evaluation_batches import evaluation_batches
+from drivetrain._data.batch_copies import copy_containers
+from drivetrain._data.batch_source import NO_BATCH, BatchSource, LimitedSource
+from drivetrain._data.sharding import BatchShare
+from drivetrain._loops.batch_mover import Move
+from drivetrain._loops.data_checks import Lengths, compare_order
 from drivetrain._loops.evaluation_interrupt import EarlyExit
 from drivetrain._loops.hooks import HookTable, is_overridden
-from drivetrain._loops.progress_reports import Reporting
-from drivetrain._loops.step_arguments import StepArguments, WrappedModule
-from drivetrain._loops.uneven_inputs import without_side_effects
+from drivetrain._loops.step_calls import bind_step
+from drivetrain._loops.uneven_inputs import LoggingPaused, without_side_effects
+from drivetrain._loops.windows import Batches
+from drivetrain._metrics import MetricStore
 from drivetrain._module.module_hooks import ModuleHooks
 from drivetrain._run_state import Position
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
+from drivetrain.strategies.strategy import StepRunner, Strategy
 
 HOOK_STAGE_NAMES = {"validate": "validation", "test": "test", "predict": "predict"}
 """Maps a stage to the word in its hook and step names (on_validation_start, validation_step)."""
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationData:
-    """The data of an evaluation.
+@dataclass(eq=False)
+class LoaderLoop:
+    """Runs a step of the module over one or several loaders.
 
     Attributes:
+        stage: "validate", "test" or "predict".
+        module: the user's module.
+        runner: the function that `Strategy.setup_module` returned, which calls a step of the module.
+        strategy: the strategy that runs the module.
+        hooks: the overridden hooks.
+        position: the running loop and the batch being processed, which this loop sets.
+        metrics: the logged values.
         sources: the source of the batches of each loader.
-        limits: reads the sizes of the loaders' data again, and returns the maximal number of micro-batches of each
+        get_limits: reads the sizes of the loaders' data again, and returns the maximal number of micro-batches of each
             loader; None for all. Collective. It is called after the hooks that begin an evaluation.
         move: ``move(batch, dataloader_idx)`` moves a batch to the device; None if batches are already on the device.
-    """
-
-    sources: Sequence[BatchSource]
-    limits: Callable[[], Sequence[int | None]]
-    move: Callable[[Any, int], Any] | None
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationMode:
-    """How the module is prepared for an evaluation, and how the evaluation can be interrupted.
-
-    Attributes:
+        lengths: warns about loaders whose length proved wrong.
+        log: sends a dict of numbers to the loggers; None without loggers.
+        write_progress: called with the number of micro-batches of all loaders that are done.
+        report_every: the number of micro-batches from one call of ``write_progress`` to the next.
         sync_buffers: gives every rank the buffers of rank 0.
-        inference_mode: whether to run in `torch.inference_mode` rather than `torch.no_grad`.
-        early_exit: lets the ranks interrupt the evaluation; None if the evaluation always runs to its end.
+        no_gradient: returns the context without gradients: `torch.no_grad` or `torch.inference_mode`.
+        early_exit: lets the ranks interrupt the loop; None if it always runs to its end.
     """
 
+    stage: str
+    module: TrainModule
+    runner: StepRunner
+    strategy: Strategy
+    hooks: HookTable
+    position: Position
+    metrics: MetricStore
+    sources: Sequence[BatchSource]
+    get_limits: Callable[[], Sequence[int | None]]
+    move: Move | None
+    lengths: Lengths
+    log: Callable[[Mapping[str, Tensor | float]], None] | None
+    write_progress: Sequence[Callable[[int], None]]
+    report_every: int
     sync_buffers: Callable[[], object]
-    inference_mode: bool
-    early_exit: EarlyExit | None = None
+    no_gradient: Callable[[], AbstractContextManager[Any]]
+    early_exit: EarlyExit | None
 
+    def __post_init__(self) -> None:
+        self._name = name = HOOK_STAGE_NAMES[self.stage]
+        self._several = len(self.sources) > 1
+        self._step = bind_step(self.runner, getattr(self.module, f"{name}_step"), self._several)
+        self._batch_start = self._hooks("batch_start")
+        self._batch_end = self._hooks("batch_end")
+        self._batches_before = 0  # of the loaders that precede the current loader
+        self._has_exited = False
+
+    def _hooks(self, when: str) -> tuple[Callable[..., Any], ...]:
+        calls: tuple[Callable[..., Any], ...] = getattr(self.hooks, f"on_{self._name}_{when}")
+        return calls
+
+    def _evaluating(self) -> AbstractContextManager[None]:
+        self.sync_buffers()
+        return evaluating(self.module, self._name, self.no_gradient())
+
+    def _loaders(self) -> Iterator[tuple[int, BatchSource, int | None]]:
+        """Yield the index, the source and the limit of each loader."""
+        self._batches_before = 0
+        limits = self.get_limits()
+        for index, source in enumerate(self.sources):
+            yield index, source, limits[index]
+
+    def _batches(
+        self, index: int, source: BatchSource, limit: int | None, *, first: int = 0, equal_counts: bool
+    ) -> Iterator[tuple[int, Any, BatchShare]]:
+        """Yield the batches of a loader from number ``first`` on, each with its number and share, or until ranks exit.
+
+        Args:
+            index: the loader's index.
+            source: the loader's batches.
+            limit: the number of micro-batches at which every rank stops; None for all.
+            first: the number of the first micro-batch.
+            equal_counts: whether all ranks have the same number of micro-batches.
+        """
+        position, early_exit, count = self.position, self.early_exit, first
+        word = "prediction" if self.stage == "predict" else self._name
+        title = f"{word} loader {index}" if self._several else f"{word} loader"
+        previous = position.enter("prediction" if self.stage == "predict" else "evaluation")
+        batches = evaluation_batches(source, self.strategy, title, limit, first)
+        for batch_idx, (batch, share) in enumerate(batches, first):
+            position.batch_idx = batch_idx
+            if self.write_progress and batch_idx > first and (batch_idx - first) % self.report_every == 0:
+                for write in self.write_progress:
+                    write(self._batches_before + batch_idx)
+            # A rank without data repeats its last batch, with start < 0, to join collectives. This does not count.
+            count += not share.joins or share.start >= 0
+            yield batch_idx, batch, share
+            if early_exit is not None and early_exit.stop.counts_points and early_exit.exits():
+                break
+        position.leave(previous)
+        self._has_exited = early_exit is not None and early_exit.has_exited(equal_counts)
+        if not self._has_exited:
+            self._batches_before += count
+            self.lengths.note(title, source.length, count, ended=limit is None or count < limit)
+
+    def _run_step(self, host_batch: Any, batch_idx: int, index: int, samples: int | None) -> Any:
+        """Run the step, and the hooks around it; return the step's output."""
+        batch = host_batch if self.move is None else self.move(host_batch, index)
+        self.metrics.batch, self.metrics.samples = batch, samples
+        arguments = (batch, batch_idx, index) if self._several else (batch, batch_idx)
+        for hook in self._batch_start:
+            hook(*arguments)
+        output = self._step(*arguments)
+        for hook in self._batch_end:
+            hook(output, *arguments)
+        return output
+
+    def _join(self, host_batch: Any, batch_idx: int, index: int) -> None:
+        """Join the forwards of the other ranks with a batch that does not count: run the step without side effects."""
+        batch = host_batch if self.move is None else self.move(host_batch, index)
+        with without_side_effects(self.module, self.metrics):
+            self._step(*((batch, batch_idx, index) if self._several else (batch, batch_idx)))
+
+
+class EvaluateLoop(LoaderLoop):
+    """Runs ``validation_step`` or ``test_step``, and reduces the values that they log."""
+
+    def run(self) -> list[dict[str, float]]:
+        """Evaluate all loaders; return each loader's reduced values, or [] if the ranks exit before the end."""
+        metrics, name, early_exit = self.metrics, self._name, self.early_exit
+        if early_exit is not None and early_exit.exits_immediately(name):
+            return []
+        with self._evaluating():
+            metrics.enter(self.stage)
+            if early_exit is not None:
+                early_exit.begin()
+            for hook in (*self._hooks("start"), *self._hooks("epoch_start")):
+                hook()
+            if early_exit is not None:
+                early_exit.mark_start_hooks_done()
+            had_data = []
+            for index, source, limit in self._loaders():
+                metrics.dataloader_idx = index if self._several else None
+                metrics.had_data = False
+                self._evaluate(index, source, limit)
+                if early_exit is not None and self._has_exited:
+                    early_exit.undo()
+                    early_exit.end()
+                    return []
+                had_data.append(metrics.had_data)
+            metrics.had_data = all(had_data)
+            metrics.dataloader_idx = None
+            results = self._reduce()
+            epoch_end = self._hooks("epoch_end")
+            for hook in epoch_end:
+                hook()
+            if epoch_end:
+                results = self._reduce()  # includes the values that the epoch_end hooks logged
+            metrics.reset_metrics()
+            numbers = {key: float(value) for key, value in results.items()}
+            loaders = {entry.epoch_name: entry.loader_idx for entry in metrics.entries.values()}
+            self._log_values(numbers)
+            metrics.enter(None)  # refuses values logged from here on, which no logger would receive
+            for hook in self._hooks("end"):
+                hook()
+            if early_exit is not None:
+                early_exit.end()
+        return _by_loader(numbers, len(self.sources), loaders)
+
+    def _evaluate(self, index: int, source: BatchSource, limit: int | None) -> None:
+        for batch_idx, batch, share in self._batches(index, source, limit, equal_counts=source.shards_known):
+            if not share.joins:
+                self.metrics.had_data = True
+                self._run_step(batch, batch_idx, index, share.samples)
+            elif self.strategy.collective_forward:
+                # This rank has no samples in the batch, and only joins the forwards of the other ranks, as padding.
+                self._join(batch, batch_idx, index)
+        self.metrics.batch = None
+
+    def _reduce(self) -> dict[str, Tensor]:
+        results, ranks = self.metrics.reduce_epoch("the reduction of an evaluation's values", self.lengths.has_mismatch)
+        self.lengths.warn_together(ranks)
+        return results
+
+    def _log_values(self, numbers: dict[str, float]) -> None:
+        if self.log is None:
+            return
+        names = {entry.epoch_name for entry in self.metrics.entries.values() if entry.logger}
+        values: dict[str, Tensor | float] = {key: number for key, number in numbers.items() if key in names}
+        values.update(self.metrics.flush_steps())
+        if values:
+            self.log(values)
+
+
+def _by_loader(numbers: dict[str, float], count: int, loaders: Mapping[str, int | None]) -> list[dict[str, float]]:
+    """Return the values by loader; a value logged outside of any loader's batches is returned for every loader."""
+    results: list[dict[str, float]] = [{} for _ in range(count)]
+    for key, number in numbers.items():
+        loader = loaders.get(key)
+        for index, result in enumerate(results):
+            if loader is None or loader == index:
+                result[key] = number
+    return results
+
+
+# The module in evaluation
 
 _NO_GRADIENT_MESSAGE = "does not require grad and does not have a grad_fn"
 """Text of torch's error for a backward of a tensor that was computed without gradients."""
@@ -98,175 +275,93 @@ def evaluating(module: TrainModule, name: str, no_gradient: AbstractContextManag
                     child._buffers[buffer_name] = buffer.clone()
 
 
-class LoaderLoop:
-    """What validation, test and prediction have in common: they run a step of the module over one or several loaders.
+# The batches that a rank evaluates, predicts or passes over without training
+
+
+def evaluation_batches(
+    source: BatchSource, strategy: Strategy, name: str, limit: int | None, first: int = 0
+) -> Batches:
+    """Return a rank's batches from number ``first`` on.
+
+    If forwards are collective and ranks may have different numbers of batches, a rank that has no batch left repeats
+    its last one until all ranks have finished. It only joins in that batch, whose share has ``start == -1``.
 
     Args:
-        stage: "validate", "test" or "predict".
-        wrapped: the module and the strategy that runs it.
-        hooks: the overridden hooks.
-        position: the running loop and the batch being processed, which this loop sets.
-        data: the loaders, their limits and the move to the device.
-        reporting: the objects to which values and progress are reported.
-        mode: how the module is prepared, and how the loop can be interrupted.
+        source: yields this rank's batches.
+        strategy: the strategy.
+        name: the loader's name, for errors.
+        limit: the number of micro-batches at which every rank stops; None for all.
+        first: the number of the first micro-batch.
     """
-
-    def __init__(
-        self,
-        stage: str,
-        wrapped: WrappedModule,
-        *,
-        hooks: HookTable,
-        position: Position,
-        data: EvaluationData,
-        reporting: Reporting,
-        mode: EvaluationMode,
-    ) -> None:
-        self._stage = stage
-        self._name = name = HOOK_STAGE_NAMES[stage]
-        self._module = module = wrapped.module
-        self._runner = wrapped.runner
-        self._strategy = wrapped.strategy
-        self._metrics = reporting.metrics
-        self._position = position
-        self._data = data
-        self._several = len(data.sources) > 1
-        self._reporting = reporting
-        self._mode = mode
-        self._step = getattr(module, f"{name}_step")
-        # The default predict_step is not passed the loader's index, since its result does not depend on the loader.
-        takes_index = self._several and is_overridden(f"{name}_step", module, TrainModule)
-        self._arguments = StepArguments(self._step, takes_index)
-        self._hooks = hooks
-        self._batch_start = getattr(hooks, f"on_{name}_batch_start")
-        self._batch_end = getattr(hooks, f"on_{name}_batch_end")
-
-    def _evaluating(self) -> AbstractContextManager[None]:
-        self._mode.sync_buffers()
-        no_gradient = torch.inference_mode() if self._mode.inference_mode else torch.no_grad()
-        return evaluating(self._module, self._name, no_gradient)
-
-    def _title(self, word: str, index: int) -> str:
-        """Return the name of a loader in messages."""
-        return f"{word} loader {index}" if self._several else f"{word} loader"
-
-    def _join(self, host_batch: Any, batch_idx: int, index: int) -> None:
-        """Join the forwards of the other ranks with a batch that does not count: run the step without side effects."""
-        batch = host_batch if self._data.move is None else self._data.move(host_batch, index)
-        with without_side_effects(self._module, self._metrics):
-            self._runner(self._step, *self._arguments(batch, batch_idx, index))
+    batches = source.epoch(0, first)
+    if source.needs_order_check:
+        batches = chain(_compared(batches, source, name, strategy), batches)
+    if not source.shards_known and strategy.collective_forward and strategy.world_size > 1:
+        batches = _until_all_ranks_finish(batches, strategy)
+    return batches if limit is None else islice(batches, limit - first)
 
 
-class EvaluateLoop(LoaderLoop):
-    """Runs ``validation_step`` or ``test_step``, and reduces the values that they log."""
+def _compared(batches: Batches, source: BatchSource, name: str, strategy: Strategy) -> Batches:
+    """Yield the first batch, after the ranks have compared what they read."""
+    first_batch = next(batches, None)
+    compare_order(source, name, strategy)
+    if first_batch is not None:
+        yield first_batch
 
-    def run(self) -> list[dict[str, float]]:
-        """Evaluate all loaders; return each loader's reduced values, or [] if the ranks exit before the end."""
-        metrics, hooks, name, reporter = self._metrics, self._hooks, self._name, self._reporting.progress_reporter
-        early_exit = self._mode.early_exit
-        if early_exit is not None and early_exit.exits_immediately(name):
-            return []
-        with self._evaluating():
-            metrics.enter(self._stage)
-            if early_exit is not None:
-                early_exit.begin()
-            for hook in getattr(hooks, f"on_{name}_start"):
-                hook()
-            for hook in getattr(hooks, f"on_{name}_epoch_start"):
-                hook()
-            if early_exit is not None:
-                early_exit.mark_start_hooks_done()
-            had_data = []
-            if reporter is not None:
-                reporter.before = 0
-            for index, (source, limit) in enumerate(zip(self._data.sources, self._data.limits(), strict=True)):
-                metrics.dataloader_idx = index if self._several else None
-                metrics.had_data = False
-                if not self._evaluate(index, source, limit):
-                    return []
-                had_data.append(metrics.had_data)
-            metrics.had_data = all(had_data)
-            metrics.dataloader_idx = None
-            results = self._reduce()
-            epoch_end = getattr(hooks, f"on_{name}_epoch_end")
-            for hook in epoch_end:
-                hook()
-            if epoch_end:
-                results = self._reduce()  # includes the values that the epoch_end hooks logged
-            metrics.reset_metrics()
-            numbers = {key: float(value) for key, value in results.items()}
-            loaders = {entry.epoch_name: entry.loader_idx for entry in metrics.entries.values()}
-            self._log_values(numbers)
-            metrics.enter(None)  # refuses values logged from here on, which no logger would receive
-            for hook in getattr(hooks, f"on_{name}_end"):
-                hook()
-            if early_exit is not None:
-                early_exit.end()
-        return _by_loader(numbers, len(self._data.sources), loaders)
 
-    def _evaluate(self, index: int, source: BatchSource, limit: int | None) -> bool:
-        """Evaluate one loader; return False if the ranks exit early, after undoing the effects of the evaluation."""
-        metrics, arguments, runner, step = self._metrics, self._arguments, self._runner, self._step
-        early_exit, reporter, move = self._mode.early_exit, self._reporting.progress_reporter, self._data.move
-        name, count, position = self._title(self._name, index), 0, self._position
-        previous = position.enter("evaluation")
-        for batch_idx, (host_batch, shard) in enumerate(evaluation_batches(source, self._strategy, name, limit)):
-            position.batch_idx = batch_idx
-            if reporter is not None and batch_idx and batch_idx % reporter.every == 0:
-                reporter.report(batch_idx)
-            if shard.joins:
-                # This rank has no samples in the batch, and only joins the forwards of the other ranks, as padding.
-                # Repeated batches of a joining rank have start == -1 and do not count.
-                count += shard.start >= 0
-                if self._strategy.collective_forward:
-                    self._join(host_batch, batch_idx, index)
-                if early_exit is not None and early_exit.stop.counts_points and early_exit.exits():
-                    break
-                continue
-            count += 1
-            batch = host_batch if move is None else move(host_batch, index)
-            metrics.batch = batch
-            metrics.samples = shard.samples
-            metrics.had_data = True
-            hook_arguments = (batch, batch_idx, index) if self._several else (batch, batch_idx)
-            for hook in self._batch_start:
-                hook(*hook_arguments)
-            outputs = runner(step, *arguments(batch, batch_idx, index))
-            for hook in self._batch_end:
-                hook(outputs, *hook_arguments)
-            if early_exit is not None and early_exit.stop.counts_points and early_exit.exits():
-                break
-        metrics.batch = None
-        position.leave(previous)
-        if early_exit is not None and early_exit.has_exited(source.shards_known):
-            early_exit.undo()
-            early_exit.end()
-            return False
-        if reporter is not None:
-            reporter.before += count
-        self._reporting.lengths.note(name, source.length, count, ended=limit is None or count < limit)
-        return True
-
-    def _reduce(self) -> dict[str, Tensor]:
-        return self._reporting.reduce_epoch(self._strategy.control, "the reduction of an evaluation's values")
-
-    def _log_values(self, numbers: dict[str, float]) -> None:
-        log = self._reporting.log
-        if log is None:
+def _until_all_ranks_finish(batches: Batches, strategy: Strategy) -> Batches:
+    """Yield ``batches``, then repeat the last one while any rank has data. Each batch costs one small all-reduce."""
+    control, last = strategy.control, NO_BATCH
+    while True:
+        batch_and_share = next(batches, None)
+        (ranks,) = control.all_reduce_async(torch.tensor([float(batch_and_share is not None)])).wait().tolist()
+        if not ranks:
             return
-        names = {entry.epoch_name for entry in self._metrics.entries.values() if entry.logger}
-        values: dict[str, Tensor | float] = {key: number for key, number in numbers.items() if key in names}
-        values.update(self._metrics.flush_steps())
-        if values:
-            log(values)
+        if batch_and_share is not None:
+            last = copy_containers(batch_and_share[0])  # a step may modify the original
+            yield batch_and_share
+        elif last is not NO_BATCH:
+            yield copy_containers(last), BatchShare(0, None, True, start=-1)
+        else:
+            raise ConfigurationError(
+                f"Rank {control.rank} got no batch from a loader that yields batches on other ranks.",
+                "under this strategy every rank takes part in each forward, for which it needs a batch.",
+                "split the data so that every rank gets at least one batch.",
+            )
 
 
-def _by_loader(numbers: dict[str, float], count: int, loaders: Mapping[str, int | None]) -> list[dict[str, float]]:
-    """Return the values by loader; a value logged outside of any loader's batches is returned for every loader."""
-    results: list[dict[str, float]] = [{} for _ in range(count)]
-    for key, number in numbers.items():
-        loader = loaders.get(key)
-        for index, result in enumerate(results):
-            if loader is None or loader == index:
-                result[key] = number
-    return results
+def pass_over_training_data(
+    data: LimitedSource,
+    module: TrainModule,
+    runner: StepRunner,
+    strategy: Strategy,
+    metrics: MetricStore,
+    move: Move | None,
+) -> None:
+    """Call ``training_step`` on an epoch's micro-batches, without gradients, hooks or logging. Collective.
+
+    This recomputes statistics such as those of batch norm.
+
+    Args:
+        data: the training batches.
+        module: the module, in train mode.
+        runner: calls a step of the module.
+        strategy: the strategy that runs the module.
+        metrics: the logged values, to which nothing is added.
+        move: moves a batch to the device; None if batches are already on the device.
+    """
+    step = bind_step(runner, module.training_step)
+    metrics.enter("train", reset=False)
+    paused = LoggingPaused(metrics)
+    try:
+        with torch.no_grad():
+            batches = evaluation_batches(data.source, strategy, "training loader", data.limit)
+            for batch_idx, (host_batch, share) in enumerate(batches):
+                if share.joins and not strategy.collective_forward:
+                    continue
+                batch = host_batch if move is None else move(host_batch, 0)
+                with without_side_effects(module, metrics) if share.joins else nullcontext():
+                    step(batch, batch_idx)
+    finally:
+        paused.end()
+        metrics.enter(None)

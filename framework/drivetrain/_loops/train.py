@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -13,10 +12,10 @@ import torch
 
 from drivetrain._data.rng_replay import RngReplay
 from drivetrain._distributed.control_plane import ControlPlane
-from drivetrain._loops.epoch_checks import EpochChecks
+from drivetrain._loops.data_checks import Lengths
 from drivetrain._loops.epoch_reader import EpochReader
 from drivetrain._loops.hooks import HookTable
-from drivetrain._loops.progress_reports import Reporting
+from drivetrain._loops.loss_checks import EpochChecks
 from drivetrain._loops.schedulers import Schedulers
 from drivetrain._loops.step import TrainStep
 from drivetrain._loops.stopping import StopRequest, limit_reached
@@ -24,83 +23,12 @@ from drivetrain._loops.uneven_inputs import Joining
 from drivetrain._loops.validation import ValidationPlan
 from drivetrain._loops.window_snapshot import WindowSnapshot
 from drivetrain._loops.windows import MicroBatch
+from drivetrain._metrics import MetricStore
 from drivetrain._run_state import CheckpointsOfRun, Position, Progress
 from drivetrain._runtime.generators import preserved_generators
 from drivetrain._runtime.transfer import map_tensors
 
-logger = logging.getLogger("drivetrain")
-
 _SKIP_TIMEOUT = timedelta(seconds=30)
-
-
-@dataclass(frozen=True, slots=True)
-class TrainLimits:
-    """How long to train. The limit that is reached first ends the run.
-
-    Attributes:
-        max_epochs: the epochs after which training ends; None or -1 for no limit.
-        max_steps: the optimizer steps after which training ends; -1 for no limit.
-        log_every_n_steps: optimizer steps between two flushes to the loggers; 0 for no flush within an epoch.
-    """
-
-    max_epochs: int | None
-    max_steps: int
-    log_every_n_steps: int
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingProgress:
-    """The counters of training, and the conditions under which training ends.
-
-    Attributes:
-        counters: the counters that a checkpoint stores.
-        position: the micro-batch being processed.
-        limits: how long to train.
-        stop: collects requests to end training early.
-    """
-
-    counters: Progress
-    position: Position
-    limits: TrainLimits
-    stop: StopRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpointing:
-    """How training is saved.
-
-    Attributes:
-        saves: writes the checkpoints.
-        snapshot: the state at the start of the open window; None if the run is never saved within a window.
-        rng_replay: restores the random generators when a resumed run reads data again.
-    """
-
-    saves: CheckpointsOfRun
-    snapshot: WindowSnapshot | None
-    rng_replay: RngReplay
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """What is due at certain steps, or at the start or end of an epoch.
-
-    Attributes:
-        schedulers: steps the learning rates.
-        validation: runs validation.
-        reload: ``reload(epoch)`` makes the reader and the validation use an epoch's own loaders; None if epochs share
-            loaders.
-        apply_trainable_changes: called after the hooks that begin an epoch, to apply the changes that they have made.
-        resize: ``resize(epoch_begins)`` reads the size of the training data again, after these hooks; returns whether
-            it has changed. Collective.
-        checks: warns about problems that are visible only over a whole epoch.
-    """
-
-    schedulers: Schedulers
-    validation: ValidationPlan
-    reload: Callable[[int], None] | None
-    apply_trainable_changes: Callable[[], None]
-    resize: Callable[[bool], bool]
-    checks: EpochChecks
 
 
 class EpochEnd(Enum):
@@ -134,75 +62,83 @@ class LoopPosition:
     validation_is_due: bool
 
 
+@dataclass(eq=False)
 class TrainLoop:
-    """Trains on micro-batches and calls the hooks.
+    """Trains on micro-batches and calls the hooks. `run` and the methods below it show the order.
 
-    Args:
+    Attributes:
         step: trains on a micro-batch and steps the optimizers.
         reader: reads the data of an epoch.
         hooks: the overridden hooks.
         control: the control plane, for agreements between ranks.
-        progress: the counters of training, and the conditions under which training ends.
-        reporting: where values and progress are reported.
-        checkpointing: how training is saved.
-        schedule: what is due at certain steps or epochs.
+        progress: the counters that a checkpoint stores.
+        position: the micro-batch being processed.
+        stop: collects requests to end training early.
+        max_epochs: the epochs after which training ends; None or -1 for no limit.
+        max_steps: the optimizer steps after which training ends; -1 for no limit.
+        log_every: optimizer steps between two flushes to the loggers; 0 for no flush within an epoch.
+        metrics: the logged values.
+        log: sends a dict of numbers to the loggers; None without loggers.
+        write_progress: called at each flush with the number of micro-batches of the epoch that are done.
+        lengths: warns about loaders whose length proved wrong.
+        saves: writes the checkpoints.
+        snapshot: the state at the start of the open window; None if the run is never saved within a window.
+        rng_replay: restores the random generators when a resumed run reads data again.
+        schedulers: steps the learning rates.
+        validation: decides when to validate, and does.
+        checks: warns about problems that are visible only over a whole epoch.
+        reload: ``reload(epoch)`` makes the reader and the validation use an epoch's own loaders; None if epochs share
+            loaders.
+        apply_trainable_changes: applies the changes that the hooks at the beginning of an epoch have made.
+        resize: ``resize(epoch_begins)`` reads the size of the training data again, after these hooks; returns whether
+            it has changed. Collective.
     """
 
-    def __init__(
-        self,
-        step: TrainStep,
-        reader: EpochReader,
-        *,
-        hooks: HookTable,
-        control: ControlPlane,
-        progress: TrainingProgress,
-        reporting: Reporting,
-        checkpointing: Checkpointing,
-        schedule: Schedule,
-    ) -> None:
-        self._step = step
-        self._hooks = hooks
-        self._control = control
-        self._progress = progress.counters
-        self._position = progress.position
-        self._limits = limits = progress.limits
-        self._stop = progress.stop
-        self._metrics = reporting.metrics
-        self._reporting = reporting
-        self._saves = checkpointing.saves
-        self._checkpointing = checkpointing
-        self._schedule = schedule
-        self._validation = schedule.validation
-        self._log_every = limits.log_every_n_steps if limits.log_every_n_steps > 0 else 0
+    step: TrainStep
+    reader: EpochReader
+    hooks: HookTable
+    control: ControlPlane
+    progress: Progress
+    position: Position
+    stop: StopRequest
+    max_epochs: int | None
+    max_steps: int
+    log_every: int
+    metrics: MetricStore
+    log: Callable[[Mapping[str, torch.Tensor | float]], None] | None
+    write_progress: Sequence[Callable[[int], None]]
+    lengths: Lengths
+    saves: CheckpointsOfRun
+    snapshot: WindowSnapshot | None
+    rng_replay: RngReplay
+    schedulers: Schedulers
+    validation: ValidationPlan
+    checks: EpochChecks
+    reload: Callable[[int], None] | None
+    apply_trainable_changes: Callable[[], None]
+    resize: Callable[[bool], bool]
+
+    def __post_init__(self) -> None:
         self._flushed_at = 0  # the number of micro-batches trained on before the last flush
-        self._steps_before: int | None = None  # global_step at the epoch's start; None in an epoch that was resumed
-        self._warned_of_no_step = False
-        self.reader = reader
         self._resumed: LoopPosition | None = None
         self._data_is_over = False
         self._left_after_last_step = False  # whether a preemption came after max_steps but before the epoch's end
         self._asked_to_stop: str | None = None  # the reason of a stop that was requested before a preemption
 
-    @property
-    def validation(self) -> ValidationPlan:
-        """The schedule of validation."""
-        return self._validation
-
     # The loop's state in a checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         """Return the part of the loop's position that the counters do not contain, e.g. whether the data is over."""
-        snapshot = self._checkpointing.snapshot
         position = LoopPosition(
             data_is_over=self._data_is_over or self._is_data_over(),
             # The snapshot of an epoch's first window was taken after the hooks of the epoch's start.
-            has_begun=snapshot is not None and snapshot.is_active and self._progress.batch_idx == 0,
+            has_begun=self.snapshot is not None and self.snapshot.is_active and self.progress.batch_idx == 0,
             left_after_last_step=self._left_after_last_step,
             asked_to_stop=self._asked_to_stop,
-            validated_at=self._validation.last_run_at,
-            validation_is_due=self._validation.next_at == self._progress.batch_idx,
+            validated_at=self.validation.last_run_at,
+            validation_is_due=self.validation.next_at == self.progress.batch_idx,
         )
-        plateaus = self._schedule.schedulers.used_at
+        plateaus = self.schedulers.used_at
         return {**asdict(position), "flushed_at": self._flushed_at, "plateaus": dict(plateaus)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -210,17 +146,8 @@ class TrainLoop:
         position = dict(state)
         self._flushed_at = int(position.pop("flushed_at"))
         plateaus = position.pop("plateaus")
-        self._schedule.schedulers.used_at = {index: int(step) for index, step in plateaus.items()}
+        self.schedulers.used_at = {index: int(step) for index, step in plateaus.items()}
         self._resumed = LoopPosition(**{**position, "validated_at": int(position["validated_at"])})
-
-    @property
-    def steps_scheduler(self) -> bool:
-        """Whether a learning rate scheduler is stepping, or has failed to step."""
-        return self._schedule.schedulers.is_stepping
-
-    def release(self) -> None:
-        """Drop the last loss, after training ended or failed."""
-        self._step.release()
 
     # The operations of a run, an epoch and a step, in their order
 
@@ -231,23 +158,21 @@ class TrainLoop:
         resumed, self._resumed = self._resumed, None
         reset_metrics = resumed is not None  # in a new run, on_train_start has logged values of the first epoch
         if resumed is not None and resumed.asked_to_stop is not None:
-            self._stop.ask(str(resumed.asked_to_stop))
+            self.stop.ask(str(resumed.asked_to_stop))
         while not self._is_finished() or (resumed is not None and resumed.left_after_last_step):
             self._begin_epoch(resumed, reset_metrics)
             data_is_over = resumed is not None and resumed.data_is_over
             reset_metrics, resumed = True, None
-            snapshot = self._checkpointing.snapshot
-            if snapshot is not None and not snapshot.begin_epoch():
-                snapshot = None
-            previous = self._position.enter("training")
-            self._saves.in_epoch = True
+            snapshot = self.snapshot if self.snapshot is not None and self.snapshot.begin_epoch() else None
+            previous = self.position.enter("training")
+            self.saves.in_epoch = True
             ended = self._train_epoch(snapshot, data_is_over)
-            self._position.leave(previous)
-            self._position.micro_batch = None
+            self.position.leave(previous)
+            self.position.micro_batch = None
             run_ends = ended is not EpochEnd.ROLLBACK and self._end_epoch(ended)
-            self._saves.in_epoch = False
-            if self._saves.rollback is not None and not self._stop.preempted:
-                resumed = self._roll_back(self._saves.rollback)
+            self.saves.in_epoch = False
+            if self.saves.rollback is not None and not self.stop.preempted:
+                resumed = self._roll_back(self.saves.rollback)
             elif run_ends:
                 return
 
@@ -258,25 +183,25 @@ class TrainLoop:
             resumed: the position at which a run is resumed in this epoch; None in other epochs.
             reset_metrics: whether the values logged so far are discarded.
         """
-        if self._schedule.reload is not None:
-            self._schedule.reload(self._progress.epoch)
-        self._validation.begin_epoch(self._progress)
-        epoch_begins = self._progress.batch_idx == 0
+        if self.reload is not None:
+            self.reload(self.progress.epoch)
+        self.validation.begin_epoch(self.progress)
+        epoch_begins = self.progress.batch_idx == 0
         if epoch_begins:
-            self._checkpointing.rng_replay.start_epoch()
+            self.rng_replay.start_epoch()
         epoch_begins = epoch_begins and not (resumed is not None and resumed.has_begun)
-        self._steps_before = self._progress.global_step if epoch_begins else None
+        self.checks.begin_epoch(is_resumed=not epoch_begins)
         if epoch_begins:
-            self._metrics.enter("train", reset=reset_metrics)
-            for hook in self._hooks.on_train_epoch_start:
+            self.metrics.enter("train", reset=reset_metrics)
+            for hook in self.hooks.on_train_epoch_start:
                 hook()
-            self._schedule.apply_trainable_changes()
+            self.apply_trainable_changes()
         else:
-            self._metrics.enter("train", reset=False)
-        if self._schedule.resize(epoch_begins):
-            self._validation.resize(self.reader.length, self._progress)
+            self.metrics.enter("train", reset=False)
+        if self.resize(epoch_begins):
+            self.validation.resize(self.reader.length, self.progress)
         if not epoch_begins and resumed is not None:
-            self._validation.resume(resumed.validated_at, resumed.validation_is_due, self._progress)
+            self.validation.resume(resumed.validated_at, resumed.validation_is_due, self.progress)
 
     def _train_epoch(self, snapshot: WindowSnapshot | None, data_is_over: bool) -> EpochEnd:
         """Train on the remaining micro-batches of an epoch.
@@ -285,12 +210,11 @@ class TrainLoop:
             snapshot: the state at the start of a window; None if the epoch is never left within a window.
             data_is_over: whether the epoch's last micro-batch was trained on before the run was saved and resumed.
         """
-        progress, position, stop, step = self._progress, self._position, self._stop, self._step
-        metrics, validation, requests = self._metrics, self._validation, self._saves.waiting
-        batch_start, batch_end = self._hooks.on_train_batch_start, self._hooks.on_train_batch_end
-        max_steps, log_every = self._limits.max_steps, self._log_every
-        schedulers = self._schedule.schedulers
-        step_schedulers = schedulers.after_step if schedulers.has_step_schedulers else None
+        progress, position, stop, step = self.progress, self.position, self.stop, self.step
+        metrics, validation, requests = self.metrics, self.validation, self.saves.waiting
+        batch_start, batch_end = self.hooks.on_train_batch_start, self.hooks.on_train_batch_end
+        max_steps, log_every = self.max_steps, self.log_every
+        step_schedulers = self.schedulers.after_step if self.schedulers.has_step_schedulers else None
         if progress.batch_idx == validation.next_at:  # the run was saved just before the validation that is due here
             ended = self._resume_with_validation(data_is_over)
             if ended is not None:
@@ -298,7 +222,7 @@ class TrainLoop:
         if data_is_over:
             return EpochEnd.DATA
         micro_batches = self.reader.micro_batches(progress.epoch, progress.batch_idx)
-        check_first = self._schedule.checks.begin_epoch()
+        checks_first = self.checks.warns
         if self._is_at_max_steps():
             return self._end_at(EpochEnd.LIMIT, micro_batches)
 
@@ -314,7 +238,8 @@ class TrainLoop:
             if micro_batch.opens:
                 progress.window = batch_idx, progress.samples_seen
                 step.zero_grad()
-            output = step.forward_backward(micro_batch, batch_idx)
+            run = step.forward_backward if micro_batch.weight else step.run_weightless
+            output = run(micro_batch, batch_idx)
             stepped = micro_batch.closes and step.clip_and_step(micro_batch)
             progress.batch_idx = batch_idx + 1
             progress.micro_batches += 1
@@ -347,75 +272,73 @@ class TrainLoop:
                     snapshot.take()
             elif snapshot is not None and stop.exits_at_point():
                 return self._leave()
-            if check_first is not None:
-                check_first()
-                check_first = None
+            if checks_first:
+                self.checks.after_first_micro_batch()
+                checks_first = False
         return EpochEnd.DATA
 
     def _end_epoch(self, ended: EpochEnd) -> bool:
         """Validate if validation is due, reduce the epoch's values and call the hooks; return whether the run ends."""
         if ended is EpochEnd.PREEMPTED:
             return True
-        progress, metrics, hooks, schedule = self._progress, self._metrics, self._hooks, self._schedule
-        if self._steps_before == progress.global_step:
-            self._warn_of_no_step()
+        progress, metrics, hooks = self.progress, self.metrics, self.hooks
+        self.checks.check_steps()
         self.reader.compare_length()
-        self._checkpointing.rng_replay.start_epoch()
+        self.rng_replay.start_epoch()
         self._data_is_over = ended is EpochEnd.DATA
         if ended is not EpochEnd.LIMIT:
-            schedule.checks.before_validation()
-            self._validation.run_at_epoch_end(ended is EpochEnd.STOPPED, self._data_is_over)
-            if self._stop.preempted:
+            self.checks.before_validation()
+            self.validation.run_at_epoch_end(ended is EpochEnd.STOPPED, self._data_is_over)
+            if self.stop.preempted:
                 self._leave()
                 return True
-            self._saves.carry_out_requests()
+            self.saves.carry_out_requests()
         results = self._reduce_epoch()
         for hook in hooks.early["on_train_epoch_end"]:
             hook()
         if hooks.early["on_train_epoch_end"]:
             results = self._reduce_epoch()  # with the values that the early hooks logged
         metrics.reset_metrics()
-        if self._log_every and progress.micro_batches != self._flushed_at:
+        if self.log_every and progress.micro_batches != self._flushed_at:
             self._reduce_steps()
-        if self._reporting.log is not None:
+        if self.log is not None:
             self._flush_epoch(results)
         for hook in hooks.late["on_train_epoch_end"]:
             hook()
-        schedule.checks.end(progress.epoch)
+        self.checks.end_epoch()
         if ended is EpochEnd.DATA:
-            schedule.schedulers.after_epoch(progress.epoch + 1)  # `current_epoch` is still the epoch that ends
+            self.schedulers.after_epoch(progress.epoch + 1)  # `current_epoch` is still the epoch that ends
             progress.epoch += 1
             progress.batch_idx = progress.epoch_samples = 0
         self._data_is_over = False
-        self._saves.carry_out_requests()
-        stop = self._stop
+        self.saves.carry_out_requests()
+        stop = self.stop
         stop.agree("the end of a training epoch")
         stopping = stop.after_epoch(progress.global_step, progress.epoch)
         finished = ended is not EpochEnd.DATA or self._is_finished()
         if stop.preempted or (stopping and not finished and stop.saves_to_resume):
-            self._saves.save_before_leaving()
+            self.saves.save_before_leaving()
         return stopping or finished
 
     # The reasons for which an epoch or a run ends, and what is done for each
 
     def _limit_reached(self) -> str | None:
-        limits, progress = self._limits, self._progress
-        return limit_reached(limits.max_epochs, limits.max_steps, progress.epoch, progress.global_step)
+        return limit_reached(self.max_epochs, self.max_steps, self.progress.epoch, self.progress.global_step)
 
     def _is_finished(self) -> bool:
         return self._limit_reached() is not None
 
     def _is_at_max_steps(self) -> bool:
-        return 0 <= self._limits.max_steps <= self._progress.global_step
+        return 0 <= self.max_steps <= self.progress.global_step
 
     def why_it_ended(self) -> list[str]:
         """Return the reasons why `run` ended: a limit, or a requested stop."""
         reasons = ["limit_train_batches=0 leaves nothing to train on"] if self.reader.length == 0 else []
-        requested = self._stop.reason if self._stop.requested else None
+        requested = self.stop.reason if self.stop.requested else None
         return reasons + [reason for reason in (self._limit_reached(), requested) if reason is not None]
 
     def _is_data_over(self) -> bool:
-        progress, snapshot = self._progress, self._checkpointing.snapshot
+        progress, snapshot = self.progress, self.snapshot
         went_back = snapshot is not None and snapshot.is_active
         return progress.batch_idx > 0 and not progress.within_window and not went_back and self.reader.is_exhausted
 
@@ -426,14 +349,14 @@ class TrainLoop:
             return False
         # A rank on which no hook returned -1 waits in a collective of its step. After the timeout, the agreement raises
         # an error that names this rank.
-        purpose = f"the end of epoch {self._progress.epoch}: on_train_batch_start returned -1 for batch {batch_idx}"
-        self._control.monitored_barrier(purpose, timeout=_SKIP_TIMEOUT)
+        purpose = f"the end of epoch {self.progress.epoch}: on_train_batch_start returned -1 for batch {batch_idx}"
+        self.control.monitored_barrier(purpose, timeout=_SKIP_TIMEOUT)
         return True
 
     def _drop_window(self, joining: Joining | None) -> EpochEnd:
-        self._step.drop_window()
-        self._progress.within_window = False
-        self._metrics.batch = None
+        self.step.drop_window()
+        self.progress.within_window = False
+        self.metrics.batch = None
         self._flushed_at = -1  # the hook that ended the epoch may have logged values, which no step reduces
         if joining is not None:
             joining.end()
@@ -441,16 +364,16 @@ class TrainLoop:
 
     def _save_or_roll_back(self) -> bool:
         """Write the requested checkpoints; return whether a return to an earlier checkpoint was requested instead."""
-        self._saves.carry_out_requests()
-        return self._saves.rollback is not None
+        self.saves.carry_out_requests()
+        return self.saves.rollback is not None
 
     def _validate(self, window_closed: bool) -> EpochEnd | None:
         """Validate within the epoch; return why the epoch ends after the validation, or None if the epoch continues."""
-        self._schedule.checks.before_validation()
-        self._validation.run()
-        if self._stop.preempted:
+        self.checks.before_validation()
+        self.validation.run()
+        if self.stop.preempted:
             return self._leave()
-        if window_closed and self._saves.waiting and self._save_or_roll_back():
+        if window_closed and self.saves.waiting and self._save_or_roll_back():
             return EpochEnd.ROLLBACK
         return None
 
@@ -460,8 +383,8 @@ class TrainLoop:
         Returns:
             Why the epoch ends after the validation; None if the epoch continues.
         """
-        progress, stop = self._progress, self._stop
-        self._checkpointing.rng_replay.call_before_replay(self._validation.run)
+        progress, stop = self.progress, self.stop
+        self.rng_replay.call_before_replay(self.validation.run)
         if not stop.preempted:
             if self._save_or_roll_back():
                 return EpochEnd.ROLLBACK
@@ -470,17 +393,17 @@ class TrainLoop:
         if stop.preempted:
             return self._leave()
         if stop.saves_to_resume:
-            self._saves.save_before_leaving()
+            self.saves.save_before_leaving()
         if data_is_over:
             return EpochEnd.DATA
         return self._end_at(EpochEnd.STOPPED, self.reader.micro_batches(progress.epoch, progress.batch_idx))
 
     def _stop_within_epoch(self, micro_batches: Iterator[MicroBatch]) -> EpochEnd:
         """End the epoch after a window because a stop or a preemption was requested."""
-        if self._stop.preempted:
+        if self.stop.preempted:
             return self._leave()
-        if self._stop.saves_to_resume:
-            self._saves.save_before_leaving()
+        if self.stop.saves_to_resume:
+            self.saves.save_before_leaving()
         return self._end_at(EpochEnd.STOPPED, micro_batches)
 
     def _end_at(self, reason: EpochEnd, micro_batches: Iterator[MicroBatch]) -> EpochEnd:
@@ -488,64 +411,56 @@ class TrainLoop:
         return EpochEnd.DATA if self._is_last(micro_batches) else reason
 
     def _is_last(self, micro_batches: Iterator[MicroBatch]) -> bool:
-        if self._progress.batch_idx != self.reader.length or self.reader.length_is_known:
-            return self._progress.batch_idx == self.reader.length
-        with preserved_generators(self._checkpointing.rng_replay.device):  # a resumed run reads the next batch again
+        if self.progress.batch_idx != self.reader.length or self.reader.length_is_known:
+            return self.progress.batch_idx == self.reader.length
+        with preserved_generators(self.rng_replay.device):  # a resumed run reads the next batch again
             return next(micro_batches, None) is None
 
     def _leave(self) -> EpochEnd:
         """Save the run in the state after the last completed window, because of a preemption."""
-        if self._progress.within_window and self._checkpointing.snapshot is not None:
-            self._step.drop_window()
-            self._checkpointing.snapshot.go_back()
+        if self.progress.within_window and self.snapshot is not None:
+            self.step.drop_window()
+            self.snapshot.go_back()
         self._left_after_last_step = self._is_at_max_steps()
-        self._stop.agree("leaving")  # so that a stop that another rank has requested is saved too
-        if self._stop.requested:
-            self._asked_to_stop = self._stop.reason or ""
-        self._saves.save_before_leaving()
+        self.stop.agree("leaving")  # so that a stop that another rank has requested is saved too
+        if self.stop.requested:
+            self._asked_to_stop = self.stop.reason or ""
+        self.saves.save_before_leaving()
         return EpochEnd.PREEMPTED
 
     def _roll_back(self, load: Callable[[], None]) -> LoopPosition | None:
         """Restore an earlier checkpoint by ``load``; return the position of the loop that the checkpoint contains."""
-        self._saves.rollback = None
+        self.saves.rollback = None
         load()
-        self._stop.agree("going back to an earlier checkpoint")
+        self.stop.agree("going back to an earlier checkpoint")
         resumed, self._resumed = self._resumed, None
         return resumed
-
-    def _warn_of_no_step(self) -> None:
-        if not self._warned_of_no_step and self._control.rank == 0:
-            logger.warning(
-                "Training went through epoch %d without an optimizer step: in every window the losses were None, the "
-                "weights zero or the fp16 gradients not finite, or a hook skipped the step. This warning is not "
-                "repeated.",
-                self._progress.epoch,
-            )
-        self._warned_of_no_step = True
 
     # Reduction of logged values, and their flush to the loggers
 
     def _reduce_epoch(self) -> dict[str, torch.Tensor]:
-        return self._reporting.reduce_epoch(self._control, "the reduction of an epoch's values")
+        results, ranks = self.metrics.reduce_epoch("the reduction of an epoch's values", self.lengths.has_mismatch)
+        self.lengths.warn_together(ranks)
+        return results
 
     def _reduce_steps(self) -> None:
-        self._flushed_at = self._progress.micro_batches
-        self._metrics.reduce_steps()
+        self._flushed_at = self.progress.micro_batches
+        self.metrics.reduce_steps()
 
     def _flush(self) -> None:
         self._reduce_steps()
-        if self._reporting.log is not None:
-            self._reporting.log(self._metrics.flush_steps())
-        if self._reporting.progress_reporter is not None:
-            self._reporting.progress_reporter.report(self._progress.batch_idx)
+        if self.log is not None:
+            self.log(self.metrics.flush_steps())
+        for write in self.write_progress:
+            write(self.progress.batch_idx)
 
     def _flush_epoch(self, results: dict[str, torch.Tensor]) -> None:
-        assert self._reporting.log is not None
-        values: dict[str, torch.Tensor | float] = self._metrics.flush_steps() if self._log_every else {}
-        logged_names = {entry.epoch_name for entry in self._metrics.entries.values() if entry.logger and entry.on_epoch}
+        assert self.log is not None
+        values: dict[str, torch.Tensor | float] = self.metrics.flush_steps() if self.log_every else {}
+        logged_names = {entry.epoch_name for entry in self.metrics.entries.values() if entry.logger and entry.on_epoch}
         values.update({name: float(value) for name, value in results.items() if name in logged_names})
         if values:
-            self._reporting.log(values)
+            self.log(values)
 
 
 def detached(output: Any) -> Any:

@@ -212,12 +212,20 @@ class MetricStore:
         if self.stage == stage:
             self.entries = self._stages.setdefault(stage, {})
 
-    def wants_reduction(self) -> bool:
-        """Return True if this rank has epoch values to reduce over all ranks."""
-        return any(entry.on_epoch and entry.sync_dist is not False for entry in self.entries.values())
+    def reduce_epoch(self, purpose: str, flag: bool = False) -> tuple[dict[str, Tensor], int]:
+        """Return the stage's epoch values by name, reduced over all ranks, and the number of ranks with ``flag``.
 
-    def reduce_epoch(self, together: bool) -> dict[str, Tensor]:
-        """Return the stage's epoch values by name. ``together`` reduces them over all ranks, in one collective."""
+        Collective. All ranks must agree whether to reduce, and this exchange can count a flag as well.
+
+        Args:
+            purpose: what the ranks agree on, for errors.
+            flag: whether this rank is to be counted.
+        """
+        wants_reduction = any(entry.on_epoch and entry.sync_dist is not False for entry in self.entries.values())
+        reducing_ranks, flagged_ranks = self.control.count_flags(purpose, wants_reduction, flag)
+        return self._reduce_epoch(together=reducing_ranks > 0 and self.control.world_size > 1), flagged_ranks
+
+    def _reduce_epoch(self, together: bool) -> dict[str, Tensor]:
         entries = sorted((entry for entry in self.entries.values() if entry.on_epoch), key=lambda entry: entry.name)
         numeric = [entry for entry in entries if entry.metric is None and not entry.idle]
         metrics = [entry for entry in entries if entry.metric is not None]

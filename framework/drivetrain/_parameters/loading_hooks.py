@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from drivetrain._parameters.module_description import layer_versions
 from drivetrain._parameters.weights_fit import WeightMismatch
-from drivetrain._runtime.compiled_names import plain_name
+from drivetrain._runtime.plain_names import plain_name
 from drivetrain.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def _function_of(hook: Any) -> Any:
 
 
 def _is_plain(load_state_dict: Any) -> bool:
-    return load_state_dict.__module__ in (nn.Module.__module__, "drivetrain._runtime.compiled_names")
+    return load_state_dict.__module__ in (nn.Module.__module__, "drivetrain._runtime.plain_names")
 
 
 def _load_function(shell: nn.Module, is_root: bool) -> Callable[[Mapping[str, Any]], Any]:

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from drivetrain._config.secret_values import without_secrets
-from drivetrain._runtime.compiled_names import COMPILED
-from drivetrain._runtime.user_class import plain_class
+from drivetrain._runtime.plain_names import COMPILED, plain_class
 
 logger = logging.getLogger("drivetrain")
 

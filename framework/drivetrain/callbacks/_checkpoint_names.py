@@ -1,16 +1,12 @@
-"""Names of checkpoints: templates that are filled with counters and logged values, and names that are reserved."""
+"""Names of checkpoints: templates that are filled with counters and logged values."""
 
 from __future__ import annotations
 
 import re
-import secrets
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 
-from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._format.checkpoint_folder import is_checkpoint_file
-from drivetrain._runs.checkpoint_folders import LATEST, claim_name, is_checkpoint_at
-from drivetrain._runs.retention import KeptCheckpoint
+from drivetrain._runs.checkpoint_folders import LATEST
 from drivetrain.errors import ConfigurationError, nearest
 
 DEFAULT_TEMPLATE = "{epoch}-{step}"
@@ -71,11 +67,8 @@ def check_template(template: str, named: bool) -> None:
         ConfigurationError: the template is no name of a folder, or makes names that are too long, that a format does
             not fit, or that belong to other files.
     """
-    problem, name = _problem_of(template), ""
-    if problem is None:
-        name = checkpoint_name(template, {"epoch": 0, "step": 0, **dict.fromkeys(names_in(template), 0.0)}, named)
-        problem = _problem_of_name(name)
-    if problem is not None:
+    problem = _problem_of(template, named)
+    if problem:
         raise ConfigurationError(
             f"Checkpoint(filename={template if len(template) < _LONGEST_NAME else template[:40] + '...'!r}) is not a "
             f"valid name: {problem}.",
@@ -84,7 +77,7 @@ def check_template(template: str, named: bool) -> None:
         )
 
 
-def _problem_of(template: str) -> str | None:
+def _problem_of(template: str, named: bool) -> str:
     rest = _FIELD.sub("", template)
     if not template:
         return "it is empty"
@@ -92,55 +85,11 @@ def _problem_of(template: str) -> str | None:
         return "it has a character that cannot be printed"
     if "/" in rest or "{" in rest or "}" in rest:
         return "it has a slash, or a brace without its other half"
-    return None
-
-
-def _problem_of_name(name: str) -> str | None:
+    name = checkpoint_name(template, {**dict.fromkeys(names_in(template), 0.0), "epoch": 0, "step": 0}, named)
     if name.startswith("."):
         return "it begins with a dot, and hidden folders are not searched"
     if name.lower() == LATEST or is_checkpoint_file(name.lower()):
         return "a file of the checkpoints has this name"
     if len(name) > _LONGEST_NAME:
         return f"it makes names of {len(name)} characters, and most file systems take 255, including -v1 and the like"
-    return None
-
-
-class ReservedNames:
-    """The names of checkpoints that are being written, reserved against other runs in the same folder."""
-
-    def __init__(self) -> None:
-        self._releases: dict[str, Callable[[], None]] = {}
-
-    def reserve(
-        self, control: ControlPlane, folder: str, name: str, replaceable: Sequence[KeptCheckpoint]
-    ) -> tuple[str, str]:
-        """Return a name and an identifier for a new checkpoint, chosen by rank 0. Collective.
-
-        Args:
-            control: the control plane.
-            folder: the folder of the checkpoint.
-            name: the preferred name, to which a version is appended if the name is taken.
-            replaceable: the only checkpoints that may be overwritten.
-        """
-
-        def may_overwrite(existing: str) -> bool:
-            with suppress(OSError):  # If the storage fails, another name is chosen.
-                named = [saved for saved in replaceable if saved.name == existing]
-                return any(is_checkpoint_at(folder, existing, saved.identifier) for saved in named)
-            return False
-
-        if control.rank == 0:
-            name, release = claim_name(folder, name, may_overwrite)
-            self._releases[name] = release
-        chosen: tuple[str, str] = control.broadcast_object((name, secrets.token_hex(16)))
-        return chosen
-
-    def release(self, name: str) -> None:
-        """Release a name, if it is reserved."""
-        if name in self._releases:
-            self._releases.pop(name)()
-
-    def release_all(self) -> None:
-        """Release the names of checkpoints that were not completed."""
-        for name in list(self._releases):
-            self.release(name)
+    return ""

@@ -1,7 +1,8 @@
-"""Finder: the base class of callbacks that search for a setting before a run."""
+"""Finder: the base class of callbacks that search for a setting before a run, and the attributes that they set."""
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from drivetrain._format import load
@@ -23,8 +24,8 @@ class Finder(Callback):
     _stages: tuple[str, ...] = ("fit", "validate", "test", "predict")  # the stages before which to search
     _was_launched = False
 
-    def search(self, trials: Trials) -> None:
-        """Search for the setting."""
+    def search(self, trials: Trials) -> object:
+        """Search for the setting, set the attribute, and return the result. A collective operation."""
         raise NotImplementedError
 
     def restore(self, saved: dict[str, Any], trials: Trials) -> None:
@@ -36,7 +37,7 @@ class Finder(Callback):
         self._was_launched = True
         if trials.is_dry_run or trials.stage not in self._stages:
             return
-        saved = saved_state(trials.ckpt_path, self.state_key) if trials.stage == "fit" else None
+        saved = _saved_state(trials.ckpt_path, self.state_key) if trials.stage == "fit" else None
         if saved is None:
             self.search(trials)
         else:
@@ -52,7 +53,41 @@ class Finder(Callback):
             )
 
 
-def saved_state(ckpt_path: str | None, key: str) -> dict[str, Any] | None:
+def find_holders(name: str, *owners: Any) -> list[Any]:
+    """Return the objects that have an attribute ``name``, among ``owners`` (None is skipped) and their ``hparams``."""
+    holders: list[Any] = []
+    for owner in owners:
+        if owner is None:
+            continue
+        hparams = getattr(owner, "hparams", None)
+        if name in vars(owner) or hasattr(type(owner), name):
+            holders.append(owner)
+        if isinstance(hparams, MutableMapping) and name in hparams:
+            holders.append(hparams)
+    return holders
+
+
+def set_attribute(name: str, value: Any, *owners: Any) -> None:
+    """Set the attribute ``name`` in every object that has such an attribute or hyper-parameter.
+
+    Raises:
+        ConfigurationError: the attribute cannot be set, for example because it is a property.
+    """
+    for holder in find_holders(name, *owners):
+        try:
+            if isinstance(holder, MutableMapping):
+                holder[name] = value
+            else:
+                setattr(holder, name, value)
+        except AttributeError as error:
+            raise ConfigurationError(
+                f"{type(holder).__name__}.{name} cannot be set: {error}.",
+                "the search sets this attribute.",
+                "make it a plain attribute, or pass the name of another attribute.",
+            ) from error
+
+
+def _saved_state(ckpt_path: str | None, key: str) -> dict[str, Any] | None:
     """Return the state of a finder in the checkpoint that a run resumes from.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from drivetrain._config.argument_checks import check_types
 from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError
 
@@ -32,6 +33,7 @@ class GradientAccumulationScheduler(Callback):
     _key_arguments = ("scheduling",)
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
+        check_types(GradientAccumulationScheduler, locals())
         if not scheduling:
             raise ConfigurationError(
                 "GradientAccumulationScheduler({}) is empty",

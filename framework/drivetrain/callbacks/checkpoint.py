@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import math
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from drivetrain._config.argument_checks import check_choice, check_count
+from drivetrain._config.argument_checks import check_choice, check_count, check_types
 from drivetrain._format.checksums import check_digest
-from drivetrain._runs.checkpoint_folders import LATEST, remove, write_latest
+from drivetrain._runs.checkpoint_folders import LATEST, claim_name, is_checkpoint_at, remove, write_latest
 from drivetrain._runs.directory import CHECKPOINTS
 from drivetrain._runs.retention import KeptCheckpoint, Retention
 from drivetrain._runtime.working_directory import resolved_path
@@ -22,7 +23,6 @@ from drivetrain.callback import Callback
 from drivetrain.callbacks._checkpoint_names import (
     COUNTERS,
     DEFAULT_TEMPLATE,
-    ReservedNames,
     check_template,
     checkpoint_name,
     names_in,
@@ -116,17 +116,12 @@ class Checkpoint(Callback):
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
     ) -> None:
+        check_types(Checkpoint, locals())
         if not enable_version_counter:
             raise ConfigurationError(
                 "Checkpoint(enable_version_counter=False).",
                 "a checkpoint could overwrite another one that is kept.",
                 "remove the argument: -v1 is appended to a name only while a checkpoint with that name is kept.",
-            )
-        if monitor is not None and not isinstance(monitor, str):
-            raise ConfigurationError(
-                f"Checkpoint(monitor={monitor!r}).",
-                "monitor is the name of a logged value.",
-                "give a name, such as 'val_loss', or None to keep the newest checkpoint.",
             )
         if monitor is None and mode == "max":
             raise ConfigurationError(
@@ -134,10 +129,9 @@ class Checkpoint(Callback):
                 "without a monitored value the newest checkpoint is kept, whatever the mode.",
                 "set monitor= to the name of a logged value, or remove mode.",
             )
-        interval: Any = train_time_interval
-        if interval is not None and (not isinstance(interval, timedelta) or interval <= timedelta(0)):
+        if train_time_interval is not None and train_time_interval <= timedelta(0):
             raise ConfigurationError(
-                f"Checkpoint(train_time_interval={interval!r}).",
+                f"Checkpoint(train_time_interval={train_time_interval!r}).",
                 "train_time_interval is the time between two checkpoints.",
                 "give a datetime.timedelta, such as timedelta(minutes=30).",
             )
@@ -189,7 +183,7 @@ class Checkpoint(Callback):
         self._last_timed_save = time.monotonic()  # when training started or ``train_time_interval`` was last reached
         self._fitting = False
         self._retention_before_rollback = self._retention
-        self._reserved = ReservedNames()
+        self._releases: dict[str, Callable[[], None]] = {}  # of names that are reserved against other runs, on rank 0
 
     # Which checkpoints are kept, and under which names
 
@@ -351,7 +345,8 @@ class Checkpoint(Callback):
     def teardown(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Release the names of checkpoints that were not completed."""
         self._fitting = False
-        self._reserved.release_all()
+        while self._releases:
+            self._releases.popitem()[1]()
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Determine when to save, and remove obsolete checkpoints that an interrupted run has left behind."""
@@ -423,9 +418,7 @@ class Checkpoint(Callback):
     def _interrupted(self, trainer: RunContext, prefix: str) -> SaveRequest:
         """Return the request for a checkpoint that is removed once a later one is complete. Collective."""
         step, earlier = trainer.global_step, self._retention.interrupt_checkpoint
-        name, identifier = self._reserved.reserve(
-            trainer.strategy.control, self._folder(), f"{prefix}-step={step}", [] if earlier is None else [earlier]
-        )
+        name, identifier = self._reserve(trainer, f"{prefix}-step={step}", [] if earlier is None else [earlier])
         self._last_resumable_step = step
         # A failed run may have abandoned a checkpoint that would have displaced others, which therefore stay.
         replaced = self._retention.add_interrupt_checkpoint(name, identifier, step)
@@ -509,9 +502,7 @@ class Checkpoint(Callback):
         if not self._retention.would_keep(score):
             return None
         preferred_name = self._name(self.filename, values)
-        name, identifier = self._reserved.reserve(
-            trainer.strategy.control, self._folder(), preferred_name, self._retention.displaced_by(score)
-        )
+        name, identifier = self._reserve(trainer, preferred_name, self._retention.displaced_by(score))
         self._retention.add(name, identifier, score, step, resumable=not self.save_weights_only)
         if not self.save_weights_only:
             self._last_resumable_step = step
@@ -523,13 +514,32 @@ class Checkpoint(Callback):
         weights_only, background = self.save_weights_only, self.save_async
         return SaveRequest(path, weights_only, self.trainable_only, background, self.digest, identifier, then)
 
+    def _reserve(self, trainer: RunContext, name: str, replaceable: Sequence[KeptCheckpoint]) -> tuple[str, str]:
+        """Return the name of a new checkpoint, with a version if ``name`` is taken, and an identifier. Collective.
+
+        Only the ``replaceable`` checkpoints may be overwritten.
+        """
+        folder, control = self._folder(), trainer.strategy.control
+
+        def may_overwrite(existing: str) -> bool:
+            with suppress(OSError):  # If the storage fails, another name is chosen.
+                named = [saved for saved in replaceable if saved.name == existing]
+                return any(is_checkpoint_at(folder, existing, saved.identifier) for saved in named)
+            return False
+
+        if control.rank == 0:
+            name, release = claim_name(folder, name, may_overwrite)
+            self._releases[name] = release
+        reserved: tuple[str, str] = control.broadcast_object((name, secrets.token_hex(16)))
+        return reserved
+
     def _on_complete(self, trainer: RunContext, name: str, removable: Sequence[KeptCheckpoint]) -> Callable[[], None]:
         """Return the function that removes others, and is called once a checkpoint is complete."""
 
         def on_complete() -> None:
             if trainer.strategy.control.rank == 0:
                 self._clean_up(trainer, removable, name)
-                self._reserved.release(name)
+                self._releases.pop(name, lambda: None)()
                 for each in trainer.loggers:
                     each.after_save_checkpoint(self)
             else:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any
 
-from drivetrain._config.argument_checks import check_choice, check_count
+from drivetrain._config.argument_checks import check_choice, check_count, check_types
 from drivetrain.callback import Callback
 from drivetrain.callbacks._monitored_value import acts_at_epoch_end, missing_value
 from drivetrain.errors import ConfigurationError
@@ -80,6 +80,7 @@ class EarlyStopping(Callback):
     log_rank_zero_only: InitVar[bool] = True
 
     def __post_init__(self, log_rank_zero_only: bool) -> None:
+        check_types(EarlyStopping, vars(self))
         if not log_rank_zero_only:
             raise ConfigurationError(
                 "EarlyStopping(log_rank_zero_only=False).",
@@ -87,12 +88,6 @@ class EarlyStopping(Callback):
                 "remove the argument.",
             )
         check_choice("EarlyStopping", "mode", self.mode, _MODES, "the direction in which the monitored value improves")
-        if not isinstance(self.monitor, str):
-            raise ConfigurationError(
-                f"EarlyStopping(monitor={self.monitor!r})",
-                "monitor is the name of a logged value",
-                "give a name, such as 'val_loss'",
-            )
         check_count("EarlyStopping", "patience", self.patience, 0, "a number of checks without improvement")
         self.min_delta = abs(self.min_delta)
         self.patience = int(self.patience)  # An int, because a NumPy integer would change `state_key`.

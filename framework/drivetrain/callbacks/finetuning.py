@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from drivetrain._config.argument_checks import check_count
+from drivetrain._config.argument_checks import check_count, check_types
 from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError, listed
 
@@ -183,6 +183,7 @@ class BackboneFinetuning(BaseFinetuning):
     rounding: int = 12
 
     def __post_init__(self) -> None:
+        check_types(BackboneFinetuning, vars(self))
         meaning = "an epoch, counted from 0"
         check_count("BackboneFinetuning", "unfreeze_backbone_at_epoch", self.unfreeze_backbone_at_epoch, 0, meaning)
         for name in ("backbone_initial_ratio_lr", "backbone_initial_lr"):

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
+import math
+import statistics
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from drivetrain._config.argument_checks import check_choice, check_count
+from drivetrain._config.argument_checks import check_choice, check_count, check_types
 from drivetrain._metrics.packing import Readback
 from drivetrain.callback import Callback, KeepsCheckpoints
-from drivetrain.callbacks._spike_statistic import SpikeStatistic
 from drivetrain.errors import ConfigurationError, LossSpikeError
 from drivetrain.module.train_module import TrainModule
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("drivetrain")
 
 _ACTIONS = ("warn", "skip", "rollback")
+_MAD_TO_SIGMA = 1.4826  # a normal distribution's standard deviation divided by its MAD
+_MIN_DEVIATION = 0.01  # lower bound of the deviation, as a fraction of the median
 _CAPACITY = 1024  # losses in the buffer, and thus the maximum number of micro-batches between two checks
 
 
@@ -46,22 +50,15 @@ class _PendingLosses(NamedTuple):
     micro_batches: list[_MicroBatch]
     losses: Readback | None  # None if this rank had no loss
 
+    @property
     def has_arrived(self) -> bool:
         return self.losses is None or self.losses.has_arrived
 
-    def zero_sums(self) -> dict[int, list[float]]:
-        return {micro_batch.step: [0.0, 0.0] for micro_batch in self.micro_batches}
-
-    def sums(self) -> dict[int, list[float]]:
-        """Return, for each step, the sum of the losses of its micro-batches on this rank, and the number of losses."""
-        sums = self.zero_sums()
-        for micro_batch, loss in (
-            zip(self.micro_batches, self.losses.numbers(), strict=True) if self.losses is not None else ()
-        ):
-            if micro_batch.weight > 0:
-                sums[micro_batch.step][0] += loss
-                sums[micro_batch.step][1] += 1
-        return sums
+    def rows(self) -> list[list[float]]:
+        """Return each micro-batch's loss on this rank and 1, or zeros if the loss does not count."""
+        losses = [0.0] * len(self.micro_batches) if self.losses is None else self.losses.numbers()
+        counts = [float(self.losses is not None and micro_batch.weight > 0) for micro_batch in self.micro_batches]
+        return [[loss, count] if count else [0.0, 0.0] for loss, count in zip(losses, counts, strict=True)]
 
 
 @dataclass(eq=False, repr=False)
@@ -114,6 +111,7 @@ class LossSpikeGuard(Callback):
     max_rollbacks: int = 3
 
     def __post_init__(self) -> None:
+        check_types(LossSpikeGuard, vars(self))
         check_choice("LossSpikeGuard", "action", self.action, _ACTIONS, "what to do at a spike")
         for name in ("window", "warmup", "every_n_steps"):
             check_count("LossSpikeGuard", name, getattr(self, name), 1, "a number of steps")
@@ -234,19 +232,19 @@ class LossSpikeGuard(Callback):
         A collective operation. Losses that have not arrived on some rank stay in the queue, unless ``wait`` is set.
         """
         pending = self._pending
-        arrived = len(pending)
-        if not wait:
-            arrived = sum(1 for _ in takewhile(_PendingLosses.has_arrived, pending))
-        local_sums = [losses.sums() if index < arrived else losses.zero_sums() for index, losses in enumerate(pending)]
-        local = torch.tensor(
-            [float(arrived), *chain(*(chain(*sums.values()) for sums in local_sums))], dtype=torch.float64
-        )
-        gathered = trainer.strategy.control.all_gather(local)
-        totals = iter(gathered[:, 1:].sum(0).view(-1, 2).tolist())  # every rank has the same steps
-        arrived_everywhere = int(gathered[:, 0].min())
+        arrived = len(pending) if wait else sum(1 for _ in takewhile(lambda losses: losses.has_arrived, pending))
+        rows = [row for losses in pending[:arrived] for row in losses.rows()]
+        missing = sum(len(losses.micro_batches) for losses in pending) - len(rows)
+        local = torch.tensor([[float(arrived), 0.0], *rows, *([[0.0, 0.0]] * missing)], dtype=torch.float64)
+        gathered = trainer.strategy.control.all_gather(local)  # every rank has the same micro-batches
+        arrived_everywhere = int(gathered[:, 0, 0].min())
         self._pending = pending[arrived_everywhere:]
-        steps = chain(*local_sums[:arrived_everywhere])
-        return {step: total / count for step, (total, count) in zip(steps, totals, strict=False) if count}
+        micro_batches = [micro_batch for losses in pending[:arrived_everywhere] for micro_batch in losses.micro_batches]
+        sums: dict[int, list[float]] = {}
+        for micro_batch, (loss, count) in zip(micro_batches, gathered[:, 1:].sum(0).tolist(), strict=False):
+            total = sums.setdefault(micro_batch.step, [0.0, 0.0])
+            total[0], total[1] = total[0] + loss, total[1] + count
+        return {step: loss / count for step, (loss, count) in sums.items() if count}
 
     def _should_drop(self, trainer: RunContext) -> bool:
         """Return whether to skip the next step, the same on every rank.
@@ -323,3 +321,53 @@ class LossSpikeGuard(Callback):
             reason,
             "use action='warn', or for 'rollback' add Checkpoint(every_n_train_steps=..., keep_last=2)",
         )
+
+
+class SpikeStatistic:
+    """Detects loss spikes from the losses of the last ``window`` steps.
+
+    Spikes hardly affect the median and the MAD as long as fewer than half of the values are spikes. A higher loss that
+    lasts for half a window is no longer a spike. The robust standard deviation is the MAD times 1.4826, but at least 1%
+    of the median.
+
+    Args:
+        threshold: the number of robust standard deviations above the median beyond which a loss is a spike.
+        window: the number of steps to remember.
+        warmup: the number of steps to observe before a finite loss can be a spike.
+    """
+
+    def __init__(self, threshold: float, window: int, warmup: int) -> None:
+        self._threshold = threshold
+        self._warmup = warmup
+        self._losses: deque[float] = deque(maxlen=window)
+
+    @property
+    def median(self) -> float:
+        """The median of the losses in the window; NaN before the first loss."""
+        return statistics.median(self._losses) if self._losses else math.nan
+
+    @property
+    def limit(self) -> float:
+        """The largest loss that is not a spike; infinite during warm-up."""
+        if len(self._losses) < self._warmup:
+            return math.inf
+        median = self.median
+        deviation = _MAD_TO_SIGMA * statistics.median(abs(value - median) for value in self._losses)
+        return median + self._threshold * max(deviation, _MIN_DEVIATION * abs(median))
+
+    def is_spike(self, loss: float) -> bool:
+        """Return whether the next step's loss is a spike. NaN and infinity are always spikes."""
+        return not math.isfinite(loss) or loss > self.limit
+
+    def add(self, loss: float) -> None:
+        """Add a step's loss to the window, even if the loss is a spike. Non-finite losses are ignored."""
+        if math.isfinite(loss):
+            self._losses.append(loss)
+
+    def state_dict(self) -> list[float]:
+        """Return the losses in the window."""
+        return list(self._losses)
+
+    def load_state_dict(self, losses: Iterable[float]) -> None:
+        """Restore the losses that `state_dict` returned."""
+        self._losses = deque(losses, maxlen=self._losses.maxlen)

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from drivetrain._config.argument_checks import check_count
-from drivetrain._runtime.user_class import plain_class
+from drivetrain._runtime.plain_names import plain_class
 from drivetrain.callback import Callback
-from drivetrain.callbacks._summary_table import Summary, SummaryRow, as_text
 
 if TYPE_CHECKING:
+    from drivetrain.callbacks._forward_shapes import ForwardShapes, Shapes
     from drivetrain.module.train_module import TrainModule
     from drivetrain.run_context import RunContext
 
 _MAX_WIDTH = 120  # columns of the table; wider tables are hard to read
+_COLUMN_GAP = "  "
+_RIGHT_ALIGNED = ("Params", "Size", "FLOPs")
+_SHRINKING = ("Name", "Type", "In", "Out")
+_MIN_WIDTH = 8  # characters to which a column may be shortened
+_MAX_NAMES = 4  # names of rows in a note; further rows are only counted
+_NOTES = {"meta": "on the meta device", "lazy": "lazy, without a shape until the first batch"}
 
 
 class ModelSummary(Callback):
@@ -52,6 +59,50 @@ class ModelSummary(Callback):
             trainer.print(as_text(summary, width))
 
 
+@dataclass(frozen=True, slots=True)
+class SummaryRow:
+    """A module with its children, by its name in the summarized module, which itself has the name "".
+
+    A parameter that is shared within a row is counted once. A parameter that is shared between rows is counted in each
+    row, but only once in the row of the summarized module.
+    """
+
+    name: str
+    type_name: str
+    total: int
+    """Number of parameters."""
+    trainable: int
+    """Number of trainable parameters."""
+    size: int
+    """Bytes of parameters and buffers."""
+    notes: Sequence[str]
+    training: bool
+    """Whether the module itself is in train mode."""
+    inputs: Shapes | None
+    """Shapes of the tensors that the module is called with; None if they are unknown or there is no call."""
+    outputs: Shapes | None
+    """Shapes of the tensors that the module returns; None if they are unknown or there is no call."""
+    flops: int | None
+    """FLOPs of the module in a forward pass of the example; None if they are unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The rows of a module's children, and the row of the whole module."""
+
+    rows: Sequence[SummaryRow]
+    whole: SummaryRow
+    in_train_mode: int
+    """Number of modules in train mode, at any depth."""
+    in_eval_mode: int
+    """Number of modules in eval mode, at any depth."""
+    missing_reason: str
+    """Why shapes and FLOPs are unknown; "" if they are known, or if there is no example."""
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+
 def summarize(module: torch.nn.Module, max_depth: int = 1, device: torch.device | None = None) -> Summary:
     """Return the summary of ``module``, with shapes and FLOPs if the module has an `example_input_array`.
 
@@ -63,79 +114,46 @@ def summarize(module: torch.nn.Module, max_depth: int = 1, device: torch.device 
         max_depth: the number of levels to show. 1 shows the children, -1 all levels, and 0 only the totals.
         device: the device on which the module computes; None is the device of the module's first parameter.
     """
-    shared = _names_of_shared(module)
-    rows = [
-        _row(child, name, depth, shared)
-        for name, child, depth in _walk(module, "", 0)
-        if max_depth < 0 or depth < max_depth
-    ]
-    total, trainable, size = _count(module)
-    modes = [child.training for child in module.modules()]
-    flops, missing_reason = None, ""
-    example = getattr(module, "example_input_array", None)
+    shapes, example = None, getattr(module, "example_input_array", None)
     if example is not None:
         from drivetrain.callbacks._forward_shapes import forward_shapes  # Imported only if there is an example.
 
         if device is None:
             device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         shapes = forward_shapes(module, example, device)
-        missing_reason = shapes.missing_reason
-        if not missing_reason:
-            flops = shapes.flops[""]
-            rows = [
-                replace(
-                    row,
-                    inputs=shapes.inputs.get(row.name),
-                    outputs=shapes.outputs.get(row.name),
-                    flops=shapes.flops.get(row.name),
-                )
-                for row in rows
-            ]
-    return Summary(tuple(rows), total, trainable, size, sum(modes), len(modes) - sum(modes), flops, missing_reason)
+    names: dict[int, list[str]] = {}  # of each parameter
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    whole, *rows = (
+        _row(child, name, names, shapes)
+        for name, child in module.named_modules(remove_duplicate=False)
+        if not name or max_depth < 0 or name.count(".") < max_depth
+    )
+    modes = [child.training for child in module.modules()]
+    missing_reason = "" if shapes is None else shapes.missing_reason
+    return Summary(rows, whole, sum(modes), len(modes) - sum(modes), missing_reason)
 
 
-def _walk(module: torch.nn.Module, prefix: str, depth: int) -> Iterator[tuple[str, torch.nn.Module, int]]:
-    for name, child in module.named_children():
-        yield prefix + name, child, depth
-        yield from _walk(child, f"{prefix}{name}.", depth + 1)
-
-
-def _row(child: torch.nn.Module, name: str, depth: int, shared: dict[int, list[str]]) -> SummaryRow:
-    total, trainable, size = _count(child)
-    parameters = list(child.parameters())
-    notes = []
-    if tied := sorted({first for p in parameters for first in shared.get(id(p), ()) if not _is_inside(first, name)}):
-        notes.append(f"tied to {', '.join(tied)}")
+def _row(module: torch.nn.Module, name: str, names: dict[int, list[str]], shapes: ForwardShapes | None) -> SummaryRow:
+    parameters = list(module.parameters())
+    others = {each for p in parameters for each in names[id(p)] if name and not each.startswith(f"{name}.")}
+    notes = [f"tied to {', '.join(sorted(others))}"] if others else []
     if any(isinstance(p, UninitializedParameter) for p in parameters):
         notes.append("lazy")
     if any(p.is_meta for p in parameters):
         notes.append("meta")
     return SummaryRow(
-        name, plain_class(child).__name__, depth, total, trainable, size, "; ".join(notes), child.training
+        name,
+        plain_class(module).__name__,
+        sum(map(_numel, parameters)),
+        sum(_numel(p) for p in parameters if p.requires_grad),
+        sum(_numel(tensor) * tensor.dtype.itemsize for tensor in (*parameters, *module.buffers())),
+        notes,
+        module.training,
+        None if shapes is None else shapes.inputs.get(name),
+        None if shapes is None else shapes.outputs.get(name),
+        None if shapes is None else shapes.flops.get(name),
     )
-
-
-def _names_of_shared(module: torch.nn.Module) -> dict[int, list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {key: shared for key, shared in names.items() if len(shared) > 1}
-
-
-def _is_inside(name: str, module: str) -> bool:
-    return name.startswith(f"{module}.")
-
-
-def _count(module: torch.nn.Module) -> tuple[int, int, int]:
-    """Return the number of parameters, the number of trainable parameters, and the bytes of parameters and buffers."""
-    parameters = list(module.parameters())
-    total = sum(map(_numel, parameters))
-    trainable = sum(_numel(p) for p in parameters if p.requires_grad)
-    return total, trainable, _bytes([*parameters, *module.buffers()])
-
-
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(_numel(tensor) * tensor.dtype.itemsize for tensor in tensors)
 
 
 def _numel(tensor: torch.Tensor) -> int:
@@ -143,3 +161,131 @@ def _numel(tensor: torch.Tensor) -> int:
         return 0
     # Parameters partitioned by ZeRO 3 are empty; ds_numel is the whole size.
     return int(getattr(tensor, "ds_numel", tensor.numel()))
+
+
+# The summary as text
+
+
+def as_text(summary: Summary, width: int = 80) -> str:
+    """Return the summary as aligned columns, with at most ``width`` characters per line."""
+    lines: list[str] = []
+    if summary.rows:
+        columns = _columns(summary, width)
+        table = [
+            _COLUMN_GAP.join(
+                cell.rjust(_width(column)) if column[0] in _RIGHT_ALIGNED else cell.ljust(_width(column))
+                for cell, column in zip(cells, columns, strict=True)
+            ).rstrip()
+            for cells in zip(*columns, strict=True)
+        ]
+        rule = "-" * _table_width(columns)
+        lines = [table[0], rule, *table[1:], rule]
+    return "\n".join(lines + [part for line in _footer(summary) for part in textwrap.wrap(line, width)])
+
+
+def _columns(summary: Summary, width: int) -> list[list[str]]:
+    """Return the columns, each with its title first, shortened to fit into ``width`` characters if possible."""
+    rows = summary.rows
+    columns = [
+        ["Name", *("  " * row.name.count(".") + row.name.rpartition(".")[2] for row in rows)],
+        ["Type", *(row.type_name for row in rows)],
+        ["Params", *(format_count(row.total) for row in rows)],
+        ["Size", *(format_bytes(row.size) for row in rows)],
+    ]
+    if summary.whole.flops is not None:
+        columns += [
+            ["In", *(_shapes(row.inputs) for row in rows)],
+            ["Out", *(_shapes(row.outputs) for row in rows)],
+            ["FLOPs", *(format_count(row.flops, "KMGTP") if row.flops else "-" for row in rows)],
+        ]
+    modes = [_mode(row) for row in rows]
+    if set(modes) != {"train"}:
+        columns.append(["Mode", *modes])
+    while _table_width(columns) > width:
+        widest = max((column for column in columns if column[0] in _SHRINKING), key=_width)
+        narrower = _width(widest) - 1
+        if narrower < _MIN_WIDTH:
+            break  # The terminal is too narrow for the table, and will wrap lines.
+        widest[:] = [truncate_middle(cell, narrower) for cell in widest]
+    return columns
+
+
+def _width(column: Sequence[str]) -> int:
+    return max(map(len, column))
+
+
+def _table_width(columns: Sequence[Sequence[str]]) -> int:
+    return sum(map(_width, columns)) + len(_COLUMN_GAP) * (len(columns) - 1)
+
+
+def _mode(row: SummaryRow) -> str:
+    frozen = "" if row.trainable == row.total else "part frozen" if row.trainable else "frozen"
+    return ", ".join(filter(None, [frozen, "" if row.training else "eval"])) or "train"
+
+
+def _footer(summary: Summary) -> list[str]:
+    whole, modules = summary.whole, summary.in_train_mode + summary.in_eval_mode
+    modes = f"{summary.in_train_mode} of them in train mode, {summary.in_eval_mode} in eval mode"
+    if not summary.in_eval_mode or not summary.in_train_mode:
+        modes = f"all in {'train' if summary.in_train_mode else 'eval'} mode"
+    lines = [
+        *_notes(summary.rows),
+        f"{whole.total:,} parameters, {whole.trainable:,} trainable, {whole.total - whole.trainable:,} frozen; "
+        f"{format_bytes(whole.size)} with buffers",
+        f"{modules} module{'s' * (modules > 1)}, {modes}",
+    ]
+    if whole.flops is not None:
+        lines.append(f"{_with_unit(whole.flops, 'KMGTP', 'FLOPs')} in a forward pass of example_input_array")
+    elif summary.missing_reason:
+        lines.append(f"No shapes and no FLOPs: {summary.missing_reason}")
+    return lines
+
+
+def _notes(rows: Sequence[SummaryRow]) -> list[str]:
+    """Return the notes below the table, each with the names of the rows that the note is about."""
+    by_note: dict[str, list[str]] = {}
+    for row in rows:
+        for note in row.notes:
+            by_note.setdefault(note, []).append(row.name)
+    lines = []
+    for note, names in by_note.items():
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        lines.append(f"{', '.join(names[:_MAX_NAMES])}{more}: {_NOTES.get(note, note)}")
+    return lines
+
+
+def _shapes(shapes: Sequence[Sequence[int]] | None) -> str:
+    if not shapes:
+        return "-"
+    first = "x".join(map(str, shapes[0])) or "()"
+    return f"{first} +{len(shapes) - 1}" if len(shapes) > 1 else first
+
+
+def truncate_middle(text: str, width: int) -> str:
+    """Return ``text``, with its middle replaced by ".." if it is longer than ``width``."""
+    if len(text) <= width:
+        return text
+    tail = (width - 2) // 2
+    return text[: width - 2 - tail] + ".." + text[len(text) - tail :]
+
+
+def format_count(number: float, units: str = "KMBT") -> str:
+    """Format a number with three significant digits and a unit, such as ``"820"`` or ``"1.23 M"``."""
+    if number < 1000:
+        return f"{number:.0f}"
+    for unit in units:
+        number /= 1000
+        if number < 999.5 or unit == units[-1]:
+            break
+    digits = 2 if number < 9.995 else 1 if number < 99.95 else 0
+    return f"{number:,.{digits}f} {unit}"
+
+
+def format_bytes(size: int) -> str:
+    """Format a number of bytes with a decimal prefix, such as ``"820 B"`` or ``"1.23 MB"``."""
+    return _with_unit(size, "kMGTP", "B")
+
+
+def _with_unit(number: int, units: str, unit: str) -> str:
+    text = format_count(number, units)
+    return f"{text}{unit}" if number >= 1000 else f"{text} {unit}"

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from drivetrain._config.argument_checks import check_choice, check_count
+from drivetrain._config.argument_checks import check_choice, check_count, check_types
 from drivetrain._runtime.transfer import samples_in
 from drivetrain._runtime.working_directory import resolved_path
 from drivetrain.callback import Callback
@@ -136,6 +136,7 @@ class PredictionWriter(BasePredictionWriter):
     def __init__(
         self, path: str | os.PathLike[str], format: str = "safetensors", *, part_bytes: int = _PART_BYTES
     ) -> None:
+        check_types(PredictionWriter, locals())
         super().__init__("batch")
         meaning = "the format of the files; a subclass of BasePredictionWriter may write others"
         check_choice("PredictionWriter", "format", format, _FORMATS, meaning)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -9,12 +10,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from torch import Tensor
 
+from drivetrain._config.argument_checks import check_types
 from drivetrain._metrics.packing import Readback
 from drivetrain._runtime.terminal_output import is_terminal, write_output
 from drivetrain.callback import Callback
-from drivetrain.callbacks._bar_line import Phase, fit_line, format_metrics, format_time
 from drivetrain.callbacks._live_lines import LiveLines
-from drivetrain.callbacks._time_left import TimeLeft
+from drivetrain.callbacks._progress import Phase, TimeLeft, fit_line, format_metrics, format_time
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class ProgressBar(Callback):
     priority = -100  # after all callbacks that log
 
     def __init__(self, refresh_rate: float = 10.0, stream: TextIO | None = None) -> None:
+        check_types(ProgressBar, locals())
         if not 0 < refresh_rate <= 10:
             raise ConfigurationError(
                 f"{type(self).__name__}(refresh_rate={refresh_rate!r})",
@@ -277,9 +279,7 @@ class ProgressBar(Callback):
             self.close()
         self._write_pending_line(wait=True)
         now = _now()
-        columns = [format_time(phase.elapsed(now))]
-        if phase.counted:  # 0 in `ProgressLines` after an evaluation of unknown length
-            columns = [f"{phase.done} batches", *phase.speed(now)]
+        columns = [f"{phase.done} batches", *phase.speed(now)] if phase.counted else [format_time(phase.elapsed(now))]
         run = self._remaining_text(trainer, phase, now)
         if run and run != f"run {format_time(0)} left":
             columns.append(run)
@@ -290,6 +290,28 @@ class ProgressBar(Callback):
     def __getstate__(self) -> dict[str, Any]:
         unpicklable = ("_stream", "_phase", "_training", "_lines", "_arriving", "_pending_line", "_time_left")
         return self.__dict__ | dict.fromkeys(unpicklable)
+
+
+class ProgressLines(ProgressBar):
+    """A `ProgressBar` that prints occasional lines to output that is not a terminal, and does no work in a step.
+
+    The batch hooks of this class are those of `Callback`, which the engine does not call.
+    """
+
+    on_train_batch_end = Callback.on_train_batch_end  # type: ignore[assignment]  # ProgressBar has one for all stages
+    on_validation_batch_end = Callback.on_validation_batch_end
+    on_test_batch_end = Callback.on_test_batch_end
+    on_predict_batch_end = Callback.on_predict_batch_end
+
+    def is_terminal(self) -> bool:
+        """Return False, so that lines are printed and never redrawn."""
+        return False
+
+    def _end_phase(self, trainer: RunContext, phase: Phase | None) -> None:
+        if phase is not None:  # The engine counts training; an evaluation that has ended is complete.
+            total = 0 if math.isinf(phase.total) else int(phase.total)
+            phase.done = trainer.batch_idx if phase is self._training else total
+        super()._end_phase(trainer, phase)
 
 
 class NamedNumbers:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain._config.argument_checks import check_count
+from drivetrain._config.argument_checks import check_count, check_types
 from drivetrain._distributed.checksum import checksums
-from drivetrain._distributed.control_plane import ControlPlane, check_ranks_agree, digest_of, spread
+from drivetrain._distributed.control_plane import ControlPlane, check_ranks_agree, digest_of
 from drivetrain.callback import Callback
 from drivetrain.errors import DistributedError
 
@@ -59,6 +59,7 @@ class ReplicaCheck(Callback):
     _key_arguments = ("every_n_steps", "buffers", "ignore")
 
     def __init__(self, every_n_steps: int = 100, buffers: bool = True, ignore: Sequence[str] = ()) -> None:
+        check_types(ReplicaCheck, locals())
         meaning = "the number of optimizer steps between two checks"
         check_count("ReplicaCheck", "every_n_steps", every_n_steps, 1, meaning)
         self.every_n_steps = every_n_steps
@@ -130,7 +131,10 @@ def compare_replicas(control: ControlPlane, tensors: dict[str, Tensor], when: st
         return
     differing: dict[str, dict[int, list[int]]] = {}
     for index, label in enumerate(labels):
-        for ranks_by_checksum in _ranks_by_checksum(sums[:, index], shards[:, index]):
+        copies: dict[int, dict[int, list[int]]] = {}  # the ranks of each shard, by the checksums of their copies
+        for rank, (shard, checksum) in enumerate(zip(shards[:, index].tolist(), sums[:, index].tolist(), strict=True)):
+            copies.setdefault(shard, {}).setdefault(checksum, []).append(rank)
+        for ranks_by_checksum in copies.values():
             if len(ranks_by_checksum) > 1:
                 differing.setdefault(label, ranks_by_checksum)
     if differing:
@@ -159,16 +163,6 @@ def _local_part(tensor: Tensor) -> tuple[Tensor, int]:
         if not placement.is_replicate():
             shard = shard * mesh.size(dimension) + coordinate[dimension]
     return sharded.to_local(), shard
-
-
-def _ranks_by_checksum(sums: Tensor, shards: Tensor) -> list[dict[int, list[int]]]:
-    """Return for each shard the ranks that hold the shard, grouped by the checksum of their copies."""
-    by_shard = spread(shards.tolist())
-    values = sums.tolist()
-    return [
-        {value: [ranks[i] for i in positions] for value, positions in spread([values[rank] for rank in ranks]).items()}
-        for ranks in by_shard.values()
-    ]
 
 
 def _format_groups(groups: dict[int, list[int]]) -> str:

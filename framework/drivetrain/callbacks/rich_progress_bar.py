@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from drivetrain._runtime.lazy_names import is_installed
-from drivetrain.callbacks._bar_line import BarLine, Phase, fit_line
+from drivetrain.callbacks._progress import BarLine, Phase, fit_line
 from drivetrain.callbacks.progress_bar import ProgressBar
 from drivetrain.errors import ConfigurationError
 

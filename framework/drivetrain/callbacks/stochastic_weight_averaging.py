@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from drivetrain._config.argument_checks import check_choice, check_count
+from drivetrain._config.argument_checks import check_choice, check_count, check_types
 from drivetrain.callbacks.weight_averaging import AverageFn, WeightAveraging
 from drivetrain.errors import ConfigurationError
 
@@ -54,6 +54,7 @@ class StochasticWeightAveraging(WeightAveraging):
         annealing_strategy: str = "cos",
         avg_fn: AverageFn | None = None,
     ) -> None:
+        check_types(StochasticWeightAveraging, locals())
         rates: list[Any] = [swa_lrs] if isinstance(swa_lrs, int | float) else list(swa_lrs)
         if not rates or not all(isinstance(rate, int | float) and rate > 0 for rate in rates):
             raise _argument_error(

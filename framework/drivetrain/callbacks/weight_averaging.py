@@ -13,7 +13,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from drivetrain._config.argument_checks import check_count
+from drivetrain._config.argument_checks import check_count, check_types
 from drivetrain.callback import Callback
 from drivetrain.callbacks._averages import Averages
 from drivetrain.errors import ConfigurationError
@@ -53,12 +53,7 @@ class WeightAveraging(Callback):
     _saved_attributes: tuple[str, ...] = ("updates", "_must_update", "_validated_at")
 
     def __init__(self, avg_fn: AverageFn | None = None, use_buffers: bool = True, evaluate: bool = True) -> None:
-        if avg_fn is not None and not callable(avg_fn):
-            raise ConfigurationError(
-                f"{type(self).__name__}(avg_fn={avg_fn!r})",
-                "avg_fn is called with the average, the weight and the number of updates so far",
-                "give a function, such as torch.optim.swa_utils.get_ema_avg_fn(0.999)",
-            )
+        check_types(WeightAveraging, locals())
         self.avg_fn = avg_fn
         self.use_buffers = use_buffers
         self.evaluate = evaluate
@@ -259,6 +254,7 @@ class EMAWeightAveraging(WeightAveraging):
         use_buffers: bool = True,
         evaluate: bool = True,
     ) -> None:
+        check_types(EMAWeightAveraging, locals())
         if not 0 <= decay <= 1:
             raise ConfigurationError(
                 f"EMAWeightAveraging(decay={decay!r})",

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from drivetrain._module.hyper_parameters import HyperParametersMixin, class_only
 from drivetrain._module.module_hooks import ModuleHooks
 from drivetrain._module.run_handle import RunHandle
-from drivetrain._runtime.compiled_names import PlainNames
+from drivetrain._runtime.plain_names import PlainNames
 from drivetrain.errors import ConfigurationError
 
 # These are imported only for annotations, to keep the import of this module cheap.

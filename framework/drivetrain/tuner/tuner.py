@@ -7,8 +7,8 @@ from typing import Any
 from drivetrain._config.argument_checks import check_choice
 from drivetrain._engine.run_request import RunRequest
 from drivetrain._engine.trials import EngineTrials
-from drivetrain.callbacks.batch_size_search import BatchSizeSearch
-from drivetrain.callbacks.lr_search import LRFind, LRSearch
+from drivetrain.callbacks import BatchSizeFinder, LearningRateFinder
+from drivetrain.callbacks.learning_rate_finder import LRFind
 from drivetrain.data import DataModule
 from drivetrain.errors import ConfigurationError
 from drivetrain.fit import Fit, check_module
@@ -72,11 +72,11 @@ class Tuner:
                 the engine steps.
             Exception: an exception of a trial. The state before the search has been restored.
         """
-        search = LRSearch(min_lr, max_lr, num_training, mode, early_stop_threshold, update_attr, attr_name)
+        finder = LearningRateFinder(min_lr, max_lr, num_training, mode, early_stop_threshold, update_attr, attr_name)
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         request = RunRequest(self._fit, "fit", module, train_dataloaders, val_dataloaders, datamodule)
-        return search.run(self._trials("lr_find", request))
+        return finder.search(self._trials("lr_find", request))
 
     def scale_batch_size(
         self,
@@ -120,13 +120,13 @@ class Tuner:
             Exception: an exception of a trial other than out of memory. The state before the search has been restored.
         """
         check_choice("scale_batch_size", "method", method, _STAGES, "the method of Fit that uses the batch size")
-        search = BatchSizeSearch(mode, init_val, max_trials, steps_per_trial, batch_arg_name)
+        finder = BatchSizeFinder(mode, steps_per_trial, init_val, max_trials, batch_arg_name)
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         eval_dataloaders = val_dataloaders if method == "fit" else dataloaders
         train = train_dataloaders if method == "fit" else None
         request = RunRequest(self._fit, method, module, train, eval_dataloaders, datamodule)
-        return search.run(self._trials("scale_batch_size", request))
+        return finder.search(self._trials("scale_batch_size", request))
 
     def _trials(self, method: str, request: RunRequest) -> EngineTrials:
         check_module(method, request.module)

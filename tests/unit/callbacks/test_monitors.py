@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from drivetrain import ConfigurationError, callbacks, grad_norm
 from drivetrain.callbacks import DeviceStatsMonitor, LearningRateMonitor, ModelSummary, ThroughputMonitor
-from drivetrain.callbacks._peak_flops import peak_of, tf32_is_on
 from drivetrain.callbacks.model_summary import summarize
+from drivetrain.callbacks.throughput_monitor import peak_of, tf32_is_on
 from drivetrain.loggers import CSVLogger
 from drivetrain.testing import requires_package, run_distributed
 from drivetrain_strategies import DeepSpeedStrategy, FSDPStrategy
@@ -39,8 +39,8 @@ def test_meta_lazy_and_sharded_parameters_count_as_what_they_stand_for_and_numbe
     sharded.weight.ds_numel = 16  # type: ignore[attr-defined]
     meta = nn.Linear(1000, 1000, device="meta", dtype=torch.bfloat16)
     summary = summarize(nn.Sequential(meta, nn.LazyLinear(3), sharded))
-    assert summary.total == 1_001_016
-    assert [row.notes for row in summary.rows] == ["meta", "lazy", ""]
+    assert summary.whole.total == 1_001_016
+    assert [row.notes for row in summary.rows] == [["meta"], ["lazy"], []]
     assert summary.rows[0].size == 2 * 1_001_000
     texts = {3: "3  12 B", 999: "999  4.00 kB", 12_345: "12.3 K  49.4 kB", 999_600: "1.00 M  4.00 MB"}
     for parameters, text in {**texts, 7_000_000_000: "7.00 B  28.0 GB"}.items():
@@ -135,7 +135,7 @@ def test_an_example_gives_shapes_and_flops_and_changes_nothing() -> None:  # L-0
     assert (rows["stem.0"].inputs, rows["stem.0"].outputs) == (((4, 3, 32, 32),), ((4, 8, 30, 30),))
     convolution, product = 2 * 4 * 30 * 30 * 8 * 3 * 9, 2 * 4 * 8 * 30 * 30 * 10
     assert rows["stem.0"].flops == rows["stem"].flops == convolution
-    assert summary.flops == convolution + product
+    assert summary.whole.flops == convolution + product
     assert rows["unused"].outputs is None
     text = str(summary)
     assert all(len(line) <= 80 for line in text.splitlines())
@@ -207,20 +207,20 @@ def test_forwards_that_log_recurrent_layers_attention_and_meta_modules_are_count
     module = Example()
     before = dict(vars(module))
     summary = summarize(module)
-    assert (summary.missing_reason, summary.flops) == ("", 2 * 3 * (4 * 6 + 6))
+    assert (summary.missing_reason, summary.whole.flops) == ("", 2 * 3 * (4 * 6 + 6))
     assert vars(module) == before  # nothing is logged
     lstm = nn.LSTM(4, 8)
     lstm.example_input_array = torch.zeros(5, 2, 4)
-    assert summarize(lstm).flops == 2 * 5 * 2 * (4 + 8) * 32
+    assert summarize(lstm).whole.flops == 2 * 5 * 2 * (4 + 8) * 32
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     layer.example_input_array = (torch.zeros(3, 7, 16),)  # type: ignore[assignment]
     products = 3 * 7 * (16 * 48 + 16 * 16 + 2 * 16 * 32) + 3 * 7 * 7 * 16 * 2
-    assert summarize(layer).flops == 2 * products
+    assert summarize(layer).whole.flops == 2 * products
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(100_000, 100_000), nn.BatchNorm1d(100_000))
     model.example_input_array = torch.zeros(2, 100_000)
     summary = summarize(model)
-    assert (summary.flops, summary.rows[1].outputs) == (4 * 10**10, ((2, 100_000),))
+    assert (summary.whole.flops, summary.rows[1].outputs) == (4 * 10**10, ((2, 100_000),))
     assert "0, 1: on the meta device" in str(summary)
 
 

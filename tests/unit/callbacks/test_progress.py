@@ -27,9 +27,8 @@ from drivetrain import Callback, ConfigurationError
 from drivetrain._runtime import terminal_output
 from drivetrain._runtime.terminal_output import write_output
 from drivetrain.callbacks import LambdaCallback, ProgressBar, RichProgressBar, progress_bar
-from drivetrain.callbacks._bar_line import Phase, fit_line, format_number, format_rate, format_time
-from drivetrain.callbacks._time_left import TimeLeft
-from drivetrain.callbacks.progress_default import ProgressLines
+from drivetrain.callbacks._progress import Phase, TimeLeft, fit_line, format_number, format_rate, format_time
+from drivetrain.callbacks.progress_bar import ProgressLines
 from drivetrain.testing import requires_package
 
 

@@ -55,7 +55,7 @@ def test_a_key_keeps_its_reduction_after_a_resume() -> None:
     log(resumed, "longest", 1.0, torch.max)
     with pytest.raises(ConfigurationError, match=r"reduce_fx from .* to 'sum'"):
         log(resumed, "longest", 1.0, "sum")
-    assert float(resumed.reduce_epoch(together=False)["longest_epoch"]) == 2.0
+    assert float(resumed.reduce_epoch("the end")[0]["longest_epoch"]) == 2.0
 
 
 @pytest.mark.parametrize("ranks", [[range(3)], [range(2), range(2, 4)]], ids=["one", "two"])
@@ -65,8 +65,8 @@ def test_an_epoch_of_several_ranks_continues_on_one(ranks: list[range]) -> None:
     resumed, module = store_after(range(ranks[-1].stop, 5), *states)
     assert resumed.callback_metrics() == undisturbed.callback_metrics()
     assert resumed.had_data
-    expected = undisturbed.reduce_epoch(together=False)
-    assert resumed.reduce_epoch(together=False) == expected
+    expected, _ = undisturbed.reduce_epoch("the end")
+    assert resumed.reduce_epoch("the end") == (expected, 0)
     assert set(expected) == {"loss_epoch", "largest_epoch", "tokens_epoch", "accuracy", "once"}
     assert torch.equal(module.seen.compute(), torch.arange(5.0))
 

@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from drivetrain import ConfigurationError, DataModule, Fit, TrainModule
 from drivetrain.callbacks import BatchSizeFinder, Checkpoint, LambdaCallback, LearningRateFinder
-from drivetrain.callbacks.batch_size_search import search_largest
+from drivetrain.callbacks.batch_size_finder import search_largest
 from drivetrain.loggers import CSVLogger
 from drivetrain.precision import MixedPrecision
 from drivetrain.tuner import LRFind, Tuner

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from drivetrain import loggers
 from drivetrain._config.entry_points import EntryPointRegistry
 from drivetrain._loops.hooks import HOOKS
 from drivetrain._runtime.lazy_names import is_installed
+from drivetrain._runtime.terminal_output import is_terminal
 from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import Logger
@@ -41,9 +43,7 @@ def default_callbacks(given: Any, *, progress_bar: bool, model_summary: bool, ch
     shown = {callback.shown_as for callback in callbacks}
     # The imports are local so that a run without these callbacks starts faster.
     if progress_bar and "progress_bar_callback" not in shown:
-        from drivetrain.callbacks.progress_default import default_progress_bar
-
-        callbacks.append(default_progress_bar())
+        callbacks.append(_progress_bar())
     if model_summary:
         from drivetrain.callbacks.model_summary import ModelSummary
 
@@ -54,6 +54,24 @@ def default_callbacks(given: Any, *, progress_bar: bool, model_summary: bool, ch
 
         callbacks.append(Checkpoint())
     return callbacks
+
+
+def _progress_bar() -> Callback:
+    """Return the bar that suits this process's standard output.
+
+    On a UTF terminal with rich installed the result is a `RichProgressBar`, on other terminals a plain `ProgressBar`,
+    and elsewhere a bar that only prints lines.
+    """
+    from drivetrain.callbacks.progress_bar import ProgressBar, ProgressLines
+
+    if not is_terminal(sys.stdout):
+        return ProgressLines()
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    if not encoding.lower().startswith("utf") or not is_installed("rich"):
+        return ProgressBar()
+    from drivetrain.callbacks.rich_progress_bar import RichProgressBar
+
+    return RichProgressBar()
 
 
 def default_loggers(given: Any, root: str, *, only_check: bool = False) -> list[Logger]:

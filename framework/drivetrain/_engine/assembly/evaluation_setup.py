@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
+
 from drivetrain._engine.assembly.run_parts import RunCore
 from drivetrain._loops.batch_mover import Move, safe_move
-from drivetrain._loops.evaluate import EvaluateLoop, EvaluationData, EvaluationMode
+from drivetrain._loops.evaluate import EvaluateLoop
 from drivetrain._loops.evaluation_interrupt import EarlyExit, ValidationExit
 from drivetrain._loops.predict import IsPredicted, PredictLoop
-from drivetrain._loops.step_arguments import WrappedModule
 from drivetrain.callback import StoresPredictions
 
 _Loop = TypeVar("_Loop", EvaluateLoop, PredictLoop)
@@ -22,17 +23,21 @@ def build_stage(core: RunCore) -> Callable[[], Any]:
     """Return a function that runs the stage: validate, test or predict. All ranks may end it early after a signal."""
     early = EarlyExit(core.stop, core.strategy) if core.saves_on_signals else None
     if core.stage != "predict":
-        return _build_loop(EvaluateLoop, core, core.stage, early=early).run
-    loop = _build_loop(PredictLoop, core, "predict", early=early)
-    return partial(loop.run, core.request.return_predictions, partial(_existing_predictions, core))
+        return _build_loop(EvaluateLoop, core, core.stage, early).run
+    predict = partial(
+        PredictLoop,
+        keeps_outputs=core.request.return_predictions,
+        get_predicted_checks=partial(_existing_predictions, core),
+    )
+    return _build_loop(predict, core, "predict", early).run
 
 
 def _build_loop(
-    kind: type[_Loop],
+    kind: Callable[..., _Loop],
     core: RunCore,
     stage: str,
-    sanity_steps: int | None = None,
     early: EarlyExit | None = None,
+    sanity_steps: int | None = None,
 ) -> _Loop:
     """Build the loop of a stage.
 
@@ -40,28 +45,31 @@ def _build_loop(
         kind: the class of the loop.
         core: the run.
         stage: "validate", "test" or "predict".
+        early: lets all ranks end the loop early after a signal; None if they always finish.
         sanity_steps: the number of micro-batches of each loader in a sanity check, whose values are not logged; -1 for
             all, None if this is no sanity check.
-        early: lets all ranks end the loop early after a signal; None if they always finish.
     """
     strategy, data, logs = core.strategy, core.data, stage != "predict" and sanity_steps is None
-    sync_buffers = partial(strategy.sync_buffers, core.module)
     return kind(
-        stage,
-        WrappedModule(core.module, core.runner, strategy),
+        stage=stage,
+        module=core.module,
+        runner=core.runner,
+        strategy=strategy,
         hooks=core.hooks,
         position=core.position,
-        data=EvaluationData(
-            [loader.source for loader in data.evaluation[stage]],
-            lambda: _limits(data.resize_evaluation(stage), sanity_steps),
-            _safe_mover(core, stage),
+        metrics=core.metrics,
+        sources=[loader.source for loader in data.evaluation[stage]],
+        get_limits=lambda: _limits(data.resize_evaluation(stage), sanity_steps),
+        move=_safe_mover(core, stage),
+        lengths=data.lengths,
+        log=core.logger_call() if logs else None,
+        write_progress=core.callbacks.progress_writers(),
+        report_every=core.trainer.log_every_n_steps,
+        sync_buffers=(
+            core.buffers.take_from_rank_0 if core.stage == "fit" else partial(strategy.sync_buffers, core.module)
         ),
-        reporting=core.reporting(logs),
-        mode=EvaluationMode(
-            core.buffers.take_from_rank_0 if core.stage == "fit" else sync_buffers,
-            _inference_mode(core),
-            early,
-        ),
+        no_gradient=torch.inference_mode if _inference_mode(core) else torch.no_grad,
+        early_exit=early,
     )
 
 
@@ -70,7 +78,7 @@ def build_validation(core: RunCore) -> Callable[[], list[dict[str, float]]]:
     early = None
     if core.saves_on_signals:
         early = ValidationExit(core.stop, core.strategy, core.module, core.metrics)
-    evaluate = _build_loop(EvaluateLoop, core, "validate", early=early).run
+    evaluate = _build_loop(EvaluateLoop, core, "validate", early).run
 
     def validate() -> list[dict[str, float]]:
         snapshot = core.snapshot if core.progress.within_window else None
@@ -109,7 +117,7 @@ def run_sanity_check(core: RunCore) -> None:
     ):
         for hook in hooks.on_sanity_check_start:
             hook()
-        _build_loop(EvaluateLoop, core, "validate", steps).run()
+        _build_loop(EvaluateLoop, core, "validate", sanity_steps=steps).run()
         core.sanity_names = core.metrics.known_names()
         for hook in hooks.on_sanity_check_end:
             hook()

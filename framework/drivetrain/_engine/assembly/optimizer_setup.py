@@ -16,7 +16,7 @@ from drivetrain._loops.configured_optimizers import (
     needs_engine_closure,
     parse_optimizers,
 )
-from drivetrain._loops.manual_step import build_optimizer_handles
+from drivetrain._loops.optimizer_handle import OptimizerHandle
 from drivetrain._run_state import Optimization, SchedulerConfig
 
 if TYPE_CHECKING:
@@ -68,9 +68,11 @@ def set_up_optimizers(core: RunCore, resumed: ResumedRun | None) -> Optimization
     trainables.begin(optimizers, configs)
     if not optimizers:
         logger.warning("configure_optimizers returned None: nothing will be trained.")
-    return Optimization(
-        optimizers, configs, build_optimizer_handles(optimizers, strategy, core.hooks, automatic, closure), closure
-    )
+    handles = [
+        OptimizerHandle(optimizer, strategy, core.hooks, automatic=automatic, closure=closure)
+        for optimizer in optimizers
+    ]
+    return Optimization(optimizers, configs, handles, closure)
 
 
 def _warn_of_unused_keys(schedulers: Sequence[SchedulerConfig], automatic: bool) -> None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain._engine.assembly.defaults import checked_callbacks
 from drivetrain._loops.hooks import HOOKS, HookTable, is_users_hook
-from drivetrain._loops.progress_reports import ProgressReporter
 from drivetrain._run_state import with_module_callbacks
 from drivetrain.callback import Callback, ReportsProgress, bind_logging
 from drivetrain.errors import ConfigurationError
@@ -100,14 +99,12 @@ class RunCallbacks(list[Callback]):
         for callback in self:
             bind_logging(callback, None)
 
-    def progress_reporter(self) -> ProgressReporter | None:
-        """Return the object that reports a loop's progress to callbacks; None if none has `write_progress`."""
-        every = self._trainer.log_every_n_steps
+    def progress_writers(self) -> list[Callable[[int], None]]:
+        """Return the functions to which loops report the number of micro-batches that are done; [] for none."""
+        if self._trainer.log_every_n_steps <= 0:
+            return []
         listeners = [callback for callback in self if isinstance(callback, ReportsProgress)]
-        if not listeners or every <= 0:
-            return None
-        writers = [partial(callback.write_progress, self._trainer, self._module) for callback in listeners]
-        return ProgressReporter(writers, every)
+        return [partial(callback.write_progress, self._trainer, self._module) for callback in listeners]
 
     def _appended(self) -> list[Callback]:
         known = {id(callback) for callback in self._from_trainer}

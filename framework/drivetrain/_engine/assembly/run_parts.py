@@ -16,7 +16,6 @@ from drivetrain._engine.evaluation_buffers import EvaluationBuffers
 from drivetrain._engine.run_request import RunRequest
 from drivetrain._loops.batch_mover import BatchMover
 from drivetrain._loops.hooks import HookTable
-from drivetrain._loops.progress_reports import Reporting
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.train import TrainLoop
 from drivetrain._loops.trainables import Trainables
@@ -102,16 +101,8 @@ class RunCore(RunState):
         from_data = {} if self.datamodule is None else logged_hyper_parameters(self.datamodule)
         return self.secrets.take_out({**from_data, **logged_hyper_parameters(self.module)}, warn)[0]
 
-    def reporting(self, logs: bool = True) -> Reporting:
-        """Return what a loop reports to.
-
-        Args:
-            logs: whether the loop's values go to the loggers, if this rank and phase log at all.
-        """
-        log = self._logger_call() if logs else None
-        return Reporting(self.metrics, log, self.callbacks.progress_reporter(), self.data.lengths)
-
-    def _logger_call(self) -> Callable[[Mapping[str, torch.Tensor | float]], None] | None:
+    def logger_call(self) -> Callable[[Mapping[str, torch.Tensor | float]], None] | None:
+        """Return the function that sends values to the loggers; None on ranks and in phases that do not log."""
         if not self.trainer.loggers or self.strategy.rank != 0 or self.sanity_checking:
             return None
         if self.span is nullcontext:

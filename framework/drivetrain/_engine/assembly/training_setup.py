@@ -14,18 +14,16 @@ from drivetrain._config.argument_checks import parse_duration
 from drivetrain._engine.assembly.evaluation_setup import build_validation
 from drivetrain._engine.assembly.monitors import warn_of_unlogged_monitors
 from drivetrain._engine.assembly.run_parts import RunCore
-from drivetrain._loops.epoch_checks import EpochChecks
 from drivetrain._loops.epoch_reader import EpochReader
 from drivetrain._loops.hooks import is_overridden
-from drivetrain._loops.manual_step import ManualStep, OverriddenOptimizerStep
+from drivetrain._loops.loss_checks import EpochChecks, refusing_anomalies
+from drivetrain._loops.manual_step import ManualStep
 from drivetrain._loops.schedulers import Schedulers, StepEstimate
-from drivetrain._loops.step import AutomaticStep, OptimizerStep, TrainStep
-from drivetrain._loops.step_arguments import StepArguments, WrappedModule
+from drivetrain._loops.step import AutomaticStep, TrainStep
 from drivetrain._loops.stopping import StopRequest
-from drivetrain._loops.train import Checkpointing, Schedule, TrainingProgress, TrainLimits, TrainLoop
+from drivetrain._loops.train import TrainLoop
 from drivetrain._loops.validation import ValidationPlan
 from drivetrain._loops.window_snapshot import WindowSnapshot
-from drivetrain._loops.zero_grad import zero_grad
 from drivetrain.callback import SavesOnException, SchedulesWindows
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
@@ -39,53 +37,57 @@ def build_training(core: RunCore) -> TrainStep:
     """Build the training loop of a run, once it has its optimizers, what may stop it, and its snapshot.
 
     Returns:
-        The loop's step, without the checks of ``detect_anomaly``.
+        The loop's step.
     """
     data, checkpoints = core.data, core.checkpoints
     assert checkpoints is not None
     validate = build_validation(core) if data.validates else None
-    trainer, metrics, strategy, module = core.trainer, core.metrics, core.strategy, core.module
-    step = inner = _build_step(core)
+    trainer, metrics, strategy = core.trainer, core.metrics, core.strategy
+    step = _build_step(core)
     if trainer.detect_anomaly:
-        from drivetrain._loops.anomaly import AnomalyStep
-
-        step = AnomalyStep(step, core.progress, strategy.rank)
+        step.forward_backward = refusing_anomalies(step.forward_backward, core.progress, strategy.rank)
+        step.run_weightless = refusing_anomalies(step.run_weightless, core.progress, strategy.rank)
     if strategy.rank == 0:
         strategy.precision.on_minimum_scale = partial(_warn_of_loss_scale, strategy.precision)
     if validate is not None:
         _warn_if_never_validates(core)
-    reader = _build_reader(core)
-    check_monitors = partial(warn_of_unlogged_monitors, core)
-    limits = TrainLimits(trainer.max_epochs, trainer.max_steps, trainer.log_every_n_steps)
     core.loop = TrainLoop(
-        step,
-        reader,
+        step=step,
+        reader=_build_reader(core),
         hooks=core.hooks,
         control=strategy.control,
-        progress=TrainingProgress(core.progress, core.position, limits, core.stop),
-        reporting=core.reporting(),
-        checkpointing=Checkpointing(checkpoints, core.snapshot, data.rng_replay),
-        schedule=Schedule(
-            schedulers=_build_schedulers(core),
-            validation=ValidationPlan(
-                validate,
-                trainer.val_check_interval,
-                trainer.check_val_every_n_epoch,
-                data.train_length,
-                core.stop,
-                metrics,
-                warns=strategy.control.rank == 0,
-                reloads=data.reload is not None,
-            ),
-            reload=data.reload,
-            apply_trainable_changes=partial(_apply_trainable_changes, core),
-            resize=partial(data.resize_training, core.progress),
-            checks=EpochChecks(step, metrics, type(module).__name__, strategy.rank == 0, check_monitors),
+        progress=core.progress,
+        position=core.position,
+        stop=core.stop,
+        max_epochs=trainer.max_epochs,
+        max_steps=trainer.max_steps,
+        log_every=max(0, trainer.log_every_n_steps),
+        metrics=metrics,
+        log=core.logger_call(),
+        write_progress=core.callbacks.progress_writers(),
+        lengths=data.lengths,
+        saves=checkpoints,
+        snapshot=core.snapshot,
+        rng_replay=data.rng_replay,
+        schedulers=_build_schedulers(core),
+        validation=ValidationPlan(
+            validate,
+            trainer.val_check_interval,
+            trainer.check_val_every_n_epoch,
+            data.train_length,
+            core.stop,
+            metrics,
+            warns=strategy.control.rank == 0,
+            reloads=data.reload is not None,
         ),
+        checks=EpochChecks(step, metrics, core.progress, strategy.rank == 0, partial(warn_of_unlogged_monitors, core)),
+        reload=data.reload,
+        apply_trainable_changes=partial(_apply_trainable_changes, core),
+        resize=partial(data.resize_training, core.progress),
     )
-    core.manual = inner if isinstance(inner, ManualStep) else None
+    core.manual = step if isinstance(step, ManualStep) else None
     core.pass_over_data = partial(_pass_over_data, core)
-    return inner
+    return step
 
 
 def _apply_trainable_changes(core: RunCore) -> None:
@@ -126,10 +128,9 @@ def _build_reader(core: RunCore) -> EpochReader:
 
 def _pass_over_data(core: RunCore) -> None:
     """Run the training step over an epoch's data without training."""
-    from drivetrain._loops.statistics_pass import pass_over_training_data  # only runs that call this need it
+    from drivetrain._loops.evaluate import pass_over_training_data  # only some callbacks need it
 
-    wrapped = WrappedModule(core.module, core.runner, core.strategy)
-    pass_over_training_data(core.data.training, wrapped, core.metrics, core.move)
+    pass_over_training_data(core.data.training, core.module, core.runner, core.strategy, core.metrics, core.move)
 
 
 def prepare_stopping(core: RunCore) -> None:
@@ -236,21 +237,13 @@ def _build_step(core: RunCore) -> TrainStep:
     data, optimization, trainables = core.data, core.optimization, core.trainables
     assert trainables is not None
     module, strategy = core.module, core.strategy
-    wrapped = WrappedModule(module, core.runner, strategy)
-    accepted = StepArguments(module.training_step)
-    arguments = None if accepted.takes_batch_idx and not accepted.takes_dataloader_idx else accepted
+    parts = module, core.runner, strategy, core.hooks, core.metrics, trainables
     if not module.automatic_optimization:
         _check_manual(core)
-        return ManualStep(wrapped, optimization.handles, core.hooks, core.metrics, trainables, arguments)
-    override = None
-    if is_overridden("optimizer_step", module, TrainModule):
-        override = OverriddenOptimizerStep(module, optimization.handles, core.progress)
-    optimizer_step = OptimizerStep(
-        optimization.optimizers, _build_clipping(core), _zero_grad(core), override, _unscales_first(core)
-    )
-    step_parts = wrapped, core.hooks, core.metrics, trainables, optimizer_step, arguments
+        return ManualStep(*parts, optimization.handles)
+    automatic_parts = *parts, optimization, core.progress, _build_clipping(core), _unscales_first(core)
     if not optimization.closure:
-        return AutomaticStep(*step_parts)
+        return AutomaticStep(*automatic_parts)
     if strategy.precision.scales_loss:
         raise ConfigurationError(
             f"precision={strategy.precision.name!r} with {type(optimization.optimizers[0]).__name__}.",
@@ -259,15 +252,7 @@ def _build_step(core: RunCore) -> TrainStep:
         )
     from drivetrain._loops.closure_step import ClosureStep  # only closure optimizers need it
 
-    return ClosureStep(*step_parts, keeps_batches=data.train.fresh_memory and data.reload is None)
-
-
-def _zero_grad(core: RunCore) -> Callable[[Optimizer], object]:
-    """Return the function that clears the gradients of one optimizer."""
-    module, progress = core.module, core.progress
-    if not is_overridden("optimizer_zero_grad", module, TrainModule):
-        return zero_grad
-    return lambda optimizer: module.optimizer_zero_grad(progress.epoch, progress.batch_idx, optimizer)
+    return ClosureStep(*automatic_parts, keeps_batches=data.train.fresh_memory and data.reload is None)
 
 
 def _check_manual(core: RunCore) -> None:

@@ -288,7 +288,7 @@ class CheckpointManager:
         """Return whether a run that failed did so within a micro-batch, a window, or the step of a scheduler."""
         position, progress, loop = self._core.position, self._core.progress, self._core.loop
         in_micro_batch = position.loop == "training" and position.batch_idx == progress.batch_idx
-        return in_micro_batch or progress.within_window or (loop is not None and loop.steps_scheduler)
+        return in_micro_batch or progress.within_window or (loop is not None and loop.schedulers.is_stepping)
 
     # The rehearsal: everything that a save does, except copying and writing
 

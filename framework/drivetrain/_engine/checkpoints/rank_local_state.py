@@ -20,7 +20,7 @@ from drivetrain._distributed.shards import ParameterShard, Region, region_from
 from drivetrain._format import is_flattenable
 from drivetrain._format.checksums import crc32
 from drivetrain._loops.window_snapshot import has_local_values
-from drivetrain._runtime.compiled_names import plain_name
+from drivetrain._runtime.plain_names import plain_name
 from drivetrain._runtime.transfer import row_major
 from drivetrain.errors import CheckpointError, listed
 

@@ -16,9 +16,9 @@ from drivetrain._data.rng_replay import RngReplay
 from drivetrain._distributed.control_plane import check_ranks_agree
 from drivetrain._engine.data_setup.epoch_position import EpochPosition
 from drivetrain._engine.run_request import RunRequest, loader_method
+from drivetrain._loops.data_checks import Lengths
 from drivetrain._loops.evaluate import HOOK_STAGE_NAMES
 from drivetrain._loops.hooks import is_overridden
-from drivetrain._loops.loader_lengths import Lengths
 from drivetrain._run_state import Progress, StageLoaders
 from drivetrain._runtime.generators import preserved_generators
 from drivetrain.data import CombinedLoader

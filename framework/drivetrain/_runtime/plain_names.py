@@ -1,4 +1,4 @@
-"""Names of parameters and buffers without the part that `torch.compile` adds for a compiled submodule."""
+"""Names of parameters, buffers and classes as the user defined them, without what `torch.compile` and FSDP add."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ COMPILED = "_orig_mod."
 def plain_name(name: str) -> str:
     """Return a parameter's name without the parts of compiled modules, so that code without compilation has it too."""
     return name.replace(COMPILED, "") if COMPILED in name else name
+
+
+def plain_class(module: Any) -> type:
+    """Return a module's class without the subclass that `fully_shard` creates."""
+    classes = type(module).__mro__
+    return next(cls for cls in classes if not any(base.__name__ == "FSDPModule" for base in cls.__mro__))
 
 
 class PlainNames(nn.Module):
