@@ -7,7 +7,8 @@ something that neither a fast test nor a small one before it shows:
 - a strategy or a precision, by one of its parameters, with the feature that its file is about;
 - the feature of its file at all.
 
-The matrix of parity is small as a whole: it holds each pair of a strategy and a feature once, and its tests share runs.
+Tests of a strategy in the matrix of parity share a start of processes. They are small, except on four processes if a
+test before them has the same strategy and feature.
 
 ``slow_tests.txt`` has the tests that took at least `SLOW` seconds when `make durations` last ran.
 """
@@ -32,6 +33,8 @@ MATRIX = "tests/parity/"
 SIZES = ("fast", "small", "rest", "all")
 
 _BEHAVIOUR = re.compile(r"\b[A-S]-\d\d\b")
+_CELL = re.compile(r"::(\w+)\[([^-]+)-(\d)(?:-(.+)-(?:bf16|\d\d)-(?:true|mixed))?\]$")
+"""A test of the matrix: its name, the strategy, the number of processes, and the feature if it trains."""
 _SETUP = re.compile(r"(single|ddp|fsdp|hsdp|hybrid|zero|deepspeed|tensor_parallel)\w*|(bf16|16|32|64)-(mixed|true)")
 
 
@@ -54,8 +57,17 @@ class Shown:
         """The file of the test, from the root of the repository."""
         return self.nodeid.split("::")[0]
 
+    @property
+    def cell(self) -> re.Match[str] | None:
+        """The match of a test of one strategy in the matrix of parity."""
+        return _CELL.search(self.nodeid) if self.file.startswith(MATRIX) else None
+
     def evidence(self) -> Iterator[tuple[str, ...]]:
         """Yield everything that the test shows."""
+        if self.cell:
+            test, strategy, _, feature = self.cell.groups()
+            yield (test, strategy, feature)
+            return
         yield (self.file,)
         for behaviour in self.behaviours:
             yield (behaviour,)
@@ -65,8 +77,9 @@ class Shown:
 
 def small_tests(tests: Sequence[Shown], slow: Iterable[str]) -> set[str]:
     """Return the names of the small tests among ``tests``, by the rule at the top of this file."""
-    slow = set(slow)
-    small = {test.nodeid for test in tests if test.nodeid not in slow or test.file.startswith(MATRIX)}
+    slow = {name for name in slow if not name.startswith(MATRIX)}
+    slow |= {test.nodeid for test in tests if test.cell and test.cell[3] == "4"}
+    small = {test.nodeid for test in tests if test.nodeid not in slow}
     shown = {evidence for test in tests if test.nodeid in small for evidence in test.evidence()}
     for test in tests:
         if test.nodeid not in small and not shown.issuperset(test.evidence()):

@@ -297,15 +297,11 @@ class RunContext(FitArguments):
         """The `TrainModule` of this run or the last one; None before the first."""
         return self.run_state.module
 
-    @property
-    def module(self) -> Any:
-        """Same as `lightning_module`."""
-        return self.lightning_module
+    module = lightning_module
+    """Same as `lightning_module`."""
 
-    @property
-    def model(self) -> Any:
-        """Same as `lightning_module`: the module itself, not a wrapper such as `DistributedDataParallel`."""
-        return self.lightning_module
+    model = lightning_module
+    """Same as `lightning_module`: the module itself, not a wrapper such as `DistributedDataParallel`."""
 
     @property
     def datamodule(self) -> Any:
@@ -501,11 +497,6 @@ class RunContext(FitArguments):
         """
         return _pass_through() if self.given_profiler is None else self.given_profiler
 
-    @property
-    def profiles(self) -> bool:
-        """Whether `Fit` has a profiler."""
-        return self.given_profiler is not None
-
     # Callbacks, and requests to stop
 
     # The hooks of `Callback` are annotated with this class, so this module cannot import `Callback`.
@@ -513,8 +504,8 @@ class RunContext(FitArguments):
     """The `Callback`s of all runs of this `Fit`, also the default ones. Others can be appended until set-up ends."""
 
     @property
-    def checkpoint_callback(self) -> SavedCheckpoints | None:
-        """The first callback that saves checkpoints; None if there is none."""
+    def checkpoint_callback(self) -> Any:
+        """The first callback that saves checkpoints, such as `Checkpoint`; None if there is none."""
         return next(iter(self.checkpoint_callbacks), None)
 
     @property
@@ -661,17 +652,12 @@ class RunContext(FitArguments):
     @property
     def lr_schedulers(self) -> list[Any]:
         """The learning rate schedulers."""
-        return [config.scheduler for config in self.scheduler_configs]
-
-    @property
-    def scheduler_configs(self) -> list[SchedulerConfig]:
-        """Each learning rate scheduler, with the interval at which it steps."""
-        return self.run_state.optimization.schedulers
+        return [config.scheduler for config in self.lr_scheduler_configs]
 
     @property
     def lr_scheduler_configs(self) -> list[SchedulerConfig]:
-        """Same as `scheduler_configs`."""
-        return self.scheduler_configs
+        """Each learning rate scheduler, with the interval at which it steps."""
+        return self.run_state.optimization.schedulers
 
     @property
     def gradient_norm(self) -> torch.Tensor | None:
@@ -705,10 +691,6 @@ class RunContext(FitArguments):
                 "set self.automatic_optimization = False in __init__, or return the loss.",
             )
         return manual
-
-    def manual_backward(self, loss: torch.Tensor) -> None:
-        """Run backward on a loss of shape (); see `TrainModule.manual_backward`."""
-        self.manual_step("manual_backward", "runs backward on").backward(loss)
 
     def pass_over_training_data(self) -> None:
         """Call ``training_step`` on an epoch of the training data without training. Collective.
@@ -898,26 +880,3 @@ class PrintsLines(Protocol):
         Returns:
             True if this callback has printed the text. If no callback has, ``trainer.print`` prints the text itself.
         """
-
-
-class SavedCheckpoints(Protocol):
-    """The checkpoints that a callback, such as `Checkpoint`, has saved."""
-
-    dirpath: str | None
-    """The path or URL of the checkpoints' folder; None until the run has chosen a folder."""
-
-    @property
-    def best_model_path(self) -> str:
-        """The path of the best kept checkpoint; "" if there is none."""
-
-    @property
-    def best_model_score(self) -> float | None:
-        """The monitored value of the best kept checkpoint; None if nothing is monitored."""
-
-    @property
-    def current_score(self) -> float | None:
-        """The monitored value of the newest checkpoint; None if nothing is monitored."""
-
-    @property
-    def last_model_path(self) -> str:
-        """The path of the newest kept checkpoint; "" if there is none."""

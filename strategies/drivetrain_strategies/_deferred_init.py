@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from inspect import unwrap
@@ -36,7 +36,7 @@ from drivetrain.precision import DefaultDtype
 from drivetrain.strategies import ControlPlane
 
 _OVERWRITES = {"uniform_", "normal_", "fill_", "zero_", "copy_", "random_", "exponential_", "log_normal_", "cauchy_"}
-"""In-place operations that overwrite all values without reading them."""
+"""In-place operations that overwrite all values without reading them, as the functions of ``torch.nn.init`` do."""
 
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 """The getter of ``tensor.is_meta``, which a `TorchFunctionMode` receives when code reads the attribute."""
@@ -57,17 +57,124 @@ state when the recording began), and a tensor is the state itself.
 """
 
 
+class DeferredModule:
+    """A module that ``configure_model`` builds on the meta device. `materialize` gives its tensors their values."""
+
+    def __init__(self) -> None:
+        self._recording: Recording | None = None
+        self._meta_tensors: list[MetaTensor] = []
+
+    @contextmanager
+    def record_on_meta(self, context: AbstractContextManager[Any]) -> Iterator[None]:
+        """Build on the meta device within ``context``, and record how tensors are initialised.
+
+        Raises:
+            ConfigurationError: the code needed values of a tensor.
+        """
+        with context:
+            recording = Recording(torch.get_rng_state())
+            try:
+                with torch.device("meta"), _OperationRecorder(recording) as recorder, _FunctionRecorder(recorder):
+                    yield
+                recording.final_origin = recorder.origin()
+            except (NotImplementedError, RuntimeError) as error:
+                if re.search(r"\bmeta\b", str(error), re.IGNORECASE) is None:
+                    raise
+                raise ConfigurationError(
+                    f"configure_model failed on the meta device: {error}",
+                    "to save memory, configure_model runs on the meta device, where tensors have no values.",
+                    "do not read tensor values in configure_model, or pass meta=False to the strategy.",
+                ) from error
+            finally:
+                torch.set_rng_state(recording.generator)
+        self._recording = recording
+
+    def find_in(self, module: nn.Module) -> bool:
+        """Find the meta tensors of ``module``, before a precision converts them. Return whether there are any.
+
+        Raises:
+            ConfigurationError: see `find_meta_tensors`.
+        """
+        self._meta_tensors = find_meta_tensors(module, self._recording)
+        if not self._meta_tensors:
+            self._recording = None  # it keeps tensors alive
+        return bool(self._meta_tensors)
+
+    @torch.no_grad()
+    def materialize(
+        self, assign_parameter: Callable[[str, torch.Tensor], None], device: torch.device, control: ControlPlane
+    ) -> None:
+        """Replay the build from the generator state with which rank 0 began it. Collective.
+
+        The generator is left as an ordinary build leaves it, unless it was in another state on this rank.
+
+        Args:
+            assign_parameter: called once with the name and the value of each parameter. Of tied names, it gets the
+                first. Other tensors are assigned to the module.
+            device: the device of tensors other than parameters.
+            control: the control plane.
+        """
+        recording, meta_tensors = self._recording, self._meta_tensors
+        self._recording, self._meta_tensors = None, []
+        if recording is None:
+            return
+        for store, key in (slot for meta_tensor in meta_tensors for slot in meta_tensor.slots):
+            if store[key].grad_fn is not None:
+                store[key].detach_()  # a graph would refer to parameters, which a strategy may have to swap
+        state = torch.tensor(control.broadcast_object(recording.generator.tolist()), dtype=torch.uint8)
+        state_before = torch.get_rng_state()
+        torch.set_rng_state(state)
+        for meta_tensor, value in _Replay(recording).values_of(meta_tensors):
+            if meta_tensor.slots:
+                meta_tensor.assign(value, device)
+            else:
+                assign_parameter(meta_tensor.name, value)
+            del value  # before the next tensor gets storage
+        if not torch.equal(state, recording.generator) or not torch.equal(state_before, recording.generator):
+            torch.set_rng_state(state_before)
+
+
+# Recording
+
+
 @dataclass(slots=True)
 class _Call:
-    """A recorded call of an operator or a ``torch.nn.init`` function, or a constant (``operation`` is None)."""
+    """A recorded call of an operator or of a function of ``torch.nn.init``. Its tensors may be meta tensors."""
 
     operation: Any
     arguments: tuple[Any, ...]
     options: dict[str, Any]
     outputs: list[torch.Tensor]
-    constant: torch.Tensor | None = None
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)  # the default dtype at the time of the call
     origin: _GeneratorOrigin = None
+
+    @property
+    def _name(self) -> str:
+        """The operator's name, or "" for a function of ``torch.nn.init``."""
+        return "" if isinstance(self.operation, FunctionType) else self.operation._schema.name.removeprefix("aten::")
+
+    def inputs(self, first: int = 0) -> list[int]:
+        """Return the keys of the storages of the arguments from the given one on."""
+        leaves = tree_flatten((self.arguments[first:], self.options))[0]
+        return [_storage_key(leaf) for leaf in leaves if _is_meta(leaf)]
+
+    def touched_storages(self) -> list[int]:
+        """Return the keys of the storages that the call reads or writes. Views and empty allocations do neither."""
+        if self._name in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"):
+            return []
+        touched = dict.fromkeys([*self.inputs(), *(_storage_key(one) for one in self.outputs if one.is_meta)])
+        is_view = self._name and self.outputs and not self.operation._schema.is_mutable
+        return [] if is_view and touched.keys() <= set(self.inputs()) else list(touched)
+
+    def overwritten_storage(self) -> int | None:
+        """Return the key of the storage that the call overwrites completely without reading it, or None."""
+        overwrites = self._name in _OVERWRITES or not self._name
+        if not overwrites or not self.arguments or not _is_meta(self.arguments[0]):
+            return None
+        target = self.arguments[0]
+        covers_storage = target.numel() * target.element_size() == target.untyped_storage().nbytes()
+        key = _storage_key(target)
+        return key if covers_storage and key not in self.inputs(first=1) else None
 
 
 @dataclass(slots=True)
@@ -87,91 +194,6 @@ class Recording:
     def storages(self) -> set[int]:
         """Return the keys of all storages created during the recording."""
         return {_storage_key(output) for call in self.calls for output in call.outputs if output.is_meta}
-
-
-class DeferredModule:
-    """A module that ``configure_model`` builds on the meta device. `materialize` gives its tensors their values."""
-
-    def __init__(self) -> None:
-        self._recording: Recording | None = None
-        self._meta_tensors: list[MetaTensor] = []
-
-    @contextmanager
-    def record_on_meta(self, context: AbstractContextManager[Any]) -> Iterator[None]:
-        """Enter ``context`` and `record_on_meta`; keep the recording if nothing raised."""
-        with context, record_on_meta() as recording:
-            yield
-        self._recording = recording
-
-    def find_in(self, module: nn.Module) -> bool:
-        """Find the meta tensors of ``module``, before a precision converts them. Return whether there are any.
-
-        Raises:
-            ConfigurationError: see `find_meta_tensors`.
-        """
-        self._meta_tensors = find_meta_tensors(module, self._recording)
-        if not self._meta_tensors:
-            self._recording = None  # it keeps tensors alive
-        return bool(self._meta_tensors)
-
-    def materialize(
-        self, assign_parameter: Callable[[str, torch.Tensor], None], device: torch.device, control: ControlPlane
-    ) -> None:
-        """Replay the build from the generator state with which rank 0 began it. Collective.
-
-        The generator is left as an ordinary build leaves it, unless it was in another state on this rank.
-
-        Args:
-            assign_parameter: called once with the name and the value of each parameter. Of tied names, it gets the
-                first. Other tensors are assigned to the module.
-            device: the device of tensors other than parameters.
-            control: the control plane.
-        """
-        recording, by_id = self._recording, {id(one.tensor): one for one in self._meta_tensors}
-        self._recording, self._meta_tensors = None, []
-        if recording is None:
-            return
-        for store, key in (slot for meta_tensor in by_id.values() for slot in meta_tensor.slots):
-            if store[key].grad_fn is not None:
-                store[key].detach_()  # a graph would refer to parameters, which a strategy may have to swap
-
-        def on_final(tensor: torch.Tensor, value: torch.Tensor) -> None:
-            meta_tensor = by_id[id(tensor)]
-            if meta_tensor.slots:
-                meta_tensor.assign(value, device)
-            else:
-                assign_parameter(meta_tensor.name, value)
-
-        state = torch.tensor(control.broadcast_object(recording.generator.tolist()), dtype=torch.uint8)
-        state_before = torch.get_rng_state()
-        torch.set_rng_state(state)
-        materialize(recording, [meta_tensor.tensor for meta_tensor in by_id.values()], on_final)
-        if not torch.equal(state, recording.generator) or not torch.equal(state_before, recording.generator):
-            torch.set_rng_state(state_before)
-
-
-@contextmanager
-def record_on_meta() -> Iterator[Recording]:
-    """Build on the meta device within this context, and record how tensors are initialised.
-
-    Raises:
-        ConfigurationError: the code needed values of a tensor.
-    """
-    recording = Recording(torch.get_rng_state())
-    try:
-        with torch.device("meta"), _OperationRecorder(recording) as recorder, _FunctionRecorder(recorder):
-            yield recording
-        recording.final_origin = recorder.origin()
-    except (NotImplementedError, RuntimeError) as error:
-        if re.search(r"\bmeta\b", str(error), re.IGNORECASE) is None:
-            raise
-        raise ConfigurationError(
-            f"configure_model failed on the meta device: {error}",
-            "to save memory, configure_model runs on the meta device, where tensors have no values.",
-            "do not read tensor values in configure_model, or pass meta=False to the strategy.",
-        ) from error
-    finally:
-        torch.set_rng_state(recording.generator)
 
 
 class _OperationRecorder(TorchDispatchMode):
@@ -243,7 +265,8 @@ class _FunctionRecorder(TorchFunctionMode):
         if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_flatten(args)[0]):
             return func(*args, **kwargs)
         meta = torch.empty_like(materialized, device="meta")
-        self._recorder.recording.calls.append(_Call(None, (), {}, [meta], materialized.detach()))
+        copy = _Call(torch.ops.aten.copy_.default, (meta, materialized.detach()), {}, [meta])
+        self._recorder.recording.calls.append(copy)
         return meta.requires_grad_(materialized.requires_grad)
 
     def _record_initialiser(self, frame: FrameType) -> None:
@@ -259,126 +282,82 @@ class _FunctionRecorder(TorchFunctionMode):
         if not _is_meta(tensor):
             return
         with torch.utils._python_dispatch._disable_current_modes():
-            self._recorder.record_random(_Call(_INITIALISERS[code], (tensor.detach(),), options, []))
+            tensor = tensor.detach()
+            self._recorder.record_random(_Call(_INITIALISERS[code], (tensor,), options, [tensor]))
 
 
-@torch.no_grad()
-def materialize(
-    recording: Recording, wanted: list[torch.Tensor], on_final: Callable[[torch.Tensor, torch.Tensor], None]
-) -> None:
-    """Run the recorded calls on the CPU, from the generator's current state.
+# Replay
 
-    Args:
-        recording: returned by `record_on_meta`.
-        wanted: meta tensors whose values are needed.
-        on_final: called as ``on_final(tensor, value)`` once for each wanted tensor, as soon as the value is final.
-    """
-    by_storage: dict[int, list[torch.Tensor]] = {}
-    for tensor in wanted:
-        by_storage.setdefault(_storage_key(tensor), []).append(tensor)
-    touched_storages = [_touched_storages(call) for call in recording.calls]
-    later_calls: dict[int, list[int]] = {}
-    for number, storage_keys in enumerate(touched_storages):
-        for key in storage_keys:
-            later_calls.setdefault(key, []).append(number)
-    overwritten = [_overwritten_storage(call) for call in recording.calls]
-    storages: dict[int, torch.UntypedStorage] = {}
 
-    def materialized(meta: torch.Tensor) -> torch.Tensor:
+class _Replay:
+    """Runs the recorded calls on the CPU, from the generator's current state."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._calls = recording.calls
+        self._origins = [*(call.origin for call in recording.calls), recording.final_origin]
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._states = {-1: torch.get_rng_state()}
+
+    def values_of(self, meta_tensors: list[MetaTensor]) -> Iterator[tuple[MetaTensor, torch.Tensor]]:
+        """Yield each meta tensor with its value, as soon as the value is final."""
+        by_storage: dict[int, list[MetaTensor]] = {}
+        for meta_tensor in meta_tensors:
+            by_storage.setdefault(_storage_key(meta_tensor.tensor), []).append(meta_tensor)
+        touched_storages = [call.touched_storages() for call in self._calls]
+        later_calls: dict[int, list[int]] = {}
+        for number, keys in enumerate(touched_storages):
+            for key in keys:
+                later_calls.setdefault(key, []).append(number)
+        returned_to = {origin for origin in self._origins if isinstance(origin, int)}
+        for number, (call, keys) in enumerate(zip(self._calls, touched_storages, strict=True)):
+            self._restore_generator(call.origin)
+            if keys:
+                with DefaultDtype(call.dtype):
+                    self._run(call)
+            if number in returned_to:
+                self._states[number] = torch.get_rng_state()
+            for key in keys:
+                remaining = later_calls[key]
+                remaining.pop(0)
+                if not remaining:
+                    yield from self._taken(by_storage.get(key, ()))
+                if not remaining or self._calls[remaining[0]].overwritten_storage() == key:
+                    self._storages.pop(key, None)
+        for key in by_storage.keys() - later_calls.keys():  # tensors that are left uninitialised, as by torch.empty
+            yield from self._taken(by_storage[key])
+            self._storages.pop(key, None)
+        self._restore_generator(self._origins[-1])
+
+    def _taken(self, meta_tensors: Iterable[MetaTensor]) -> Iterator[tuple[MetaTensor, torch.Tensor]]:
+        return ((meta_tensor, self._materialized(meta_tensor.tensor)) for meta_tensor in meta_tensors)
+
+    def _restore_generator(self, origin: _GeneratorOrigin) -> None:
+        if origin is not None:
+            torch.set_rng_state(self._states[origin] if isinstance(origin, int) else origin)
+
+    def _materialized(self, meta: torch.Tensor) -> torch.Tensor:
         if not meta.is_meta:
             return meta
         key = _storage_key(meta)
-        if key not in storages:
-            storages[key] = torch.UntypedStorage(meta.untyped_storage().nbytes())  # type: ignore[no-untyped-call]
+        if key not in self._storages:
+            self._storages[key] = torch.UntypedStorage(meta.untyped_storage().nbytes())  # type: ignore[no-untyped-call]
         empty = torch.empty(0, dtype=meta.dtype)
-        return empty.set_(storages[key], meta.storage_offset(), meta.size(), meta.stride())
+        return empty.set_(self._storages[key], meta.storage_offset(), meta.size(), meta.stride())
 
-    origins = [*(call.origin for call in recording.calls), recording.final_origin]
-    returned_to = {origin for origin in origins if isinstance(origin, int)}
-    states = {-1: torch.get_rng_state()}
-
-    def restore_generator(origin: _GeneratorOrigin) -> None:
-        if origin is not None:
-            torch.set_rng_state(states[origin] if isinstance(origin, int) else origin)
-
-    for number, (call, storage_keys) in enumerate(zip(recording.calls, touched_storages, strict=True)):
-        restore_generator(call.origin)
-        if storage_keys:
-            with DefaultDtype(call.dtype):
-                _run(call, materialized, storages)
-        if number in returned_to:
-            states[number] = torch.get_rng_state()
-        for key in storage_keys:
-            remaining = later_calls[key]
-            remaining.pop(0)
-            if not remaining:
-                for tensor in by_storage.get(key, ()):
-                    on_final(tensor, materialized(tensor))
-                storages.pop(key, None)
-            elif overwritten[remaining[0]] == key:
-                storages.pop(key, None)
-    for key in by_storage.keys() - later_calls.keys():  # tensors that are left uninitialised, as by torch.empty
-        for tensor in by_storage[key]:
-            on_final(tensor, materialized(tensor))
-        storages.pop(key, None)
-    restore_generator(recording.final_origin)
-
-
-def _run(
-    call: _Call, materialized: Callable[[torch.Tensor], torch.Tensor], storages: dict[int, torch.UntypedStorage]
-) -> None:
-    if call.operation is None:
-        (meta,) = call.outputs
-        assert call.constant is not None
-        materialized(meta).copy_(call.constant)
-        return
-    arguments, options = tree_map_only(torch.Tensor, materialized, (call.arguments, call.options))
-    if "device" in options:
-        options["device"] = torch.device("cpu")
-    if isinstance(call.operation, FunctionType):
-        call.operation(*arguments, **options)
-        return
-    inputs = {_storage_key(leaf) for leaf in tree_flatten((call.arguments, call.options))[0] if _is_meta(leaf)}
-    results = [
-        leaf for leaf in tree_flatten(call.operation(*arguments, **options))[0] if isinstance(leaf, torch.Tensor)
-    ]
-    for meta, result in zip(call.outputs, results, strict=True):
-        if not meta.is_meta or _storage_key(meta) in inputs:
-            continue
-        if result.stride() == meta.stride() and result.storage_offset() == meta.storage_offset():
-            storages[_storage_key(meta)] = result.untyped_storage()
-        else:  # as with torch.linalg.svd: later calls view the storage in the layout of the meta tensor
-            materialized(meta).copy_(result)
-
-
-def _touched_storages(call: _Call) -> list[int]:
-    """Return the keys of the storages that a call reads or writes. Views and empty allocations do neither."""
-    if call.operation is None:
-        return [_storage_key(call.outputs[0])]
-    if isinstance(call.operation, FunctionType):
-        return [_storage_key(call.arguments[0])]
-    name = call.operation._schema.name.removeprefix("aten::")
-    inputs = [_storage_key(leaf) for leaf in tree_flatten((call.arguments, call.options))[0] if _is_meta(leaf)]
-    outputs = [_storage_key(output) for output in call.outputs if output.is_meta]
-    if name in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"):
-        return []
-    if call.outputs and not call.operation._schema.is_mutable and set(outputs) <= set(inputs):
-        return []
-    return list(dict.fromkeys([*inputs, *outputs]))
-
-
-def _overwritten_storage(call: _Call) -> int | None:
-    """Return the key of the storage that a call overwrites completely without reading it, or None."""
-    if call.operation is None:
-        return _storage_key(call.outputs[0])
-    initialises = isinstance(call.operation, FunctionType)
-    name = "" if initialises else call.operation._schema.name.removeprefix("aten::")
-    if not (initialises or name in _OVERWRITES) or not call.arguments or not _is_meta(call.arguments[0]):
-        return None
-    target = call.arguments[0]
-    covers_storage = target.numel() * target.element_size() == target.untyped_storage().nbytes()
-    others = {_storage_key(leaf) for leaf in tree_flatten((call.arguments[1:], call.options))[0] if _is_meta(leaf)}
-    return _storage_key(target) if covers_storage and _storage_key(target) not in others else None
+    def _run(self, call: _Call) -> None:
+        arguments, options = tree_map_only(torch.Tensor, self._materialized, (call.arguments, call.options))
+        if "device" in options:
+            options["device"] = torch.device("cpu")
+        results = tree_flatten(call.operation(*arguments, **options))[0]
+        inputs = set(call.inputs())
+        tensors = [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
+        for meta, result in zip(call.outputs, tensors, strict=True):
+            if not meta.is_meta or _storage_key(meta) in inputs:
+                continue
+            if result.stride() == meta.stride() and result.storage_offset() == meta.storage_offset():
+                self._storages[_storage_key(meta)] = result.untyped_storage()
+            else:  # as with torch.linalg.svd: later calls view the storage in the layout of the meta tensor
+                self._materialized(meta).copy_(result)
 
 
 def _is_meta(value: Any) -> bool:
@@ -421,11 +400,12 @@ def find_meta_tensors(module: nn.Module, recording: Recording | None) -> list[Me
         ConfigurationError: a tensor was not built in ``configure_model``, so its values are unknown, or it is in a
             place that cannot be changed, such as a tuple.
     """
-    parameters: dict[int, MetaTensor] = {}
+    named = dict(module.named_parameters())
+    parameters = [MetaTensor(name, parameter.data, []) for name, parameter in named.items() if parameter.is_meta]
     others: dict[int, MetaTensor] = {}
     fixed_names: list[str] = []
     seen = set(map(id, module.modules()))
-    registered = set(map(id, module.parameters()))
+    registered = set(map(id, named.values()))
 
     def search(name: str, value: Any, store: Any, key: Any) -> None:
         if isinstance(value, torch.Tensor):
@@ -448,9 +428,6 @@ def find_meta_tensors(module: nn.Module, recording: Recording | None) -> list[Me
     for prefix, child in module.named_modules():
         prefix = f"{prefix}." if prefix else ""
         seen.update(map(id, (child._parameters, child._buffers, child._modules)))
-        for key, parameter in child._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                parameters.setdefault(id(parameter), MetaTensor(f"{prefix}{key}", parameter.data, []))
         for store in (child._buffers, vars(child)):
             for key, value in list(store.items()):
                 # Only what was recorded can be below attributes. Without a recording, a long search is of no use.
@@ -465,20 +442,18 @@ def find_meta_tensors(module: nn.Module, recording: Recording | None) -> list[Me
             "register these tensors as buffers or parameters, or put them in a list, or pass meta=False to the "
             "strategy.",
         )
-    of_parameters = {_storage_key(parameter.tensor): parameter.name for parameter in parameters.values()}
+    name_by_storage = {_storage_key(parameter.tensor): parameter.name for parameter in parameters}
     for other in others.values():
-        parameter_name = of_parameters.get(_storage_key(other.tensor))
-        if parameter_name is not None:
+        shared = name_by_storage.get(_storage_key(other.tensor))
+        if shared is not None:
             raise ConfigurationError(
-                f"{other.name!r}, which configure_model built, shares the memory of the parameter {parameter_name!r}.",
+                f"{other.name!r}, which configure_model built, shares the memory of the parameter {shared!r}.",
                 "the strategy shards the parameter, so this tensor would keep the parameter's first values.",
                 "compute it from the parameter where it is used, for example in a property.",
             )
-    meta_tensors = [*parameters.values(), *others.values()]
+    meta_tensors = [*parameters, *others.values()]
     known_keys = set() if recording is None or not meta_tensors else recording.storages()
-    unknown_names = [
-        meta_tensor.name for meta_tensor in meta_tensors if _storage_key(meta_tensor.tensor) not in known_keys
-    ]
+    unknown_names = [one.name for one in meta_tensors if _storage_key(one.tensor) not in known_keys]
     if unknown_names:
         raise ConfigurationError(
             f"{len(unknown_names)} tensor(s) have no storage and no known initialisation: "

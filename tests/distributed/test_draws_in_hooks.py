@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,20 @@ def _run(strategy: str, hook: str, seeds: bool = False) -> dict[str, Any]:
     trainer.fit(module, loader(32, 4), loader(8, 4))
     found = {"drawn": draws.drawn, "other": other.drawn, "noise": module.noise}
     return {**found, "weights": module.net[0].weight.detach(), "initial": getattr(other, "initial", None)}
+
+
+def _stacks_of_a_run(batches: int) -> int:
+    formatted = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(traceback, "format_stack", lambda *arguments: formatted.append(1) or [])
+        trained(Regression(), loader(4 * batches, 4), strategy="ddp", callbacks=[Draws("on_train_batch_end")])
+    return len(formatted)
+
+
+def test_seeding_for_a_hook_of_a_step_formats_no_stack() -> None:  # H-01
+    # `torch.manual_seed` does, for each kind of accelerator that is not initialised.
+    for few, many in on_ranks(each, 2, _stacks_of_a_run, (4,), (12,)):
+        assert few == many
 
 
 @pytest.mark.parametrize("hook", [*BEFORE, "on_train_batch_end", "on_validation_end", "on_train_end"])

@@ -150,7 +150,7 @@ def _of_a_node(root: Path) -> Any:
     with mock.patch.dict(os.environ, node):
         trainer = _fit(root, num_nodes=2)
         trainer.fit(Warns(), BATCHES)
-    return trainer.log_dir, trainer.run_id, trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+    return trainer.log_dir, trainer.run_id, trainer.checkpoint_callback.best_model_path
 
 
 def test_nodes_use_one_folder(tmp_path: Path) -> None:  # J-13

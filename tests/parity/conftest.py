@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from parity_runs import Results, run
@@ -24,7 +25,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def results() -> Callable[[Candidate, int], Results]:
-    """Return the results of a strategy on a number of ranks; the first test that requests them starts the processes."""
-    by_name = cache(lambda name, ranks: run(BY_NAME[name], ranks))
+def results(request: pytest.FixtureRequest) -> Callable[[Candidate, int], Results]:
+    """Return the results of a strategy on a number of ranks; the first test that requests them starts the processes.
+
+    They train the jobs of the tests that were selected, in the order of `Candidate.jobs`.
+    """
+    cells = [cell for item in request.session.items if (cell := _parameters(item).get("cell"))]
+    selected = {(cell.candidate.name, cell.ranks, cell.job) for cell in cells}
+
+    @cache
+    def by_name(name: str, ranks: int) -> Results:
+        candidate = BY_NAME[name]
+        return run(candidate, ranks, [job for job in candidate.jobs(ranks) if (name, ranks, job) in selected])
+
     return lambda candidate, ranks: by_name(candidate.name, ranks)
+
+
+def _parameters(item: pytest.Item) -> Mapping[str, Any]:
+    return item.callspec.params if hasattr(item, "callspec") else {}

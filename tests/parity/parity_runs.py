@@ -26,8 +26,7 @@ class Results:
     findings: list[Findings]  # what was evaluated
 
 
-def run(candidate: Candidate, ranks: int) -> Results:
-    jobs = candidate.jobs(ranks)
+def run(candidate: Candidate, ranks: int, jobs: list[Job]) -> Results:
     programs = [candidate.program(job, ranks) for job in jobs]
     with tempfile.TemporaryDirectory(prefix="drivetrain-parity-") as folder:
         if parity_device.DEVICE != "cpu":

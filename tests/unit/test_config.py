@@ -88,7 +88,7 @@ def test_a_variable_is_read_by_the_annotation(monkeypatch: Any, variable: str, v
     [
         *(("MAX_EPOCHS", text, "a whole number or none") for text in ("many", "1.5", "true", "")),
         *(("INFERENCE_MODE", text, "true or false") for text in ("1", "none")),
-        ("DETERMINISTIC", "always", "'warn' or true or false or none"),
+        ("DETERMINISTIC", "always", "true or false or 'warn' or none"),
         ("GRADIENT_CLIP_VAL", "[1.0]", "a whole number or a number with a decimal point or none"),
     ],
 )

@@ -64,9 +64,17 @@ def test_each_guaranteed_behaviour_is_cited_by_a_test() -> None:
     assert promised <= cited
 
 
-def test_the_matrix_of_parity_is_small() -> None:
-    names = [f"tests/parity/test_parity.py::test_weights[{strategy}]" for strategy in ("ddp", "fsdp")]
-    assert small_tests([Shown(name) for name in names], names) == set(names)
+def test_the_matrix_of_parity_is_small_but_for_what_is_repeated_on_four_processes() -> None:
+    small = [
+        "ddp-2-plain-32-true",
+        "ddp-2-plain-bf16-mixed",
+        "hsdp-4-plain-32-true",
+        "hsdp-4-zero-weight_window-32-true",
+    ]
+    repeated = ["hsdp-4-plain-bf16-mixed", "ddp-4-plain-32-true"]
+    names = [f"tests/parity/test_parity.py::test_training[{id}]" for id in (*small, *repeated)]
+    names += [f"tests/parity/test_parity_evaluation.py::test_evaluation[{id}]" for id in ("hsdp-4", "ddp-2")]
+    assert set(names) - small_tests([Shown(name) for name in names], names) == set(names[len(small) : -2])
 
 
 @pytest.mark.parametrize("size", ["small", "rest"])
@@ -102,9 +110,12 @@ def test_each_test_is_in_one_size(size: str, tmp_path: Path) -> None:
         ("none", "9 passed, 2 skipped in 17.50s", 0),
         ("test", "1 failed, 9 passed, 2 skipped in 17.50s", 2),
         ("test-rest", "1 failed, 9 passed, 2 skipped in 17.50s", 2),
+        ("types", "9 passed, 2 skipped in 17.50s", 2),
     ],
 )
-def test_ci_sums_up_both_sizes_and_fails_if_either_does(fails: str, closing: str, status: int, tmp_path: Path) -> None:
+def test_ci_sums_up_both_sizes_and_fails_if_either_or_the_type_check_does(
+    fails: str, closing: str, status: int, tmp_path: Path
+) -> None:
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci/run", tmp_path / ".ci")
     make = tmp_path / "make"

@@ -17,7 +17,7 @@ from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping, 
 from dataclasses import Field, dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from drivetrain._config.secret_values import without_secrets, without_url_passwords
 from drivetrain.errors import ConfigurationError, nearest, shortened
@@ -132,18 +132,23 @@ def _resolve(cls: type, args: Sequence[Any], given: Mapping[str, Any]) -> Settin
     names = {name: value for base in cls.__mro__ for name, value in vars(sys.modules[base.__module__]).items()}
     for source in (_from_file(known), _from_environment(known)):
         for name, (value, where, is_text) in source.items():
-            accepted = _accepted_values(known[name], names)
+            accepted = Accepted(_evaluated(known[name], names))
             settings[name] = Setting(_validated(name, value, where, is_text, accepted), where)
     for name, value in given.items():
-        accepted = _accepted_values(known[name], names)
+        accepted = Accepted(_evaluated(known[name], names))
         if not accepted.admits(value):
-            raise _type_error(known[name], value, accepted)
+            raise _type_error(known[name], value)
         settings[name] = Setting(value, "code")
     return Settings(settings)
 
 
 def _annotation(field: Field[Any]) -> str:
     return re.sub(r"^InitVar\[(.*)\]$", r"\1", str(field.type))
+
+
+def _evaluated(field: Field[Any], names: Mapping[str, Any]) -> Any:
+    # The annotation is source code of drivetrain, not input.
+    return eval(_annotation(field), {"__builtins__": {}}, _AnnotationNames(names))
 
 
 def _from_environment(known: Collection[str]) -> dict[str, tuple[Any, str, bool]]:
@@ -234,10 +239,10 @@ def _validated(name: str, value: Any, where: str, is_text: bool, accepted: Accep
     return converted
 
 
-def _type_error(field: Field[Any], value: Any, accepted: Accepted) -> ConfigurationError:
-    words = [literal for literal in accepted.literals if isinstance(literal, str)]
+def _type_error(field: Field[Any], value: Any) -> ConfigurationError:
+    hint = nearest(value, re.findall(r"'(\w+)'", _annotation(field))) if isinstance(value, str) else ""
     return ConfigurationError(
-        f"{_format_argument(field.name, value)}.{nearest(value, words) if isinstance(value, str) else ''}",
+        f"{_format_argument(field.name, value)}.{hint}",
         f"{field.name} takes {_annotation(field)}; other values are not converted, because bool('no') is True.",
         f"pass a value of this type, or leave {field.name} out for {field.default!r}.",
     )
@@ -263,128 +268,64 @@ _WORDS = {
     str: "text",
     dict: "a table",
 }
-_REFUSED_RESULT = (False, None)
+_PLAIN = (bool, int, float, str, bytes, list, tuple, set, frozenset, Mapping, types.NoneType)
 
 
-class Accepted(NamedTuple):
-    """The values that an argument accepts.
+class Accepted:
+    """The values that an annotation accepts: plain types, literals, lists, dicts, None, classes and unions of them."""
 
-    Attributes:
-        kinds: the accepted types among bool, int, float, str and dict.
-        literals: single accepted values.
-        none: whether None is accepted.
-        elements: the values that the elements of a list may have; None if no list is accepted.
-        objects: whether objects of a class are accepted, of whichever class, since some exist only for type checkers.
-        anything: whether every value is accepted from code.
-    """
-
-    kinds: frozenset[type]
-    literals: tuple[Any, ...] = ()
-    none: bool = False
-    elements: Accepted | None = None
-    objects: bool = False
-    anything: bool = False
+    def __init__(self, annotation: Any) -> None:
+        is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+        members = typing.get_args(annotation) if is_union else (annotation,)
+        self._members = [(typing.get_origin(member) or member, typing.get_args(member)) for member in members]
 
     def admits(self, value: Any) -> bool:
-        """Return whether code may pass ``value``, as far as its type tells."""
-        if value is None or self.anything:
-            return self.none or self.anything
-        if isinstance(value, list | tuple | set | frozenset) and self.elements is not None:
-            return all(map(self.elements.admits, value))
-        if isinstance(value, Mapping):
-            return dict in self.kinds
-        kind = next((kind for kind in _WORDS if isinstance(value, kind)), None)  # bool before int
-        if kind is not None:
-            return kind in self.kinds or value in self.literals or (kind is int and float in self.kinds)
-        if isinstance(value, list | tuple | set | frozenset | bytes):
-            return False
-        return self.objects or (isinstance(value, Integral) and int in self.kinds)
+        """Return whether ``value`` has an accepted type. Of an object, the class does not count."""
+        return any(_is_a(value, kind, arguments) for kind, arguments in self._members)
 
     @property
     def only_objects(self) -> bool:
         """Whether the argument accepts only objects (or None), which cannot be written as text."""
-        return not self.kinds and not self.literals and (self.elements is None or self.elements.only_objects)
+        return not any(_description(kind, arguments) for kind, arguments in self._members if kind is not types.NoneType)
 
     def read(self, text: str) -> tuple[bool, Any]:
         """Parse ``text`` as a TOML value or as plain text. Return whether the value is accepted, and the value."""
         word = text.strip().lower()
-        if self.none and word == "none":
-            return True, None
-        if word in ("true", "false"):  # the spellings of Python, True and False, are accepted too
-            text_value: Any = word == "true"
-        else:
-            text_value = _toml_value(text.strip())
+        # The spellings of Python, True and False, are accepted too.
+        text_value: Any = word == "true" if word in ("true", "false") else _toml_value(text.strip())
         fits, value = self.take(text_value)
         return (fits, value) if fits else self.take(text)
 
     def take(self, value: Any) -> tuple[bool, Any]:
-        """Return whether ``value`` is accepted, and the value to pass on."""
-        if any(value == literal and type(value) is type(literal) for literal in self.literals):
-            return True, value
-        if isinstance(value, str) and self.none and value.strip().lower() == "none":
+        """Return whether a value of the file or of text is accepted, and the value to pass on."""
+        if isinstance(value, str) and value.strip().lower() == "none" and self.admits(None):
             return True, None
-        if isinstance(value, list):
-            return self._take_list(value)
-        kind = type(value)  # `isinstance` would take True for an int
-        if kind in self.kinds:
-            return True, value
-        if kind is int and float in self.kinds:
-            return True, float(value)
-        return _REFUSED_RESULT
-
-    def _take_list(self, values: list[Any]) -> tuple[bool, Any]:
-        if self.elements is None:
-            return _REFUSED_RESULT
-        results = [self.elements.take(value) for value in values]
-        return (True, [value for _, value in results]) if all(fits for fits, _ in results) else _REFUSED_RESULT
+        return isinstance(value, _PLAIN) and self.admits(value), value  # a date is no object
 
     def __str__(self) -> str:
-        descriptions = [repr(literal) for literal in self.literals]
-        descriptions += [words for kind, words in _WORDS.items() if kind in self.kinds]
-        if self.elements is not None and not self.elements.only_objects:
-            descriptions.append(f"a list whose elements are {self.elements}")
-        if self.none:
-            descriptions.append("none")
-        return " or ".join(descriptions)
+        return " or ".join(filter(None, (_description(kind, arguments) for kind, arguments in self._members)))
 
 
-def _accepted_values(field: Field[Any], names: Mapping[str, Any]) -> Accepted:
-    """Return the values that a field accepts by its annotation.
-
-    The annotation consists of plain types, literals, lists, dicts, None, classes and unions of them. A name that exists
-    only for type checkers stands for a class.
-    """
-    # The annotation is source code of drivetrain, not input.
-    return _accepted(eval(_annotation(field), {"__builtins__": {}}, _AnnotationNames(names)))
-
-
-def _accepted(annotation: Any) -> Accepted:
-    if annotation is None or annotation is types.NoneType:
-        return Accepted(frozenset(), none=True)
-    origin = typing.get_origin(annotation)
-    arguments = typing.get_args(annotation)
-    if origin in (typing.Union, types.UnionType):
-        return _union([_accepted(argument) for argument in arguments])
-    if origin is typing.Literal:
-        return Accepted(frozenset(), arguments)
-    if origin in (list, Sequence):
-        return Accepted(frozenset(), elements=_accepted(arguments[0]))
-    kind = origin or annotation
+def _is_a(value: Any, kind: Any, arguments: tuple[Any, ...]) -> bool:
+    if kind is typing.Literal:
+        return isinstance(value, str | int) and value in arguments
+    if kind in (list, Sequence):
+        elements = Accepted(arguments[0])
+        return isinstance(value, list | tuple | set | frozenset) and all(map(elements.admits, value))
     if kind in _WORDS:
-        return Accepted(frozenset({kind}))
-    return Accepted(frozenset(), objects=True, anything=kind is object)
+        interface = {int: Integral, dict: Mapping}.get(kind, kind)
+        return isinstance(value, interface) and (kind is bool or not isinstance(value, bool))
+    if kind in (object, types.NoneType):
+        return kind is object or value is None
+    return not isinstance(value, _PLAIN)  # any object, because some classes exist only for type checkers
 
 
-def _union(members: list[Accepted]) -> Accepted:
-    lists = [member.elements for member in members if member.elements is not None]
-    return Accepted(
-        frozenset().union(*(member.kinds for member in members)),
-        tuple(literal for member in members for literal in member.literals),
-        any(member.none for member in members),
-        _union(lists) if lists else None,
-        any(member.objects for member in members),
-        any(member.anything for member in members),
-    )
+def _description(kind: Any, arguments: tuple[Any, ...]) -> str:
+    if kind is typing.Literal:
+        return " or ".join(map(repr, arguments))
+    if kind in (list, Sequence) and not Accepted(arguments[0]).only_objects:
+        return f"a list whose elements are {Accepted(arguments[0])}"
+    return "none" if kind is types.NoneType else _WORDS.get(kind, "")
 
 
 class _AnnotationNames(dict[str, Any]):

@@ -19,9 +19,8 @@ from drivetrain._data.sharding import (
     should_rebalance,
     split_in_half,
 )
-from drivetrain._data.worker_seeding import seed_generators
 from drivetrain._runtime.generators import generator_states, generators_restorer, restore_generators
-from drivetrain._runtime.seed import derive_seed
+from drivetrain._runtime.seed import derive_seed, seed_generators_of
 
 _SAMPLER_SEED_SALT = 0x73616D70
 
@@ -255,7 +254,7 @@ class SamplerRng:
         self._restore_process()
 
     def _seed_all(self) -> None:
-        seed_generators(self._seed)
+        seed_generators_of(_CPU, self._seed)
         for generator in self._generators:
             generator.manual_seed(self._seed)
 

@@ -43,13 +43,11 @@ class IterableSource(BatchSource):
 
     def __init__(self, loader: Any, rank: int, world_size: int, seed: int) -> None:
         self._loader = loader
+        self._dataset = getattr(loader, "dataset", loader)
         self._clone: LoaderClone | None = None
         self._seeded: SeededIterable | None = None
-        self._is_single_rank = world_size == 1
-        self.shards_known = self._is_single_rank
-        self.needs_order_check = not self._is_single_rank and not getattr(
-            getattr(loader, "dataset", loader), "is_split_by_rank", False
-        )
+        self.shards_known = world_size == 1
+        self.needs_order_check = not (self.shards_known or getattr(self._dataset, "is_split_by_rank", False))
         self._first_digest: str | None = None
         self.in_process = getattr(loader, "num_workers", 0) == 0
         self.length: int | None = None
@@ -82,7 +80,7 @@ class IterableSource(BatchSource):
                 "each rank reads its own part of an iterable data set, and these parts cannot be re-sharded.",
                 "resume on the same number of ranks with the same batch size, or from a checkpoint at an epoch's end.",
             )
-        set_epoch(epoch, self._loader, getattr(self._loader, "dataset", None))
+        set_epoch(epoch, self._loader, None if self._dataset is self._loader else self._dataset)
         if self._seeded is not None:
             self._seeded.set_epoch_number(epoch)
         state_is_loaded, self._loaded_state = self._loaded_state is not None, None
@@ -102,11 +100,7 @@ class IterableSource(BatchSource):
         from drivetrain._data.order_fingerprint import OrderFingerprint
 
         self.needs_order_check = False
-        return [
-            OrderFingerprint(
-                type(getattr(self._loader, "dataset", self._loader)).__name__, self._first_digest, common=False
-            )
-        ]
+        return [OrderFingerprint(type(self._dataset).__name__, self._first_digest, common=False)]
 
     def state_dict(self) -> dict[str, Any]:
         if self._loaded_state is not None:  # the object may return its loaded state only after it has begun to read
@@ -151,15 +145,9 @@ class IterableSource(BatchSource):
     def _find_stateful_object(self) -> Any:
         candidates = [self._loader if self._clone is None else self._clone.loader]
         if self.in_process:
-            candidates.append(getattr(self._loader, "dataset", None))
-        return next(
-            (
-                candidate
-                for candidate in candidates
-                if hasattr(candidate, "state_dict") and hasattr(candidate, "load_state_dict")
-            ),
-            None,
-        )
+            candidates.append(self._dataset)
+        stateful = (each for each in candidates if hasattr(each, "state_dict") and hasattr(each, "load_state_dict"))
+        return next(stateful, None)
 
     def _batches(self) -> Iterator[Any]:
         return self._clone.iterate() if self._clone is not None else iter(self._loader)
@@ -170,7 +158,7 @@ class IterableSource(BatchSource):
             "Reading %d batch(es) of %s again to skip them, because they were trained on already. A data set with "
             "state_dict() and load_state_dict() resumes without reading them.",
             count,
-            type(getattr(self._loader, "dataset", self._loader)).__name__,
+            type(self._dataset).__name__,
         )
         position = 0
         for _, batch in zip(range(count), batches, strict=False):
@@ -187,7 +175,7 @@ class IterableSource(BatchSource):
                 self._first_digest = digest_of_batch(batch)  # computed before the step, which may modify the batch
             has_batch = True
             samples = count_samples(batch)
-            yield batch, BatchShare(samples, samples if self._is_single_rank else None, False, position)
+            yield batch, BatchShare(samples, samples if self.shards_known else None, False, position)
             position += samples
         self._ended = True
         if not has_batch and start == 0:

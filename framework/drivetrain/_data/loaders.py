@@ -130,7 +130,10 @@ class MapSource(BatchSource):
         self.length_is_exact = self._rank_sampler.length_is_exact and not self._custom_iteration
         self.shards_known = not self._shards_unknown and not (self._custom_iteration and multi_rank)
         self.stride = None if rank_local else _stride(loader, prebatched, sharding.world_size)
-        self.subset = _dataset_subset(loader.dataset) if multi_rank and not rank_local else None
+        if multi_rank and not rank_local:
+            from drivetrain._data.order_fingerprint import subset_fingerprint  # imported only with several ranks
+
+            self.subset = subset_fingerprint(loader.dataset)
         # Every rank iterates the whole of a custom sampler, unless the sampler is local to the rank.
         self.needs_order_check = multi_rank and not rank_local and bool(self._custom_samplers)
         self.fresh_memory = allocates_each_batch(loader)
@@ -243,12 +246,6 @@ def _is_already_sharded(sampler: Any, world_size: int) -> bool:
         and getattr(part, "num_replicas", 0) == world_size
         for part in nested_samplers(sampler)
     )
-
-
-def _dataset_subset(dataset: Any) -> list[Any] | None:
-    from drivetrain._data.order_fingerprint import subset_fingerprint  # imported only with several ranks
-
-    return subset_fingerprint(dataset)
 
 
 def _custom_sampler_name(samplers: tuple[Any, ...]) -> str:

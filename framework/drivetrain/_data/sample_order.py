@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,16 +19,8 @@ _MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MULTIPLIER_2 = 0x94D049BB133111EB - 2**64
 
 
-class Order(Protocol):
-    """Maps each position of an epoch to a sample index: a bijection of ``range(len(order))``."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, position: int) -> int: ...
-
-    def __call__(self, positions: Tensor) -> Tensor:
-        """Map int64 positions of any shape to sample indices of the same shape."""
-        ...
+Order = Callable[[Tensor], Tensor]
+"""Maps int64 positions of an epoch, in a tensor of any shape, to sample indices: a bijection of ``range(length)``."""
 
 
 class SequentialOrder:

@@ -6,14 +6,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import chain
 from typing import Any, TypeVar
 
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from drivetrain._data.sample_order import KeyedPermutation, SequentialOrder
 from drivetrain._data.sharding import EPOCH_START, BatchShare, EpochOffset, EpochSharding
-from drivetrain._data.worker_seeding import KeyedIndex, KeyedIndices, MicroBatchKey
+from drivetrain._data.worker_seeding import KeyedIndex, KeyedIndices
 from drivetrain.errors import ConfigurationError
 
 Entry = TypeVar("Entry")
@@ -88,13 +88,12 @@ class RankSampler(ABC):
             self.requested.extend(block)
         if not self._keyed:
             return [indices[0] for indices in block] if self._prebatched else block
-        keys = map(MicroBatchKey._make, zip([epoch] * len(block), count(first), strict=False))
         if self._prebatched:
-            return [KeyedIndex(indices[0], key) for indices, key in zip(block, keys, strict=True)]
+            return [KeyedIndex(indices[0], (epoch, number)) for number, indices in enumerate(block, first)]
         requests = []
-        for indices, key in zip(block, keys, strict=True):
+        for number, indices in enumerate(block, first):
             request = KeyedIndices(indices)
-            request.key = key
+            request.key = epoch, number
             requests.append(request)
         return requests
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import get_worker_info
 
-from drivetrain._runtime.seed import derive_seed
+from drivetrain._runtime.seed import derive_seed, seed_generators_of
 
+_HOST = torch.device("cpu")
 # This constant makes workers' seeds differ from other seeds that are derived from the same numbers.
 _WORKER_SEED_SALT = 0x776F726B
 
 
-class MicroBatchKey(NamedTuple):
-    """Identifies the micro-batch of a request to a worker."""
-
-    epoch: int
-    number: int
+MicroBatchKey = tuple[int, int]
+"""The epoch and the number of the micro-batch that is requested from a worker."""
 
 
 class KeyedIndices(list[int]):
@@ -86,7 +82,8 @@ class SeededDataset(_DatasetProxy):
         return [self.dataset[index] for index in indices]
 
     def _seed_for(self, key: MicroBatchKey) -> None:
-        seed_generators(derive_seed(_WORKER_SEED_SALT, self._seed, key.epoch, self._rank, key.number))
+        epoch, number = key
+        seed_generators_of(_HOST, derive_seed(_WORKER_SEED_SALT, self._seed, epoch, self._rank, number))
 
 
 class SeededIterable(_DatasetProxy):
@@ -117,7 +114,7 @@ class SeededIterable(_DatasetProxy):
         from drivetrain._data.splitting import use_data_rank_in_worker
 
         use_data_rank_in_worker(self._rank, self._world_size)
-        seed_generators(derive_seed(_WORKER_SEED_SALT, self._seed, self._epoch, self._rank, number, 0))
+        seed_generators_of(_HOST, derive_seed(_WORKER_SEED_SALT, self._seed, self._epoch, self._rank, number, 0))
         # A persistent worker keeps this object and creates one iterator per epoch.
         self._epoch += 1
         return iter(self.dataset)
@@ -158,13 +155,3 @@ class WorkerInit:
             object.__setattr__(worker, "dataset", worker.dataset.dataset)
         if self._user_init is not None:
             self._user_init(worker_id)
-
-
-def seed_generators(seed: int) -> None:
-    """Seed the global generators of Python, of torch (CPU) and, if it is imported, of NumPy."""
-    random.seed(seed)
-    # `torch.manual_seed` would queue a call for an uninitialised accelerator with every micro-batch.
-    torch.default_generator.manual_seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed & 0xFFFFFFFF)

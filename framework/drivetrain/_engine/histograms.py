@@ -13,7 +13,7 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.loggers.media import EMPTY_RANGE, BinCounts, FlatValues, Histogram, ValueRange
 
 if TYPE_CHECKING:
-    from drivetrain._engine.assembly.run_parts import RunCore
+    from drivetrain._engine.assembly.run_core import RunCore
 
 
 def log_histograms(run: RunCore, name: str, value: Any, step: int, bins: int) -> None:

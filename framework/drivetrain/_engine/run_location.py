@@ -13,7 +13,7 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import Logger
 
 if TYPE_CHECKING:
-    from drivetrain._engine.assembly.run_parts import RunCore
+    from drivetrain._engine.assembly.run_core import RunCore
     from drivetrain._runs.run_folder import RunFolder
 
 DEFAULT_NAME = "drivetrain_logs"

@@ -37,7 +37,7 @@ from drivetrain.callback import KeepsCheckpoints, folders_of
 from drivetrain.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
-    from drivetrain._engine.assembly.run_parts import RunCore
+    from drivetrain._engine.assembly.run_core import RunCore
 
 logger = logging.getLogger("drivetrain")
 

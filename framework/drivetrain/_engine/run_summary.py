@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from drivetrain.callback import KeepsCheckpoints
 
 if TYPE_CHECKING:
-    from drivetrain._engine.assembly.run_parts import RunCore
+    from drivetrain._engine.assembly.run_core import RunCore
 
 _MAX_NAMES = 10  # the maximum number of listed entries of the run's folder
 

@@ -24,18 +24,16 @@ from drivetrain._engine.assembly.evaluation_setup import (
 from drivetrain._engine.assembly.optimizer_setup import set_up_optimizers
 from drivetrain._engine.assembly.out_of_memory import explain_out_of_memory
 from drivetrain._engine.assembly.run_callbacks import RunCallbacks
-from drivetrain._engine.assembly.run_parts import RunCore
+from drivetrain._engine.assembly.run_core import RunCore
 from drivetrain._engine.assembly.strategy_checks import check_control_plane, check_distinct_devices, check_module_setup
 from drivetrain._engine.assembly.training_setup import (
     build_training,
-    prepare_stopping,
     read_estimate,
     under_context,
 )
 from drivetrain._engine.checkpoints.checkpoint_manager import CheckpointManager
 from drivetrain._engine.checkpoints.components import class_name, data_facts
 from drivetrain._engine.data_setup.run_data import RunData
-from drivetrain._engine.evaluation_buffers import EvaluationBuffers
 from drivetrain._engine.ranks.collective_calls import all_gather, check_collective
 from drivetrain._engine.ranks.error_reporting import note_known_fixes, note_where
 from drivetrain._engine.ranks.failure_propagation import error_to_report, publish_failure, resolve_cause
@@ -94,7 +92,6 @@ class Session:
             stop=StopRequest(control, None, None, None),
             has_validation_step=is_overridden("validation_step", module, TrainModule),
             data=self.data,
-            buffers=EvaluationBuffers(module, strategy),
             callbacks=RunCallbacks(trainer, module),
         )
         self.checkpoints = CheckpointManager(self.core)
@@ -240,7 +237,6 @@ class Session:
         core = self.core
         with core.span("configure_optimizers"):
             core.optimization = set_up_optimizers(core, self._resumed)
-        prepare_stopping(core)
         step = build_training(core)
         if self._resumed is not None:
             self._resumed.load()

@@ -163,11 +163,8 @@ def _first_argument(frame: FrameType) -> Any:
 
 
 def _arguments(frame: FrameType) -> dict[str, Any]:
-    names, _, varkw, values = inspect.getargvalues(frame)
+    names, _, varkw, values = inspect.getargvalues(frame)  # the names of keyword-only arguments come last
     arguments = {name: values[name] for name in names[1:] if name in values}
-    code = frame.f_code
-    keyword_only = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
-    arguments.update({name: values[name] for name in keyword_only if name in values})
     if varkw is not None:
         arguments.update(values[varkw])
     return arguments

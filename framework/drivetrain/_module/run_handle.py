@@ -22,13 +22,17 @@ class RunHandle:
     """The trainer of the last run, or the trainer that the user set."""
 
     @property
+    def _any_run(self) -> RunContext | None:
+        return self._trainer or self._last_trainer
+
+    @property
     def trainer(self) -> RunContext:
         """The `Fit` that is running or ran last, as a `RunContext`. A trainer may also be set before a run.
 
         Raises:
             ConfigurationError: there is no current or last run.
         """
-        trainer = self._trainer or self._last_trainer
+        trainer = self._any_run
         if trainer is None:
             raise ConfigurationError(
                 f"{type(self).__name__} is not in a run, so it has no trainer.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import random
+import sys
 
 import torch
 
@@ -45,6 +46,23 @@ def seed_generators(seed: int) -> None:
 
         numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def seed_generators_of(device: torch.device, seed: int) -> None:
+    """Seed the generators of Python, torch, ``device`` (CUDA, MPS), and NumPy if it is imported.
+
+    `torch.manual_seed` also seeds accelerators that are not initialised. It formats the stack for each kind of them,
+    which takes longer than a small step.
+    """
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+    elif device.type == "mps":
+        torch.mps.manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
 
 
 def last_seed() -> int | None:

@@ -64,7 +64,7 @@ class LearningRateMonitor(Callback):
             if trainer.is_global_zero:
                 warnings.warn("LearningRateMonitor logs nothing: the run has no logger", stacklevel=2)
             return
-        intervals = {config.interval for config in trainer.scheduler_configs} or {"epoch"}
+        intervals = {config.interval for config in trainer.lr_scheduler_configs} or {"epoch"}
         self._by_step = self.logging_interval == "step" or (self.logging_interval is None and "step" in intervals)
         self._by_epoch = not self._by_step
         self._last_logged_step = -1
@@ -93,7 +93,7 @@ class LearningRateMonitor(Callback):
 
     def rates(self, trainer: RunContext) -> dict[str, float]:
         """Return the current learning rates, and momentum and weight decay if they are logged, by key."""
-        names = {id(config.scheduler.optimizer): config.name for config in trainer.scheduler_configs if config.name}
+        names = {id(config.scheduler.optimizer): config.name for config in trainer.lr_scheduler_configs if config.name}
         values: dict[str, float] = {}
         seen: dict[str, int] = {}
         for optimizer in trainer.optimizers:

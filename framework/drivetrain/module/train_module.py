@@ -161,26 +161,22 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, PlainNames):
     @property
     def current_epoch(self) -> int:
         """The number of completed epochs of the current or last run; 0 before the first run."""
-        trainer = self._trainer or self._last_trainer
-        return 0 if trainer is None else trainer.current_epoch
+        return self._any_run.current_epoch if self._any_run else 0
 
     @property
     def global_step(self) -> int:
         """The number of optimizer steps of the current or last run; 0 before the first run."""
-        trainer = self._trainer or self._last_trainer
-        return 0 if trainer is None else trainer.global_step
+        return self._any_run.global_step if self._any_run else 0
 
     @property
     def global_rank(self) -> int:
         """This process's rank; 0 before a run."""
-        trainer = self._trainer or self._last_trainer
-        return 0 if trainer is None else trainer.global_rank
+        return self._any_run.global_rank if self._any_run else 0
 
     @property
     def local_rank(self) -> int:
         """This process's rank on its node; 0 before a run."""
-        trainer = self._trainer or self._last_trainer
-        return 0 if trainer is None else trainer.local_rank
+        return self._any_run.local_rank if self._any_run else 0
 
     @property
     def on_gpu(self) -> bool:
@@ -206,14 +202,12 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, PlainNames):
     @property
     def logger(self) -> Any:
         """The run's first logger; None if the run has no loggers, and before a run."""
-        trainer = self._trainer or self._last_trainer
-        return None if trainer is None else trainer.logger
+        return self._any_run.logger if self._any_run else None
 
     @property
     def loggers(self) -> list[Any]:
         """The run's loggers; an empty list before a run."""
-        trainer = self._trainer or self._last_trainer
-        return [] if trainer is None else trainer.loggers
+        return self._any_run.loggers if self._any_run else []
 
     # Logging
 
@@ -334,7 +328,7 @@ class TrainModule(ModuleHooks, RunHandle, HyperParametersMixin, PlainNames):
                 "a backward pass frees its graph: strategies exchange gradients in it, and some also free weights.",
                 "add the losses and call manual_backward(first + second) once, or run the forward again for each.",
             )
-        (self._trainer or self._require_run("manual_backward")).manual_backward(loss)
+        self._require_run("manual_backward").manual_step("manual_backward", "runs backward on").backward(loss)
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:

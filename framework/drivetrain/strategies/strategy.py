@@ -110,8 +110,8 @@ class Strategy(ABC):
         An implementation stores the bare module in ``self.module``, whose state is saved and loaded by plain names.
         """
 
-    # Placement: rank, device and data share of this process. `data_rank`, `data_world_size`, `is_data_leader` and
-    # `data_group` are overridden together, if several ranks hold parts of one replica and so read the same data.
+    # Placement: rank and device of this process, and which part of the data it reads. `data_rank`, `data_world_size`,
+    # `is_data_leader` and `data_group` are overridden together, if several ranks hold one replica and read equal data.
 
     def bind(
         self, placement: Placement, device: torch.device, precision: Precision, store: Store | None = None
@@ -156,22 +156,22 @@ class Strategy(ABC):
 
     @property
     def data_rank(self) -> int:
-        """Index of the data share that this rank reads. Not equal to `rank` if ranks hold parts of one replica."""
+        """Index of the part of the data that this rank reads. Not equal to `rank` if several ranks hold one replica."""
         return self.rank
 
     @property
     def data_world_size(self) -> int:
-        """Number of shares that the data is split into."""
+        """Number of parts that the data is split into."""
         return self.world_size
 
     @property
     def is_data_leader(self) -> bool:
-        """Whether this rank reports values for its data share, which several ranks may read."""
+        """Whether this rank reports values for its part of the data, which several ranks may read."""
         return True
 
     @property
     def data_group(self) -> Any:
-        """The process group of this rank and one rank of each other data share; None stands for all ranks."""
+        """The process group of this rank and one rank for each other part of the data; None stands for all ranks."""
         return None
 
     @property

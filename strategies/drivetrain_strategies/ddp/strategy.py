@@ -129,8 +129,8 @@ class DDPStrategy(DistributedStrategy):
         module.to(self.device)
         self._manual_optimization = not getattr(module, "automatic_optimization", True)
         self._replicated = tuple(module.parameters())
-        if not self._wrap(module, init_sync=True):
-            # Without trainable parameters, there is no DDP wrapper that broadcasts the values.
+        self._wrap(module, init_sync=True)
+        if self._ddp is None:  # then no wrapper has broadcast the values
             broadcast_together([*module.parameters(), *module.buffers()])
         if self._manual_optimization:
             return self._manual_runner()  # here, `backward` prepares DDP, not DDP's forward
@@ -172,35 +172,29 @@ class DDPStrategy(DistributedStrategy):
 
         return run
 
-    def _wrap(self, module: nn.Module, init_sync: bool) -> bool:
-        """Wrap the module in DDP for the parameters that are trainable now. Collective.
+    def _wrap(self, module: nn.Module, init_sync: bool) -> None:
+        """Wrap the module in DDP for the parameters that are trainable now, if there are any. Collective.
 
         Args:
             module: the bare module.
             init_sync: whether DDP broadcasts rank 0's weights and buffers.
-
-        Returns:
-            False if no parameter is trainable and the module therefore was not wrapped.
         """
         self._trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._unwrap()
+        if not self._trainable:
+            return  # DDP refuses a module without trainable parameters
+        finds_unused = self.find_unused_parameters or self._manual_optimization
+        ddp = self._ddp = DistributedDataParallel(
+            StepModule(module), find_unused_parameters=finds_unused, init_sync=init_sync, **self._options
+        )
+        register_comm_hook(ddp, self.comm_hook)
+        if not finds_unused:
+            self._check_reduction = reducer.reduction_check(ddp)
+
+    def _unwrap(self) -> None:
         if self._ddp is not None:
             reducer.release_process_group(self._ddp)  # also removes the hooks of DDP from the parameters
         self._ddp = self._check_reduction = None
-        if not self._trainable:
-            return False  # DDP refuses a module without trainable parameters
-        options = dict(self._options)
-        if not init_sync:
-            options["init_sync"] = False
-        ddp = DistributedDataParallel(
-            StepModule(module),
-            find_unused_parameters=self.find_unused_parameters or self._manual_optimization,
-            **options,
-        )
-        register_comm_hook(ddp, self.comm_hook)
-        self._ddp = ddp
-        if not (self.find_unused_parameters or self._manual_optimization):
-            self._check_reduction = reducer.reduction_check(ddp)
-        return True
 
     def broadcast_module(self, module: nn.Module) -> None:
         """Do nothing, since DistributedDataParallel broadcasts the weights when wrapping the module."""
@@ -236,9 +230,7 @@ class DDPStrategy(DistributedStrategy):
 
     def teardown(self) -> None:
         self._undo.close()
-        if self._ddp is not None:
-            reducer.release_process_group(self._ddp)
-        self._ddp = self._check_reduction = None
+        self._unwrap()
         self._trainable = []
         super().teardown()
 

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 
 from drivetrain.strategies import ControlPlane, broadcast_together, may_move, replace_tensors
 from drivetrain_strategies._deferred_init import DeferredModule
-from drivetrain_strategies._gather_limit import check_gather_limit
-from drivetrain_strategies._gather_order import GatherOrder
+from drivetrain_strategies._gathering import GatherOrder, check_gather_limit
 from drivetrain_strategies._step_module import StepModule, unwrap_step_output
 from drivetrain_strategies.deepspeed._checks import is_known
 from drivetrain_strategies.deepspeed._cleanup import ModuleSnapshot, forget_root

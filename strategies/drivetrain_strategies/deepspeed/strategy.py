@@ -24,7 +24,7 @@ from drivetrain.strategies import (
 )
 from drivetrain_strategies._changed_forwards import Checkpointing, ForwardSwap, Policy, checkpointing_advice
 from drivetrain_strategies._deferred_init import DeferredModule
-from drivetrain_strategies._gather_limit import GATHER_LIMIT
+from drivetrain_strategies._gathering import GATHER_LIMIT
 from drivetrain_strategies._module_checks import refuse_absent_classes, refuse_meta
 from drivetrain_strategies.deepspeed._checks import (
     add_param_group_error,

@@ -94,26 +94,16 @@ class Gradients:
     @contextmanager
     def requiring_only(self, parameters: set[int]) -> Iterator[None]:
         """Within this context, let only the parameters with the given ids require gradients."""
-        other_sharded = [
-            fsdp_param
-            for fsdp_param in self._sharded.parameters
-            if fsdp_param.sharded_param.requires_grad and id(fsdp_param.sharded_param) not in parameters
-        ]
-        other_replicated = [
-            parameter for parameter in self._replicated if parameter.requires_grad and id(parameter) not in parameters
-        ]
-
-        def require(requires_grad: bool) -> None:
-            for fsdp_param in other_sharded:
-                self._sharded.set_requires_grad(fsdp_param, requires_grad)
-            for parameter in other_replicated:
-                parameter.requires_grad_(requires_grad)
-
-        require(False)
+        tensors = [fsdp_param.tensors() for fsdp_param in self._sharded.parameters]
+        tensors += [[parameter] for parameter in self._replicated]
+        others = [each for each in tensors if each[0].requires_grad and id(each[0]) not in parameters]
+        for tensor in (tensor for each in others for tensor in each):
+            tensor.requires_grad_(False)
         try:
             yield
         finally:
-            require(True)
+            for tensor in (tensor for each in others for tensor in each):
+                tensor.requires_grad_(True)
 
     def trainable_changed(self, module: nn.Module) -> None:
         """Adapt to the current set of trainable parameters of ``module``, whose parameters are shards.
@@ -197,7 +187,7 @@ class Gradients:
                 "FSDPStrategy(find_unused_parameters=True), parameters that no rank uses get no gradient. "
                 "This warning is shown once.",
                 len(unused),
-                listed(sharded.names_of(unused)),
+                listed([parameter.plain_name for parameter in unused]),
             )
 
 

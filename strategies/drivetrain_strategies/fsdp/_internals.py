@@ -110,10 +110,16 @@ class _WatchedParam(FSDPParam):
     """A parameter that notifies its `Sharded` object when the gathered tensor is first created."""
 
     watcher: Sharded
+    plain_name: str
+    """The parameter's name in the user's module."""
     position: int
     """The parameter's number in `Sharded.parameters`."""
     version_at_gather: int
     """The version of the gathered tensor when it was created."""
+
+    def tensors(self) -> list[nn.Parameter]:
+        """Return the shard and, once it was gathered, the gathered tensor, since the module may use either."""
+        return [self.sharded_param, *([self._unsharded_param] if hasattr(self, "_unsharded_param") else [])]
 
     def init_unsharded_param(self) -> None:
         first = not hasattr(self, "_unsharded_param")
@@ -163,16 +169,16 @@ class Sharded:
         self._direct_gradients_allowed = False
         self._zero_hooks: list[Any] | None = None
         self._gathered: _Gathered | None = None
+        names = {id(parameter): name.removeprefix("module.") for name, parameter in module.named_parameters()}
         for group in self._groups:
             group.__class__ = _WatchedGroup
             group.watcher = self
             for parameter in group.fsdp_params:
                 parameter.__class__ = _WatchedParam
                 parameter.watcher = self
+                parameter.plain_name = names[id(parameter.sharded_param)]  # without the prefix of `StepModule`
                 parameter.position = len(self.parameters)
                 self.parameters.append(parameter)
-        names = {id(parameter): name.removeprefix("module.") for name, parameter in module.named_parameters()}
-        self._names = {id(fsdp_param): names[id(fsdp_param.sharded_param)] for fsdp_param in self.parameters}
 
     def free_casts(self, device_type: str, dtype: torch.dtype, uncached: tuple[type[nn.Module], ...]) -> None:
         """Free autocast's casts of weights together with the gathered weights; see `WeightCasts`.
@@ -296,7 +302,7 @@ class Sharded:
         self._gathered = None
         # Steps use the gathered tensor: what user code has set on the shard, as on any parameter, has to be there too.
         copy_attributes_and_hooks(parameter.sharded_param, parameter._unsharded_param)
-        refuse_accumulate_hook(self.names_of([parameter])[0], parameter.sharded_param)
+        refuse_accumulate_hook(parameter.plain_name, parameter.sharded_param)
         if self._zero_hooks is not None:
             self._add_zero_hook(parameter)
 
@@ -306,12 +312,6 @@ class Sharded:
             gathered.requires_grad_(True)  # torch copies ``requires_grad`` from the shard only at the next gathering
             assert self._zero_hooks is not None
             self._zero_hooks.append(gathered.register_hook(torch.zeros_like))  # type: ignore[no-untyped-call]
-
-    def set_requires_grad(self, parameter: _WatchedParam, requires_grad: bool) -> None:
-        """Set ``requires_grad`` on the shard and on the gathered tensor, since the module may use either."""
-        parameter.sharded_param.requires_grad_(requires_grad)
-        if hasattr(parameter, "_unsharded_param"):
-            parameter._unsharded_param.requires_grad_(requires_grad)
 
     def trainable_changed(self) -> None:
         """Recompute the dtypes in which gradients are reduced. torch derived them from the trainable parameters.
@@ -323,7 +323,8 @@ class Sharded:
             if hasattr(group, "_reduce_dtype"):  # without the attribute, torch computes the dtypes in the first forward
                 group._init_mp_dtypes()
         for parameter in self.parameters:
-            self.set_requires_grad(parameter, parameter.sharded_param.requires_grad)
+            for tensor in parameter.tensors():
+                tensor.requires_grad_(parameter.sharded_param.requires_grad)
 
     def toggled_while_gathered(self) -> list[str]:
         """Return parameters frozen or unfrozen only on the gathered tensor. torch would silently undo this change."""
@@ -339,11 +340,7 @@ class Sharded:
         return [] if versions == gathered.versions else self._names_where(map(ne, versions, gathered.versions))
 
     def _names_where(self, differs: Iterable[bool]) -> list[str]:
-        return self.names_of(list(compress(self._gathered_once().parameters, differs)))
-
-    def names_of(self, parameters: Sequence[_WatchedParam]) -> list[str]:
-        """Return the plain names of parameters, without the prefix that the root `StepModule` adds."""
-        return [self._names[id(fsdp_param)] for fsdp_param in parameters]
+        return [fsdp_param.plain_name for fsdp_param in compress(self._gathered_once().parameters, differs)]
 
     def shards_by_gathered_id(self) -> dict[int, nn.Parameter]:
         """Return each shard by the id of the gathered tensor that replaces the shard in the modules."""

@@ -30,11 +30,11 @@ class OriginalParameters:
         self.shards: dict[int, nn.Parameter] = {}
         """The shard that replaces each parameter, by the ``id`` of the original object. Filled by `hand_over`."""
         self._optimizers: list[Optimizer] = []
-        for prefix, child in module.named_modules():
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        for child in module.modules():
             for attribute, parameter in child._parameters.items():
                 if parameter is not None:
-                    name = f"{prefix}.{attribute}" if prefix else attribute
-                    new = Original(name, parameter, [], parameter.device)
+                    new = Original(names[id(parameter)], parameter, [], parameter.device)
                     self.by_id.setdefault(id(parameter), new).registrations.append((child, attribute))
 
     # When the module was sharded

@@ -99,37 +99,6 @@ class UserHooks:
                 self._sharded.reshard()
 
 
-class UserSteps:
-    """Runs the steps of a module such that user code may combine sharded parameters with plain tensors.
-
-    Outside of its unit's forward, a parameter is a DTensor, which torch's operators do not combine with plain tensors.
-    Operators on DTensors alone stay sharded, so a penalty over all parameters is computed in shards, and only its value
-    is combined over the ranks. Intercepting operators takes time, so after a first call of a step that uses no sharded
-    parameter in this way, later calls of this step are not intercepted.
-
-    Args:
-        module: the user's module.
-        sharded: the sharded module.
-        shards: the shard that replaces each parameter, by the ``id`` of the original.
-    """
-
-    def __init__(self, module: nn.Module, sharded: Sharded, shards: Mapping[int, nn.Parameter]) -> None:
-        self._mode = _StepAccess({id(one): name for name, one in module.named_parameters()}, sharded, shards)
-        self._without: set[str] = set()  # names of the steps that need no interception
-
-    def run(self, call: Callable[..., Any], step: Callable[..., Any], *args: Any) -> Any:
-        """Return ``call(step, *args)``. Collective if ``step`` combines sharded parameters with plain tensors."""
-        name = getattr(step, "__name__", "")
-        if name in self._without or hasattr(step, "_torchdynamo_orig_callable"):  # a compiled step is not intercepted
-            return call(step, *args)
-        self._mode.found = False
-        with self._mode:
-            output = tree_map_only(DTensor, self._mode.whole, call(step, *args))
-        if not self._mode.found:
-            self._without.add(name)
-        return output
-
-
 class ShardWrites(TorchFunctionMode):
     """Lets user code write sharded tensors within this context, by index and with plain tensors.
 
@@ -184,27 +153,45 @@ class ShardWrites(TorchFunctionMode):
         return value
 
 
-class _StepAccess(ShardWrites):
-    """What user code gets within a step that reads or writes sharded parameters.
+class UserSteps(ShardWrites):
+    """Runs the steps of a module such that user code may combine sharded parameters with plain tensors.
+
+    Outside of its unit's forward, a parameter is a DTensor, which torch's operators do not combine with plain tensors.
+    Operators on DTensors alone stay sharded, so a penalty over all parameters is computed in shards, and only its value
+    is combined over the ranks. Intercepting operators takes time, so after a first call of a step that uses no sharded
+    parameter in this way, later calls of this step are not intercepted.
 
     Args:
-        names: names of the sharded parameters, by their ``id``.
+        module: the user's module.
         sharded: the sharded module.
         shards: the shard that replaces each parameter, by the ``id`` of the original. User code that kept an original
             means the shard.
     """
 
-    def __init__(self, names: Mapping[int, str], sharded: Sharded, shards: Mapping[int, nn.Parameter]) -> None:
-        super().__init__(names)
+    def __init__(self, module: nn.Module, sharded: Sharded, shards: Mapping[int, nn.Parameter]) -> None:
+        super().__init__({id(parameter): name for name, parameter in module.named_parameters()})
         self._sharded = sharded
         self._shard_of = shards
-        self.found = False
+        self._found = False
         """Whether user code has used a sharded parameter such that later calls are to be intercepted."""
+        self._without: set[str] = set()  # names of the steps that need no interception
+
+    def run(self, call: Callable[..., Any], step: Callable[..., Any], *args: Any) -> Any:
+        """Return ``call(step, *args)``. Collective if ``step`` combines sharded parameters with plain tensors."""
+        name = getattr(step, "__name__", "")
+        if name in self._without or hasattr(step, "_torchdynamo_orig_callable"):  # a compiled step is not intercepted
+            return call(step, *args)
+        self._found = False
+        with self:
+            output = tree_map_only(DTensor, self._whole_with_gradient, call(step, *args))
+        if not self._found:
+            self._without.add(name)
+        return output
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(id(one) in self._shard_of for one in tensors_in(args)) and not is_called_by_library():
-            self.found = True
+            self._found = True
             args = tuple(map(self._current, args))
         target = args[0] if args else None
         if func in (torch.autograd.grad, torch.Tensor.backward):
@@ -217,9 +204,9 @@ class _StepAccess(ShardWrites):
             return func(*args, **kwargs)
         return func(*map(self._whole_operand, args), **{key: self._whole_operand(one) for key, one in kwargs.items()})
 
-    def whole(self, value: DTensor) -> torch.Tensor:
+    def _whole_with_gradient(self, value: DTensor) -> torch.Tensor:
         """Return the whole tensor, whose gradient flows to ``value``. Collective."""
-        self.found = True
+        self._found = True
         return self._sharded.whole(value)
 
     def _is_sharded(self, value: Any) -> bool:
@@ -230,7 +217,7 @@ class _StepAccess(ShardWrites):
             return self._access_gathered(func, target, args, kwargs)
         if func in (_GET_GRADIENT, _SET_GRADIENT):
             return func(*args, **kwargs)
-        self.found = True
+        self._found = True
         is_result = id(target) not in self.names and target.requires_grad
         if is_result and any(not isinstance(one, DTensor) for one in tensors_in(args[1:])):
             raise ConfigurationError(
@@ -243,10 +230,10 @@ class _StepAccess(ShardWrites):
     def _access_gathered(self, func: Any, target: Any, args: Any, kwargs: Any) -> Any:
         shard: Any = self._sharded.shards_by_gathered_id()[id(target)]
         if func == _GET_GRADIENT:
-            self.found = self.found or shard.grad is not None
+            self._found = self._found or shard.grad is not None
             return shard.grad if target.grad is None else target.grad
         if func == _SET_GRADIENT and shard.grad is not None:
-            self.found = True
+            self._found = True
             shard.grad = None if args[1] is None else in_layout_of(args[1], shard)
             return None
         if func == SET_DATA or (_is_in_place(func) and not torch.is_grad_enabled()):
@@ -269,7 +256,7 @@ class _StepAccess(ShardWrites):
     def _whole_operand(self, value: Any) -> Any:
         if isinstance(value, list | tuple):
             return type(value)(map(self._whole_operand, value))
-        return self.whole(value) if isinstance(value, DTensor) else value
+        return self._whole_with_gradient(value) if isinstance(value, DTensor) else value
 
 
 def _reads_whole(func: Any, args: Any, kwargs: Any) -> bool:

@@ -34,8 +34,7 @@ from drivetrain.strategies import (
 from drivetrain_strategies._changed_forwards import Checkpointing, ForwardSwap, Policy, checkpointing_advice
 from drivetrain_strategies._deferred_init import DeferredModule
 from drivetrain_strategies._elementwise import is_elementwise
-from drivetrain_strategies._gather_limit import GATHER_LIMIT, check_gather_limit
-from drivetrain_strategies._gather_order import GatherOrder
+from drivetrain_strategies._gathering import GATHER_LIMIT, GatherOrder, check_gather_limit
 from drivetrain_strategies._step_module import StepModule, unwrap_step_output
 from drivetrain_strategies.fsdp._changed_dtensor import ChangedDTensor
 from drivetrain_strategies.fsdp._checks import (

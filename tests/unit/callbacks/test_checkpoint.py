@@ -479,8 +479,9 @@ def test_each_kept_checkpoint_has_its_own_name(filename: str, options: Any, scor
     assert load(checkpoint.best_model_path).progress["epoch"] == 2  # it holds the state that was saved then
 
 
-def test_a_removal_or_a_latest_that_fails_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-08
-    store = FaultyStore(tmp_path / "store").mount()
+def test_a_removal_or_a_latest_that_fails_ends_no_run(  # J-08
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, store: FaultyStore
+) -> None:
     store.fail("remove", "run/epoch*", error=PermissionError("AccessDenied"), times=2)
     train(tmp_path, Checkpoint(f"{store.url}/run"), max_epochs=4)
     assert len(re.findall("Cannot remove .*; the run will try again: AccessDenied", caplog.text)) == 2

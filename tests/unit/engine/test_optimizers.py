@@ -81,11 +81,11 @@ def test_every_return_form(tmp_path: Path, configure: Any, optimizers: list[str]
     runner = fit(tmp_path, max_epochs=3)
     runner.fit(module, regression())
     assert [type(one).__name__ for one in runner.optimizers] == optimizers
-    assert [(config.interval, config.frequency) for config in runner.scheduler_configs] == schedulers
+    assert [(config.interval, config.frequency) for config in runner.lr_scheduler_configs] == schedulers
     assert [type(one) for one in runner.lr_schedulers] == [StepLR] * len(schedulers)
     for name, value in module.state_dict().items():
         assert torch.equal(value, before[name]) is (not optimizers), name
-    for config in runner.scheduler_configs:
+    for config in runner.lr_scheduler_configs:
         base = config.scheduler.base_lrs[0]
         steps = {"epoch": 3, "step": 18}[config.interval] // config.frequency
         assert config.scheduler.optimizer.param_groups[0]["lr"] == pytest.approx(base * 0.5**steps)

@@ -50,7 +50,7 @@ def test_all_files_are_where_the_run_began(hook: str, start: Path) -> None:
     )
     trainer.fit(Logs(), loader(6, 1))
     assert {name.partition("/")[0] for name in files(start)} == {"logs", "saved", "profile", "root"}
-    saved = trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+    saved = trainer.checkpoint_callback.best_model_path
     assert Path(saved).parent == start / "saved"
     os.chdir(start)
     again = fit(logger=False, callbacks=moving("setup", elsewhere), max_epochs=2)

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from drivetrain._engine.assembly.run_parts import RunCore
+from drivetrain._engine.assembly.run_core import RunCore
+from drivetrain._engine.evaluation_buffers import EvaluationBuffers
 from drivetrain._loops.batch_mover import Move, safe_move
 from drivetrain._loops.evaluate import EvaluateLoop
 from drivetrain._loops.evaluation_interrupt import EarlyExit, ValidationExit
@@ -66,7 +67,7 @@ def _build_loop(
         write_progress=core.callbacks.progress_writers(),
         report_every=core.trainer.log_every_n_steps,
         sync_buffers=(
-            core.buffers.take_from_rank_0 if core.stage == "fit" else partial(strategy.sync_buffers, core.module)
+            partial(strategy.sync_buffers, core.module) if core.buffers is None else core.buffers.take_from_rank_0
         ),
         no_gradient=torch.inference_mode if _inference_mode(core) else torch.no_grad,
         early_exit=early,
@@ -75,9 +76,8 @@ def _build_loop(
 
 def build_validation(core: RunCore) -> Callable[[], list[dict[str, float]]]:
     """Return a function that validates within fit, and afterwards restores the generators and buffers of training."""
-    early = None
-    if core.saves_on_signals:
-        early = ValidationExit(core.stop, core.strategy, core.module, core.metrics)
+    early = ValidationExit(core.stop, core.strategy, core.module, core.metrics) if core.saves_on_signals else None
+    buffers = core.buffers = core.buffers or EvaluationBuffers(core.module, core.strategy)
     evaluate = _build_loop(EvaluateLoop, core, "validate", early).run
 
     def validate() -> list[dict[str, float]]:
@@ -85,7 +85,7 @@ def build_validation(core: RunCore) -> Callable[[], list[dict[str, float]]]:
         with (
             snapshot.keep_evaluation_changes() if snapshot else nullcontext(),
             _separate_generators(core),
-            core.buffers.restored_at_end(),
+            buffers.restored_at_end(),
         ):
             core.validating = True
             try:
@@ -107,12 +107,13 @@ def run_sanity_check(core: RunCore) -> None:
 
     Generators, buffers and logged values are restored afterwards. The names of these values stay in `sanity_names`.
     """
-    steps, hooks = core.trainer.num_sanity_val_steps, core.hooks
+    steps, hooks, buffers = core.trainer.num_sanity_val_steps, core.hooks, core.buffers
+    assert buffers is not None
     core.sanity_checking = True
     with (
         core.span("sanity check"),
         _separate_generators(core),
-        core.buffers.restored_at_end(),
+        buffers.restored_at_end(),
         core.metrics.temporary("validate"),
     ):
         for hook in hooks.on_sanity_check_start:

@@ -13,7 +13,7 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.strategies import replace_tensors
 
 if TYPE_CHECKING:
-    from drivetrain._engine.assembly.run_parts import RunCore
+    from drivetrain._engine.assembly.run_core import RunCore
 
 CHECKPOINT_ATTRIBUTE = "_checkpoint_of_missing_weights"
 """The attribute of a module for the path of the checkpoint that holds its weights, or "" if none was saved."""

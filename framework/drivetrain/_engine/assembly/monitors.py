@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from drivetrain._engine.assembly.run_parts import RunCore
+from drivetrain._engine.assembly.run_core import RunCore
 from drivetrain._loops.hooks import overridden
 from drivetrain._module.module_hooks import ModuleHooks
 from drivetrain.callback import Callback, MonitorsValues

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from drivetrain._distributed.control_plane import check_ranks_agree
-from drivetrain._engine.assembly.run_parts import RunCore
+from drivetrain._engine.assembly.run_core import RunCore
 from drivetrain._engine.checkpoints.components import class_names, describe_groups, describe_schedulers
 from drivetrain._engine.ranks.rank_facts import optimizer_facts
 from drivetrain._loops.configured_optimizers import (

@@ -12,7 +12,7 @@ from drivetrain._distributed.failure import RankFailedError
 from drivetrain._runtime.size_format import format_size
 
 if TYPE_CHECKING:
-    from drivetrain._engine.assembly.run_parts import RunCore
+    from drivetrain._engine.assembly.run_core import RunCore
     from drivetrain._runtime.memory_advice import MemoryAdvice
 
 # Messages of torch's host allocator, which raises a plain RuntimeError. Device allocators have an error class.

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from drivetrain._config.argument_checks import parse_duration
 from drivetrain._engine.assembly.evaluation_setup import build_validation
 from drivetrain._engine.assembly.monitors import warn_of_unlogged_monitors
-from drivetrain._engine.assembly.run_parts import RunCore
+from drivetrain._engine.assembly.run_core import RunCore
 from drivetrain._loops.epoch_reader import EpochReader
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.loss_checks import EpochChecks, refusing_anomalies
@@ -34,13 +34,14 @@ logger = logging.getLogger("drivetrain")
 
 
 def build_training(core: RunCore) -> TrainStep:
-    """Build the training loop of a run, once it has its optimizers, what may stop it, and its snapshot.
+    """Build the training loop of a run, once it has its optimizers.
 
     Returns:
         The loop's step.
     """
     data, checkpoints = core.data, core.checkpoints
     assert checkpoints is not None
+    _prepare_stopping(core)
     validate = build_validation(core) if data.validates else None
     trainer, metrics, strategy = core.trainer, core.metrics, core.strategy
     step = _build_step(core)
@@ -133,7 +134,7 @@ def _pass_over_data(core: RunCore) -> None:
     pass_over_training_data(core.data.training, core.module, core.runner, core.strategy, core.metrics, core.move)
 
 
-def prepare_stopping(core: RunCore) -> None:
+def _prepare_stopping(core: RunCore) -> None:
     """Build the request that ends training early, and the snapshot with which a run can end within a window."""
     trainer = core.trainer
     max_time = None if trainer.max_time is None else parse_duration("max_time", trainer.max_time)

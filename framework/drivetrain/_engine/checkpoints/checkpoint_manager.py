@@ -25,7 +25,7 @@ from drivetrain.errors import CheckpointError, ConfigurationError
 
 # The code that reads and writes checkpoints is imported on use, because many runs neither read nor write any.
 if TYPE_CHECKING:
-    from drivetrain._engine.assembly.run_parts import RunCore
+    from drivetrain._engine.assembly.run_core import RunCore
     from drivetrain._engine.checkpoints.saved_state import SavedState
     from drivetrain._format import CheckpointMetadata, CheckpointReader, StateToSave
     from drivetrain.run_context import RunContext

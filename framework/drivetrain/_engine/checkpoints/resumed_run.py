@@ -22,7 +22,7 @@ from drivetrain.callback import EndsRuns
 from drivetrain.errors import CheckpointError, ConfigurationError, listed
 
 if TYPE_CHECKING:
-    from drivetrain._engine.assembly.run_parts import RunCore
+    from drivetrain._engine.assembly.run_core import RunCore
     from drivetrain._engine.checkpoints.saved_state import SavedState
     from drivetrain._format import CheckpointReader
     from drivetrain._loops.trainables import Trainables

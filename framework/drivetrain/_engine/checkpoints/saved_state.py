@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._engine.assembly.missing_weights import refuse_missing_weights
-from drivetrain._engine.assembly.run_parts import RunCore
+from drivetrain._engine.assembly.run_core import RunCore
 from drivetrain._engine.checkpoints.rank_local_state import add_own_shards, collect_buffers, load_buffers, set_apart
 from drivetrain._engine.checkpoints.resume_compatibility import StartsAnew
 from drivetrain._engine.checkpoints.saved_state_schema import reporting_malformed
@@ -273,10 +273,10 @@ class SavedState:
 
     def _own_buffers(self, weights: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's buffers that differ from rank 0's, which `weights` holds. Collective."""
-        control = self._strategy.control
+        buffers, control = self._core.buffers, self._strategy.control
         if control.world_size == 1:
             return {}
-        overrides = {**replaced, **self._core.buffers.values(replaced), **self._earlier_buffers}
+        overrides = {**replaced, **({} if buffers is None else buffers.values(replaced)), **self._earlier_buffers}
         return collect_buffers(self._module, weights, overrides, control)
 
     def _callback_tensors(

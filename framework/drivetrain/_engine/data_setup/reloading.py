@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from drivetrain._distributed.control_plane import check_ranks_agree
 from drivetrain._engine.assembly.evaluation_setup import build_validation
-from drivetrain._engine.assembly.run_parts import RunCore
+from drivetrain._engine.assembly.run_core import RunCore
 from drivetrain._engine.checkpoints.components import data_facts
 from drivetrain._engine.ranks.seeding import seed_rank
 from drivetrain._runtime.generators import preserved_generators

@@ -121,7 +121,7 @@ class RunData(StageLoaders):
         self.batch_size = getattr(loaders, "batch_size", None)
         self._training = self._prepare_training(loaders)
         self.train_length = self._training.length
-        if self.reload is None:
+        if self.counted_from[0] is None:
             self.counted_from = self.train_length, 0, 0
         if is_overridden("validation_step", request.module, TrainModule):
             # Building validation loaders must not change the random numbers that training draws.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from drivetrain._engine.assembly.run_parts import RunCore
+from drivetrain._engine.assembly.run_core import RunCore
 from drivetrain._runtime.transfer import map_tensors
 
 _ARRIVAL_TIMEOUT = timedelta(minutes=2)

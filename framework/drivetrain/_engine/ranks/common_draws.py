@@ -9,7 +9,7 @@ import torch
 
 from drivetrain._loops.hooks import Call, HookTable, is_users_hook
 from drivetrain._runtime.generators import generators_restorer
-from drivetrain._runtime.seed import derive_seed, seed_generators
+from drivetrain._runtime.seed import derive_seed, seed_generators_of
 
 _SALT = 0x686F6F6B  # separates these seeds from others that derive from the same seed
 
@@ -81,8 +81,9 @@ class _InCommon:
         if early_draws is not None and not progress.micro_batches:
             return early_draws.call(self.func, *arguments)
         seed = derive_seed(_SALT, run.data.seed, progress.epoch, progress.micro_batches, *self._key)
-        restore = generators_restorer(self._trainer.strategy.device)
-        seed_generators(seed)
+        device = self._trainer.strategy.device
+        restore = generators_restorer(device)
+        seed_generators_of(device, seed)
         result = self.func(*arguments)
         if torch.initial_seed() == seed:
             restore()

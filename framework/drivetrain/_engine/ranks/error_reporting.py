@@ -14,7 +14,7 @@ from drivetrain._distributed.failure import RankFailedError
 from drivetrain.errors import LossSpikeError, NonFiniteError
 
 if TYPE_CHECKING:
-    from drivetrain._engine.assembly.run_parts import RunCore
+    from drivetrain._engine.assembly.run_core import RunCore
 
 _MIXED_TENSORS_MESSAGE = "got mixed torch.Tensor and DTensor"
 """Text of torch's error for an operation on a sharded parameter and a whole tensor."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from drivetrain._engine.assembly.run_parts import RunCore
+from drivetrain._engine.assembly.run_core import RunCore
 from drivetrain._engine.assembly.strategy_checks import asks_for_sync_batchnorm
 from drivetrain._engine.ranks.error_reporting import print_in_one_line, print_peer_failure
 from drivetrain._engine.ranks.run_processes import check_number, find_processes, first_placement, is_standalone
@@ -113,7 +113,7 @@ def run_here(request: RunRequest, processes: LaunchedProcesses) -> Any:
     if strategy.rank == 0:
         _warn_of_unused_loader(request)
     session_class = Session
-    if trainer.profiles:
+    if trainer.given_profiler is not None:
         from drivetrain._engine.profiled_session import ProfiledSession  # only runs with a profiler need it
 
         session_class = ProfiledSession

@@ -76,5 +76,5 @@ def setting_facts(trainer: RunContext) -> dict[str, Any]:
     facts: dict[str, Any] = {name: getattr(trainer, name) for name in names.split()}
     facts["strategy"] = trainer.strategy.name
     facts["precision"] = trainer.strategy.precision.name
-    facts["profiler"] = type(trainer.profiler).__name__ if trainer.profiles else None  # summaries are collective
+    facts["profiler"] = trainer.given_profiler and type(trainer.given_profiler).__name__  # summaries are collective
     return facts

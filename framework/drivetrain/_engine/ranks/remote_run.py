@@ -12,7 +12,7 @@ from torch import nn
 
 from drivetrain._distributed.failure import RankFailedError
 from drivetrain._engine.assembly.missing_weights import CHECKPOINT_ATTRIBUTE
-from drivetrain._engine.assembly.run_parts import RunCore
+from drivetrain._engine.assembly.run_core import RunCore
 from drivetrain._engine.run_request import RunRequest
 from drivetrain._engine.session import Session
 from drivetrain._engine.signals import as_interruption, handled_signals

@@ -36,7 +36,7 @@ class RunCore(RunState):
         request: the call of `Fit` that started the run.
         stop: collects requests to stop, and holds the minimums of steps and epochs that defer a stop.
         data: the data that the run reads.
-        buffers: exchanges this rank's buffers for rank 0's during an evaluation within fit.
+        buffers: exchanges this rank's buffers for rank 0's during a validation within fit; None if the fit has none.
         callbacks: the callbacks, and the table of hooks that they and the module override.
         secrets: removes secrets from hyper-parameters before they are logged or saved.
         components: describes the module, data, optimizers and schedulers, to be compared with those of a resumed run.
@@ -57,8 +57,8 @@ class RunCore(RunState):
     strategy: Strategy
     stop: StopRequest
     data: RunData
-    buffers: EvaluationBuffers
     callbacks: RunCallbacks
+    buffers: EvaluationBuffers | None = None
     secrets: SecretFilter = field(default_factory=SecretFilter)
     components: dict[str, Any] = field(default_factory=dict)
     trainables: Trainables | None = None
@@ -73,8 +73,8 @@ class RunCore(RunState):
 
     def __post_init__(self) -> None:
         self.trainer = self.request.trainer
-        if self.trainer.profiles:
-            self.span = self.trainer.profiler.profile
+        if self.trainer.given_profiler is not None:
+            self.span = self.trainer.given_profiler.profile
         self.metrics.progress = self.progress
 
     @property
@@ -90,7 +90,8 @@ class RunCore(RunState):
     @property
     def profile_needs_folder(self) -> bool:
         """Whether the run needs a folder for the files of a profiler."""
-        return self.trainer.profiles and self.trainer.profiler.dirpath is None
+        profiler = self.trainer.given_profiler
+        return profiler is not None and profiler.dirpath is None
 
     def logged_hyper_parameters(self, warn: bool = True) -> dict[str, Any]:
         """Return the hyper-parameters of the module and the data module that loggers receive, without secrets.
