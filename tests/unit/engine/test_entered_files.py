@@ -1,87 +1,116 @@
-"""What a reader has to open: the files that a step and a start enter, and the calls from one of them into another."""
+"""Which of our files a save and a start enter, and how often a file calls another (K-05). docs/architecture.md has them."""
 
 from __future__ import annotations
 
 import inspect
-import subprocess
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import drivetrain
-import drivetrain_strategies
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
-ROOTS = tuple(str(Path(str(package.__file__)).parent) for package in (drivetrain, drivetrain_strategies))
+from drivetrain import Callback, Fit, TrainModule
+from drivetrain.loggers import CSVLogger
+
+ROOT = Path(__file__).parents[3]
+PACKAGES = tuple(f"{ROOT / folder}/" for folder in ("framework/drivetrain", "strategies"))
 
 
 class Entered:
-    """Counts, while ``phase`` is set, the functions of drivetrain that are called. Bodies of modules are no functions.
-
-    A call crosses if the function of drivetrain that made it, perhaps through torch, is in another file.
-    """
+    """The files in the order in which they are first entered, and the number of calls from one file into another."""
 
     def __init__(self) -> None:
-        self.phase = ""
-        self.files: dict[str, set[str]] = {}
-        self.calls: dict[str, int] = {}
-        self.crossings: dict[str, int] = {}
+        self.files: list[str] = []
+        self.crossings = 0
 
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        file, phase = frame.f_code.co_filename, self.phase
-        is_function = bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
-        if event != "call" or not phase or not is_function or not file.startswith(ROOTS):
+    def _count(self, frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event != "call" or not code.co_flags & inspect.CO_OPTIMIZED:  # not the body of a module or a class
             return
-        self.files.setdefault(phase, set()).add(file)
-        self.calls[phase] = self.calls.get(phase, 0) + 1
-        caller = frame.f_back
-        while caller is not None and not caller.f_code.co_filename.startswith(ROOTS):
-            caller = caller.f_back
-        crosses = caller is not None and caller.f_code.co_filename != file
-        self.crossings[phase] = self.crossings.get(phase, 0) + crosses
+        file, caller = _our_file(frame), frame.f_back
+        if file is not None:
+            while caller is not None and _our_file(caller) is None:
+                caller = caller.f_back  # torch calls back
+            if file not in self.files:
+                self.files.append(file)
+            self.crossings += _our_file(caller) not in (None, file)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count in the block, in this thread."""
+        sys.setprofile(self._count)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
 
 
-def count(folder: str) -> None:
-    """Print the numbers of files, calls and crossings of a start and of a step."""
-    import torch
-    from torch.utils.data import DataLoader, TensorDataset
-
-    from drivetrain import Fit, TrainModule
-
-    entered = Entered()
-
-    class Net(TrainModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(4, 1)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            entered.phase = ""
-            loss = self.layer(batch[0]).square().mean()
-            entered.phase = "step" if batch_idx == 5 else ""
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    data = DataLoader(TensorDataset(torch.ones(64, 4)), batch_size=4)
-    sys.setprofile(entered)
-    entered.phase = "start"
-    Fit(max_epochs=1, accelerator="cpu", devices=1, strategy="ddp", default_root_dir=folder).fit(Net(), data)
-    sys.setprofile(None)
-    for phase, files in entered.files.items():
-        print("entered", phase, len(files), entered.calls[phase], entered.crossings[phase])
+def _our_file(frame: FrameType | None) -> str | None:
+    name = "" if frame is None else frame.f_code.co_filename
+    return next((name.removeprefix(package) for package in PACKAGES if name.startswith(package)), None)
 
 
-def test_a_step_and_a_start_enter_few_files(tmp_path: Path) -> None:  # K-05
-    command = [sys.executable, __file__, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    lines = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("entered")]
-    counts = {phase: tuple(map(int, numbers)) for phase, *numbers in lines}
-    assert all(got <= most for got, most in zip(counts["step"], (8, 16, 11), strict=True)), counts
-    files, _, crossings = counts["start"]
-    assert (files <= 110, crossings <= 700) == (True, True), counts
+def files_in_docs(title: str) -> list[str]:
+    """Return the files that a section of docs/architecture.md names in its numbered list."""
+    section = (ROOT / "docs" / "architecture.md").read_text().split(f"## {title}\n")[1].split("\n## ")[0]
+    return re.findall(r"`([\w/]+\.py)`", section)
 
 
-if __name__ == "__main__":
-    count(sys.argv[1])
+class Net(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.layer(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+class SavesAtTheEnd(Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.entered = Entered()
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        with self.entered.counted():
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_save_enters_few_files(tmp_path: Path) -> None:  # K-05
+    saves = SavesAtTheEnd(tmp_path / "c")
+    settings: dict[str, Any] = {"strategy": "ddp", "devices": 1, "accelerator": "cpu", "max_epochs": 1}
+    logger = CSVLogger(tmp_path / "logs")
+    fit = Fit(**settings, callbacks=[saves], logger=logger, default_root_dir=tmp_path, enable_progress_bar=False)
+    fit.fit(Net(), DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=4))
+    entered = saves.entered
+    assert len(entered.files) <= 40, entered.files
+    assert entered.crossings <= 150
+    assert files_in_docs("One save") == entered.files
+
+
+class EndsTheCount(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        sys.setprofile(None)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_start_enters_few_files(tmp_path: Path) -> None:  # K-05
+    data, entered = DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=4), Entered()
+    settings: dict[str, Any] = {"strategy": "ddp", "devices": 1, "accelerator": "cpu", "max_epochs": 1}
+    Fit(**settings, default_root_dir=tmp_path).fit(Net(), data)  # imports
+    module = EndsTheCount()
+    with entered.counted():
+        Fit(**settings, default_root_dir=tmp_path).fit(module, data)
+    assert len(entered.files) <= 110, entered.files
+    assert entered.crossings <= 700
+    assert files_in_docs("The files of a start") == entered.files
