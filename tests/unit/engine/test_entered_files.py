@@ -1,4 +1,4 @@
-"""Which of our files a save and a start enter, and how often a file calls another (K-05). docs/architecture.md has them."""
+"""Which of our files a save and a start enter, in the order of docs/architecture.md, and the calls between files."""
 
 from __future__ import annotations
 
@@ -32,13 +32,11 @@ class Entered:
         code = frame.f_code
         if event != "call" or not code.co_flags & inspect.CO_OPTIMIZED:  # not the body of a module or a class
             return
-        file, caller = _our_file(frame), frame.f_back
+        file, caller = _our_file(frame), _our_file(frame.f_back)
         if file is not None:
-            while caller is not None and _our_file(caller) is None:
-                caller = caller.f_back  # torch calls back
             if file not in self.files:
                 self.files.append(file)
-            self.crossings += _our_file(caller) not in (None, file)
+            self.crossings += caller not in (None, file)
 
     @contextmanager
     def counted(self) -> Iterator[None]:
