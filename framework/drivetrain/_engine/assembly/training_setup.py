@@ -145,15 +145,7 @@ def _prepare_stopping(core: RunCore) -> None:
         isinstance(callback, SavesOnException) and callback.save_on_exception for callback in core.callbacks
     )
     if every_step or (core.saves_on_signals and core.module.automatic_optimization):
-        core.snapshot = WindowSnapshot(
-            core.module,
-            lambda: core.data.train,
-            core.data.rng_replay,
-            core.metrics,
-            core.progress,
-            lambda: trainer.accumulate_grad_batches,
-            every_step,
-        )
+        core.snapshot = WindowSnapshot(core.module, core.data.rng_replay, core.metrics, core.progress, every_step)
 
 
 def estimated_steps(core: RunCore) -> int | float:
