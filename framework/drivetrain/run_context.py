@@ -176,7 +176,7 @@ class RunContext(FitArguments):
         if length is None:
             return False
         if run.position.loop == "training" and run.metrics.batch is not None:
-            return run.position.batch_idx + 1 == length
+            return run.position.current_batch + 1 == length
         epoch_has_ended = run.progress.batch_idx == 0 and run.progress.epoch > 0  # the next epoch has not begun yet
         return epoch_has_ended or run.progress.batch_idx == length
 

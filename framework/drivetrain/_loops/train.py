@@ -183,7 +183,7 @@ class TrainLoop:
         """
         if self.reload is not None:
             self.reload(self.progress.epoch)
-        self.validation.begin_epoch(self.progress)
+        self.validation.begin_epoch()
         epoch_begins = self.progress.batch_idx == 0
         if epoch_begins:
             self.rng_replay.start_epoch()
@@ -197,9 +197,9 @@ class TrainLoop:
         else:
             self.metrics.enter("train", reset=False)
         if self.resize(epoch_begins):
-            self.validation.resize(self.reader.length, self.progress)
+            self.validation.resize(self.reader.length)
         if not epoch_begins and resumed is not None:
-            self.validation.resume(resumed.validated_at, resumed.validation_is_due, self.progress)
+            self.validation.resume(resumed.validated_at, resumed.validation_is_due)
 
     def _train_epoch(self, snapshot: WindowSnapshot | None, data_is_over: bool) -> EpochEnd:
         """Train on the remaining micro-batches of an epoch.
@@ -227,7 +227,7 @@ class TrainLoop:
         # The batch of each micro-batch is on the device. A window is the micro-batches of one optimizer step.
         for micro_batch in micro_batches:
             batch, batch_idx, samples = micro_batch.batch, progress.batch_idx, micro_batch.samples
-            position.batch_idx, position.micro_batch = batch_idx, micro_batch
+            position.current_batch, position.micro_batch = batch_idx, micro_batch
             metrics.batch, metrics.samples = batch, samples
             metrics.had_data = metrics.had_data or samples > 0
             joining = None if samples else Joining(metrics)

@@ -18,7 +18,7 @@ from drivetrain._loops.epoch_reader import EpochReader
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.loss_checks import EpochChecks, refusing_anomalies
 from drivetrain._loops.manual_step import ManualStep
-from drivetrain._loops.schedulers import Schedulers, StepEstimate
+from drivetrain._loops.schedulers import Schedulers
 from drivetrain._loops.step import AutomaticStep, TrainStep
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.train import TrainLoop
@@ -76,6 +76,7 @@ def build_training(core: RunCore) -> TrainStep:
             trainer.val_check_interval,
             trainer.check_val_every_n_epoch,
             data.train_length,
+            core.progress,
             core.stop,
             metrics,
             warns=strategy.control.rank == 0,
@@ -220,16 +221,13 @@ def under_context(runner: StepRunner, precision: Precision) -> StepRunner:
 def _build_schedulers(core: RunCore) -> Schedulers:
     data, module = core.data, core.module
     override = module.lr_scheduler_step if is_overridden("lr_scheduler_step", module, TrainModule) else None
-    estimate = StepEstimate(
-        estimated_steps(core),
-        None if data.reload else data.train_length,
-        data.estimate_was_read,
-    )
     return Schedulers(
         core.optimization.schedulers if module.automatic_optimization else [],
         override,
         core.metrics,
-        estimate,
+        estimated_steps=estimated_steps(core),
+        estimated_length=None if data.reload else data.train_length,
+        estimate_was_read=data.estimate_was_read,
         warns=core.strategy.rank == 0,
     )
 

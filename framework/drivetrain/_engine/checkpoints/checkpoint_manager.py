@@ -289,7 +289,7 @@ class CheckpointManager:
     def _is_within_step(self) -> bool:
         """Return whether a run that failed did so within a micro-batch, a window, or the step of a scheduler."""
         position, progress, loop = self._core.position, self._core.progress, self._core.loop
-        in_micro_batch = position.loop == "training" and position.batch_idx == progress.batch_idx
+        in_micro_batch = position.loop == "training" and position.current_batch == progress.batch_idx
         return in_micro_batch or progress.within_window or (loop is not None and loop.schedulers.is_stepping)
 
     # The rehearsal: everything that a save does, except copying and writing
