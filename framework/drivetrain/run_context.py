@@ -456,7 +456,7 @@ class RunContext(FitArguments):
 
     def finish_logging(self) -> None:
         """Wait for pending rows of `log_metrics` and pass them to the loggers. Does nothing on ranks other than 0."""
-        if self._log_queue is not None:
+        if self._log_queue is not None and self._log_queue.rows:
             self._log_queue.deliver(wait=True)
 
     def log_histogram(self, name: str, value: Any, step: int | None = None, bins: int = 64) -> None:

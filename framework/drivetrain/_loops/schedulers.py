@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,16 +43,9 @@ class Schedulers:
         self._warned_names: set[str] = set()
         self._by_step = [config for config in self.configs if config.interval == "step"]
         self._by_epoch = [config for config in self.configs if config.interval == "epoch"]
-        self._used_at: dict[int, int] = {}  # the age of the value with which each plateau scheduler last stepped
+        self.used_at: dict[str, int] = {}
+        """The global step of the value with which each plateau scheduler last stepped, by its index."""
         self.has_step_schedulers = bool(self._by_step)
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the global step of the value with which each plateau scheduler last stepped, by its index."""
-        return {str(index): step for index, step in self._used_at.items()}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Restore what `state_dict` returned."""
-        self._used_at = {int(index): int(step) for index, step in state.items()}
 
     def after_step(self, global_step: int) -> None:
         """Step the schedulers whose interval is an optimizer step.
@@ -102,10 +95,10 @@ class Schedulers:
                 return
             index, logged_at = self.configs.index(config), self.metrics.logged_at(config.monitor)
             if logged_at is not None:
-                if self._used_at.get(index) == logged_at:
+                if self.used_at.get(str(index)) == logged_at:
                     self._say_stale(config)
                     return
-                self._used_at[index] = logged_at
+                self.used_at[str(index)] = logged_at
         self.is_stepping = True
         if self.step_by_module is not None:
             self.step_by_module(config.scheduler, value)

@@ -131,20 +131,22 @@ class TrainLoop:
         """Return the part of the loop's position that the counters do not contain, e.g. whether the data is over."""
         position = LoopPosition(
             data_is_over=self._data_is_over or self._is_data_over(),
-            has_begun=self.snapshot is not None and self.snapshot.is_first_window_of_epoch,
+            # The snapshot of an epoch's first window was taken after the hooks of the epoch's start.
+            has_begun=self.snapshot is not None and self.snapshot.is_active and self.progress.batch_idx == 0,
             left_after_last_step=self._left_after_last_step,
             asked_to_stop=self._asked_to_stop,
             validated_at=self.validation.last_run_at,
-            validation_is_due=self.validation.is_due,
+            validation_is_due=self.validation.next_at == self.progress.batch_idx,
         )
-        plateaus = self.schedulers.state_dict()
-        return {**asdict(position), "flushed_at": self._flushed_at, "plateaus": plateaus}
+        plateaus = self.schedulers.used_at
+        return {**asdict(position), "flushed_at": self._flushed_at, "plateaus": dict(plateaus)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make `run` resume at the position that `state_dict` returned."""
         position = dict(state)
         self._flushed_at = int(position.pop("flushed_at"))
-        self.schedulers.load_state_dict(position.pop("plateaus"))
+        plateaus = position.pop("plateaus")
+        self.schedulers.used_at = {index: int(step) for index, step in plateaus.items()}
         self._resumed = LoopPosition(**{**position, "validated_at": int(position["validated_at"])})
 
     # The operations of a run, an epoch and a step, in their order
@@ -340,7 +342,7 @@ class TrainLoop:
     def _is_data_over(self) -> bool:
         progress, snapshot = self.progress, self.snapshot
         went_back = snapshot is not None and snapshot.is_active
-        return self.reader.is_exhausted and progress.batch_idx > 0 and not progress.within_window and not went_back
+        return progress.batch_idx > 0 and not progress.within_window and not went_back and self.reader.is_exhausted
 
     def _skips_rest_of_epoch(self, hooks: Sequence[Callable[..., Any]], batch: Any, batch_idx: int) -> bool:
         """Call ``on_train_batch_start``; return whether a hook returned -1, which has to be the same on every rank."""

@@ -88,13 +88,8 @@ class ValidationPlan:
         if self._validates_this_epoch:
             self._schedule_next()
 
-    @property
-    def is_due(self) -> bool:
-        """Whether `run` is to be called before the next micro-batch."""
-        return self.next_at == self.progress.batch_idx
-
     def resume(self, last_run_at: int, is_due: bool) -> None:
-        """Restore `last_run_at` and `is_due`, after `begin_epoch`."""
+        """Restore `last_run_at`, and whether `run` is to be called before the next micro-batch, after `begin_epoch`."""
         self.last_run_at = last_run_at
         if self.next_at != -1:
             self._schedule_next()  # skips a validation that ran within the open window

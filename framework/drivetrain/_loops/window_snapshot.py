@@ -135,11 +135,6 @@ class WindowSnapshot:
         return self._buffers if self.is_active else {}
 
     @property
-    def is_first_window_of_epoch(self) -> bool:
-        """Whether the active snapshot is of an epoch's first window, taken after the hooks of the epoch's start."""
-        return self.is_active and self.progress.batch_idx == 0
-
-    @property
     def rank_state(self) -> Mapping[tuple[str, ...], Callable[[], Any]]:
         """Functions that return what owners of this rank's state gave then, by their paths; empty while not active."""
         return self._rank_state if self.is_active else {}
