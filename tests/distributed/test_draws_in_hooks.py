@@ -59,10 +59,10 @@ def _run(strategy: str, hook: str, seeds: bool = False) -> dict[str, Any]:
 
 
 def _stacks_of_a_run(batches: int) -> int:
-    formatted: list[str] = []
+    formatted: list[Any] = []
 
     def format_stack(*arguments: Any) -> list[str]:
-        formatted.append("one")
+        formatted.append(arguments)
         return []
 
     with pytest.MonkeyPatch.context() as patch:
