@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from drivetrain._data.batch_copies import copy_batch
-from drivetrain._data.batch_source import LimitedSource
+from drivetrain._data.batch_source import BatchSource, LimitedSource
 from drivetrain._data.rng_replay import RngReplay
 from drivetrain._data.sharding import EpochOffset
 from drivetrain._loops.batch_mover import BatchMover
@@ -76,6 +76,16 @@ class EpochReader:
         self._has_ended = self._has_ended_on_all_ranks = False
 
     @property
+    def source(self) -> BatchSource:
+        """The source of this rank's batches."""
+        return self._data.source
+
+    @property
+    def window_size(self) -> int:
+        """The number of micro-batches of a window, which a callback may change between epochs."""
+        return self.trainer.accumulate_grad_batches
+
+    @property
     def length(self) -> int | None:
         """The expected number of micro-batches of an epoch; None if it is unknown."""
         return self._data.length
@@ -103,7 +113,7 @@ class EpochReader:
     def micro_batches(self, epoch: int, first: int) -> Iterator[MicroBatch]:
         """Start an epoch, and return its micro-batches from number ``first`` on. Workers begin to read immediately."""
         source, strategy, weigh = self._data.source, self.strategy, self.weigh
-        size = self.trainer.accumulate_grad_batches
+        size = self.window_size
         origin = self.origin_of(epoch)
         order = 0 if self.trainer.overfit_batches else epoch
         limit = None if self._data.limit is None else max(0, self._data.limit - first)

@@ -163,7 +163,9 @@ class TrainLoop:
             self._begin_epoch(resumed, reset_metrics)
             data_is_over = resumed is not None and resumed.data_is_over
             reset_metrics, resumed = True, None
-            snapshot = self.snapshot if self.snapshot is not None and self.snapshot.begin_epoch() else None
+            snapshot = self.snapshot
+            if snapshot is not None and not snapshot.begin_epoch(self.reader.source, self.reader.window_size):
+                snapshot = None
             previous = self.position.enter("training")
             self.saves.in_epoch = True
             ended = self._train_epoch(snapshot, data_is_over)

@@ -28,20 +28,16 @@ class WindowSnapshot:
 
     Attributes:
         module: the user's module.
-        get_source: returns the source of the training batches of an epoch.
         rng_replay: records the generators' states.
         metrics: the store that steps log to.
         progress: the counters.
-        get_size: returns the number of micro-batches in a window of this epoch.
         every_step: whether to copy also if windows have one micro-batch, and to record the versions of the weights.
     """
 
     module: nn.Module
-    get_source: Callable[[], BatchSource]
     rng_replay: RngReplay
     metrics: MetricStore
     progress: Progress
-    get_size: Callable[[], int]
     every_step: bool
 
     is_active: bool = field(default=False, init=False)
@@ -57,13 +53,17 @@ class WindowSnapshot:
         self.buffers: dict[str, Tensor] = {}
         """The persistent buffers at the snapshot, by name."""
 
-    def begin_epoch(self) -> bool:
+    def begin_epoch(self, source: BatchSource, window_size: int) -> bool:
         """Take the first snapshot of an epoch. If none is needed because windows have one micro-batch, return False.
 
         Buffers and metric objects are collected again, since hooks at the start of an epoch may change them.
+
+        Args:
+            source: the source of the epoch's batches.
+            window_size: the number of micro-batches of the epoch's windows.
         """
         self._taken_at = -1
-        if self.get_size() == 1 and not self.every_step:
+        if window_size == 1 and not self.every_step:
             return False
         if self.every_step:
             self._weights = list(self.module.parameters())
@@ -74,7 +74,7 @@ class WindowSnapshot:
             for name in _persistent_buffers(layer)
         ]
         self._metric_objects = list(self.metrics.objects.all())
-        self._source = self.get_source()
+        self._source = source
         self.take()
         return True
 

@@ -55,7 +55,7 @@ def build_training(core: RunCore) -> TrainStep:
     core.loop = TrainLoop(
         step=step,
         reader=_build_reader(core),
-        hooks=core.hooks,
+        hooks=core.callbacks.hooks,
         control=strategy.control,
         progress=core.progress,
         position=core.position,
@@ -145,15 +145,7 @@ def _prepare_stopping(core: RunCore) -> None:
         isinstance(callback, SavesOnException) and callback.save_on_exception for callback in core.callbacks
     )
     if every_step or (core.saves_on_signals and core.module.automatic_optimization):
-        core.snapshot = WindowSnapshot(
-            core.module,
-            lambda: core.data.train,
-            core.data.rng_replay,
-            core.metrics,
-            core.progress,
-            lambda: trainer.accumulate_grad_batches,
-            every_step,
-        )
+        core.snapshot = WindowSnapshot(core.module, core.data.rng_replay, core.metrics, core.progress, every_step)
 
 
 def estimated_steps(core: RunCore) -> int | float:
@@ -236,7 +228,7 @@ def _build_step(core: RunCore) -> TrainStep:
     data, optimization, trainables = core.data, core.optimization, core.trainables
     assert trainables is not None
     module, strategy = core.module, core.strategy
-    parts = module, core.runner, strategy, core.hooks, core.metrics, trainables
+    parts = module, core.runner, strategy, core.callbacks.hooks, core.metrics, trainables
     if not module.automatic_optimization:
         _check_manual(core)
         return ManualStep(*parts, optimization.handles)
@@ -315,7 +307,7 @@ def _unscales_first(core: RunCore) -> bool:
     A separate pass is needed if gradients are not clipped, or if a hook reads gradients before they are clipped.
     """
     trainer, module, strategy = core.trainer, core.module, core.strategy
-    read_by_hooks = bool(core.hooks.on_before_optimizer_step) or is_overridden(
+    read_by_hooks = bool(core.callbacks.hooks.on_before_optimizer_step) or is_overridden(
         "configure_gradient_clipping", module, TrainModule
     )
     clips = trainer.gradient_clip_val and not is_overridden("clip_gradients", strategy, Strategy)
