@@ -110,9 +110,12 @@ def test_each_test_is_in_one_size(size: str, tmp_path: Path) -> None:
         ("none", "9 passed, 2 skipped in 17.50s", 0),
         ("test", "1 failed, 9 passed, 2 skipped in 17.50s", 2),
         ("test-rest", "1 failed, 9 passed, 2 skipped in 17.50s", 2),
+        ("types", "9 passed, 2 skipped in 17.50s", 2),
     ],
 )
-def test_ci_sums_up_both_sizes_and_fails_if_either_does(fails: str, closing: str, status: int, tmp_path: Path) -> None:
+def test_ci_sums_up_both_sizes_and_fails_if_either_or_the_type_check_does(
+    fails: str, closing: str, status: int, tmp_path: Path
+) -> None:
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci/run", tmp_path / ".ci")
     make = tmp_path / "make"

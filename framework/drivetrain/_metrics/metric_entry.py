@@ -211,7 +211,7 @@ class Entry:
         self.epoch_total()
         return {
             **{name: getattr(self, name) for name in (*_OPTION_FIELDS, *_VALUE_FIELDS, *_AGES)},
-            "forced": list(self.options[:2]),  # on_step and on_epoch as passed to `log`, before defaults
+            "options": list(self.options[:2]),  # on_step and on_epoch as passed to `log`, before defaults
             "is_reduced": self.last is not None and self.last is self.reduced,
         }
 
@@ -228,7 +228,7 @@ class Entry:
         for key in ("last", "result", "total"):
             if state[key] is not None:
                 copy_as_tensor(state[key])  # raises an error if the value is no number
-        on_step, on_epoch = state["forced"]
+        on_step, on_epoch = state["options"]
         entry = cls(name, (on_step, on_epoch, *option_values.values()), **{key: state[key] for key in _OPTION_FIELDS})
         for key in _VALUE_FIELDS:
             # A result has been reduced and is on the host.

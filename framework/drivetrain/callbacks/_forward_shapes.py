@@ -60,11 +60,9 @@ def forward_shapes(module: nn.Module, example: Any, device: torch.device) -> For
 
     Args:
         module: the module; its weights may be sharded or on the meta device.
-        example: `TrainModule.example_input_array`; None returns an empty result.
+        example: `TrainModule.example_input_array`.
         device: the device on which the module computes.
     """
-    if example is None:
-        return ForwardShapes()
     if not has_forward(module):
         return ForwardShapes(missing_reason="the module has no forward")
     tensors = [*module.parameters(), *module.buffers()]
@@ -203,22 +201,20 @@ def _without_fused_kernels() -> Iterator[None]:
     """Disable fused kernels, whose FLOPs the counter does not know."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    backends: tuple[Any, ...] = (torch.backends.mkldnn, torch.backends.cudnn)  # Both fuse recurrent layers.
-    fake_tensor_logger = logging.getLogger("torch._subclasses.fake_tensor")  # logs each error before raising the error
-    fastpath_enabled, backends_enabled, logger_disabled = (
-        torch.backends.mha.get_fastpath_enabled(),
-        [backend.enabled for backend in backends],
-        fake_tensor_logger.disabled,
-    )
+    switches: list[tuple[Any, str, bool]] = [
+        (torch.backends.mkldnn, "enabled", False),  # This backend and cuDNN fuse recurrent layers.
+        (torch.backends.cudnn, "enabled", False),
+        (logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),  # logs each error before raising it
+    ]
+    before = [getattr(owner, name) for owner, name, _ in switches]
+    fastpath_enabled = torch.backends.mha.get_fastpath_enabled()
     try:
-        fake_tensor_logger.disabled = True
+        for owner, name, value in switches:
+            setattr(owner, name, value)
         torch.backends.mha.set_fastpath_enabled(False)
-        for backend in backends:
-            backend.enabled = False
         with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
-        fake_tensor_logger.disabled = logger_disabled
         torch.backends.mha.set_fastpath_enabled(fastpath_enabled)
-        for backend, enabled in zip(backends, backends_enabled, strict=True):
-            backend.enabled = enabled
+        for (owner, name, _), value in zip(switches, before, strict=True):
+            setattr(owner, name, value)

@@ -140,13 +140,15 @@ class Checkpoint(Callback):
         check_count("Checkpoint", "keep_last", keep_last or 0, 0, "how many of the newest checkpoints to keep")
         check_count("Checkpoint", "every_n_train_steps", every_n_train_steps or 0, 0, "a number of optimizer steps")
         check_count("Checkpoint", "every_n_epochs", every_n_epochs or 0, 0, "a number of epochs")
-        check_digest("Checkpoint", digest)
+        if digest is not None:
+            check_digest("Checkpoint", digest)
         self.dirpath = None if dirpath is None else resolved_path(dirpath, "dirpath")
         self._default_dirpath: str | None = None  # the folder that the run chose, if the user passed no `dirpath`
         self._run_id = ""
         self._disabled = False
         self.filename = DEFAULT_TEMPLATE if filename is None else filename
-        check_template(self.filename, auto_insert_metric_name)
+        if filename is not None:
+            check_template(filename, auto_insert_metric_name)
         self.monitor = monitor
         self.mode = mode
         self.save_top_k = save_top_k

@@ -12,7 +12,6 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from drivetrain._config.argument_checks import check_count
-from drivetrain._distributed.gradient_meshes import group_by_mesh
 from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError, NonFiniteError
 from drivetrain.module.train_module import TrainModule
@@ -95,8 +94,8 @@ class NonFiniteGuard(Callback):
         """Add the largest magnitude among this rank's gradients to the buffer."""
         if not self.check_gradients:
             return
-        plain, sharded = group_by_mesh([optimizer])
-        gradients = [_dense(p.grad) for p in (*plain, *(p for parameters in sharded.values() for p in parameters))]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        gradients = [_dense(parameter.grad) for parameter in parameters if parameter.grad is not None]
         if gradients:
             largest = get_total_norm(gradients, math.inf)
             self._buffer_entry(largest, _GRADIENT).add_(largest)

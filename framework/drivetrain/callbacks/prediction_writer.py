@@ -12,7 +12,7 @@ from drivetrain._runtime.working_directory import resolved_path
 from drivetrain.callback import Callback
 
 if TYPE_CHECKING:
-    from drivetrain.callbacks._predictions.prediction_run import PredictionRun
+    from drivetrain.callbacks._prediction_run import PredictionRun
     from drivetrain.run_context import RunContext
 
 _INTERVALS = ("batch", "epoch", "batch_and_epoch")
@@ -149,7 +149,7 @@ class PredictionWriter(BasePredictionWriter):
     def on_predict_start(self, trainer: RunContext, module: Any) -> None:
         """Start to write predictions, or continue those of a killed run. A collective operation."""
         super().on_predict_start(trainer, module)
-        from drivetrain.callbacks._predictions.prediction_run import PredictionRun  # imported only if needed
+        from drivetrain.callbacks._prediction_run import PredictionRun  # imported only if needed
 
         self._run = PredictionRun(self.path, trainer, module, self.part_bytes)
 

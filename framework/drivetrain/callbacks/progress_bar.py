@@ -65,7 +65,6 @@ class ProgressBar(Callback):
         self._refresh_interval = 1.0 / refresh_rate
         self._stream = stream
         self._lines: LiveLines | None = None  # the lines that this rank redraws on a terminal
-        self._is_rank_zero = False
         self._metrics: dict[str, float] = {}  # the newest metrics that have arrived, for the terminal
         self._arriving: list[NamedNumbers] = []  # metrics that are still copied, for the terminal
         self._training: Phase | None = None
@@ -127,10 +126,9 @@ class ProgressBar(Callback):
 
     def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Determine whether this rank shows progress, and whether the output is a terminal."""
-        self._is_rank_zero = trainer.is_global_zero
         self._next_line = _now() + _LINE_INTERVAL
         self._arriving = []
-        if self._is_rank_zero and self.is_terminal():
+        if trainer.is_global_zero and self.is_terminal():
             self._lines = LiveLines(self.stream)
             if self._stream is None:
                 self._lines.guard()
@@ -141,7 +139,6 @@ class ProgressBar(Callback):
             self.close()
             self._lines.release()
         self._lines = None
-        self._is_rank_zero = False
         self._training = self._phase = self._time_left = self._pending_line = None
         self._time_left_in_run = ""
 
@@ -243,7 +240,7 @@ class ProgressBar(Callback):
 
     def write_progress(self, trainer: RunContext, module: TrainModule, batches: int) -> None:
         """Print a line of progress if one is due and the output is not a terminal."""
-        if self._lines is not None or not self._is_rank_zero:
+        if self._lines is not None or not trainer.is_global_zero:
             return
         self._write_pending_line(wait=False)
         phase, now = self._phase, _now()
@@ -273,7 +270,7 @@ class ProgressBar(Callback):
 
     def _end_phase(self, trainer: RunContext, phase: Phase | None) -> None:
         self._phase = None
-        if not self._is_rank_zero or phase is None:
+        if not trainer.is_global_zero or phase is None:
             return
         if self._lines is not None:
             self.close()

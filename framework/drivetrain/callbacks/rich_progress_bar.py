@@ -35,8 +35,7 @@ class RichProgressBar(ProgressBar):
             )
         super().__init__(refresh_rate, stream)
         self._leave = leave
-        # The arguments of `fit_line` for the epoch's bar when it was drawn last: metrics, time, remaining time.
-        self._epoch: tuple[Mapping[str, float], float, str] | None = None
+        self._epoch_line: BarLine | None = None  # the epoch's bar as it was drawn last
         self._last_lines: list[str] = []
 
     def draw(self, phase: Phase, metrics: Mapping[str, float], now: float) -> None:
@@ -44,11 +43,12 @@ class RichProgressBar(ProgressBar):
         if self._lines is None:
             return
         width = self._lines.width
-        lines = [fit_line(phase, metrics, now, self.remaining_time_text, width)]
+        line = fit_line(phase, metrics, now, self.remaining_time_text, width)
+        lines = [line]
         if phase is self._training:
-            self._epoch = metrics, now, self.remaining_time_text
-        elif self._training is not None and self._epoch is not None:
-            lines.insert(0, fit_line(self._training, *self._epoch, width))
+            self._epoch_line = line
+        elif self._training is not None and self._epoch_line is not None:
+            lines = [self._epoch_line, line]
         self._last_lines = self._styled(lines, width)
         self._lines.show(self._last_lines)
 
@@ -78,4 +78,4 @@ class RichProgressBar(ProgressBar):
         return styled_lines
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_epoch": None, "_last_lines": []}
+        return super().__getstate__() | {"_epoch_line": None, "_last_lines": []}

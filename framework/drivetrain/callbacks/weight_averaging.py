@@ -261,14 +261,10 @@ class EMAWeightAveraging(WeightAveraging):
                 "decay is the fraction of the average that is kept at each update",
                 "give a number from 0 to 1, such as 0.999",
             )
-        counts = {
-            "update_every_n_steps": (update_every_n_steps, 1),
-            "update_starting_at_step": (update_starting_at_step, 0),
-            "update_starting_at_epoch": (update_starting_at_epoch, 0),
-        }
-        for name, (value, least) in counts.items():
-            if value is not None or least:
-                check_count("EMAWeightAveraging", name, value, least, "a number of steps or epochs")
+        owner, meaning = "EMAWeightAveraging", "a number of steps or epochs"
+        check_count(owner, "update_every_n_steps", update_every_n_steps, 1, meaning)
+        check_count(owner, "update_starting_at_step", update_starting_at_step or 0, 0, meaning)
+        check_count(owner, "update_starting_at_epoch", update_starting_at_epoch or 0, 0, meaning)
         super().__init__(None, use_buffers, evaluate)
         self.decay = float(decay)
         self.update_every_n_steps = update_every_n_steps

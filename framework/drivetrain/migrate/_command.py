@@ -10,7 +10,6 @@ import argparse
 import difflib
 import io
 import os
-import re
 import shutil
 import sys
 import tokenize
@@ -19,10 +18,7 @@ from pathlib import Path
 
 from drivetrain._storage.paths import folder_at
 from drivetrain.migrate._configurations import migrate_yaml
-from drivetrain.migrate._scripts import Migrated, migrate
-
-# Matches a line as Python's tokenizer splits them. str.splitlines would also split at other separators.
-_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
+from drivetrain.migrate._scripts import LINE, Migrated, migrate
 
 
 def _read(path: Path) -> tuple[str, str]:
@@ -47,7 +43,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _diff_lines(path: Path, before: str, after: str) -> Iterator[str]:
-    for line in difflib.unified_diff(_LINE.findall(before), _LINE.findall(after), str(path), str(path)):
+    for line in difflib.unified_diff(LINE.findall(before), LINE.findall(after), str(path), str(path)):
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
 
 

@@ -26,7 +26,7 @@ _ARGUMENT_NOTES = {
 }
 _MODULE_VARIABLES = ("self", "module", "pl_module", "model", "lightning_module")
 # Matches a line as Python's tokenizer splits them. str.splitlines would also split at other separators.
-_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
+LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ class _Script:
 
     def __init__(self, source: str) -> None:
         self._tree = ast.parse(source)
-        self._lines = [line.encode() for line in _LINE.findall(source)]
+        self._lines = [line.encode() for line in LINE.findall(source)]
         self._names = _collect_names(self._tree)
         self._edits: dict[tuple[int, int], tuple[tuple[int, int], str, str]] = {}  # start: end, old ("": any), new
         newline = re.search(r"[\r\n]+$", self._lines[0].decode()) if self._lines else None

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import pickle
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -17,12 +21,13 @@ import torch.distributed as dist
 
 from drivetrain._distributed.child_processes import ProcessSettings, outcome_of
 from drivetrain._distributed.parent_watchdog import die_with_parent
+from drivetrain._distributed.watchdog import dumped_stacks
 from drivetrain._runtime.process_state import ProcessState
 from drivetrain.testing._leak_checks import ProcessSnapshot
-from drivetrain.testing._stack_dump import dump_stacks_to
 
 STARTED = "started"
 ALL_RETURNED = "all returned"
+_FALLBACK_DELAY = 2.0  # seconds that the timer's thread gets to dump the stacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,7 @@ class Leftovers:
     """What a call left behind.
 
     Attributes:
-        restored: descriptions of changes that were undone.
+        undone_changes: descriptions of changes that were undone.
         still_running: descriptions of threads and child processes. If there are any, the caller ends all ranks.
     """
 
@@ -87,7 +92,7 @@ def _run_call(call: Call, rank: int, world_size: int, pipe: Connection) -> Lefto
     is in a collective, the collective of the other rank would fail.
     """
     snapshot = ProcessSnapshot()
-    with dump_stacks_to(Path(call.stack_file), call.timeout):
+    with _stacks_dumped_to(Path(call.stack_file), call.timeout):
         pipe.send(outcome_of(rank, partial(_result, call, rank, world_size)))
         pipe.recv()
         if call.process_group is not None and dist.is_initialized():
@@ -107,3 +112,33 @@ def _result(call: Call, rank: int, world_size: int) -> Any:
         )
     fn, args = pickle.loads(call.work)
     return fn(*args)
+
+
+@contextmanager
+def _stacks_dumped_to(path: Path, seconds: float) -> Iterator[None]:
+    """Write the stacks of all threads to ``path`` at a fault, and if the block is still running after ``seconds``.
+
+    After ``seconds``, a Python thread that holds the GIL writes the stacks. `faulthandler.dump_traceback_later` reads
+    stacks while they change, and this crashes about one busy process in ten. The function is therefore only the
+    fallback for a thread that hangs while it holds the GIL.
+    """
+    with path.open("w") as file:
+
+        def dump() -> None:
+            faulthandler.cancel_dump_traceback_later()
+            others = [stack for stack in dumped_stacks() if not stack.startswith("Current thread")]
+            file.write("\n\n".join(others))
+            file.flush()
+
+        faulthandler.enable(file)
+        faulthandler.dump_traceback_later(seconds + _FALLBACK_DELAY, file=file)
+        timer = threading.Timer(seconds, dump)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+            faulthandler.cancel_dump_traceback_later()
+            faulthandler.disable()

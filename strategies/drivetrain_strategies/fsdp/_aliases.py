@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from drivetrain_strategies.fsdp.strategy import FSDPStrategy
 
-
-def fsdp() -> FSDPStrategy:
-    return FSDPStrategy()
-
-
-def fsdp_grad_op() -> FSDPStrategy:
-    return FSDPStrategy(sharding="grad_op")
-
-
-def hsdp() -> FSDPStrategy:
-    return FSDPStrategy(sharding="hybrid")
+fsdp = FSDPStrategy
+fsdp_grad_op = partial(FSDPStrategy, sharding="grad_op")
+hsdp = partial(FSDPStrategy, sharding="hybrid")

@@ -1,16 +1,22 @@
-"""Buffers one run's predictions on each rank and writes them to a `PredictionStore` in parts."""
+"""Buffers one run's predictions on each rank, writes them to a `PredictionStore` in parts, and resumes a killed run."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data.sampler import BatchSampler
 
+from drivetrain._data.combined import CombinedLoader
+from drivetrain._data.order_fingerprint import digest_of_batch, subset_fingerprint
 from drivetrain._data.prediction_files import (
     Part,
     as_integer_indices,
@@ -18,13 +24,16 @@ from drivetrain._data.prediction_files import (
     records_from_json,
     records_to_json,
 )
+from drivetrain._data.samplers import len_or_none
+from drivetrain._distributed.checksum import checksum_share, stack_on_cpu
 from drivetrain._format.collective_errors import run_collectively
 from drivetrain._format.documents import encode
 from drivetrain._format.tensor_file import check_storable
 from drivetrain._loops.outputs import on_host
-from drivetrain.callbacks._predictions.prediction_identity import prediction_identity
-from drivetrain.callbacks._predictions.prediction_store import PredictionStore, StoredPart
+from drivetrain._runs.identity import class_path
+from drivetrain.callbacks._prediction_store import PredictionStore, StoredPart
 from drivetrain.errors import CheckpointError
+from drivetrain.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from drivetrain.run_context import RunContext
@@ -50,14 +59,14 @@ class PredictionRun:
         self._is_data_leader = strategy.is_data_leader
         self._part_bytes = part_bytes
         self._identity = prediction_identity(trainer, module)
-        self._failure_message = message = f"Predictions could not be written to {path!r}"
-        self.store = run_collectively(control, message, lambda: PredictionStore(path))
+        self._together = partial(run_collectively, control, f"Predictions could not be written to {path!r}")
+        self.store: PredictionStore = self._together(lambda: PredictionStore(path))
         self._earlier: dict[Part, StoredPart] = {}  # the parts of the killed run, of this rank's batches
         try:
-            begun = run_collectively(control, message, self._begin)
-            self.resumes = control.gather_objects(begun)[0]
+            begun = self._together(lambda: self._rank == 0 and self.store.begin(self._identity))
+            self.resumes: bool = control.gather_objects(begun)[0]
             if self.resumes:
-                self._earlier = run_collectively(control, message, lambda: self.store.whole_parts(self._data_rank))
+                self._earlier = self._together(lambda: self.store.whole_parts(self._data_rank))
         except BaseException:
             self.store.release()
             raise
@@ -133,14 +142,14 @@ class PredictionRun:
             self._check_all_seen()
             return records_to_json(self._records)
 
-        written = self._control.gather_objects(run_collectively(self._control, self._failure_message, finish))
+        written = self._control.gather_objects(self._together(finish))
 
         def commit() -> None:
             if self._rank == 0:
                 files = {name: record for records in written for name, record in records_from_json(records).items()}
                 self.store.publish(self._identity, files)
 
-        run_collectively(self._control, self._failure_message, commit)
+        self._together(commit)
 
     def flush_after_failure(self) -> None:
         """Write the buffer after a failure, if possible. Not a collective operation."""
@@ -149,9 +158,6 @@ class PredictionRun:
                 self._flush()
             except Exception:
                 return  # Only the original failure is reported.
-
-    def _begin(self) -> bool:
-        return self._rank == 0 and self.store.begin(self._identity)
 
     def _check_all_seen(self) -> None:
         for part, stored in self._earlier.items():
@@ -198,3 +204,67 @@ def _encoded(output: Any, name: str, batch_idx: int) -> tuple[Any, dict[str, Ten
             "for an array and output._asdict() for a named tuple; or write a subclass of BasePredictionWriter.",
         ) from error
     return encoded, tensors
+
+
+# What a run must have in common with the killed run that it resumes
+
+
+def prediction_identity(trainer: RunContext, module: Any) -> dict[str, Any]:
+    """Return JSON-serializable values that are equal for runs that make the same predictions. A collective operation.
+
+    At most a few samples of the data are read.
+    """
+    return {
+        "weights": _weights_digest(trainer.strategy),
+        "module": class_path(type(module)),
+        "precision": trainer.strategy.precision.name,
+        "data": [_data_identity(loader) for loader in trainer.evaluated_loaders],
+        "limit": repr(trainer.limit_predict_batches),
+        "use_distributed_sampler": trainer.use_distributed_sampler,
+        "number of ranks": trainer.strategy.data_world_size,
+    }
+
+
+def _weights_digest(strategy: Strategy) -> str:
+    """Return a digest of the exact values of all parameters and persistent buffers.
+
+    A collective operation. Each rank computes position-dependent checksums of its shards. Only one number per tensor is
+    gathered.
+
+    Args:
+        strategy: the strategy that has set up the module.
+    """
+    headers, sums = [], []
+    for name, value in sorted(strategy.model_state().items()):
+        shard = strategy.shard_of(value)
+        headers.append(f"{name} {tuple(shard.shape)} {shard.dtype}")
+        sums.append(checksum_share(shard, strategy.rank))
+    total = strategy.control.all_gather(stack_on_cpu(sums)).sum(0).tolist()
+    return hashlib.blake2b(repr((headers, total)).encode(), digest_size=16).hexdigest()
+
+
+def _data_identity(loader: Any) -> dict[str, Any]:
+    """Return JSON-serializable values that identify a loader's data, the order of the data and its batches."""
+    data = getattr(loader, "dataset", loader)
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    identity: dict[str, Any] = {
+        "class": class_path(type(data)),
+        "samples": len_or_none(data),
+        "subset": subset_fingerprint(data),
+        "batch size": getattr(loader if batch_sampler is None else batch_sampler, "batch_size", None),
+    }
+    if isinstance(loader, CombinedLoader):
+        identity |= {"mode": loader.mode, "loaders": [_data_identity(part) for part in loader.flattened]}
+    if isinstance(loader, DataLoader):
+        sampler: Any = loader.sampler if batch_sampler is None else batch_sampler
+        inner = sampler.sampler if type(sampler) is BatchSampler else sampler
+        # With either of these samplers, predict uses the order of the dataset.
+        draws_once = not getattr(inner, "replacement", False)
+        uses_dataset_order = type(inner) in (SequentialSampler, RandomSampler) and draws_once
+        identity["order"] = "of the data set" if uses_dataset_order else class_path(type(inner))
+        identity["drawn samples"] = len_or_none(inner)
+    if isinstance(data, TensorDataset) and len(data):
+        identity["digest of some samples"] = digest_of_batch(
+            [data[index] for index in sorted({0, len(data) // 2, len(data) - 1})]
+        )
+    return identity

@@ -1,1 +1,0 @@
-"""Implementation of `PredictionWriter`: writing, storage, and resuming a killed run."""
