@@ -20,7 +20,8 @@ class LogQueue:
     """
 
     def __init__(self) -> None:
-        self._rows: deque[_Row] = deque()
+        self.rows: deque[_Row] = deque()
+        """The rows that are not delivered yet."""
 
     def put(
         self, loggers: Sequence[Logger], values: Mapping[str, Tensor | float], step: int, takes_step: bool = False
@@ -33,7 +34,7 @@ class LogQueue:
             step: the optimizer step that the values belong to.
             takes_step: whether a value that is called "step" replaces ``step``, as in Lightning.
         """
-        self._rows.append(_Row(loggers, values, step, takes_step))
+        self.rows.append(_Row(loggers, values, step, takes_step))
         self.deliver()
 
     def deliver(self, wait: bool = False) -> None:
@@ -42,7 +43,7 @@ class LogQueue:
         Raises:
             Exception: the first error of a logger, after the rows were delivered to all loggers.
         """
-        rows = self._rows
+        rows = self.rows
         first_error: Exception | None = None
         while rows and (wait or rows[0].is_complete):
             error = rows.popleft().deliver()

@@ -76,8 +76,8 @@ class Position:
 
     loop: str | None = None
     """"training", "evaluation" or "prediction"; None between loops."""
-    batch_idx: int = 0
-    """The index of the current micro-batch."""
+    current_batch: int = 0
+    """The index of the current micro-batch. `Progress.batch_idx` counts those that were trained on."""
     micro_batch: WeightedBatch | None = None
     """Training's current micro-batch; None between epochs."""
     indices: Sequence[Any] | None = None
@@ -95,13 +95,13 @@ class Position:
 
     def enter(self, loop: str) -> tuple[str | None, int]:
         """Set the running loop, at batch 0; return the previous loop and batch, to be passed to `leave`."""
-        previous = self.loop, self.batch_idx
-        self.loop, self.batch_idx = loop, 0
+        previous = self.loop, self.current_batch
+        self.loop, self.current_batch = loop, 0
         return previous
 
     def leave(self, previous: tuple[str | None, int]) -> None:
         """Restore the loop and batch that `enter` returned."""
-        self.loop, self.batch_idx = previous
+        self.loop, self.current_batch = previous
 
 
 @dataclass(slots=True)

@@ -176,7 +176,7 @@ class RunContext(FitArguments):
         if length is None:
             return False
         if run.position.loop == "training" and run.metrics.batch is not None:
-            return run.position.batch_idx + 1 == length
+            return run.position.current_batch + 1 == length
         epoch_has_ended = run.progress.batch_idx == 0 and run.progress.epoch > 0  # the next epoch has not begun yet
         return epoch_has_ended or run.progress.batch_idx == length
 
@@ -456,7 +456,7 @@ class RunContext(FitArguments):
 
     def finish_logging(self) -> None:
         """Wait for pending rows of `log_metrics` and pass them to the loggers. Does nothing on ranks other than 0."""
-        if self._log_queue is not None:
+        if self._log_queue is not None and self._log_queue.rows:
             self._log_queue.deliver(wait=True)
 
     def log_histogram(self, name: str, value: Any, step: int | None = None, bins: int = 64) -> None:

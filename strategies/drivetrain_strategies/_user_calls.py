@@ -29,6 +29,14 @@ def is_called_by_library() -> bool:
     return False
 
 
+def writes_in_place(func: Any) -> bool:
+    """Return whether a function of torch writes its first argument."""
+    name = getattr(func, "__name__", "")
+    if name in ("requires_grad_", "detach_"):
+        return False
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
 def tensors_in(values: Any) -> Iterator[Any]:
     """Yield the tensors among arguments of a function of torch, and those in lists of tensors."""
     for value in values:

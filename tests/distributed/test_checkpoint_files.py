@@ -26,7 +26,6 @@ from drivetrain._format import (
     run_collectively,
     save,
     tensor_writer,
-    write_plan,
 )
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify
@@ -37,7 +36,7 @@ CHUNK_BYTES = tensor_writer.CHUNK_BYTES
 
 
 def control(chunk_bytes: int = 500) -> GroupControl:
-    write_plan.SMALL_BYTES, tensor_writer.CHUNK_BYTES = 2000, chunk_bytes
+    tensor_writer.SMALL_BYTES, tensor_writer.CHUNK_BYTES = 2000, chunk_bytes
     store = dist.distributed_c10d._get_default_store()
     group = dist.new_group(backend="gloo")
     return GroupControl(group, store, dist.get_rank(), dist.get_world_size())

@@ -124,13 +124,20 @@ def log_norm(module: Any, *_: Any) -> None:
     module.log("norm", module.net[0].weight.detach().norm())
 
 
+@torch.no_grad()
+def clear_row(module: Any, batch: Any, batch_idx: int) -> Any:
+    module.net[0].weight[0] = 0.0
+    return torch.enable_grad()(module.loss)(batch)
+
+
 def halve_gradients(module: Any) -> None:
     for parameter in module.parameters():
         parameter.grad.mul_(0.5)
 
 
 def test_a_hook_that_touches_partitioned_weights_or_part_of_a_windows_gradients_is_refused() -> None:  # S-07, S-09
-    hooks = {"on_before_optimizer_step": clamp, "on_after_backward": log_norm, "on_train_epoch_end": log_norm}
+    hooks: Any = {"on_before_optimizer_step": clamp, "on_after_backward": log_norm, "on_train_epoch_end": log_norm}
+    hooks["training_step"] = clear_row
     kinds = [CLAMPS, ASSIGNS, *(partial(with_hooks, **{name: hook}) for name, hook in hooks.items())]
     window: Any = partial(with_hooks, on_after_backward=halve_gradients), "stage 2"
     *texts, of_window = results(*((kind, NOTHING_GATHERED) for kind in kinds), window, accumulate_grad_batches=2)

@@ -18,8 +18,8 @@ from drivetrain._distributed.control_group import GroupControl
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._distributed.shards import ParameterShard, Span
 from drivetrain._format import CheckpointMetadata, StateToSave, save
-from drivetrain._storage import local_publication
-from drivetrain._storage.local_publication import LocalPublication
+from drivetrain._storage import publication
+from drivetrain._storage.publication import LocalPublication
 from drivetrain.checkpoint import load, verify
 from drivetrain.launchers.function_launcher import PRELOAD
 
@@ -58,7 +58,7 @@ def number_in(path: str | Path) -> int:
 def save_when_told(pipe: Connection, path: str, exchanging: bool = True, count: int = sys.maxsize) -> None:
     """Save number 0, 1, 2, ... to one path, reporting each; the process may be killed before the last."""
     if not exchanging:
-        local_publication.exchange = lambda first, second: False  # type: ignore[attr-defined]
+        publication.exchange = lambda first, second: False  # type: ignore[attr-defined]
     pipe.send("ready")
     pipe.recv()
     for number in range(count):
@@ -68,7 +68,7 @@ def save_when_told(pipe: Connection, path: str, exchanging: bool = True, count: 
 
 def begin_and_wait(pipe: Connection, path: str) -> None:
     place = LocalPublication.begin(Path(path))
-    with place.create("model.safetensors") as stream:
+    with place.folder.create("model.safetensors") as stream:
         stream.write(b"half of it")
     pipe.send("begun")
     time.sleep(600)

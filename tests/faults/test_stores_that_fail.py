@@ -17,7 +17,7 @@ from saving_processes import Saving, control_of_ranks, number_in, numbered
 
 from drivetrain import CheckpointError
 from drivetrain._distributed.control_plane import ControlPlane, LocalControl
-from drivetrain._format import StateToSave, save, write_plan
+from drivetrain._format import StateToSave, save, tensor_writer
 from drivetrain._storage import retries
 from drivetrain.testing import requires_linux, run_distributed
 from faulty_store import FaultyStore
@@ -120,7 +120,7 @@ def _try(folder: Path, kind: str, number: int, control: ControlPlane) -> Tried:
 
 
 def _try_all(folder: Path, count: int, ranks: int) -> list[Tried]:
-    write_plan.SMALL_BYTES = 64  # so that each rank has a file of weights
+    tensor_writer.SMALL_BYTES = 64  # so that each rank has a file of weights
     retries.PAUSES = (0.001, 0.002, 0.003)  # type: ignore[assignment]  # one less than ours
     control: ControlPlane = control_of_ranks() if ranks > 1 else LocalControl()
     draws = [(kind, number) for kind in KINDS for number in range(count)]

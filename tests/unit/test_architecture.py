@@ -10,10 +10,12 @@ import pkgutil
 import re
 import subprocess
 import sys
+import tokenize
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from io import StringIO
 from pathlib import Path
 from typing import Any, get_args
 
@@ -51,6 +53,7 @@ LAYERS: list[set[str]] = [
     {"fit"},
     {"migrate", "testing", "tuner"},
 ]
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 LAYER_OF = {unit: number for number, layer in enumerate(LAYERS) for unit in layer}
 EXPORTED_TO_STRATEGIES = {"strategies", "launchers", "loggers", "environments", "precision", "profilers", "errors"}
 
@@ -154,6 +157,26 @@ def test_our_strategies_import_public_packages_only() -> None:  # K-01
 
 def is_private(name: str) -> bool:
     return any(part.startswith("_") and part != "__main__" for part in name.split("."))
+
+
+CODE_LINES = 36_600
+"""The most lines of code that both packages may have: lines with a token that is neither a comment nor a docstring."""
+
+
+def lines_of_code(path: Path) -> int:
+    source = path.read_text()
+    bodies = [node.body for node in ast.walk(ast.parse(source)) if isinstance(node, DOCUMENTED) and node.body]
+    texts = [body[0] for body in bodies if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)]
+    docstrings = {line for text in texts for line in range(text.lineno, (text.end_lineno or 0) + 1)}
+    silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    tokens = [token for token in tokenize.generate_tokens(StringIO(source).readline) if token.type not in silent]
+    return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - docstrings)
+
+
+def test_the_product_keeps_to_its_number_of_lines_of_code(tmp_path: Path) -> None:  # K-07
+    (tmp_path / "one.py").write_text('"""Text.\n\nMore."""\n\nX = (  # why\n    1,\n)\n\n\ndef f():\n    """Text."""\n')
+    assert lines_of_code(tmp_path / "one.py") == 4
+    assert sum(map(lines_of_code, MODULES.values())) <= CODE_LINES
 
 
 def room_of(name: str) -> str:

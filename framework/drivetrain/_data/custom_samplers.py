@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -60,10 +60,10 @@ class ShardedCustomSampler(RankSampler):
         """The custom sampler and the samplers nested in it, outermost first."""
         generators = (getattr(part, "generator", None) for part in self.nested)
         self._generators = [each for each in generators if isinstance(each, torch.Generator)]
-        self._rng_at_epoch_start: dict[str, Any] | None = None
         self.first: list[GlobalBatch] | None = None
         """The first block of global micro-batches that was drawn."""
         super().__init__(prebatched, keyed)
+        self.state = {"began": None}  # the generators' states at the start of the epoch
 
     def refresh(self) -> None:
         length, divisor = len_or_none(self._stream), self._world_size * (self._batch_size or 1)
@@ -137,20 +137,14 @@ class ShardedCustomSampler(RankSampler):
         generators had at the epoch's start.
         """
         groups = self._start_groups(origin.samples)
-        if start == 0 or self._rng_at_epoch_start is None:
-            self._rng_at_epoch_start = generator_states(_CPU)
+        if start == 0 or self.state["began"] is None:
+            self.state = {"began": generator_states(_CPU)}
             return groups
         current_states = generator_states(_CPU)
-        restore_generators(self._rng_at_epoch_start, _CPU)
+        restore_generators(self.state["began"], _CPU)
         first = list(islice(groups, start - origin.number + 1))
         restore_generators(current_states, _CPU)
         return chain(first, groups)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"began": self._rng_at_epoch_start}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._rng_at_epoch_start = state["began"]
 
 
 def nested_samplers(sampler: Any) -> tuple[Any, ...]:

@@ -196,10 +196,10 @@ class MapSource(BatchSource):
         return [OrderFingerprint(_custom_sampler_name(self._custom_samplers), digest, common=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        return self._rank_sampler.state_dict()
+        return self._rank_sampler.state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._rank_sampler.load_state_dict(state)
+        self._rank_sampler.state = {name: state[name] for name in self._rank_sampler.state}
 
     def close(self) -> None:
         self._clone.close()

@@ -19,7 +19,7 @@ from torch import Tensor
 from drivetrain._format.checksums import BLOCK, crc32
 from drivetrain._format.documents import dump_with_checksum, has_valid_checksum, parse_json
 from drivetrain._format.manifest import FileRecord, record_as_json, versions
-from drivetrain._format.tensor_file import Spec, bytes_of, header_of, in_file_order
+from drivetrain._format.tensor_file import bytes_of, header_of, in_file_order, specs_of
 from drivetrain._format.tensor_reader import CheckedFile, damage_error, tensors_in
 from drivetrain._storage.folder import StorageError
 from drivetrain.errors import CheckpointError
@@ -107,7 +107,7 @@ def part_contents(
     stored |= tensors
     stored[OUTPUTS] = torch.frombuffer(text, dtype=torch.uint8)
     stored[_CHECKSUM] = torch.zeros(_CHECKSUM_BYTES, dtype=torch.uint8)  # last in the file, as one of its narrowest
-    specs = in_file_order(Spec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items())
+    specs = in_file_order(specs_of(stored))
     flat = [stored[spec.name].resolve_conj().resolve_neg().reshape(-1) for spec in specs[:-1]]
     contents: list[Content] = [header_of(specs), *map(bytes_of, flat)]
     checksum = 0

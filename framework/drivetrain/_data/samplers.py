@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
@@ -50,6 +50,8 @@ class RankSampler(ABC):
         self._begun: tuple[Any, ...] = (0, 0, EPOCH_START)
         self.requested: deque[list[Any]] | None = None
         """A queue that receives the indices of each request when it is made; None if indices are not recorded."""
+        self.state: dict[str, Any] = {}
+        """What a checkpoint holds of the sampler; see `BatchSource.state_dict`. It is replaced, never changed."""
         self.refresh()
 
     @abstractmethod
@@ -80,13 +82,6 @@ class RankSampler(ABC):
         if self.length is None:
             raise TypeError("the sampler has no length")
         return self.length
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `BatchSource`."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `BatchSource`."""
 
     def _requests(self, block: list[list[Any]], epoch: int, first: int) -> list[Any]:
         if self.requested is not None:

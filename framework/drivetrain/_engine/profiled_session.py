@@ -100,7 +100,7 @@ class ProfiledSession(Session):
     def _time_hooks(self, collect: Callable[[], None]) -> None:
         """Collect the callbacks, and time each hook."""
         collect()
-        self.core.hooks.wrap(HOOKS, lambda name, _, hook: self._timed(f"{_owner(hook)}.{name}", hook))
+        self.core.callbacks.hooks.wrap(HOOKS, lambda name, _, hook: self._timed(f"{_owner(hook)}.{name}", hook))
 
     def _time_reading(self, load: Callable[[], None]) -> None:
         """Load the data, and time each source of batches."""

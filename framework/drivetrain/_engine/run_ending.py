@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from drivetrain._engine.assembly.run_core import RunCore
-from drivetrain._loops.stopping import how_it_ended
+from drivetrain._run_state import Progress
 from drivetrain.run_context import RunContext
 
 logger = logging.getLogger("drivetrain")
@@ -82,7 +82,7 @@ class RunEnding:
         if self._message_reasons is None or core.strategy.rank > 0:
             return
         seconds = time.monotonic() - self._began
-        lines = [how_it_ended(self._message_reasons, core.progress, self._was_already_finished, seconds)]
+        lines = [_closing_sentence(self._message_reasons, core.progress, self._was_already_finished, seconds)]
         if core.trainer.settings["enable_progress_bar"].value and not core.trainer.barebones:
             from drivetrain._engine.run_summary import output_summary
 
@@ -105,3 +105,26 @@ def _finalize_loggers(trainer: RunContext, status: str) -> Exception | None:
 def _described(error: BaseException) -> str:
     text = str(error)  # empty for Ctrl-C and plain asserts
     return (f"{type(error).__name__}: {text}" if text else type(error).__name__)[:_LONGEST_REASON]
+
+
+def _closing_sentence(reasons: list[str], progress: Progress, nothing_left: bool, seconds: float) -> str:
+    """Return the line that is logged at the end of a run.
+
+    Args:
+        reasons: the reasons why the run ended, first limits and then requests.
+        progress: the counters of the run.
+        nothing_left: whether the run resumed a finished run and made no step.
+        seconds: the run's duration.
+    """
+    epochs = f"{progress.epoch} epoch{'' if progress.epoch == 1 else 's'}"
+    steps = f"{progress.global_step} optimizer step{'' if progress.global_step == 1 else 's'}"
+    ending = "; nothing was left to train" if nothing_left else f" after {_duration(seconds)}"
+    return f"The run ended: {'; '.join(reasons) or 'there was nothing to train'} ({epochs}, {steps}){ending}."
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d} h" if hours else f"{minutes}:{rest:02d} min"

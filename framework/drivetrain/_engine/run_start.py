@@ -31,8 +31,8 @@ from drivetrain._runs.retention import KeptCheckpoint
 from drivetrain._runs.run_folder import EvaluationNotes, RunStart
 from drivetrain._runs.start_decision import StartDecision, StartRequest, decide
 from drivetrain._runs.start_search import StartSearch
-from drivetrain._storage.local_publication import lock_folder
 from drivetrain._storage.paths import child
+from drivetrain._storage.publication import lock_folder
 from drivetrain.callback import KeepsCheckpoints, folders_of
 from drivetrain.errors import CheckpointError, ConfigurationError
 

@@ -246,7 +246,7 @@ class Session:
 
     def _train(self, loop: TrainLoop) -> None:
         core, checkpoints, ending = self.core, self.checkpoints, self._ending
-        hooks, strategy, progress = core.hooks, core.strategy, core.progress
+        hooks, strategy, progress = core.callbacks.hooks, core.strategy, core.progress
         already_ended = None if self._resumed is None else self._resumed.already_ended
         if strategy.rank == 0 and already_ended is None:
             self._prepare_loggers()
@@ -392,7 +392,7 @@ class Session:
         if datamodule is not None:
             with core.span(f"{type(datamodule).__name__}.setup"):
                 datamodule.setup(core.stage)
-        for setup in core.hooks.setup:
+        for setup in core.callbacks.hooks.setup:
             setup(core.stage)
         core.callbacks.set_up_appended(core.stage, self._begin_for_late_callbacks)
         self._plan_teardowns()
@@ -413,7 +413,7 @@ class Session:
 
     def _plan_teardowns(self) -> None:
         datamodule = self.core.datamodule
-        self._teardowns = [*([] if datamodule is None else [datamodule.teardown]), *self.core.hooks.teardown]
+        self._teardowns = [*([] if datamodule is None else [datamodule.teardown]), *self.core.callbacks.hooks.teardown]
 
     def _check_folders(self) -> None:
         """Check that the folders of the callbacks can be written to."""
@@ -519,7 +519,7 @@ class Session:
 
     def _exception_hooks(self) -> list[Callable[[BaseException], None]]:
         datamodule = self.core.datamodule
-        return [*([] if datamodule is None else [datamodule.on_exception]), *self.core.hooks.on_exception]
+        return [*([] if datamodule is None else [datamodule.on_exception]), *self.core.callbacks.hooks.on_exception]
 
     def _fail(self, error: BaseException) -> BaseException:
         """Report a failure to the hooks and the other ranks, tear down the run, and return the error to raise."""

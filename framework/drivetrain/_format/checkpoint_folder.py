@@ -8,9 +8,14 @@ from pathlib import Path
 
 from drivetrain._format.manifest import MANIFEST
 from drivetrain._storage.folder import Folder, NoFileError, StorageError
-from drivetrain._storage.local_publication import LocalPublication, clear_leftovers, find_interrupted_replacement
 from drivetrain._storage.paths import folder_at, local_path
-from drivetrain._storage.publication import Publication, RemotePublication
+from drivetrain._storage.publication import (
+    LocalPublication,
+    Publication,
+    RemotePublication,
+    clear_leftovers,
+    find_interrupted_replacement,
+)
 from drivetrain.errors import CheckpointError
 
 _CHECKPOINT_FILE = re.compile(

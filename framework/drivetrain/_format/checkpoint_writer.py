@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -14,14 +14,7 @@ from drivetrain._distributed.shards import region_from
 from drivetrain._format.checkpoint_folder import begin_checkpoint, join_checkpoint
 from drivetrain._format.collective_errors import gather_or_raise, run_collectively
 from drivetrain._format.file_writer import file_writer
-from drivetrain._format.host_copy import (
-    CheckpointCopy,
-    PartCopy,
-    StateToSave,
-    TensorOrShard,
-    contributed_region,
-    copy_to_host,
-)
+from drivetrain._format.host_copy import CheckpointCopy, PartCopy, StateToSave, copy_to_host
 from drivetrain._format.manifest import (
     MANIFEST,
     FileRecord,
@@ -29,10 +22,9 @@ from drivetrain._format.manifest import (
     Part,
     encode_manifest,
     files_in_manifest,
-    versions,
 )
 from drivetrain._format.tensor_file import DTYPES, NAMES, Spec
-from drivetrain._format.tensor_writer import Regions, TensorFile, TensorWriter
+from drivetrain._format.tensor_writer import Regions, TensorOrShard, TensorWriter
 from drivetrain._storage.publication import Publication
 from drivetrain.errors import CheckpointError
 
@@ -41,7 +33,7 @@ def save(
     path: str,
     contents: StateToSave,
     control: ControlPlane,
-    shard_of: Callable[[Any], TensorOrShard] = lambda value: value,
+    shards_of: Callable[[Mapping[str, Any]], dict[str, TensorOrShard]] = dict,
 ) -> None:
     """Write a checkpoint. Collective.
 
@@ -49,13 +41,13 @@ def save(
         path: a path or an fsspec URL. An existing checkpoint at this path is replaced atomically.
         contents: this rank's contents.
         control: the control plane.
-        shard_of: the strategy's function that turns a sharded value into a `ParameterShard`.
+        shards_of: returns tensors by name with a `ParameterShard` in place of each that is sharded.
 
     Raises:
         CheckpointError: the save failed. The error is raised on every rank and names the failed rank and the cause. An
             existing checkpoint at ``path`` is unchanged.
     """
-    commit(path, copy_to_host(contents, control.rank, control.world_size, shard_of), control)
+    commit(path, copy_to_host(contents, control.rank, control.world_size, shards_of), control)
 
 
 def commit(path: str, staged: CheckpointCopy, control: ControlPlane) -> None:
@@ -93,28 +85,25 @@ class _Agreement:
     Attributes:
         token: the token of rank 0's publication.
         regions: for each shared part, the regions that each rank contributes.
-        state: the tensors of rank 0's state.
         hash_algorithm: name of the hash to store for each file, which rank 0 chooses; None for none.
     """
 
     token: str
     regions: list[list[Regions]]
-    state: list[Spec]
     hash_algorithm: str | None
 
 
 def _agree(
     path: str, staged: CheckpointCopy, publication: Publication | None, problem: Exception | None, control: ControlPlane
 ) -> _Agreement:
-    """Check that what the ranks save fits together. Collective."""
-    values = {**_values_to_compare(staged), "the path": path}
-    shared = staged.shared_parts()
-    contributed = [{name: contributed_region(shard) for name, shard in part.shards().items()} for part in shared]
-    state = [(spec.name, NAMES[spec.dtype], tuple(spec.shape)) for spec in shared[-1].specs] if shared else []
+    """Check that what the ranks save fits together, and take the files of the state from rank 0. Collective."""
+    shared = [part for part in staged.parts if part.role != "rank"]
+    values = {**_values_to_compare(shared), "the path": path} if control.world_size > 1 else {}
+    state = [(spec.name, NAMES[spec.dtype], spec.shape, spec.nbytes) for part in shared[-1:] for spec in part.specs]
     request = (
-        digest_of(values),
+        digest_of(values) if values else "",
         "" if publication is None else publication.token,
-        [{name: region and astuple(region) for name, region in part.items()} for part in contributed],
+        [{name: region and astuple(region) for name, region in part.regions.items()} for part in shared],
         state if control.rank == 0 else [],
         staged.hash_algorithm,
     )
@@ -128,27 +117,27 @@ def _agree(
             CheckpointError,
         )
     _, token, _, state, hash_algorithm = requests[0]
-    state_specs = [Spec(name, DTYPES[dtype], shape) for name, dtype, shape in state]
+    shared[-1].specs = [Spec(name, DTYPES[dtype], shape, nbytes) for name, dtype, shape, nbytes in state]
+    shared[-1].plan(control.rank, control.world_size)
     regions: list[list[Regions]] = [
         [{name: bounds and region_from(bounds) for name, bounds in other[2][number].items()} for other in requests]
         for number in range(len(shared))
     ]
     for part, regions_of_part in zip(shared, regions, strict=True):
-        _check_coverage(path, state_specs if part.role == "state" else part.specs, regions_of_part)
-    return _Agreement(token, regions, state_specs, hash_algorithm)
+        _check_coverage(path, part.specs, regions_of_part)
+    return _Agreement(token, regions, hash_algorithm)
 
 
-def _values_to_compare(staged: CheckpointCopy) -> dict[str, str]:
+def _values_to_compare(shared: Sequence[PartCopy]) -> dict[str, str]:
     """Return what must be the same on all ranks. Of the state, only the sharded tensors must be."""
     values: dict[str, str] = {}
-    for part in staged.shared_parts():
-        shards = part.shards()
+    for part in shared:
         values[part.stem] = f"{part.role} {part.key}"
         values |= {
             f"{part.stem}: {spec.name}": f"{spec.dtype} of shape {spec.shape}"
-            + (", sharded" if spec.name in shards else "")
+            + (", sharded" if spec.name in part.regions else "")
             for spec in part.specs
-            if part.role != "state" or spec.name in shards
+            if part.role != "state" or spec.name in part.regions
         }
     return {**values, "the order of tensors": digest_of(list(values))}
 
@@ -175,31 +164,29 @@ def _write(
     path: str, staged: CheckpointCopy, agreement: _Agreement, publication: Publication, control: ControlPlane
 ) -> tuple[dict[str, FileRecord], list[tuple[str, Part]]]:
     """Write this rank's files; return the records of all ranks' files, and the checkpoint's parts with their roles."""
-    files: list[TensorFile] = []
     documents: dict[str, bytes] = {}
     parts: list[tuple[str, Part]] = []
-    shared_regions = iter(agreement.regions)
+    suffix, shared_regions = publication.suffix, iter(agreement.regions)
     for part in staged.parts:
-        specs = agreement.state if part.role == "state" else None
+        stem = f"{part.stem}{suffix}"
         regions = [{}] * control.world_size if part.role == "rank" else next(shared_regions)
-        files_of_part = [
-            TensorFile(publication.file_name(file.name), file.owner, file.specs, part.tensors, regions)
-            for file in part.planned_files(control.rank, control.world_size, specs)
-        ]
-        files += files_of_part
-        document = None if part.document is None else publication.file_name(f"{part.stem}.json")
+        for file in part.files:
+            file.name, file.regions = f"{file.stem}{suffix}.safetensors", regions
+        document = None if part.document is None else f"{stem}.json"
         if part.document is not None and document is not None:
             documents[document] = part.document
-        index = publication.file_name(f"{part.stem}.safetensors.index.json") if len(files_of_part) > 1 else None
+        index = f"{stem}.safetensors.index.json" if len(part.files) > 1 else None
         if index is not None and control.rank == 0:
-            documents[index] = _encode_index(part, files_of_part)
-        parts.append((part.role, Part(document, tuple(file.name for file in files_of_part), index)))
-    writer = TensorWriter(control, publication, agreement.hash_algorithm)
+            documents[index] = _encode_index(part)
+        parts.append((part.role, Part(document, tuple(file.name for file in part.files), index)))
+    files = [file for part in staged.parts for file in part.files]
+    publication.names = [*documents, *(file.name for file in files if file.owner == control.rank)]
+    writer = TensorWriter(control, publication.folder, agreement.hash_algorithm)
     writer.write(files)
     problem = writer.problem
     try:
         for name, content in documents.items() if problem is None else ():
-            with file_writer(publication.create(name), agreement.hash_algorithm) as document_writer:
+            with file_writer(publication.folder.create(name), agreement.hash_algorithm) as document_writer:
                 document_writer.write(content)
             writer.records[name] = document_writer.record
     except Exception as error:
@@ -215,10 +202,10 @@ def _write(
     return records, shared + [part for parts_of_rank in all_parts for part in parts_of_rank if part[0] == "rank"]
 
 
-def _encode_index(part: PartCopy, files: Sequence[TensorFile]) -> bytes:
+def _encode_index(part: PartCopy) -> bytes:
     """Return the index of a part's files in the format of Hugging Face's libraries."""
-    file_names = {spec.name: file.name for file in files for spec in file.specs}
-    total = sum(spec.nbytes for file in files for spec in file.specs)
+    file_names = {spec.name: file.name for file in part.files for spec in file.specs}
+    total = sum(spec.nbytes for spec in part.specs)
     index = {"metadata": {"total_size": total}, "weight_map": {name: file_names[name] for name in part.tensors}}
     return (json.dumps(index, indent=1) + "\n").encode()
 
@@ -237,8 +224,7 @@ def _commit_manifest(
     def build_manifest() -> bytes:
         if control.rank != 0:
             return b""
-        for name, record in written.items():
-            _check_size(path, publication, name, record.size, single_rank=control.world_size == 1)
+        _check_sizes(path, publication, written, single_rank=control.world_size == 1)
 
         def of_role(role: str) -> tuple[Part, ...]:
             return tuple(part for each, part in parts if each == role)
@@ -253,15 +239,14 @@ def _commit_manifest(
             aliases=staged.aliases,
             optimizers=of_role("optimizer"),
             callbacks=dict(zip(keys, of_role("callback"), strict=True)),
-            state=next((part for part in of_role("state") if part.files()), None),
-            ranks=of_role("rank") if any(part.files() for part in of_role("rank")) else (),
-            versions=versions(),
+            state=next((part for part in of_role("state") if part.document), None),
+            ranks=of_role("rank") if any(part.document for part in of_role("rank")) else (),
         )
         return encode_manifest(manifest)
 
     content = run_collectively(control, f"The checkpoint {path!r} could not be written", build_manifest)
     # If the reply to the upload is lost, rank 0 cannot know whether the manifest was stored, so all files are kept.
-    publication.keep()
+    publication.names.clear()
     run_collectively(
         control,
         f"The checkpoint {path!r} may not have been written",
@@ -269,15 +254,14 @@ def _commit_manifest(
     )
 
 
-def _check_size(path: str, publication: Publication, name: str, size: int, single_rank: bool) -> None:
-    try:
-        actual_size = publication.size(name)
-    except FileNotFoundError:
-        actual_size = None
-    if actual_size == size:
+def _check_sizes(path: str, publication: Publication, written: Mapping[str, FileRecord], single_rank: bool) -> None:
+    sizes = publication.folder.sizes(written)
+    wrong = [name for name, record in written.items() if sizes.get(name) != record.size]
+    if not wrong:
         return
-    actual = "nothing" if actual_size is None else f"{actual_size} bytes"
-    what = f"{path!r} could not be written: {name} has {size} bytes, and rank 0 sees {actual}."
+    name = wrong[0]
+    actual = f"{sizes[name]} bytes" if name in sizes else "nothing"
+    what = f"{path!r} could not be written: {name} has {written[name].size} bytes, and rank 0 sees {actual}."
     if single_rank:
         raise CheckpointError(
             what,

@@ -74,7 +74,7 @@ def _encode(value: Any, tensors: dict[str, Any], path: tuple[str, ...]) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {FLOAT: repr(float(value))}
-    if isinstance(value, torch.Tensor) and is_flattenable(value):
+    if isinstance(value, torch.Tensor) and type(value) is not torch.Tensor and is_flattenable(value):
         flat = FlattenedTensor.of(value)
         encoded = {name: _encode(tensor, tensors, (*path, name)) for name, tensor in flat.tensors.items()}
         context = _encode(_with_dtypes(flat.context), tensors, (*path, "context"))

@@ -86,11 +86,6 @@ def is_flattenable(value: Any) -> bool:
     )
 
 
-def has_own_memory(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor has memory that can be read, unlike a tensor of a subclass that wraps others."""
-    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-
-
 def _imported_class(name: str) -> Any:
     parts = name.split(".")
     for count in range(len(parts) - 1, 0, -1):

@@ -13,10 +13,8 @@ from drivetrain._format.documents import dumps, encode
 from drivetrain._format.manifest import CheckpointMetadata
 from drivetrain._format.pinned_copies import pinned_copies
 from drivetrain._format.tensor_file import Spec, check_storable, in_file_order
-from drivetrain._format.write_plan import PlannedFile, plan_files
+from drivetrain._format.tensor_writer import TensorFile, TensorOrShard, plan_files
 from drivetrain.errors import CheckpointError
-
-TensorOrShard = torch.Tensor | ParameterShard
 
 
 @dataclass(slots=True)
@@ -55,29 +53,27 @@ class PartCopy:
         tensors: tensors and shards by name, in order.
         key: the callback's key; "" in other roles.
         specs: names, dtypes and shapes of the tensors.
+        regions: the regions of the sharded tensors that this rank writes, by name; None for a region that is empty or
+            that another rank writes.
+        files: the files for the tensors.
     """
 
     stem: str
     role: str
     document: bytes | None
     tensors: dict[str, TensorOrShard]
-    key: str = ""
-    specs: list[Spec] = field(init=False)
+    key: str
+    specs: list[Spec]
+    regions: dict[str, Region | None]
+    files: list[TensorFile] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.specs = [Spec(name, value.dtype, tuple(value.shape)) for name, value in self.tensors.items()]
-
-    def shards(self) -> dict[str, ParameterShard]:
-        """Return the tensors that are sharded."""
-        return {name: value for name, value in self.tensors.items() if isinstance(value, ParameterShard)}
-
-    def planned_files(self, rank: int, world_size: int, specs: Sequence[Spec] | None = None) -> list[PlannedFile]:
-        """Return the files for the part's tensors, with their owners. ``specs`` replaces the part's own `specs`."""
-        specs = self.specs if specs is None else specs
+    def plan(self, rank: int, world_size: int) -> None:
+        """Assign the tensors to files and the files to ranks."""
         if self.role in ("weights", "optimizer", "callback"):
-            return plan_files(self.stem, specs, world_size)
-        owner = 0 if self.role == "state" else rank
-        return [PlannedFile(f"{self.stem}.safetensors", owner, tuple(in_file_order(specs)))] if specs else []
+            self.files = plan_files(self.stem, self.specs, self.tensors, world_size)
+        elif self.specs:
+            owner = 0 if self.role == "state" else rank
+            self.files = [TensorFile(self.stem, owner, in_file_order(self.specs), self.tensors)]
 
 
 @dataclass(slots=True)
@@ -98,10 +94,6 @@ class CheckpointCopy:
     hash_algorithm: str | None = None
     problem: CheckpointError | None = None
 
-    def shared_parts(self) -> list[PartCopy]:
-        """Return the parts that the ranks write together."""
-        return [part for part in self.parts if part.role != "rank"]
-
     def estimate_size(self, world_size: int) -> tuple[int, int]:
         """Return rank 0's estimate of the number of bytes and the number of files that all ranks will write.
 
@@ -110,10 +102,8 @@ class CheckpointCopy:
         nbytes = files = 0
         for part in self.parts:
             ranks = world_size if part.role == "rank" else 1
-            files_of_part = part.planned_files(0, world_size)
-            nbytes += ranks * sum(spec.nbytes for file in files_of_part for spec in file.specs)
-            nbytes += ranks * len(part.document or b"")
-            files += ranks * (len(files_of_part) + 1)
+            nbytes += ranks * (sum(spec.nbytes for spec in part.specs) + len(part.document or b""))
+            files += ranks * (len(part.files) + 1)
         return nbytes, files + 1
 
 
@@ -121,7 +111,7 @@ def copy_to_host(
     contents: StateToSave,
     rank: int,
     world_size: int,
-    shard_of: Callable[[Any], TensorOrShard] = lambda value: value,
+    shards_of: Callable[[Mapping[str, Any]], dict[str, TensorOrShard]] = dict,
     snapshot: bool = False,
 ) -> CheckpointCopy:
     """Prepare a checkpoint's contents for writing. Not collective.
@@ -133,40 +123,37 @@ def copy_to_host(
         contents: this rank's contents.
         rank: this rank.
         world_size: the number of ranks.
-        shard_of: the strategy's function that turns a sharded value into this rank's `ParameterShard`.
+        shards_of: returns tensors by name with a `ParameterShard` in place of each that is sharded.
         snapshot: copy what this rank will write, so that training can continue during the write.
     """
     try:
-        parts = list(_parts_of(contents, rank, shard_of))
+        parts = list(_parts_of(contents, rank, shards_of))
         for part in parts:
-            for name, value in part.tensors.items():
-                _check_storable(part, name, value)
+            part.plan(rank, world_size)
         if snapshot:
-            _copy_tensors(parts, rank, world_size)
+            _copy_tensors(parts, rank)
     except CheckpointError as error:
         return CheckpointCopy([], contents.metadata, {}, problem=error)
     return CheckpointCopy(parts, contents.metadata, dict(contents.aliases), contents.hash_algorithm)
 
 
-def _check_storable(part: PartCopy, name: str, value: TensorOrShard) -> None:
-    if not isinstance(value, ParameterShard):
-        check_storable(f"{part.stem}: {name}", value)
-        return
-    check_storable(f"{part.stem}: {name}", value.local)
-    if part.role == "rank":
-        raise CheckpointError(
-            f"{part.stem}: {name!r} is sharded.",
-            "each rank stores its own tensors in this part.",
-            "save a local tensor instead.",
-        )
-
-
-def _parts_of(contents: StateToSave, rank: int, shard_of: Callable[[Any], TensorOrShard]) -> Iterator[PartCopy]:
+def _parts_of(
+    contents: StateToSave, rank: int, shards_of: Callable[[Mapping[str, Any]], dict[str, TensorOrShard]]
+) -> Iterator[PartCopy]:
     is_rank_0 = rank == 0
 
     def part(stem: str, role: str, document: Any, tensors: Mapping[str, Any], key: str = "") -> PartCopy:
         text = None if document is None else dumps(document)
-        return PartCopy(stem, role, text, {name: shard_of(value) for name, value in tensors.items()}, key)
+        values = shards_of(tensors)
+        specs = check_storable(values, stem)
+        regions = {name: _own_region(value) for name, value in values.items() if isinstance(value, ParameterShard)}
+        if role == "rank" and regions:
+            raise CheckpointError(
+                f"{stem}: {next(iter(regions))!r} is sharded.",
+                "each rank stores its own tensors in this part.",
+                "save a local tensor instead.",
+            )
+        return PartCopy(stem, role, text, values, key, specs, regions)
 
     tensors: dict[str, Any] = {}
     other_values: dict[str, Any] = {}
@@ -197,21 +184,19 @@ def _parts_of(contents: StateToSave, rank: int, shard_of: Callable[[Any], Tensor
     yield part(f"rank-{rank:05d}", "rank", None if contents.rank_state is None else document, tensors)
 
 
-def contributed_region(shard: ParameterShard) -> Region | None:
-    """Return the region that this rank writes; None if it is empty or another rank writes the same region."""
+def _own_region(shard: ParameterShard) -> Region | None:
     return shard.region if shard.is_primary and shard.region.numel else None
 
 
-def _copy_tensors(parts: list[PartCopy], rank: int, world_size: int) -> None:
+def _copy_tensors(parts: list[PartCopy], rank: int) -> None:
     """Replace the tensors that this rank writes by copies in host memory, and wait for the copies."""
     sources: list[tuple[PartCopy, str, torch.Tensor]] = []
     for part in parts:
-        owned_files = [file for file in part.planned_files(rank, world_size) if file.owner == rank]
-        owned_names = {spec.name for file in owned_files for spec in file.specs}
+        owned_names = {spec.name for file in part.files if file.owner == rank for spec in file.specs}
         for name, value in part.tensors.items():
             if isinstance(value, ParameterShard):
                 part.tensors[name] = replace(value, gather=None)
-                if contributed_region(value) is not None:
+                if part.regions[name] is not None:
                     sources.append((part, name, value.local))
             elif name in owned_names:
                 sources.append((part, name, value))

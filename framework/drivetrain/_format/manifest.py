@@ -91,7 +91,7 @@ class CheckpointMetadata:
         left_out: names of arguments that are not stored because they are secret; nested names are joined by dots.
         run: the run that wrote the checkpoint: its "id", "name", "folder" and the class of its "module", if known.
         weights_only: whether the checkpoint holds only weights, so that no run can resume from it.
-        pretrained: descriptions of the Hugging Face models in the module, by name; see `pretrained_models`.
+        pretrained: descriptions of the Hugging Face models in the module, by name; see `ModuleDescription`.
         base: checksums of the weights that are not stored, by name; empty if all weights are stored.
         identifier: unique id; if "", the writer generates one.
         parent: identifier of the run's previous checkpoint, or of the one that the run resumed from; "" for none.
@@ -133,6 +133,17 @@ class CheckpointMetadata:
         return run == other_run and (count, len(self.lineage)) > (other_count, last + 1) and count >= other_count
 
 
+def versions() -> dict[str, str]:
+    """Return the versions of Python and the libraries, as the manifest records them."""
+    installed = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for name in ("drivetrain", "safetensors"):
+        try:
+            installed[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return installed
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """The content of `manifest.json`."""
@@ -149,7 +160,7 @@ class Manifest:
     ranks: tuple[Part, ...] = ()
     written: float = field(default_factory=time.time)
     block_size: int = BLOCK
-    versions: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=versions)
 
     def parts(self) -> Iterator[Part]:
         """Yield all parts."""
@@ -159,17 +170,6 @@ class Manifest:
         if self.state is not None:
             yield self.state
         yield from self.ranks
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python and the libraries, as the manifest records them."""
-    installed = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    for name in ("drivetrain", "safetensors"):
-        try:
-            installed[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return installed
 
 
 # Encoding to JSON
@@ -226,7 +226,7 @@ def check_metadata(metadata: CheckpointMetadata) -> None:
 
 
 def _metadata_as_json(name: str, value: Any, tensors: dict[str, Any]) -> Any:
-    if _METADATA[name] in (_values, _pretrained):
+    if value and _METADATA[name] in (_values, _pretrained):
         return encode(value, tensors, name)
     if isinstance(value, AveragesRecord):
         return asdict(value)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from drivetrain._distributed.shards import ParameterShard
 from drivetrain._format.documents import METADATA, parse_json
-from drivetrain._format.flattened_tensor import has_own_memory
 from drivetrain._runtime.transfer import row_major
 from drivetrain.errors import CheckpointError
 
@@ -49,19 +49,16 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Name, dtype and shape of a tensor."""
+    """Name, dtype, shape and size in bytes of a tensor."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    nbytes: int
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -94,38 +91,55 @@ def bytes_of(flat: torch.Tensor) -> memoryview:
     return memoryview(row_major(flat).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def check_storable(name: str, tensor: torch.Tensor) -> None:
-    """Raise if safetensors cannot store a tensor.
+def check_storable(values: Mapping[str, Any], part: str = "") -> list[Spec]:
+    """Return the specs of tensors and shards, or raise if safetensors cannot store one of them.
+
+    Args:
+        values: the tensors and shards by name.
+        part: the part of a checkpoint to which they belong, for the error.
 
     Raises:
-        CheckpointError: the tensor has an unsupported name, class, dtype, layout or device.
+        CheckpointError: a tensor has an unsupported name, class, dtype, layout or device.
     """
-    if name.rpartition(": ")[2] == METADATA:
+    for key, value in values.items():
+        name = f"{part}: {key}" if part else key
+        tensor = value.local if isinstance(value, ParameterShard) else value
+        if key == METADATA:
+            raise CheckpointError(
+                f"A checkpoint cannot hold a tensor named {METADATA!r}.",
+                "the header of a safetensors file reserves that key.",
+                "give the parameter or buffer another name.",
+            )
+        # A tensor of a subclass that wraps others has no memory of its own that could be read.
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise CheckpointError(
+                f"A checkpoint cannot hold {name!r}, a tensor of class {type(tensor).__name__}.",
+                "the class wraps other tensors, and a checkpoint would have to store these.",
+                "save the wrapped tensors. For the state of an optimizer, define __tensor_flatten__ and "
+                "__tensor_unflatten__ in the class, as torch.compile requires.",
+            )
+        if tensor.dtype not in NAMES:
+            problem = f"of dtype {tensor.dtype}"
+        elif tensor.layout != torch.strided:
+            problem = f"of layout {tensor.layout}"
+        elif tensor.device.type == "meta":
+            problem = "without storage (on the meta device)"
+        else:
+            continue
         raise CheckpointError(
-            f"A checkpoint cannot hold a tensor named {METADATA!r}.",
-            "the header of a safetensors file reserves that key.",
-            "give the parameter or buffer another name.",
+            f"A checkpoint cannot hold {name!r}, a tensor {problem}.",
+            f"tensors are stored as safetensors, which supports dense tensors of these types: {', '.join(DTYPES)}.",
+            "convert it, for example a complex tensor to pairs of real numbers, or leave it out.",
         )
-    if not has_own_memory(tensor):
-        raise CheckpointError(
-            f"A checkpoint cannot hold {name!r}, a tensor of class {type(tensor).__name__}.",
-            "the class wraps other tensors, and a checkpoint would have to store these.",
-            "save the wrapped tensors. For the state of an optimizer, define __tensor_flatten__ and "
-            "__tensor_unflatten__ in the class, as torch.compile requires.",
-        )
-    if tensor.dtype not in NAMES:
-        problem = f"of dtype {tensor.dtype}"
-    elif tensor.layout != torch.strided:
-        problem = f"of layout {tensor.layout}"
-    elif tensor.device.type == "meta":
-        problem = "without storage (on the meta device)"
-    else:
-        return
-    raise CheckpointError(
-        f"A checkpoint cannot hold {name!r}, a tensor {problem}.",
-        "tensors are stored as safetensors, which supports dense tensors of these types: " + ", ".join(DTYPES) + ".",
-        "convert it, for example a complex tensor to pairs of real numbers, or leave it out.",
-    )
+    return specs_of(values)
+
+
+def specs_of(values: Mapping[str, Any]) -> list[Spec]:
+    """Return the specs of tensors, shards, or other values with a dtype and a shape."""
+    return [
+        Spec(name, value.dtype, shape := tuple(value.shape), math.prod(shape) * value.dtype.itemsize)
+        for name, value in values.items()
+    ]
 
 
 def in_file_order(specs: Iterable[Spec]) -> list[Spec]:
@@ -205,7 +219,8 @@ def _entry(name: str, description: Any, data: int, size: int) -> Entry:
     # A dimension of size 0 counts as 1 here, as in torch's computation of strides.
     if math.prod(max(length, 1) for length in shape) * DTYPES[dtype].itemsize > _MAX_COUNT:
         raise ValueError(f"{_shortened(name)} has shape {reprlib.repr(shape)}, which no tensor can have")
-    entry = Entry(name, DTYPES[dtype], tuple(shape), data + offsets[0], data + offsets[1])
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    entry = Entry(name, DTYPES[dtype], tuple(shape), nbytes, data + offsets[0], data + offsets[1])
     if entry.end > size or entry.end - entry.begin != entry.nbytes:
         raise ValueError(
             f"{_shortened(name)}, {entry.nbytes} bytes, is at offsets {entry.begin} to {entry.end} of {size}"

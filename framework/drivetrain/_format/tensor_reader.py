@@ -16,7 +16,7 @@ import torch
 from drivetrain._distributed.shards import Region, Span
 from drivetrain._format.checksums import HASH_ALGORITHMS, crc32
 from drivetrain._format.manifest import FileRecord
-from drivetrain._format.tensor_file import Entry, Spec, bytes_of, read_header
+from drivetrain._format.tensor_file import Entry, bytes_of, read_header
 from drivetrain._storage.folder import Folder, NoFileError, Source, StorageError
 from drivetrain.errors import CheckpointError
 
@@ -195,8 +195,12 @@ class TensorSource:
         return self.entry.dtype
 
     @property
-    def spec(self) -> Spec:
-        return Spec(self.entry.name, self.dtype, self.entry.shape)
+    def numel(self) -> int:
+        return self.entry.numel
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
     def read(self, region: Region | None = None) -> torch.Tensor:
         """Read and verify the tensor, or a region of it, into new CPU memory, and return the result.

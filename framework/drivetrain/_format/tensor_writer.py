@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, zip_longest
+from itertools import accumulate, chain, zip_longest
 
 import torch
 
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._distributed.shards import Box, ParameterShard, Region, Span
 from drivetrain._format.file_writer import FileWriter, file_writer
-from drivetrain._format.host_copy import TensorOrShard
 from drivetrain._format.manifest import FileRecord
-from drivetrain._format.tensor_file import Spec, bytes_of, header_of, row_ranges
+from drivetrain._format.tensor_file import Spec, bytes_of, header_of, in_file_order
 from drivetrain._runtime.transfer import row_major
-from drivetrain._storage.publication import Publication
+from drivetrain._storage.folder import Folder
+
+TensorOrShard = torch.Tensor | ParameterShard
 
 Regions = Mapping[str, Region | None]
 """The regions of sharded tensors that one rank contributes, by name."""
+
+SMALL_BYTES = 64 * 2**20
+"""A part is not split into files that are smaller than this."""
+
+LARGE_BYTES = 8 * 2**30
+"""A part that is larger than this is split into several files even on one rank."""
 
 CHUNK_BYTES = 4 * 2**20
 """How many bytes of a file its owner collects at a time, unless a single row of a tensor is larger.
@@ -32,66 +39,41 @@ _MAX_JOINED = 2**16
 Joining small values costs less than queueing each of them for the writer's threads.
 """
 
-
 _ALIGNMENT = 16  # bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """The rows ``first`` to ``last - 1`` of a tensor; all of a small one."""
-
-    spec: Spec
-    first: int
-    last: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.last - self.first, *self.spec.shape[1:]
-
-    @property
-    def nbytes(self) -> int:
-        return (self.last - self.first) * self.spec.row_size * self.spec.dtype.itemsize
-
-
-def _batches_of(specs: Sequence[Spec]) -> Iterator[list[Chunk]]:
-    """Yield the chunks of a file in order, in batches of at most `CHUNK_BYTES`."""
-    batch: list[Chunk] = []
-    size = 0
-    for spec in specs:
-        for first, last in row_ranges(spec, CHUNK_BYTES):
-            chunk = Chunk(spec, first, last)
-            if batch and size + chunk.nbytes > CHUNK_BYTES:
-                yield batch
-                batch, size = [], 0
-            batch.append(chunk)
-            size += chunk.nbytes
-    if batch:
-        yield batch
-
-
-def _batches_of_files(files: Sequence[TensorFile]) -> Iterator[tuple[TensorFile, list[Chunk]]]:
-    for file in files:
-        for batch in _batches_of(file.specs):
-            yield file, batch
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TensorFile:
-    """A file that will be written.
+    """A file of tensors that the ranks write together.
 
     Attributes:
-        name: name of the file.
+        stem: beginning of its name.
         owner: the rank that writes it.
         specs: the tensors in the file, in file order.
         tensors: this rank's tensors and shards.
-        regions: the regions that each rank contributes, by rank.
+        name: its name, once the ranks have agreed on where it is written.
+        regions: the regions that each rank contributes, by rank, once the ranks have agreed on them.
     """
 
-    name: str
+    stem: str
     owner: int
     specs: Sequence[Spec]
     tensors: Mapping[str, TensorOrShard]
-    regions: Sequence[Regions]
+    name: str = ""
+    regions: Sequence[Regions] = ()
+
+    def batches(self) -> Iterator[tuple[TensorFile, list[Chunk]]]:
+        """Yield this file with its chunks in order, in batches of at most `CHUNK_BYTES`."""
+        batch: list[Chunk] = []
+        size = 0
+        for chunk in _chunks_of(self.specs):
+            if batch and size + chunk.nbytes > CHUNK_BYTES:
+                yield self, batch
+                batch, size = [], 0
+            batch.append(chunk)
+            size += chunk.nbytes
+        if batch:
+            yield self, batch
 
     def nbytes_of(self, rank: int, chunks: Sequence[Chunk]) -> int:
         """Return how many bytes a rank contributes to chunks."""
@@ -107,7 +89,7 @@ class TensorFile:
     def write(
         self, writer: FileWriter, rank: int, chunks: Sequence[Chunk], received: Mapping[int, torch.Tensor]
     ) -> None:
-        """Write chunks. Values that are in memory already are not copied.
+        """Write chunks. Values that are in memory already are not copied, unless they are small.
 
         Args:
             writer: writes the file.
@@ -115,46 +97,43 @@ class TensorFile:
             chunks: the chunks.
             received: what the other ranks have sent, by rank: the results of their `bytes_of_shares`.
         """
-        small: list[torch.Tensor] = []
         remaining = dict(received)
-        for chunk in chunks:
-            value, dtype = self.tensors[chunk.spec.name], chunk.spec.dtype
-            if isinstance(value, ParameterShard):
-                shares = list(self._shares(rank, chunk, remaining))
-                if chunk.nbytes <= _MAX_JOINED:
-                    small.append(_pasted(shares, torch.empty(chunk.shape, dtype=dtype)))
+        for chunks_together in _joined(chunks):
+            first = chunks_together[0]
+            value = self.tensors[first.spec.name]
+            if first.nbytes > _MAX_JOINED and isinstance(value, torch.Tensor):
+                values = _rows(value, first)
+                if values.device.type == "cpu" and values.is_contiguous():
+                    writer.write(bytes_of(values))
                     continue
-                _write_joined(writer, small)
-                with writer.memory(chunk.nbytes) as memory:
-                    _pasted(shares, memory.view(dtype).view(chunk.shape))
-                continue
-            values = _rows(value, chunk)
-            if chunk.nbytes <= _MAX_JOINED:
-                small.append(row_major(values).cpu().view(torch.uint8))
-                continue
-            _write_joined(writer, small)
-            if values.device.type == "cpu" and values.is_contiguous():
-                writer.write(bytes_of(values))
-            else:
-                with writer.memory(chunk.nbytes) as memory:
-                    memory.view(dtype).view(chunk.shape).copy_(values)
-        _write_joined(writer, small)
+            with writer.memory(sum(chunk.nbytes for chunk in chunks_together)) as memory:
+                begin = 0
+                for chunk in chunks_together:
+                    bytes_of_chunk = memory[begin : begin + chunk.nbytes]
+                    self._fill(bytes_of_chunk.view(chunk.spec.dtype).view(chunk.shape), rank, chunk, remaining)
+                    begin += chunk.nbytes
 
-    def _shares(
-        self, rank: int, chunk: Chunk, remaining: dict[int, torch.Tensor]
-    ) -> Iterator[tuple[Region, torch.Tensor]]:
-        """Yield what each rank contributes to a chunk, and take it from the bytes that are ``remaining``."""
+    def _fill(self, whole: torch.Tensor, rank: int, chunk: Chunk, remaining: dict[int, torch.Tensor]) -> None:
+        """Copy a chunk to ``whole``, and take what other ranks contribute from the bytes that are ``remaining``."""
+        value = self.tensors[chunk.spec.name]
+        if isinstance(value, torch.Tensor):
+            whole.copy_(_rows(value, chunk))
+            return
         for source, regions in enumerate(self.regions):
             share = _share(regions, chunk)
             if share is None:
                 continue
             region = share[1]
             if source == rank:
-                yield region, self._own(chunk, *share)
+                values = self._own(chunk, *share)
             else:
                 count = region.numel * chunk.spec.dtype.itemsize
-                values, remaining[source] = remaining[source][:count], remaining[source][count:]
-                yield region, values.view(chunk.spec.dtype)
+                values = remaining[source][:count].view(chunk.spec.dtype)
+                remaining[source] = remaining[source][count:]
+            if isinstance(region, Span):
+                whole.view(-1)[region.start : region.stop].copy_(values)
+            else:
+                whole[region.index].copy_(values.view(region.sizes))
 
     def _own(self, chunk: Chunk, rows: slice, region: Region) -> torch.Tensor:
         """Return the elements of this rank's shard that lie in a chunk, flat and on the CPU."""
@@ -162,6 +141,75 @@ class TensorFile:
         assert isinstance(value, ParameterShard)
         trailing = () if isinstance(region, Span) else region.sizes[1:]
         return row_major(value.local.detach().reshape(-1, *trailing)[rows]).cpu()
+
+
+def plan_files(
+    stem: str, specs: Sequence[Spec], tensors: Mapping[str, TensorOrShard], world_size: int
+) -> list[TensorFile]:
+    """Assign tensors to files in order, balanced by bytes, and files to ranks.
+
+    Every rank computes the same plan without communication.
+
+    Args:
+        stem: beginning of the file names.
+        specs: the tensors, in the same order on every rank.
+        tensors: this rank's tensors and shards.
+        world_size: number of ranks that may write.
+    """
+    if not specs:
+        return []
+    total = sum(spec.nbytes for spec in specs)
+    count = max(1, min(world_size, total // SMALL_BYTES), -(-total // LARGE_BYTES))
+    contents: list[list[Spec]] = [[] for _ in range(count)]
+    begin = 0
+    for spec in specs:
+        # A tensor is assigned by its midpoint. A file exceeds its share by at most half of its first and last tensors.
+        middle = begin + spec.nbytes // 2
+        contents[min(count * middle // max(total, 1), count - 1)].append(spec)
+        begin += spec.nbytes
+    contents = [in_file_order(specs_of_file) for specs_of_file in contents if specs_of_file]
+    count = len(contents)
+    stems = [f"{stem}-{number + 1:05d}-of-{count:05d}" for number in range(count)] if count > 1 else [stem]
+    return [
+        TensorFile(stem_of_file, number * world_size // count, specs_of_file, tensors)
+        for number, (stem_of_file, specs_of_file) in enumerate(zip(stems, contents, strict=True))
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The rows ``first`` to ``last - 1`` of a tensor, which have ``nbytes`` bytes and ``shape``; all of a small one."""
+
+    spec: Spec
+    first: int
+    last: int
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def _chunks_of(specs: Sequence[Spec]) -> Iterator[Chunk]:
+    for spec in specs:
+        count, *trailing = spec.shape or (1,)  # a scalar is one row
+        row_bytes = spec.nbytes // max(1, count)
+        step = max(1, CHUNK_BYTES // max(1, row_bytes))
+        for first in range(0, count, step):
+            last = min(first + step, count)
+            yield Chunk(spec, first, last, (last - first, *trailing), (last - first) * row_bytes)
+
+
+def _joined(chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
+    """Yield small chunks that follow each other together, and each other chunk on its own."""
+    small: list[Chunk] = []
+    for chunk in chunks:
+        if chunk.nbytes <= _MAX_JOINED:
+            small.append(chunk)
+            continue
+        if small:
+            yield small
+        yield [chunk]
+        small = []
+    if small:
+        yield small
 
 
 def _share(regions: Regions, chunk: Chunk) -> tuple[slice, Region] | None:
@@ -184,28 +232,10 @@ def _share(regions: Regions, chunk: Chunk) -> tuple[slice, Region] | None:
     return within, Box((low - first, *region.offsets[1:]), (high - low, *region.sizes[1:]))
 
 
-def _pasted(shares: Iterable[tuple[Region, torch.Tensor]], whole: torch.Tensor) -> torch.Tensor:
-    """Copy shares to their regions of ``whole``, and return its bytes."""
-    for region, values in shares:
-        if isinstance(region, Span):
-            whole.view(-1)[region.start : region.stop].copy_(values)
-        else:
-            whole[region.index].copy_(values.view(region.sizes))
-    return whole.view(-1).view(torch.uint8)
-
-
-def _write_joined(writer: FileWriter, small: list[torch.Tensor]) -> None:
-    """Write small values together, and forget them."""
-    if small:
-        with writer.memory(sum(part.numel() for part in small)) as memory:
-            torch.cat(small, out=memory)
-        small.clear()
-
-
 def _rows(tensor: torch.Tensor, chunk: Chunk) -> torch.Tensor:
     """Return a chunk of an unsharded tensor."""
     values = tensor.detach()
-    if (chunk.first, chunk.last) != (0, chunk.spec.rows[0]):
+    if chunk.shape[0] != (chunk.spec.shape or (1,))[0]:
         values = values[chunk.first : chunk.last]
     return values.resolve_conj().resolve_neg()
 
@@ -215,13 +245,13 @@ class TensorWriter:
 
     Args:
         control: the control plane.
-        publication: where the files are written.
+        folder: where the files are written.
         hash_algorithm: name of the hash to compute of each file; None for none.
     """
 
-    def __init__(self, control: ControlPlane, publication: Publication, hash_algorithm: str | None) -> None:
+    def __init__(self, control: ControlPlane, folder: Folder, hash_algorithm: str | None) -> None:
         self._control = control
-        self._publication = publication
+        self._folder = folder
         self._hash_algorithm = hash_algorithm
         self._exchange_error: Exception | None = None
         self._received = torch.empty(0, dtype=torch.uint8)
@@ -246,11 +276,11 @@ class TensorWriter:
             pass  # other ranks write more than this one
 
     def _write_file(self, file: TensorFile, exchanges: Iterator[Mapping[int, torch.Tensor]]) -> None:
-        batches = _batches_of(file.specs)
+        batches = file.batches()
         try:
-            with file_writer(self._publication.create(file.name), self._hash_algorithm) as writer:
+            with file_writer(self._folder.create(file.name), self._hash_algorithm) as writer:
                 writer.write(header_of(file.specs))
-                for chunks in batches:
+                for _, chunks in batches:
                     file.write(writer, self._control.rank, chunks, next(exchanges))
             self.records[file.name] = writer.record
         except Exception as error:
@@ -265,7 +295,8 @@ class TensorWriter:
         files_by_owner: dict[int, list[TensorFile]] = {}
         for file in files:
             files_by_owner.setdefault(file.owner, []).append(file)
-        for step in zip_longest(*map(_batches_of_files, files_by_owner.values())):
+        batches = [chain.from_iterable(file.batches() for file in owned) for owned in files_by_owner.values()]
+        for step in zip_longest(*batches):
             yield self._exchange([batch for batch in step if batch is not None])
 
     def _exchange(self, batches: Sequence[tuple[TensorFile, Sequence[Chunk]]]) -> Mapping[int, torch.Tensor]:

@@ -14,10 +14,11 @@ A batch goes from `BatchSource.epoch` through these generators to `TrainLoop`:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 
 from drivetrain._data.batch_copies import copy_batch
-from drivetrain._data.batch_source import LimitedSource
+from drivetrain._data.batch_source import BatchSource, LimitedSource
 from drivetrain._data.rng_replay import RngReplay
 from drivetrain._data.sharding import EpochOffset
 from drivetrain._loops.batch_mover import BatchMover
@@ -40,10 +41,11 @@ _EXCESS_FACTOR = 4
 """A loader that yields more than this many times its length is reported at once, since it may never end."""
 
 
+@dataclass(eq=False)
 class EpochReader:
-    """Reads training data epoch by epoch, from any micro-batch on.
+    """Reads training data epoch by epoch, from any micro-batch on, once `use` was called.
 
-    Args:
+    Attributes:
         trainer: the `Fit`, whose settings give the size of windows and whether all epochs have the same order.
         strategy: the strategy.
         weigh: the module's ``batch_weight``; None to weight by samples.
@@ -54,36 +56,34 @@ class EpochReader:
         origin_of: returns the position from which an epoch is sharded.
     """
 
-    def __init__(
-        self,
-        trainer: RunContext,
-        strategy: Strategy,
-        weigh: BatchWeight | None,
-        move: BatchMover | None,
-        *,
-        progress: Progress,
-        rng_replay: RngReplay,
-        lengths: Lengths,
-        origin_of: Callable[[int], EpochOffset],
-    ) -> None:
-        self._trainer = trainer
-        self._strategy = strategy
-        self._weigh = weigh
-        self._move = move
-        self._progress = progress
-        self._rng_replay = rng_replay
-        self._lengths = lengths
-        self._origin_of = origin_of
+    trainer: RunContext
+    strategy: Strategy
+    weigh: BatchWeight | None
+    move: BatchMover | None
+    progress: Progress
+    rng_replay: RngReplay
+    lengths: Lengths
+    origin_of: Callable[[int], EpochOffset]
 
     def use(self, data: LimitedSource) -> None:
         """Read ``data`` from the next epoch on."""
         self._data, source = data, data.source
-        self._exchanges = self._strategy.data_world_size > 1 and (self._weigh is not None or not source.shards_known)
-        on_cuda = self._strategy.device.type == "cuda"
+        self._exchanges = self.strategy.data_world_size > 1 and (self.weigh is not None or not source.shards_known)
+        on_cuda = self.strategy.device.type == "cuda"
         self._reads_ahead = source.in_process and (self._exchanges or on_cuda)
         self._counts = False  # whether the length is to be compared with the number of batches
         self._number_read = 0
         self._has_ended = self._has_ended_on_all_ranks = False
+
+    @property
+    def source(self) -> BatchSource:
+        """The source of this rank's batches."""
+        return self._data.source
+
+    @property
+    def window_size(self) -> int:
+        """The number of micro-batches of a window, which a callback may change between epochs."""
+        return self.trainer.accumulate_grad_batches
 
     @property
     def length(self) -> int | None:
@@ -107,15 +107,15 @@ class EpochReader:
         """Compare the loader's length with the number of batches that the epoch, which is over, has read."""
         source = self._data.source
         if self._counts and (self._has_ended or source.shards_known):
-            self._lengths.note(_NAME, source.length, self._number_read, self._has_ended)
+            self.lengths.note(_NAME, source.length, self._number_read, self._has_ended)
         self._counts = False
 
     def micro_batches(self, epoch: int, first: int) -> Iterator[MicroBatch]:
         """Start an epoch, and return its micro-batches from number ``first`` on. Workers begin to read immediately."""
-        source, strategy, weigh = self._data.source, self._strategy, self._weigh
-        size = self._trainer.accumulate_grad_batches
-        origin = self._origin_of(epoch)
-        order = 0 if self._trainer.overfit_batches else epoch
+        source, strategy, weigh = self._data.source, self.strategy, self.weigh
+        size = self.window_size
+        origin = self.origin_of(epoch)
+        order = 0 if self.trainer.overfit_batches else epoch
         limit = None if self._data.limit is None else max(0, self._data.limit - first)
         if origin.samples and self._data.limit == source.length:
             limit = None  # an epoch that began with another world size ends with its data
@@ -126,7 +126,7 @@ class EpochReader:
         copies = reads_window and not source.fresh_memory
         self._number_read, self._has_ended, self._has_ended_on_all_ranks = first, False, False
         self._counts = source.length is not None and not (source.length_is_exact or origin.samples)
-        self._rng_replay.begin_reading(first, self._reads_ahead)
+        self.rng_replay.begin_reading(first, self._reads_ahead)
         if self._counts or self._reads_ahead or source.needs_order_check or source.stateful or copies:
             batches = self._read(batches, copies)
         if limit is not None:
@@ -147,9 +147,9 @@ class EpochReader:
             micro_batches = single_windows(batches)
         else:
             micro_batches = precomputed_windows(batches, size, strategy.data_world_size, weigh, shares)
-        if self._move is None:
+        if self.move is None:
             return micro_batches
-        return self._move.micro_batches(
+        return self.move.micro_batches(
             micro_batches, ahead=not source.stateful, fresh_memory=copies or source.fresh_memory
         )
 
@@ -158,25 +158,25 @@ class EpochReader:
 
         A source whose batches need no notes is read without this generator.
         """
-        source, rng_replay = self._data.source, self._rng_replay if self._reads_ahead else None
+        source, rng_replay = self._data.source, self.rng_replay if self._reads_ahead else None
         compares_order = source.needs_order_check
         length = source.length if self._counts else None
         excess = -1 if length is None else _EXCESS_FACTOR * length + 1
         while True:
             if rng_replay is not None:
-                rng_replay.before_read(self._progress.batch_idx)
+                rng_replay.before_read(self.progress.batch_idx)
             pair = next(batches, None)
             if pair is not None and rng_replay is not None:
                 rng_replay.after_read()
             if compares_order:
-                compare_order(source, _NAME, self._strategy)
+                compare_order(source, _NAME, self.strategy)
                 compares_order = False
             if pair is None:
                 self._has_ended = True
                 return
             self._number_read += 1
             if self._number_read == excess and length is not None:
-                self._lengths.report_now(_NAME, length, excess)
+                self.lengths.report_now(_NAME, length, excess)
             yield (copy_batch(pair[0]), pair[1]) if copies else pair
 
     def _note_end_on_all_ranks(self) -> None:

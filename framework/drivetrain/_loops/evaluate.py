@@ -117,7 +117,7 @@ class LoaderLoop:
         previous = position.enter("prediction" if self.stage == "predict" else "evaluation")
         batches = evaluation_batches(source, self.strategy, title, limit, first)
         for batch_idx, (batch, share) in enumerate(batches, first):
-            position.batch_idx = batch_idx
+            position.current_batch = batch_idx
             if self.write_progress and batch_idx > first and (batch_idx - first) % self.report_every == 0:
                 for write in self.write_progress:
                     write(self._batches_before + batch_idx)

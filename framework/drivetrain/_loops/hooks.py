@@ -59,20 +59,18 @@ class HookTable:
             in_module = hasattr(ModuleHooks, name) and is_overridden(name, module, ModuleHooks)
             self.early[name] = (*early, getattr(module, name)) if in_module else tuple(early)
             self.late[name] = tuple(late)
+            setattr(self, name, self.early[name] + self.late[name])
 
     def wrap(self, names: Iterable[str], wrap: Callable[[str, int, Call], Call]) -> None:
         """Replace each call of some hooks by ``wrap(name, number, call)``, where numbers count in `early` or `late`."""
         for name in names:
             for calls in (self.early, self.late):
                 calls[name] = tuple(wrap(name, number, call) for number, call in enumerate(calls[name]))
+            setattr(self, name, self.early[name] + self.late[name])
 
-    def __getattr__(self, name: str) -> tuple[Call, ...]:
-        # Python calls this once for each name, since the tuple is an ordinary attribute afterwards.
-        if name not in HOOKS:
-            raise AttributeError(name)
-        calls = self.early[name] + self.late[name]
-        setattr(self, name, calls)
-        return calls
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> tuple[Call, ...]: ...
 
 
 def is_users_hook(call: Call) -> bool:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from drivetrain._metrics import MetricStore
@@ -14,63 +13,39 @@ from drivetrain.errors import ConfigurationError, nearest
 
 logger = logging.getLogger("drivetrain")
 
-StepScheduler = Callable[[Any, Any], None]
 
-
-@dataclass(frozen=True, slots=True)
-class StepEstimate:
-    """The estimate of a run's length that a schedule may have been built on.
-
-    Attributes:
-        steps: the estimated number of optimizer steps of the run.
-        length: the number of micro-batches of an epoch from which the estimate is derived; None if there is none.
-        was_read: whether user code has read `estimated_stepping_batches`.
-    """
-
-    steps: int | float = math.inf
-    length: int | None = None
-    was_read: bool = False
-
-
+@dataclass(eq=False)
 class Schedulers:
     """Steps the schedulers of a run.
 
-    Args:
+    Attributes:
         configs: the schedulers.
-        step: the module's ``lr_scheduler_step``; None if the module does not override it.
+        step_by_module: the module's ``lr_scheduler_step``; None if the module does not override it.
         metrics: the logged values.
-        estimate: the estimated length of the run.
+        estimated_steps: the estimated number of optimizer steps of the run, on which a schedule may have been built.
+        estimated_length: the number of micro-batches of an epoch from which that is derived; None if there is none.
+        estimate_was_read: whether user code has read `estimated_stepping_batches`.
         warns: whether this rank logs warnings.
     """
 
-    def __init__(
-        self,
-        configs: Sequence[SchedulerConfig],
-        step: StepScheduler | None,
-        metrics: MetricStore,
-        estimate: StepEstimate,
-        warns: bool,
-    ) -> None:
-        self._estimate = estimate
-        self._warns = warns
+    configs: Sequence[SchedulerConfig]
+    step_by_module: Callable[[Any, Any], None] | None
+    metrics: MetricStore
+    estimated_steps: int | float
+    estimated_length: int | None
+    estimate_was_read: bool
+    warns: bool
+
+    is_stepping: bool = field(default=False, init=False)
+    """Whether a scheduler is stepping. True after a step that failed, because the schedulers then disagree."""
+
+    def __post_init__(self) -> None:
         self._warned_names: set[str] = set()
-        self._by_step = [config for config in configs if config.interval == "step"]
-        self._by_epoch = [config for config in configs if config.interval == "epoch"]
-        self._step = step
-        self._metrics = metrics
-        self._configs = list(configs)
-        self._used_at: dict[int, int] = {}  # the age of the value with which each plateau scheduler last stepped
+        self._by_step = [config for config in self.configs if config.interval == "step"]
+        self._by_epoch = [config for config in self.configs if config.interval == "epoch"]
+        self.used_at: dict[str, int] = {}
+        """The global step of the value with which each plateau scheduler last stepped, by its index."""
         self.has_step_schedulers = bool(self._by_step)
-        self.is_stepping = False
-        """Whether a scheduler is stepping. True after a step that failed, because the schedulers then disagree."""
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the global step of the value with which each plateau scheduler last stepped, by its index."""
-        return {str(index): step for index, step in self._used_at.items()}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Restore what `state_dict` returned."""
-        self._used_at = {int(index): int(step) for index, step in state.items()}
 
     def after_step(self, global_step: int) -> None:
         """Step the schedulers whose interval is an optimizer step.
@@ -78,7 +53,7 @@ class Schedulers:
         Raises:
             ConfigurationError: a schedule has ended because it was built on a wrong length.
         """
-        if global_step > self._estimate.steps:
+        if global_step > self.estimated_steps:
             self._after_estimated_end(global_step)
             return
         for config in self._by_step:
@@ -94,7 +69,7 @@ class Schedulers:
     def _after_estimated_end(self, global_step: int) -> None:
         """Step schedulers after more optimizer steps than were estimated."""
         for config in self._by_step:
-            if self._estimate.was_read and global_step == self._estimate.steps + 1 and _is_at_zero(config):
+            if self.estimate_was_read and global_step == self.estimated_steps + 1 and _is_at_zero(config):
                 raise self._schedule_ended(config)
             if global_step % config.frequency == 0:
                 try:
@@ -103,7 +78,7 @@ class Schedulers:
                     raise self._schedule_ended(config) from error
 
     def _schedule_ended(self, config: SchedulerConfig) -> ConfigurationError:
-        steps, length = self._estimate.steps, self._estimate.length
+        steps, length = self.estimated_steps, self.estimated_length
         return ConfigurationError(
             f"{type(config.scheduler).__name__} ran out after {steps} steps, but there is more data.",
             f"trainer.estimated_stepping_batches was {steps}, derived from the training loader's length of {length} "
@@ -114,19 +89,19 @@ class Schedulers:
     def _step_scheduler(self, config: SchedulerConfig) -> None:
         value = None
         if config.reduce_on_plateau and config.monitor is not None:
-            value = self._metrics.agreed(config.monitor)
+            value = self.metrics.agreed(config.monitor)
             if value is None:
                 self._handle_missing(config, config.monitor)
                 return
-            index, logged_at = self._configs.index(config), self._metrics.logged_at(config.monitor)
+            index, logged_at = self.configs.index(config), self.metrics.logged_at(config.monitor)
             if logged_at is not None:
-                if self._used_at.get(index) == logged_at:
+                if self.used_at.get(str(index)) == logged_at:
                     self._say_stale(config)
                     return
-                self._used_at[index] = logged_at
+                self.used_at[str(index)] = logged_at
         self.is_stepping = True
-        if self._step is not None:
-            self._step(config.scheduler, value)
+        if self.step_by_module is not None:
+            self.step_by_module(config.scheduler, value)
         elif value is None:
             config.scheduler.step()
         else:
@@ -134,7 +109,7 @@ class Schedulers:
         self.is_stepping = False
 
     def _say_stale(self, config: SchedulerConfig) -> None:
-        if f"stale {config.monitor}" not in self._warned_names and self._warns:
+        if f"stale {config.monitor}" not in self._warned_names and self.warns:
             logger.warning(
                 "%s monitors %r, which was not logged again since the scheduler's last step. The step is skipped: set "
                 "'frequency' to how often the value is logged. This warning is not repeated.",
@@ -144,7 +119,7 @@ class Schedulers:
         self._warned_names.add(f"stale {config.monitor}")
 
     def _handle_missing(self, config: SchedulerConfig, monitor: str) -> None:
-        names = list(self._metrics.callback_metrics())
+        names = list(self.metrics.callback_metrics())
         problem = (
             f"{type(config.scheduler).__name__} monitors {monitor!r}, which was not logged.{nearest(monitor, names)}"
         )
@@ -156,7 +131,7 @@ class Schedulers:
                 "log the value before the scheduler steps, let the scheduler step as often as the value is logged "
                 "('frequency': 2 with check_val_every_n_epoch=2), or skip such steps with 'strict': False.",
             )
-        if monitor not in self._warned_names and self._warns:
+        if monitor not in self._warned_names and self.warns:
             logger.warning(
                 "%s %s The step of the scheduler is skipped because of 'strict': False. This warning is not repeated.",
                 problem,

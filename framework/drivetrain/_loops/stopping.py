@@ -10,7 +10,6 @@ from datetime import timedelta
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from drivetrain._distributed.control_plane import ControlPlane
-from drivetrain._run_state import Progress
 
 _TIME_IS_UP = 2
 """The reason code of a stop by ``max_time``, after which the run is saved to be resumed. Other stops have code 1."""
@@ -395,26 +394,3 @@ def limit_reached(max_epochs: int | None, max_steps: int, epoch: int, global_ste
     if not steps_reached:
         return f"max_epochs={max_epochs} is reached" if epochs_reached else None
     return f"max_steps={max_steps} {f'and max_epochs={max_epochs} are' if epochs_reached else 'is'} reached"
-
-
-def how_it_ended(reasons: list[str], progress: Progress, nothing_left: bool, seconds: float) -> str:
-    """Return the line that is logged at the end of a run.
-
-    Args:
-        reasons: the reasons why the run ended, first limits and then requests.
-        progress: the counters of the run.
-        nothing_left: whether the run resumed a finished run and made no step.
-        seconds: the run's duration.
-    """
-    epochs = f"{progress.epoch} epoch{'' if progress.epoch == 1 else 's'}"
-    steps = f"{progress.global_step} optimizer step{'' if progress.global_step == 1 else 's'}"
-    ending = "; nothing was left to train" if nothing_left else f" after {_duration(seconds)}"
-    return f"The run ended: {'; '.join(reasons) or 'there was nothing to train'} ({epochs}, {steps}){ending}."
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d} h" if hours else f"{minutes}:{rest:02d} min"

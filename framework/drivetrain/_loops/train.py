@@ -131,20 +131,22 @@ class TrainLoop:
         """Return the part of the loop's position that the counters do not contain, e.g. whether the data is over."""
         position = LoopPosition(
             data_is_over=self._data_is_over or self._is_data_over(),
-            has_begun=self.snapshot is not None and self.snapshot.is_first_window_of_epoch,
+            # The snapshot of an epoch's first window was taken after the hooks of the epoch's start.
+            has_begun=self.snapshot is not None and self.snapshot.is_active and self.progress.batch_idx == 0,
             left_after_last_step=self._left_after_last_step,
             asked_to_stop=self._asked_to_stop,
             validated_at=self.validation.last_run_at,
-            validation_is_due=self.validation.is_due,
+            validation_is_due=self.validation.next_at == self.progress.batch_idx,
         )
-        plateaus = self.schedulers.state_dict()
-        return {**asdict(position), "flushed_at": self._flushed_at, "plateaus": plateaus}
+        plateaus = self.schedulers.used_at
+        return {**asdict(position), "flushed_at": self._flushed_at, "plateaus": dict(plateaus)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make `run` resume at the position that `state_dict` returned."""
         position = dict(state)
         self._flushed_at = int(position.pop("flushed_at"))
-        self.schedulers.load_state_dict(position.pop("plateaus"))
+        plateaus = position.pop("plateaus")
+        self.schedulers.used_at = {index: int(step) for index, step in plateaus.items()}
         self._resumed = LoopPosition(**{**position, "validated_at": int(position["validated_at"])})
 
     # The operations of a run, an epoch and a step, in their order
@@ -161,7 +163,9 @@ class TrainLoop:
             self._begin_epoch(resumed, reset_metrics)
             data_is_over = resumed is not None and resumed.data_is_over
             reset_metrics, resumed = True, None
-            snapshot = self.snapshot if self.snapshot is not None and self.snapshot.begin_epoch() else None
+            snapshot = self.snapshot
+            if snapshot is not None and not snapshot.begin_epoch(self.reader.source, self.reader.window_size):
+                snapshot = None
             previous = self.position.enter("training")
             self.saves.in_epoch = True
             ended = self._train_epoch(snapshot, data_is_over)
@@ -183,7 +187,7 @@ class TrainLoop:
         """
         if self.reload is not None:
             self.reload(self.progress.epoch)
-        self.validation.begin_epoch(self.progress)
+        self.validation.begin_epoch()
         epoch_begins = self.progress.batch_idx == 0
         if epoch_begins:
             self.rng_replay.start_epoch()
@@ -197,9 +201,9 @@ class TrainLoop:
         else:
             self.metrics.enter("train", reset=False)
         if self.resize(epoch_begins):
-            self.validation.resize(self.reader.length, self.progress)
+            self.validation.resize(self.reader.length)
         if not epoch_begins and resumed is not None:
-            self.validation.resume(resumed.validated_at, resumed.validation_is_due, self.progress)
+            self.validation.resume(resumed.validated_at, resumed.validation_is_due)
 
     def _train_epoch(self, snapshot: WindowSnapshot | None, data_is_over: bool) -> EpochEnd:
         """Train on the remaining micro-batches of an epoch.
@@ -227,7 +231,7 @@ class TrainLoop:
         # The batch of each micro-batch is on the device. A window is the micro-batches of one optimizer step.
         for micro_batch in micro_batches:
             batch, batch_idx, samples = micro_batch.batch, progress.batch_idx, micro_batch.samples
-            position.batch_idx, position.micro_batch = batch_idx, micro_batch
+            position.current_batch, position.micro_batch = batch_idx, micro_batch
             metrics.batch, metrics.samples = batch, samples
             metrics.had_data = metrics.had_data or samples > 0
             joining = None if samples else Joining(metrics)
@@ -338,7 +342,7 @@ class TrainLoop:
     def _is_data_over(self) -> bool:
         progress, snapshot = self.progress, self.snapshot
         went_back = snapshot is not None and snapshot.is_active
-        return self.reader.is_exhausted and progress.batch_idx > 0 and not progress.within_window and not went_back
+        return progress.batch_idx > 0 and not progress.within_window and not went_back and self.reader.is_exhausted
 
     def _skips_rest_of_epoch(self, hooks: Sequence[Callable[..., Any]], batch: Any, batch_idx: int) -> bool:
         """Call ``on_train_batch_start``; return whether a hook returned -1, which has to be the same on every rank."""

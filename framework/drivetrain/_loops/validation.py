@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
 
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._metrics import MetricStore
@@ -13,14 +14,17 @@ from drivetrain.errors import ConfigurationError
 logger = logging.getLogger("drivetrain")
 
 
+@dataclass(eq=False)
 class ValidationPlan:
     """Decides after which micro-batches to validate, and runs the validation.
 
-    Args:
+    Attributes:
         validate: runs a validation; None if there is no validation data.
-        interval: an int is a number of micro-batches, a float a fraction of an epoch; None for the end of an epoch.
-        every_n_epochs: n, to validate in every n-th epoch only; None to let ``interval`` count across epochs.
+        requested_interval: an int is a number of micro-batches, a float a fraction of an epoch; None for the end of an
+            epoch.
+        every_n_epochs: n, to validate in every n-th epoch only; None to let the interval count across epochs.
         length: the number of micro-batches of an epoch; None if the number is unknown.
+        progress: the counters.
         stop: the requests to stop. Ranks exchange them after a validation, which may make early stopping request one.
         metrics: the logged values; `run` switches them back to the training stage after a validation.
         warns: whether this rank logs warnings.
@@ -30,40 +34,34 @@ class ValidationPlan:
         ConfigurationError: the interval is longer than an epoch, or it is a fraction and the length is unknown.
     """
 
-    def __init__(
-        self,
-        validate: Callable[[], object] | None,
-        interval: int | float | None,
-        every_n_epochs: int | None,
-        length: int | None,
-        stop: StopRequest,
-        metrics: MetricStore,
-        warns: bool,
-        reloads: bool,
-    ) -> None:
-        self._requested_interval = interval
-        self._every_n_epochs = every_n_epochs
-        self._stop = stop
-        self._metrics = metrics
-        self._is_fraction = isinstance(interval, float)
-        self._warns = warns
+    validate: Callable[[], object] | None
+    requested_interval: int | float | None
+    every_n_epochs: int | None
+    length: int | None
+    progress: Progress
+    stop: StopRequest
+    metrics: MetricStore
+    warns: bool
+    reloads: InitVar[bool]
+
+    last_run_at: int = field(default=-1, init=False)
+    """The number of the run's micro-batches after which `run` was last called; -1 for none."""
+    next_at: int = field(default=-1, init=False)
+    """The number of the epoch's micro-batches after which to call `run`; -1 for none."""
+
+    def __post_init__(self, reloads: bool) -> None:
         self._warned_of_interval = False
-        if reloads:  # the epoch in which a run is resumed may be shorter than the first one
-            self.renew(validate, length)
-        else:
-            self._set(validate, length, _in_micro_batches(interval, every_n_epochs, length) if validate else None)
         self._validates_this_epoch = False
-        self._progress: Progress | None = None
-        self.last_run_at = -1
-        """The number of the run's micro-batches after which `run` was last called; -1 for none."""
-        self.next_at = -1
-        """The number of the epoch's micro-batches after which to call `run`; -1 for none."""
+        # With other loaders, the epoch in which a run is resumed may be shorter than the first one.
+        if self.validate is not None and not reloads:
+            _in_micro_batches(self.requested_interval, self.every_n_epochs, self.length)  # refuses one that is too long
+        self.renew(self.validate, self.length)
 
     def renew(self, validate: Callable[[], object] | None, length: int | None) -> None:
         """Use other data from the next epoch on. An interval longer than the epoch is shortened to its length."""
-        interval = self._requested_interval
-        if validate is not None and self._every_n_epochs is not None and type(interval) is int and length is not None:
-            if interval > length and self._warns and not self._warned_of_interval:
+        interval = self.requested_interval
+        if validate is not None and self.every_n_epochs is not None and type(interval) is int and length is not None:
+            if interval > length and self.warns and not self._warned_of_interval:
                 self._warned_of_interval = True
                 logger.warning(
                     "val_check_interval=%d is more than the %d micro-batches that an epoch has now: validation runs "
@@ -72,58 +70,47 @@ class ValidationPlan:
                     length,
                 )
             interval = min(interval, length)
-        batches = None if validate is None else _in_micro_batches(interval, self._every_n_epochs, length)
-        self._set(validate, length, batches)
+        self.validate, self.length = validate, length
+        self._interval = None if validate is None else _in_micro_batches(interval, self.every_n_epochs, length)
+        self._warns_if_short = self.warns and length is None
 
-    def resize(self, length: int | None, progress: Progress) -> None:
+    def resize(self, length: int | None) -> None:
         """Use another length from this epoch on, which begins or is resumed."""
-        self.renew(self._validate, length)
-        self.begin_epoch(progress)
+        self.renew(self.validate, length)
+        self.begin_epoch()
 
-    def _set(self, validate: Callable[[], object] | None, length: int | None, interval: int | None) -> None:
-        self._validate = validate
-        self._interval = interval
-        self._warns_if_short = self._warns and length is None
-        self._length = length
-
-    def begin_epoch(self, progress: Progress) -> None:
+    def begin_epoch(self) -> None:
         """Schedule the first validation of an epoch that begins or is resumed."""
         self.next_at = -1
-        self._progress = progress
-        every = self._every_n_epochs
-        self._validates_this_epoch = self._validate is not None and (every is None or (progress.epoch + 1) % every == 0)
+        every = self.every_n_epochs
+        is_epoch_to_validate = every is None or (self.progress.epoch + 1) % every == 0
+        self._validates_this_epoch = self.validate is not None and is_epoch_to_validate
         if self._validates_this_epoch:
-            self._schedule_next(progress)
+            self._schedule_next()
 
-    @property
-    def is_due(self) -> bool:
-        """Whether `run` is to be called before the next micro-batch."""
-        return self._progress is not None and self.next_at == self._progress.batch_idx
-
-    def resume(self, last_run_at: int, is_due: bool, progress: Progress) -> None:
-        """Restore `last_run_at` and `is_due`, after `begin_epoch`."""
+    def resume(self, last_run_at: int, is_due: bool) -> None:
+        """Restore `last_run_at`, and whether `run` is to be called before the next micro-batch, after `begin_epoch`."""
         self.last_run_at = last_run_at
         if self.next_at != -1:
-            self._schedule_next(progress)  # skips a validation that ran within the open window
+            self._schedule_next()  # skips a validation that ran within the open window
         if self.next_at != -1 and is_due:
-            self.next_at = progress.batch_idx
+            self.next_at = self.progress.batch_idx
 
     def run(self) -> None:
         """Validate now, within an epoch. A preemption may end the validation early, on all ranks."""
-        assert self._validate is not None
-        assert self._progress is not None
-        last_run, self.last_run_at = self.last_run_at, self._progress.micro_batches
+        assert self.validate is not None
+        last_run, self.last_run_at = self.last_run_at, self.progress.micro_batches
         try:
-            self._validate()
+            self.validate()
         except BaseException:
             self.last_run_at = last_run  # the validation did not finish, and is still due
             raise
-        self._metrics.enter("train", reset=False)
-        if self._stop.preempted:
+        self.metrics.enter("train", reset=False)
+        if self.stop.preempted:
             self.last_run_at = last_run
             return
-        self._stop.agree("the end of a validation run")
-        self._schedule_next(self._progress)
+        self.stop.agree("the end of a validation run")
+        self._schedule_next()
 
     def run_at_epoch_end(self, stopping: bool, data_over: bool) -> None:
         """Validate at an epoch's end if a validation is due.
@@ -132,17 +119,16 @@ class ValidationPlan:
             stopping: whether the run ends early, within the epoch.
             data_over: whether the epoch's data has ended.
         """
-        assert self._progress is not None
         if data_over and self._warns_if_short and self._validates_this_epoch:
-            self._warn_of_short_epoch(self._progress)
+            self._warn_of_short_epoch()
         due = self._validates_this_epoch and (self._interval is None or stopping or self._is_missed())
         # A stop that was requested in a validation does not repeat that validation.
-        if due and self.last_run_at != self._progress.micro_batches:
+        if due and self.last_run_at != self.progress.micro_batches:
             self.run()
 
-    def _warn_of_short_epoch(self, progress: Progress) -> None:
+    def _warn_of_short_epoch(self) -> None:
         """Warn once that an epoch of unknown length was shorter than the interval."""
-        if self._every_n_epochs is None or self._interval is None or self.next_at != self._interval:
+        if self.every_n_epochs is None or self._interval is None or self.next_at != self._interval:
             return
         self._warns_if_short = False
         logger.warning(
@@ -150,14 +136,15 @@ class ValidationPlan:
             "of each epoch, and the loader has no length. Lower val_check_interval, or set it to 1.0 to validate at "
             "the end of each epoch, or set check_val_every_n_epoch=None to count across epochs. This warning is not "
             "repeated.",
-            progress.epoch,
-            progress.batch_idx,
+            self.progress.epoch,
+            self.progress.batch_idx,
             self._interval,
         )
 
-    def _schedule_next(self, progress: Progress) -> None:
+    def _schedule_next(self) -> None:
+        progress = self.progress
         if self._interval is not None:
-            position = progress.micro_batches if self._every_n_epochs is None else progress.batch_idx
+            position = progress.micro_batches if self.every_n_epochs is None else progress.batch_idx
             remaining = self._interval - position % self._interval
             while progress.micro_batches + remaining <= self.last_run_at:
                 remaining += self._interval
@@ -165,12 +152,12 @@ class ValidationPlan:
 
     def _is_missed(self) -> bool:
         """Return whether the data ended before a validation that was due according to the epoch's length."""
-        if self._every_n_epochs is None:  # the interval counts across epochs, so validation runs in the next epoch
+        if self.every_n_epochs is None:  # the interval counts across epochs, so validation runs in the next epoch
             return False
-        if self._length is None or not -1 < self.next_at <= self._length:
+        if self.length is None or not -1 < self.next_at <= self.length:
             return False
         # An interval in micro-batches is missed only if no validation ran in this epoch.
-        return self._is_fraction or self.next_at == self._interval
+        return isinstance(self.requested_interval, float) or self.next_at == self._interval
 
 
 def _in_micro_batches(interval: int | float | None, every_n_epochs: int | None, length: int | None) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import torch
@@ -16,6 +17,7 @@ from drivetrain._metrics import MetricStore
 from drivetrain._run_state import Progress
 
 
+@dataclass(eq=False)
 class WindowSnapshot:
     """Copies the state that a window's micro-batches change before its optimizer step.
 
@@ -24,72 +26,65 @@ class WindowSnapshot:
     after a failure. A copy takes about 0.1 ms on the host, one kernel launch on the device, and as much memory as the
     buffers.
 
-    Args:
+    Attributes:
         module: the user's module.
-        source: returns the source of the training batches of an epoch.
         rng_replay: records the generators' states.
         metrics: the store that steps log to.
         progress: the counters.
-        size: returns the number of micro-batches in a window of this epoch.
         every_step: whether to copy also if windows have one micro-batch, and to record the versions of the weights.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        source: Callable[[], BatchSource],
-        rng_replay: RngReplay,
-        metrics: MetricStore,
-        progress: Progress,
-        size: Callable[[], int],
-        every_step: bool = False,
-    ) -> None:
-        self._module = module
-        self._get_source = source
-        self._rng_replay = rng_replay
-        self._metrics = metrics
-        self._progress = progress
-        self._size = size
-        self.every_step = every_step
+    module: nn.Module
+    rng_replay: RngReplay
+    metrics: MetricStore
+    progress: Progress
+    every_step: bool
+
+    is_active: bool = field(default=False, init=False)
+    """Whether `go_back` has activated the snapshot, so that it is saved instead of the current state."""
+
+    def __post_init__(self) -> None:
         self._weights: list[Tensor] = []
         self._versions: list[int] = []
         self._taken_at = -1  # the position in the epoch; -1 for none
         self._rank_state: dict[tuple[str, ...], Callable[[], Any]] = {}
         self._buffer_owners: list[tuple[str, dict[str, Tensor | None], str]] = []
-        self._metric_objects: list[str] = []
         self._buffers: dict[str, Tensor] = {}
-        self._is_active = False
 
-    def begin_epoch(self) -> bool:
+    def begin_epoch(self, source: BatchSource, window_size: int) -> bool:
         """Take the first snapshot of an epoch. If none is needed because windows have one micro-batch, return False.
 
         Buffers and metric objects are collected again, since hooks at the start of an epoch may change them.
+
+        Args:
+            source: the source of the epoch's batches.
+            window_size: the number of micro-batches of the epoch's windows.
         """
         self._taken_at = -1
-        if self._size() == 1 and not self.every_step:
+        if window_size == 1 and not self.every_step:
             return False
         if self.every_step:
-            self._weights = list(self._module.parameters())
-        layers = dict(self._module.named_modules(remove_duplicate=False)).items()
+            self._weights = list(self.module.parameters())
+        layers = dict(self.module.named_modules(remove_duplicate=False)).items()
         self._buffer_owners = [
             (f"{path}.{name}" if path else name, layer._buffers, name)
             for path, layer in layers
             for name in _persistent_buffers(layer)
         ]
-        self._metric_objects = list(self._metrics.objects.all())
-        self._source = self._get_source()
+        self._metric_objects = list(self.metrics.objects.all())
+        self._source = source
         self.take()
         return True
 
     def take(self) -> None:
         """Take a snapshot, before any batch of the next window is read."""
-        self._taken_at = self._progress.batch_idx
+        self._taken_at = self.progress.batch_idx
         source_state = self._source.state_dict()
         if self._source.stateful:
             source_state = deepcopy(source_state)
         self._rank_state = {
-            ("rng_states",): self._rng_replay.capture(self._taken_at),
-            ("metrics",): self._metrics.capture(self._metric_objects),
+            ("rng_states",): self.rng_replay.capture(self._taken_at),
+            ("metrics",): self.metrics.capture(self._metric_objects),
             ("source",): lambda: source_state,
         }
         if self._buffer_owners:
@@ -122,14 +117,9 @@ class WindowSnapshot:
 
     def go_back(self) -> None:
         """Reset the counters to the start of the window, and activate the snapshot if it is of this window."""
-        self._progress.reset_to_window_start()
+        self.progress.reset_to_window_start()
         # Between a window's step and the next snapshot, the snapshot is outdated.
-        self._is_active = self._taken_at == self._progress.batch_idx
-
-    @property
-    def is_active(self) -> bool:
-        """Whether `go_back` has activated the snapshot, so that it is saved instead of the current state."""
-        return self._is_active
+        self.is_active = self._taken_at == self.progress.batch_idx
 
     @property
     def is_whole(self) -> bool:
@@ -143,11 +133,6 @@ class WindowSnapshot:
     def buffers(self) -> Mapping[str, Tensor]:
         """The snapshot's persistent buffers by name; empty while the snapshot is not active."""
         return self._buffers if self.is_active else {}
-
-    @property
-    def is_first_window_of_epoch(self) -> bool:
-        """Whether the active snapshot is of an epoch's first window, taken after the hooks of the epoch's start."""
-        return self.is_active and self._progress.batch_idx == 0
 
     @property
     def rank_state(self) -> Mapping[tuple[str, ...], Callable[[], Any]]:

@@ -13,18 +13,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
+from drivetrain._parameters.module_description import layer_versions
 from drivetrain._parameters.weights_fit import WeightMismatch
 from drivetrain._runtime.plain_names import plain_name
 from drivetrain.errors import CheckpointError
 
 if TYPE_CHECKING:
     from drivetrain._format import Weights
-
-
-def layer_versions(module: nn.Module) -> dict[str, int]:
-    """Return the version of each submodule's state by the submodule's name, without those of version 1."""
-    versions = {_plain(name): part._version for name, part in module.named_modules(remove_duplicate=False)}
-    return {name: version for name, version in versions.items() if type(version) is int and version != 1}
 
 
 def with_versions(

@@ -12,8 +12,8 @@ from drivetrain._format import CheckpointReader, load
 from drivetrain._format.checkpoint_folder import is_checkpoint_file
 from drivetrain._format.manifest import MANIFEST
 from drivetrain._storage.folder import StorageError
-from drivetrain._storage.local_publication import remove_folder, reserve_name, write_pointer
 from drivetrain._storage.paths import child, folder_at, local_path
+from drivetrain._storage.publication import remove_folder, reserve_name, write_pointer
 from drivetrain._storage.retries import retried
 from drivetrain.errors import CheckpointError
 

@@ -139,9 +139,10 @@ class Retention:
         return max(self.kept, key=lambda checkpoint: checkpoint.number, default=None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the checkpoints and the save counter."""
-        interrupt = self.interrupt_checkpoint
+        """Return the checkpoints and the save counter, and the name of the best checkpoint."""
+        interrupt, best = self.interrupt_checkpoint, self.best
         return {
+            "best": "" if best is None else best.name,
             "count": self._count,
             "kept": [asdict(checkpoint) for checkpoint in self.kept],
             "interrupt_checkpoint": None if interrupt is None else asdict(interrupt),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any, ClassVar, Protocol
 
@@ -59,10 +59,8 @@ class Folder(ABC):
     """
 
     readers: ClassVar[int]
-
-    def __init__(self, path: str, root: str) -> None:
-        self.path = path
-        self.root = root
+    path: str
+    root: str
 
     @abstractmethod
     def make(self) -> None:
@@ -102,8 +100,8 @@ class Folder(ABC):
         """Return a file's content, truncated to ``limit`` bytes."""
 
     @abstractmethod
-    def size(self, name: str) -> int:
-        """Return a file's current size in bytes."""
+    def sizes(self, names: Iterable[str]) -> dict[str, int]:
+        """Return the current sizes of files in bytes, by name. Files that do not exist are left out."""
 
     @abstractmethod
     def create(self, name: str) -> AbstractContextManager[Sink]:
@@ -116,10 +114,9 @@ class Folder(ABC):
         A writer that is killed leaves a temporary file, which `clear_temporary` removes.
         """
 
+    @abstractmethod
     def write(self, name: str, content: bytes) -> None:
         """Create or replace a file, so that a reader gets either the previous content or the new content."""
-        with self.replace(name) as sink:
-            sink.write(content)
 
     @abstractmethod
     def commit(self, name: str, contents: Sequence[Content]) -> None:

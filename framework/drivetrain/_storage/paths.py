@@ -43,7 +43,8 @@ def resolve_folder(folder: str) -> str:
     root = local_path(folder)
     if root is None:
         return folder.rstrip("/")
-    return os.path.normpath(root) if lacks_its_start(root) else os.path.realpath(root)
+    is_known = os.path.isabs(root) or not lacks_its_start(root)
+    return os.path.realpath(root) if is_known else os.path.normpath(root)
 
 
 def child(folder: str, name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -28,7 +28,7 @@ class RemoteFolder(Folder):
     readers = 8
 
     def __init__(self, path: str, filesystem: Any, root: str) -> None:
-        super().__init__(path, root.rstrip("/"))
+        self.path, self.root = path, root.rstrip("/")
         self._filesystem = filesystem
         self._is_object_store = bool(_OBJECT_STORES.intersection(protocols_of(filesystem)))
 
@@ -69,13 +69,16 @@ class RemoteFolder(Folder):
     def read(self, name: str, limit: int | None = None) -> bytes:
         with self._request() as filesystem:
             if limit is not None:
-                return _read_range(filesystem, self._at(name), 0, min(limit, self.size(name)))
+                return _read_range(filesystem, self._at(name), 0, min(limit, int(filesystem.size(self._at(name)) or 0)))
             content: bytes = filesystem.cat_file(self._at(name))
             return content
 
-    def size(self, name: str) -> int:
-        with self._request() as filesystem:
-            return int(filesystem.size(self._at(name)) or 0)
+    def sizes(self, names: Iterable[str]) -> dict[str, int]:
+        found = {}
+        for name in names:
+            with suppress(FileNotFoundError), self._request() as filesystem:
+                found[name] = int(filesystem.size(self._at(name)) or 0)
+        return found
 
     @contextmanager
     def create(self, name: str) -> Iterator[Sink]:
@@ -93,7 +96,7 @@ class RemoteFolder(Folder):
                 try:
                     stream.close()
                 except Exception:
-                    if not _is_true(lambda: self.size(name) == nbytes):
+                    if not _is_true(lambda: self.sizes([name]) == {name: nbytes}):
                         raise
         except BaseException:
             # The incomplete content must not be uploaded, even when the stream is garbage-collected.
@@ -121,6 +124,10 @@ class RemoteFolder(Folder):
             with suppress(Exception):
                 self.remove(temporary)
             raise
+
+    def write(self, name: str, content: bytes) -> None:
+        with self.replace(name) as sink:
+            sink.write(content)
 
     def commit(self, name: str, contents: Sequence[Content]) -> None:
         content = b"".join(contents)

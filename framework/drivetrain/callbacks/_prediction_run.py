@@ -194,8 +194,7 @@ def _encoded(output: Any, name: str, batch_idx: int) -> tuple[Any, dict[str, Ten
     tensors: dict[str, Tensor] = {}
     try:
         encoded = encode(on_host(output, fresh_memory=False), tensors, name)
-        for tensor_name, tensor in tensors.items():
-            check_storable(tensor_name, tensor)
+        check_storable(tensors)
     except CheckpointError as error:
         raise CheckpointError(
             f"PredictionWriter cannot store the output of batch {batch_idx}: {error.what}",

@@ -23,11 +23,12 @@ from drivetrain._data.prediction_files import (
     parts_among,
     samples_in_part,
 )
-from drivetrain._format.checksums import BLOCK, BlockChecksums
+from drivetrain._format.checksums import BLOCK
+from drivetrain._format.file_writer import BlockChecksums
 from drivetrain._format.manifest import FileRecord
 from drivetrain._format.tensor_reader import CheckedFile
-from drivetrain._storage.local_publication import lock_for_this_process
 from drivetrain._storage.paths import folder_at, local_path
+from drivetrain._storage.publication import lock_for_this_process
 from drivetrain.errors import CheckpointError, listed
 
 logger = logging.getLogger("drivetrain")
@@ -156,7 +157,7 @@ class PredictionStore:
             CheckpointError: rank 0 cannot see another rank's part.
         """
         for name, record in files.items():
-            if self._size(name) != record.size:
+            if self._folder.sizes([name]).get(name) != record.size:
                 raise CheckpointError(
                     f"Rank 0 does not see the whole file {name} of the predictions {self.path!r}, which another "
                     "rank has written.",
@@ -204,12 +205,6 @@ class PredictionStore:
             return self._folder.names()
         except FileNotFoundError:  # an object store has no empty folders
             return []
-
-    def _size(self, name: str) -> int | None:
-        try:
-            return self._folder.size(name)
-        except FileNotFoundError:
-            return None
 
     def _remove(self, name: str) -> None:
         with suppress(OSError):  # leftover files are harmless

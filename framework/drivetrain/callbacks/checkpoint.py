@@ -243,11 +243,9 @@ class Checkpoint(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the folder, and the names and identifiers of the checkpoints that this run has written."""
-        best = self._retention.best
         return {
             "dirpath": None if self.dirpath is None else resolve_folder(self.dirpath),
             "run": self._run_id,
-            "best": "" if best is None else best.name,
             "last_saved_step": self._last_saved_step,
             "waiting_in": self._waiting_in,
             **self._retention.state_dict(),

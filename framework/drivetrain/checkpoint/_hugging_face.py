@@ -172,8 +172,8 @@ def _write_weights(target: str, sources: Sources, limit: int) -> None:
         write_tensors(tensors, f"{target}/{name}")
     weight_map = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
     sizes = {
-        "total_parameters": sum(source.spec.numel for source in sources.values()),
-        "total_size": sum(source.spec.nbytes for source in sources.values()),
+        "total_parameters": sum(source.numel for source in sources.values()),
+        "total_size": sum(source.nbytes for source in sources.values()),
     }
     _write_json(f"{target}/model.safetensors.index.json", {"metadata": sizes, "weight_map": weight_map})
 
@@ -183,11 +183,11 @@ def _split_by_size(sources: Sources, limit: int) -> list[dict[str, TensorSource]
     files: list[dict[str, TensorSource]] = [{}]
     remaining = limit
     for name, source in sources.items():
-        if files[-1] and source.spec.nbytes > remaining:
+        if files[-1] and source.nbytes > remaining:
             files.append({})
             remaining = limit
         files[-1][name] = source
-        remaining -= source.spec.nbytes
+        remaining -= source.nbytes
     return files
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from drivetrain._format import CheckpointReader, Weights, load
 from drivetrain._runtime.console_logging import log_to_console
-from drivetrain.errors import ConfigurationError
+from drivetrain.errors import ConfigurationError, listed
 
 logger = logging.getLogger("drivetrain")
 
@@ -64,4 +65,25 @@ def check_averaged(averaged: Any) -> None:
             f"averaged={averaged!r}.",
             "averaged chooses which weights of a checkpoint to use.",
             "give True for the averages, False for the trained weights, or None for those that the run evaluated with.",
+        )
+
+
+def check_averages(name: str, evaluated: Any, tensors: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
+    """Check what a callback of class ``name`` says about its averages, before a checkpoint records it.
+
+    Raises:
+        ConfigurationError: the answer is not a boolean, or no tensor has the name of a weight.
+    """
+    if not isinstance(evaluated, bool):
+        raise ConfigurationError(
+            f"{name}.evaluates_averages = {evaluated!r}.",
+            "a checkpoint records whether the run evaluates with the averages.",
+            "write a property that returns True, False, or None without averages.",
+        )
+    if tensors.keys().isdisjoint(weights):
+        raise ConfigurationError(
+            f"{name}.evaluates_averages = {evaluated}, and none of the names of its save_tensors is that of a weight: "
+            f"{listed(sorted(tensors))}.",
+            "the checkpoint would be evaluated without the averages.",
+            "return the averages under the names in state_dict of the module, or return None from evaluates_averages.",
         )

@@ -11,7 +11,7 @@ import torch
 from drivetrain._distributed.shards import Span
 from drivetrain._format import CheckpointReader, load
 from drivetrain._format.file_writer import file_writer
-from drivetrain._format.tensor_file import Spec, header_of, in_file_order, row_ranges
+from drivetrain._format.tensor_file import header_of, in_file_order, row_ranges, specs_of
 from drivetrain._format.tensor_reader import TensorSource
 from drivetrain._runs.checkpoint_folders import is_taken
 from drivetrain._storage.folder import Sink
@@ -93,7 +93,7 @@ def write_tensors(sources: Mapping[str, TensorSource], target: str) -> None:
     Raises:
         CheckpointError: a tensor is damaged, or the file cannot be written.
     """
-    specs = in_file_order(Spec(name, source.dtype, source.shape) for name, source in sources.items())
+    specs = in_file_order(specs_of(sources))
     with file_writer(create_file(target)) as writer:
         writer.write(header_of(specs))
         for spec in specs:

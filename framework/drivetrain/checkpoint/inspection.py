@@ -22,7 +22,7 @@ def show(path: str | os.PathLike[str]) -> str:
     written = datetime.datetime.fromtimestamp(manifest.written).astimezone().isoformat(" ", "seconds")
     weights = checkpoint.weights()
     sources = weights.sources()
-    count = sum(source.spec.numel for name, source in sources.items() if name not in manifest.aliases)
+    count = sum(source.numel for name, source in sources.items() if name not in manifest.aliases)
     precision = metadata.precision or "unknown"
     lines = [
         f"{checkpoint.path}: {'weights only' if checkpoint.weights_only else 'a full checkpoint'}, written {written}",

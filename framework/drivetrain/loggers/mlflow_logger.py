@@ -13,8 +13,8 @@ from typing import Any
 from urllib.parse import quote
 
 from drivetrain._runtime.lazy_names import import_optional, is_installed
-from drivetrain._storage.local_publication import lock_folder
 from drivetrain._storage.paths import local_path
+from drivetrain._storage.publication import lock_folder
 from drivetrain.errors import ConfigurationError, DrivetrainError
 from drivetrain.loggers._directory_logger import DirectoryLogger, flat_params
 from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure, text_of

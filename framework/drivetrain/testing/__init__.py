@@ -6,7 +6,6 @@ from drivetrain.testing.marks import (
     requires_command,
     requires_cuda,
     requires_linux,
-    requires_mps,
     requires_package,
 )
 from drivetrain.testing.parity import assert_close_states, assert_close_traces, assert_equal_ranks
@@ -20,7 +19,6 @@ __all__ = [
     "requires_command",
     "requires_cuda",
     "requires_linux",
-    "requires_mps",
     "requires_package",
     "run_distributed",
 ]

@@ -21,11 +21,6 @@ def requires_cuda(count: int = 1) -> pytest.MarkDecorator:
     return _skip(available < count, f"needs {count} CUDA device(s), there are {available}")
 
 
-def requires_mps() -> pytest.MarkDecorator:
-    """Skip if Apple's GPU is not available."""
-    return _skip(not torch.backends.mps.is_available(), "needs an MPS device")
-
-
 def requires_linux() -> pytest.MarkDecorator:
     """Skip if the operating system is not Linux."""
     return _skip(sys.platform != "linux", f"needs Linux, this is {sys.platform}")

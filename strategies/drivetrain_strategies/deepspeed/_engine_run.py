@@ -79,7 +79,6 @@ class DeepSpeedRun:
         self._state = State(module)
         self._engine: Any = None
         self._zero: Zero | None = None
-        self._handles: list[Any] = []
         self._exchange: GradientExchange | None = None
         self._gather_order: GatherOrder | None = None
         self._user_hooks: UserHooks | None = None
@@ -166,13 +165,17 @@ class DeepSpeedRun:
             self._precision.take_scaler(engine.optimizer.loss_scaler, "min_loss_scale" in self._config["fp16"])
         optimizer = zero.base_optimizer
         # The optimizer's own zero_grad would remove the gradients that DeepSpeed keeps with offloaded state.
-        optimizer.__dict__["zero_grad"] = self._forget_pending_gradients
+        methods: dict[str, Callable[..., Any]] = {"zero_grad": self._forget_pending_gradients}
         for name in _WRITING_METHODS:
             if hasattr(optimizer, name):
-                optimizer.__dict__[name] = partial(self._call_and_update_weights, getattr(optimizer, name))
+                methods[name] = partial(self._call_and_update_weights, getattr(optimizer, name))
+        for name, method in methods.items():
+            optimizer.__dict__[name] = method
+            self._undo.callback(optimizer.__dict__.pop, name)
         self.optimizers = [optimizer]
-        if not is_known(optimizer):
-            self._handles = _copy_gradients_in_steps(optimizer)  # torch's and DeepSpeed's optimizers keep none
+        if not is_known(optimizer):  # torch's and DeepSpeed's optimizers keep no gradients
+            for handle in _copy_gradients_in_steps(optimizer):
+                self._undo.callback(handle.remove)
         if engine.lr_scheduler is not None:
             self.schedulers = [engine.lr_scheduler]
             engine.lr_scheduler = None  # the loop steps the scheduler once per optimizer step
@@ -297,14 +300,10 @@ class DeepSpeedRun:
             self._leave_weights()
         self._release()
         for optimizer in self.optimizers:
-            for name in ("zero_grad", *_WRITING_METHODS):
-                optimizer.__dict__.pop(name, None)
             # DeepSpeed's flat tensors are freed, whoever keeps the optimizer. Another run with it is refused by name.
             optimizer.state.clear()
             for group in optimizer.param_groups:
                 group["params"] = [torch.empty(0)]
-        for handle in self._handles:
-            handle.remove()
         self._precision.loss_scaler = None
 
     @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -41,8 +41,8 @@ class GradientExchange:
         self._control = control
         self._compares_ranks = compares
         self._reached: set[int] = set()
-        self._buckets: list[list[str]] = []  # of this backward
-        self._known: list[list[list[str]]] = []  # those of each backward of the first window
+        self._order: list[str] = []  # of the parameters in the buckets of this backward
+        self._known: list[list[str]] = []  # the orders of the backwards of the first window
         if compares:
             zero.before_each_exchange(self._before_exchange)
         self._had_gradient = torch.zeros(len(names), dtype=torch.int32)
@@ -60,7 +60,7 @@ class GradientExchange:
         Raises:
             ConfigurationError: names the parameters that only some ranks use.
         """
-        self._buckets = []
+        self._order = []
         if not self._compares_ranks:
             return
         self._reached |= (reached := leaves_reached([loss]))
@@ -81,35 +81,32 @@ class GradientExchange:
     def _before_exchange(self, parameters: list[nn.Parameter]) -> None:
         """Compare a bucket before it is exchanged. Collective in the first window."""
         names = [self._names[id(parameter)] for parameter in parameters]
-        self._buckets.append(names)
+        self._order += names
         if self._compares_ranks:
             first, *others = self._control.gather_objects(names)
             for other in others:
                 if other != first:
                     raise _refusal(other, first)
-        elif self._buckets not in [known[: len(self._buckets)] for known in self._known]:
-            raise _refusal(names, self._expected(len(self._buckets) - 1))
+        elif self._order not in [known[: len(self._order)] for known in self._known]:
+            raise _refusal(self._order, self._known[0][: len(self._order)] if self._known else [])
 
     def after_backward(self) -> None:
-        """Compare the buckets of this backward with those of earlier ones. Does not communicate.
+        """Compare this backward with those of the first window. Does not communicate.
 
         Raises:
             ConfigurationError: names the parameters that differ.
         """
-        buckets = self._buckets
-        if buckets in self._known:
+        order = self._order
+        if order in self._known:
             return
         if self._compares_ranks:
             # A rank could not know later which of two orders of the same parameters the other ranks use.
             for known in self._known:
-                if sorted(chain(*known)) == sorted(chain(*buckets)):
-                    raise _refusal([*chain(*buckets)], [*chain(*known)])
-            self._known.append(buckets)
+                if sorted(known) == sorted(order):
+                    raise _refusal(order, known)
+            self._known.append(order)
         elif self._known:
-            raise _refusal([], self._expected(len(buckets)))
-
-    def _expected(self, number: int) -> list[str]:
-        return next((known[number] for known in self._known if len(known) > number), [])
+            raise _refusal(order, self._known[0])
 
     def differing(self, loss: torch.Tensor) -> list[str]:
         """Return the parameters that this loss reaches, but no loss of the first window, and those of the reverse."""

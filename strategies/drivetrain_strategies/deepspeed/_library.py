@@ -6,7 +6,8 @@ import importlib.util
 import io
 import logging
 import os
-from contextlib import AbstractContextManager, redirect_stdout
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from importlib.metadata import version
 from typing import Any
 
@@ -48,37 +49,31 @@ def import_library() -> Any:
     """Import DeepSpeed and return the package, without changing environment variables."""
     check_library()
     value_before = os.environ.get(_VARIABLE_SET_BY_IMPORT)
-    with RedirectedLogging():
+    with redirected_log():
         deepspeed = importlib.import_module("deepspeed")
     if value_before is None:
         os.environ.pop(_VARIABLE_SET_BY_IMPORT, None)
     return deepspeed
 
 
-class RedirectedLogging(logging.Filter):
-    """Redirects DeepSpeed's log to "drivetrain.deepspeed" within this context. Messages below ERROR become DEBUG."""
+@contextmanager
+def redirected_log() -> Iterator[None]:
+    """Redirect DeepSpeed's log to "drivetrain.deepspeed" within this context. Messages below ERROR become DEBUG."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._deepspeed_logger = logging.getLogger("DeepSpeed")
-        self._level = self._deepspeed_logger.level
-
-    def __enter__(self) -> RedirectedLogging:
-        # A filter is used rather than a handler, since DeepSpeed's first import creates its handler.
-        self._deepspeed_logger.addFilter(self)
-        self._level = self._deepspeed_logger.level
-        if logger.isEnabledFor(logging.DEBUG):
-            self._deepspeed_logger.setLevel(logging.DEBUG)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._deepspeed_logger.removeFilter(self)
-        self._deepspeed_logger.setLevel(self._level)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        level = logging.DEBUG if record.levelno < logging.ERROR else record.levelno
-        logger.log(level, "%s", record.getMessage())
+    def redirect(record: logging.LogRecord) -> bool:
+        logger.log(logging.DEBUG if record.levelno < logging.ERROR else record.levelno, "%s", record.getMessage())
         return False
+
+    theirs = logging.getLogger("DeepSpeed")
+    level = theirs.level
+    theirs.addFilter(redirect)  # rather than a handler, since DeepSpeed's first import creates its own
+    if logger.isEnabledFor(logging.DEBUG):
+        theirs.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        theirs.removeFilter(redirect)
+        theirs.setLevel(level)
 
 
 def redirected_prints() -> AbstractContextManager[Any]:

@@ -16,7 +16,12 @@ from torch.overrides import TorchFunctionMode
 
 from drivetrain.errors import ConfigurationError, listed
 from drivetrain.strategies import cut
-from drivetrain_strategies._user_calls import is_called_by_library, refuse_gradients_through, tensors_in
+from drivetrain_strategies._user_calls import (
+    is_called_by_library,
+    refuse_gradients_through,
+    tensors_in,
+    writes_in_place,
+)
 from drivetrain_strategies.deepspeed._internals import Zero, gathered_for_use, is_gathered
 from drivetrain_strategies.deepspeed._state import State, gather
 
@@ -45,6 +50,7 @@ class UserHooks:
         self._parts = list(state.trained.values())
         self._parameters = [part.parameter for part in self._parts]
         self._params = [(part.flat_index, part.parameter) for part in self._parts if part.flat_index is not None]
+        self._names: dict[int, Any] = {key: state.names[key] for key in state.trained}
         self._may_have_written = False
         self._before_step: list[int] | None = None
 
@@ -56,8 +62,9 @@ class UserHooks:
             if name in _GRADIENT_HOOKS:
                 withheld = self._why_withheld(name, window_is_complete)
                 contexts.enter_context(
-                    self._shown_gradients() if withheld is None else self._withheld_gradients(*withheld)
+                    self._shown_gradients() if withheld is None else _WholeGradients(self._names, withheld)
                 )
+                contexts.enter_context(self._zero.params_in_groups(self._params))
             if self._zero.stage == 3:
                 contexts.enter_context(EmptyParameters(self._state.names))
             yield
@@ -116,7 +123,7 @@ class UserHooks:
                 assert part.span is not None
                 whole = gather(zero.gradient(part).float(), part.shape, part.span)
                 gradients[id(part.parameter)] = whole.div_(scale).to(part.parameter.device)
-        with zero.params_in_groups(self._params), _WholeGradients(gradients):
+        with _WholeGradients(gradients):
             yield
         changed = []
         with torch.no_grad():
@@ -131,39 +138,27 @@ class UserHooks:
                     changed.append(part)
         zero.gradients_changed(changed)
 
-    @contextmanager
-    def _withheld_gradients(self, why: str, fix: str) -> Iterator[None]:
-        """Make reading and writing gradients an error within this context."""
-        errors = {
-            id(part.parameter): ConfigurationError(
-                f"A hook used the gradient of {self._state.names.get(id(part.parameter), '?')!r} under DeepSpeed.",
-                why,
-                fix,
-            )
-            for part in self._parts
-        }
-        with self._zero.params_in_groups(self._params), _WholeGradients(errors):
-            yield
-
 
 class _WholeGradients(TorchFunctionMode):
     """Lets ``parameter.grad`` be a gradient that torch does not accept, as its shape is not that of an empty parameter.
 
     Args:
-        gradients: the gradients by ``id`` of the parameter, which user code reads and replaces; or errors to raise.
+        gradients: the gradients by ``id`` of the parameter, which user code reads and replaces.
+        withheld: why a use of a gradient is an error, and the fix; None if it is not. ``gradients`` are names then.
     """
 
-    def __init__(self, gradients: dict[int, Any]) -> None:
+    def __init__(self, gradients: dict[int, Any], withheld: tuple[str, str] | None = None) -> None:
         super().__init__()
         self._gradients = gradients
+        self._withheld = withheld
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         key = id(args[0]) if args else None
         if key not in self._gradients or getattr(func, "__self__", None) is not _GRADIENT:
             return func(*args, **(kwargs or {}))
         gradient = self._gradients[key]
-        if isinstance(gradient, ConfigurationError):
-            raise gradient
+        if self._withheld is not None:
+            raise ConfigurationError(f"A hook used the gradient of {gradient!r} under DeepSpeed.", *self._withheld)
         if func.__name__ == "__get__":
             return gradient
         self._gradients[key] = args[1] if func.__name__ == "__set__" else None
@@ -241,9 +236,7 @@ class EmptyParameters(TorchFunctionMode):
             answers = {"dim": len(shape), "__len__": shape[0] if shape else 0, "size": shape}
             answer = answers.get(name, args[0].ds_numel)
             return answer[args[1]] if name == "size" and len(args) > 1 else answer
-        in_place = (name.endswith("_") and not name.endswith("__")) or name == "__set__" or "out" in kwargs
-        in_place = in_place or (name.startswith("__i") and name.endswith("__"))
-        if in_place or self._engine is None:
+        if writes_in_place(func) or name == "__set__" or "out" in kwargs or self._engine is None:
             self._refuse([*args, *kwargs.values()])
         self._found = True
         concerned = list(filter(self._concerns, tensors_in([*args, *kwargs.values()])))
@@ -288,10 +281,9 @@ class FrozenWeights:
         """The frozen weights of which updates could be lost, by name."""
         self._strategy = f"DeepSpeedStrategy(stage={stage})"
         self._rounded = rounded
-        self.accept_current_values()
+        self._note_versions()
 
-    def accept_current_values(self) -> None:
-        """Treat the current values as unmodified, for example after a load."""
+    def _note_versions(self) -> None:
         self._counts = tuple(map(_VERSION, self.weights.values()))
         # An update within GatheredParameters changes the partition, too, and is kept unless weights are rounded.
         self._versions = {
@@ -304,7 +296,7 @@ class FrozenWeights:
         if tuple(map(_VERSION, self.weights.values())) == self._counts:
             return None  # in most steps, after one comparison
         before = self._versions
-        self.accept_current_values()
+        self._note_versions()
         names = [
             name
             for name, (version, part) in self._versions.items()

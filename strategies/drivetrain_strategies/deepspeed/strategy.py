@@ -38,7 +38,7 @@ from drivetrain_strategies.deepspeed._cleanup import communication
 from drivetrain_strategies.deepspeed._config import Config, combine, offload, resolve
 from drivetrain_strategies.deepspeed._engine_run import DeepSpeedRun
 from drivetrain_strategies.deepspeed._error_messages import check_operations, explain_compilation_errors
-from drivetrain_strategies.deepspeed._library import RedirectedLogging, check_library, import_library
+from drivetrain_strategies.deepspeed._library import check_library, import_library, redirected_log
 from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision, check_fp16
 from drivetrain_strategies.single_device import OriginalDevice
 
@@ -140,7 +140,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def setup_environment(self) -> None:
         self._deepspeed = import_library()
-        self._undo.enter_context(RedirectedLogging())
+        self._undo.enter_context(redirected_log())
         if self.precision.name == "16-mixed":
             # This check runs before any process group is created. A rank that failed while groups are created would
             # break the connections that other ranks are opening.

@@ -17,7 +17,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from drivetrain.errors import ConfigurationError
-from drivetrain_strategies._user_calls import is_called_by_library, refuse_gradients_through, tensors_in
+from drivetrain_strategies._user_calls import (
+    is_called_by_library,
+    refuse_gradients_through,
+    tensors_in,
+    writes_in_place,
+)
 from drivetrain_strategies.fsdp._changed_dtensor import SET_DATA, assign_data
 from drivetrain_strategies.fsdp._gradients import gathered_update_error
 from drivetrain_strategies.fsdp._internals import Sharded
@@ -31,8 +36,6 @@ _READ_WHOLE = {
     *("allclose", "isclose", "equal", "tolist", "numpy", "__format__", "__array__"),
 }
 """Names of functions that DTensor does not support, or only if every rank has elements."""
-
-_NOT_WRITING = {"requires_grad_", "detach_"}
 
 _READ_WHOLE_IN_STEPS = _READ_WHOLE | {"flatten", "ravel", "view", "reshape", "_weight_norm", "_weight_norm_interface"}
 """Names of functions that DTensor supports only for some shapes, or not at all."""
@@ -122,7 +125,7 @@ class ShardWrites(TorchFunctionMode):
                 "FSDP has the gradients of a window only at its end, and this batch is not the window's last.",
                 "read and edit gradients in on_before_optimizer_step.",
             )
-        if isinstance(target, DTensor) and _is_in_place(func):
+        if isinstance(target, DTensor) and writes_in_place(func):
             return self.write(func, target, args[1:], kwargs)
         if _reads_whole(func, args, kwargs) and any(isinstance(one, DTensor) for one in tensors_in(args)):
             with torch.no_grad():
@@ -196,7 +199,7 @@ class UserSteps(ShardWrites):
         target = args[0] if args else None
         if func in (torch.autograd.grad, torch.Tensor.backward):
             self._refuse_second_order(func, args, kwargs)
-        elif (func in _ACCESS or _is_in_place(func)) and self._is_sharded(target) and not is_called_by_library():
+        elif (func in _ACCESS or writes_in_place(func)) and self._is_sharded(target) and not is_called_by_library():
             return self._access(func, target, args, kwargs)
         kinds = {isinstance(one, DTensor) for one in tensors_in((*args, *kwargs.values()))}
         reads_whole = True in kinds and getattr(func, "__name__", "") in _READ_WHOLE_IN_STEPS
@@ -236,7 +239,7 @@ class UserSteps(ShardWrites):
             self._found = True
             shard.grad = None if args[1] is None else in_layout_of(args[1], shard)
             return None
-        if func == SET_DATA or (_is_in_place(func) and not torch.is_grad_enabled()):
+        if func == SET_DATA or (writes_in_place(func) and not torch.is_grad_enabled()):
             raise gathered_update_error([self.names[id(shard)]])
         return func(*args, **kwargs)
 
@@ -270,14 +273,6 @@ def _reads_whole(func: Any, args: Any, kwargs: Any) -> bool:
 def _orders(args: Any, kwargs: Any) -> list[Any]:
     given = [*args[1:2], kwargs.get("p"), kwargs.get("ord")]
     return [one for one in given if isinstance(one, float) or one in ("inf", "-inf")]
-
-
-def _is_in_place(func: Any) -> bool:
-    """Return whether a function of torch writes its first argument."""
-    name = getattr(func, "__name__", "")
-    if name in _NOT_WRITING:
-        return False
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def _whole(value: Any) -> Any:

@@ -66,16 +66,12 @@ FILES = ["latest", "Latest", "manifest.json", "state.json", "model.safetensors"]
         *(("Timer", {"duration": given}, "duration=") for given in ("12:00", "a:b:c:d", {"hour": 1}, timedelta(-1))),
         ("Timer", {"interval": "steps"}, "interval='steps'"),
         ("WeightAveraging", {"avg_fn": 0.9}, r"WeightAveraging\(avg_fn=0.9\)"),
-        # values of another type
-        ("BackboneFinetuning", {"lambda_func": 2.0}, "lambda_func=2.0"),
         ("Checkpoint", {"dirpath": 3}, r"dirpath=3(?s:.*)type int .* type of dirpath is str \| os"),
-        ("Checkpoint", {"monitor": 3}, "monitor=3"),
         ("EarlyStopping", {"monitor": "a", "min_delta": "x"}, "min_delta='x'"),
         ("EMAWeightAveraging", {"decay": "x"}, "decay='x'"),
         ("GradientAccumulationScheduler", {"scheduling": 4}, "scheduling=4"),
         ("LearningRateFinder", {"min_lr": "x"}, "min_lr='x'"),
         ("ProgressBar", {"refresh_rate": "x"}, "refresh_rate='x'"),
-        ("StochasticWeightAveraging", {"swa_lrs": None}, "swa_lrs=None"),
         ("ThroughputMonitor", {"flops": "x"}, "flops='x'"),
     ],
 )

@@ -23,8 +23,8 @@ from drivetrain._format import CheckpointMetadata, CheckpointReader, StateToSave
 from drivetrain._runs import discovery
 from drivetrain._runs.checkpoint_folders import children, is_taken, write_latest
 from drivetrain._storage.folder import StorageError
-from drivetrain._storage.local_publication import reserve_name
 from drivetrain._storage.paths import local_path
+from drivetrain._storage.publication import reserve_name
 from drivetrain.checkpoint import load, verify
 from drivetrain.errors import CheckpointError
 from drivetrain.loggers import CSVLogger

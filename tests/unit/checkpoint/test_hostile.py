@@ -14,7 +14,7 @@ import torch
 from checkpoint_case import replace_file, resealed, save_contents, tensor_file, written
 
 from drivetrain import CheckpointError
-from drivetrain._format import StateToSave, write_plan
+from drivetrain._format import StateToSave, tensor_writer
 from drivetrain._format.tensor_file import read_header  # the one way to a file of 2**40 bytes
 from drivetrain.checkpoint import load, verify
 from newest_checkpoint import newest
@@ -154,7 +154,7 @@ def test_verify_finds_a_tensor_that_no_map_can_hold(tmp_path: Path) -> None:
 
 def test_more_files_than_a_process_may_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = {f"w{number}": torch.full((100,), float(number)) for number in range(200)}
-    monkeypatch.setattr(write_plan, "LARGE_BYTES", 400)
+    monkeypatch.setattr(tensor_writer, "LARGE_BYTES", 400)
     save_contents(tmp_path / "c", StateToSave(weights))
     descriptors = Path("/proc/self/fd")
     before = len(os.listdir(descriptors)) if descriptors.exists() else 0

@@ -39,7 +39,7 @@ from torch import nn
 from drivetrain import CheckpointError, ConfigurationError
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._distributed.shards import Box, Span  # what strategies request of a tensor
-from drivetrain._format import StateToSave, commit, copy_to_host, write_plan
+from drivetrain._format import StateToSave, commit, copy_to_host, tensor_writer
 from drivetrain._format.documents import decode, dumps, encode, loads
 from drivetrain._format.tensor_file import DTYPES
 from drivetrain._storage.atomic_exchange import exchange
@@ -126,7 +126,7 @@ def test_parts_are_read_independently(tmp_path: Path) -> None:
 def test_several_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # F-10: the files of a large model, with small limits
     weights = {f"w{number}": torch.full((100,), float(number)) for number in range(10)}
-    monkeypatch.setattr(write_plan, "LARGE_BYTES", 1000)
+    monkeypatch.setattr(tensor_writer, "LARGE_BYTES", 1000)
     save_contents(tmp_path / "c", StateToSave(weights))
     index = json.loads((tmp_path / "c" / "model.safetensors.index.json").read_text())
     assert list(index["weight_map"]) == list(weights)
@@ -146,7 +146,7 @@ def test_a_save_replaces_a_checkpoint(tmp_path: Path, exchanging: bool, monkeypa
         if not exchange(str(tmp_path / "one"), str(tmp_path / "two")):
             pytest.skip("this disk cannot exchange two names")
     else:
-        monkeypatch.setattr("drivetrain._storage.local_publication.exchange", lambda first, second: False)
+        monkeypatch.setattr("drivetrain._storage.publication.exchange", lambda first, second: False)
     being_read = load(written(tmp_path / "c")).weights()
     (tmp_path / "link").symlink_to("c")
     written(tmp_path / "link", scale=2.0)
@@ -358,7 +358,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_every_file_on_a_disk_and_in_a_store_has_its_digest(tmp_path: Path, monkeypatch: Any) -> None:  # J-11
     folder, store = tmp_path / "c", fsspec.filesystem("memory")
-    monkeypatch.setattr(write_plan, "LARGE_BYTES", 40)
+    monkeypatch.setattr(tensor_writer, "LARGE_BYTES", 40)
     save_contents(folder, WITH_DIGESTS)
     files = load(folder).manifest.files
     assert set(files) | {"manifest.json"} == set(os.listdir(folder))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from drivetrain import CheckpointError, TrainModule
-from drivetrain._format import StateToSave, write_plan
+from drivetrain._format import StateToSave, tensor_writer
 from drivetrain.checkpoint import consolidate, convert, load, show
 from drivetrain.checkpoint.__main__ import main
 
@@ -35,7 +35,7 @@ STATE = Net().state_dict()
 def test_many_files_are_consolidated_into_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # F-10
     state = {name: value for name, value in STATE.items() if name != "last.weight"}
     parts = StateToSave(state, aliases={"last.weight": "first.weight"})
-    monkeypatch.setattr(write_plan, "LARGE_BYTES", 50)
+    monkeypatch.setattr(tensor_writer, "LARGE_BYTES", 50)
     save_contents(tmp_path / "c", parts)
     assert len(load(tmp_path / "c").manifest.weights.tensors) > 2
     for out, file in (

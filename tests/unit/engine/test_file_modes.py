@@ -17,7 +17,7 @@ from engine_case import fit, loader, regression
 from small_modules import Logs, calling, linear
 
 from drivetrain._runs.checkpoint_folders import claim_name
-from drivetrain._storage.local_publication import LocalPublication
+from drivetrain._storage.publication import LocalPublication
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import consolidate, convert, verify
 from drivetrain.loggers import CSVLogger, TensorBoardLogger
@@ -71,7 +71,7 @@ def test_temporary_files_follow_the_umask(tmp_path: Path) -> None:  # J-11
     with files_with(0o077, tmp_path) as folder:
         claim_name(str(folder), "name", lambda taken: False)
         place = LocalPublication.begin(folder / "c")
-        with place.create("model.safetensors") as file:
+        with place.folder.create("model.safetensors") as file:
             file.write(b"half of it")
     assert len(list(folder.rglob("*"))) == 4  # two locks, a folder and a file
 

@@ -351,7 +351,7 @@ def test_other_loggers_get_rows_that_one_fails_to_write() -> None:  # O-04
     with pytest.raises(OSError, match="at 1"):
         queue.put([full, other], {"loss": 1.0}, 1)
     # as if their numbers had not arrived
-    queue._rows += [_Row([full, other], {"loss": 1.0}, step) for step in (2, 3)]
+    queue.rows += [_Row([full, other], {"loss": 1.0}, step) for step in (2, 3)]
     with pytest.raises(OSError, match="at 2"):
         queue.deliver(wait=True)
     assert [[step for step, _ in one.rows] for one in (full, other)] == [[3], [1, 2, 3]]

@@ -160,7 +160,7 @@ def test_values_of_an_unfinished_evaluation_are_those_logged_so_far(tmp_path: Pa
 )
 def test_durations_of_any_length_are_readable(seconds: float, text: str) -> None:
     # Private: a test cannot wait for an hour.
-    from drivetrain._loops.stopping import _duration
+    from drivetrain._engine.run_ending import _duration
 
     assert _duration(seconds) == text
 

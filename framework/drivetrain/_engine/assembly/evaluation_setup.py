@@ -56,7 +56,7 @@ def _build_loop(
         module=core.module,
         runner=core.runner,
         strategy=strategy,
-        hooks=core.hooks,
+        hooks=core.callbacks.hooks,
         position=core.position,
         metrics=core.metrics,
         sources=[loader.source for loader in data.evaluation[stage]],
@@ -107,7 +107,7 @@ def run_sanity_check(core: RunCore) -> None:
 
     Generators, buffers and logged values are restored afterwards. The names of these values stay in `sanity_names`.
     """
-    steps, hooks, buffers = core.trainer.num_sanity_val_steps, core.hooks, core.buffers
+    steps, hooks, buffers = core.trainer.num_sanity_val_steps, core.callbacks.hooks, core.buffers
     assert buffers is not None
     core.sanity_checking = True
     with (

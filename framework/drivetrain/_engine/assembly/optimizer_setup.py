@@ -69,7 +69,7 @@ def set_up_optimizers(core: RunCore, resumed: ResumedRun | None) -> Optimization
     if not optimizers:
         logger.warning("configure_optimizers returned None: nothing will be trained.")
     handles = [
-        OptimizerHandle(optimizer, strategy, core.hooks, automatic=automatic, closure=closure)
+        OptimizerHandle(optimizer, strategy, core.callbacks.hooks, automatic=automatic, closure=closure)
         for optimizer in optimizers
     ]
     return Optimization(optimizers, configs, handles, closure)

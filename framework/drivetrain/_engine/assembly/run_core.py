@@ -15,7 +15,6 @@ from drivetrain._engine.data_setup.run_data import RunData
 from drivetrain._engine.evaluation_buffers import EvaluationBuffers
 from drivetrain._engine.run_request import RunRequest
 from drivetrain._loops.batch_mover import BatchMover
-from drivetrain._loops.hooks import HookTable
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.train import TrainLoop
 from drivetrain._loops.trainables import Trainables
@@ -76,11 +75,6 @@ class RunCore(RunState):
         if self.trainer.given_profiler is not None:
             self.span = self.trainer.given_profiler.profile
         self.metrics.progress = self.progress
-
-    @property
-    def hooks(self) -> HookTable:
-        """The hooks that the module and the callbacks override."""
-        return self.callbacks.hooks
 
     @property
     def saves_on_signals(self) -> bool:

@@ -18,7 +18,7 @@ from drivetrain._loops.epoch_reader import EpochReader
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.loss_checks import EpochChecks, refusing_anomalies
 from drivetrain._loops.manual_step import ManualStep
-from drivetrain._loops.schedulers import Schedulers, StepEstimate
+from drivetrain._loops.schedulers import Schedulers
 from drivetrain._loops.step import AutomaticStep, TrainStep
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.train import TrainLoop
@@ -55,7 +55,7 @@ def build_training(core: RunCore) -> TrainStep:
     core.loop = TrainLoop(
         step=step,
         reader=_build_reader(core),
-        hooks=core.hooks,
+        hooks=core.callbacks.hooks,
         control=strategy.control,
         progress=core.progress,
         position=core.position,
@@ -76,6 +76,7 @@ def build_training(core: RunCore) -> TrainStep:
             trainer.val_check_interval,
             trainer.check_val_every_n_epoch,
             data.train_length,
+            core.progress,
             core.stop,
             metrics,
             warns=strategy.control.rank == 0,
@@ -144,15 +145,7 @@ def _prepare_stopping(core: RunCore) -> None:
         isinstance(callback, SavesOnException) and callback.save_on_exception for callback in core.callbacks
     )
     if every_step or (core.saves_on_signals and core.module.automatic_optimization):
-        core.snapshot = WindowSnapshot(
-            core.module,
-            lambda: core.data.train,
-            core.data.rng_replay,
-            core.metrics,
-            core.progress,
-            lambda: trainer.accumulate_grad_batches,
-            every_step,
-        )
+        core.snapshot = WindowSnapshot(core.module, core.data.rng_replay, core.metrics, core.progress, every_step)
 
 
 def estimated_steps(core: RunCore) -> int | float:
@@ -220,16 +213,13 @@ def under_context(runner: StepRunner, precision: Precision) -> StepRunner:
 def _build_schedulers(core: RunCore) -> Schedulers:
     data, module = core.data, core.module
     override = module.lr_scheduler_step if is_overridden("lr_scheduler_step", module, TrainModule) else None
-    estimate = StepEstimate(
-        estimated_steps(core),
-        None if data.reload else data.train_length,
-        data.estimate_was_read,
-    )
     return Schedulers(
         core.optimization.schedulers if module.automatic_optimization else [],
         override,
         core.metrics,
-        estimate,
+        estimated_steps=estimated_steps(core),
+        estimated_length=None if data.reload else data.train_length,
+        estimate_was_read=data.estimate_was_read,
         warns=core.strategy.rank == 0,
     )
 
@@ -238,7 +228,7 @@ def _build_step(core: RunCore) -> TrainStep:
     data, optimization, trainables = core.data, core.optimization, core.trainables
     assert trainables is not None
     module, strategy = core.module, core.strategy
-    parts = module, core.runner, strategy, core.hooks, core.metrics, trainables
+    parts = module, core.runner, strategy, core.callbacks.hooks, core.metrics, trainables
     if not module.automatic_optimization:
         _check_manual(core)
         return ManualStep(*parts, optimization.handles)
@@ -317,7 +307,7 @@ def _unscales_first(core: RunCore) -> bool:
     A separate pass is needed if gradients are not clipped, or if a hook reads gradients before they are clipped.
     """
     trainer, module, strategy = core.trainer, core.module, core.strategy
-    read_by_hooks = bool(core.hooks.on_before_optimizer_step) or is_overridden(
+    read_by_hooks = bool(core.callbacks.hooks.on_before_optimizer_step) or is_overridden(
         "configure_gradient_clipping", module, TrainModule
     )
     clips = trainer.gradient_clip_val and not is_overridden("clip_gradients", strategy, Strategy)

@@ -134,22 +134,22 @@ class CheckpointManager:
         contents = saved.collect(request.weights_only, request.trainable_only)
         contents.hash_algorithm = request.digest
         metadata = contents.metadata = self._with_lineage(contents.metadata, request.identifier)
-        if strategy.rank == 0 and core.trainer.loggers:
+        rank, is_running = strategy.rank, strategy.module is not None
+        if rank == 0 and core.trainer.loggers:
             _flush_loggers(core.trainer)
-        is_running = strategy.module is not None
-        if not is_running and strategy.rank > 0:
+        if not is_running and rank > 0:
             return  # the run has ended: every rank holds the whole state, and the ranks no longer communicate
         control = strategy.control if is_running else LocalControl()
-        shard_of = saved.shard_of if is_running else lambda value: value
+        shards_of = saved.shards_of if is_running else dict
         in_background = request.background and is_running
-        copy = copy_to_host(contents, control.rank, control.world_size, shard_of, snapshot=in_background)
+        copy = copy_to_host(contents, control.rank, control.world_size, shards_of, snapshot=in_background)
 
         def write(control: ControlPlane) -> None:
             commit(request.path, copy, control)
             self.written = request.path
             if request.on_complete is not None:
                 request.on_complete()
-            if strategy.rank == 0:
+            if rank == 0:
                 core.folder.notes.note_checkpoint(request.path, metadata)
 
         if in_background:
@@ -159,11 +159,9 @@ class CheckpointManager:
 
     def _with_lineage(self, metadata: CheckpointMetadata, identifier: str) -> CheckpointMetadata:
         """Return metadata with identifier, parent and lineage set, and make this checkpoint the parent of the next."""
-        from drivetrain._runs.identity import class_path
-
         parent, self._parent_checkpoint_id = self._parent_checkpoint_id, identifier or os.urandom(16).hex()
         self._checkpoints_written += 1
-        folder, module = self._core.folder, class_path(type(self._core.module))
+        folder, module = self._core.folder, self.saved_state.module_class
         run = {"id": folder.id, "name": folder.name, "folder": _absolute(folder.path), "module": module}
         return replace(
             metadata,
@@ -289,7 +287,7 @@ class CheckpointManager:
     def _is_within_step(self) -> bool:
         """Return whether a run that failed did so within a micro-batch, a window, or the step of a scheduler."""
         position, progress, loop = self._core.position, self._core.progress, self._core.loop
-        in_micro_batch = position.loop == "training" and position.batch_idx == progress.batch_idx
+        in_micro_batch = position.loop == "training" and position.current_batch == progress.batch_idx
         return in_micro_batch or progress.within_window or (loop is not None and loop.schedulers.is_stepping)
 
     # The rehearsal: everything that a save does, except copying and writing
@@ -356,7 +354,7 @@ class CheckpointManager:
         from drivetrain._format import check_metadata, copy_to_host, run_collectively
 
         control = self._core.strategy.control
-        copy = copy_to_host(contents, control.rank, control.world_size, self.saved_state.shard_of)
+        copy = copy_to_host(contents, control.rank, control.world_size, self.saved_state.shards_of)
 
         def check() -> None:
             if copy.problem is not None:
@@ -424,7 +422,7 @@ class CheckpointManager:
                 callback.after_rollback(core.trainer, core.module, path)
 
         self.rollback = load_now
-        self.waiting.append(lambda: None)  # makes the loop leave the epoch
+        self.waiting.append(load_now)  # so that the loop notices it, leaves the epoch, and calls `rollback`
 
 
 def _absolute(folder: str | None) -> str:

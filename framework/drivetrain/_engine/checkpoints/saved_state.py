@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from enum import Enum
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from operator import getitem
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._engine.assembly.missing_weights import refuse_missing_weights
 from drivetrain._engine.assembly.run_core import RunCore
-from drivetrain._engine.checkpoints.rank_local_buffers import collect_rank_local_buffers, load_rank_local_buffers
-from drivetrain._engine.checkpoints.rank_local_optimizer_state import add_own_shards, set_apart
+from drivetrain._engine.checkpoints.rank_local_state import add_own_shards, collect_buffers, load_buffers, set_apart
 from drivetrain._engine.checkpoints.resume_compatibility import StartsAnew
 from drivetrain._engine.checkpoints.saved_state_schema import reporting_malformed
 from drivetrain._engine.ranks.seeding import seed_rank
@@ -35,22 +34,27 @@ from drivetrain._format import (
     Weights,
     run_collectively,
 )
+from drivetrain._loops.hooks import is_overridden
 from drivetrain._module.hyper_parameters import hyper_parameters_argument
 from drivetrain._parameters.base_weights import base_checksums, check_base
-from drivetrain._parameters.loading_hooks import HookedWeights, layer_versions
+from drivetrain._parameters.loading_hooks import HookedWeights
+from drivetrain._parameters.module_description import ModuleDescription, describe_module
 from drivetrain._parameters.optimizer_state import (
     add_later_groups,
     keep_implementation,
     named_optimizer_state,
     regroup_parameters,
 )
-from drivetrain._parameters.pretrained import pretrained_models
-from drivetrain._parameters.tied_names import tied_names
 from drivetrain._parameters.weights_fit import WeightMismatch
+from drivetrain._runs.identity import class_path
 from drivetrain._runtime.seed import derive_seed
 from drivetrain.callback import Callback, HoldsAverages, ReplacesWeights
-from drivetrain.checkpoint.averaged_weights import evaluated_weights
-from drivetrain.errors import CheckpointError, ConfigurationError, listed
+from drivetrain.checkpoint.averaged_weights import check_averages, evaluated_weights
+from drivetrain.data import DataModule
+from drivetrain.errors import CheckpointError, listed
+from drivetrain.module.train_module import TrainModule
+from drivetrain.precision import Precision
+from drivetrain.strategies.strategy import Strategy
 
 logger = logging.getLogger("drivetrain")
 
@@ -125,46 +129,63 @@ class SavedState:
         self._strategy = core.strategy
         self._trained: set[str] = set()  # parameters that are known to have trained, besides those of `Trainables`
         self._base: dict[str, str] = {}  # checksums of parameters that have never trained
+        self.module_class = class_path(type(core.module))  # by which later runs recognize the checkpoints
 
-    def owners(self) -> Iterator[Owner]:
-        """Yield the owners of the run's state, in the order in which they load it."""
-        yield from self._position_owners()
-        every, module, datamodule = Scope.ALL, self._module, self._core.datamodule
+    @cached_property
+    def owners(self) -> list[Owner]:
+        """The owners of the run's state, in the order in which they load it. They are known once the run is set up."""
+        trainer, module, datamodule = self._trainer, self._module, self._core.datamodule
+        owners = self._position_owners
         for number, config in enumerate(self._core.optimization.schedulers):
-            scheduler = config.scheduler
-            yield Owner(("schedulers", str(number)), every, scheduler.state_dict, scheduler.load_state_dict)
+            path, scheduler = ("schedulers", str(number)), config.scheduler
+            owners.append(Owner(path, Scope.ALL, scheduler.state_dict, scheduler.load_state_dict))
         precision = self._strategy.precision
-        yield Owner(("precision",), every, precision.state_dict, precision.load_state_dict)
-        save_hook, load_hook = _filled_by(module.on_save_checkpoint), module.on_load_checkpoint
-        yield Owner(("module",), every, save_hook, load_hook, is_hook=True)
+        save = _own_method("state_dict", precision, Precision)
+        owners.append(Owner(("precision",), Scope.ALL, save, precision.load_state_dict))
+        save = _filled_by("on_save_checkpoint", module, TrainModule)
+        owners.append(Owner(("module",), Scope.ALL, save, module.on_load_checkpoint, is_hook=True))
         if datamodule is not None:
-            yield Owner(("datamodule",), every, datamodule.state_dict, datamodule.load_state_dict, is_hook=True)
-        for key, callback in self._callbacks_by_key():
-            yield Owner(("callbacks", key), every, callback.state_dict, callback.load_state_dict)
-            save_hook = _filled_by(callback.on_save_checkpoint, self._trainer, module)
-            load_hook = partial(callback.on_load_checkpoint, self._trainer, module)
-            yield Owner(("callback_hooks", key), every, save_hook, load_hook, is_hook=True)
+            save = _own_method("state_dict", datamodule, DataModule)
+            owners.append(Owner(("datamodule",), Scope.ALL, save, datamodule.load_state_dict, is_hook=True))
+        for key, callback in self._callbacks.items():
+            save = callback.state_dict if callback._saved_attributes else _own_method("state_dict", callback, Callback)
+            owners.append(Owner(("callbacks", key), Scope.ALL, save, callback.load_state_dict))
+            save = _filled_by("on_save_checkpoint", callback, Callback, trainer, module)
+            load_hook = partial(callback.on_load_checkpoint, trainer, module)
+            owners.append(Owner(("callback_hooks", key), Scope.ALL, save, load_hook, is_hook=True))
+        return owners
 
-    def _position_owners(self) -> Iterator[Owner]:
-        """Yield the owners of what belongs to the position in an epoch. Another data set starts the epoch anew."""
-        core, data, loop, metrics = self._core, self._core.data, self._core.loop, self._core.metrics
-        yield Owner(("data",), Scope.ALL, data.state_dict, partial(data.load_state_dict, progress=core.progress))
+    @property
+    def _position_owners(self) -> list[Owner]:
+        """The owners of what belongs to the position in an epoch. Another data set starts the epoch anew."""
+        data, loop, metrics, progress = self._core.data, self._core.loop, self._core.metrics, self._core.progress
+        every, rng_states = Scope.ALL, data.rng_replay
+        owners = [Owner(("data",), every, data.state_dict, partial(data.load_state_dict, progress=progress))]
         if loop is not None:
-            yield Owner(("loop",), Scope.ALL, loop.state_dict, loop.load_state_dict)
-        rng_states = data.rng_replay
-        yield Owner(("rng_states",), Scope.RANK, lambda: rng_states.state(core.progress.batch_idx), rng_states.resume)
-        if data.trains:  # loaders may be replaced while loading
-            yield Owner(("source",), Scope.RANK, data.train.state_dict, lambda state: data.train.load_state_dict(state))
+            owners.append(Owner(("loop",), every, loop.state_dict, loop.load_state_dict))
+        save: Callable[[], Any] = lambda: rng_states.state(progress.batch_idx)  # noqa: E731
+        owners.append(Owner(("rng_states",), Scope.RANK, save, rng_states.resume))
+        if data.trains:  # the loaders may be replaced later
+            save, load = lambda: data.train.state_dict(), lambda state: data.train.load_state_dict(state)
+            owners.append(Owner(("source",), Scope.RANK, save, load))
         load_metrics = partial(metrics.load_state_dict, device=self._strategy.device)
-        yield Owner(("metrics",), Scope.MERGED, metrics.state_dict, load_metrics)
+        return [*owners, Owner(("metrics",), Scope.MERGED, metrics.state_dict, load_metrics)]
 
-    def _callbacks_by_key(self) -> Iterator[tuple[str, Callback]]:
-        """Yield each callback with its state key. A number is appended to a key that occurs more than once."""
+    @cached_property
+    def _callbacks(self) -> dict[str, Callback]:
+        """The callbacks by state key. A number is appended to a key that occurs more than once."""
+        callbacks: dict[str, Callback] = {}
         count: Counter[str] = Counter()
         for callback in self._core.callbacks:
             key = callback.state_key
             count[key] += 1
-            yield key if count[key] == 1 else f"{key}#{count[key]}", callback
+            callbacks[key if count[key] == 1 else f"{key}#{count[key]}"] = callback
+        return callbacks
+
+    @cached_property
+    def _savers_of_tensors(self) -> dict[str, Callback]:
+        """The callbacks that save tensors, by state key."""
+        return {key: each for key, each in self._callbacks.items() if is_overridden("save_tensors", each, Callback)}
 
     # Saving
 
@@ -179,14 +200,21 @@ class SavedState:
         """
         module, is_running = self._module, self._strategy.module is not None
         if is_running:
-            replaced = self._replaced_weights(rehearsing)
-            weights = self._trained_weights(replaced)
+            replaced: dict[str, Any] = {}  # the trained values of weights that callbacks have replaced in the module
+            for callback in self._callbacks.values():
+                if isinstance(callback, ReplacesWeights):
+                    with _ignoring_errors(rehearsing):
+                        replaced |= callback.trained_weights(self._trainer, module)
+            weights = self._strategy.model_state()
+            trained = {**replaced, **self._earlier_buffers}
+            weights |= {name: value for name, value in trained.items() if name in weights}
             tensors, averages = self._callback_tensors(rehearsing, weights_only, weights)
         else:  # the module has the whole weights, and sharded tensors of callbacks may no longer exist
             refuse_missing_weights(module)
             replaced, weights, tensors, averages = {}, dict(module.state_dict()), {}, None
-        metadata = replace(self._metadata(), weights_only=weights_only, averages=averages)
-        contents = StateToSave(weights, metadata, tied_names(module), callbacks=tensors)
+        description = describe_module(module)
+        metadata = replace(self._metadata(description), weights_only=weights_only, averages=averages)
+        contents = StateToSave(weights, metadata, description.tied, callbacks=tensors)
         if not weights_only:
             contents.rank_state = {"buffers": self._own_buffers(weights, replaced) if is_running else {}}
             self._collect_state(contents, is_running, rehearsing)
@@ -200,8 +228,8 @@ class SavedState:
         contents.state = state = {"components": core.components, "callbacks": {}}
         if core.trainables is not None:
             state["trainables"] = core.trainables.state_dict()
-        earlier = {} if snapshot is None else snapshot.rank_state
-        for owner in self.owners():
+        earlier = snapshot.rank_state if snapshot is not None and snapshot.is_active else {}
+        for owner in self.owners:
             is_shared = owner.scope is Scope.ALL
             with _ignoring_errors(rehearsing and is_shared):
                 owner.put(state if is_shared else own, earlier.get(owner.path, owner.save)())
@@ -210,10 +238,15 @@ class SavedState:
             for index, optimizer in enumerate(core.optimization.optimizers)
         ]
         control = strategy.control if is_running and strategy.shards_parameters else None
-        flattened = set_apart(contents.optimizers, self.shard_of, control)
+        entries = [entry for saved in contents.optimizers for entry in saved["state"].values()]
+        kinds = {type(value) for entry in entries for value in entry.values()} - {torch.Tensor}
+        if control is not None or any(issubclass(kind, torch.Tensor) for kind in kinds):
+            flattened = set_apart(contents.optimizers, self.shards_of, control)
+        else:
+            flattened = {}, {}
         state["flattened_optimizer_state"], own["optimizer_shards"] = flattened
 
-    def _metadata(self) -> CheckpointMetadata:
+    def _metadata(self, description: ModuleDescription) -> CheckpointMetadata:
         core, strategy, module, datamodule = self._core, self._strategy, self._module, self._core.datamodule
         hyper_parameters, left_out = core.secrets.take_out(module.hparams, warn=strategy.rank == 0)
         data_hyper_parameters: Any = {}
@@ -228,33 +261,23 @@ class SavedState:
             argument=hyper_parameters_argument(module),
             data_hyper_parameters=data_hyper_parameters,
             data_argument="" if datamodule is None else hyper_parameters_argument(datamodule),
-            pretrained=pretrained_models(module),
-            layer_versions=layer_versions(module),
+            pretrained=description.pretrained,
+            layer_versions=description.layer_versions,
         )
 
-    def _replaced_weights(self, rehearsing: bool) -> dict[str, Any]:
-        """Return the trained values of the weights that callbacks have replaced in the module."""
-        replaced: dict[str, Any] = {}
-        for callback in self._core.callbacks:
-            if isinstance(callback, ReplacesWeights):
-                with _ignoring_errors(rehearsing):
-                    replaced |= callback.trained_weights(self._trainer, self._module)
-        return replaced
-
-    def _trained_weights(self, replaced: Mapping[str, Any]) -> dict[str, Any]:
-        weights, snapshot = self._strategy.model_state(), self._core.snapshot
-        trained = {**replaced, **({} if snapshot is None else snapshot.buffers)}
-        return weights | {name: value for name, value in trained.items() if name in weights}
+    @property
+    def _earlier_buffers(self) -> Mapping[str, torch.Tensor]:
+        """The buffers at the start of a window that is saved instead of the current state."""
+        snapshot = self._core.snapshot
+        return snapshot.buffers if snapshot is not None and snapshot.is_active else {}
 
     def _own_buffers(self, weights: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's buffers that differ from rank 0's, which `weights` holds. Collective."""
-        buffers, snapshot = self._core.buffers, self._core.snapshot
-        overrides = {
-            **replaced,
-            **({} if buffers is None else buffers.values(replaced)),
-            **({} if snapshot is None else snapshot.buffers),
-        }
-        return collect_rank_local_buffers(self._module, weights, overrides, self._strategy.control)
+        buffers, control = self._core.buffers, self._strategy.control
+        if control.world_size == 1:
+            return {}
+        overrides = {**replaced, **({} if buffers is None else buffers.values(replaced)), **self._earlier_buffers}
+        return collect_buffers(self._module, weights, overrides, control)
 
     def _callback_tensors(
         self, rehearsing: bool, only_averages: bool, weights: Mapping[str, Any]
@@ -262,7 +285,7 @@ class SavedState:
         """Return the tensors of callbacks by key, and which of them are averages of the weights."""
         found: dict[str, Mapping[str, Any]] = {}
         averages: AveragesRecord | None = None
-        for key, callback in self._callbacks_by_key():
+        for key, callback in self._savers_of_tensors.items():
             with _ignoring_errors(rehearsing):
                 evaluated = callback.evaluates_averages if isinstance(callback, HoldsAverages) else None
                 left_out = only_averages and evaluated is None
@@ -270,7 +293,7 @@ class SavedState:
                 if tensors:
                     found[key] = tensors
                     if evaluated is not None:
-                        _check_averages(callback, evaluated, tensors, weights)
+                        check_averages(type(callback).__name__, evaluated, tensors, weights)
                         if averages is None or evaluated > averages.evaluated:
                             averages = AveragesRecord(key, evaluated)
         return found, averages
@@ -285,18 +308,25 @@ class SavedState:
         base = {name for name in parameters if name in weights and name not in trained}
         if unknown := base - self._base.keys():
             control = self._strategy.control if is_running else LocalControl()
-            self._base |= base_checksums({name: self.shard_of(weights[name]) for name in sorted(unknown)}, control)
+            self._base |= base_checksums(self.shards_of({name: weights[name] for name in sorted(unknown)}), control)
         base |= {name for name, first in tied.items() if first in base}
         contents.weights = {name: value for name, value in weights.items() if name not in base}
         contents.aliases = {name: first for name, first in tied.items() if name not in base}
         checksums = {name: self._base[tied.get(name, name)] for name in sorted(base)}
         contents.metadata = replace(contents.metadata, base=checksums)
 
-    def shard_of(self, value: Any) -> Any:
-        """Return this rank's part of a value."""
-        shard = self._strategy.shard_of(value)
-        # A DTensor that is unknown to the strategy comes from the user's own tensor parallelism.
-        return shard.full_tensor() if isinstance(shard, torch.Tensor) and hasattr(shard, "full_tensor") else shard
+    def shards_of(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this rank's parts of values."""
+        strategy = self._strategy
+        if type(strategy).shard_of is Strategy.shard_of:  # the strategy shards nothing
+            shards = dict(values)
+        else:
+            shards = {name: strategy.shard_of(value) for name, value in values.items()}
+        for name, shard in shards.items():
+            if isinstance(shard, torch.Tensor) and hasattr(shard, "full_tensor"):
+                # A DTensor that is unknown to the strategy comes from the user's own tensor parallelism.
+                shards[name] = shard.full_tensor()
+        return shards
 
     # Loading
 
@@ -331,17 +361,16 @@ class SavedState:
             progress.batch_idx = progress.epoch_samples = 0
             position.is_split_as_saved = False
         skipped = self._skipped(saved.state, anew)
-        for owner in self.owners():
+        for owner in self.owners:
             if owner.path not in skipped and (owner.scope is not Scope.RANK or position.is_split_as_saved):
                 owner.restore(checkpoint, saved.state, saved.ranks)
         if position.is_split_as_saved:
             with reporting_malformed(checkpoint, "the ranks' documents", "buffers"):
-                load_rank_local_buffers(self._module, saved.ranks[0]["buffers"])
+                load_buffers(self._module, saved.ranks[0]["buffers"])
         else:
             seed_rank(derive_seed(_RESUME_SEED, data.seed, progress.epoch, progress.epoch_samples), strategy.data_rank)
-        for key, callback in self._callbacks_by_key():
-            if key in saved.tensors:
-                callback.load_tensors(self._trainer, self._module, saved.tensors[key])
+        for key, tensors in saved.tensors.items():
+            self._callbacks[key].load_tensors(self._trainer, self._module, tensors)
 
     def _skipped(self, state: dict[str, Any], anew: StartsAnew) -> set[tuple[str, ...]]:
         """Return the paths of the owners that do not load their state."""
@@ -352,9 +381,9 @@ class SavedState:
             if anew.scheduler(config.scheduler, optimization.optimizers)
         }
         for group in ("callbacks", "callback_hooks"):  # the saved run may have had other callbacks
-            skipped |= {(group, key) for key, _ in self._callbacks_by_key() if key not in (state.get(group) or ())}
+            skipped |= {(group, key) for key in self._callbacks if key not in (state.get(group) or ())}
         if anew.data:
-            skipped |= {owner.path for owner in self._position_owners()}
+            skipped |= {owner.path for owner in self._position_owners}
         # Where the data or its limit ends, the next epoch starts at its beginning, whatever state a loader has there.
         batch_idx, limit = self._core.progress.batch_idx, self._core.data.training.limit
         at_limit = limit is not None and batch_idx >= limit
@@ -431,10 +460,8 @@ class SavedState:
         state, schedulers = checkpoint.state(), optimization.schedulers
         if anew.optimizers is not None:
             _check_count(checkpoint, "optimizer(s)", checkpoint.manifest.optimizers, optimization.optimizers)
-        if (
-            not all(anew.scheduler(config.scheduler, optimization.optimizers) for config in schedulers)
-            or not schedulers
-        ):
+        start_anew = [anew.scheduler(config.scheduler, optimization.optimizers) for config in schedulers]
+        if not schedulers or not all(start_anew):
             _check_count(checkpoint, "learning-rate scheduler(s)", state.get("schedulers") or (), schedulers)
         weights = self._read_weights(checkpoint, checkpoint.weights())
         ranks = self._read_rank_states(checkpoint, state["data"]["world_size"])
@@ -460,7 +487,7 @@ class SavedState:
         if not base:
             return
         own = self._strategy.model_state()
-        shards = {name: self.shard_of(own[name]) for name in base if name in own}
+        shards = self.shards_of({name: own[name] for name in base if name in own})
         precision = checkpoint.manifest.metadata.precision
         check_base(checkpoint.path, base, base_checksums(shards, self._strategy.control, precision))
         self._trained |= set(checkpoint.weights())
@@ -486,15 +513,14 @@ class SavedState:
 
     def _read_callback_tensors(self, checkpoint: CheckpointReader) -> dict[str, dict[str, Any]]:
         saved, regions = checkpoint.manifest.callbacks, self._strategy.model_regions()
-        keys = [key for key, _ in self._callbacks_by_key()]
-        unclaimed = sorted(saved.keys() - set(keys))
+        unclaimed = sorted(saved.keys() - self._callbacks.keys())
         if unclaimed and self._strategy.rank == 0:
             logger.warning(
                 "%r has tensors of callbacks that this run does not have: %s. The tensors are ignored.",
                 checkpoint.path,
                 listed(unclaimed),
             )
-        return {key: checkpoint.callback_tensors(key).staged(regions) for key in keys if key in saved}
+        return {key: checkpoint.callback_tensors(key).staged(regions) for key in self._callbacks if key in saved}
 
     def _read_rank_states(self, checkpoint: CheckpointReader, parts: int) -> list[dict[str, Any]]:
         """Return the saved states of the ranks whose work this rank takes over: one if the number of ranks is equal.
@@ -530,8 +556,16 @@ class _Saved(NamedTuple):
     tensors: dict[str, dict[str, Any]]
 
 
-def _filled_by(hook: Callable[..., object], *arguments: Any) -> Callable[[], dict[str, Any]]:
-    """Return a function that returns the dict to which ``hook`` adds state."""
+def _own_method(name: str, owner: Any, base: type) -> Callable[..., Any]:
+    """Return the method that ``owner`` overrides; without one, a function that returns an empty dict, like the base."""
+    return getattr(owner, name) if is_overridden(name, owner, base) else dict
+
+
+def _filled_by(name: str, owner: Any, base: type, *arguments: Any) -> Callable[[], dict[str, Any]]:
+    """Return a function that returns the dict to which a hook adds state."""
+    if not is_overridden(name, owner, base):
+        return dict
+    hook = getattr(owner, name)
 
     def save() -> dict[str, Any]:
         state: dict[str, Any] = {}
@@ -559,26 +593,4 @@ def _check_count(checkpoint: CheckpointReader, kind: str, saved: Sized, configur
             f"{len(configured)}.",
             "the saved states are assigned to optimizers and schedulers by their order.",
             "return as many as in the saved run, or start from the weights alone with load_from_checkpoint.",
-        )
-
-
-def _check_averages(callback: Callback, evaluated: Any, tensors: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
-    """Check what a callback says about its averages, before a checkpoint records it.
-
-    Raises:
-        ConfigurationError: the answer is not a boolean, or no tensor has the name of a weight.
-    """
-    name = type(callback).__name__
-    if not isinstance(evaluated, bool):
-        raise ConfigurationError(
-            f"{name}.evaluates_averages = {evaluated!r}.",
-            "a checkpoint records whether the run evaluates with the averages.",
-            "write a property that returns True, False, or None without averages.",
-        )
-    if tensors.keys().isdisjoint(weights):
-        raise ConfigurationError(
-            f"{name}.evaluates_averages = {evaluated}, and none of the names of its save_tensors is that of a weight: "
-            f"{listed(sorted(tensors))}.",
-            "the checkpoint would be evaluated without the averages.",
-            "return the averages under the names in state_dict of the module, or return None from evaluates_averages.",
         )

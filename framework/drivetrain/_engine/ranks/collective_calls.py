@@ -31,7 +31,7 @@ def check_collective(run: RunCore, kind: str) -> None:
     """
     control, progress, position = run.strategy.control, run.progress, run.position
     if control.world_size > 1:
-        place = "between loops" if position.loop is None else f"{position.loop} batch {position.batch_idx}"
+        place = "between loops" if position.loop is None else f"{position.loop} batch {position.current_batch}"
         purpose = f"{kind} ({place}, epoch {progress.epoch}, global step {progress.global_step})"
         control.monitored_barrier(purpose, timeout=None if position.loop in _APART else _ARRIVAL_TIMEOUT)
 

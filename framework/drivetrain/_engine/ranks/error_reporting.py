@@ -48,7 +48,7 @@ def note_where(error: BaseException, run: RunCore, trains: bool) -> None:
         places.append(f"after {progress.batch_idx} batches of the epoch")
     elif position.loop is not None:
         prefix = "" if position.loop == "training" else f"{position.loop} "
-        places.append(f"{prefix}batch index {position.batch_idx}")
+        places.append(f"{prefix}batch index {position.current_batch}")
     if len(places) > 1 or run.strategy.world_size > 1:
         error.add_note("Where: " + ", ".join(places))
 
