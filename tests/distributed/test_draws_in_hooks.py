@@ -59,9 +59,14 @@ def _run(strategy: str, hook: str, seeds: bool = False) -> dict[str, Any]:
 
 
 def _stacks_of_a_run(batches: int) -> int:
-    formatted = []
+    formatted: list[Any] = []
+
+    def format_stack(*arguments: Any) -> list[str]:
+        formatted.append(arguments)
+        return []
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(traceback, "format_stack", lambda *arguments: formatted.append(1) or [])
+        patch.setattr(traceback, "format_stack", format_stack)
         trained(Regression(), loader(4 * batches, 4), strategy="ddp", callbacks=[Draws("on_train_batch_end")])
     return len(formatted)
 

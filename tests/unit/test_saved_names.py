@@ -62,7 +62,7 @@ def keys(value: Any) -> Iterator[str]:
 def test_saved_keys_are_names_of_the_code(tmp_path: Path) -> None:  # K-08
     monitors = Checkpoint(monitor="val_loss"), EarlyStopping("val_loss")
     callbacks = [*monitors, Timer(), WeightAveraging(), LossSpikeGuard()]
-    data = torch.utils.data.DataLoader(torch.randn(16, 4), batch_size=4)  # type: ignore[arg-type]
+    data: Any = torch.utils.data.DataLoader(torch.randn(16, 4), batch_size=4)  # type: ignore[arg-type]
     Fit(max_epochs=2, accelerator="cpu", default_root_dir=tmp_path, callbacks=callbacks).fit(Net(), data, data)
     (folder,) = tmp_path.glob("drivetrain_logs/version_0/checkpoints/epoch=*")
     record = json.loads((tmp_path / "drivetrain_logs/version_0/run.json").read_text())

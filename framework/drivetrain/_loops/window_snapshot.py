@@ -47,9 +47,11 @@ class WindowSnapshot:
         self._weights: list[Tensor] = []
         self._versions: list[int] = []
         self._taken_at = -1  # the position in the epoch; -1 for none
-        self._rank_state: dict[tuple[str, ...], Callable[[], Any]] = {}
+        self.rank_state: Mapping[tuple[str, ...], Callable[[], Any]] = {}
+        """Functions that return what owners of this rank's state gave at the snapshot, by their paths."""
         self._buffer_owners: list[tuple[str, dict[str, Tensor | None], str]] = []
-        self._buffers: dict[str, Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}
+        """The persistent buffers at the snapshot, by name."""
 
     def begin_epoch(self, source: BatchSource, window_size: int) -> bool:
         """Take the first snapshot of an epoch. If none is needed because windows have one micro-batch, return False.
@@ -82,7 +84,7 @@ class WindowSnapshot:
         source_state = self._source.state_dict()
         if self._source.stateful:
             source_state = deepcopy(source_state)
-        self._rank_state = {
+        self.rank_state = {
             ("rng_states",): self.rng_replay.capture(self._taken_at),
             ("metrics",): self.metrics.capture(self._metric_objects),
             ("source",): lambda: source_state,
@@ -95,12 +97,12 @@ class WindowSnapshot:
     @torch.no_grad()
     def _copy_buffers(self) -> None:
         current = self._current_buffers()
-        copies = self._buffers
+        copies = self.buffers
         if current.keys() == copies.keys() and all(_is_like(copies[key], buffer) for key, buffer in current.items()):
             if current:
                 torch._foreach_copy_([copies[key] for key in current], list(current.values()))
         else:
-            self._buffers = {key: buffer.detach().clone() for key, buffer in current.items()}
+            self.buffers = {key: buffer.detach().clone() for key, buffer in current.items()}
 
     @contextmanager
     @torch.no_grad()
@@ -113,7 +115,7 @@ class WindowSnapshot:
         yield
         for key, buffer in self._current_buffers().items():
             if key not in before or not torch.equal(before[key], buffer):
-                self._buffers[key] = buffer.detach().clone()
+                self.buffers[key] = buffer.detach().clone()
 
     def go_back(self) -> None:
         """Reset the counters to the start of the window, and activate the snapshot if it is of this window."""
@@ -128,16 +130,6 @@ class WindowSnapshot:
         A step that fails may have changed weights: with several optimizers, or within the optimizer.
         """
         return self.is_active and self._versions == [weight._version for weight in self._weights]
-
-    @property
-    def buffers(self) -> Mapping[str, Tensor]:
-        """The snapshot's persistent buffers by name; empty while the snapshot is not active."""
-        return self._buffers if self.is_active else {}
-
-    @property
-    def rank_state(self) -> Mapping[tuple[str, ...], Callable[[], Any]]:
-        """Functions that return what owners of this rank's state gave then, by their paths; empty while not active."""
-        return self._rank_state if self.is_active else {}
 
     def _current_buffers(self) -> dict[str, Tensor]:
         current = {key: buffers.get(name) for key, buffers, name in self._buffer_owners}
