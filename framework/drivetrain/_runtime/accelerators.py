@@ -137,20 +137,20 @@ def _kind(accelerator: str) -> str:
 
 
 def _parse_devices(devices: object) -> int | str | Sequence[int]:
-    given = devices
+    parsed = devices
     if isinstance(devices, str):
         text = devices.strip()
         if text == "auto":
             return text
-        with suppress(ValueError):  # refused below, as any other text
+        with suppress(ValueError):
             numbers = [int(part) for part in text.split(",") if part.strip()]
-            devices = numbers if "," in text else numbers[0] if numbers else 0
-    if type(devices) is int and (devices > 0 or devices == -1):
-        return devices
-    if isinstance(devices, list | tuple) and devices and all(type(index) is int for index in devices):
-        return devices
+            parsed = numbers if "," in text else numbers[0] if numbers else 0
+    if type(parsed) is int and (parsed > 0 or parsed == -1):
+        return parsed
+    if isinstance(parsed, list | tuple) and parsed and all(type(index) is int for index in parsed):
+        return parsed
     raise ConfigurationError(
-        f"devices={given!r} does not name any devices.",
+        f"devices={devices!r} does not name any devices.",
         "devices must be a count, a list of indices, 'auto', or -1 for all devices.",
         "use devices=2, devices=[0, 1], devices='0,1', devices='auto' or devices=-1.",
     )
