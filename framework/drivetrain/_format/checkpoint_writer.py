@@ -13,7 +13,7 @@ from drivetrain._distributed.control_plane import ControlPlane, digest_of, refus
 from drivetrain._distributed.shards import region_from
 from drivetrain._format.checkpoint_folder import begin_checkpoint, join_checkpoint
 from drivetrain._format.collective_errors import gather_or_raise, run_collectively
-from drivetrain._format.file_writer import file_writer
+from drivetrain._format.file_writer import write_whole_file
 from drivetrain._format.host_copy import CheckpointCopy, PartCopy, StateToSave, copy_to_host
 from drivetrain._format.manifest import (
     MANIFEST,
@@ -186,9 +186,8 @@ def _write(
     problem = writer.problem
     try:
         for name, content in documents.items() if problem is None else ():
-            with file_writer(publication.folder.create(name), agreement.hash_algorithm) as document_writer:
-                document_writer.write(content)
-            writer.records[name] = document_writer.record
+            created = publication.folder.create(name)
+            writer.records[name] = write_whole_file(created, content, agreement.hash_algorithm)
     except Exception as error:
         problem = error
     written = (

@@ -40,6 +40,15 @@ def file_writer(file: AbstractContextManager[Sink], hash_algorithm: str | None =
         writer.close()
 
 
+def write_whole_file(
+    file: AbstractContextManager[Sink], content: Content, hash_algorithm: str | None = None
+) -> FileRecord:
+    """Write a file that consists of ``content``, and return its record. Arguments are those of `file_writer`."""
+    with file_writer(file, hash_algorithm) as writer:
+        writer.write(content)
+    return writer.record
+
+
 class FileWriter:
     """Writes a file in one thread and computes its checksums in another. Both threads release the GIL while they work.
 

@@ -32,11 +32,14 @@ class Entered:
         code = frame.f_code
         if event != "call" or not code.co_flags & inspect.CO_OPTIMIZED:  # not the body of a module or a class
             return
-        file, caller = _our_file(frame), _our_file(frame.f_back)
-        if file is not None:
-            if file not in self.files:
-                self.files.append(file)
-            self.crossings += caller not in (None, file)
+        file, outer = _our_file(frame), frame.f_back
+        if file is None:
+            return
+        while outer is not None and _our_file(outer) is None:  # a call through another package is one of our file too
+            outer = outer.f_back
+        if file not in self.files:
+            self.files.append(file)
+        self.crossings += outer is not None and _our_file(outer) != file
 
     @contextmanager
     def counted(self) -> Iterator[None]:
