@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 from drivetrain._config.argument_checks import check_arguments
 from drivetrain._config.precedence import resolved_settings
@@ -149,10 +149,6 @@ class Fit(RunContext):
         self.chosen_strategy = strategy if isinstance(strategy, Strategy) else None
         if isinstance(strategy, str) and strategy != "auto":
             self.chosen_strategy = strategy_by_name(strategy)
-        elif not isinstance(strategy, str | Strategy):
-            raise ConfigurationError(
-                f"strategy={strategy!r}.", "strategy= takes a name or a Strategy.", "use 'ddp', or DDPStrategy(...)."
-            )
         self.loggers = default_loggers(
             logger, self.default_root_dir, only_check=bool(self.fast_dev_run) or self.barebones
         )
@@ -229,7 +225,7 @@ class Fit(RunContext):
             model: another name of ``module``, as in Lightning.
         """
         module = _either("validate", module, model)
-        return self._score("validate", module, dataloaders, datamodule, ckpt_path, verbose, averaged)
+        return self._score("validate", verbose, module, dataloaders, datamodule, ckpt_path, averaged)
 
     def test(
         self,
@@ -244,33 +240,7 @@ class Fit(RunContext):
     ) -> list[dict[str, float]]:
         """Run ``test_step`` over the test loaders and return each loader's values. Arguments are as for `validate`."""
         module = _either("test", module, model)
-        return self._score("test", module, dataloaders, datamodule, ckpt_path, verbose, averaged)
-
-    @overload
-    def predict(
-        self,
-        module: TrainModule | None = None,
-        dataloaders: Any = None,
-        datamodule: DataModule | None = None,
-        ckpt_path: str | os.PathLike[str] | None = None,
-        return_predictions: Literal[True] = True,
-        *,
-        averaged: bool | None = None,
-        model: TrainModule | None = None,
-    ) -> list[Any]: ...
-
-    @overload
-    def predict(
-        self,
-        module: TrainModule | None = None,
-        dataloaders: Any = None,
-        datamodule: DataModule | None = None,
-        ckpt_path: str | os.PathLike[str] | None = None,
-        *,
-        return_predictions: bool,
-        averaged: bool | None = None,
-        model: TrainModule | None = None,
-    ) -> list[Any] | None: ...
+        return self._score("test", verbose, module, dataloaders, datamodule, ckpt_path, averaged)
 
     def predict(
         self,
@@ -282,7 +252,7 @@ class Fit(RunContext):
         *,
         averaged: bool | None = None,
         model: TrainModule | None = None,
-    ) -> list[Any] | None:
+    ) -> list[Any] | Any:
         """Run ``predict_step`` and return each micro-batch's output in data-set order, on every rank.
 
         Args:
@@ -298,28 +268,11 @@ class Fit(RunContext):
         Returns:
             The outputs, with their tensors on the CPU; None if ``return_predictions`` is False.
         """
-        outputs: list[Any] | None = self._evaluate(
-            "predict",
-            _either("predict", module, model),
-            dataloaders,
-            datamodule,
-            ckpt_path,
-            averaged,
-            return_predictions,
-        )
-        return outputs
+        module = _either("predict", module, model)
+        return self._evaluate("predict", module, dataloaders, datamodule, ckpt_path, averaged, return_predictions)
 
-    def _score(
-        self,
-        stage: str,
-        module: TrainModule | None,
-        loaders: Any,
-        datamodule: DataModule | None,
-        ckpt_path: Any,
-        verbose: bool,
-        averaged: bool | None,
-    ) -> list[dict[str, float]]:
-        results: list[dict[str, float]] = self._evaluate(stage, module, loaders, datamodule, ckpt_path, averaged)
+    def _score(self, stage: str, verbose: bool, *call: Any) -> list[dict[str, float]]:
+        results: list[dict[str, float]] = self._evaluate(stage, *call)
         if verbose and self.is_global_zero:
             from drivetrain._runtime.terminal_output import write_output  # only evaluations that print need it
 

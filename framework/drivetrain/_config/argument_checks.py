@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from drivetrain.errors import ConfigurationError, nearest
 
@@ -100,7 +100,8 @@ def check_types(owner: type, values: Mapping[str, Any]) -> None:
     """
     initializer: Any = vars(owner)["__init__"]
     for name, annotation in inspect.get_annotations(initializer, eval_str=True).items():
-        if name in values and not _fits(values[name], annotation):
+        takes_bool = bool in (annotation, *get_args(annotation))
+        if name in values and not takes_bool and not fits(values[name], annotation):
             raise ConfigurationError(
                 f"{owner.__name__}({name}={values[name]!r}).",
                 f"a value of type {type(values[name]).__name__} was given, and the type of {name} is "
@@ -109,16 +110,20 @@ def check_types(owner: type, values: Mapping[str, Any]) -> None:
             )
 
 
-def _fits(value: Any, annotation: Any) -> bool:
+def fits(value: Any, annotation: Any) -> bool:
     """Return whether a value has an annotated type. The types of elements are not compared."""
-    origin = get_origin(annotation) or annotation
+    origin, arguments = get_origin(annotation) or annotation, get_args(annotation)
     if origin in (Union, UnionType):
-        return any(_fits(value, member) for member in get_args(annotation))
+        return any(fits(value, member) for member in arguments)
+    if origin is Literal:
+        return isinstance(value, str | int) and value in arguments
     if origin in (int, float):
         return isinstance(value, Integral if origin is int else Real) and not isinstance(value, bool)
-    if origin is bool or not isinstance(origin, type) or origin.__module__ == "typing":
+    if origin in (list, Sequence):
+        return isinstance(value, list | tuple | set | frozenset)
+    if not isinstance(origin, type) or origin.__module__ == "typing":
         return True
-    return isinstance(value, origin)
+    return isinstance(value, Mapping if origin is dict else origin)
 
 
 def check_choice(owner: str, name: str, value: Any, choices: Sequence[str], meaning: str) -> None:

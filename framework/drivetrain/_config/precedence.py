@@ -15,10 +15,10 @@ import types
 import typing
 from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass
-from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeVar
 
+from drivetrain._config.argument_checks import fits
 from drivetrain._config.secret_values import without_secrets, without_url_passwords
 from drivetrain.errors import ConfigurationError, nearest, shortened
 
@@ -135,8 +135,7 @@ def _resolve(cls: type, args: Sequence[Any], given: Mapping[str, Any]) -> Settin
             accepted = Accepted(_evaluated(known[name], names))
             settings[name] = Setting(_validated(name, value, where, is_text, accepted), where)
     for name, value in given.items():
-        accepted = Accepted(_evaluated(known[name], names))
-        if not accepted.admits(value):
+        if not fits(value, _evaluated(known[name], names)):
             raise _type_error(known[name], value)
         settings[name] = Setting(value, "code")
     return Settings(settings)
@@ -267,72 +266,57 @@ _WORDS = {
     float: "a number with a decimal point",
     str: "text",
     dict: "a table",
+    types.NoneType: "none",
 }
-_PLAIN = (bool, int, float, str, bytes, list, tuple, set, frozenset, Mapping, types.NoneType)
 
 
 class Accepted:
-    """The values that an annotation accepts: plain types, literals, lists, dicts, None, classes and unions of them."""
+    """The values that an annotation accepts from text or a file: plain types, literals, lists, dicts and None."""
 
     def __init__(self, annotation: Any) -> None:
         is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
         members = typing.get_args(annotation) if is_union else (annotation,)
-        self._members = [(typing.get_origin(member) or member, typing.get_args(member)) for member in members]
-
-    def admits(self, value: Any) -> bool:
-        """Return whether ``value`` has an accepted type. Of an object, the class does not count."""
-        return any(_is_a(value, kind, arguments) for kind, arguments in self._members)
+        self._described = {member: words for member in members if (words := _description(member))}
 
     @property
     def only_objects(self) -> bool:
         """Whether the argument accepts only objects (or None), which cannot be written as text."""
-        return not any(_description(kind, arguments) for kind, arguments in self._members if kind is not types.NoneType)
+        return not self._described.keys() - {types.NoneType}
 
     def read(self, text: str) -> tuple[bool, Any]:
         """Parse ``text`` as a TOML value or as plain text. Return whether the value is accepted, and the value."""
         word = text.strip().lower()
         # The spellings of Python, True and False, are accepted too.
         text_value: Any = word == "true" if word in ("true", "false") else _toml_value(text.strip())
-        fits, value = self.take(text_value)
-        return (fits, value) if fits else self.take(text)
+        fitting, value = self.take(text_value)
+        return (fitting, value) if fitting else self.take(text)
 
     def take(self, value: Any) -> tuple[bool, Any]:
         """Return whether a value of the file or of text is accepted, and the value to pass on."""
-        if isinstance(value, str) and value.strip().lower() == "none" and self.admits(None):
+        if isinstance(value, str) and value.strip().lower() == "none" and types.NoneType in self._described:
             return True, None
-        return isinstance(value, _PLAIN) and self.admits(value), value  # a date is no object
+        return any(fits(value, member) for member in self._described), value
 
     def __str__(self) -> str:
-        return " or ".join(filter(None, (_description(kind, arguments) for kind, arguments in self._members)))
+        return " or ".join(self._described.values())
 
 
-def _is_a(value: Any, kind: Any, arguments: tuple[Any, ...]) -> bool:
-    if kind is typing.Literal:
-        return isinstance(value, str | int) and value in arguments
-    if kind in (list, Sequence):
-        elements = Accepted(arguments[0])
-        return isinstance(value, list | tuple | set | frozenset) and all(map(elements.admits, value))
-    if kind in _WORDS:
-        interface = {int: Integral, dict: Mapping}.get(kind, kind)
-        return isinstance(value, interface) and (kind is bool or not isinstance(value, bool))
-    if kind in (object, types.NoneType):
-        return kind is object or value is None
-    return not isinstance(value, _PLAIN)  # any object, because some classes exist only for type checkers
-
-
-def _description(kind: Any, arguments: tuple[Any, ...]) -> str:
+def _description(annotation: Any) -> str:
+    """Return words for what is written for an annotation; "" if it stands for objects."""
+    kind, arguments = typing.get_origin(annotation) or annotation, typing.get_args(annotation)
     if kind is typing.Literal:
         return " or ".join(map(repr, arguments))
-    if kind in (list, Sequence) and not Accepted(arguments[0]).only_objects:
-        return f"a list whose elements are {Accepted(arguments[0])}"
-    return "none" if kind is types.NoneType else _WORDS.get(kind, "")
+    if kind in (list, Sequence):
+        elements = Accepted(arguments[0])
+        return "" if elements.only_objects else f"a list whose elements are {elements}"
+    return _WORDS.get(kind, "")
 
 
 class _AnnotationNames(dict[str, Any]):
-    """The names in an annotation. A name that is only imported for type checkers stands for an empty class."""
+    """The names in an annotation. A name that is only imported for type checkers stands for every object."""
 
     def __missing__(self, name: str) -> Any:
-        return getattr(builtins, name, None) or type(name, (), {"__class_getitem__": classmethod(lambda cls, _: cls)})
+        return getattr(builtins, name, object)
 
 
 def _toml_value(text: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -136,22 +137,20 @@ def _kind(accelerator: str) -> str:
 
 
 def _parse_devices(devices: object) -> int | str | Sequence[int]:
-    error = ConfigurationError(
-        f"devices={devices!r} does not name any devices.",
-        "devices must be a count, a list of indices, 'auto', or -1 for all devices.",
-        "use devices=2, devices=[0, 1], devices='0,1', devices='auto' or devices=-1.",
-    )
+    parsed = devices
     if isinstance(devices, str):
         text = devices.strip()
         if text == "auto":
             return text
-        try:
+        with suppress(ValueError):
             numbers = [int(part) for part in text.split(",") if part.strip()]
-        except ValueError:
-            raise error from None
-        devices = numbers if "," in text else numbers[0] if numbers else 0
-    if type(devices) is int and (devices > 0 or devices == -1):
-        return devices
-    if isinstance(devices, list | tuple) and devices and all(type(index) is int for index in devices):
-        return devices
-    raise error
+            parsed = numbers if "," in text else numbers[0] if numbers else 0
+    if type(parsed) is int and (parsed > 0 or parsed == -1):
+        return parsed
+    if isinstance(parsed, list | tuple) and parsed and all(type(index) is int for index in parsed):
+        return parsed
+    raise ConfigurationError(
+        f"devices={devices!r} does not name any devices.",
+        "devices must be a count, a list of indices, 'auto', or -1 for all devices.",
+        "use devices=2, devices=[0, 1], devices='0,1', devices='auto' or devices=-1.",
+    )

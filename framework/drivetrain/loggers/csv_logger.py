@@ -188,18 +188,11 @@ class CSVLogger(DirectoryLogger):
 
         ``action`` must not change this object unless it succeeds.
         """
-
-        def attempt() -> None:
-            try:
-                action()
-            except Exception:
-                self._write_failed = True
-                raise
-            self._write_failed = False
-
         try:
-            retried(attempt, 0 if self._is_local else retries, _PERMANENT_ERRORS)
+            retried(action, 0 if self._is_local else retries, _PERMANENT_ERRORS)
+            self._write_failed = False
         except Exception as error:
+            self._write_failed = True
             raise DrivetrainError(
                 f"metrics.csv below {self.save_dir!r} cannot be written: {type(error).__name__}: {error}.",
                 "the missing rows are kept in memory, and are lost when this process ends.",

@@ -29,11 +29,6 @@ _SORT_KEYS = (
 )
 
 
-def default_schedule() -> Callable[[int], ProfilerAction]:
-    """Return the default schedule, which traces three micro-batches after the first two, once per run."""
-    return schedule(wait=1, warmup=1, active=3, repeat=1)
-
-
 class PyTorchProfiler(Profiler):
     """Traces operations and kernels of some micro-batches on every rank, into files for ui.perfetto.dev.
 
@@ -205,7 +200,7 @@ class PyTorchProfiler(Profiler):
             )
         started = profile(
             activities=activities,
-            schedule=self.schedule or default_schedule(),
+            schedule=self.schedule or schedule(wait=1, warmup=1, active=3, repeat=1),
             on_trace_ready=self._on_trace_ready,
             record_shapes=self.record_shapes,
             profile_memory=self.profile_memory,

@@ -137,6 +137,7 @@ class Replicas(Strategy):
         (lambda run: run.fit(Tiny(), loader(), datamodule=DataModule()), ["train loaders and a datamodule"]),
         (lambda run: run.fit(Tiny(), loader(3, 4, drop_last=True)), ["no batch", "drop_last"]),
         (lambda run: run.fit(Tiny(), {}), ["no loader"]),
+        (lambda run: run.fit(Tiny(), loader(), ckpt_path=3), ["ckpt_path=3 is not a path", "pathlib.Path"]),
         (lambda run: run.fit(Tiny(), {"one": loader().dataset}), ["which is a data set", "wrap it in a loader"]),
         (lambda run: run.validate(Tiny()), ["validate was given no loader", "val_dataloader"]),
         (lambda run: run.test(Tiny()), ["test was given no loader", "test_dataloader"]),
