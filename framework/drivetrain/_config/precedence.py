@@ -18,7 +18,7 @@ from dataclasses import Field, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from drivetrain._config.argument_checks import fits
+from drivetrain._config.argument_checks import describe_type, fits
 from drivetrain._config.secret_values import without_secrets, without_url_passwords
 from drivetrain.errors import ConfigurationError, nearest, shortened
 
@@ -240,10 +240,11 @@ def _validated(name: str, value: Any, where: str, is_text: bool, accepted: Accep
 
 def _type_error(field: Field[Any], value: Any) -> ConfigurationError:
     hint = nearest(value, re.findall(r"'(\w+)'", _annotation(field))) if isinstance(value, str) else ""
+    takes, fix = describe_type(field.name, _annotation(field))
     return ConfigurationError(
         f"{_format_argument(field.name, value)}.{hint}",
-        f"{field.name} takes {_annotation(field)}; other values are not converted, because bool('no') is True.",
-        f"pass a value of this type, or leave {field.name} out for {field.default!r}.",
+        f"{field.name} takes {takes}; this is of type {type(value).__name__}.",
+        f"{fix}, or leave {field.name} out for {field.default!r}.",
     )
 
 
