@@ -32,6 +32,9 @@ COUNTS = {
 }
 """The arguments that are integers, or None where their types accept it, with the smallest value of each."""
 
+CHECKED_WITH_ITS_VALUE = {*LIMITS, *COUNTS, "val_check_interval", "strategy", "callbacks"}
+"""The arguments whose own check refuses values of any type, with a fix for the argument."""
+
 NOT_IN_BAREBONES = (
     *("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger", "profiler"),
     *("num_sanity_val_steps", "log_every_n_steps", "fast_dev_run", "detect_anomaly"),
