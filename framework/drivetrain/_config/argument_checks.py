@@ -32,14 +32,8 @@ COUNTS = {
 }
 """The arguments that are integers, or None where their types accept it, with the smallest value of each."""
 
-TYPES = {
-    "strategy": ("a name or a Strategy", "use 'ddp' or DDPStrategy(...)"),
-    "accelerator": ("the name of a type of device", "use 'auto', 'cpu', 'gpu', 'cuda' or 'mps'"),
-    "devices": ("a count, a list of indices, 'auto', or -1 for all devices", "use devices=2, devices=[0, 1] or '0,1'"),
-    "max_time": ("a str, a timedelta or a dict of its arguments", "use '00:12:00:00' or timedelta(hours=12)"),
-    "callbacks": ("Callbacks, whose hooks are called", "pass an instance of a Callback subclass, or a list of them"),
-}
-"""What arguments take whose annotations do not tell it, and the start of the fix for a value of another type."""
+CHECKED_WITH_ITS_VALUE = {*LIMITS, *COUNTS, "val_check_interval", "strategy", "callbacks"}
+"""The arguments whose own check refuses values of any type, with a fix for the argument."""
 
 NOT_IN_BAREBONES = (
     *("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger", "profiler"),
@@ -117,19 +111,6 @@ def check_types(owner: type, values: Mapping[str, Any]) -> None:
                 f"{initializer.__annotations__[name]}.",
                 f"give a value of this type; the documentation of {owner.__name__} describes it.",
             )
-
-
-def describe_type(name: str, annotation: str) -> tuple[str, str]:
-    """Return what an argument of `Fit` takes, and the start of the fix for a value of another type."""
-    if name in TYPES:
-        return TYPES[name]
-    if name in COUNTS:
-        or_none = ", or None" if annotation.endswith("None") else ""
-        return f"an int >= {COUNTS[name]}{or_none}", f"use a value such as {name}={max(COUNTS[name], 1)}"
-    if annotation.startswith("bool"):
-        reason = "other values are not converted, because bool('no') is True"
-        return f"{annotation}; {reason}", "use True, False or another value of this type"
-    return annotation, "pass a value of this type"
 
 
 def fits(value: Any, annotation: Any) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import Field, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from drivetrain._config.argument_checks import describe_type, fits
+from drivetrain._config.argument_checks import CHECKED_WITH_ITS_VALUE, fits
 from drivetrain._config.secret_values import without_secrets, without_url_passwords
 from drivetrain.errors import ConfigurationError, nearest, shortened
 
@@ -135,7 +135,7 @@ def _resolve(cls: type, args: Sequence[Any], given: Mapping[str, Any]) -> Settin
             accepted = Accepted(_evaluated(known[name], names))
             settings[name] = Setting(_validated(name, value, where, is_text, accepted), where)
     for name, value in given.items():
-        if not fits(value, _evaluated(known[name], names)):
+        if (value is None or name not in CHECKED_WITH_ITS_VALUE) and not fits(value, _evaluated(known[name], names)):
             raise _type_error(known[name], value)
         settings[name] = Setting(value, "code")
     return Settings(settings)
@@ -239,12 +239,16 @@ def _validated(name: str, value: Any, where: str, is_text: bool, accepted: Accep
 
 
 def _type_error(field: Field[Any], value: Any) -> ConfigurationError:
-    hint = nearest(value, re.findall(r"'(\w+)'", _annotation(field))) if isinstance(value, str) else ""
-    takes, fix = describe_type(field.name, _annotation(field))
+    annotation = _annotation(field)
+    hint = nearest(value, re.findall(r"'(\w+)'", annotation)) if isinstance(value, str) else ""
+    why, fix = f"a {type(value).__name__} was given, and {field.name} takes {annotation}.", "pass a value of this type"
+    if annotation == "bool":
+        why, fix = (
+            "only True and False switch it; bool('no') is True, so other values are not converted.",
+            "use True or False",
+        )
     return ConfigurationError(
-        f"{_format_argument(field.name, value)}.{hint}",
-        f"{field.name} takes {takes}; this is of type {type(value).__name__}.",
-        f"{fix}, or leave {field.name} out for {field.default!r}.",
+        f"{_format_argument(field.name, value)}.{hint}", why, f"{fix}, or leave {field.name} out for {field.default!r}."
     )
 
 

@@ -328,7 +328,8 @@ class DeepSpeedRun:
         for parameter in parameters:
             # Copies are assigned, so that no parameter is a view of DeepSpeed's buffers.
             weights = whole.get(id(parameter), parameter.data)
-            parameter.data = weights.to(parameter.device, self._dtypes[id(parameter)], copy=True)
+            dtype = self._dtypes.get(id(parameter), parameter.dtype)  # a parameter created within the run has its own
+            parameter.data = weights.to(parameter.device, dtype, copy=True)
             parameter.grad = None
 
     def _release(self) -> None:

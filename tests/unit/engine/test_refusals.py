@@ -61,7 +61,6 @@ WRONG: dict[str, list[Any]] = {
     "preemption_signals": [3, True, 2.5],
     "default_root_dir": [3, ["x"], b"x", object],
     "accelerator": [3, torch.zeros(2)],
-    "callbacks": [3, "x"],
     "seed": [True],
     "plugins": [["x"]],
 }
@@ -80,6 +79,7 @@ WRONG: dict[str, list[Any]] = {
         ({"limit_train_batches": 1.5}, ["limit_train_batches=1.5", "a float is a fraction"]),
         ({"check_val_every_n_epoch": None, "val_check_interval": 0.5}, ["val_check_interval=0.5"]),
         ({"callbacks": [torch.optim.SGD]}, ["the class SGD", "Callback"]),
+        ({"callbacks": 3}, ["callbacks holds a int", "Callback"]),
         ({"logger": "tensorbord"}, ["'tensorbord' is unknown", "'tensorboard'"]),
         ({"seed": -1}, ["-1"]),
         ({"seed": 1.5}, ["1.5"]),
