@@ -32,7 +32,11 @@ COUNTS = {
 }
 """The arguments that are integers, or None where their types accept it, with the smallest value of each."""
 
-CHECKED_WITH_ITS_VALUE = {*LIMITS, *COUNTS, "val_check_interval", "strategy", "callbacks"}
+CHECKED_WITH_ITS_VALUE = {
+    *LIMITS,
+    *COUNTS,
+    *("val_check_interval", "strategy", "callbacks", "accelerator", "devices", "max_time"),
+}
 """The arguments whose own check refuses values of any type, with a fix for the argument."""
 
 NOT_IN_BAREBONES = (

@@ -358,6 +358,8 @@ ERRORS: dict[str, list[Row]] = {
         Row("'dpp'", "entry-point group", "use one of auto", run(strategy="dpp")),
         Row("DDPStrategy", "name or a Strategy", "'ddp'", run(strategy=DDPStrategy)),
         Row("devices='two'", "a count", "devices=2", run(devices="two")),
+        Row("devices=1.0", "a count", "devices=2", run(devices=1.0)),
+        Row("max_time=60", "limits the time of training", "'00:12:00:00'", run(max_time=60)),
         Row("max_epochs=1.5", "an int >= -1", "such as max_epochs=1", run(max_epochs=1.5)),
         Row("max_time='1h'", "limits the time of training", "'00:12:00:00'", run(max_time="1h")),
         Row("min_epochs=9", "minimum exceeds the maximum", "lower min_epochs", run(min_epochs=9)),
