@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from small_runs import FEATURES, Regression, global_batches, loader, seeded, train_by_hand, trained, weights
+from small_runs import FEATURES, Regression, data, global_batches, loader, seeded, train_by_hand, trained, weights
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from drivetrain_strategies import FSDPStrategy
 
@@ -98,6 +99,14 @@ class Experts(nn.Module):
             if bool(chosen.any()):
                 out[chosen] = expert(hidden[chosen])
         return self.head(out)
+
+
+def one_expert_per_rank() -> TensorDataset:
+    """Return samples in an order in which rank 0's batches of 4 go to one expert and rank 1's to the other."""
+    x, y = data(32).tensors
+    order = x[:, 0].argsort()
+    half = torch.stack([order[:16].view(4, 4), order[16:].view(4, 4)], 1).flatten()
+    return TensorDataset(x[half], y[half])
 
 
 def trained_on_shards(module: Any, options: dict[str, Any], samples: int = 32, **settings: Any) -> Tensor:

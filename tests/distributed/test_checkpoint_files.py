@@ -20,13 +20,7 @@ from small_runs import Regression, failing, loader, quiet
 from drivetrain import Callback
 from drivetrain._distributed.control_group import GroupControl
 from drivetrain._distributed.shards import Box, ParameterShard, Region, Span, cut
-from drivetrain._format import (
-    CheckpointMetadata,
-    StateToSave,
-    run_collectively,
-    save,
-    tensor_writer,
-)
+from drivetrain._format import CheckpointMetadata, StateToSave, run_collectively, save, tensor_writer
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify
 from drivetrain.testing import requires_linux

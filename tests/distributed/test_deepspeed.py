@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_nets import Block, DeepRegression, Experts, Tied, trained_in_plain_torch
+from fsdp_nets import Block, DeepRegression, Experts, Tied, one_expert_per_rank, trained_in_plain_torch
 from small_runs import (
     FEATURES,
     SHARD_EVERYTHING,
@@ -33,7 +33,7 @@ from small_runs import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.cpp_extension import _get_build_directory
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from captured_warnings import captured_warnings
 from drivetrain import Callback
@@ -297,14 +297,6 @@ def test_offload_to_a_drive_changes_no_number(tmp_path: Path) -> None:
     assert_close_states(dict(by_drive.weights()), dict(by_host.weights()), atol=0, rtol=0)
 
 
-def _split_data() -> TensorDataset:
-    """Return data in which rank 0's batches of 4 go to one expert, and rank 1's to the other."""
-    x, y = data(32).tensors
-    order = x[:, 0].argsort()
-    half = torch.stack([order[:16].view(4, 4), order[16:].view(4, 4)], 1).flatten()
-    return TensorDataset(x[half], y[half])
-
-
 class Routed(nn.Module):
     """Experts as one module, whose parameters stage 3 gathers together; one without samples does not run."""
 
@@ -348,13 +340,13 @@ class AdamWithZeros(torch.optim.AdamW):
 def _by_hand(net: nn.Module) -> torch.Tensor:
     module: Any = DeepRegression(net)
     module.configure_optimizers = lambda: AdamWithZeros(module.parameters(), lr=0.01, eps=1e-5, weight_decay=0.1)
-    return weights(train_by_hand(module, [*DataLoader(_split_data(), batch_size=8)]))
+    return weights(train_by_hand(module, [*DataLoader(one_expert_per_rank(), batch_size=8)]))
 
 
 def _train(options: dict[str, Any] | None, net: Callable[[], nn.Module], **settings: Any) -> torch.Tensor:
     """Train on two ranks, each with samples for its own expert; without options under DDP."""
     strategy = "ddp" if options is None else DeepSpeedStrategy(**options)
-    batches = DataLoader(_split_data(), batch_size=4)
+    batches = DataLoader(one_expert_per_rank(), batch_size=4)
     return trained(DeepRegression(seeded(net)), batches, strategy=strategy, **settings)
 
 

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_nets import Block, Deep, DeepRegression, Experts, Tied, TwiceDeep, trained_in_plain_torch
+from fsdp_nets import Block, Deep, DeepRegression, Experts, Tied, TwiceDeep, one_expert_per_rank, trained_in_plain_torch
 from phased_training import Phased, by_hand, data_ranks, state, train
-from small_runs import TIGHT, Regression, data, failing, loader, quiet, refusal, seeded, train_by_hand, trained, weights
+from small_runs import TIGHT, Regression, failing, loader, quiet, refusal, seeded, train_by_hand, trained, weights
 from small_runs import trained as trained_with
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from captured_warnings import captured_warnings
 from drivetrain import TrainModule
@@ -250,17 +250,9 @@ def test_an_optimizer_built_before_sharding_holds_the_shards() -> None:
     torch.testing.assert_close(found, trained_in_plain_torch(KeptOptimizer(), epochs=2), **TIGHT)
 
 
-def _one_expert_per_rank() -> TensorDataset:
-    """Return samples in an order in which rank 0's batches go to one expert and rank 1's to the other."""
-    x, y = data(32).tensors
-    order = x[:, 0].argsort()
-    half = torch.stack([order[:16].view(4, 4), order[16:].view(4, 4)], 1).flatten()
-    return TensorDataset(x[half], y[half])
-
-
 def _experts(options: dict[str, Any]) -> Tensor:
     module = DeepRegression(seeded(lambda: Experts(unused=True)))
-    return trained_with(module, DataLoader(_one_expert_per_rank(), batch_size=4), strategy=FSDPStrategy(**options))
+    return trained_with(module, DataLoader(one_expert_per_rank(), batch_size=4), strategy=FSDPStrategy(**options))
 
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"ignored": ["net.experts.*"]}], ids=str)
@@ -268,13 +260,13 @@ def test_experts_that_some_ranks_use(options: dict[str, Any]) -> None:
     # D-05, D-11; an expert that no rank uses does not change, not even by weight decay
     first, second = on_ranks(_experts, 2, options)
     module = DeepRegression(seeded(lambda: Experts(unused=True)))
-    train_by_hand(module, list(DataLoader(_one_expert_per_rank(), batch_size=8)))
+    train_by_hand(module, list(DataLoader(one_expert_per_rank(), batch_size=8)))
     assert torch.equal(first, second)
     torch.testing.assert_close(first, weights(module), **TIGHT)
 
 
 def _different_units() -> str:
-    batches = DataLoader(_one_expert_per_rank(), batch_size=4)
+    batches = DataLoader(one_expert_per_rank(), batch_size=4)
     return refusal(DeepRegression(seeded(Experts)), batches, strategy=FSDPStrategy(wrap=[Block]))
 
 

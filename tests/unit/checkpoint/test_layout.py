@@ -21,17 +21,7 @@ import fsspec
 import numpy
 import pytest
 import torch
-from checkpoint_case import (
-    STATE,
-    contents,
-    equal,
-    flip,
-    replace_file,
-    resealed,
-    save_contents,
-    token_free,
-    written,
-)
+from checkpoint_case import STATE, contents, equal, flip, replace_file, resealed, save_contents, token_free, written
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn

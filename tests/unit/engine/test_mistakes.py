@@ -326,11 +326,7 @@ def appending_in(hook: str) -> Callable[[Path], Run]:
     return net(**{hook: lambda self: self.trainer.callbacks.append(watch("on_train_end"))})
 
 
-def calls_it(self: Any) -> None:
-    self.training_epoch_end([])
-
-
-CALLS_IT_ITSELF = net(training_epoch_end=nothing, on_train_epoch_end=calls_it)
+CALLS_IT_ITSELF = net(training_epoch_end=nothing, on_train_epoch_end=lambda self: self.training_epoch_end([]))
 UNLIKE = "looks like a hook but is not one"
 NEVER_RUN = "its code would not run"
 ARGUMENTS = "calls the method with these arguments"

@@ -95,10 +95,6 @@ def _shared(module: Any) -> Any:
     return [SGD(module.parameters(), lr=0.1), SGD(module.first.parameters(), lr=0.1)]
 
 
-def _other_scheduler(module: Any) -> Any:
-    return [_one(module)], [_halving(_one(module))]
-
-
 def _plateau(module: Any) -> Any:
     optimizer = _one(module)
     return {"optimizer": optimizer, "lr_scheduler": ReduceLROnPlateau(optimizer)}
@@ -108,7 +104,7 @@ def _plateau(module: Any) -> Any:
     ("configure", "named"),
     [
         (_shared, ["Optimizers 0 and 1 share", "'first.weight'", "automatic_optimization = False"]),
-        (_other_scheduler, ["StepLR", "not returned"]),
+        (lambda module: ([_one(module)], [_halving(_one(module))]), ["StepLR", "not returned"]),
         (_plateau, ["ReduceLROnPlateau without a 'monitor'", "'monitor': 'val_loss'"]),
         (lambda module: {"optimizer": _one(module), "lr_schedular": None}, ["Did you mean 'lr_scheduler'?"]),
         (lambda module: _dict(module, intervall="step"), ["'intervall'", "Did you mean 'interval'?"]),

@@ -17,15 +17,7 @@ from small_modules import linear
 from torch import nn
 
 from captured_warnings import captured_warnings
-from drivetrain import (
-    ConfigurationError,
-    DataModule,
-    DrivetrainError,
-    Fit,
-    Strategy,
-    TrainModule,
-    seed_everything,
-)
+from drivetrain import ConfigurationError, DataModule, DrivetrainError, Fit, Strategy, TrainModule, seed_everything
 
 # Private: this test process is seeded, and must look as if it were not.
 from drivetrain._engine.ranks import seeding
@@ -168,7 +160,7 @@ def test_unusable_modules_and_loaders_are_refused(tmp_path: Path, call: Any, par
     ],
 )
 def test_what_cannot_be_had_is_not_silently_replaced(tmp_path: Path, options: dict[str, Any], error: str) -> None:
-    """A-06."""
+    # A-06
     if options.get("accelerator") == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")
     with pytest.raises(ConfigurationError, match=error):

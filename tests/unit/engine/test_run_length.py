@@ -135,10 +135,7 @@ def test_a_run_that_stops_has_validated_its_weights_once(tmp_path: Path, hook: s
         ({"val_check_interval": 6}, [(0, 6), (1, 12), (2, 18)]),
         ({"val_check_interval": 4}, [(0, 4), (1, 10), (2, 16)]),
         ({"val_check_interval": 0.5}, [(0, 3), (0, 6), (1, 9), (1, 12), (2, 15), (2, 18)]),
-        (
-            {"val_check_interval": 0.4},
-            [(0, 2), (0, 4), (0, 6), (1, 8), (1, 10), (1, 12), (2, 14), (2, 16), (2, 18)],
-        ),
+        ({"val_check_interval": 0.4}, [(0, 2), (0, 4), (0, 6), (1, 8), (1, 10), (1, 12), (2, 14), (2, 16), (2, 18)]),
         ({"check_val_every_n_epoch": 2}, [(1, 12)]),
         ({"check_val_every_n_epoch": 2, "val_check_interval": 3}, [(1, 9), (1, 12)]),
         ({"check_val_every_n_epoch": None, "val_check_interval": 4}, [(0, 4), (1, 8), (1, 12), (2, 16)]),

@@ -61,8 +61,7 @@ class Trained(Regression):
 def saving(path: Path, weights_only: bool = False) -> Callback:
     """A callback that saves after two steps."""
     return calling(
-        "on_train_batch_end",
-        lambda trainer: trainer.global_step == 2 and trainer.save_checkpoint(path, weights_only),
+        "on_train_batch_end", lambda trainer: trainer.global_step == 2 and trainer.save_checkpoint(path, weights_only)
     )
 
 

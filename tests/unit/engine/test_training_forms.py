@@ -77,8 +77,7 @@ def test_batch_idx_may_be_omitted_in_any_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("skipped", "size", "steps"),
-    [({1, 5}, 1, 4), ({1, 5}, 2, 3), ({0, 3, 4, 5}, 3, 1), ({2}, 4, 2)],
+    ("skipped", "size", "steps"), [({1, 5}, 1, 4), ({1, 5}, 2, 3), ({0, 3, 4, 5}, 3, 1), ({2}, 4, 2)]
 )
 def test_a_window_without_a_loss_makes_no_step(tmp_path: Path, skipped: set[int], size: int, steps: int) -> None:
     module = returning(lambda loss, batch_idx: None if batch_idx in skipped else loss)
