@@ -310,6 +310,20 @@ def test_a_run_that_rolls_back_ends_as_if_the_step_had_not_been(every: int, tmp_
     assert checkpoint_names(tmp_path) == [f"epoch=0-step={step}" for step in (12, 16, 8)]
 
 
+def test_a_rollback_that_a_save_requests_is_made_once(tmp_path: Path) -> None:
+    requested: list[int] = []
+
+    def request(trainer: Any, *arguments: Any) -> None:
+        if trainer.global_step == 8 and not requested:
+            requested.append(8)
+            trainer.roll_back(str(tmp_path / CHECKPOINTS / "epoch=0-step=4"))
+
+    saving = Checkpoint(every_n_train_steps=4, save_top_k=-1)
+    fit, module = train(tmp_path, saving, LambdaCallback(on_save_checkpoint=request))
+    assert (fit.global_step, requested) == (STEPS, [8])
+    assert torch.equal(module.net.weight, train(tmp_path / "plain")[1].net.weight)
+
+
 def test_checkpoints_later_than_the_spike_are_removed(tmp_path: Path) -> None:  # F-05
     # Detected at step 12; checkpoints 9 and 10 contain the spike, and "auto" would resume from the newest.
     def fail(trainer: Any, *arguments: Any) -> None:

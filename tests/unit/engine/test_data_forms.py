@@ -220,6 +220,24 @@ def test_a_data_module_gives_loaders(tmp_path: Path) -> None:
         _ = Data(4).trainer
 
 
+def test_a_run_with_loaders_is_resumed_with_a_data_module(tmp_path: Path) -> None:
+    class Data(DataModule):
+        def train_dataloader(self) -> Any:
+            return loader(4)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": 1}
+
+        def load_state_dict(self, state: Any) -> None:
+            raise AssertionError("the checkpoint has no state of a data module")
+
+    first, again = fit(tmp_path), fit(tmp_path, max_epochs=2)
+    first.fit(Bare(), loader(4))
+    first.save_checkpoint(tmp_path / "c")
+    again.fit(Bare(), datamodule=Data(), ckpt_path=tmp_path / "c")
+    assert again.current_epoch == 2
+
+
 def test_a_users_sampler_keeps_its_order_and_a_random_one_draws_by_seed_and_epoch(tmp_path: Path) -> None:
     module, given = Tiny(), loader(6, sampler=[5, 3, 1, 0])
     before = (given.sampler, given.batch_sampler)

@@ -411,6 +411,7 @@ class CheckpointManager:
             )
 
         def load_now() -> None:
+            self.waiting.clear()  # it is in there itself if a save that was carried out has requested the rollback
             self.finish()
             followers = [callback for callback in core.callbacks if isinstance(callback, FollowsRollbacks)]
             for callback in followers:

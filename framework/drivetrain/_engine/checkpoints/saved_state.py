@@ -382,6 +382,8 @@ class SavedState:
         }
         for group in ("callbacks", "callback_hooks"):  # the saved run may have had other callbacks
             skipped |= {(group, key) for key in self._callbacks if key not in (state.get(group) or ())}
+        if "datamodule" not in state:  # the saved run had loaders
+            skipped.add(("datamodule",))
         if anew.data:
             skipped |= {owner.path for owner in self._position_owners}
         # Where the data or its limit ends, the next epoch starts at its beginning, whatever state a loader has there.
