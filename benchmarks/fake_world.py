@@ -73,7 +73,8 @@ class _Control(GroupControl):
 
     def broadcast_object(self, value: Any) -> Any:
         key = f"shared/{self._shared}"
-        self.store.set(key, encode(value))  # what rank 0 would have stored
+        # What rank 0 would have stored. The only value that rank 0 alone has is the seed of the order of samples.
+        self.store.set(key, encode(0 if value is None else value))
         return super().broadcast_object(value)
 
     def gather_objects(self, value: Any) -> list[Any]:
