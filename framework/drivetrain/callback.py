@@ -12,7 +12,7 @@ import torch
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from drivetrain.run_context import RunContext, Trials
+    from drivetrain.run_context import RunContext
 
 
 class Callback:
@@ -262,6 +262,58 @@ def bind_logging(callback: Callback, module: Any) -> None:
 
 
 # What a callback may have besides: the engine asks only those that have it. Answers are the same on every rank.
+
+
+class Trials(Protocol):
+    """Runs a few steps of a call of `Fit.fit` or another entry point before it begins, and restores all state."""
+
+    stage: str
+    """"fit", "validate", "test" or "predict"."""
+
+    module: Any
+    """The module passed to the call. A trial runs a copy."""
+
+    datamodule: Any
+    """The data module passed to the call, or None. A trial runs a copy."""
+
+    loaders: Any
+    """The loaders passed to the call; None if the module or the data module provides them."""
+
+    ckpt_path: str | None
+    """The checkpoint passed to the call, or None."""
+
+    is_dry_run: bool
+    """Whether ``fast_dev_run`` is on."""
+
+    def run(self, callback: Any, steps: int, prepare: Callable[[Any, Any, Any], Any] | None = None) -> None:
+        """Run a number of steps on copies, with ``callback`` as the only callback and without loggers. Collective.
+
+        Args:
+            callback: observes the trial and may change the optimizer's settings. If the trial ran in other processes,
+                the ``state_dict`` of the callback there is loaded into the caller's object.
+            steps: optimizer steps; in stages other than fit, micro-batches of each loader.
+            prepare: a function of three arguments: the copy of the module, the copy of the data module (or None), and
+                `loaders`. The function may change the copies, and returns the loaders to use.
+
+        Raises:
+            Exception: the trial failed on this rank or another; all state is restored.
+        """
+
+    def fits(self, callback: Any, steps: int, prepare: Callable[[Any, Any, Any], Any] | None = None) -> bool:
+        """Run a trial as `run` does; return whether the trial fits into memory and the data has a batch for it.
+
+        False means that a rank ran out of memory, or that the data has no batch of the requested size.
+        """
+
+    def declare_tuned(self, name: str) -> None:
+        """Declare that a finder sets hyper-parameter ``name``.
+
+        For ``ckpt_path`` "auto", "last" and "best", runs that differ only in this hyper-parameter are the same
+        experiment.
+        """
+
+    def log_info(self, text: str, *values: Any) -> None:
+        """Log a message on rank 0, with ``values`` as the arguments of the format string ``text``."""
 
 
 @runtime_checkable

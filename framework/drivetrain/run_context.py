@@ -7,15 +7,14 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import InitVar, dataclass
-from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from drivetrain._fit_arguments import FitArguments
 from drivetrain._metrics import MetricStore
 from drivetrain._run_state import (
     CheckpointsOfRun,
@@ -27,13 +26,12 @@ from drivetrain._run_state import (
 )
 from drivetrain._runtime.accelerators import resolve_devices
 from drivetrain.checkpoint.save_request import SaveRequest
-from drivetrain.environments import Environment, Placement, resolve_environment
+from drivetrain.environments import Placement, resolve_environment
 from drivetrain.errors import ConfigurationError
-from drivetrain.launchers import Launcher, current_processes
+from drivetrain.launchers import current_processes
 from drivetrain.loggers import Logger
 from drivetrain.precision import Precision, resolve_precision
-from drivetrain.precision.resolve import PrecisionName
-from drivetrain.strategies.registry import StrategyName, strategy_by_name
+from drivetrain.strategies.registry import strategy_by_name
 from drivetrain.strategies.strategy import Strategy
 
 # Needed for annotations only, and expensive to import.
@@ -41,58 +39,6 @@ if TYPE_CHECKING:
     from drivetrain._config.precedence import Settings
     from drivetrain._log_queue import LogQueue
     from drivetrain.profilers import Profiler
-
-
-@dataclass(kw_only=True, init=False, eq=False, repr=False)
-class FitArguments:
-    """The arguments of `Fit` with their types and defaults; `Fit` documents them.
-
-    All are attributes of the same name, except each `InitVar`, from which `Fit` makes something else.
-    """
-
-    strategy: InitVar[StrategyName | str | Strategy] = "auto"
-    accelerator: str = "auto"
-    devices: int | str | list[int] = "auto"
-    num_nodes: int = 1
-    precision: InitVar[PrecisionName | str | int | Precision] = "32-true"
-    max_epochs: int | None = None
-    min_epochs: int | None = None
-    max_steps: int = -1
-    min_steps: int | None = None
-    max_time: str | dict[str, float] | timedelta | None = None
-    accumulate_grad_batches: int = 1
-    gradient_clip_val: int | float | None = None
-    gradient_clip_algorithm: str = "norm"
-    limit_train_batches: int | float | None = None
-    limit_val_batches: int | float | None = None
-    limit_test_batches: int | float | None = None
-    limit_predict_batches: int | float | None = None
-    val_check_interval: int | float | None = None
-    check_val_every_n_epoch: int | None = 1
-    num_sanity_val_steps: int = 2
-    overfit_batches: int | float = 0
-    fast_dev_run: bool | int = False
-    logger: InitVar[bool | str | Logger | Sequence[str | Logger] | None] = None
-    log_every_n_steps: int = 50
-    enable_progress_bar: bool = True
-    enable_checkpointing: bool = True
-    enable_model_summary: bool = True
-    default_root_dir: InitVar[str | os.PathLike[str] | None] = None
-    seed: int | None = None
-    deterministic: bool | Literal["warn"] | None = None
-    benchmark: bool | None = None
-    inference_mode: bool = True
-    detect_anomaly: bool = False
-    compile: bool | dict[str, Any] = False
-    use_distributed_sampler: bool = True
-    sync_batchnorm: bool = False
-    reload_dataloaders_every_n_epochs: int = 0
-    profiler: InitVar[Literal["simple", "advanced", "pytorch"] | str | Profiler | None] = None
-    launcher: str | Launcher = "auto"
-    environment: str | Environment = "auto"
-    preemption_signals: str | list[str] | None = "auto"
-    barebones: bool = False
-    plugins: object | None = None
 
 
 class RunContext(FitArguments):
@@ -816,58 +762,6 @@ def _pass_through() -> Profiler:
     from drivetrain.profilers import PassThroughProfiler  # only runs with spans and no profiler need it
 
     return PassThroughProfiler()
-
-
-class Trials(Protocol):
-    """Runs a few steps of a call of `Fit.fit` or another entry point before it begins, and restores all state."""
-
-    stage: str
-    """"fit", "validate", "test" or "predict"."""
-
-    module: Any
-    """The module passed to the call. A trial runs a copy."""
-
-    datamodule: Any
-    """The data module passed to the call, or None. A trial runs a copy."""
-
-    loaders: Any
-    """The loaders passed to the call; None if the module or the data module provides them."""
-
-    ckpt_path: str | None
-    """The checkpoint passed to the call, or None."""
-
-    is_dry_run: bool
-    """Whether ``fast_dev_run`` is on."""
-
-    def run(self, callback: Any, steps: int, prepare: Callable[[Any, Any, Any], Any] | None = None) -> None:
-        """Run a number of steps on copies, with ``callback`` as the only callback and without loggers. Collective.
-
-        Args:
-            callback: observes the trial and may change the optimizer's settings. If the trial ran in other processes,
-                the ``state_dict`` of the callback there is loaded into the caller's object.
-            steps: optimizer steps; in stages other than fit, micro-batches of each loader.
-            prepare: a function of three arguments: the copy of the module, the copy of the data module (or None), and
-                `loaders`. The function may change the copies, and returns the loaders to use.
-
-        Raises:
-            Exception: the trial failed on this rank or another; all state is restored.
-        """
-
-    def fits(self, callback: Any, steps: int, prepare: Callable[[Any, Any, Any], Any] | None = None) -> bool:
-        """Run a trial as `run` does; return whether the trial fits into memory and the data has a batch for it.
-
-        False means that a rank ran out of memory, or that the data has no batch of the requested size.
-        """
-
-    def declare_tuned(self, name: str) -> None:
-        """Declare that a finder sets hyper-parameter ``name``.
-
-        For ``ckpt_path`` "auto", "last" and "best", runs that differ only in this hyper-parameter are the same
-        experiment.
-        """
-
-    def log_info(self, text: str, *values: Any) -> None:
-        """Log a message on rank 0, with ``values`` as the arguments of the format string ``text``."""
 
 
 @runtime_checkable

@@ -42,7 +42,7 @@ LAYERS: list[set[str]] = [
     {"checkpoint"},
     {"loggers", "profilers"},
     {"_log_queue", "strategies"},
-    {"_run_state"},
+    {"_fit_arguments", "_run_state"},
     {"run_context"},  # what all units above may know about a run
     {"_module"},
     {"callback", "module"},

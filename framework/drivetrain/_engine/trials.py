@@ -43,7 +43,7 @@ def run_before_launch_hooks(request: RunRequest) -> None:
 
 
 class EngineTrials:
-    """Runs trials for finders such as `LearningRateFinder`. The class implements `drivetrain.run_context.Trials`.
+    """Runs trials for finders such as `LearningRateFinder`. The class implements `drivetrain.callback.Trials`.
 
     A trial runs copies of the `Fit`, the module and the data module. It runs in the existing processes, or in processes
     that are started for it. If a rank fails, the other ranks end as in any run. Data sets are not copied.

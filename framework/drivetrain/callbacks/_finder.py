@@ -10,7 +10,8 @@ from drivetrain.callback import Callback
 from drivetrain.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
-    from drivetrain.run_context import RunContext, Trials
+    from drivetrain.callback import Trials
+    from drivetrain.run_context import RunContext
 
 _AUTOMATIC_PATHS = ("auto", "last", "best")
 

@@ -16,7 +16,8 @@ from drivetrain.callbacks._finder import Finder, find_holders, set_attribute
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from drivetrain.run_context import RunContext, Trials
+    from drivetrain.callback import Trials
+    from drivetrain.run_context import RunContext
 
 _MODES = ("exponential", "linear")
 _ATTRIBUTES = ("lr", "learning_rate")
