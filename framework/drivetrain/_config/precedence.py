@@ -228,8 +228,8 @@ def _validated(name: str, value: Any, where: str, is_text: bool, accepted: Accep
             f"{name} takes Python objects, which the environment and files cannot represent.",
             f"Pass {name}= in code.",
         )
-    fits, converted = accepted.read(value) if is_text else accepted.take(value)
-    if not fits:
+    is_accepted, converted = accepted.read(value) if is_text else accepted.take(value)
+    if not is_accepted:
         raise ConfigurationError(
             f"{name} was set to {without_url_passwords(repr(value))} ({where}).",
             f"{name} accepts {accepted}.",

@@ -85,7 +85,7 @@ class RunData(StageLoaders):
         return self.training.source
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts that must be the same on every rank, for the handshake."""
+        """Return the facts that must be the same on every rank, which `check_ranks_agree` compares."""
         facts: dict[str, Any] = {}
         if self.trains:
             facts["training micro-batches"] = self.train.length if self.train.shards_known else None
