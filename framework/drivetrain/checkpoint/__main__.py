@@ -37,17 +37,7 @@ def _run(options: argparse.Namespace) -> int:
     elif options.command == "consolidate":
         print(consolidate(options.path, options.out, options.averaged, overwrite=options.overwrite))
     elif options.command == "convert":
-        print(
-            convert(
-                options.path,
-                options.out,
-                prefix=options.prefix,
-                to=options.to,
-                config=options.config,
-                max_shard_size=options.max_shard_size,
-                averaged=options.averaged,
-            )
-        )
+        print(convert(options.path, options.out, prefix=options.prefix, to=options.to, averaged=options.averaged))
     else:
         lines = verify(options.path, options.digest)
         print("\n".join(lines) or f"{options.path} is intact.")
@@ -88,8 +78,6 @@ def _parser() -> argparse.ArgumentParser:
         default="checkpoint",
         help="format to write; hf is the folder layout that Hugging Face's from_pretrained reads",
     )
-    convert_parser.add_argument("--config", help="with --to hf: a config.json to use instead of the stored one")
-    convert_parser.add_argument("--max-shard-size", default="50GB", help="with --to hf: maximum size of a weights file")
     for writing in (consolidate_parser, convert_parser):
         writing.add_argument(
             "--averaged",
