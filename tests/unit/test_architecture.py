@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import tokenize
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -472,16 +471,6 @@ ROWS = [pytest.param(*row, id=row[0], marks=requires_package(row[0].partition(".
 PUBLIC = {"_strip_protocol", "_exit", "_getframe", "_current_frames", "_fields", "_make", "_replace", "_saved_self"}
 PARTS_OF_MODULES = {"_C", "_python_dispatch"}  # torch.utils._python_dispatch.name: the last part is the name
 
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-FOR_DEVELOPMENT = {"test", "docs", "dev", "bench"}
-IMPORTED_BY_OTHERS = {
-    "alembic": "mlflow migrates its local store with it",
-    "onnxruntime": "users run an exported model with it",
-    "s3fs": "fsspec imports it for s3:// paths",
-    "sqlalchemy": "mlflow's local store",
-}
-MODULE_OF = {"mlflow-skinny": "mlflow", "zlib-ng": "zlib_ng"}
-
 
 @pytest.mark.parametrize(("owner", "names"), ROWS)
 def test_private_names_exist(owner: str, names: str) -> None:  # O-06
@@ -511,15 +500,6 @@ def test_the_lower_bounds_are_the_tested_ones() -> None:  # O-06
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert f" torch=={floor}\n" in made.stdout
     assert f'"deepspeed{VERSIONS}"' in project
-
-
-def test_each_package_of_an_extra_is_imported() -> None:
-    requirements = [each for extra in EXTRAS.keys() - FOR_DEVELOPMENT for each in EXTRAS[extra]]
-    packages = [re.split(r"[\[<>=]", requirement)[0].strip() for requirement in requirements]
-    modules = {MODULE_OF.get(package, package) for package in packages} - IMPORTED_BY_OTHERS.keys()
-    sources = "".join(path.read_text() for path in (*MODULES.values(), *(ROOT / "examples").rglob("*.py")))
-    # "name.part" in quotes is looked for by name
-    assert not modules - set(re.findall(r"""(?m)(?:^ *(?:import|from) |["'](?=\w+[.'"]))(\w+)""", sources))
 
 
 def _missing(owner: str, names: str) -> list[str]:

@@ -127,17 +127,6 @@ def test_a_truncated_header_is_written_anew(tmp_path: Path, length: int) -> None
     assert (tmp_path / "v" / "metrics.csv").read_text() == 'step,"two\nlines"\n1,0.5\n'
 
 
-def test_what_others_have_written_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "v").mkdir()
-    path = tmp_path / "v" / "metrics.csv"
-    path.write_bytes(b"step,lr,empty,note\n1,,,caf\xe9\n2,0.5,,\n")
-    log_steps(CSVLogger(tmp_path, name="", version="v"), 3).save()
-    assert path.read_bytes() == b"step,lr,empty,note,loss\n1,,,caf\xe9,\n2,0.5,,,\n3,,,,1.5\n"
-    path.write_bytes(b"\xef\xbb\xbfstep,loss\r\n10.0,1\r\nnote,2\r\n,3\r\nnan,4\r\n30.0,5\r\n")  # a spreadsheet's
-    CSVLogger(tmp_path, name="", version="v").rewind(20)
-    assert read_table(tmp_path / "v") == ["step,loss", "10.0,1", "note,2", ",3", "nan,4"]
-
-
 def test_a_rewind_removes_rows_and_columns_of_later_steps_up_to_all(root: str) -> None:  # J-13
     first = log_steps(CSVLogger(root, version=0), 10, 20, 30)
     log_steps(first, 30, name="late").save()
@@ -163,24 +152,6 @@ def test_a_rewind_removes_rows_and_columns_of_later_steps_up_to_all(root: str) -
         assert read_table(again.log_dir)[1:] == kept
         log_steps(again, 1).save()
         assert read_table(again.log_dir) == ["step,loss", *kept, "1,0.5"]
-
-
-def test_a_rewind_that_fails_leaves_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # J-13
-    log_steps(CSVLogger(tmp_path, name="", version="v"), 1, 2, 3).save()
-    before = read_table(tmp_path / "v")
-    logger = CSVLogger(tmp_path, name="", version="v")
-
-    def refuse(source: str, target: str) -> None:
-        raise PermissionError(target)
-
-    with monkeypatch.context() as patches:
-        patches.setattr("os.replace", refuse)
-        with pytest.raises(DrivetrainError, match=r"metrics\.csv below .* cannot be written: PermissionError"):
-            logger.rewind(1)
-    assert read_table(tmp_path / "v") == before
-    logger.rewind(1)
-    assert read_table(tmp_path / "v") == before[:2]
-    assert [path.name for path in (tmp_path / "v").iterdir()] == ["metrics.csv"]
 
 
 def logger_at_the_store(flush_every: int = 100) -> CSVLogger:
