@@ -382,6 +382,7 @@ ERRORS: dict[str, list[Row]] = {
         Row("not a folder", "first row", "logger=False", run(logger=CSVLogger("/dev/null"))),
         Row("a Linear", "hooks of a drivetrain", "subclass TrainModule", run(nn.Linear(1, 1))),
         Row("gradient_clip_val=1.0", "itself", "self.clip_gradients", run(BY_HAND, gradient_clip_val=1.0)),
+        Row("accumulate_grad_batches=2", "itself", "step after several batches", run(BY_HAND, accumulate_grad_batches=2)),
         Row("a generator", "torch optimizers", "return an optimizer", optimized(lambda self: self.parameters())),
         Row("ByValue without", "a logged metric", "return", scheduled(ByValue, reduce_on_plateau=True)),
         Row("False with ReduceLR", "monitored", "leave", scheduled(Plateau, reduce_on_plateau=False)),

@@ -178,11 +178,6 @@ def test_hooks_of_manual_optimization_and_its_schedulers(tmp_path: Path, returne
     assert rates == pytest.approx([0.09, 0.009])
 
 
-def test_manual_optimization_refuses_accumulation(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"accumulate_grad_batches=2.* with manual optimization"):
-        fit(tmp_path, accumulate_grad_batches=2).fit(Manual(), regression())
-
-
 class Clearing(SGD):
     """Clears gradients in place, so that references to them stay valid."""
 
