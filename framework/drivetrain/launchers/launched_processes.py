@@ -25,7 +25,6 @@ from drivetrain.errors import ConfigurationError, DistributedError, DrivetrainEr
 # variables too, but the process id of their parent differs from the value of `PARENT_VARIABLE`.
 LAUNCHER_VARIABLE = "_DRIVETRAIN_LAUNCHER"
 PARENT_VARIABLE = "_DRIVETRAIN_PARENT"
-THREAD_VARIABLE = "_DRIVETRAIN_FROM_THREAD"
 
 _FIRST_FAILURE = "first"  # the key, with the prefix "left", under which a caller that is not a rank publishes a failure
 _MEET_PAUSE = 0.02  # seconds between two checks of whether all ranks have arrived
@@ -213,7 +212,7 @@ def _join() -> LaunchedProcesses | None:
     environment = TorchrunEnvironment()
     processes = LaunchedProcesses(environment.with_address(environment.placement()), "script")
     set_current_processes(processes)
-    die_with_parent(parent, from_thread=THREAD_VARIABLE in os.environ)
+    die_with_parent(parent)
     atexit.register(_report_uncaught, processes)
     return processes
 
