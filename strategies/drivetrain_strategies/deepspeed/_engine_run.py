@@ -20,7 +20,7 @@ from drivetrain_strategies._gathering import GatherOrder, check_gather_limit
 from drivetrain_strategies._step_module import StepModule, unwrap_step_output
 from drivetrain_strategies.deepspeed._checks import is_known
 from drivetrain_strategies.deepspeed._cleanup import ModuleSnapshot, forget_root
-from drivetrain_strategies.deepspeed._error_messages import explain_different_parameters, explain_start_errors
+from drivetrain_strategies.deepspeed._error_messages import explain_compilation_errors, explain_different_parameters
 from drivetrain_strategies.deepspeed._first_weights import Partitioner, broadcast_weights
 from drivetrain_strategies.deepspeed._gradient_exchange import GradientExchange
 from drivetrain_strategies.deepspeed._internals import Zero, changed_start
@@ -120,7 +120,7 @@ class DeepSpeedRun:
 
     def _partition(self, deferred: DeferredModule) -> None:
         module = self._module
-        with explain_start_errors():
+        with explain_compilation_errors():
             partitioner = Partitioner(self._config, self._precision.half_dtype, self._device, self._state)
         partitioner.partition_module(module, deferred, self._control)
         leaves: list[nn.Module] = []
@@ -144,7 +144,7 @@ class DeepSpeedRun:
         self._config["zero_optimization"].setdefault("reduce_bucket_size", max(1, min(500_000_000, numel)))
         root = StepModule(module, hides_values=True)
         self._undo.callback(forget_root, root)
-        with explain_start_errors(), changed_start():
+        with explain_compilation_errors(), changed_start():
             self._engine, *_ = self._deepspeed.initialize(
                 model=root,
                 optimizer=optimizers[0] if optimizers else None,
