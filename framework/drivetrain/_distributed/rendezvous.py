@@ -16,7 +16,6 @@ NO_NAME = "none"
 """The name of every job that its launcher gives no name. torchrun's default is the same."""
 
 _JOB_KEY = "drivetrain/job"  # the key with the name of the store's job
-_JOB_KEY_TIMEOUT = timedelta(seconds=60)
 _REQUEST_TIMEOUT = timedelta(minutes=5)
 # Error numbers for an address that reaches this machine but is not assigned to this machine.
 _NOT_LOCAL = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -41,14 +40,14 @@ def connect(
     """
     try:
         store = TCPStore(address, port, is_master=False, timeout=timeout)
+        (admit_first if outlives_ranks else admit)(store, job or NO_NAME, rank, address, port)
     except RuntimeError as error:
         raise DistributedError(
-            f"rank {rank} finds no store at {address}:{port}: {error}",
+            f"rank {rank} finds no store of its job at {address}:{port}: {error}",
             "all ranks connect to it, and "
             + ("the agent that started rank 0 hosts it" if outlives_ranks else "rank 0 or its launcher hosts it"),
             "check whether rank 0 has failed, and whether MASTER_ADDR and MASTER_PORT lead to it from this machine",
         ) from error
-    (admit_first if outlives_ranks else admit)(store, job or NO_NAME, rank, address, port)
     store.set_timeout(_REQUEST_TIMEOUT)
     return store
 
@@ -129,14 +128,6 @@ def admit(store: TCPStore, job: str, rank: int, address: str, port: int) -> None
     Raises:
         ConfigurationError: the store belongs to another job, which is not affected, or the rank is taken.
     """
-    try:
-        store.wait([_JOB_KEY], _JOB_KEY_TIMEOUT)
-    except RuntimeError as error:
-        raise ConfigurationError(
-            f"rank {rank} connected to {address}:{port}, which is not the store of this job",
-            "the host of the store has not set the job, so another program seems to use the port",
-            "set MASTER_PORT to a free port, the same for all processes of this job and for no other job",
-        ) from error
     _refuse_other_job(job, store.get(_JOB_KEY).decode(), rank, address, port)
     if store.add(f"{_JOB_KEY}/rank{rank}", 1) > 1:
         raise ConfigurationError(
