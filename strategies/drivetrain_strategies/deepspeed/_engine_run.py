@@ -222,8 +222,6 @@ class DeepSpeedRun:
         gather_order, self._gather_order = self._gather_order, None
         if self._watch is not None and step.__name__ not in self._watch.unused_in:
             call = partial(self._watch.run_step, call, step.__name__)
-        if self._user_hooks is not None and self._stage < 3 and torch.is_grad_enabled():
-            call = partial(self._user_hooks.run_step, call)
         self._within_forward = True
         try:
             if gather_order is None:
@@ -252,7 +250,7 @@ class DeepSpeedRun:
         self._has_gradients = False
         self._keep_writes_of_hooks()
         stepped = self.zero.step(max_norm)
-        if self._within_forward and self._user_hooks is not None:
+        if self._user_hooks is not None:
             self._user_hooks.after_optimizer_step()
         assert self._exchange is not None
         self._exchange.after_step()

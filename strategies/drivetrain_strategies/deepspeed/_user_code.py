@@ -48,11 +48,12 @@ class UserHooks:
         self._state = state
         self._gather_limit = gather_limit
         self._parts = list(state.trained.values())
-        self._parameters = [part.parameter for part in self._parts]
+        # At stage 3, parameters get and lose their memory in each forward.
+        self._watched = [] if zero.stage == 3 else [part.parameter for part in self._parts]
         self._params = [(part.flat_index, part.parameter) for part in self._parts if part.flat_index is not None]
         self._names: dict[int, Any] = {key: state.names[key] for key in state.trained}
         self._may_have_written = False
-        self._before_step: list[int] | None = None
+        self._known = self._marks()
 
     @contextmanager
     def context(self, name: str, window_is_complete: bool) -> Iterator[None]:
@@ -69,29 +70,19 @@ class UserHooks:
                 contexts.enter_context(EmptyParameters(self._state.names))
             yield
 
-    def run_step(self, step: Callable[[], Any]) -> Any:
-        """Return what a step of the user's module returns at stages 1 and 2, and note whether it wrote weights."""
-        self._before_step = self._marks()
-        output = step()
-        if self._before_step != self._marks():
-            self._may_have_written = True
-        self._before_step = None
-        return output
+    def keep_writes(self) -> None:
+        """Copy weights that user code may have written into the master weights. Does not communicate."""
+        if self._may_have_written or self._known != self._marks():
+            self._may_have_written, self._known = False, self._marks()
+            self._state.adopt_compute_weights()
 
     def after_optimizer_step(self) -> None:
-        """Accept the weights that an optimizer's step has written within a step of the user's module."""
-        self._before_step = self._marks()
+        """Accept the weights that the optimizer's step has written."""
+        self._known = self._marks()
 
     def _marks(self) -> list[int]:
         """Return numbers that change when a weight is written in place, or is given other memory."""
-        return [*map(_VERSION, self._parameters), *map(torch.Tensor.data_ptr, self._parameters)]
-
-    def keep_writes(self) -> None:
-        """Copy weights that hooks may have written into the master weights. Does not communicate."""
-        within_step = self._before_step is not None
-        if self._may_have_written or (within_step and self._before_step != self._marks()):
-            self._may_have_written = False
-            self._state.adopt_compute_weights()
+        return [*map(_VERSION, self._watched), *map(torch.Tensor.data_ptr, self._watched)]
 
     def _why_withheld(self, name: str, window_is_complete: bool) -> tuple[str, str] | None:
         """Return why the hook cannot read gradients, and the fix; None if it can."""
@@ -165,15 +156,17 @@ class _WholeGradients(TorchFunctionMode):
         return None
 
 
-_ATTRIBUTES_WITHOUT_VALUES = {
+_WITHOUT_VALUES = {
     *("grad", "requires_grad", "is_leaf", "grad_fn", "device", "dtype", "layout", "is_sparse", "is_meta", "is_cpu"),
     *("is_cuda", "is_nested", "is_quantized", "is_mkldnn", "names", "retains_grad", "_version", "_backward_hooks"),
     *("_post_accumulate_grad_hooks", "output_nr", "itemsize"),
-}
-_METHODS_WITHOUT_VALUES = {
     *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__hash__", "get_device"),
     *("is_floating_point", "is_complex", "element_size", "data_ptr", "untyped_storage"),
 }
+"""The attributes and methods of a parameter that do not depend on its values."""
+
+_OF_SHAPE = {"shape", "ndim", "numel", "nelement", "dim", "__len__", "size"}
+"""The attributes and methods of a parameter that depend on its shape alone."""
 
 
 class EmptyParameters(TorchFunctionMode):
@@ -223,20 +216,14 @@ class EmptyParameters(TorchFunctionMode):
 
     def _use(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
+        sets = name == "__set__"
         if name in ("__get__", "__set__", "__delete__"):
-            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-            if attribute in _ATTRIBUTES_WITHOUT_VALUES:
-                return func(*args, **kwargs)
-            if attribute in ("shape", "ndim") and name == "__get__":
-                return args[0].ds_shape if attribute == "shape" else len(args[0].ds_shape)
-        elif name in _METHODS_WITHOUT_VALUES:
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name in _WITHOUT_VALUES:
             return func(*args, **kwargs)
-        elif name in ("numel", "nelement", "dim", "__len__", "size") and not kwargs:
-            shape = args[0].ds_shape
-            answers = {"dim": len(shape), "__len__": shape[0] if shape else 0, "size": shape}
-            answer = answers.get(name, args[0].ds_numel)
-            return answer[args[1]] if name == "size" and len(args) > 1 else answer
-        if writes_in_place(func) or name == "__set__" or "out" in kwargs or self._engine is None:
+        if name in _OF_SHAPE:
+            return func(torch.empty(args[0].ds_shape, device="meta"), *args[1:], **kwargs)
+        if sets or writes_in_place(func) or "out" in kwargs or self._engine is None:
             self._refuse([*args, *kwargs.values()])
         self._found = True
         concerned = list(filter(self._concerns, tensors_in([*args, *kwargs.values()])))
