@@ -48,7 +48,7 @@ class DeepSpeedRun:
         leaf_modules: classes of modules that stage 3 gathers as a whole.
         find_unused_parameters: the strategy's argument. None makes `GradientExchange` compare the ranks, and True makes
             stage 2 exchange gradients after backward.
-        gather_limit: size in bytes up to which gradients are gathered for hooks, and parameters after the run.
+        gather_limit: size in bytes up to which parameters are gathered after the run.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class DeepSpeedRun:
         self._frozen = FrozenWeights(module, self._stage, rounded=needs_engine and half_dtype is not None)
         if self._zero is not None:
             self._state.use_masters(self._zero)
-            self._user_hooks = UserHooks(self._zero, self._state, self._gather_limit)
+            self._user_hooks = UserHooks(self._zero, self._state)
             if self._stage == 3:
                 self._zero.gather_small_parameters()  # so that hooks find them whole before the first step, too
 
@@ -185,9 +185,8 @@ class DeepSpeedRun:
 
     # What user code reads and writes outside of the engine's calls
 
-    def hook_context(self, name: str, window_is_complete: bool) -> AbstractContextManager[None]:
-        hooks = self._user_hooks
-        return nullcontext() if hooks is None else hooks.context(name, window_is_complete)
+    def hook_context(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._user_hooks is None else self._user_hooks.context(name)
 
     def state(self) -> State:
         """Return the state of the module, with weights that hooks of the user may have written. No communication."""

@@ -1,4 +1,4 @@
-"""Lets user code read and edit gradients and weights, which ZeRO keeps apart from the module's parameters.
+"""Lets user code read and edit weights, which ZeRO keeps apart from the module's parameters.
 
 What cannot take effect is an error that names the parameter.
 """
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from drivetrain.errors import ConfigurationError, listed
-from drivetrain.strategies import cut
 from drivetrain_strategies._user_calls import (
     is_called_by_library,
     refuse_gradients_through,
@@ -23,7 +22,7 @@ from drivetrain_strategies._user_calls import (
     writes_in_place,
 )
 from drivetrain_strategies.deepspeed._internals import Zero, gathered_for_use, is_gathered
-from drivetrain_strategies.deepspeed._state import State, gather
+from drivetrain_strategies.deepspeed._state import State
 
 _VERSION = attrgetter("_version")
 _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
@@ -33,38 +32,32 @@ _GRADIENT = cast(Any, Tensor.grad)
 class UserHooks:
     """What hooks of the user see of a run's gradients and weights, and what they write there.
 
-    In hooks that follow a backward, ``parameter.grad`` is the whole gradient of the window, and the groups of the
-    optimizer hold the module's parameters. The step uses what a hook wrote. Weights that a hook wrote are copied to the
-    master weights before these are used.
+    In hooks that follow a backward, the groups of the optimizer hold the module's parameters, and a use of their
+    gradients is an error. Weights that a hook wrote are copied to the master weights before these are used.
 
     Args:
         zero: DeepSpeed's engine.
         state: the state of the module.
-        gather_limit: size in bytes up to which gradients are gathered.
     """
 
-    def __init__(self, zero: Zero, state: State, gather_limit: int) -> None:
+    def __init__(self, zero: Zero, state: State) -> None:
         self._zero = zero
         self._state = state
-        self._gather_limit = gather_limit
-        self._parts = list(state.trained.values())
+        parts = state.trained.values()
         # At stage 3, parameters get and lose their memory in each forward.
-        self._watched = [] if zero.stage == 3 else [part.parameter for part in self._parts]
-        self._params = [(part.flat_index, part.parameter) for part in self._parts if part.flat_index is not None]
-        self._names: dict[int, Any] = {key: state.names[key] for key in state.trained}
+        self._watched = [] if zero.stage == 3 else [part.parameter for part in parts]
+        self._params = [(part.flat_index, part.parameter) for part in parts if part.flat_index is not None]
+        self._names = {key: state.names[key] for key in state.trained}
         self._may_have_written = False
         self._known = self._marks()
 
     @contextmanager
-    def context(self, name: str, window_is_complete: bool) -> Iterator[None]:
+    def context(self, name: str) -> Iterator[None]:
         """Context manager in which a hook of the user runs; see `Strategy.hook_context`."""
         self._may_have_written = True
         with ExitStack() as contexts:
             if name in _GRADIENT_HOOKS:
-                withheld = self._why_withheld(name, window_is_complete)
-                contexts.enter_context(
-                    self._shown_gradients() if withheld is None else _WholeGradients(self._names, withheld)
-                )
+                contexts.enter_context(_RefusedGradients(self._names, name))
                 contexts.enter_context(self._zero.params_in_groups(self._params))
             if self._zero.stage == 3:
                 contexts.enter_context(EmptyParameters(self._state.names))
@@ -84,76 +77,29 @@ class UserHooks:
         """Return numbers that change when a weight is written in place, or is given other memory."""
         return [*map(_VERSION, self._watched), *map(torch.Tensor.data_ptr, self._watched)]
 
-    def _why_withheld(self, name: str, window_is_complete: bool) -> tuple[str, str] | None:
-        """Return why the hook cannot read gradients, and the fix; None if it can."""
-        if not window_is_complete:
-            return (
-                f"ZeRO has the whole gradients only at the end of a window, and {name} runs before.",
-                "read and edit gradients in on_before_optimizer_step.",
-            )
-        other_strategy = "use strategy='fsdp', or trainer.gradient_norm for the norm of all gradients."
-        if any(map(self._zero.is_swapped, range(len(self._zero.flat_tensors())))):
-            return "the gradients are on a drive.", other_strategy
-        nbytes = sum(part.nbytes for part in self._parts)
-        if nbytes > self._gather_limit:
-            return (
-                f"the whole gradients take {nbytes:,} bytes, but gather_limit is {self._gather_limit:,}.",
-                f"set DeepSpeedStrategy(gather_limit={nbytes}), or {other_strategy}",
-            )
-        return None
 
-    @contextmanager
-    def _shown_gradients(self) -> Iterator[None]:
-        """Show whole gradients within this context, and let the step use what user code makes of them. Collective."""
-        zero = self._zero
-        zero.reduce()
-        scale = zero.loss_scale
-        gradients: dict[int, Tensor | None] = {}
-        with torch.no_grad():
-            for part in self._parts:
-                assert part.span is not None
-                whole = gather(zero.gradient(part).float(), part.shape, part.span)
-                gradients[id(part.parameter)] = whole.div_(scale).to(part.parameter.device)
-        with _WholeGradients(gradients):
-            yield
-        changed = []
-        with torch.no_grad():
-            for part in self._parts:
-                gradient, old = gradients[id(part.parameter)], zero.gradient(part)
-                if gradient is None:  # as that of a parameter that the loss does not use
-                    new = torch.zeros_like(old)
-                else:
-                    new = (cut(gradient, part.span) * scale).to(old)
-                if not torch.equal(old, new):
-                    old.copy_(new)
-                    changed.append(part)
-        zero.gradients_changed(changed)
-
-
-class _WholeGradients(TorchFunctionMode):
-    """Lets ``parameter.grad`` be a gradient that torch does not accept, as its shape is not that of an empty parameter.
+class _RefusedGradients(TorchFunctionMode):
+    """Makes each use of ``parameter.grad`` by user code an error.
 
     Args:
-        gradients: the gradients by ``id`` of the parameter, which user code reads and replaces.
-        withheld: why a use of a gradient is an error, and the fix; None if it is not. ``gradients`` are names then.
+        names: names of the parameters, by the parameter's ``id``.
+        hook: name of the hook that runs within this context.
     """
 
-    def __init__(self, gradients: dict[int, Any], withheld: tuple[str, str] | None = None) -> None:
+    def __init__(self, names: Mapping[int, str], hook: str) -> None:
         super().__init__()
-        self._gradients = gradients
-        self._withheld = withheld
+        self._names = names
+        self._hook = hook
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        key = id(args[0]) if args else None
-        if key not in self._gradients or getattr(func, "__self__", None) is not _GRADIENT:
-            return func(*args, **(kwargs or {}))
-        gradient = self._gradients[key]
-        if self._withheld is not None:
-            raise ConfigurationError(f"A hook used the gradient of {gradient!r} under DeepSpeed.", *self._withheld)
-        if func.__name__ == "__get__":
-            return gradient
-        self._gradients[key] = args[1] if func.__name__ == "__set__" else None
-        return None
+        of_gradient = args and id(args[0]) in self._names and getattr(func, "__self__", None) is _GRADIENT
+        if of_gradient and not is_called_by_library():
+            raise ConfigurationError(
+                f"{self._hook} used the gradient of {self._names[id(args[0])]!r} under DeepSpeed.",
+                "ZeRO divides the gradients among the ranks, and its step would not use one that a hook has changed.",
+                "use strategy='fsdp' or 'ddp', or read trainer.gradient_norm, the norm of all gradients.",
+            )
+        return func(*args, **(kwargs or {}))
 
 
 _WITHOUT_VALUES = {

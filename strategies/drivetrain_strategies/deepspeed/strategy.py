@@ -227,7 +227,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         raise add_param_group_error(optimizer)
 
     def hook_context(self, name: str, window_is_complete: bool) -> AbstractContextManager[None]:
-        return nullcontext() if self._run is None else self._run.hook_context(name, window_is_complete)
+        return nullcontext() if self._run is None else self._run.hook_context(name)
 
     # During a step: backward, clipping and optimizer step
 
