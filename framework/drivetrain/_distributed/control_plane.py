@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -15,23 +15,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from drivetrain._distributed.failure import AbsentRanksError
 from drivetrain._distributed.failure_exchange import FailureExchange
 from drivetrain.errors import DistributedError, DrivetrainError
-
-
-class Pending(Protocol):
-    """A pending reduction."""
-
-    def wait(self) -> torch.Tensor:
-        """Wait for the reduction if necessary, and return its result."""
-
-
-class CompletedReduction:
-    """A completed reduction."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self._values = values
-
-    def wait(self) -> torch.Tensor:
-        return self._values
 
 
 class ControlPlane:
@@ -56,9 +39,9 @@ class ControlPlane:
         """Gather a CPU tensor of shape (n,), the same n on every rank, into (W, n)."""
         return values.unsqueeze(0)
 
-    def all_reduce_async(self, values: torch.Tensor) -> Pending:
-        """Start to sum a CPU tensor of shape (n,) over the ranks."""
-        return CompletedReduction(values)
+    def all_reduce_async(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start to sum a CPU tensor of shape (n,) over the ranks. Return a function that waits for the sum."""
+        return lambda: values
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the values of all ranks, by rank, on every rank. `plain_values.encode` must accept the values."""

@@ -66,7 +66,7 @@ class GradientExchange:
         self._reached |= (reached := leaves_reached([loss]))
         reached -= self._in_leaves
         flags = torch.tensor([key in reached for key in self._names], dtype=torch.int32)
-        counts = self._control.all_reduce_async(flags).wait().tolist()
+        counts = self._control.all_reduce_async(flags)().tolist()
         differing = [
             name
             for name, count in zip(self._names.values(), counts, strict=True)
@@ -119,7 +119,7 @@ class GradientExchange:
             return
         self.close()
         self._compares_ranks = False
-        counts = self._control.all_reduce_async(self._had_gradient).wait().tolist()
+        counts = self._control.all_reduce_async(self._had_gradient)().tolist()
         unused = [name for name, count in zip(self._names.values(), counts, strict=True) if not count]
         if unused and self._control.rank == 0:
             logger.warning(
