@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -137,17 +136,12 @@ class GradientExchange:
 
 
 def _refusal(found: list[str], expected: list[str]) -> ConfigurationError:
-    changed = sorted(set(found) ^ set(expected))
-    if changed:
-        what = f"In this backward, other parameters got a gradient than before or on another rank: {listed(changed)}."
-    else:
-        one, other = next(pair for pair in zip_longest(found, expected) if pair[0] != pair[1])
-        what = f"Gradients became ready in two orders: {one!r} took the position of {other!r}."
+    changed = set(found) ^ set(expected) or {one for one, other in zip(found, expected, strict=False) if one != other}
     return ConfigurationError(
-        what,
+        f"Gradients became ready in another order than before or on another rank: {listed(sorted(changed))}.",
         "ZeRO exchanges gradients during backward, in the order in which they become ready, and ranks with different "
         "orders would add up gradients of different parameters. The order differs if the forward depends on a rank's "
-        "samples. BatchNorm, for example, computes differently for a single sample.",
+        "samples.",
         "at stage 2, set DeepSpeedStrategy(find_unused_parameters=True), which exchanges gradients in the parameters' "
         "order. At stage 3, do so only if all ranks use the same parameters; for mixtures of experts, set "
         "leaf_modules=[Experts] instead. Stage 1 and strategy='fsdp' need no setting.",
