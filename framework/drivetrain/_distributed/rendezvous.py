@@ -86,12 +86,6 @@ def listen(address: str, port: int, num_nodes: int) -> socket.socket:
                     raise
         return _listen_on_all(port)
     except (OSError, OverflowError) as error:
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            raise ConfigurationError(
-                f"rank 0 cannot host the store at {address}:{port}: port {port} is taken",
-                "another process listens at this port: a job with the same port, or a job that is still ending",
-                "set MASTER_PORT to a free port, the same for all processes of this job and for no other job",
-            ) from error
         raise _cannot_host(address, port, error) from error
 
 
@@ -187,6 +181,7 @@ def _listen_on_all(port: int) -> socket.socket:
 def _cannot_host(address: str, port: int, error: Exception) -> ConfigurationError:
     return ConfigurationError(
         f"rank 0 cannot host the store at {address}:{port}: {error}",
-        "all processes connect to this store",
-        "set MASTER_ADDR to a name of this machine and MASTER_PORT to a free port",
+        "all processes connect to this store. A port in use belongs to another job, or to a job that is still ending",
+        "set MASTER_ADDR to a name of this machine, and MASTER_PORT to a free port, the same for all processes of this "
+        "job and for no other job",
     )

@@ -407,10 +407,10 @@ class _Script(SubprocessLauncher):
 def test_the_store_listens_at_the_given_address_and_a_taken_port_is_named(hosting: Any) -> None:  # J-05, J-06
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{port}: port {port} is taken") as caught:
+        with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{port}: .*already in use") as caught:
             hosting(port)
         assert "MASTER_PORT" in caught.value.fix
-        with pytest.raises(ConfigurationError, match=f"port {port} is taken"):
+        with pytest.raises(ConfigurationError, match=rf":{port}: .*already in use"):
             FunctionLauncher("fork").call(Placement(port=port), int)
     _kept = hosting(port)
     assert answers(port, "127.0.0.1")
