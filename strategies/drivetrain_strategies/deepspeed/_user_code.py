@@ -56,11 +56,11 @@ class UserHooks:
         """Context manager in which a hook of the user runs; see `Strategy.hook_context`."""
         self._may_have_written = True
         with ExitStack() as contexts:
+            if self._zero.stage == 3:
+                contexts.enter_context(EmptyParameters(self._state.names))
             if name in _GRADIENT_HOOKS:
                 contexts.enter_context(_RefusedGradients(self._names, name))
                 contexts.enter_context(self._zero.params_in_groups(self._params))
-            if self._zero.stage == 3:
-                contexts.enter_context(EmptyParameters(self._state.names))
             yield
 
     def keep_writes(self) -> None:
