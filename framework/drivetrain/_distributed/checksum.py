@@ -84,6 +84,11 @@ def _positions_in_whole(positions: Tensor, region: Region, shape: tuple[int, ...
     return result
 
 
+def checksums(tensors: list[Tensor]) -> Tensor:
+    """Return the checksums of several tensors, int64 of shape (len(tensors),) on the CPU, with one copy to the host."""
+    return stack_on_cpu([checksum(tensor) for tensor in tensors])
+
+
 def stack_on_cpu(sums: list[Tensor]) -> Tensor:
     """Stack tensors of shape () into an int64 tensor of shape (len(sums),) on the CPU, with one copy to the host."""
     if not sums:

@@ -16,6 +16,7 @@ NO_NAME = "none"
 """The name of every job that its launcher gives no name. torchrun's default is the same."""
 
 _JOB_KEY = "drivetrain/job"  # the key with the name of the store's job
+_JOB_KEY_TIMEOUT = timedelta(seconds=60)
 _REQUEST_TIMEOUT = timedelta(minutes=5)
 # Error numbers for an address that reaches this machine but is not assigned to this machine.
 _NOT_LOCAL = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -122,6 +123,7 @@ def admit(store: TCPStore, job: str, rank: int, address: str, port: int) -> None
     Raises:
         ConfigurationError: the store belongs to another job, which is not affected, or the rank is taken.
     """
+    store.wait([_JOB_KEY], _JOB_KEY_TIMEOUT)
     _refuse_other_job(job, store.get(_JOB_KEY).decode(), rank, address, port)
     if store.add(f"{_JOB_KEY}/rank{rank}", 1) > 1:
         raise ConfigurationError(

@@ -56,11 +56,13 @@ class UserHooks:
         """Context manager in which a hook of the user runs; see `Strategy.hook_context`."""
         self._may_have_written = True
         with ExitStack() as contexts:
-            if self._zero.stage == 3:
-                contexts.enter_context(EmptyParameters(self._state.names))
             if name in _GRADIENT_HOOKS:
+                if name == "on_before_optimizer_step":
+                    self._zero.reduce()  # uses the gradients, and is part of the norm that a hook may ask for
                 contexts.enter_context(_RefusedGradients(self._names, name))
                 contexts.enter_context(self._zero.params_in_groups(self._params))
+            if self._zero.stage == 3:
+                contexts.enter_context(EmptyParameters(self._state.names))
             yield
 
     def keep_writes(self) -> None:
@@ -79,7 +81,7 @@ class UserHooks:
 
 
 class _RefusedGradients(TorchFunctionMode):
-    """Makes each use of ``parameter.grad`` by user code an error.
+    """Makes each use of ``parameter.grad`` an error.
 
     Args:
         names: names of the parameters, by the parameter's ``id``.
@@ -92,8 +94,7 @@ class _RefusedGradients(TorchFunctionMode):
         self._hook = hook
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        of_gradient = args and id(args[0]) in self._names and getattr(func, "__self__", None) is _GRADIENT
-        if of_gradient and not is_called_by_library():
+        if args and id(args[0]) in self._names and getattr(func, "__self__", None) is _GRADIENT:
             raise ConfigurationError(
                 f"{self._hook} used the gradient of {self._names[id(args[0])]!r} under DeepSpeed.",
                 "ZeRO divides the gradients among the ranks, and its step would not use one that a hook has changed.",

@@ -461,16 +461,17 @@ def test_two_jobs_are_distinguished(hosts: str, comes: str, why: str) -> None:  
     admit(newcomer, hosts, 1, "127.0.0.1", store.port)  # the rank is still free
 
 
-def test_a_store_admits_a_rank_once_unless_it_outlives_it_and_only_if_it_is_the_jobs() -> None:  # J-05
+def test_a_store_admits_a_rank_once_unless_it_outlives_it_and_only_if_it_is_the_jobs(monkeypatch: Any) -> None:  # J-05
     store = host("127.0.0.1", 0, job=NO_NAME)
     client = TCPStore("127.0.0.1", store.port, is_master=False)
     for rank in (1, 2):
         admit(client, NO_NAME, rank, "127.0.0.1", store.port)
     with pytest.raises(ConfigurationError, match="where another process is already rank 1"):
         admit(client, NO_NAME, 1, "127.0.0.1", store.port)
+    monkeypatch.setattr(rendezvous, "_JOB_KEY_TIMEOUT", rendezvous._JOB_KEY_TIMEOUT / 600)
     foreign = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(DistributedError, match=rf"no store of its job at 127\.0\.0\.1:{foreign.port}"):
-        rendezvous.connect("127.0.0.1", foreign.port, None, 1, timedelta(seconds=0.1))
+        rendezvous.connect("127.0.0.1", foreign.port, None, 1, timedelta(seconds=5))
     outliving = host("127.0.0.1", 0)
     for _ in range(2):
         admit_first(outliving, "run 3", 1, "127.0.0.1", outliving.port)
