@@ -146,7 +146,7 @@ def test_a_hook_that_touches_partitioned_weights_is_refused() -> None:  # S-07, 
 
 def rebind_gradients(module: Any, *_: Any) -> None:
     for parameter in module.trainer.optimizers[0].param_groups[0]["params"]:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = None
 
 
 def test_a_hook_that_uses_gradients_is_refused() -> None:  # S-07, S-09
