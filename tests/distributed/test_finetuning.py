@@ -14,7 +14,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from drivetrain import TrainModule
 from drivetrain.callbacks import BackboneFinetuning, BaseFinetuning, Checkpoint, LambdaCallback
-from drivetrain.errors import ConfigurationError
 from drivetrain.testing import assert_close_states
 from drivetrain_strategies import DDPStrategy, FSDPStrategy
 from worlds import on_ranks
@@ -158,14 +157,6 @@ def test_a_module_without_a_backbone_is_refused() -> None:
     assert text.startswith("ConfigurationError")
     assert "Net has no submodule 'backbone'" in text
     assert "submodules are 'head'" in text
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [*(("unfreeze_backbone_at_epoch", one) for one in (-1, 1.0)), ("backbone_initial_lr", -0.1)]
-)
-def test_a_wrong_argument_is_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(ConfigurationError, match=rf"BackboneFinetuning\({name}="):
-        BackboneFinetuning(**{name: value})
 
 
 class Gradual(BaseFinetuning):

@@ -484,19 +484,6 @@ def test_stochastic_averaging_in_manual_optimization_and_from_a_fraction_of_the_
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *[("swa_lrs", 0.0), ("swa_lrs", []), ("swa_lrs", [0.1, -1.0])],
-        *[("swa_epoch_start", 0), ("swa_epoch_start", 1.5)],
-        *[("annealing_epochs", -1), ("annealing_epochs", 2.0), ("annealing_strategy", "cosine")],
-    ],
-)
-def test_a_wrong_argument_of_stochastic_averaging_is_refused_by_name(name: str, value: Any) -> None:  # L-01
-    with pytest.raises(ConfigurationError, match=rf"StochasticWeightAveraging\({name}="):
-        StochasticWeightAveraging(**{"swa_lrs": 0.1, name: value})
-
-
-@pytest.mark.parametrize(
     ("module", "arguments", "settings", "words"),
     [
         (Stochastic(), (0.1,), {"max_epochs": None, "max_steps": 3}, "a fraction of max_epochs"),

@@ -25,11 +25,16 @@ INVALID = "is not a valid name"
 SCHEDULES: list[Any] = [{}, {-1: 2}, {0: 0}, {0: 1.5}, {"0": 1}, {True: 2}]
 NAMES = ["", "a/b", ".hidden", "a\0b", "a\nb", "x" * 300, "é" * 255, "{val_loss:0300.2f}", "{" + "v" * 250 + "}"]
 FILES = ["latest", "Latest", "manifest.json", "state.json", "model.safetensors"]
+RATES: list[tuple[str, Any]] = [("swa_lrs", 0.0), ("swa_lrs", []), ("swa_lrs", [0.1, -1.0])]
+AVERAGINGS = [*RATES, *(("swa_epoch_start", start) for start in (0, 1.5)), ("annealing_strategy", "cosine")]
+AVERAGINGS += [("annealing_epochs", epochs) for epochs in (-1, 2.0)]
+UNFREEZING = [*(("unfreeze_backbone_at_epoch", epoch) for epoch in (-1, 1.0)), ("backbone_initial_lr", -0.1)]
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
+        *(("BackboneFinetuning", {name: value}, rf"Finetuning\({name}=") for name, value in UNFREEZING),
         ("BasePredictionWriter", {"write_interval": "batches"}, "Did you mean 'batch'"),
         ("Checkpoint", {"mode": "mn"}, "mode='mn'.*min"),
         ("Checkpoint", {"save_top_k": -2}, "save_top_k=-2"),
@@ -38,6 +43,7 @@ FILES = ["latest", "Latest", "manifest.json", "state.json", "model.safetensors"]
         ("Checkpoint", {"train_time_interval": 30}, "train_time_interval=30"),
         *(("Checkpoint", {"filename": name}, INVALID) for name in (*NAMES, *FILES)),
         ("Checkpoint", {"filename": "{val_loss:.>9}", "auto_insert_metric_name": False}, INVALID),
+        *(("Checkpoint", {"digest": name}, r"\(digest=(?s:.*)('sha256'|str)") for name in ("md5", True, ["sha256"])),
         ("Checkpoint", {"filename": "{epoch:s}"}, "cannot be formatted as 's'"),
         *(("EarlyStopping", {"monitor": "a", "patience": patience}, f"patience={patience}") for patience in (-1, True)),
         ("EarlyStopping", {"monitor": "a", "mode": "mni"}, "mode='mni'"),
@@ -61,6 +67,10 @@ FILES = ["latest", "Latest", "manifest.json", "state.json", "model.safetensors"]
         ("PredictionWriter", {"path": "out", "part_bytes": 0}, "bytes"),
         *(("ProgressBar", {"refresh_rate": rate}, "refresh_rate") for rate in (0, -1, 11)),
         ("ReplicaCheck", {"every_n_steps": 0}, "every_n_steps=0"),
+        *(
+            ("StochasticWeightAveraging", {"swa_lrs": 0.1, name: one}, rf"Averaging\({name}=")
+            for name, one in AVERAGINGS
+        ),
         *(("ThroughputMonitor", {name: -1}, name) for name in ("window", "peak_flops", "flops")),
         ("ThroughputMonitor", {"window": 0}, "window"),
         *(("Timer", {"duration": given}, "duration=") for given in ("12:00", "a:b:c:d", {"hour": 1}, timedelta(-1))),

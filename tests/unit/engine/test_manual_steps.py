@@ -418,25 +418,3 @@ def test_other_errors_of_a_step_are_unchanged(tmp_path: Path, module: Any, step:
     with pytest.raises(error) as caught:
         fit(tmp_path).fit(module(stepping("Failing", step), closure=False), regression())
     assert type(caught.value) is error
-
-
-@pytest.mark.parametrize(
-    ("configured", "automatic", "named"),
-    [
-        (lambda one: {"optimizer": SGD(one), "closure": "yes"}, True, "'closure': 'yes'"),
-        (lambda one: {"optimizer": SGD(one), "closures": True}, True, "Did you mean 'closure'?"),
-        (lambda one: {"optimizer": SGD(one), "closure": True}, False, "'closure': True with manual"),
-        (lambda one: {"optimizer": LBFGS(one), "closure": False}, True, "'closure': False with LBFGS"),
-        (
-            lambda one: [{"optimizer": SGD(one[:1]), "closure": True}, {"optimizer": SGD(one[1:])}],
-            *(True, "An optimizer evaluates the loss again in its step, and there are 2 optimizers"),
-        ),
-    ],
-)
-def test_unsupported_settings_are_refused(tmp_path: Path, configured: Any, automatic: bool, named: str) -> None:  # I-06
-    module = Regression()
-    module.automatic_optimization = automatic
-    module.configure_optimizers = lambda: configured(list(module.parameters()))  # type: ignore[method-assign]
-    with pytest.raises(ConfigurationError) as caught:
-        fit(tmp_path).fit(module, regression())
-    assert named in str(caught.value)

@@ -260,8 +260,12 @@ def monitored(module: Any) -> Any:
     return {"optimizer": sgd(module), "monitor": "loss"}
 
 
-def optimized(configure: Callable[..., Any]) -> Callable[[Path], Run]:
-    return net(configure_optimizers=configure)
+def closing(module: Any) -> Any:
+    return {"optimizer": sgd(module), "closure": True}
+
+
+def optimized(configure: Callable[..., Any], automatic: bool = True) -> Callable[[Path], Run]:
+    return net(configure_optimizers=configure, automatic_optimization=automatic)
 
 
 def scheduled(kind: Callable[[Any], Any], automatic: bool = True, **keys: Any) -> Callable[[Path], Run]:
@@ -382,12 +386,13 @@ ERRORS: dict[str, list[Row]] = {
         Row("not a folder", "first row", "logger=False", run(logger=CSVLogger("/dev/null"))),
         Row("a Linear", "hooks of a drivetrain", "subclass TrainModule", run(nn.Linear(1, 1))),
         Row("gradient_clip_val=1.0", "itself", "self.clip_gradients", run(BY_HAND, gradient_clip_val=1.0)),
-        Row("accumulate_grad_batches=2", "itself", "step after several batches", run(BY_HAND, accumulate_grad_batches=2)),
+        Row("accumulate_grad_batches=2", "itself", "step after", run(BY_HAND, accumulate_grad_batches=2)),
         Row("a generator", "torch optimizers", "return an optimizer", optimized(lambda self: self.parameters())),
         Row("ByValue without", "a logged metric", "return", scheduled(ByValue, reduce_on_plateau=True)),
         Row("False with ReduceLR", "monitored", "leave", scheduled(Plateau, reduce_on_plateau=False)),
         Row("'strict': 'no'", "a boolean", "True or False", scheduled(ByValue, strict="no")),
         Row("'monitor': 3", "name of a logged value", "use a name", scheduled(ByValue, monitor=3)),
+        Row("'closure': True with", "neither", "optimizer.step(closure)", optimized(closing, automatic=False)),
         Row("'monitor': 'loss' without an", "no scheduler would", "drop 'monitor'", optimized(monitored)),
         Row("TensorDataset", "single samples", "DataLoader(", run(loaders=[TensorDataset(torch.ones(4, 2))])),
         Row("The validation loader 1", "one batch", "data set", run(loaders=[loader(), [loader(), loader(0)]])),

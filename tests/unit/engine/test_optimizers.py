@@ -12,7 +12,7 @@ import torch
 from engine_case import Regression, Tiny, fit, loader, numbers, regression, stream
 from small_modules import tiny
 from torch import nn
-from torch.optim import SGD, Adam
+from torch.optim import LBFGS, SGD, Adam
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from drivetrain import ConfigurationError, TrainModule
@@ -115,9 +115,17 @@ def _plateau(module: Any) -> Any:
         (lambda module: {"optimizer": _one(module), "lr_scheduler": 0.1}, ["a float", "return an optimizer"]),
         (lambda module: [_one(module), "Adam"], ["a str", "return an optimizer"]),
         (lambda module: {"lr_scheduler": None}, ["no 'optimizer'"]),
+        (lambda module: {"optimizer": _one(module), "closure": "yes"}, ["'closure': 'yes'"]),
+        (lambda module: {"optimizer": _one(module), "closures": True}, ["Did you mean 'closure'?"]),
+        (lambda module: {"optimizer": LBFGS(module.parameters()), "closure": False}, ["'closure': False with LBFGS"]),
+        (
+            lambda module: [{"optimizer": one, "closure": True} for one in _two(module)],
+            ["An optimizer evaluates the loss again in its step, and there are 2 optimizers"],
+        ),
     ],
 )
 def test_unsupported_returns_are_refused_before_the_first_step(tmp_path: Path, configure: Any, named: Any) -> None:
+    # I-06
     module = Pair(configure)
     module.training_step = lambda *_: pytest.fail("a step was made")  # type: ignore[method-assign]
     with pytest.raises(ConfigurationError) as caught:

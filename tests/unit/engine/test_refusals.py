@@ -6,13 +6,14 @@ Settings that could have no effect, or that torch cannot apply, are refused or w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from engine_case import Bare, Regression, Tiny, fit, loader, regression
+from engine_case import Bare, Regression, Tiny, fit, loader, regression, stream
 from small_modules import linear
 from torch import nn
 
@@ -50,7 +51,7 @@ WRONG: dict[str, list[Any]] = {
     "compile": ["yes"],
     "detect_anomaly": [1],
     "use_distributed_sampler": [None],
-    "preemption_signals": [3, True, 2.5],
+    "preemption_signals": [3, True, 2.5, "SIGTREM", ["SIGKILL"], [9], "TERM"],
     "default_root_dir": [3, ["x"], b"x", object],
     "accelerator": [3, torch.zeros(2)],
     "seed": [True],
@@ -119,52 +120,56 @@ class Replicas(Strategy):
         raise AssertionError
 
 
+def fitting(options: dict[str, Any], train: Any = None) -> Callable[..., None]:
+    return lambda run: run(**options).fit(Tiny(), loader() if train is None else train, loader(4))
+
+
+WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+
+
 @pytest.mark.parametrize(
     ("call", "parts"),
     [
-        (lambda run: run.fit(Tiny, loader()), ["TrainModule"]),
-        (lambda run: run.fit(Untrained(), loader()), ["Untrained has no training_step", "It has 'train_step'"]),
-        (lambda run: run.fit(OnlyTraining(), loader()), ["no configure_optimizers", "def configure_optimizers"]),
-        (lambda run: run.fit(Tiny(), datamodule=DataModule()), ["no training loader"]),
-        (lambda run: run.fit(Tiny(), loader(), datamodule=DataModule()), ["train loaders and a datamodule"]),
-        (lambda run: run.fit(Tiny(), loader(3, 4, drop_last=True)), ["no batch", "drop_last"]),
-        (lambda run: run.fit(Tiny(), {}), ["no loader"]),
-        (lambda run: run.fit(Tiny(), loader(), ckpt_path=3), ["ckpt_path=3 is not a path", "pathlib.Path"]),
-        (lambda run: run.fit(Tiny(), {"one": loader().dataset}), ["which is a data set", "wrap it in a loader"]),
-        (lambda run: run.validate(Tiny()), ["validate was given no loader", "val_dataloader"]),
-        (lambda run: run.test(Tiny()), ["test was given no loader", "test_dataloader"]),
-        (lambda run: run.predict(Tiny()), ["predict was given no loader", "predict_dataloader"]),
-        (lambda run: run.validate(OnlyTraining(), loader()), ["has no validation_step", "def validation_step"]),
-        (lambda run: run.test(OnlyTraining(), loader()), ["has no test_step", "def test_step"]),
+        (lambda run: run().fit(Tiny, loader()), ["TrainModule"]),
+        (lambda run: run().fit(Untrained(), loader()), ["Untrained has no training_step", "It has 'train_step'"]),
+        (lambda run: run().fit(OnlyTraining(), loader()), ["no configure_optimizers", "def configure_optimizers"]),
+        (lambda run: run().fit(Tiny(), datamodule=DataModule()), ["no training loader"]),
+        (lambda run: run().fit(Tiny(), loader(), datamodule=DataModule()), ["train loaders and a datamodule"]),
+        (lambda run: run().fit(Tiny(), loader(3, 4, drop_last=True)), ["no batch", "drop_last"]),
+        (lambda run: run().fit(Tiny(), {}), ["no loader"]),
+        (lambda run: run().fit(Tiny(), loader(), ckpt_path=3), ["ckpt_path=3 is not a path", "pathlib.Path"]),
+        (lambda run: run().fit(Tiny(), {"one": loader().dataset}), ["which is a data set", "wrap it in a loader"]),
+        (lambda run: run().validate(Tiny()), ["validate was given no loader", "val_dataloader"]),
+        (lambda run: run().test(Tiny()), ["test was given no loader", "test_dataloader"]),
+        (lambda run: run().predict(Tiny()), ["predict was given no loader", "predict_dataloader"]),
+        (lambda run: run().validate(OnlyTraining(), loader()), ["has no validation_step", "def validation_step"]),
+        (lambda run: run().test(OnlyTraining(), loader()), ["has no test_step", "def test_step"]),
+        (fitting({"val_check_interval": 7}, loader(12)), ["val_check_interval=7 is more than the 6 micro-batches"]),
+        (
+            fitting({"val_check_interval": 0.5}, stream(12)),
+            ["val_check_interval=0.5 with a training loader of unknown"],
+        ),
+        (fitting({"limit_train_batches": 0.1}), ["limit_train_batches=0.1 of 4 micro-batches rounds down to 0"]),
+        (fitting({"limit_train_batches": 0.5}, stream()), ["limit_train_batches=0.5 with a loader of unknown length"]),
+        (fitting({"overfit_batches": 0.5}, stream()), ["overfit_batches=0.5 with a loader of unknown length"]),
+        (fitting({"accelerator": "cpu", "devices": -1}), ["CPU processes are not counted"]),
+        (fitting({"accelerator": "cpu", "devices": [0, 1]}), ["CPU processes have no index"]),
+        (fitting({"accelerator": "cpu", "sync_batchnorm": True}), ["needs an accelerator"]),
+        (fitting({"strategy": "single_device", "devices": 2, "accelerator": "cpu"}), ["one replica on one device"]),
+        pytest.param(fitting({"accelerator": "cuda"}), ["torch sees no such device"], marks=WITHOUT_CUDA),
+        # it would silently normalise over each rank's own samples
+        (fitting({"strategy": Replicas(), "sync_batchnorm": True}), ["sync_batchnorm=True with strategy='replicas'"]),
     ],
 )
-def test_unusable_modules_and_loaders_are_refused(tmp_path: Path, call: Any, parts: Any, monkeypatch: Any) -> None:
+def test_what_cannot_run_is_refused_before_the_first_step(
+    tmp_path: Path, call: Any, parts: Any, monkeypatch: Any
+) -> None:  # A-06, G-06
     monkeypatch.setattr(Tiny, "training_step", lambda *_: pytest.fail("a step was made"))
     with pytest.raises(DrivetrainError) as caught:
-        call(fit(tmp_path))
+        call(partial(fit, tmp_path))
     for part in parts:
         assert part in str(caught.value)
     assert caught.value.fix
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"accelerator": "cuda"}, "torch sees no such device"),
-        ({"accelerator": "cpu", "devices": -1}, "CPU processes are not counted"),
-        ({"accelerator": "cpu", "devices": [0, 1]}, "CPU processes have no index"),
-        ({"accelerator": "cpu", "sync_batchnorm": True}, "needs an accelerator"),
-        ({"accelerator": "cpu", "strategy": "single_device", "devices": 2}, "one replica on one device"),
-        # it would silently normalise over each rank's own samples
-        ({"strategy": Replicas(), "sync_batchnorm": True}, "sync_batchnorm=True with strategy='replicas'"),
-    ],
-)
-def test_what_cannot_be_had_is_not_silently_replaced(tmp_path: Path, options: dict[str, Any], error: str) -> None:
-    #
-    if options.get("accelerator") == "cuda" and torch.cuda.is_available():
-        pytest.skip("there is a CUDA device here")
-    with pytest.raises(ConfigurationError, match=error):
-        fit(tmp_path, **options).fit(Tiny(), loader())
 
 
 class Complex(Regression):

@@ -17,7 +17,7 @@ from small_modules import calling, tiny
 from torch.amp import GradScaler
 
 from captured_warnings import captured_warnings
-from drivetrain import Callback, ConfigurationError
+from drivetrain import Callback
 from drivetrain.callbacks import Checkpoint, EarlyStopping
 from drivetrain.loggers import CSVLogger
 from drivetrain.precision import MixedPrecision
@@ -151,21 +151,6 @@ def test_a_run_validates_where_lightning_does(tmp_path: Path, options: dict[str,
     data = settings.pop("train", loader(12))
     fit(tmp_path, max_epochs=3, **settings).fit(Tiny(), data, loader(4))
     assert validations == expected
-
-
-@pytest.mark.parametrize(
-    ("options", "train", "error"),
-    [
-        ({"val_check_interval": 7}, loader(12), "val_check_interval=7 is more than the 6 micro-batches"),
-        ({"val_check_interval": 0.5}, stream(12), "val_check_interval=0.5 with a training loader of unknown"),
-        ({"limit_train_batches": 0.1}, loader(8), "limit_train_batches=0.1 of 4 micro-batches rounds down to 0"),
-        ({"limit_train_batches": 0.5}, stream(12), "limit_train_batches=0.5 with a loader of unknown length"),
-        ({"overfit_batches": 0.5}, stream(12), "overfit_batches=0.5 with a loader of unknown length"),
-    ],
-)
-def test_limits_that_do_not_fit_are_refused(tmp_path: Path, options: Any, train: Any, error: str) -> None:  # G-06
-    with pytest.raises(ConfigurationError, match=error):
-        fit(tmp_path, **options).fit(Tiny(), train, loader(4))
 
 
 def test_training_goes_on_in_its_modes_with_gradients(tmp_path: Path) -> None:
