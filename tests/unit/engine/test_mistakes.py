@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import re
@@ -309,10 +308,6 @@ FORKED: dict[str, Any] = {"devices": 2, "launcher": "fork", "accelerator": "cpu"
 LAZY = "layer.0 (LazyLinear), layer.1 (LazyBatchNorm1d)."
 
 
-def no_arguments(self: Any) -> None:
-    """Stand in for a hook that does not take what it is called with."""
-
-
 def watch(*names: str, **methods: Any) -> Callback:
     kind: type[Callback] = type("Watch", (Callback,), {**dict.fromkeys(names, nothing), **methods})
     return kind()
@@ -329,7 +324,6 @@ def appending_in(hook: str) -> Callable[[Path], Run]:
 CALLS_IT_ITSELF = net(training_epoch_end=nothing, on_train_epoch_end=lambda self: self.training_epoch_end([]))
 UNLIKE = "looks like a hook but is not one"
 NEVER_RUN = "its code would not run"
-ARGUMENTS = "calls the method with these arguments"
 OF_MODULES = {  # by the name of a method that is no hook
     "training_epoch_end": "on_train_epoch_end(self)",
     "on_validation_model_zero_grad": "on_validation_start(self)",
@@ -371,7 +365,6 @@ ERRORS: dict[str, list[Row]] = {
         Row("'resume_from_checkpoint'", "or is set in", "ckpt_path=", run(resume_from_checkpoint="last")),
         Row("'progress_bar_refresh_rate'", "=10 has", "(refresh_rate=...)", run(progress_bar_refresh_rate=10)),
         *(Row(f"Watch.{name} {UNLIKE}", NEVER_RUN, fix, calls(watch, name)) for name, fix in OF_CALLBACKS.items()),
-        Row("Watch.on_train_start()", ARGUMENTS, "(self, trainer, module)", calls(watch, on_train_start=no_arguments)),
     ],
     START: [
         Row("=9", "never run", "lower val_check_interval", run(val_check_interval=9)),
@@ -403,13 +396,7 @@ ERRORS: dict[str, list[Row]] = {
             for name, fix in OF_DATA_MODULES.items()
         ),
         Row("Net.training_epoch_end", NEVER_RUN, "rename it or prefix its name with an underscore", CALLS_IT_ITSELF),
-        Row("(outputs, batch, batch_idx)", ARGUMENTS, "(self, outputs", net(on_train_batch_end=lambda self, a: None)),
-        Row("with (): missing", ARGUMENTS, "on_train_start(self)", net(on_train_start=lambda self, trainer: None)),
-        Row("Net.setup()", ARGUMENTS, "def setup(self, stage)", net(setup=no_arguments)),
-        Row("Net.optimizer_step", ARGUMENTS, "optimizer_closure", net(optimizer_step=lambda self, epoch: None)),
-        Row("optimizers(lr)", ARGUMENTS, "configure_optimizers(self)", optimized(lambda self, lr: None)),
         Row("with a batch", "and dataloader_idx if", "batch_idx)", net(training_step=lambda self, a, b, c, d: None)),
-        Row("a DataLoader", "of that name", "def val_dataloader(self)", net(loader(), val_dataloader=loader())),
         Row("Watch was appended", "looked up once", "append the callback in setup", appending_in("on_fit_start")),
         Row("Watch was appended to", "looked up once", "in setup", appending_in("on_train_epoch_start")),
     ],
@@ -524,26 +511,6 @@ def test_what_only_resembles_a_mistake_is_accepted(tmp_path: Path) -> None:  # I
     module = logs(configure_optimizers=lambda self: {**monitored(self), "lr_scheduler": None})
     fit(tmp_path).fit(module, loader())
     assert len(module.seen) == 4
-
-
-def test_a_loader_method_is_checked_in_runs_that_call_it(tmp_path: Path) -> None:  # I-10
-    data = data_with("test_dataloader", lambda self, split: loader())
-    fit(tmp_path).fit(tiny(), datamodule=data)
-    with pytest.raises(ConfigurationError, match=r"Numbers\.test_dataloader\(split\) cannot be called"):
-        fit(tmp_path).test(tiny(), datamodule=data)
-    module: Any = tiny(train_dataloader=loader(), test_dataloader=loader())  # not methods
-    fit(tmp_path).fit(module, module.train_dataloader)
-    assert len(module.seen) == 4
-
-
-def test_a_decorator_may_pass_a_hook_more_arguments(tmp_path: Path) -> None:  # I-10
-    def with_trainer(hook: Callable[..., None]) -> Callable[..., None]:
-        return functools.wraps(hook)(lambda self: hook(self, self.trainer))
-
-    given: list[Any] = []
-    trainer = fit(tmp_path)
-    trainer.fit(tiny(on_train_start=with_trainer(lambda self, trainer: given.append(trainer))), loader())
-    assert given == [trainer]
 
 
 def test_a_class_whose_methods_are_almost_named_as_hooks_gets_one_warning(tmp_path: Path) -> None:  # I-10
