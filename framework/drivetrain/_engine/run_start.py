@@ -18,7 +18,7 @@ from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._engine.checkpoints.saved_state_schema import check_saved_state, reporting_malformed
 from drivetrain._engine.run_location import RunLocation, check_loggers_apart, hand_out, locate, writers_of
 from drivetrain._engine.run_recorder import RunRecorder
-from drivetrain._engine.write_checks import first_refusal
+from drivetrain._engine.write_checks import first_problem, unwritable
 from drivetrain._format import CheckpointReader, load, run_collectively
 from drivetrain._runs import CKPT_PATH_KEYWORDS, liveness
 from drivetrain._runs.checkpoint_folders import is_checkpoint_at
@@ -156,9 +156,9 @@ def _find_in_folders(run: RunCore, folders: Sequence[str]) -> Generator[str | No
 def _find_and_claim(run: RunCore, location: RunLocation) -> Generator[None, None, StartDecision]:
     check_loggers_apart(run.trainer.loggers)
     writers = writers_of(run, location)
-    refusal = first_refusal(writers.items())
-    if refusal is not None:
-        raise ConfigurationError(*refusal)
+    problem = first_problem(writers.items())
+    if problem is not None:
+        raise unwritable(*problem)
     request = _request(run, location, needs_folder=bool(writers))
     search = None
     if any(each is not None for each in (request.ckpt_path, request.version, request.last)):
@@ -173,7 +173,7 @@ def _find_and_claim(run: RunCore, location: RunLocation) -> Generator[None, None
                 return decision
         except OSError as error:
             place = request.runs_folder
-            raise ConfigurationError(*writers[place].refusal(place, error.strerror or str(error))) from error
+            raise unwritable(place, writers[place], error.strerror or str(error)) from error
         assert search is not None  # a new folder has no record that may have changed
         search.refresh(decision)
 

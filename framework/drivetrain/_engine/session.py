@@ -55,7 +55,7 @@ from drivetrain._run_state import Progress
 from drivetrain._runtime.console import log_once, log_to_console
 from drivetrain._runtime.process_state import ProcessState, apply_switches
 from drivetrain._runtime.seed import order_seed
-from drivetrain.callback import WantsRunFolder, folders_of
+from drivetrain.callback import folders_of
 from drivetrain.launchers import LaunchedProcesses
 from drivetrain.module.train_module import TrainModule
 from drivetrain.strategies.strategy import RunSettings, Strategy
@@ -367,10 +367,7 @@ class Session:
     def _choose_start(self) -> None:
         """Choose the run's folder and the checkpoint that it starts from, if it needs any. Collective."""
         core = self.core
-        users: list[object] = [*core.trainer.loggers]
-        users += [each for each in core.callbacks if isinstance(each, WantsRunFolder) and each.wants_run_folder]
-        users += [core.trainer.profiler] if core.profile_needs_folder else []
-        needed_by = [type(user).__name__ for user in users]
+        needed_by = [type(user).__name__ for user in (*core.trainer.loggers, *core.folder_users())]
         needed_by += [] if core.request.ckpt_path is None else ["ckpt_path"]
         if core.strategy.world_size > 1:
             check_folder_agreement(core.strategy.control, needed_by)

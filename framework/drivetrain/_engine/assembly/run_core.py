@@ -21,6 +21,7 @@ from drivetrain._loops.trainables import Trainables
 from drivetrain._loops.window_snapshot import WindowSnapshot
 from drivetrain._module.hyper_parameters import logged_hyper_parameters
 from drivetrain._run_state import RunState, not_set_yet
+from drivetrain.callback import WantsRunFolder
 from drivetrain.data import DataModule
 from drivetrain.module.train_module import TrainModule
 from drivetrain.run_context import RunContext
@@ -86,6 +87,11 @@ class RunCore(RunState):
         """Whether the run needs a folder for the files of a profiler."""
         profiler = self.trainer.given_profiler
         return profiler is not None and profiler.dirpath is None
+
+    def folder_users(self) -> list[object]:
+        """Return the callbacks and the profiler that write to the run's folder."""
+        wanting = [each for each in self.callbacks if isinstance(each, WantsRunFolder) and each.wants_run_folder]
+        return [*wanting, *([self.trainer.given_profiler] if self.profile_needs_folder else [])]
 
     def logged_hyper_parameters(self, warn: bool = True) -> dict[str, Any]:
         """Return the hyper-parameters of the module and the data module that loggers receive, without secrets.
