@@ -280,8 +280,8 @@ class Session:
         checkpoints.carry_out_requests()
         checkpoints.finish()
         if strategy.rank == 0 and not core.request.trial:
-            reasons = loop.why_it_ended() if already_ended is None else [already_ended]
-            ending.set_reasons(reasons, nothing_left=already_ended is not None)
+            finished = [already_ended, "nothing was left to train"]
+            ending.set_reasons(loop.why_it_ended() if already_ended is None else finished)
 
     def _prepare_loggers(self) -> None:
         """Rewind the loggers to the step that the run resumes from, and log the hyper-parameters."""
