@@ -11,7 +11,7 @@ from drivetrain._engine.run_request import RunRequest
 from drivetrain._engine.session import Session
 from drivetrain._loops.batch_mover import BatchMover
 from drivetrain._loops.hooks import HOOKS
-from drivetrain._loops.step import AutomaticStep, TrainStep
+from drivetrain._loops.step import AutomaticStep
 from drivetrain._storage.paths import child
 from drivetrain.launchers import LaunchedProcesses
 from drivetrain.profilers import ProfiledRun
@@ -125,10 +125,11 @@ class ProfiledSession(Session):
         if move.prefetcher is not None:
             self._time(move.prefetcher, "transfer", "send", "receive")
 
-    def _prepare_training(self) -> TrainStep:
-        step = super()._prepare_training()
+    def _prepare_training(self) -> None:
+        super()._prepare_training()
         loop = self.core.loop
         assert loop is not None
+        step = loop.step
         self._time(loop, "training", "run")
         self._time(loop, "logging", "_flush", "_reduce_epoch", "_flush_epoch")
         self._replace(loop.reader, "micro_batches", lambda read: lambda *args: self._windows(read(*args)))
@@ -139,7 +140,6 @@ class ProfiledSession(Session):
         else:
             for handle in self.core.optimization.handles:
                 self._time(handle, "optimizer", "_step_optimizer")
-        return step
 
     def _time(self, owner: object, phase: str, *names: str) -> None:
         """Time functions of an object."""

@@ -16,21 +16,13 @@ from torch.nn.parameter import is_lazy
 
 from drivetrain._distributed.control_plane import check_ranks_agree
 from drivetrain._distributed.failure import Failure
-from drivetrain._engine.assembly.evaluation_setup import (
-    build_stage,
-    goes_on_when_repeated,
-    run_sanity_check,
-)
+from drivetrain._engine.assembly.evaluation_setup import build_stage, run_sanity_check
 from drivetrain._engine.assembly.optimizer_setup import set_up_optimizers
 from drivetrain._engine.assembly.out_of_memory import explain_out_of_memory
 from drivetrain._engine.assembly.run_callbacks import RunCallbacks
 from drivetrain._engine.assembly.run_core import RunCore
-from drivetrain._engine.assembly.strategy_checks import check_control_plane, check_distinct_devices, check_module_setup
-from drivetrain._engine.assembly.training_setup import (
-    build_training,
-    read_estimate,
-    under_context,
-)
+from drivetrain._engine.assembly.strategy_checks import check_control_plane, check_distinct_devices, set_up_module
+from drivetrain._engine.assembly.training_setup import build_training, read_estimate
 from drivetrain._engine.checkpoints.checkpoint_manager import CheckpointManager
 from drivetrain._engine.checkpoints.components import class_name, data_facts
 from drivetrain._engine.data_setup.run_data import RunData
@@ -64,7 +56,6 @@ if TYPE_CHECKING:
     from drivetrain._engine.assembly.compiled_steps import CompiledSteps
     from drivetrain._engine.checkpoints.resumed_run import ResumedRun
     from drivetrain._engine.run_start import StartingPoint
-    from drivetrain._loops.step import TrainStep
     from drivetrain._loops.train import TrainLoop
 
 logger = logging.getLogger("drivetrain")
@@ -190,7 +181,7 @@ class Session:
             from drivetrain.loggers.silence import silence_loggers  # only runs that log need it
 
             silence_loggers(trainer.loggers, strategy.rank > 0)
-        self._connect_ranks()
+        self._adopt_control_plane()
         self._attach()
         if core.datamodule is not None:
             attach(core.datamodule, trainer)
@@ -235,16 +226,15 @@ class Session:
         assert self.core.loop is not None
         self._train(self.core.loop)
 
-    def _prepare_training(self) -> TrainStep:
+    def _prepare_training(self) -> None:
         core = self.core
         with core.span("configure_optimizers"):
             core.optimization = set_up_optimizers(core, self._resumed)
-        step = build_training(core)
+        build_training(core)
         if self._resumed is not None:
             self._resumed.load()
         if not core.request.trial:
             log_once(core.strategy.precision.describe())
-        return step
 
     def _train(self, loop: TrainLoop) -> None:
         core, checkpoints, ending = self.core, self.checkpoints, self._ending
@@ -339,12 +329,12 @@ class Session:
             hook(error)
 
     def _requeue(self, number: int) -> None:
-        if self.core.strategy.rank == 0 and goes_on_when_repeated(self.core):
+        if self.core.strategy.rank == 0 and self.core.stage == "fit":
             requeue(number, os.environ)
 
     # Set-up
 
-    def _connect_ranks(self) -> None:
+    def _adopt_control_plane(self) -> None:
         """Pass the strategy's control plane, created by `setup_environment`, to the parts of the run that use it."""
         core, strategy = self.core, self.core.strategy
         check_control_plane(strategy, self._processes.placement)
@@ -454,9 +444,7 @@ class Session:
             from drivetrain._engine.assembly.compiled_steps import CompiledSteps  # only runs that compile need it
 
             self._compiled = CompiledSteps(module, core.trainer.compile, core)
-        run_step = strategy.setup_module(module)
-        check_module_setup(strategy, module, run_step)
-        core.runner = under_context(run_step, strategy.precision)
+        core.runner = set_up_module(strategy, module)
         lock_module(module)
         if core.stage == "fit":
             self.core.trainables = Trainables(module, strategy)

@@ -132,23 +132,10 @@ def _limits(limits: Sequence[int | None], steps: int | None) -> list[int | None]
     return [steps if limit is None else min(steps, limit) for limit in limits]
 
 
-def goes_on_when_repeated(core: RunCore) -> bool:
-    """Return whether the same call goes on where an interrupted run ended, instead of starting from the beginning.
-
-    This holds for a fit, which saves, and for a prediction whose batches need not be computed again.
-    """
-    if core.stage == "predict":
-        return not core.request.return_predictions and bool(_storing_callbacks(core))
-    return core.stage == "fit"
-
-
-def _storing_callbacks(core: RunCore) -> list[StoresPredictions]:
-    return [callback for callback in core.callbacks if isinstance(callback, StoresPredictions)]
-
-
 def _existing_predictions(core: RunCore) -> list[IsPredicted]:
     """Return each callback's function that finds stored predictions; empty if a callback has stored none."""
-    stored = [callback.existing_predictions(core.trainer, core.module) for callback in _storing_callbacks(core)]
+    storing = [callback for callback in core.callbacks if isinstance(callback, StoresPredictions)]
+    stored = [callback.existing_predictions(core.trainer, core.module) for callback in storing]
     return [part for part in stored if part is not None] if None not in stored else []
 
 

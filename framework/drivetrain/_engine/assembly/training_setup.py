@@ -28,17 +28,13 @@ from drivetrain.callback import SavesOnException, SchedulesWindows
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
-from drivetrain.strategies.strategy import StepRunner, Strategy
+from drivetrain.strategies.strategy import Strategy
 
 logger = logging.getLogger("drivetrain")
 
 
-def build_training(core: RunCore) -> TrainStep:
-    """Build the training loop of a run, once it has its optimizers.
-
-    Returns:
-        The loop's step.
-    """
+def build_training(core: RunCore) -> None:
+    """Build the training loop of a run, once it has its optimizers."""
     data, checkpoints = core.data, core.checkpoints
     assert checkpoints is not None
     _prepare_stopping(core)
@@ -89,7 +85,6 @@ def build_training(core: RunCore) -> TrainStep:
     )
     core.manual = step if isinstance(step, ManualStep) else None
     core.pass_over_data = partial(_pass_over_data, core)
-    return step
 
 
 def _apply_trainable_changes(core: RunCore) -> None:
@@ -196,20 +191,6 @@ def _warn_of_loss_scale(precision: Precision, scale: float) -> None:
     )
 
 
-def under_context(runner: StepRunner, precision: Precision) -> StepRunner:
-    """Return a runner that enters the precision's forward context; ``runner`` itself if there is no context."""
-    if not precision.has_forward_context:
-        return runner
-    # All steps share one context object, because building it costs more than entering it.
-    context = precision.forward_context()
-
-    def run(step: Callable[..., Any], *args: Any) -> Any:
-        with context:
-            return runner(step, *args)
-
-    return run
-
-
 def _build_schedulers(core: RunCore) -> Schedulers:
     data, module = core.data, core.module
     override = module.lr_scheduler_step if is_overridden("lr_scheduler_step", module, TrainModule) else None
@@ -270,7 +251,12 @@ def _build_clipping(core: RunCore) -> Callable[[Sequence[Optimizer]], Any] | Non
                 )
 
         return overridden
-    _check_clip_by_value(core)
+    if algorithm == "value" and value is None and not is_overridden("clip_gradients", strategy, Strategy):
+        raise ConfigurationError(
+            "gradient_clip_algorithm='value' without gradient_clip_val.",
+            "without a limit, gradients are not clipped.",
+            "also set gradient_clip_val, or leave out gradient_clip_algorithm.",
+        )
     if not value:
         return None
 
@@ -278,27 +264,6 @@ def _build_clipping(core: RunCore) -> Callable[[Sequence[Optimizer]], Any] | Non
         core.gradient_norm = strategy.clip_gradients(optimizers, value, algorithm)
 
     return clip
-
-
-def _check_clip_by_value(core: RunCore) -> None:
-    """Refuse clipping by value without a limit or of complex gradients, unless the strategy clips by itself."""
-    trainer, module = core.trainer, core.module
-    value = trainer.gradient_clip_val
-    if trainer.gradient_clip_algorithm != "value" or is_overridden("clip_gradients", core.strategy, Strategy):
-        return
-    if value is None:
-        raise ConfigurationError(
-            "gradient_clip_algorithm='value' without gradient_clip_val.",
-            "without a limit, gradients are not clipped.",
-            "also set gradient_clip_val, or leave out gradient_clip_algorithm.",
-        )
-    for name, parameter in module.named_parameters():
-        if value and parameter.requires_grad and parameter.is_complex():
-            raise ConfigurationError(
-                f"gradient_clip_algorithm='value' with {name!r}, which has dtype {parameter.dtype}.",
-                "complex numbers have no order, so torch cannot clip them by value.",
-                "use gradient_clip_algorithm='norm', or override configure_gradient_clipping.",
-            )
 
 
 def _unscales_first(core: RunCore) -> bool:

@@ -18,8 +18,7 @@ from drivetrain._engine.run_request import RunRequest
 from drivetrain._engine.session import Session
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._runtime.accelerators import resolve_devices
-from drivetrain.environments import Placement, resolve_environment
-from drivetrain.errors import ConfigurationError
+from drivetrain.environments import resolve_environment
 from drivetrain.launchers import (
     LaunchedProcesses,
     Launcher,
@@ -71,7 +70,7 @@ def launch(request: RunRequest) -> Any:
         if processes is None:
             launcher = choose_launcher(launcher or setting, placement.local_world_size)
             if type(launcher).launch is not Launcher.launch:
-                processes = _started(launcher, placement)
+                processes = launcher.launch(placement)
         if processes is not None:
             return run_here(request, processes)
     except RankFailedError as error:
@@ -82,18 +81,6 @@ def launch(request: RunRequest) -> Any:
 
     assert isinstance(launcher, Launcher)
     return run_in_other_processes(launcher, request, placement, devices.type, launch)
-
-
-def _started(launcher: Launcher, placement: Placement) -> LaunchedProcesses:
-    """Start the other processes of this node, which run the caller's script, and return all processes of the run."""
-    processes = launcher.launch(placement)
-    if not isinstance(processes, LaunchedProcesses):
-        raise ConfigurationError(
-            f"{type(launcher).__name__}.launch returned a {type(processes).__name__}.",
-            "nothing was trained.",
-            "return the LaunchedProcesses that represent the run's processes.",
-        )
-    return processes
 
 
 def run_here(request: RunRequest, processes: LaunchedProcesses) -> Any:

@@ -52,12 +52,6 @@ def run_in_other_processes(
         if interruption is error:
             raise
         raise interruption from error
-    if not isinstance(outcome, RemoteResult):
-        raise ConfigurationError(
-            f"{type(launcher).__name__}.call returned a {type(outcome).__name__}.",
-            "it must call the function on every rank, and return the value from rank 0.",
-            "return the value from rank 0 unchanged.",
-        )
     _apply_result(outcome, placement, request)
     return outcome.result
 
