@@ -170,8 +170,8 @@ class RunRecorder(RunNotes):
         parts = None if current is None else current.parts
         if current is not None and (not parts or parts[-1].get("token") != self._token):
             logger.warning(
-                "%s in %r now belongs to another run. This run no longer writes it, but both runs still write other files "
-                "to the folder.",
+                "%s in %r now belongs to another run. This run no longer writes it, but both runs still write other "
+                "files to the folder.",
                 RECORD,
                 self.folder,
             )

@@ -20,7 +20,7 @@ from jsonschema import Draft202012Validator, ValidationError
 from run_case import Net, data, every, fit, folders, record, rows, trained
 
 from drivetrain import Callback
-from drivetrain._runs import discovery, liveness, process
+from drivetrain._runs import liveness, process, start_search
 from drivetrain._runs import record as record_file
 from drivetrain._runs.liveness import is_alive, running_ids
 from drivetrain._runs.process import Job, Process
@@ -291,13 +291,13 @@ def test_values_unknown_to_json_are_stored_as_text() -> None:
 
 
 def test_a_refusing_store_is_retried_and_not_considered_empty(tmp_path: Path, monkeypatch: Any) -> None:  # J-13
-    monkeypatch.setattr(discovery, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(start_search, "_FIRST_PAUSE", 0.01)
     store = FaultyStore(tmp_path).mount()
     first = trained(store.url)
     store.fail("get", "*/run.json", times=3)
     again = trained(store.url, "auto", max_epochs=2)
     assert (again.log_dir, again.global_step) == (first.log_dir, 12)
-    monkeypatch.setattr(discovery, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(start_search, "RETRY_SECONDS", 0.05)
     store.fail("get", "*/run.json", times=None)
     with pytest.raises(StorageError, match=r"run\.json' cannot be read"):
         trained(store.url, "auto", max_epochs=3)
