@@ -56,7 +56,7 @@ def ending(trainer: Fit, module: TrainModule, *loaders: Any, **options: Any) -> 
 )
 def test_the_limit_that_ended_a_run_is_logged(tmp_path: Path, options: dict[str, Any], reason: str) -> None:  # I-17
     line = ending(fit(tmp_path, **options), Tiny(), loader())
-    assert re.fullmatch(re.escape(f"The run ended: {reason} after ") + r"\d\.\d s\.", line)
+    assert re.fullmatch(re.escape(f"The run ended: {reason} after ") + r"\d:\d\d:\d\d\.", line)
 
 
 def test_who_requested_a_stop_is_logged(tmp_path: Path) -> None:  # I-17
