@@ -19,13 +19,11 @@ from drivetrain._distributed.failure import Failure
 from drivetrain._engine.assembly.evaluation_setup import build_stage, run_sanity_check
 from drivetrain._engine.assembly.optimizer_setup import set_up_optimizers
 from drivetrain._engine.assembly.out_of_memory import explain_out_of_memory
-from drivetrain._engine.assembly.run_callbacks import RunCallbacks
 from drivetrain._engine.assembly.run_core import RunCore
 from drivetrain._engine.assembly.strategy_checks import check_control_plane, check_distinct_devices, set_up_module
 from drivetrain._engine.assembly.training_setup import build_training, read_estimate
 from drivetrain._engine.checkpoints.checkpoint_manager import CheckpointManager
 from drivetrain._engine.checkpoints.components import class_name, data_facts
-from drivetrain._engine.data_setup.run_data import RunData
 from drivetrain._engine.ranks.collective_calls import all_gather, check_collective
 from drivetrain._engine.ranks.error_reporting import note_known_fixes, note_where
 from drivetrain._engine.ranks.failure_propagation import error_to_report, publish_failure, resolve_cause
@@ -37,13 +35,10 @@ from drivetrain._engine.run_request import RunRequest
 from drivetrain._engine.signals import Signals, announce, as_interruption, handled_signals, interruption_error, requeue
 from drivetrain._loops.batch_mover import build_batch_mover
 from drivetrain._loops.evaluate import HOOK_STAGE_NAMES
-from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.trainables import Trainables
-from drivetrain._metrics import MetricStore
 from drivetrain._module.run_handle import attach, detach
 from drivetrain._parameters.module_lock import lock_module, unlock_module
-from drivetrain._run_state import Progress
 from drivetrain._runtime.console import log_once, log_to_console
 from drivetrain._runtime.process_state import ProcessState, apply_switches
 from drivetrain._runtime.seed import order_seed
@@ -71,21 +66,9 @@ class Session:
     """
 
     def __init__(self, request: RunRequest, strategy: Strategy, processes: LaunchedProcesses) -> None:
-        trainer, module, control = request.trainer, request.module, strategy.control
-        self.data = RunData(request, strategy)
-        self.core = RunCore(
-            request=request,
-            stage=request.stage,
-            module=module,
-            datamodule=request.datamodule,
-            strategy=strategy,
-            metrics=MetricStore(module),
-            progress=request.counters or Progress(),
-            stop=StopRequest(control, None, None, None),
-            has_validation_step=is_overridden("validation_step", module, TrainModule),
-            data=self.data,
-            callbacks=RunCallbacks(trainer, module),
-        )
+        trainer = request.trainer
+        self.core = RunCore(request=request, strategy=strategy)
+        self.data = self.core.data
         self.checkpoints = CheckpointManager(self.core)
         self._start: StartingPoint | None = None  # None for a run without files that starts from no checkpoint
         self._resumed: ResumedRun | None = None

@@ -15,10 +15,12 @@ from drivetrain._engine.data_setup.run_data import RunData
 from drivetrain._engine.evaluation_buffers import EvaluationBuffers
 from drivetrain._engine.run_request import RunRequest
 from drivetrain._loops.batch_mover import BatchMover
+from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.train import TrainLoop
 from drivetrain._loops.trainables import Trainables
 from drivetrain._loops.window_snapshot import WindowSnapshot
+from drivetrain._metrics import MetricStore
 from drivetrain._module.hyper_parameters import logged_hyper_parameters
 from drivetrain._run_state import RunState, not_set_yet
 from drivetrain.callback import WantsRunFolder
@@ -52,12 +54,12 @@ class RunCore(RunState):
     """
 
     request: RunRequest
-    module: TrainModule
-    datamodule: DataModule | None
     strategy: Strategy
-    stop: StopRequest
-    data: RunData
-    callbacks: RunCallbacks
+    module: TrainModule = field(init=False)
+    datamodule: DataModule | None = field(init=False)
+    stop: StopRequest = field(init=False)
+    data: RunData = field(init=False)
+    callbacks: RunCallbacks = field(init=False)
     buffers: EvaluationBuffers | None = None
     secrets: SecretFilter = field(default_factory=SecretFilter)
     components: dict[str, Any] = field(default_factory=dict)
@@ -72,10 +74,17 @@ class RunCore(RunState):
     span: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
     def __post_init__(self) -> None:
-        self.trainer = self.request.trainer
+        request, self.trainer = self.request, self.request.trainer
+        self.stage, self.module, self.datamodule = request.stage, request.module, request.datamodule
+        self.has_validation_step = is_overridden("validation_step", request.module, TrainModule)
+        self.progress = request.counters or self.progress
+        self.metrics = MetricStore(request.module)
+        self.metrics.progress = self.progress
+        self.stop = StopRequest(self.strategy.control, None, None, None)
+        self.data = RunData(request, self.strategy)
+        self.callbacks = RunCallbacks(self.trainer, request.module)
         if self.trainer.given_profiler is not None:
             self.span = self.trainer.given_profiler.profile
-        self.metrics.progress = self.progress
 
     @property
     def saves_on_signals(self) -> bool:
