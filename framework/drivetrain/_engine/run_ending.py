@@ -22,11 +22,11 @@ class RunEnding:
     """Collects why a run ended, and reports it.
 
     Args:
-        core: the run.
+        run: the run.
     """
 
-    def __init__(self, core: RunCore) -> None:
-        self._core = core
+    def __init__(self, run: RunCore) -> None:
+        self._run = run
         self._began = time.monotonic()
         self._message_reason: str | None = None  # None leaves out the closing message
         self._recorded_reason = ""
@@ -53,14 +53,14 @@ class RunEnding:
         Raises:
             Exception: a logger failed; the run is recorded as failed.
         """
-        core, problem = self._core, None
-        if core.trainer.loggers:
-            with core.span("logging"):
-                problem = _finalize_loggers(core.trainer, status)
+        run, problem = self._run, None
+        if run.trainer.loggers:
+            with run.span("logging"):
+                problem = _finalize_loggers(run.trainer, status)
         if problem is not None:
             status, self._recorded_reason = "failed", _described(problem)
-        status, step = {"success": "finished"}.get(status, status), core.progress.global_step
-        core.folder.notes.end(status, self._recorded_reason, step)
+        status, step = {"success": "finished"}.get(status, status), run.progress.global_step
+        run.folder.notes.end(status, self._recorded_reason, step)
         if problem is not None:
             raise problem
 
@@ -70,17 +70,17 @@ class RunEnding:
         Args:
             written: the path of the last checkpoint that was written; None for none.
         """
-        core = self._core
-        if self._message_reason is None or core.strategy.rank > 0:
+        run = self._run
+        if self._message_reason is None or run.strategy.rank > 0:
             return
-        epoch, step = core.progress.epoch, core.progress.global_step
+        epoch, step = run.progress.epoch, run.progress.global_step
         epochs, steps = f"{epoch} epoch{'' if epoch == 1 else 's'}", f"{step} optimizer step{'' if step == 1 else 's'}"
         duration = timedelta(seconds=round(time.monotonic() - self._began))
         lines = [f"The run ended: {self._message_reason} ({epochs}, {steps}) after {duration}."]
-        if core.trainer.settings["enable_progress_bar"].value and not core.trainer.barebones:
+        if run.trainer.settings["enable_progress_bar"].value and not run.trainer.barebones:
             from drivetrain._engine.run_summary import output_summary
 
-            lines += output_summary(core, written)
+            lines += output_summary(run, written)
         logger.info("\n".join(lines))
 
 

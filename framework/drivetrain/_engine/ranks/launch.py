@@ -105,7 +105,7 @@ def run_here(request: RunRequest, processes: LaunchedProcesses) -> Any:
 
         session_class = ProfiledSession
     session = session_class(request, strategy, processes)
-    trainer.run_state = session.core
+    trainer.run_state = session.run
     trainer.state = {"fit": "fitting", "validate": "validating", "test": "testing", "predict": "predicting"}[stage]
     began_on_meta = _has_meta_parameters(request.module)
     threads = torch.get_num_threads()
@@ -131,7 +131,7 @@ def run_here(request: RunRequest, processes: LaunchedProcesses) -> Any:
             )
 
             written, opened = session.checkpoints.written, session.checkpoints.opened
-            note_missing_weights(session.core, written, "" if opened is None else opened.path, began_on_meta)
+            note_missing_weights(session.run, written, "" if opened is None else opened.path, began_on_meta)
         torch.set_num_threads(threads)
         strategy.sync_batchnorm = sync_batchnorm_before  # the user may pass the strategy to another `Fit`
     trainer.state = "finished"

@@ -72,16 +72,16 @@ def _apply_result(outcome: RemoteResult, placement: Placement, request: RunReque
         trainer.chosen_strategy = trainer.resolved_strategy(placement.world_size)
     trainer.chosen_strategy.placement = placement
     session = Session(request, trainer.chosen_strategy, LaunchedProcesses(placement, "function"))
-    core = session.core
-    core.progress.load_state_dict(outcome.progress)
-    core.progress.cut_short = core.progress.batch_idx > 0
-    core.metrics.restore(outcome.metrics)
-    core.folder.adopt(outcome.folder)
+    run = session.run
+    run.progress.load_state_dict(outcome.progress)
+    run.progress.cut_short = run.progress.batch_idx > 0
+    run.metrics.restore(outcome.metrics)
+    run.folder.adopt(outcome.folder)
     if trainer.loggers:
         from drivetrain._engine.run_location import hand_out  # only runs that log need it
 
-        hand_out(trainer.loggers, core.folder)
-    trainer.run_state = core
+        hand_out(trainer.loggers, run.folder)
+    trainer.run_state = run
     trainer.state = outcome.state
     for callback, state in zip(trainer.callbacks, outcome.callbacks, strict=True):
         if state:
@@ -127,8 +127,8 @@ class RemoteResult:
     @classmethod
     def of(cls, request: RunRequest, result: Any) -> Self:
         """Collect the state after a run of which ``result`` is the return value."""
-        trainer, module, core = request.trainer, request.module, request.trainer.run_state
-        assert isinstance(core, RunCore)
+        trainer, module, run = request.trainer, request.module, request.trainer.run_state
+        assert isinstance(run, RunCore)
         sent = nn.Module() if request.trial else module  # the weights of a trial are discarded
         return cls(
             result=result,
@@ -137,11 +137,11 @@ class RemoteResult:
             structure=_structure(sent),
             trains={name: parameter.requires_grad for name, parameter in sent.named_parameters()},
             extra={name: layer.get_extra_state() for name, layer in _with_extra_state(sent)},
-            progress=core.progress.state_dict(),
-            metrics={name: float(value) for name, value in core.metrics.callback_metrics().items()},
+            progress=run.progress.state_dict(),
+            metrics={name: float(value) for name, value in run.metrics.callback_metrics().items()},
             callbacks=[dict(callback.state_dict()) for callback in trainer.callbacks],
             state=trainer.state,
-            folder=core.folder,
+            folder=run.folder,
         )
 
     def fill(self, module: TrainModule) -> None:
