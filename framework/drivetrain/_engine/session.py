@@ -66,7 +66,6 @@ class Session:
     """
 
     def __init__(self, request: RunRequest, strategy: Strategy, processes: LaunchedProcesses) -> None:
-        trainer = request.trainer
         self.run = RunCore(request=request, strategy=strategy)
         self.checkpoints = CheckpointManager(self.run)
         self._start: StartingPoint | None = None  # None for a run without files that starts from no checkpoint
@@ -81,13 +80,9 @@ class Session:
         self._processes = processes
         self._compiled: CompiledSteps | None = None
         self._teardowns: list[Callable[[str], None]] = []  # the hooks to call; empty before set-up hooks are called
-        handled = handled_signals(trainer.preemption_signals, os.environ, request.stage)
-        self._handled_signals = handled
-        self._signals = Signals(handled, self._on_signal)
-        writes_files = not (trainer.fast_dev_run or trainer.barebones)
-        root_is_chosen = trainer.settings["default_root_dir"].source != "default"
-        fallback = trainer.default_root_dir if writes_files and root_is_chosen else None
-        self._log = RankLog(self.run.folder, strategy.rank, fallback) if strategy.world_size > 1 else None
+        self._handled_signals = handled_signals(request.trainer.preemption_signals, os.environ, request.stage)
+        self._signals = Signals(self._handled_signals, self._on_signal)
+        self._log = RankLog(self.run.folder, strategy.rank) if strategy.world_size > 1 else None
         self._ending = RunEnding(self.run)
 
     def execute(self) -> Any:

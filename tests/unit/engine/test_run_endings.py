@@ -377,7 +377,6 @@ def test_a_log_is_in_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert rank_log("run").folder == str(tmp_path / "run" / "logs")
     assert rank_log(None).folder is None  # a run without files
     assert rank_log("memory://bucket/runs/a").folder is None
-    assert RankLog(RunFolder(), 1, fallback="root").folder == str(tmp_path / "root" / "logs")
     assert list(tmp_path.iterdir()) == []
 
 

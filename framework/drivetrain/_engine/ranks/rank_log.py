@@ -30,12 +30,10 @@ class RankLog:
     Args:
         run: the run's folder.
         rank: this process's rank.
-        fallback: the folder for ``logs`` if the run has no folder; None for no log.
     """
 
-    def __init__(self, run: RunFolder, rank: int, fallback: str | None = None) -> None:
+    def __init__(self, run: RunFolder, rank: int) -> None:
         self._run = run
-        self._fallback = fallback
         self._rank = rank
         self._handler: _Handler | None = None  # None outside the run, so that the object can be pickled
         self.path: str | None = None
@@ -44,7 +42,7 @@ class RankLog:
     @property
     def folder(self) -> str | None:
         """The local folder of all ranks' logs; None if the run writes no files or has no folder yet."""
-        root = self._run.path or self._fallback
+        root = self._run.path
         return None if root is None or "://" in root else os.path.join(os.path.abspath(root), "logs")
 
     def __enter__(self) -> Self:
