@@ -13,7 +13,7 @@ import torch
 
 from drivetrain._data.loader_generators import collect_generators
 from drivetrain._engine.assembly.out_of_memory import ran_out_of_memory
-from drivetrain._engine.ranks.launch import launch
+from drivetrain._engine.ranks.run_entry_point import run_entry_point
 from drivetrain._engine.run_request import RunRequest
 from drivetrain._runtime.accelerators import resolve_devices
 from drivetrain._runtime.console import log_to_console
@@ -69,7 +69,7 @@ class EngineTrials:
             loaders = self.loaders if prepare is None else prepare(module, datamodule, self.loaders)
             train, evaluate = (loaders, None) if self.stage == "fit" else (None, loaders)
             trainer = _trial_trainer(self._trainer, self.stage, callback, steps)
-            launch(
+            run_entry_point(
                 RunRequest(
                     trainer, self.stage, module, train, evaluate, datamodule, return_predictions=False, trial=True
                 )

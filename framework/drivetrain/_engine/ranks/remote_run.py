@@ -29,7 +29,7 @@ def run_in_other_processes(
     request: RunRequest,
     placement: Placement,
     device: str,
-    launch: Callable[[RunRequest], Any],
+    run_entry_point: Callable[[RunRequest], Any],
 ) -> Any:
     """Run a stage on ranks that the launcher starts, and return its result.
 
@@ -40,12 +40,12 @@ def run_in_other_processes(
         request: the run.
         placement: the placement of this node's first rank.
         device: the type of the device that each rank uses.
-        launch: runs a request on one rank.
+        run_entry_point: runs a request on one rank.
     """
     trainer = request.trainer
     signals = handled_signals(trainer.preemption_signals, os.environ, request.stage)
     try:
-        outcome = launcher.call(placement, _run_rank, launch, request, device=device, signals=signals)
+        outcome = launcher.call(placement, _run_rank, run_entry_point, request, device=device, signals=signals)
     except BaseException as error:
         trainer.state = "interrupted"
         interruption = as_interruption(error, signals) if isinstance(error, RankFailedError) else error
@@ -56,12 +56,12 @@ def run_in_other_processes(
     return outcome.result
 
 
-def _run_rank(launch: Callable[[RunRequest], Any], request: RunRequest) -> RemoteResult | None:
+def _run_rank(run_entry_point: Callable[[RunRequest], Any], request: RunRequest) -> RemoteResult | None:
     """Run one rank in a process that was started for the rank. Only the first rank of a node returns its result."""
     trainer = request.trainer
     if not resolve_environment(trainer.environment).started_processes:
         trainer.environment = "auto"  # the caller's setting described the caller's process
-    result = launch(request)
+    result = run_entry_point(request)
     return RemoteResult.of(request, result) if trainer.local_rank == 0 else None
 
 

@@ -1,4 +1,4 @@
-"""Launches a run in this process, among processes that exist already, or in processes started for the run."""
+"""Runs an entry point in this process, among processes that exist already, or in processes started for the run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ logger = logging.getLogger("drivetrain")
 DEFAULT_MAX_EPOCHS = 1000
 
 
-def launch(request: RunRequest) -> Any:
+def run_entry_point(request: RunRequest) -> Any:
     """Run a stage, after starting processes if needed, and return the stage's result."""
     from drivetrain._engine.assembly.class_checks import check_requirements  # importing Fit does not need it
 
@@ -80,7 +80,7 @@ def launch(request: RunRequest) -> Any:
     from drivetrain._engine.ranks.remote_run import run_in_other_processes  # only runs in other processes need it
 
     assert isinstance(launcher, Launcher)
-    return run_in_other_processes(launcher, request, placement, devices.type, launch)
+    return run_in_other_processes(launcher, request, placement, devices.type, run_entry_point)
 
 
 def run_here(request: RunRequest, processes: LaunchedProcesses) -> Any:
