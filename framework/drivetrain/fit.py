@@ -18,7 +18,7 @@ from drivetrain._engine.ranks.seeding import built_unseeded
 from drivetrain._engine.run_request import RunRequest
 from drivetrain._module.run_handle import is_attached
 from drivetrain._run_state import RunState
-from drivetrain._runs import CKPT_PATH_KEYWORDS
+from drivetrain._runs.run_folder import CKPT_PATH_KEYWORDS
 from drivetrain._runtime.accelerators import check_devices
 from drivetrain._runtime.seed import validate_seed
 from drivetrain._runtime.working_directory import REMOVED, lacks_its_start, resolved_path

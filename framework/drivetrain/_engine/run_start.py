@@ -20,12 +20,11 @@ from drivetrain._engine.run_location import RunLocation, check_loggers_apart, ha
 from drivetrain._engine.run_recorder import RunRecorder
 from drivetrain._engine.write_checks import first_problem, unwritable
 from drivetrain._format import CheckpointReader, load, run_collectively
-from drivetrain._runs import CKPT_PATH_KEYWORDS
 from drivetrain._runs.directory import claim_version, make_directory, split_folder
 from drivetrain._runs.identity import Identity, class_path, encode_hyper_parameters
 from drivetrain._runs.process import Job
 from drivetrain._runs.record import archive_record, clear_leftovers, plain, read
-from drivetrain._runs.run_folder import EvaluationNotes, RunStart
+from drivetrain._runs.run_folder import CKPT_PATH_KEYWORDS, EvaluationNotes, RunStart
 from drivetrain._runs.start_decision import StartDecision, StartRequest
 from drivetrain._storage.paths import child
 from drivetrain._storage.publication import lock_folder

@@ -10,9 +10,10 @@ from typing import Any
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._engine.checkpoints.saved_state_schema import check_saved_state, reporting_malformed
 from drivetrain._format import CheckpointReader, load
-from drivetrain._runs import CKPT_PATH_KEYWORDS, liveness
+from drivetrain._runs import liveness
 from drivetrain._runs.checkpoint_folders import is_checkpoint_at
 from drivetrain._runs.retention import KeptCheckpoint
+from drivetrain._runs.run_folder import CKPT_PATH_KEYWORDS
 from drivetrain._runs.start_decision import StartDecision, decide
 from drivetrain._runs.start_search import StartSearch
 from drivetrain._storage.paths import child

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from drivetrain._format import CheckpointReader
-from drivetrain._runs import CKPT_PATH_KEYWORDS
 from drivetrain._runs.directory import split_folder
 from drivetrain._runs.identity import Identity
 from drivetrain._runs.liveness import is_alive
 from drivetrain._runs.process import Job
 from drivetrain._runs.record import FINISHED, Record
+from drivetrain._runs.run_folder import CKPT_PATH_KEYWORDS
 
 
 class StartRequest(NamedTuple):

@@ -10,11 +10,11 @@ from functools import partial
 from typing import TypeVar
 
 from drivetrain._format import CheckpointReader, load
-from drivetrain._runs import CKPT_PATH_KEYWORDS
 from drivetrain._runs.checkpoint_folders import children, read_latest
 from drivetrain._runs.directory import CHECKPOINTS, split_folder
 from drivetrain._runs.identity import encode_hyper_parameters
 from drivetrain._runs.record import Record, read
+from drivetrain._runs.run_folder import CKPT_PATH_KEYWORDS
 from drivetrain._runs.start_decision import Found, StartDecision, StartRequest, run_id_of
 from drivetrain._storage.folder import StorageError
 from drivetrain._storage.paths import child, resolve_folder
