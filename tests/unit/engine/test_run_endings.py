@@ -15,7 +15,6 @@ import signal
 import traceback
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +32,6 @@ from drivetrain._runs.run_folder import RunFolder
 from drivetrain.callbacks import Checkpoint
 from drivetrain.loggers import CSVLogger
 from drivetrain.precision import HalfPrecision, MixedPrecision
-from drivetrain.strategies import MemoryAdvice
 from drivetrain_strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 
 LOUD: dict[str, Any] = {"enable_progress_bar": True, "enable_checkpointing": True}
@@ -287,19 +285,8 @@ def test_the_error_names_sizes_and_settings_to_change(tmp_path: Path) -> None:
     assert re.fullmatch(r"  parameters 3\.9\d+ KiB, optimizer state 7\.8\d+ KiB", lines[1])
     assert lines[-4] == "Change first: batch_size=2 instead of 4 with accumulate_grad_batches=2: the same steps"
     assert "precision='bf16-mixed'" in lines[-3]
-    assert "activation checkpointing" in lines[-2]
-    assert "strategy='fsdp' on several devices" in lines[-1]
-
-
-def test_sharding_is_suggested_first_if_the_state_is_large() -> None:
-    # Private: only a CUDA device tells how much of its memory the state takes.
-    from drivetrain._engine.assembly.out_of_memory import _advice
-
-    trainer = SimpleNamespace(accumulate_grad_batches=1)
-    run: Any = SimpleNamespace(stage="fit", strategy=SingleDeviceStrategy(), module=Regression(), trainer=trainer)
-    run.strategy.precision = MixedPrecision("bf16-mixed", "cpu")
-    assert _advice(run, 4, state_first=True)[0].startswith("strategy='fsdp'")
-    assert _advice(run, 4, state_first=False)[0].startswith("batch_size=2")
+    assert "strategy='fsdp' on several devices" in lines[-2]
+    assert "activation checkpointing" in lines[-1]
 
 
 class CustomStrategy(SingleDeviceStrategy):
@@ -307,9 +294,9 @@ class CustomStrategy(SingleDeviceStrategy):
 
     silent = False
 
-    def memory_advice(self, module: torch.nn.Module) -> list[MemoryAdvice]:
-        state = MemoryAdvice("state", f"CustomStrategy(shelves={sum(1 for _ in module.parameters())})")
-        return [] if self.silent else [state, MemoryAdvice("activations", "CustomStrategy(fold=True)")]
+    def memory_advice(self, module: torch.nn.Module) -> list[str]:
+        shelves = f"CustomStrategy(shelves={sum(1 for _ in module.parameters())})"
+        return [] if self.silent else ["CustomStrategy(fold=True)", shelves]
 
 
 def test_a_third_party_strategy_gives_its_own_advice(tmp_path: Path) -> None:  # K-02
@@ -326,9 +313,9 @@ def test_a_third_party_strategy_gives_its_own_advice(tmp_path: Path) -> None:  #
     assert not any("Change first" in line for line in lines)
 
 
-BY_HAND = ("activations", "activation checkpointing (torch.utils.checkpoint around each block)")
-BY_CLASS = ("activations", "activation checkpointing (FSDPStrategy(activation_checkpointing=[Block]))")
-OFFLOAD = ("state", "FSDPStrategy(cpu_offload=True)")
+BY_HAND = "activation checkpointing (torch.utils.checkpoint around each block)"
+BY_CLASS = "activation checkpointing (FSDPStrategy(activation_checkpointing=[Block]))"
+OFFLOAD = "FSDPStrategy(cpu_offload=True)"
 
 
 def ddp() -> DDPStrategy:
@@ -340,16 +327,16 @@ def ddp() -> DDPStrategy:
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [
-        (SingleDeviceStrategy(), [("state", "strategy='fsdp' on several devices"), BY_HAND]),
-        (ddp(), [("state", "strategy='fsdp'"), BY_HAND]),
+        (SingleDeviceStrategy(), ["strategy='fsdp' on several devices", BY_HAND]),
+        (ddp(), ["strategy='fsdp'", BY_HAND]),
         (FSDPStrategy(), [OFFLOAD, BY_CLASS]),
-        (FSDPStrategy("grad_op"), [("state", "FSDPStrategy(sharding='full')"), OFFLOAD, BY_CLASS]),
+        (FSDPStrategy("grad_op"), ["FSDPStrategy(sharding='full')", OFFLOAD, BY_CLASS]),
         (FSDPStrategy(cpu_offload=True, activation_checkpointing=[torch.nn.Linear]), []),
     ],
 )
-def test_each_strategy_advises_its_own_settings(strategy: Strategy, expected: list[tuple[str, str]]) -> None:
+def test_each_strategy_advises_its_own_settings(strategy: Strategy, expected: list[str]) -> None:
     advice = strategy.memory_advice(torch.nn.Linear(1, 1))
-    assert [(one.reduces, one.text.partition(":")[0]) for one in advice] == expected
+    assert [one.partition(":")[0] for one in advice] == expected
 
 
 @pytest.mark.parametrize(
@@ -362,7 +349,7 @@ def test_each_strategy_advises_its_own_settings(strategy: Strategy, expected: li
     ],
 )
 def test_each_precision_advises_a_lower_one(precision: Precision, expected: list[str]) -> None:
-    assert [one.text.partition(":")[0] for one in precision.memory_advice()] == expected
+    assert [one.partition(":")[0] for one in precision.memory_advice()] == expected
 
 
 def rank_log(path: Path | str | None) -> RankLog:
