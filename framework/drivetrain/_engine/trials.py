@@ -23,7 +23,6 @@ from drivetrain.callback import SearchesBeforeLaunch
 from drivetrain.environments import resolve_environment
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers.silence import NullLogger
-from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
 from drivetrain.run_context import RunContext
 
@@ -64,7 +63,7 @@ class EngineTrials:
 
     def run(self, callback: Any, steps: int, prepare: Prepare | None = None) -> None:
         _refuse_iterators(self.loaders)
-        module, datamodule = copied(self.module), _copied_data(self.datamodule)
+        module, datamodule = copy.deepcopy(self.module), _copied_data(self.datamodule)
         with self._restored():
             loaders = self.loaders if prepare is None else prepare(module, datamodule, self.loaders)
             train, evaluate = (loaders, None) if self.stage == "fit" else (None, loaders)
@@ -110,22 +109,6 @@ class EngineTrials:
         process = ProcessState(generators=True, cuda_generators=cuda and not _starts_processes(trainer))
         with process, preserved_generators(_HOST, collect_generators(*shared)), _restored_states(shared):
             yield
-
-
-def copied(module: TrainModule) -> TrainModule:
-    """Return a deep copy of a module.
-
-    Raises:
-        ConfigurationError: an attribute or a layer cannot be copied.
-    """
-    try:
-        return copy.deepcopy(module)
-    except Exception as error:
-        raise ConfigurationError(
-            f"{type(module).__name__} cannot be copied: {type(error).__name__}: {error}.",
-            "a trial trains a copy, so that the module itself does not change.",
-            "build objects that cannot be copied (locks, files, tensors of a graph) in setup or configure_model.",
-        ) from error
 
 
 def _copied_data(datamodule: Any) -> Any:

@@ -84,11 +84,7 @@ def read(folder: str) -> Record | None:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
     except OSError as error:
-        raise StorageError(
-            f"{child(folder, RECORD)!r} cannot be read: {error}.",
-            "it is unknown which run this is and whether it is running.",
-            "check the storage, the credentials and the network.",
-        ) from error
+        raise StorageError.unanswered(f"{child(folder, RECORD)!r} cannot be read", error) from error
     try:
         document = parse_json(content) if len(content) <= _MAX_RECORD_BYTES else None
     except (ValueError, RecursionError):
