@@ -305,7 +305,7 @@ class Lazy(Tiny):
 
 
 FORKED: dict[str, Any] = {"devices": 2, "launcher": "fork", "accelerator": "cpu"}
-LAZY = "layer.0 (LazyLinear), layer.1 (LazyBatchNorm1d)."
+LAZY = "'layer.0 (LazyLinear)', 'layer.1 (LazyBatchNorm1d)'."
 
 
 def watch(*names: str, **methods: Any) -> Callback:
