@@ -224,14 +224,14 @@ def carry_out(decision: StartDecision, identity: Identity, run: RunCore, locatio
                 logger.warning("%r has an earlier run's files; its record is kept as %s.", folder, kept_as)
         # A profile is written after the end of the run, so that its folder is not removed then.
         removable = [] if run.profile_needs_folder else created
-        recorder = RunRecorder(folder, _description(run, identity, folder), decision.resumes, removable)
+        recorder = RunRecorder(folder, _description(run, identity), decision.resumes, removable)
     run.folder.path, run.folder.id, run.folder.notes = folder, recorder.id, recorder
     return True
 
 
-def _description(run: RunCore, identity: Identity, folder: str) -> dict[str, Any]:
+def _description(run: RunCore, identity: Identity) -> dict[str, Any]:
     """Return the entries of the record that are known when the run begins, without secrets."""
-    trainer, strategy, version = run.trainer, run.strategy, split_folder(folder)[1]
+    trainer, strategy = run.trainer, run.strategy
     settings = dict(trainer.settings.items())
     given = {name: _public(setting.value) for name, setting in settings.items() if setting.source != "default"}
     public, secrets = without_secrets(given)
@@ -255,14 +255,6 @@ def _description(run: RunCore, identity: Identity, folder: str) -> dict[str, Any
         "strategy": strategy.name,
         "precision": strategy.precision.describe(),
         "device": str(strategy.device),
-        "loggers": [
-            {
-                "class": class_path(type(each)),
-                "name": each.name,
-                "version": str(each.version) if each.save_dir is None else version,
-            }
-            for each in trainer.loggers
-        ],
     }
 
 

@@ -403,7 +403,16 @@ class Session:
 
     def _set_up_module(self) -> None:
         run, module, strategy = self.run, self.run.module, self.run.strategy
-        strategy.set_run_settings(self._settings())
+        strategy.set_run_settings(
+            RunSettings(
+                stage=run.stage,
+                accumulate_grad_batches=run.trainer.accumulate_grad_batches,
+                gradient_clip_val=run.trainer.gradient_clip_val,
+                gradient_clip_algorithm=run.trainer.gradient_clip_algorithm,
+                batch_size=run.data.batch_size,
+                automatic_optimization=module.automatic_optimization,
+            )
+        )
         with strategy.module_init_context(), run.span("configure_model"):
             module.configure_model()
         self._attach()  # attaches the modules that configure_model has built
@@ -425,17 +434,6 @@ class Session:
         lock_module(module)
         if run.stage == "fit":
             run.trainables = Trainables(module, strategy)
-
-    def _settings(self) -> RunSettings:
-        trainer = self.run.trainer
-        return RunSettings(
-            self.run.stage,
-            trainer.accumulate_grad_batches,
-            trainer.gradient_clip_val,
-            trainer.gradient_clip_algorithm,
-            self.run.data.batch_size,
-            self.run.module.automatic_optimization,
-        )
 
     def _attach(self) -> None:
         """Give the module, and every `TrainModule` within it, access to the run."""

@@ -83,12 +83,15 @@ class StartSearch:
             Whether the checkpoint was left out.
         """
         checkpoint = next(each for each in self.found.checkpoints if each.path == path)
-        problem = self._retry.call(partial(problem_of, checkpoint, check))
-        if problem is None:
-            return False
-        logger.warning("Skipping checkpoint %r. %s", path, problem)
-        self.found.checkpoints.remove(checkpoint)
-        return True
+        try:
+            self._retry.call(partial(check, checkpoint))
+        except StorageError:
+            raise
+        except CheckpointError as problem:
+            logger.warning("Skipping checkpoint %r. %s", path, problem)
+            self.found.checkpoints.remove(checkpoint)
+            return True
+        return False
 
     def read_record(self, folder: str) -> Record | None:
         """Return the current record in a folder; None if there is none."""
@@ -195,17 +198,6 @@ def resumable_in(folders: Iterable[str], retry: StorageRetry) -> list[Checkpoint
             if checkpoint is not None and not checkpoint.weights_only:
                 checkpoints.append(checkpoint)
     return checkpoints
-
-
-def problem_of(checkpoint: CheckpointReader, check: Callable[[CheckpointReader], None]) -> CheckpointError | None:
-    """Return the `CheckpointError` that ``check`` raises for a checkpoint, or None. A `StorageError` is raised."""
-    try:
-        check(checkpoint)
-    except StorageError:
-        raise
-    except CheckpointError as error:
-        return error
-    return None
 
 
 def _load_if_complete(path: str) -> CheckpointReader | None:
