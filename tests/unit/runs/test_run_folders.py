@@ -284,7 +284,7 @@ def test_a_run_killed_after_its_last_checkpoint_is_finished(tmp_path: Path) -> N
     left_running(trainer.log_dir, began="1")
     trained(tmp_path, "auto")
     after = record(trainer.log_dir)
-    assert (after["status"], after["why"]) == ("finished", "max_epochs=1 is reached")
+    assert (after["status"], after["why"]) == ("finished", "max_epochs=1 is reached; nothing was left to train")
     assert [(one["from_step"], one["to_step"]) for one in after["parts"]] == [(0, 6), (6, 6)]
     trained(tmp_path, "auto")
     assert record(trainer.log_dir) == after
