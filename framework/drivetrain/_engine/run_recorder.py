@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from drivetrain._config.secret_values import without_url_passwords
@@ -198,7 +199,7 @@ class _Heartbeat(threading.Thread):
 
 
 def _first_document(identifier: str, run: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    time, process, jobs = now(), Process.here().as_json(), [job.as_json() for job in Job.of(os.environ)]
+    time, process, jobs = now(), asdict(Process.here()), [asdict(job) for job in Job.of(os.environ)]
     part = {
         "token": os.urandom(8).hex(),
         "started": time,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from drivetrain._runs.process import Job, Process, has_replaced
+from drivetrain._runs.process import Job, Process
 from drivetrain._runs.record import RUNNING, Record
 
 HEARTBEAT_SECONDS = 30.0
@@ -36,7 +36,7 @@ def is_alive(record: Record, jobs: Sequence[Job]) -> bool | None:
     process_is_alive = None if process is None else process.is_alive()
     if process_is_alive and process == Process.here():
         return record.id in running_ids
-    if process_is_alive is None and has_replaced(list(jobs), record.jobs):
+    if process_is_alive is None and any(job.replaces(other) for job in jobs for other in record.jobs):
         return False
     return process_is_alive
 

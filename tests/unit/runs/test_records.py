@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -308,7 +308,7 @@ def test_a_process_lives_until_it_has_ended() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     seen = replace(Process.here(), pid=child.pid, began=process._start_time(child.pid))
     assert seen.is_alive() is True
-    assert Process.from_json(seen.as_json()) == seen
+    assert Process.from_json(asdict(seen)) == seen
     child.send_signal(signal.SIGKILL)
     while Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
         time.sleep(0.01)
@@ -339,12 +339,12 @@ def test_jobs_of_slurm_and_torchrun_and_invalid_entries() -> None:
     slurm = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "SLURM_STEP_ID": "0"}
     jobs = Job.of({**slurm, "TORCHELASTIC_RUN_ID": "mine", "TORCHELASTIC_RESTART_COUNT": "x"})
     assert jobs == [Job("slurm", "7", 2, "0"), Job("elastic", "mine", 0)]
-    assert Job.from_json([one.as_json() for one in jobs]) == jobs
+    assert Job.from_json([asdict(one) for one in jobs]) == jobs
     assert Job.of({}) == Job.of({"TORCHELASTIC_RUN_ID": "none"}) == []
 
 
 def _running(process: Process, *jobs: Job) -> Record:
-    document = {"id": "a", "status": "running", "process": process.as_json(), "job": [one.as_json() for one in jobs]}
+    document = {"id": "a", "status": "running", "process": asdict(process), "job": [asdict(one) for one in jobs]}
     return Record("runs/version_0", document)
 
 

@@ -172,21 +172,17 @@ class RemoteResult:
             layer.set_extra_state(self.extra[name])
 
     def _rebuild(self, module: TrainModule) -> None:
-        cause: Exception | None = None
         with torch.random.fork_rng(devices=[]):  # values are copied later, so draws here must not count
-            try:
-                module.configure_model()
-            except Exception as error:
-                cause = error
+            module.configure_model()
         different = _structure(module) ^ self.structure
         if different:
             raise ConfigurationError(
                 f"{type(module).__name__} has other layers in this process than in the run: "
                 f"{listed(sorted(different))}.",
                 "weights come back from the run's processes as a state dict, and calling configure_model in this "
-                + ("process does not build the layers of the run." if cause is None else f"process failed: {cause}"),
+                "process does not build the layers of the run.",
                 "build all layers in __init__ or in configure_model, or use launcher='subprocess'.",
-            ) from cause
+            )
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

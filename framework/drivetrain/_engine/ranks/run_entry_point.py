@@ -12,7 +12,7 @@ import torch
 
 from drivetrain._engine.assembly.run_core import RunCore
 from drivetrain._engine.assembly.strategy_checks import asks_for_sync_batchnorm
-from drivetrain._engine.ranks.error_reporting import print_in_one_line, print_peer_failure
+from drivetrain._engine.ranks.error_reporting import print_in_one_line
 from drivetrain._engine.ranks.run_processes import check_number, find_processes, first_placement, is_standalone
 from drivetrain._engine.run_request import RunRequest
 from drivetrain._engine.session import Session
@@ -74,8 +74,9 @@ def run_entry_point(request: RunRequest) -> Any:
         if processes is not None:
             return run_here(request, processes)
     except RankFailedError as error:
-        known = processes or current_processes()
-        print_peer_failure(error, 0 if known is None else known.placement.rank)
+        known, summary = processes or current_processes(), error.failure.one_line_summary()
+        rank = 0 if known is None else known.placement.rank
+        print_in_one_line(error, f"Rank {rank} ends because another rank failed: {summary}")
         raise
     from drivetrain._engine.ranks.remote_run import run_in_other_processes  # only runs in other processes need it
 
