@@ -44,7 +44,8 @@ class RunCore(RunState):
         components: describes the module, data, optimizers and schedulers, to be compared with those of a resumed run.
         trainables: tracks which parameters train; None before the strategy has set up the module, and in other stages.
         snapshot: the state at the start of the current window; None unless a run may have to be saved within a window.
-        runner: runs each step as the strategy requires, once the module is set up.
+        runner: runs each step as the strategy requires and in the precision's forward context, once the module is set
+            up.
         move: moves a batch to the device; None if batches stay where they are.
         loop: the training loop; None before it is built.
         sanity_names: the names that the sanity check has logged.

@@ -16,7 +16,6 @@ from drivetrain._engine.ranks.error_reporting import print_in_one_line
 from drivetrain._engine.ranks.run_processes import check_number, find_processes, first_placement, is_standalone
 from drivetrain._engine.run_request import RunRequest
 from drivetrain._engine.session import Session
-from drivetrain._loops.hooks import is_overridden
 from drivetrain._runtime.accelerators import resolve_devices
 from drivetrain.environments import resolve_environment
 from drivetrain.launchers import (
@@ -98,8 +97,6 @@ def run_here(request: RunRequest, processes: LaunchedProcesses) -> Any:
         trainer.max_epochs = DEFAULT_MAX_EPOCHS
         if strategy.rank == 0:
             logger.warning("Nothing limits the run: it trains for max_epochs=%d.", DEFAULT_MAX_EPOCHS)
-    if strategy.rank == 0:
-        _warn_of_unused_loader(request)
     session_class = Session
     if trainer.given_profiler is not None:
         from drivetrain._engine.profiled_session import ProfiledSession  # only runs with a profiler need it
@@ -141,13 +138,3 @@ def run_here(request: RunRequest, processes: LaunchedProcesses) -> Any:
 
 def _has_meta_parameters(module: TrainModule) -> bool:
     return any(parameter.is_meta for parameter in module.parameters())
-
-
-def _warn_of_unused_loader(request: RunRequest) -> None:
-    """Warn that validation loaders were given to a module without a ``validation_step``."""
-    module, passed = request.module, request.evaluate is not None
-    if request.stage == "fit" and passed and not is_overridden("validation_step", module, TrainModule):
-        logger.warning(
-            "fit was given validation loaders, and %s has no validation_step: nothing is validated.",
-            type(module).__name__,
-        )
