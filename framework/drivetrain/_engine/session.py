@@ -96,7 +96,7 @@ class Session:
         flags = [(child, child.training) for child in run.module.modules()]
         shows_messages = run.strategy.rank == 0 and not run.trainer.barebones
         state = ProcessState(generators=seed is not None, cuda_generators=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-        from drivetrain._data.splitting import use_data_rank
+        from drivetrain._data.splitting import use_data_rank  # importing Fit does not need it
 
         to_console, to_file = log_to_console(shows_messages), self._log or nullcontext()
         with self._signals, state, to_console, to_file, use_data_rank(self._data_rank):
