@@ -46,11 +46,10 @@ class Reloading:
         if resumed is not None:
             self._loaded_at = self._first_epoch(int(resumed.checkpoint.progress["epoch"]))
         self._load()
-        saved = {} if resumed is None else resumed.state.get("components") or {}
-        length, same_split = saved.get("length"), resumed is not None
-        if resumed is not None:
-            same_split = resumed.state["data"]["world_size"] == run.strategy.data_world_size
-        length = length if same_split and isinstance(length, int) else data.train_length
+        length = data.train_length
+        if resumed is not None and resumed.state["data"]["world_size"] == run.strategy.data_world_size:
+            saved = (resumed.state.get("components") or {}).get("length")
+            length = saved if isinstance(saved, int) else length
         data.counted_from = length, 0, 0
         run.components["length"] = length
         if run.request.train is not None and run.strategy.rank == 0:
