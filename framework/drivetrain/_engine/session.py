@@ -28,7 +28,6 @@ from drivetrain._engine.ranks.collective_calls import all_gather, check_collecti
 from drivetrain._engine.ranks.error_reporting import note_known_fixes, note_where
 from drivetrain._engine.ranks.failure_propagation import error_to_report, publish_failure, resolve_cause
 from drivetrain._engine.ranks.rank_facts import check_folder_agreement, module_facts, setting_facts
-from drivetrain._engine.ranks.rank_log import RankLog
 from drivetrain._engine.ranks.seeding import seed_data_rank, seed_rank, warn_unseeded
 from drivetrain._engine.run_ending import RunEnding
 from drivetrain._engine.run_request import RunRequest
@@ -50,6 +49,7 @@ from drivetrain.strategies.strategy import RunSettings, Strategy
 if TYPE_CHECKING:
     from drivetrain._engine.assembly.compiled_steps import CompiledSteps
     from drivetrain._engine.checkpoints.resumed_run import ResumedRun
+    from drivetrain._engine.ranks.rank_log import RankLog
     from drivetrain._engine.run_start import StartingPoint
     from drivetrain._loops.train import TrainLoop
 
@@ -82,7 +82,11 @@ class Session:
         self._teardowns: list[Callable[[str], None]] = []  # the hooks to call; empty before set-up hooks are called
         self._handled_signals = handled_signals(request.trainer.preemption_signals, os.environ, request.stage)
         self._signals = Signals(self._handled_signals, self._on_signal)
-        self._log = RankLog(self.run.folder, strategy.rank) if strategy.world_size > 1 else None
+        self._log: RankLog | None = None
+        if strategy.world_size > 1:
+            from drivetrain._engine.ranks.rank_log import RankLog  # only runs on several ranks need it
+
+            self._log = RankLog(self.run.folder, strategy.rank)
         self._ending = RunEnding(self.run)
 
     def execute(self) -> Any:

@@ -147,12 +147,6 @@ class StartSearch:
         """Describe how the run of a checkpoint differs from this experiment; None if both are the same experiment."""
         metadata = checkpoint.manifest.metadata
         module, name = (metadata.run.get(key, "") for key in ("module", "name"))
-        if not module:  # the run had no folder
-            try:
-                components = checkpoint.state().get("components")
-            except CheckpointError:
-                components = None  # the checkpoint is skipped later
-            module = str(components.get("module", "")) if isinstance(components, dict) else ""
         return self.request.identity.difference(module, name, encode_hyper_parameters(metadata.hyper_parameters))
 
     def _add_run_of(self, checkpoint: CheckpointReader) -> Record | None:

@@ -9,7 +9,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 
 from drivetrain._engine.assembly.run_core import RunCore
 from drivetrain._runtime.transfer import map_tensors
@@ -44,6 +43,8 @@ def all_gather(run: RunCore, data: Any, sync_grads: bool) -> Any:
     ``training_step`` may gather in every step, so it waits for the other ranks only in the first window in which it
     does.
     """
+    from lightning_utilities.core.apply_func import apply_to_collection  # importing Fit does not need it
+
     if not _is_in_later_window(run, sys._getframe(1)):
         check_collective(run, "all_gather")
     strategy = run.strategy
