@@ -58,7 +58,6 @@ class EngineTrials:
         self.module = request.module
         self.datamodule = request.datamodule
         self.loaders = request.train if request.stage == "fit" else request.evaluate
-        self.ckpt_path = request.ckpt_path
         self.is_dry_run = bool(request.trainer.fast_dev_run)
 
     def run(self, callback: Any, steps: int, prepare: Prepare | None = None) -> None:
