@@ -167,8 +167,7 @@ class Session:
         if run.datamodule is not None:
             attach(run.datamodule, trainer)
         if not run.request.trial:
-            run.callbacks.configure()
-            run.module_callbacks = run.callbacks.from_module
+            run.module_callbacks = run.callbacks.configure()
         run.callbacks.collect()
         self._choose_start()
         if self._log is not None:
