@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from drivetrain.errors import ConfigurationError
+from drivetrain.errors import ConfigurationError, listed
 
 _UNUSED_INDICES_PATTERN = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 
@@ -44,14 +44,10 @@ def enable_static_graph(ddp: DistributedDataParallel) -> None:
     ddp._set_static_graph()  # type: ignore[no-untyped-call]
 
 
-def broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
-    """Return whether DDP broadcasts rank 0's buffers before each forward."""
-    return bool(ddp.will_sync_module_buffers())  # type: ignore[no-untyped-call]
-
-
 def broadcast_buffers(ddp: DistributedDataParallel) -> None:
     """Broadcast rank 0's buffers as a DDP forward does, for a step that runs no DDP forward."""
-    ddp._sync_buffers()  # type: ignore[no-untyped-call]
+    if ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+        ddp._sync_buffers()  # type: ignore[no-untyped-call]
 
 
 def release_process_group(ddp: DistributedDataParallel) -> None:
@@ -89,10 +85,7 @@ def raise_explained(error: RuntimeError, ddp: DistributedDataParallel) -> None:
 
 def _unused_parameters_error(names: list[str], static_graph: bool) -> ConfigurationError:
     """Return the error for parameters without a gradient, by their names in the unwrapped module."""
-    summary = (
-        f"{len(names)} trainable parameter(s) got no gradient: {', '.join(repr(name) for name in names[:20])}"
-        f"{', ...' if len(names) > 20 else ''}."
-    )
+    summary = f"Trainable parameters got no gradient: {listed(names)}."
     if static_graph:
         return ConfigurationError(
             f"The graph of training_step changed under static_graph=True. {summary}",
