@@ -15,7 +15,7 @@ from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import Precision
 from drivetrain.strategies import StepRunner, Strategy
-from drivetrain_strategies._module_checks import refuse_device_map, refuse_meta
+from drivetrain_strategies._module_checks import refuse_device_map
 
 if TYPE_CHECKING:
     from drivetrain.strategies import MemoryAdvice
@@ -49,7 +49,6 @@ class SingleDeviceStrategy(Strategy):
 
     def check(self, module: nn.Module) -> None:
         refuse_device_map(module)
-        refuse_meta(module)
 
     def setup_module(self, module: nn.Module) -> StepRunner:
         self.module = module

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from drivetrain.strategies.distributed import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
     from drivetrain.strategies.distributed import DistributedStrategy as DistributedStrategy
     from drivetrain.strategies.distributed import refuse_embedding_max_norm as refuse_embedding_max_norm
-    from drivetrain.strategies.registry import known_strategies as known_strategies
     from drivetrain.strategies.registry import strategy_by_name as strategy_by_name
     from drivetrain.strategies.strategy import RunSettings as RunSettings
     from drivetrain.strategies.strategy import StepRunner as StepRunner
@@ -52,7 +51,7 @@ _NAMES_BY_MODULE = {
     "drivetrain._parameters.replaced_tensors": ("add_gradient_hook", "copy_attributes_and_hooks", "replace_tensors"),
     "drivetrain._parameters.trainable": ("TrainableChange", "changed_within_window_error"),
     ".distributed": ("DEFAULT_STEP_TIMEOUT", "DEFAULT_TIMEOUT", "DistributedStrategy", "refuse_embedding_max_norm"),
-    ".registry": ("known_strategies", "strategy_by_name"),
+    ".registry": ("strategy_by_name",),
     ".strategy": ("RunSettings", "StepRunner", "Strategy"),
     "drivetrain._distributed.collectives": ("average_gradients", "broadcast_together"),
     "drivetrain._distributed.control_plane": ("ControlPlane", "LocalControl"),

@@ -98,23 +98,12 @@ class DistributedStrategy(Strategy):
             self._replicate_created(module)
 
     def _replicate_created(self, module: nn.Module) -> None:
-        """Give layers that were created since the module was replicated rank 0's values. Collective if there are any.
-
-        Raises:
-            ConfigurationError: a layer was created on a device other than the run's.
-        """
+        """Give layers that were created since then rank 0's values. Collective if there are any."""
         known_ids = {id(parameter) for parameter in self._replicated}
-        created = {name: parameter for name, parameter in module.named_parameters() if id(parameter) not in known_ids}
         self._replicated = tuple(module.parameters())
-        for name, parameter in created.items():
-            if parameter.device.type != self.device.type:
-                raise ConfigurationError(
-                    f"{name!r} was created during a run, on {parameter.device}.",
-                    f"this rank computes on {self.device}, and the strategy has already placed the module.",
-                    "build the layer with device=self.device.",
-                )
+        created = [parameter for parameter in self._replicated if id(parameter) not in known_ids]
         if created:
-            broadcast_together([*created.values(), *module.buffers()])
+            broadcast_together([*created, *module.buffers()])
 
     def restore_module(self) -> None:
         if self.module is not None and self.world_size > 1:
