@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from drivetrain._distributed.collectives import average_gradients as average_gradients
     from drivetrain._distributed.collectives import broadcast_together as broadcast_together
     from drivetrain._distributed.control_plane import ControlPlane as ControlPlane
-    from drivetrain._distributed.control_plane import LocalControl as LocalControl
     from drivetrain._distributed.process_groups import set_timeout as set_timeout
     from drivetrain._distributed.shards import Box as Box
     from drivetrain._distributed.shards import ParameterShard as ParameterShard
@@ -54,7 +53,7 @@ _NAMES_BY_MODULE = {
     ".registry": ("strategy_by_name",),
     ".strategy": ("RunSettings", "StepRunner", "Strategy"),
     "drivetrain._distributed.collectives": ("average_gradients", "broadcast_together"),
-    "drivetrain._distributed.control_plane": ("ControlPlane", "LocalControl"),
+    "drivetrain._distributed.control_plane": ("ControlPlane",),
     "drivetrain._distributed.process_groups": ("set_timeout",),
     "drivetrain._distributed.shards": ("Box", "ParameterShard", "Region", "Span", "cut"),
     "drivetrain._runtime.memory_advice": ("MemoryAdvice",),

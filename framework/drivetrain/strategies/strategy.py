@@ -215,7 +215,10 @@ class Strategy(ABC):
         """
         from drivetrain._runtime.memory_advice import MemoryAdvice  # needed only after an out-of-memory error
 
-        return [MemoryAdvice("activations", "activation checkpointing (torch.utils.checkpoint around each block)")]
+        return [
+            MemoryAdvice("state", "strategy='fsdp' on several devices: each rank holds a shard of the module"),
+            MemoryAdvice("activations", "activation checkpointing (torch.utils.checkpoint around each block)"),
+        ]
 
     def teardown(self) -> None:
         """Release what this strategy acquired.

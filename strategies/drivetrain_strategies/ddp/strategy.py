@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -18,7 +18,6 @@ from drivetrain.strategies import (
     DEFAULT_STEP_TIMEOUT,
     DEFAULT_TIMEOUT,
     DistributedStrategy,
-    MemoryAdvice,
     StepRunner,
     broadcast_together,
     refuse_embedding_max_norm,
@@ -27,7 +26,7 @@ from drivetrain_strategies._module_checks import refuse_device_map
 from drivetrain_strategies._step_module import StepModule, unwrap_step_output
 from drivetrain_strategies.ddp import _reducer as reducer
 from drivetrain_strategies.ddp._comm_hooks import CommHook, refuse_user_state, register_comm_hook
-from drivetrain_strategies.single_device import OriginalDevice, sharding_advice
+from drivetrain_strategies.single_device import OriginalDevice
 
 
 class DDPStrategy(DistributedStrategy):
@@ -211,9 +210,6 @@ class DDPStrategy(DistributedStrategy):
         except RuntimeError as error:
             reducer.raise_explained(error, ddp)
             raise
-
-    def memory_advice(self, module: nn.Module) -> Sequence[MemoryAdvice]:
-        return [sharding_advice(self.world_size), *super().memory_advice(module)]
 
     def teardown(self) -> None:
         self._undo.close()
