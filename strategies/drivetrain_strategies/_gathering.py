@@ -48,7 +48,6 @@ class GatherOrder:
     def _comparison_hook(self, name: str) -> Any:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def compare(module: nn.Module, args: Any) -> None:
-            if self._control.world_size > 1:
-                self._control.monitored_barrier(f"the forward of {name!r}")
+            self._control.monitored_barrier(f"the forward of {name!r}")
 
         return compare

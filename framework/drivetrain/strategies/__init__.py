@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from drivetrain.strategies.distributed import DEFAULT_STEP_TIMEOUT as DEFAULT_STEP_TIMEOUT
     from drivetrain.strategies.distributed import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
     from drivetrain.strategies.distributed import DistributedStrategy as DistributedStrategy
-    from drivetrain.strategies.distributed import refuse_embedding_max_norm as refuse_embedding_max_norm
     from drivetrain.strategies.registry import strategy_by_name as strategy_by_name
     from drivetrain.strategies.strategy import RunSettings as RunSettings
     from drivetrain.strategies.strategy import StepRunner as StepRunner
@@ -49,7 +48,7 @@ _NAMES_BY_MODULE = {
     ),
     "drivetrain._parameters.replaced_tensors": ("add_gradient_hook", "copy_attributes_and_hooks", "replace_tensors"),
     "drivetrain._parameters.trainable": ("TrainableChange", "changed_within_window_error"),
-    ".distributed": ("DEFAULT_STEP_TIMEOUT", "DEFAULT_TIMEOUT", "DistributedStrategy", "refuse_embedding_max_norm"),
+    ".distributed": ("DEFAULT_STEP_TIMEOUT", "DEFAULT_TIMEOUT", "DistributedStrategy"),
     ".registry": ("strategy_by_name",),
     ".strategy": ("RunSettings", "StepRunner", "Strategy"),
     "drivetrain._distributed.collectives": ("average_gradients", "broadcast_together"),

@@ -64,7 +64,13 @@ class DistributedStrategy(Strategy):
     # Training: broadcast of weights and exchange of gradients
 
     def check(self, module: nn.Module) -> None:
-        refuse_embedding_max_norm(module, self.world_size)
+        for name, child in module.named_modules() if self.world_size > 1 else ():
+            if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.max_norm is not None:
+                raise ConfigurationError(
+                    f"{name!r} is an {type(child).__name__} with max_norm={child.max_norm}, on several ranks.",
+                    "such a layer rewrites the rows that this rank looks up, so the replicas would silently diverge.",
+                    "remove max_norm, and renormalize all rows in on_train_batch_end, on every rank.",
+                )
 
     def broadcast_module(self, module: nn.Module) -> None:
         self._replicated = tuple(module.parameters())
@@ -133,20 +139,3 @@ class DistributedStrategy(Strategy):
         self._replicated = ()
         self._group.close()
         self.control = LocalControl()
-
-
-def refuse_embedding_max_norm(module: nn.Module, world_size: int) -> None:
-    """Refuse ``nn.Embedding(max_norm=...)`` on several ranks.
-
-    Raises:
-        ConfigurationError: the module contains such an embedding, which the message names.
-    """
-    if world_size == 1:
-        return
-    for name, child in module.named_modules():
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.max_norm is not None:
-            raise ConfigurationError(
-                f"{name!r} is an {type(child).__name__} with max_norm={child.max_norm}, on {world_size} ranks.",
-                "such a layer rewrites the rows that this rank looks up, so the replicas would silently diverge.",
-                "remove max_norm, and renormalize all rows in on_train_batch_end, on every rank.",
-            )

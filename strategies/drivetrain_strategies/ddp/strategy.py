@@ -20,7 +20,6 @@ from drivetrain.strategies import (
     DistributedStrategy,
     StepRunner,
     broadcast_together,
-    refuse_embedding_max_norm,
 )
 from drivetrain_strategies._module_checks import refuse_device_map
 from drivetrain_strategies._step_module import StepModule, unwrap_step_output
@@ -89,7 +88,7 @@ class DDPStrategy(DistributedStrategy):
 
     def check(self, module: nn.Module) -> None:
         refuse_device_map(module)
-        refuse_embedding_max_norm(module, self.world_size)
+        super().check(module)
         if self.static_graph and not self.settings.automatic_optimization:
             raise ConfigurationError(
                 "static_graph=True together with manual optimization.",

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError, listed
-from drivetrain.strategies import RunSettings, TrainableChange, refuse_embedding_max_norm
+from drivetrain.strategies import RunSettings, TrainableChange
 from drivetrain_strategies._elementwise import is_elementwise
 from drivetrain_strategies._module_checks import refuse_device_map, refuse_sparse_embeddings
 
@@ -25,7 +25,7 @@ _REFUSAL_REASONS = {
 """Why ZeRO cannot step an optimizer, even if it was declared element-wise."""
 
 
-def check_module(module: nn.Module, run: RunSettings, world_size: int, mixed: bool) -> None:
+def check_module(module: nn.Module, run: RunSettings, mixed: bool) -> None:
     """Refuse a module that DeepSpeed cannot train as torch would.
 
     Raises:
@@ -33,7 +33,6 @@ def check_module(module: nn.Module, run: RunSettings, world_size: int, mixed: bo
     """
     refuse_device_map(module)
     _refuse_parameters_without_elements(module)
-    refuse_embedding_max_norm(module, world_size)
     refuse_sparse_embeddings(module, "ZeRO's gradients are dense.")
     dtypes: dict[torch.dtype, str] = {}
     for name, parameter in module.named_parameters():

@@ -158,7 +158,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         return explain_compilation_errors()
 
     def check(self, module: nn.Module) -> None:
-        check_module(module, self.settings, self.world_size, mixed=self._half_dtype is not None)
+        super().check(module)
+        check_module(module, self.settings, mixed=self._half_dtype is not None)
         if self.stage == 3:
             refuse_absent_classes(module, self.leaf_modules, "leaf_modules")
         self.resolved_config = resolve(self._config, self.settings, self.precision.name, self.world_size)

@@ -1,14 +1,11 @@
-"""Checks that refuse settings and modules that FSDP does not support, before anything is sharded."""
+"""Checks that refuse settings that FSDP does not support, before anything is sharded."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from drivetrain.errors import ConfigurationError, listed, nearest
-from drivetrain.strategies import refuse_embedding_max_norm
-from drivetrain_strategies._module_checks import refuse_accumulate_hook, refuse_device_map, refuse_sparse_embeddings
 from drivetrain_strategies.fsdp._internals import OVERRIDDEN_METHODS
 
 SHARDINGS = ("full", "grad_op", "hybrid")
@@ -68,16 +65,3 @@ def check_offload(cpu_offload: bool, device: torch.device) -> None:
             "the norm of offloaded gradients is reduced on the CPU, which NCCL cannot do.",
             "leave process_group_backend out. If you initialize the group yourself, use backend='cpu:gloo,cuda:nccl'.",
         )
-
-
-def check_module(module: nn.Module, world_size: int) -> None:
-    """Refuse a module that cannot be sharded.
-
-    Raises:
-        ConfigurationError: names the submodule or the parameter.
-    """
-    refuse_device_map(module)
-    refuse_embedding_max_norm(module, world_size)
-    refuse_sparse_embeddings(module, "gradients of sharded parameters are dense.")
-    for name, parameter in module.named_parameters():
-        refuse_accumulate_hook(name, parameter)

@@ -174,11 +174,8 @@ class Gradients:
         elif unused and not self._warned:
             self._warned = True
             logger.warning(
-                "%d parameter(s) got no gradient on this rank, although all parameters did in the first step: %s. "
-                "These gradients count as zero, even if no rank uses the parameters. With "
-                "FSDPStrategy(find_unused_parameters=True), parameters that no rank uses get no gradient. "
-                "This warning is shown once.",
-                len(unused),
+                "Parameters that all got a gradient in the first step got none on this rank: %s. Their gradients count "
+                "as zero. With FSDPStrategy(find_unused_parameters=True), parameters that no rank uses get none.",
                 listed([parameter.plain_name for parameter in unused]),
             )
 

@@ -58,9 +58,7 @@ class PlainStep:
     def announce(self) -> None:
         """Log how an optimizer that is not known to be element-wise steps."""
         logger.info(
-            "%s may not be element-wise: each step gathers its parameters, gradients and state on every rank. If its "
-            "update of an element depends on that element alone, return {'optimizer': optimizer, 'elementwise': True} "
-            "from configure_optimizers, which saves this memory and time.",
+            "%s may not be element-wise, so each of its steps gathers parameters, gradients and state on every rank.",
             type(self.optimizer).__name__,
         )
 
@@ -72,13 +70,11 @@ class PlainStep:
         """
         nbytes = sum(one.numel() * one.element_size() for one in _sharded(self.optimizer.param_groups) if self.whole)
         if nbytes > limit:
-            kind = type(self.optimizer).__name__
             raise ConfigurationError(
-                f"{kind} holds {nbytes:,} bytes of sharded parameters, which is more than gather_limit={limit:,}.",
-                f"{kind} may not be element-wise, so each of its steps gathers parameters, gradients and optimizer "
-                "state on every rank.",
-                "if its update of an element depends on that element alone, return {'optimizer': optimizer, "
-                "'elementwise': True} from configure_optimizers; otherwise raise FSDPStrategy(gather_limit=...).",
+                f"{type(self.optimizer).__name__} holds {nbytes:,} bytes of sharded parameters, more than "
+                f"gather_limit={limit:,}.",
+                "it may not be element-wise, so each step gathers its parameters, gradients and state on every rank.",
+                "return {'optimizer': o, 'elementwise': True} if it is, or raise FSDPStrategy(gather_limit=...).",
             )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

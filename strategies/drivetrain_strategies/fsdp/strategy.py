@@ -36,14 +36,10 @@ from drivetrain_strategies._changed_forwards import Checkpointing, ForwardSwap, 
 from drivetrain_strategies._deferred_init import DeferredModule
 from drivetrain_strategies._elementwise import is_elementwise
 from drivetrain_strategies._gathering import GATHER_LIMIT, GatherOrder
+from drivetrain_strategies._module_checks import refuse_accumulate_hook, refuse_device_map, refuse_sparse_embeddings
 from drivetrain_strategies._step_module import StepModule, unwrap_step_output
 from drivetrain_strategies.fsdp._changed_dtensor import ChangedDTensor
-from drivetrain_strategies.fsdp._checks import (
-    check_arguments,
-    check_module,
-    check_offload,
-    check_torch,
-)
+from drivetrain_strategies.fsdp._checks import check_arguments, check_offload, check_torch
 from drivetrain_strategies.fsdp._device_mesh import Mesh, mesh_sizes
 from drivetrain_strategies.fsdp._gradients import Gradients
 from drivetrain_strategies.fsdp._internals import (
@@ -250,7 +246,11 @@ class FSDPStrategy(DistributedStrategy):
         return self._hooks.context(name, self._within_forward, has_gradients)
 
     def check(self, module: nn.Module) -> None:
-        check_module(module, self.world_size)
+        refuse_device_map(module)
+        super().check(module)
+        refuse_sparse_embeddings(module, "gradients of sharded parameters are dense.")
+        for name, parameter in module.named_parameters():
+            refuse_accumulate_hook(name, parameter)
 
     def setup_module(self, module: nn.Module) -> StepRunner:
         mesh = self._mesh
