@@ -146,10 +146,17 @@ def _without_cast_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_float32_weights(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``forward`` to run with the weights of ``layer`` cast to float32, as under plain autocast."""
+    """Wrap ``forward`` to run with the weights of ``layer`` cast to float32, as under plain autocast.
+
+    For LayerNorm and GroupNorm, the weights are not cast if the input already has their dtype.
+    """
+    keeps_statistics = isinstance(layer, _NormBase)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         parameters: dict[str, Any] = layer._parameters
+        inputs = args or tuple(kwargs.values())
+        if not keeps_statistics and inputs[0].dtype == parameters["weight"].dtype:
+            return forward(*args, **kwargs)
         half_parameters = {name: parameter for name, parameter in parameters.items() if parameter is not None}
         parameters.update({name: parameter.float() for name, parameter in half_parameters.items()})
         try:

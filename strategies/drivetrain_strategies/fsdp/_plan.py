@@ -127,16 +127,12 @@ class Plan:
 
     def set_prefetch(self, forward: int, backward: int) -> None:
         """Set how many following units each unit prefetches, in module order. 0 keeps torch's default."""
-        inner_ids = {id(unit.module) for unit in self.units[:-1]}
-        modules = [cast(FSDPModule, child) for child in self.root.module.modules() if id(child) in inner_ids]
-        for depth, ordered, method in (
-            (forward, modules, FSDPModule.set_modules_to_forward_prefetch),
-            (backward, modules[::-1], FSDPModule.set_modules_to_backward_prefetch),
-        ):
-            for position, module in enumerate(ordered):
-                modules_ahead = ordered[position + 1 : position + 1 + depth]
-                if modules_ahead:
-                    method(module, modules_ahead)
+        modules = [child for child in self.root.module.modules() if isinstance(child, FSDPModule)]
+        for position, module in enumerate(modules):
+            if following := modules[position + 1 : position + 1 + forward]:
+                module.set_modules_to_forward_prefetch(following)
+            if preceding := modules[max(position - backward, 0) : position]:
+                module.set_modules_to_backward_prefetch(preceding[::-1])
 
 
 def make_plan(module: nn.Module, wrap: Wrap, ignored: Sequence[str]) -> Plan:
