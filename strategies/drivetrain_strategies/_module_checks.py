@@ -15,27 +15,25 @@ def refuse_device_map(module: nn.Module) -> None:
     """Refuse a module that is already spread over devices.
 
     Raises:
-        ConfigurationError: names the submodule or the devices.
+        ConfigurationError: names the submodules that have a device_map, or a parameter on each device.
     """
-    for name, child in module.named_modules():
-        if getattr(child, "hf_device_map", None):
-            raise ConfigurationError(
-                f"{name or type(child).__name__!r} was loaded with a device_map: {child.hf_device_map}.",
-                "hooks pin the layers to devices, and a strategy cannot undo these hooks.",
-                "load the module without device_map, and leave placement to the strategy.",
-            )
+    spread = [
+        f"{name or type(child).__name__!r} was loaded with a device_map"
+        for name, child in module.named_modules()
+        if getattr(child, "hf_device_map", None)
+    ]
     name_by_device: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor):  # tensor parallelism has placed the parameter on the run's devices
-            continue
-        name_by_device.setdefault(parameter.device, name)
-    name_by_device.pop(torch.device("meta"), None)
+        # Tensor parallelism has placed DTensors on the run's devices.
+        if not (parameter.is_meta or isinstance(parameter, DTensor)):
+            name_by_device.setdefault(parameter.device, name)
     if len(name_by_device) > 1:
-        examples = ", ".join(f"{name!r} on {device}" for device, name in name_by_device.items())
+        spread += [f"{name!r} is on {device}" for device, name in name_by_device.items()]
+    if spread:
         raise ConfigurationError(
-            f"The module is on {len(name_by_device)} devices: {examples}.",
-            "a strategy needs the whole module on one device before placing it.",
-            "move the module to one device (module.to('cpu')) and leave placement to the strategy.",
+            f"The module is spread over devices: {', '.join(spread)}.",
+            "a strategy needs the whole module on one device before placing it, without the hooks of a device_map.",
+            "load the module without device_map, or move it to one device (module.to('cpu')).",
         )
 
 
