@@ -127,7 +127,7 @@ class Plan:
 
     def set_prefetch(self, forward: int, backward: int) -> None:
         """Set how many following units each unit prefetches, in module order. 0 keeps torch's default."""
-        modules = [child for child in self.root.module.modules() if isinstance(child, FSDPModule)]
+        modules: list[FSDPModule] = [one for one in self.root.module.modules() if isinstance(one, FSDPModule)]
         for position, module in enumerate(modules):
             if following := modules[position + 1 : position + 1 + forward]:
                 module.set_modules_to_forward_prefetch(following)
@@ -159,7 +159,7 @@ def make_plan(module: nn.Module, wrap: Wrap, ignored: Sequence[str]) -> Plan:
             ties.append(parameter)
             root.parameters.append(parameter)
         else:
-            units.get(*owners, root).parameters.append(parameter)
+            units.get(owners.pop(), root).parameters.append(parameter)
     # Inner units come before outer units. A unit that owns no parameters is dropped, since it has nothing to shard.
     inner_units = sorted((unit for unit in units.values() if unit.parameters), key=lambda unit: -unit.name.count("."))
     for unit in (*inner_units, root):
