@@ -63,7 +63,7 @@ class UnsplitGradients:
             return
         squares = torch.stack([self._squares(parameter).cpu() for parameter in compared.values()])  # of offloaded ones
         # The shards of one parameter are on different ranks, so the squares are summed over all of them.
-        totals = self._control.all_reduce_async(squares.reshape(-1)).wait().reshape(-1, 2)
+        totals = self._control.all_reduce_async(squares.reshape(-1))().reshape(-1, 2)
         if not totals.isfinite().all():
             return
         self._windows_left -= 1
