@@ -116,8 +116,8 @@ class SchedulerConfig:
         name: the name under which `LearningRateMonitor` logs the rate; None for a default name.
         strict: whether an error is raised if ``monitor`` was not logged. Otherwise the step is skipped, with a warning
             the first time.
-        reduce_on_plateau: whether the scheduler's ``step`` takes the monitored value, as that of `ReduceLROnPlateau`
-            does.
+        reduce_on_plateau: whether the scheduler's ``step`` takes the monitored value; None for whether it is a
+            `ReduceLROnPlateau`.
     """
 
     scheduler: Any
@@ -126,10 +126,11 @@ class SchedulerConfig:
     monitor: str | None = None
     name: str | None = None
     strict: bool = True
-    reduce_on_plateau: bool = False
+    reduce_on_plateau: bool | None = None
 
     def __post_init__(self) -> None:
-        self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
+        if self.reduce_on_plateau is None:
+            self.reduce_on_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ class OptimizerHandle:
             else:
                 self.stepped = self._step_optimizer(self.optimizer)
         except Exception as error:
-            explain_missing_closure(error, self.optimizer, self._strategy)
+            explain_missing_closure(error, self.optimizer)
             raise
         self._weights_changed()
         return loss

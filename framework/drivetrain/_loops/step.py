@@ -209,7 +209,7 @@ class AutomaticStep(TrainStep):
                     else:
                         stepped &= self._step_optimizer(optimizer)
                 except Exception as error:
-                    explain_missing_closure(error, optimizer, strategy)
+                    explain_missing_closure(error, optimizer)
                     raise
         if self._scales_loss:
             strategy.finish_step()

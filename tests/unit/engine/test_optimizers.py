@@ -108,7 +108,7 @@ def _plateau(module: Any) -> Any:
         (_plateau, ["ReduceLROnPlateau without a 'monitor'", "'monitor': 'val_loss'"]),
         (lambda module: {"optimizer": _one(module), "lr_schedular": None}, ["Did you mean 'lr_scheduler'?"]),
         (lambda module: _dict(module, intervall="step"), ["'intervall'", "Did you mean 'interval'?"]),
-        (lambda module: _dict(module, interval="steps"), ["interval='steps'", "Did you mean 'step'?"]),
+        (lambda module: _dict(module, interval="steps"), ["interval='steps'", "the interval 'epoch' or 'step'"]),
         (lambda module: _dict(module, frequency=0), ["frequency=0", "int of 1 or more"]),
         (lambda module: _dict(module, frequency=True), ["frequency=True"]),
         (lambda module: {"optimizer": _one(module), "lr_scheduler": {"interval": "step"}}, ["no 'scheduler'"]),
