@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import traceback
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -172,7 +172,7 @@ def check_optimizers(
 
 
 def check_parameters(
-    module: nn.Module, optimizers: Sequence[Optimizer], automatic: bool, checked: Collection[tuple[int, int]] = ()
+    module: nn.Module, optimizers: Sequence[Optimizer], automatic: bool, only: dict[str, Any] | None = None
 ) -> None:
     """Check that ``module`` holds the parameters of ``optimizers``, and that automatic optimization steps each once.
 
@@ -180,8 +180,8 @@ def check_parameters(
         module: the module.
         optimizers: the optimizers.
         automatic: whether the engine steps the optimizers.
-        checked: the number of an optimizer and the id of a parameter that was checked before. The module may have
-            replaced the parameter's layer since.
+        only: the group whose parameters must be the module's, which may have replaced the layers of earlier groups;
+            None for all groups.
 
     Raises:
         ConfigurationError: one of the two does not hold. The error names the parameter, or its shape.
@@ -191,7 +191,7 @@ def check_parameters(
     for number, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if id(parameter) not in names and (number, id(parameter)) not in checked:
+                if id(parameter) not in names and (only is None or only is group):
                     raise ConfigurationError(
                         f"Optimizer {number} ({type(optimizer).__name__}) holds a parameter of shape "
                         f"{tuple(parameter.shape)} that is not the module's.",

@@ -285,28 +285,14 @@ class Trainables:
                 )
             strategy.check_added_group(optimizer)
             self._check_schedulers(optimizer)
-            before = len(optimizer.param_groups)
-            checked = {
-                (number, id(param))
-                for number, other in enumerate(self._optimizers)
-                for earlier in other.param_groups
-                for param in earlier["params"]
-            }
-            if (
-                before
-                and "param_names" in optimizer.param_groups[0]
-                and all(isinstance(param, torch.Tensor) for param in params)
-            ):
-                # An optimizer that was built from named parameters refuses a group without names.
-                names = {id(parameter): name for name, parameter in strategy.named_parameters().items()}
-                if all(id(param) in names for param in params):
-                    group["params"] = [(names[id(param)], param) for param in params]
             add(optimizer, group)
             try:
                 strategy.adopt_parameters([optimizer])
-                check_parameters(module, self._optimizers, module.automatic_optimization, checked)
+                check_parameters(
+                    module, self._optimizers, module.automatic_optimization, only=optimizer.param_groups[-1]
+                )
             except ConfigurationError:
-                del optimizer.param_groups[before:]
+                del optimizer.param_groups[-1]
                 raise
             self.note_new_parameters()
 
