@@ -290,7 +290,7 @@ class TrainLoop:
         self._data_is_over = ended is EpochEnd.DATA
         if ended is not EpochEnd.LIMIT:
             self.checks.before_validation()
-            self.validation.run_at_epoch_end(ended is EpochEnd.STOPPED, self._data_is_over)
+            self.validation.run_at_epoch_end(ended is EpochEnd.STOPPED)
             if self.stop.preempted:
                 self._leave()
                 return True
