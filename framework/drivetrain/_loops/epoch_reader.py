@@ -37,9 +37,6 @@ from drivetrain.strategies.strategy import Strategy
 
 _NAME = "training loader"
 
-_EXCESS_FACTOR = 4
-"""A loader that yields more than this many times its length is reported at once, since it may never end."""
-
 
 @dataclass(eq=False)
 class EpochReader:
@@ -106,7 +103,7 @@ class EpochReader:
     def compare_length(self) -> None:
         """Compare the loader's length with the number of batches that the epoch, which is over, has read."""
         source = self._data.source
-        if self._counts and (self._has_ended or source.shards_known):
+        if self._counts:
             self.lengths.note(_NAME, source.length, self._number_read, self._has_ended)
         self._counts = False
 
@@ -160,8 +157,6 @@ class EpochReader:
         """
         source, rng_replay = self._data.source, self.rng_replay if self._reads_ahead else None
         compares_order = source.needs_order_check
-        length = source.length if self._counts else None
-        excess = -1 if length is None else _EXCESS_FACTOR * length + 1
         while True:
             if rng_replay is not None:
                 rng_replay.before_read(self.progress.batch_idx)
@@ -175,8 +170,6 @@ class EpochReader:
                 self._has_ended = True
                 return
             self._number_read += 1
-            if self._number_read == excess and length is not None:
-                self.lengths.report_now(_NAME, length, excess)
             yield (copy_batch(pair[0]), pair[1]) if copies else pair
 
     def _note_end_on_all_ranks(self) -> None:
