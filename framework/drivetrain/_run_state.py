@@ -159,7 +159,7 @@ class ManualOptimization(Protocol):
     def toggle(self, optimizer: Any) -> None:
         """Let only this optimizer's parameters require gradients."""
 
-    def untoggle(self, optimizer: Any) -> None:
+    def untoggle(self) -> None:
         """Restore ``requires_grad`` of all parameters to the values from before `toggle`."""
 
 

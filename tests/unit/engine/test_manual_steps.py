@@ -216,9 +216,8 @@ def _toggles_both(module: Any, batch: Any) -> None:
     ("step", "automatic", "error"),
     [
         (_toggles_each, False, None),
-        (lambda module, _: module.toggle_optimizer(module.optimizers()[0]), False, "ended with SGD toggled"),
-        (lambda module, _: module.untoggle_optimizer(module.optimizers()[0]), False, "but none is toggled"),
-        (_toggles_both, False, r"toggle_optimizer\(SGD\), while SGD is toggled"),
+        (lambda module, _: module.toggle_optimizer(module.optimizers()[0]), False, "ended while an optimizer was"),
+        (_toggles_both, False, "toggled a second optimizer while"),
         (_toggles_both, True, "toggle_optimizer was called in automatic optimization"),
     ],
 )

@@ -120,7 +120,7 @@ def test_folders_are_probed_in_training_only_and_without_a_trace(tmp_path: Path)
 
 
 class Manual(Regression):
-    """Manual optimization that steps every so many batches or as the epoch ends; logs its loss and another value."""
+    """Manual optimization that steps every so many batches or as the epoch ends, and logs a value."""
 
     automatic_optimization = False
     every, factor, value, wrapped, at_end = 0, 1.0, 0.0, True, False
@@ -130,9 +130,7 @@ class Manual(Regression):
         vars(self).update(options)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        loss = self.loss(batch)
-        self.manual_backward(loss)
-        self.log("manual_loss", loss * self.factor)
+        self.manual_backward(self.loss(batch) * self.factor)
         self.log("best_so_far", self.value)
         if self.every and (batch_idx + 1) % self.every == 0:
             optimizer = self.optimizers()
@@ -160,7 +158,7 @@ class Shifted(Regression):
     [
         (Shifted(math.inf), "In epoch 0 the loss was inf after the first micro-batch, and inf after the last"),
         (Shifted(math.nan, from_step=7), "In epoch 2 "),
-        (Manual(every=1, factor=math.nan), "manual_loss was nan"),
+        (Manual(every=1, factor=math.nan), "the loss was nan"),
         (Manual(), "Manual.training_step went through epoch 0 and did not call step()"),
         pytest.param(Shifted(math.nan, 0.0), None, id="a single loss is not finite"),
         pytest.param(Manual(every=1, value=math.inf), None, id="another value is not finite"),
@@ -411,10 +409,10 @@ ERRORS: dict[str, list[Row]] = {
         Row("Watch was appended to", "looked up once", "in setup", appending_in("on_train_epoch_start")),
     ],
     FIRST: [
-        Row("shape (2, 1)", "from a scalar", "mean()", returns(lambda y: y)),
-        Row("requires no gradient", "detached", "without .detach()", returns(lambda y: y.mean().detach())),
-        Row("a float", "needs a loss", "tensor of shape ()", returns(lambda y: y.mean().item())),
-        Row("a tuple", "needs a loss", "tensor of shape ()", returns(lambda y: (y.mean(), 0))),
+        Row("shape (2, 1)", "a scalar", "mean()", returns(lambda y: y)),
+        Row("requires_grad=False", "trainable", "without .detach()", returns(lambda y: y.mean().detach())),
+        Row("a float", "the backward", "tensor of shape ()", returns(lambda y: y.mean().item())),
+        Row("a tuple", "the backward", "tensor of shape ()", returns(lambda y: (y.mean(), 0))),
         Row("'note'", "a number", "log_dict", steps(lambda self, batch: self.log("note", "good"))),
         Row("manual_backward", "engine itself runs", "automatic_optimization", steps(backward)),
     ],
@@ -434,7 +432,7 @@ WARNINGS: dict[str, list[Row]] = {
         Row("EarlyStopping(monitor='val_los')", "'val_loss'?", "the run fails", calls(EarlyStopping, "val_los")),
         Row("Checkpoint(monitor='val_los')", "'val_loss'?", "the run fails", calls(Checkpoint, monitor="val_los")),
         Row("names 'val_los'", "'val_loss'?", "the run fails", calls(Checkpoint, filename="{val_los:.2f}")),
-        Row("Net.training_step returned None", "made no step", "return loss", steps(nothing)),
+        Row("Net.training_step returned no loss", "made no step", "return loss", steps(nothing)),
         Row("'monitor': 'val_los' of Reduce", "'val_loss'?", "the run fails", scheduled(Plateau, monitor="val_los")),
     ],
     EPOCH: [
