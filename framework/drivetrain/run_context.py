@@ -363,11 +363,6 @@ class RunContext(FitArguments):
         """The values of `progress_bar_metrics` as tensors on their devices. Reading this property does not wait."""
         return self.run_state.metrics.progress_bar_metrics()
 
-    @property
-    def evaluation_so_far(self) -> Mapping[str, torch.Tensor]:
-        """Running means, on this rank, of the values that the current evaluation has logged with ``prog_bar=True``."""
-        return self.run_state.metrics.evaluation_so_far()
-
     loggers: list[Logger]
     """The loggers, to all of which values are sent."""
 

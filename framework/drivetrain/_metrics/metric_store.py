@@ -301,12 +301,8 @@ class MetricStore:
         values = [entry.last if new else 0.0 for entry, new in zip(synced, is_new, strict=True)]
         host_values = to_host([*values, *(entry.has_weight for entry in synced)])  # type: ignore[list-item]
         pairs: list[float] = []
-        for entry, value, has_weight, new in zip(synced, host_values, host_values[len(synced) :], is_new, strict=False):
-            if new and has_weight > 0 and self.contributes:
-                ranks = entry.ranks_of_last
-                pairs += (value * ranks if entry.operation == "mean" else value), float(ranks)
-            else:
-                pairs += 0.0, 0.0
+        for value, has_weight, new in zip(host_values, host_values[len(synced) :], is_new, strict=False):
+            pairs += (value, 1.0) if new and has_weight > 0 and self.contributes else (0.0, 0.0)
         keys = [_key(entry.name, entry) for entry in synced]
         keys, table = gather_packed(self.control, keys, pairs, self._part(keys))
         for entry in synced:
@@ -342,23 +338,6 @@ class MetricStore:
     def progress_bar_metrics(self) -> dict[str, Tensor]:
         """Return the latest values with ``prog_bar=True``. Converting these values to numbers waits for the device."""
         return self._select("prog_bar")
-
-    def evaluation_so_far(self) -> dict[str, Tensor]:
-        """Return this rank's preliminary values with ``prog_bar=True`` of the current evaluation.
-
-        Nothing is reduced or changed, so the evaluation's results are not affected.
-        """
-        values: dict[str, Tensor] = {}
-        for entry in self.entries.values():
-            if not entry.prog_bar or entry.metric is not None:
-                continue
-            if entry.on_step and entry.last is not None and (entry.waiting or entry.total is not None):
-                values[entry.step_name] = copy_as_tensor(entry.last)
-            elif entry.on_epoch:
-                total, weight = entry.clone().epoch_total(), entry.weight
-                if total is not None and (isinstance(weight, Tensor) or weight > 0):
-                    values[entry.epoch_name] = copy_as_tensor(total / weight if entry.operation == "mean" else total)
-        return values
 
     def reduced_at(self, name: str) -> int | None:
         """Return the global step at which a value of `callback_metrics` was reduced, the same on all ranks. Collective.

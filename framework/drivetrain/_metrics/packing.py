@@ -173,9 +173,7 @@ def _raise_differing_keys(keys_by_rank: list[list[str] | None]) -> None:
     for key in differing[:20]:
         logged = spread([None if keys is None else key in keys for keys in keys_by_rank])
         name, operation = key.split("\t")[:2]
-        several = sum(other.startswith(f"{name}\t") for other in differing) > 1
-        shown = f"{name!r} ({operation})" if several else repr(name)
-        lines.append(f"{shown} on rank(s) {logged[True]} and not on {logged[False]}")
+        lines.append(f"{name!r} ({operation}) on rank(s) {logged[True]} and not on {logged[False]}")
     raise DistributedError(
         f"The logged keys differ between ranks: {'; '.join(lines)}.",
         "an epoch's values are reduced over all ranks together.",

@@ -53,7 +53,7 @@ def test_a_key_keeps_its_reduction_after_a_resume() -> None:
     log(store, "longest", 2.0, torch.max)
     resumed, _ = store_after(range(1, 2), store.state_dict())
     log(resumed, "longest", 1.0, torch.max)
-    with pytest.raises(ConfigurationError, match=r"reduce_fx from .* to 'sum'"):
+    with pytest.raises(ConfigurationError, match=r"'sum', None\), and with .* before"):
         log(resumed, "longest", 1.0, "sum")
     assert float(resumed.reduce_epoch("the end")[0]["longest_epoch"]) == 2.0
 
