@@ -100,14 +100,7 @@ class OptimizerHandle:
         self._weights_changed()
         return losses[0] if losses else None
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the optimizer's parameters."""
-        self.optimizer.zero_grad(set_to_none)
-
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # copy and pickle read attributes before they are set
             raise AttributeError(name)
         return getattr(self.optimizer, name)
-
-    def __repr__(self) -> str:
-        return f"OptimizerHandle({self.optimizer!r})"
