@@ -130,7 +130,7 @@ class ProfiledSession(Session):
         loop = self.core.loop
         assert loop is not None
         self._time(loop, "training", "run")
-        self._time(loop, "logging", "_flush", "_reduce_epoch", "_flush_epoch")
+        self._time(loop.log, "logging", "flush_steps", "reduce_epoch", "flush_epoch")
         self._replace(loop.reader, "micro_batches", lambda read: lambda *args: self._windows(read(*args)))
         self._time(step, "backward", "_backward")
         if isinstance(step, AutomaticStep):

@@ -54,8 +54,8 @@ class PredictLoop(LoaderLoop):
             for hook in (*hooks.on_predict_epoch_end, *hooks.on_predict_end):
                 hook()
         self.metrics.enter(None)
-        (ranks,) = self.strategy.control.count_flags("the end of prediction", self.lengths.has_mismatch)
-        self.lengths.warn_together(ranks)
+        (ranks,) = self.strategy.control.count_flags("the end of prediction", self.log.lengths.has_mismatch)
+        self.log.lengths.warn_together(ranks)
         if not self.keeps_outputs:
             return None
         merged = [_merge(exchange(loader_outputs, self.strategy.control)) for loader_outputs in local_outputs]

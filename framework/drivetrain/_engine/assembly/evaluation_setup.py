@@ -58,14 +58,10 @@ def _build_loop(
         strategy=strategy,
         hooks=core.callbacks.hooks,
         position=core.position,
-        metrics=core.metrics,
+        log=core.loop_log(sends=logs),
         sources=[loader.source for loader in data.evaluation[stage]],
         get_limits=lambda: _limits(data.resize_evaluation(stage), sanity_steps),
         move=_safe_mover(core, stage),
-        lengths=data.lengths,
-        log=core.logger_call() if logs else None,
-        write_progress=core.callbacks.progress_writers(),
-        report_every=core.trainer.log_every_n_steps,
         sync_buffers=(
             partial(strategy.sync_buffers, core.module) if core.buffers is None else core.buffers.take_from_rank_0
         ),
