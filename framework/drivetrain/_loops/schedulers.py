@@ -40,7 +40,7 @@ class Schedulers:
     """Whether a scheduler is stepping. True after a step that failed, because the schedulers then disagree."""
 
     def __post_init__(self) -> None:
-        self._warned_names: set[str] = set()
+        self._warned: set[str] = set()
         self._by_step = [config for config in self.configs if config.interval == "step"]
         self._by_epoch = [config for config in self.configs if config.interval == "epoch"]
         self.used_at: dict[str, int] = {}
@@ -96,7 +96,11 @@ class Schedulers:
             index, logged_at = self.configs.index(config), self.metrics.logged_at(config.monitor)
             if logged_at is not None:
                 if self.used_at.get(str(index)) == logged_at:
-                    self._say_stale(config)
+                    self._warn_once(
+                        f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged again "
+                        "since the scheduler's last step. The step is skipped: set 'frequency' to how often the value "
+                        "is logged."
+                    )
                     return
                 self.used_at[str(index)] = logged_at
         self.is_stepping = True
@@ -107,16 +111,6 @@ class Schedulers:
         else:
             config.scheduler.step(value)
         self.is_stepping = False
-
-    def _say_stale(self, config: SchedulerConfig) -> None:
-        if f"stale {config.monitor}" not in self._warned_names and self.warns:
-            logger.warning(
-                "%s monitors %r, which was not logged again since the scheduler's last step. The step is skipped: set "
-                "'frequency' to how often the value is logged. This warning is not repeated.",
-                type(config.scheduler).__name__,
-                config.monitor,
-            )
-        self._warned_names.add(f"stale {config.monitor}")
 
     def _handle_missing(self, config: SchedulerConfig, monitor: str) -> None:
         names = list(self.metrics.callback_metrics())
@@ -131,13 +125,12 @@ class Schedulers:
                 "log the value before the scheduler steps, let the scheduler step as often as the value is logged "
                 "('frequency': 2 with check_val_every_n_epoch=2), or skip such steps with 'strict': False.",
             )
-        if monitor not in self._warned_names and self.warns:
-            logger.warning(
-                "%s %s The step of the scheduler is skipped because of 'strict': False. This warning is not repeated.",
-                problem,
-                logged,
-            )
-        self._warned_names.add(monitor)
+        self._warn_once(f"{problem} {logged} The step of the scheduler is skipped because of 'strict': False.")
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned and self.warns:
+            logger.warning("%s This warning is not repeated.", text)
+        self._warned.add(text)
 
 
 def _is_at_zero(config: SchedulerConfig) -> bool:

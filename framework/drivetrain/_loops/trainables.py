@@ -301,7 +301,7 @@ class Trainables:
     def _check_schedulers(self, optimizer: Optimizer) -> None:
         for config in self._schedulers:
             for scheduler in _with_inner_schedulers(config.scheduler):
-                if _has_fixed_groups(scheduler) and getattr(scheduler, "optimizer", None) is optimizer:
+                if isinstance(scheduler, _SCHEDULERS_WITH_FIXED_GROUPS) and scheduler.optimizer is optimizer:
                     raise ConfigurationError(
                         f"add_param_group on {type(optimizer).__name__}, whose scheduler is a "
                         f"{type(scheduler).__name__}.",
@@ -342,12 +342,6 @@ def freeze_only(named: Mapping[str, torch.nn.Parameter], frozen: set[str]) -> li
     for name in changed:
         named[name].requires_grad_(name not in frozen)
     return changed
-
-
-def _has_fixed_groups(scheduler: Any) -> bool:
-    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
-        return getattr(scheduler, "default_min_lr", 0.0) is None  # min_lr is a list with a number for each group
-    return isinstance(scheduler, _SCHEDULERS_WITH_FIXED_GROUPS)
 
 
 def _with_inner_schedulers(scheduler: Any) -> Iterator[Any]:
