@@ -97,9 +97,9 @@ class ManualStep(TrainStep):
         loss = loss if self._scale == 1.0 else loss * self._scale
         if self._backward_in_context:
             with self._outside_forward(), self.strategy.gradient_sync(True):
-                self._backward(loss)
+                self.run_backward(loss)
         else:
-            self._backward(loss)
+            self.run_backward(loss)
         # From here on, `training_step` may change the weights in other ways than by `OptimizerHandle.step`.
         self._weights_changed()
         for hook in self._after_backward:

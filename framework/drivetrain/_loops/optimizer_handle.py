@@ -35,7 +35,7 @@ class OptimizerHandle:
     ) -> None:
         self.optimizer = optimizer
         self._strategy = strategy
-        self._step_optimizer: Callable[..., bool] = strategy.optimizer_step
+        self.step_optimizer: Callable[..., bool] = strategy.optimizer_step
         self._weights_changed = strategy.precision.weights_changed
         self._before_step = () if automatic else hooks.on_before_optimizer_step
         # A closure that is not passed on is called once, before the step.
@@ -70,9 +70,9 @@ class OptimizerHandle:
         try:
             if self._suspends_forward:
                 with self._strategy.precision.outside_forward():
-                    self.stepped = self._step_optimizer(self.optimizer)
+                    self.stepped = self.step_optimizer(self.optimizer)
             else:
-                self.stepped = self._step_optimizer(self.optimizer)
+                self.stepped = self.step_optimizer(self.optimizer)
         except Exception as error:
             explain_missing_closure(error, self.optimizer)
             raise
@@ -96,7 +96,7 @@ class OptimizerHandle:
             return loss
 
         with precision.outside_forward() if self._suspends_forward else nullcontext():
-            self.stepped = self._step_optimizer(self.optimizer, evaluate)
+            self.stepped = self.step_optimizer(self.optimizer, evaluate)
         self._weights_changed()
         return losses[0] if losses else None
 

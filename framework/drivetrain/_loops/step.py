@@ -66,7 +66,7 @@ class TrainStep:
 
     def __post_init__(self) -> None:
         self._training_step = bind_step(self.runner, self.module.training_step)
-        self._backward = resolve_backward(self.module, self.strategy)
+        self.run_backward = resolve_backward(self.module, self.strategy)
         self._before_backward = self.hooks.on_before_backward
         self._after_backward = self.hooks.on_after_backward
         self._scales_loss = self.strategy.precision.scales_loss
@@ -169,7 +169,7 @@ class AutomaticStep(TrainStep):
         for hook in self._before_backward:
             hook(loss)
         self.last_loss = loss
-        self._backward(loss if micro_batch.scale == 1.0 else loss * micro_batch.scale)
+        self.run_backward(loss if micro_batch.scale == 1.0 else loss * micro_batch.scale)
         for hook in self._after_backward:
             hook()
         return output

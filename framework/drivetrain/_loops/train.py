@@ -149,7 +149,7 @@ class TrainLoop:
             data_is_over = resumed is not None and resumed.data_is_over
             reset_metrics, resumed = True, None
             snapshot = self.snapshot
-            if snapshot is not None and not snapshot.begin_epoch(self.reader.source, self.reader.window_size):
+            if snapshot is not None and not snapshot.begin_epoch(self.reader.source, self.reader.get_window_size()):
                 snapshot = None
             previous = self.position.enter("training")
             self.saves.in_epoch = True
@@ -208,7 +208,7 @@ class TrainLoop:
                 return ended
         if data_is_over:
             return EpochEnd.DATA
-        micro_batches = self.reader.micro_batches(progress.epoch, progress.batch_idx)
+        micro_batches = self.reader.read_epoch(progress.epoch, progress.batch_idx)
         checks_first = self.checks.warns
         if self._is_at_max_steps():
             return self._end_at(EpochEnd.LIMIT, micro_batches)
@@ -382,7 +382,7 @@ class TrainLoop:
             self.saves.save_before_leaving()
         if data_is_over:
             return EpochEnd.DATA
-        return self._end_at(EpochEnd.STOPPED, self.reader.micro_batches(progress.epoch, progress.batch_idx))
+        return self._end_at(EpochEnd.STOPPED, self.reader.read_epoch(progress.epoch, progress.batch_idx))
 
     def _stop_within_epoch(self, micro_batches: Iterator[MicroBatch]) -> EpochEnd:
         """End the epoch after a window because a stop or a preemption was requested."""

@@ -105,10 +105,12 @@ def _warn_if_never_validates(core: RunCore) -> None:
 
 
 def _build_reader(core: RunCore) -> EpochReader:
-    module, data = core.module, core.data
+    module, data, trainer = core.module, core.data, core.trainer
     is_weighed = module.automatic_optimization and is_overridden("batch_weight", module, TrainModule)
-    reader = EpochReader(
-        core.trainer,
+    return EpochReader(
+        data.training,
+        lambda: trainer.accumulate_grad_batches,
+        bool(trainer.overfit_batches),
         core.strategy,
         module.batch_weight if is_weighed else None,
         core.move,
@@ -117,8 +119,6 @@ def _build_reader(core: RunCore) -> EpochReader:
         lengths=data.lengths,
         origin_of=data.epoch_position.origin,
     )
-    reader.use(data.training)
-    return reader
 
 
 def _pass_over_data(core: RunCore) -> None:
