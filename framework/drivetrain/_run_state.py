@@ -64,19 +64,19 @@ class Progress:
 
 
 class WeightedBatch(Protocol):
-    """Training's micro-batch, as far as `Position` reads it."""
+    """Training's micro-batch, as far as `CurrentBatch` reads it."""
 
     weight: float
     closes: bool
 
 
 @dataclass(slots=True)
-class Position:
+class CurrentBatch:
     """The running loop and the batch that it processes. After a failure, the attributes still name the failed batch."""
 
     loop: str | None = None
     """"training", "evaluation" or "prediction"; None between loops."""
-    current_batch: int = 0
+    batch_idx: int = 0
     """The index of the current micro-batch. `Progress.batch_idx` counts those that were trained on."""
     micro_batch: WeightedBatch | None = None
     """Training's current micro-batch; None between epochs."""
@@ -95,13 +95,13 @@ class Position:
 
     def enter(self, loop: str) -> tuple[str | None, int]:
         """Set the running loop, at batch 0; return the previous loop and batch, to be passed to `leave`."""
-        previous = self.loop, self.current_batch
-        self.loop, self.current_batch = loop, 0
+        previous = self.loop, self.batch_idx
+        self.loop, self.batch_idx = loop, 0
         return previous
 
     def leave(self, previous: tuple[str | None, int]) -> None:
         """Restore the loop and batch that `enter` returned."""
-        self.loop, self.current_batch = previous
+        self.loop, self.batch_idx = previous
 
 
 @dataclass(slots=True)
@@ -242,7 +242,7 @@ class RunState:
         strategy: the strategy, which decides where and how the module runs.
         metrics: the values that the module and the callbacks log.
         progress: the counters that a checkpoint stores.
-        position: the loop and the micro-batch being processed.
+        current: the loop and the micro-batch being processed.
         sanity_checking: whether the sanity check before training is running.
         validating: whether a fit is validating, outside its sanity check.
         data: the loaders, once they are built.
@@ -267,7 +267,7 @@ class RunState:
     strategy: Strategy | None = None
     metrics: MetricStore = field(default_factory=lambda: MetricStore(nn.Module()))
     progress: Progress = field(default_factory=Progress)
-    position: Position = field(default_factory=Position)
+    current: CurrentBatch = field(default_factory=CurrentBatch)
     sanity_checking: bool = False
     validating: bool = False
     data: StageLoaders = field(default_factory=StageLoaders)

@@ -23,7 +23,7 @@ from drivetrain._loops.uneven_inputs import LoggingPaused, without_side_effects
 from drivetrain._loops.windows import Batches
 from drivetrain._metrics import MetricStore
 from drivetrain._module.module_hooks import ModuleHooks
-from drivetrain._run_state import Position
+from drivetrain._run_state import CurrentBatch
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 from drivetrain.strategies.strategy import StepRunner, Strategy
@@ -42,7 +42,7 @@ class LoaderLoop:
         runner: the function that `Strategy.setup_module` returned, which calls a step of the module.
         strategy: the strategy that runs the module.
         hooks: the overridden hooks.
-        position: the running loop and the batch being processed, which this loop sets.
+        current: the running loop and the batch being processed, which this loop sets.
         log: reduces the logged values and sends them to the loggers.
         sources: the source of the batches of each loader.
         get_limits: reads the sizes of the loaders' data again, and returns the maximal number of micro-batches of each
@@ -58,7 +58,7 @@ class LoaderLoop:
     runner: StepRunner
     strategy: Strategy
     hooks: HookTable
-    position: Position
+    current: CurrentBatch
     log: LoopLog
     sources: Sequence[BatchSource]
     get_limits: Callable[[], Sequence[int | None]]
@@ -104,13 +104,13 @@ class LoaderLoop:
             first: the number of the first micro-batch.
             equal_counts: whether all ranks have the same number of micro-batches.
         """
-        position, early_exit, count = self.position, self.early_exit, first
+        current, early_exit, count = self.current, self.early_exit, first
         word = "prediction" if self.stage == "predict" else self._name
         title = f"{word} loader {index}" if self._several else f"{word} loader"
-        previous = position.enter("prediction" if self.stage == "predict" else "evaluation")
+        previous = current.enter("prediction" if self.stage == "predict" else "evaluation")
         batches = evaluation_batches(source, self.strategy, title, limit, first)
         for batch_idx, (batch, share) in enumerate(batches, first):
-            position.current_batch = batch_idx
+            current.batch_idx = batch_idx
             if self.log.write_progress and batch_idx > first and (batch_idx - first) % self.log.every == 0:
                 self.log.report(self._batches_before + batch_idx)
             # A rank without data repeats its last batch, with start < 0, to join collectives. This does not count.
@@ -118,7 +118,7 @@ class LoaderLoop:
             yield batch_idx, batch, share
             if early_exit is not None and early_exit.stop.counts_points and early_exit.exits():
                 break
-        position.leave(previous)
+        current.leave(previous)
         self._has_exited = early_exit is not None and early_exit.has_exited(equal_counts)
         if not self._has_exited:
             self._batches_before += count

@@ -30,7 +30,7 @@ class LoopLog:
     write_progress: Sequence[Callable[[int], None]]
     every: int
 
-    reduced_at: int = field(default=0, init=False)
+    flushed_at: int = field(default=0, init=False)
     """The number of the run's micro-batches after which step values were last reduced."""
 
     def flush_steps(self, progress: Progress) -> None:
@@ -42,7 +42,7 @@ class LoopLog:
 
     def reduce_steps(self, progress: Progress) -> None:
         """Reduce the step values over ranks. Collective."""
-        self.reduced_at = progress.micro_batches
+        self.flushed_at = progress.micro_batches
         self.metrics.reduce_steps()
 
     def report(self, done: int) -> None:

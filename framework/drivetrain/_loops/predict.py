@@ -70,7 +70,7 @@ class PredictLoop(LoaderLoop):
         equal_counts = source.shards_known and not checks
         for batch_idx, batch, share in self._batches(index, source, limit, first=first, equal_counts=equal_counts):
             indices = None if indices_of_batches is None else next(indices_of_batches, None)
-            self.position.indices = None if share.joins else indices
+            self.current.indices = None if share.joins else indices
             predicted = checks and (share.joins or self._is_predicted(batch_idx, index))
             done = collective and checks and self._is_predicted_on_all_ranks(predicted)
             if share.joins or predicted:
@@ -83,7 +83,7 @@ class PredictLoop(LoaderLoop):
                 # If the loader reuses the memory of batches, an output on the host may have to be copied.
                 kept.append((start, batch_idx, on_host(output, source.fresh_memory)))
             del output  # frees the output's memory before the next step
-        self.position.indices = None
+        self.current.indices = None
         return kept if self.strategy.is_data_leader else []
 
     def _first_to_predict(self, index: int, source: BatchSource, limit: int | None) -> int:

@@ -21,7 +21,7 @@ from drivetrain._loops.uneven_inputs import Joining
 from drivetrain._loops.validation import ValidationPlan
 from drivetrain._loops.window_snapshot import WindowSnapshot
 from drivetrain._loops.windows import MicroBatch
-from drivetrain._run_state import CheckpointsOfRun, Position, Progress
+from drivetrain._run_state import CheckpointsOfRun, CurrentBatch, Progress
 from drivetrain._runtime.generators import preserved_generators
 from drivetrain._runtime.transfer import map_tensors
 
@@ -39,7 +39,7 @@ class EpochEnd(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class LoopPosition:
+class LoopState:
     """Where training goes on after a save, besides the counters.
 
     Attributes:
@@ -68,7 +68,7 @@ class TrainLoop:
         reader: reads the data of an epoch.
         hooks: the overridden hooks.
         progress: the counters that a checkpoint stores.
-        position: the micro-batch being processed.
+        current: the micro-batch being processed.
         stop: collects requests to end training early.
         max_epochs: the epochs after which training ends; None or -1 for no limit.
         max_steps: the optimizer steps after which training ends; -1 for no limit.
@@ -89,7 +89,7 @@ class TrainLoop:
     reader: EpochReader
     hooks: HookTable
     progress: Progress
-    position: Position
+    current: CurrentBatch
     stop: StopRequest
     max_epochs: int | None
     max_steps: int
@@ -105,7 +105,7 @@ class TrainLoop:
 
     def __post_init__(self) -> None:
         self.metrics, self.rng_replay = self.log.metrics, self.reader.rng_replay
-        self._resumed: LoopPosition | None = None
+        self._resumed: LoopState | None = None
         self._data_is_over = False
         self._left_after_last_step = False  # whether a preemption came after max_steps but before the epoch's end
         self._asked_to_stop: str | None = None  # the reason of a stop that was requested before a preemption
@@ -114,7 +114,7 @@ class TrainLoop:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the part of the loop's position that the counters do not contain, e.g. whether the data is over."""
-        position = LoopPosition(
+        saved = LoopState(
             data_is_over=self._data_is_over or self._is_data_over(),
             # The snapshot of an epoch's first window was taken after the hooks of the epoch's start.
             has_begun=self.snapshot is not None and self.snapshot.is_active and self.progress.batch_idx == 0,
@@ -124,15 +124,15 @@ class TrainLoop:
             validation_is_due=self.validation.next_at == self.progress.batch_idx,
         )
         plateaus = self.schedulers.used_at
-        return {**asdict(position), "flushed_at": self.log.reduced_at, "plateaus": dict(plateaus)}
+        return {**asdict(saved), "flushed_at": self.log.flushed_at, "plateaus": dict(plateaus)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make `run` resume at the position that `state_dict` returned."""
-        position = dict(state)
-        self.log.reduced_at = int(position.pop("flushed_at"))
-        plateaus = position.pop("plateaus")
+        """Make `run` resume with the state that `state_dict` returned."""
+        saved = dict(state)
+        self.log.flushed_at = int(saved.pop("flushed_at"))
+        plateaus = saved.pop("plateaus")
         self.schedulers.used_at = {index: int(step) for index, step in plateaus.items()}
-        self._resumed = LoopPosition(**{**position, "validated_at": int(position["validated_at"])})
+        self._resumed = LoopState(**{**saved, "validated_at": int(saved["validated_at"])})
 
     # The operations of a run, an epoch and a step, in their order
 
@@ -151,11 +151,11 @@ class TrainLoop:
             snapshot = self.snapshot
             if snapshot is not None and not snapshot.begin_epoch(self.reader.source, self.reader.get_window_size()):
                 snapshot = None
-            previous = self.position.enter("training")
+            previous = self.current.enter("training")
             self.saves.in_epoch = True
             ended = self._train_epoch(snapshot, data_is_over)
-            self.position.leave(previous)
-            self.position.micro_batch = None
+            self.current.leave(previous)
+            self.current.micro_batch = None
             run_ends = ended is not EpochEnd.ROLLBACK and self._end_epoch(ended)
             self.saves.in_epoch = False
             if self.saves.rollback is not None and not self.stop.preempted:
@@ -163,7 +163,7 @@ class TrainLoop:
             elif run_ends:
                 return
 
-    def _begin_epoch(self, resumed: LoopPosition | None, reset_metrics: bool) -> None:
+    def _begin_epoch(self, resumed: LoopState | None, reset_metrics: bool) -> None:
         """Load the epoch's data and call the hooks that begin it, unless they were called before a resume.
 
         Args:
@@ -197,7 +197,7 @@ class TrainLoop:
             snapshot: the state at the start of a window; None if the epoch is never left within a window.
             data_is_over: whether the epoch's last micro-batch was trained on before the run was saved and resumed.
         """
-        progress, position, stop, step = self.progress, self.position, self.stop, self.step
+        progress, current, stop, step = self.progress, self.current, self.stop, self.step
         metrics, validation, requests = self.metrics, self.validation, self.saves.waiting
         batch_start, batch_end = self.hooks.on_train_batch_start, self.hooks.on_train_batch_end
         max_steps, log_every = self.max_steps, self.log.every
@@ -216,7 +216,7 @@ class TrainLoop:
         # The batch of each micro-batch is on the device. A window is the micro-batches of one optimizer step.
         for micro_batch in micro_batches:
             batch, batch_idx, samples = micro_batch.batch, progress.batch_idx, micro_batch.samples
-            position.current_batch, position.micro_batch = batch_idx, micro_batch
+            current.batch_idx, current.micro_batch = batch_idx, micro_batch
             metrics.batch, metrics.samples = batch, samples
             metrics.had_data = metrics.had_data or samples > 0
             joining = None if samples else Joining(metrics)
@@ -286,7 +286,7 @@ class TrainLoop:
         if hooks.early["on_train_epoch_end"]:
             results = self.log.reduce_epoch("the reduction of an epoch's values")  # with what the early hooks logged
         metrics.reset_metrics()
-        if self.log.every and progress.micro_batches != self.log.reduced_at:
+        if self.log.every and progress.micro_batches != self.log.flushed_at:
             self.log.reduce_steps(progress)
         self.log.flush_epoch(results)
         for hook in hooks.late["on_train_epoch_end"]:
@@ -343,7 +343,7 @@ class TrainLoop:
         self.step.drop_window()
         self.progress.within_window = False
         self.metrics.batch = None
-        self.log.reduced_at = -1  # the hook that ended the epoch may have logged values, which no step reduces
+        self.log.flushed_at = -1  # the hook that ended the epoch may have logged values, which no step reduces
         if joining is not None:
             joining.end()
         return EpochEnd.DATA
@@ -414,7 +414,7 @@ class TrainLoop:
         self.saves.save_before_leaving()
         return EpochEnd.PREEMPTED
 
-    def _roll_back(self, load: Callable[[], None]) -> LoopPosition | None:
+    def _roll_back(self, load: Callable[[], None]) -> LoopState | None:
         """Restore an earlier checkpoint by ``load``; return the position of the loop that the checkpoint contains."""
         self.saves.rollback = None
         load()

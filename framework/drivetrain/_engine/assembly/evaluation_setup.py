@@ -57,7 +57,7 @@ def _build_loop(
         runner=core.runner,
         strategy=strategy,
         hooks=core.callbacks.hooks,
-        position=core.position,
+        current=core.current,
         log=core.loop_log(sends=logs),
         sources=[loader.source for loader in data.evaluation[stage]],
         get_limits=lambda: _limits(data.resize_evaluation(stage), sanity_steps),

@@ -57,7 +57,7 @@ def build_training(core: RunCore) -> TrainStep:
         reader=_build_reader(core),
         hooks=core.callbacks.hooks,
         progress=core.progress,
-        position=core.position,
+        current=core.current,
         stop=core.stop,
         max_epochs=trainer.max_epochs,
         max_steps=trainer.max_steps,
