@@ -13,7 +13,9 @@ BIN := $(VENV)/bin
 BENCH := .venv-bench
 FLOOR := .venv-floor
 NEWEST := .venv-newest
-PIP_INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
+# pip would compile the 20,000 files of all packages; Python compiles the few that it imports, and keeps the result.
+PIP_INSTALL := -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
 SETUP := pyproject.toml constraints.txt
 
 # Build isolation reads the pins from here; the name it reads depends on pip's version.
@@ -27,7 +29,7 @@ PYTEST := -m pytest -n $(WORKERS) --dist loadfile
 # The oldest torch that pyproject.toml allows. It, and the newest, want another setuptools than the one that is pinned.
 FLOOR_TORCH = $(shell sed -n 's/^ *"torch>=\([0-9.]*\).*/\1/p' pyproject.toml)
 install_into = PIP_CONSTRAINT=$(1)/constraints.txt PIP_BUILD_CONSTRAINT=$(1)/constraints.txt \
-	$(1)/bin/python -m pip install -qq --disable-pip-version-check
+	$(1)/bin/python -m pip install -qq --disable-pip-version-check --no-compile
 
 # All of one process, and of several what others rest on.
 QUICK := tests/unit tests/distributed/test_ddp.py tests/distributed/test_clipping.py tests/distributed/test_checkpoint_files.py
