@@ -17,6 +17,7 @@ from drivetrain._module.module_hooks import ModuleHooks
 from drivetrain._runtime.transfer import map_tensors, move_to
 from drivetrain.data import DataModule
 from drivetrain.module.train_module import TrainModule
+from drivetrain.precision import Precision
 from drivetrain.strategies.strategy import Strategy
 
 Move = Callable[[Any, int], Any]
@@ -103,7 +104,8 @@ def build_batch_mover(module: TrainModule, datamodule: DataModule | None, strate
         transfer = None
     else:
         transfer = override or (lambda batch, dataloader_idx: strategy.to_device(batch))
-    converts = (lambda batch, dataloader_idx: precision.convert_batch(batch),) if precision.converts_batch else ()
+    is_converted = is_overridden("convert_batch", precision, Precision)
+    converts = (lambda batch, dataloader_idx: precision.convert_batch(batch),) if is_converted else ()
     if not (before or after or transfer or converts):
         return None
     return BatchMover(before, transfer, (*converts, *after), strategy.device if only_copies else None)

@@ -53,29 +53,23 @@ class Schedulers:
         Raises:
             ConfigurationError: a schedule has ended because it was built on a wrong length.
         """
-        if global_step > self.estimated_steps:
-            self._after_estimated_end(global_step)
-            return
         for config in self._by_step:
+            is_late = global_step > self.estimated_steps
+            if is_late and self.estimate_was_read and global_step == self.estimated_steps + 1 and _is_at_zero(config):
+                raise self._schedule_ended(config)
             if global_step % config.frequency == 0:
-                self._step_scheduler(config)
+                try:
+                    self._step_scheduler(config)
+                except ValueError as error:  # OneCycleLR raises this error after its last step
+                    if is_late:
+                        raise self._schedule_ended(config) from error
+                    raise
 
     def after_epoch(self, epochs: int) -> None:
         """Step the schedulers whose interval is an epoch, after ``epochs`` completed epochs."""
         for config in self._by_epoch:
             if epochs % config.frequency == 0:
                 self._step_scheduler(config)
-
-    def _after_estimated_end(self, global_step: int) -> None:
-        """Step schedulers after more optimizer steps than were estimated."""
-        for config in self._by_step:
-            if self.estimate_was_read and global_step == self.estimated_steps + 1 and _is_at_zero(config):
-                raise self._schedule_ended(config)
-            if global_step % config.frequency == 0:
-                try:
-                    self._step_scheduler(config)
-                except ValueError as error:  # OneCycleLR raises this error after its last step
-                    raise self._schedule_ended(config) from error
 
     def _schedule_ended(self, config: SchedulerConfig) -> ConfigurationError:
         steps, length = self.estimated_steps, self.estimated_length

@@ -44,7 +44,6 @@ def test_every_name_and_shorthand(settings: list[Any], name: str, kind: Any) -> 
         (8, "cpu", "precision=8 is unknown"),
         (True, "cpu", "precision=True is unknown"),
         (torch.float16, "cpu", "precision=torch.float16 is unknown"),
-        (DoublePrecision(), "mps", "no float64"),
         (MixedPrecision("bf16-mixed", "cuda"), "cpu", "is for device type 'cuda', but the run is on cpu"),
     ],
 )
