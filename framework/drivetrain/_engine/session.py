@@ -52,7 +52,7 @@ from drivetrain._metrics import MetricStore
 from drivetrain._module.run_handle import attach, detach
 from drivetrain._parameters.module_lock import lock_module, unlock_module
 from drivetrain._run_state import Progress
-from drivetrain._runtime.console import log_once, log_to_console
+from drivetrain._runtime.console import log_to_console
 from drivetrain._runtime.process_state import ProcessState, apply_switches
 from drivetrain._runtime.seed import order_seed
 from drivetrain.callback import WantsRunFolder, folders_of
@@ -243,7 +243,7 @@ class Session:
         if self._resumed is not None:
             self._resumed.load()
         if not core.request.trial:
-            log_once(core.strategy.precision.describe())
+            logger.info(core.strategy.precision.describe())
         return step
 
     def _train(self, loop: TrainLoop) -> None:

@@ -111,16 +111,13 @@ def compare_order(source: BatchSource, name: str, strategy: Strategy) -> None:
                 ConfigurationError,
             )
         elif strategy.rank == 0 and len(set(data_ranks)) > 1 and len(set(digests)) == 1:
-            _warn_of_equal_batches(fingerprints[0].name, len(set(data_ranks)), name)
-
-
-def _warn_of_equal_batches(data: str, ranks: int, name: str) -> None:
-    logger.warning(
-        "The first batch of the %s is the same on all ranks. Each rank seems to read the whole of %s, so that every "
-        "sample counts %d times: give each rank its own part, for example by drivetrain.data.split_by_rank(%s(...)). "
-        "This warning is not repeated.",
-        name,
-        data,
-        ranks,
-        data,
-    )
+            data, ranks = fingerprints[0].name, len(set(data_ranks))
+            logger.warning(
+                "The first batch of the %s is the same on all ranks. Each rank seems to read the whole of %s, so that "
+                "every sample counts %d times: give each rank its own part, for example by "
+                "drivetrain.data.split_by_rank(%s(...)). This warning is not repeated.",
+                name,
+                data,
+                ranks,
+                data,
+            )

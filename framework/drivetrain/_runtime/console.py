@@ -14,16 +14,6 @@ from typing import Any
 
 _LOGGER = logging.getLogger("drivetrain")
 
-_LOGGED: set[str] = set()
-"""Messages that `log_once` has logged in this process."""
-
-
-def log_once(text: str) -> None:
-    """Log ``text``, a message that would be the same for every run, once per process."""
-    if text not in _LOGGED and _LOGGER.isEnabledFor(logging.INFO):
-        _LOGGED.add(text)
-        _LOGGER.info(text)
-
 
 class _StandardError(logging.StreamHandler[Any]):
     """Writes to the current ``sys.stderr``, which a progress bar replaces while it is shown."""

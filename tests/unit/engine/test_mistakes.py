@@ -23,7 +23,6 @@ from torch.utils.data import TensorDataset
 
 from captured_warnings import captured_warnings
 from drivetrain import Callback, ConfigurationError, DataModule, DrivetrainError, Fit, TrainModule
-from drivetrain._runtime import console  # private: a process logs a precision once, and this one has
 from drivetrain.callbacks import Checkpoint, EarlyStopping, Timer
 from drivetrain.data import CombinedLoader
 from drivetrain.loggers import CSVLogger
@@ -78,10 +77,9 @@ def test_who_requested_a_stop_is_logged(tmp_path: Path) -> None:  # I-17
     assert both in ending(patient, Logs(), loader(), loader())
 
 
-def test_a_process_logs_each_precision_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # L-09
-    monkeypatch.setattr(console, "_LOGGED", set())
+def test_a_run_logs_its_precision(tmp_path: Path) -> None:  # L-09
     with captured_warnings(logging.INFO) as lines:
-        for precision in ("32-true", "32-true", "bf16-mixed"):
+        for precision in ("32-true", "bf16-mixed"):
             fit(tmp_path, precision=precision).fit(Tiny(), loader())
     precisions = [line.partition(":")[0] for line in lines if line.startswith("Precision")]
     assert precisions == ["Precision 32-true", "Precision bf16-mixed"]
