@@ -157,8 +157,6 @@ class EvaluateLoop(LoaderLoop):
                 early_exit.begin()
             for hook in (*self._hooks("start"), *self._hooks("epoch_start")):
                 hook()
-            if early_exit is not None:
-                early_exit.mark_start_hooks_done()
             had_data = []
             for index, source, limit in self._loaders():
                 metrics.dataloader_idx = index if self._several else None
