@@ -17,7 +17,7 @@ from drivetrain._loops.loss_checks import EpochChecks
 from drivetrain._loops.schedulers import Schedulers
 from drivetrain._loops.step import TrainStep
 from drivetrain._loops.stopping import StopRequest, limit_reached
-from drivetrain._loops.uneven_inputs import Joining
+from drivetrain._loops.uneven_inputs import LoggingPaused
 from drivetrain._loops.validation import ValidationPlan
 from drivetrain._loops.window_snapshot import WindowSnapshot
 from drivetrain._loops.windows import MicroBatch
@@ -219,7 +219,7 @@ class TrainLoop:
             current.batch_idx, current.micro_batch = batch_idx, micro_batch
             metrics.batch, metrics.samples = batch, samples
             metrics.had_data = metrics.had_data or samples > 0
-            joining = None if samples else Joining(metrics)
+            joining = None if samples else LoggingPaused(metrics, joins=True)
             if batch_start and self._skips_rest_of_epoch(batch_start, batch, batch_idx):
                 return self._drop_window(joining)
             if micro_batch.opens:
@@ -339,7 +339,7 @@ class TrainLoop:
         self.step.strategy.control.monitored_barrier(purpose, timeout=_SKIP_TIMEOUT)
         return True
 
-    def _drop_window(self, joining: Joining | None) -> EpochEnd:
+    def _drop_window(self, joining: LoggingPaused | None) -> EpochEnd:
         self.step.drop_window()
         self.progress.within_window = False
         self.metrics.batch = None
