@@ -204,7 +204,7 @@ def test_values_of_an_evaluation_are_reduced_over_the_ranks() -> None:  # B-04, 
         for found, refused in results:
             assert found == pytest.approx({"count": samples, "rank": 1.5, "twice": 2.0 * 4})
             assert refused["type"] == "DistributedError"
-            assert "'only_here' (mean) on rank(s) [1] and not on [0, 2, 3]" in refused["text"]
+            assert 'only_here mean: missing on rank(s) [0, 2, 3]; "logged" on rank(s) [1]' in refused["text"]
 
 
 class Stepwise(Regression):
@@ -231,7 +231,7 @@ def test_step_values_are_reduced_at_a_flush() -> None:  # B-12
     # The first is not counted again at each later flush; in the second, rank 1 joins.
     for seldom, joined, refused in on_ranks(each, 2, _stepwise, (64, 4, 0, 1), (9, 1, 0, 1), (64, 1, 1)):
         assert (seldom, joined) == (2.0, 1.0)
-        assert "'sum' (sum) on rank(s) [1] and not on [0]" in refused
+        assert 'sum sum: missing on rank(s) [0]; "logged" on rank(s) [1]' in refused
 
 
 class Contrastive(Regression):

@@ -8,8 +8,7 @@ from enum import IntEnum
 
 import torch
 
-from drivetrain._distributed.control_plane import ControlPlane, spread
-from drivetrain.errors import DistributedError
+from drivetrain._distributed.control_plane import ControlPlane, refuse_differences
 
 _CHUNK = 256  # the number of doubles in the first collective, the same for any number of keys
 _HEADER = 4  # the number of header values: the part, the number of values, and two halves of the keys' hash
@@ -156,7 +155,7 @@ def _gather_differing(
     if any(rank_keys != known for rank_keys in complete) or any(
         not set(rank_keys) <= set(known) for _, rank_keys, _ in ranks
     ):
-        _raise_differing_keys([rank_keys if part is not Part.NONE else None for part, rank_keys, _ in ranks])
+        _refuse_different_keys([rank_keys if part is not Part.NONE else None for part, rank_keys, _ in ranks])
     rows = []
     for part, rank_keys, values in ranks:
         if part is not Part.NONE:
@@ -165,17 +164,14 @@ def _gather_differing(
     return known, torch.tensor(rows, dtype=torch.float64).reshape(len(rows), 2 * len(with_numbers))
 
 
-def _raise_differing_keys(keys_by_rank: list[list[str] | None]) -> None:
-    key_sets = [set(keys) for keys in keys_by_rank if keys is not None]
-    first = key_sets[0]
-    differing = sorted(first.union(*key_sets) - first.intersection(*key_sets))
-    lines = []
-    for key in differing[:20]:
-        logged = spread([None if keys is None else key in keys for keys in keys_by_rank])
-        name, operation = key.split("\t")[:2]
-        lines.append(f"{name!r} ({operation}) on rank(s) {logged[True]} and not on {logged[False]}")
-    raise DistributedError(
-        f"The logged keys differ between ranks: {'; '.join(lines)}.",
+def _refuse_different_keys(keys_by_rank: list[list[str] | None]) -> None:
+    """Raise the error about keys that differ between ranks. None stands for a rank without data."""
+    known = next(keys for keys in keys_by_rank if keys is not None)
+    refuse_differences(
+        [
+            dict.fromkeys((key.replace("\t", " ").strip() for key in (known if keys is None else keys)), "logged")
+            for keys in keys_by_rank
+        ],
         "an epoch's values are reduced over all ranks together.",
         "log the same keys on every rank; use sync_dist=False for values that belong to one rank.",
     )
