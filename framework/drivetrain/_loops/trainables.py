@@ -72,8 +72,8 @@ class Trainables:
         self._frozen_by_strategy: set[str] = set()
         self._warned: set[str] = set()
         self._handles: list[Any] = []
-        self._patched: list[Optimizer] = []
-        self._resuming = False
+        self.resuming = False
+        """Whether the start hooks of a resumed run are being called. Groups that they add were already restored."""
         self.checks_each_window = strategy.world_size > 1 or is_overridden("trainable_changed", strategy, Strategy)
         """Whether changes are checked in each window because the strategy depends on them; otherwise once an epoch."""
         self.window_open = False
@@ -95,18 +95,16 @@ class Trainables:
         self._optimizers, self._schedulers = optimizers, schedulers
         self._groups = self._current_groups()
         for register in (register_module_module_registration_hook, register_module_parameter_registration_hook):
-            self._handles.append(register(self._on_created))
+            self._handles.append(register(lambda *_: self.note_new_parameters()))
         for optimizer in optimizers:
-            self._patched.append(optimizer)
             optimizer.__dict__["add_param_group"] = self._checked_add_param_group(optimizer)
 
     def end(self) -> None:
         """Remove the hooks that `begin` installed."""
         for handle in self._handles:
             handle.remove()
-        for optimizer in self._patched:
+        for optimizer in self._optimizers:
             optimizer.__dict__.pop("add_param_group", None)
-        self._handles, self._patched = [], []
 
     # Checks
 
@@ -248,14 +246,7 @@ class Trainables:
                 listed(undone),
             )
 
-    def set_resuming(self, value: bool) -> None:
-        """Set whether the start hooks of a resumed run are being called. Groups that they add were already restored."""
-        self._resuming = value
-
     # Notifications of new layers and groups
-
-    def _on_created(self, module: Any, name: str, value: Any) -> None:
-        self.note_new_parameters()
 
     def _checked_add_param_group(self, optimizer: Optimizer) -> Callable[[dict[str, Any]], None]:
         add = type(optimizer).add_param_group
@@ -268,7 +259,7 @@ class Trainables:
             group["params"] = params
             tensors = [param[1] if isinstance(param, tuple) else param for param in params]
             grouped = {id(param) for other in optimizer.param_groups for param in other["params"]}
-            if self._resuming and tensors and all(id(tensor) in grouped for tensor in tensors):
+            if self.resuming and tensors and all(id(tensor) in grouped for tensor in tensors):
                 if strategy.rank == 0:
                     logger.warning(
                         "A group of %d parameter(s) was not added again, since it was already restored from the "
