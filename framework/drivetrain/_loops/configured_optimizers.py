@@ -20,10 +20,8 @@ _SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "name", "str
 _DICT_KEYS = ("optimizer", "lr_scheduler", "monitor", "closure", "elementwise")
 _FORMS = (
     "return an optimizer; a list of them; (optimizers, schedulers) as two lists; a dict {'optimizer': o, "
-    "'lr_scheduler': s}, where s is a scheduler or {'scheduler', 'interval', 'frequency', 'monitor', 'strict', "
-    "'reduce_on_plateau', 'name'}, and with "
-    "'closure': True for an optimizer that evaluates the loss again in its step, or 'elementwise': True for one whose "
-    "update of an element depends on that element alone; or None."
+    "'lr_scheduler': s, 'closure': False, 'elementwise': False}, where s is a scheduler or {'scheduler', 'interval', "
+    "'frequency', 'monitor', 'strict', 'reduce_on_plateau', 'name'}; or None."
 )
 
 
