@@ -26,7 +26,7 @@ from drivetrain._metrics.metric_objects import (
     reset,
     set_metric_state,
 )
-from drivetrain._metrics.packing import Part, combine, gather_packed, to_host
+from drivetrain._metrics.packing import combine, gather_packed, to_host
 from drivetrain._metrics.values import copy_as_tensor, number, weight
 from drivetrain._runtime.transfer import first_dimension, move_to
 from drivetrain.errors import ConfigurationError, nearest
@@ -243,7 +243,7 @@ class MetricStore:
             keys = [_key(entry.epoch_name, entry) for entry in shared]
             synced_metrics = [entry for entry in metrics if entry.sync_dist is not False]
             keys += [f"{entry.epoch_name}\tmetric\t{entry.attribute}" for entry in synced_metrics]
-            keys, table = gather_packed(self.control, keys, numbers[:split], self._part(keys))
+            keys, table = gather_packed(self.control, keys, numbers[:split], self._knows_all_keys)
             for position, key in enumerate(keys):
                 name, operation, attribute = key.split("\t")
                 if operation == "metric":
@@ -304,7 +304,7 @@ class MetricStore:
         for value, has_weight, new in zip(host_values, host_values[len(synced) :], is_new, strict=False):
             pairs += (value, 1.0) if new and has_weight > 0 and self.contributes else (0.0, 0.0)
         keys = [_key(entry.name, entry) for entry in synced]
-        keys, table = gather_packed(self.control, keys, pairs, self._part(keys))
+        keys, table = gather_packed(self.control, keys, pairs, self._knows_all_keys)
         for entry in synced:
             column = 2 * keys.index(_key(entry.name, entry))
             reduced = combine(entry.operation, table[:, column], table[:, column + 1])
@@ -312,10 +312,9 @@ class MetricStore:
                 entry.last = entry.reduced = float(reduced)
                 entry.fresh = True
 
-    def _part(self, keys: Sequence[str]) -> Part:
-        if self.had_data and not self._joined_late:
-            return Part.WHOLE
-        return Part.SOME if keys else Part.NONE
+    @property
+    def _knows_all_keys(self) -> bool:
+        return self.had_data and not self._joined_late
 
     # Access to the values, for users and callbacks
 
