@@ -46,18 +46,34 @@ class ValidationPlan:
 
     def __post_init__(self, reloads: bool) -> None:
         self._validates_this_epoch = False
-        # With other loaders, the epoch in which a run is resumed may be shorter than the first one.
-        if self.validate is not None and not reloads:
-            _in_micro_batches(self.requested_interval, self.every_n_epochs, self.length)  # refuses one that is too long
         self.renew(self.validate, self.length)
+        interval = self.requested_interval
+        # With other loaders, the epoch in which a run is resumed may be shorter than the first one.
+        if isinstance(interval, int) and self._interval not in (None, interval) and not reloads:
+            raise ConfigurationError(
+                f"val_check_interval={interval} is more than the {self.length} micro-batches of an epoch.",
+                "validation would never run.",
+                "lower val_check_interval, or set check_val_every_n_epoch=None to count across epochs.",
+            )
 
     def renew(self, validate: Callable[[], object] | None, length: int | None) -> None:
         """Use other data from the next epoch on. An interval longer than the epoch is shortened to its length."""
-        interval = self.requested_interval
-        if self.every_n_epochs is not None and type(interval) is int and length is not None:
-            interval = min(interval, length)
         self.validate, self.length = validate, length
-        self._interval = None if validate is None else _in_micro_batches(interval, self.every_n_epochs, length)
+        self._interval = None if validate is None else self._in_micro_batches(length)
+
+    def _in_micro_batches(self, length: int | None) -> int | None:
+        interval = self.requested_interval
+        if interval is None or (isinstance(interval, float) and interval == 1.0):
+            return None
+        if isinstance(interval, int):
+            return interval if self.every_n_epochs is None or length is None else min(interval, length)
+        if length is None:
+            raise ConfigurationError(
+                f"val_check_interval={interval} with a training loader of unknown length.",
+                "a fraction of an epoch needs the epoch's length.",
+                "give the number of micro-batches as an int, or 1.0 for the end of an epoch.",
+            )
+        return max(1, int(length * interval))
 
     def resize(self, length: int | None) -> None:
         """Use another length from this epoch on, which begins or is resumed."""
@@ -121,23 +137,3 @@ class ValidationPlan:
             return False
         # An interval in micro-batches is missed only if no validation ran in this epoch.
         return isinstance(self.requested_interval, float) or self.next_at == self._interval
-
-
-def _in_micro_batches(interval: int | float | None, every_n_epochs: int | None, length: int | None) -> int | None:
-    if interval is None or (isinstance(interval, float) and interval == 1.0):
-        return None
-    if isinstance(interval, float):
-        if length is None:
-            raise ConfigurationError(
-                f"val_check_interval={interval} with a training loader of unknown length.",
-                "a fraction of an epoch needs the epoch's length.",
-                "give the number of micro-batches as an int, or 1.0 for the end of an epoch.",
-            )
-        return max(1, int(length * interval))
-    if every_n_epochs is not None and length is not None and interval > length:
-        raise ConfigurationError(
-            f"val_check_interval={interval} is more than the {length} micro-batches of an epoch.",
-            "validation would never run.",
-            "lower val_check_interval, or set check_val_every_n_epoch=None to count across epochs.",
-        )
-    return interval
