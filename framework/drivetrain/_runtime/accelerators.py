@@ -37,8 +37,6 @@ class Devices:
         """Return the device of the process with rank ``local_rank`` on this node."""
         if self.type == "cpu":
             return torch.device("cpu")
-        if self.type == "mps":
-            return torch.device("mps", 0)
         if local_rank < len(self.indices):
             return torch.device(self.type, self.indices[local_rank])
         if torch.cuda.device_count() == 1:
