@@ -130,27 +130,6 @@ def test_a_failure_names_the_checkpoint_to_resume_from(tmp_path: Path, error: Ba
         assert lines[1] == f"  last checkpoint: drivetrain_logs/version_{saved}"
 
 
-def test_values_of_an_unfinished_evaluation_are_those_logged_so_far(tmp_path: Path) -> None:  # L-09
-    seen: list[dict[str, float]] = []
-
-    def evaluate(self: Any, batch: Any, batch_idx: int) -> None:
-        self.log("mean", torch.tensor(float(batch_idx)), prog_bar=True)
-        self.log("largest", -float(batch_idx), prog_bar=True, reduce_fx="max")
-        self.log("hidden", 1.0)
-
-    def read(trainer: Any) -> None:
-        seen.append({name: float(value) for name, value in trainer.evaluation_so_far.items()})
-
-    results = []
-    callbacks: Any
-    for callbacks in (calling("on_validation_batch_end", read), []):
-        run = fit(tmp_path, max_epochs=2, num_sanity_val_steps=0, callbacks=callbacks)
-        run.fit(tiny(validation_step=evaluate), loader(), loader())
-        results.append({name: run.callback_metrics[name] for name in ("mean", "largest")})
-    assert seen == 2 * [{"mean": index / 2, "largest": 0.0} for index in range(4)]
-    assert results[0] == results[1]
-
-
 class PlannedError(Exception):
     """An error that only these tests raise."""
 
