@@ -119,9 +119,9 @@ class ProfiledSession(Session):
         self._time(self.run, "forward", "runner")
 
     def _time_transfer(self, move: BatchMover) -> None:
-        for name in ("_before", "_after"):
+        for name in ("before", "after"):
             self._replace(move, name, lambda calls: [self._timed("transfer", call) for call in calls])
-        self._replace(move, "_transfer", lambda call: call and self._timed("transfer", call))
+        self._replace(move, "transfer", lambda call: call and self._timed("transfer", call))
         if move.prefetcher is not None:
             self._time(move.prefetcher, "transfer", "send", "receive")
 
@@ -131,15 +131,15 @@ class ProfiledSession(Session):
         assert loop is not None
         step = loop.step
         self._time(loop, "training", "run")
-        self._time(loop, "logging", "_flush", "_reduce_epoch", "_flush_epoch")
-        self._replace(loop.reader, "micro_batches", lambda read: lambda *args: self._windows(read(*args)))
-        self._time(step, "backward", "_backward")
+        self._time(loop.log, "logging", "flush_steps", "reduce_epoch", "flush_epoch")
+        self._replace(loop.reader, "read_epoch", lambda read: lambda *args: self._windows(read(*args)))
+        self._time(step, "backward", "run_backward")
         if isinstance(step, AutomaticStep):
             self._replace(step, "clip", lambda call: call and self._timed("clipping", call))
             self._time(step, "optimizer", "clip_and_step")
         else:
             for handle in self.run.optimization.handles:
-                self._time(handle, "optimizer", "_step_optimizer")
+                self._time(handle, "optimizer", "step_optimizer")
 
     def _time(self, owner: object, phase: str, *names: str) -> None:
         """Time functions of an object."""

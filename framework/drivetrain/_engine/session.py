@@ -38,7 +38,7 @@ from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.trainables import Trainables
 from drivetrain._module.run_handle import attach, detach
 from drivetrain._parameters.module_lock import lock_module, unlock_module
-from drivetrain._runtime.console import log_once, log_to_console
+from drivetrain._runtime.console import log_to_console
 from drivetrain._runtime.process_state import ProcessState, apply_switches
 from drivetrain._runtime.seed import order_seed
 from drivetrain.callback import folders_of
@@ -214,7 +214,7 @@ class Session:
         if self._resumed is not None:
             self._resumed.load()
         if not run.request.trial:
-            log_once(run.strategy.precision.describe())
+            logger.info(run.strategy.precision.describe())
 
     def _train(self, loop: TrainLoop) -> None:
         run, checkpoints, ending = self.run, self.checkpoints, self._ending

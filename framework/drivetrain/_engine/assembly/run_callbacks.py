@@ -123,6 +123,6 @@ class _InContext:
     def __call__(self, *arguments: Any) -> Any:
         trainer = self._trainer
         run = trainer.run_state
-        complete = self._name != "on_after_backward" or (run.module.automatic_optimization and run.position.closes)
+        complete = self._name != "on_after_backward" or (run.module.automatic_optimization and run.current.closes)
         with trainer.strategy.hook_context(self._name, complete):
             return self._call(*arguments)

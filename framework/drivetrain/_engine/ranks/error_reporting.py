@@ -48,13 +48,13 @@ def note_where(error: BaseException, run: RunCore, trains: bool) -> None:
     places = [f"rank {run.strategy.rank}"]
     if trains:
         places += [f"epoch {progress.epoch}", f"global step {progress.global_step}"]
-    position = run.position
-    if position.loop == "training" and metrics.batch is None:
+    current = run.current
+    if current.loop == "training" and metrics.batch is None:
         # The error was raised while the next batch was being read.
         places.append(f"after {progress.batch_idx} batches of the epoch")
-    elif position.loop is not None:
-        prefix = "" if position.loop == "training" else f"{position.loop} "
-        places.append(f"{prefix}batch index {position.current_batch}")
+    elif current.loop is not None:
+        prefix = "" if current.loop == "training" else f"{current.loop} "
+        places.append(f"{prefix}batch index {current.batch_idx}")
     if len(places) > 1 or run.strategy.world_size > 1:
         error.add_note("Where: " + ", ".join(places))
 
