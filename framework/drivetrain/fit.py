@@ -149,10 +149,6 @@ class Fit(RunContext):
         self.chosen_strategy = strategy if isinstance(strategy, Strategy) else None
         if isinstance(strategy, str) and strategy != "auto":
             self.chosen_strategy = strategy_by_name(strategy)
-        elif not isinstance(strategy, str | Strategy):
-            raise ConfigurationError(
-                f"strategy={strategy!r}.", "strategy= takes a name or a Strategy.", "use 'ddp', or DDPStrategy(...)."
-            )
         self.loggers = default_loggers(
             logger, self.default_root_dir, only_check=bool(self.fast_dev_run) or self.barebones
         )
