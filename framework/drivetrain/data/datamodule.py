@@ -143,7 +143,7 @@ class DataModule(RunHandle, HyperParametersMixin):
         hyper_parameters = (
             metadata.data_hyper_parameters if hparams_file is None else read_hyper_parameters(hparams_file)
         )
-        datamodule = SavedArguments(os.fspath(path), hyper_parameters, (), metadata.data_argument).build(
+        datamodule = SavedArguments(os.fspath(path), hyper_parameters, metadata.data_argument).build(
             cls, overrides, ignore
         )
         state = {} if metadata.weights_only else checkpoint.state()["datamodule"]
