@@ -319,19 +319,11 @@ class RunContext(FitArguments):
         return getattr(self.precision, "scaler", None)
 
     @contextmanager
-    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
+    def init_module(self) -> Iterator[None]:
         """Return a context in which modules are built in the run's dtype and, unless sharded, on the run's device.
 
-        Args:
-            empty_init: None or False; True is refused. Layers that are too large to initialize here are built in
-                ``configure_model``.
+        Layers that are too large to initialize here are built in ``configure_model``.
         """
-        if empty_init:
-            raise ConfigurationError(
-                "init_module(empty_init=True).",
-                "the parameters of a module built this way have no values until a checkpoint is loaded.",
-                "build large layers in configure_model, which the strategy calls in the way that suits sharding.",
-            )
         strategy = self.strategy
         on_device = nullcontext() if strategy.shards_parameters else strategy.device
         with strategy.precision.module_init_context(), on_device:
