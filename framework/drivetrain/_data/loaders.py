@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -54,15 +54,9 @@ def prepare_loader(
         replace_sampler: shard the loader's sampler. If False, each rank reads all batches that its own loader yields.
 
     Raises:
-        ConfigurationError: the loader has no batch or is not an iterable of batches, or the path of the temporary
-            folder is too long for the sockets of the loader's workers.
+        ConfigurationError: the loader has no batch, or the path of the temporary folder is too long for the sockets of
+            the loader's workers.
     """
-    if not 0 <= rank < world_size:
-        raise ConfigurationError(
-            f"rank={rank} is not one of the {world_size} data ranks",
-            f"data ranks go from 0 to {world_size - 1}",
-            "check the strategy's `data_rank` and `data_world_size`",
-        )
     return _source_of(loader, LoaderSharding(training, predicting, rank, world_size, seed, replace_sampler))
 
 
@@ -81,12 +75,6 @@ def _source_of(loader: Any, sharding: LoaderSharding) -> BatchSource:
         seeds = [sharding.seed, *(derive_seed(sharding.seed, index) for index in range(1, len(loader.flattened)))]
         parts = zip(loader.flattened, seeds, strict=True)
         return CombinedSource(loader, [_source_of(part, replace(sharding, seed=seed)) for part, seed in parts])
-    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
-        raise ConfigurationError(
-            f"{type(loader).__name__} is not a loader",
-            "batches come from a DataLoader or another iterable of batches",
-            "pass a torch.utils.data.DataLoader, a CombinedLoader, or an object with `__iter__`",
-        )
     return IterableSource(loader, sharding.rank, sharding.world_size, sharding.seed)
 
 
@@ -118,7 +106,7 @@ class MapSource(BatchSource):
         self._shards_unknown = multi_rank and (rank_local or prebatched)
         self._measure()
         if self.length == 0:
-            raise no_batches_error(_describe_empty(loader, sharding.world_size))
+            raise no_batches_error(f"{type(loader).__name__} has no batch of its {self._size} samples")
         # The loader must yield batches in order, because each batch is paired with its shard by position.
         attributes: dict[str, Any] = {sampler_attribute: self._rank_sampler, "in_order": True}
         if not self.in_process:
@@ -267,8 +255,3 @@ def _stride(loader: DataLoader[Any], prebatched: bool, world_size: int) -> int |
     if prebatched:
         return world_size
     return None if loader.batch_size is None else world_size * loader.batch_size
-
-
-def _describe_empty(loader: DataLoader[Any], world_size: int) -> str:
-    sizes = f"{len_or_none(loader.dataset)} samples, batch_size={loader.batch_size}"  # type: ignore[arg-type]
-    return f"{type(loader).__name__} has no batch ({sizes}, drop_last={loader.drop_last}, {world_size} ranks)"

@@ -106,13 +106,12 @@ def test_an_iterable_of_batches() -> None:
 WITHOUT_BATCHES: dict[str, tuple[Any, str]] = {
     "no sample": (loader(0, 4), NO_BATCH),
     # a batch of 4 for one rank, and none for two
-    "drop_last": (DataLoader(numbers(7), 4, drop_last=True), "7 samples, batch_size=4, drop_last=True, 2 ranks"),
+    "drop_last": (DataLoader(numbers(7), 4, drop_last=True), "no batch of its 7 samples"),
     "empty stream": (DataLoader(SizedStream(0), 4), NO_BATCH),
     "batch sampler": (DataLoader(numbers(3), batch_sampler=[]), NO_BATCH),
     "list": ([], NO_BATCH),
     "dict": ({"a": []}, NO_BATCH),
     "no loader": ({}, "contains no loader"),
-    "number": (3, "int is not a loader"),
 }
 
 
@@ -120,8 +119,6 @@ WITHOUT_BATCHES: dict[str, tuple[Any, str]] = {
 def test_what_yields_no_batch_is_refused(given: Any, message: str) -> None:  # G-06
     with pytest.raises(ConfigurationError, match=message):
         prepare_loader(given, training=True, world_size=2)
-    with pytest.raises(ConfigurationError, match="rank=2"):
-        prepare_loader([torch.zeros(1)], training=True, rank=2, world_size=2)
 
 
 def test_iterables_that_yield_no_batch_are_refused_when_they_are_read() -> None:  # G-06
