@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
-from drivetrain._data.sample_order import KeyedPermutation, SequentialOrder
+from drivetrain._data.sample_order import KeyedPermutation, in_sequence
 from drivetrain._data.sharding import EPOCH_START, BatchShare, EpochOffset, EpochSharding
 from drivetrain._data.worker_seeding import KeyedIndex, KeyedIndices
 from drivetrain.errors import ConfigurationError
@@ -159,7 +159,7 @@ class ShardedSampler(RankSampler):
 
     def _blocks(self, epoch: int, first: int, origin: EpochOffset) -> Iterator[list[Any]]:
         samples = self._sharding.samples
-        order = KeyedPermutation(samples, self._settings.seed, epoch) if self._shuffles else SequentialOrder(samples)
+        order = KeyedPermutation(samples, self._settings.seed, epoch) if self._shuffles else in_sequence
         for block in self._sharding.remaining(origin.samples).indices(order, first - origin.number):
             yield self._requests(block, epoch, first)
             first += len(block)
