@@ -273,7 +273,9 @@ def test_a_resume_with_what_does_not_fit_the_written_part_is_refused(tmp_path: P
     cut_off(tmp_path / "out", at=2)
     manifest = tmp_path / "out" / "predictions.json"
     manifest.write_bytes(manifest.read_bytes()[:-3])
-    with pytest.raises(CheckpointError, match=r"The predictions .* are damaged: the checksum of predictions\.json"):
+    with pytest.raises(
+        CheckpointError, match=r"The predictions .* cannot be read: .*predictions\.json"
+    ):
         predict(tmp_path / "out")
     manifest.unlink()
     with pytest.raises(CheckpointError, match=r"but not predictions\.json, which identifies the weights and data"):
@@ -327,7 +329,7 @@ def test_other_files_are_neither_read_nor_changed(tmp_path: Path) -> None:  # L-
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("years of work")
     for name in ("nowhere", "empty", "out", "out/thesis.tex"):
-        with pytest.raises(CheckpointError, match=r"There are no predictions at|contains no predictions"):
+        with pytest.raises(CheckpointError, match=r"There is no checkpoint at|is not a checkpoint|there are none"):
             read_predictions(tmp_path / name)
     for name, message in (("out", r"thesis\.tex"), ("out/thesis.tex", "is a file")):
         with pytest.raises(CheckpointError, match=message):
