@@ -21,7 +21,7 @@ from drivetrain._run_state import RunState
 from drivetrain._runs import CKPT_PATH_KEYWORDS
 from drivetrain._runtime.accelerators import check_devices
 from drivetrain._runtime.seed import validate_seed
-from drivetrain._runtime.working_directory import REMOVED, lacks_its_start, resolved_path
+from drivetrain._runtime.working_directory import resolved_path
 from drivetrain.callback import Callback, SearchesBeforeLaunch
 from drivetrain.data import DataModule
 from drivetrain.environments import Environment, check_environment_name
@@ -332,16 +332,12 @@ class Fit(RunContext):
             raise _under_way(stage, self.module)
         self.built_unseeded = stage == "fit" and self.seed is not None and built_unseeded(module)
         path = None if ckpt_path is None else _checkpoint_path(ckpt_path)
-        if averaged is not None:
-            from drivetrain.checkpoint.averaged_weights import check_averaged  # only runs with checkpoints need it
-
-            check_averaged(averaged)
-            if path is None:
-                raise ConfigurationError(
-                    f"{stage}(averaged={averaged}) without a checkpoint.",
-                    "averaged chooses between the weights of a checkpoint; without one, the module is used as it is.",
-                    "pass ckpt_path=..., or leave averaged out.",
-                )
+        if averaged is not None and path is None:
+            raise ConfigurationError(
+                f"{stage}(averaged={averaged}) without a checkpoint.",
+                "averaged chooses between the weights of a checkpoint; without one, the module is used as it is.",
+                "pass ckpt_path=..., or leave averaged out.",
+            )
         self._log_queue = None  # discards the rows that a failed run has not delivered
         data = train, evaluate, datamodule
         request = RunRequest(self, stage, module, *data, path, return_predictions, allow, averaged=averaged)
@@ -387,14 +383,7 @@ def _checkpoint_path(ckpt_path: str | os.PathLike[str]) -> str:
     """Return a keyword or URL unchanged, and a local path as an absolute one."""
     if ckpt_path in CKPT_PATH_KEYWORDS:
         return str(ckpt_path)
-    resolved = resolved_path(ckpt_path, "ckpt_path")
-    if lacks_its_start(resolved):
-        raise ConfigurationError(
-            f"ckpt_path={resolved!r}: {REMOVED}.",
-            "a relative path begins there.",
-            "pass an absolute path or a URL, or change to a folder that exists.",
-        )
-    return resolved
+    return resolved_path(ckpt_path, "ckpt_path")
 
 
 def _either(stage: str, module: TrainModule | None, model: TrainModule | None) -> TrainModule | None:
