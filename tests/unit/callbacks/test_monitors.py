@@ -499,9 +499,6 @@ def test_the_norms_of_gradients_have_lightnings_keys_and_are_computed_in_float32
         gradients = [p.grad.flatten() for p in net[0].parameters() if p.grad is not None]
         torch.testing.assert_close(norms[f"{name}_total"], torch.cat(gradients).norm(float(order)))
         torch.testing.assert_close(norms[f"{name}.0.weight"], gradients[0].norm(float(order)))
-    for wrong in (0, -1, "nan"):
-        with pytest.raises(ConfigurationError, match="norm_type"):
-            grad_norm(net, wrong)
     for dtype, value in ((torch.float16, 2000.0), (torch.bfloat16, 0.01), (torch.float64, 1e200)):
         layer = nn.Linear(64, 64, bias=False, dtype=dtype)
         layer.weight.grad = torch.full_like(layer.weight, value)
