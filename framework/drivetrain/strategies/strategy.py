@@ -403,15 +403,6 @@ class Strategy(ABC):
         """Return the regions of one optimizer's state tensors that have the parameter's shape, by parameter name."""
         return self.model_regions()
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            from drivetrain._config.foreign_names import (
-                strategy_attribute_error,  # needed only for an unknown attribute
-            )
-
-            raise AttributeError(strategy_attribute_error(type(self).__name__, name))
-
 
 @contextmanager
 def _zeroed_gradients(module: torch.nn.Module) -> Iterator[None]:

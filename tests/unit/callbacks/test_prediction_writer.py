@@ -273,9 +273,7 @@ def test_a_resume_with_what_does_not_fit_the_written_part_is_refused(tmp_path: P
     cut_off(tmp_path / "out", at=2)
     manifest = tmp_path / "out" / "predictions.json"
     manifest.write_bytes(manifest.read_bytes()[:-3])
-    with pytest.raises(
-        CheckpointError, match=r"The predictions .* cannot be read: .*predictions\.json"
-    ):
+    with pytest.raises(CheckpointError, match=r"The predictions .* cannot be read: .*predictions\.json"):
         predict(tmp_path / "out")
     manifest.unlink()
     with pytest.raises(CheckpointError, match=r"but not predictions\.json, which identifies the weights and data"):

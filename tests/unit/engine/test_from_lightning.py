@@ -582,21 +582,12 @@ def test_names_have_lightnings_meaning(tmp_path: Path) -> None:  # L-10
     assert run.checkpoint.kth_best_model_path == run.checkpoint.best_model_path
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "way"),
-    [
-        ("trainer", "fit_loop", r"read trainer\.current_epoch, \.global_step"),
-        ("trainer", "logger_connector", r"read trainer\.callback_metrics"),
-        ("trainer", "_checkpoint_connector", r"use trainer\.save_checkpoint"),
-        ("strategy", "model", r"read trainer\.model"),
-        ("strategy", "global_rank", r"read strategy\.rank"),
-    ],
-)
-def test_an_unsupported_name_states_the_replacement(owner: str, name: str, way: str) -> None:  # L-10
+def test_an_unsupported_name_states_the_replacement() -> None:  # L-10
     trainer = Fit(accelerator="cpu")
-    read: Any = trainer.strategy if owner == "strategy" else trainer
-    with pytest.raises(AttributeError, match=rf"has no attribute '{name}': {way}"):
-        getattr(read, name)
-    assert not hasattr(read, name)
+    with pytest.raises(
+        AttributeError, match=r"has no attribute 'fit_loop': read trainer\.current_epoch, \.global_step"
+    ):
+        _ = trainer.fit_loop
+    assert not hasattr(trainer, "fit_loop")
     with pytest.raises(AttributeError, match=r"has no attribute 'nonsense'$"):
-        _ = read.nonsense
+        _ = trainer.nonsense
