@@ -242,7 +242,7 @@ def test_histograms_are_of_the_whole_tensors(strategy: str, precision: str) -> N
     assert found.keys() == wholes.keys()  # nothing for "none", which has no finite number
     assert len(wholes) > (20 if strategy.startswith("deepspeed") else 40)
     for name, values in wholes.items():
-        counts, edges = np.histogram(values.float().numpy(), {"own": 4, "one": 2}.get(name, 16))
+        counts, edges = np.histogram(values.double().numpy(), {"own": 4, "one": 2}.get(name, 16))
         assert found[name] == (7 if name == "own" else 2, counts.tolist(), edges.tolist()), name
 
 
@@ -319,21 +319,19 @@ def test_what_one_rank_alone_has_is_refused_by_name(tmp_path: Path) -> None:  # 
             assert all(part in text for part in parts), text
 
 
-def _on_a_device(gpu: EmulatedCuda, root: Path) -> tuple[dict[str, int], str, list[int]]:
+def _on_a_device(gpu: EmulatedCuda, root: Path) -> tuple[dict[str, int], list[int]]:
     profiler, waits = SimpleProfiler(), []
     for one in (None, profiler):
         gpu.forget()
         fit(root, "single_device", one, accelerator="gpu", devices=1)
         waits.append(len(gpu.host_syncs))
-    return calls(profiler), profiler.summary(), waits
+    return calls(profiler), waits
 
 
 @requires_emulated_cuda()
 def test_on_a_device_no_phase_waits_for_it(tmp_path: Path) -> None:  # L-05
     seen = on_emulated_cuda(_on_a_device, tmp_path)
-    found, summary, (without, with_profiler) = seen.returned
+    found, (without, with_profiler) = seen.returned
     assert without == with_profiler
     assert found["training > transfer"] >= 16
-    assert "The host does not wait for cuda:0" in summary
-    assert "The host waits for the device in logging, in checkpoints" in summary
     assert not seen.races, seen.report

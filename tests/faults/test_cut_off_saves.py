@@ -111,7 +111,7 @@ def test_a_disk_without_room_and_one_that_fills_up(tmp_path: Path, monkeypatch: 
         with pytest.raises(CheckpointError, match=told):
             save(str(path), large(), LOCAL)
         assert disk.stat().st_mtime_ns == changed  # not even a folder was created temporarily
-        monkeypatch.setattr(checkpoint_folder, "free_bytes", lambda folder: None)
+        monkeypatch.setattr(checkpoint_folder, "_check_disk_space", lambda target, needed: None)
         with pytest.raises(CheckpointError, match=r"could not be written: rank 0: OSError: .*No space left"):
             save(str(path), large(), LOCAL)
         assert number_in(path) == 1

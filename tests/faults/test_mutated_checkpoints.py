@@ -22,7 +22,7 @@ import torch
 from drawing_run import QUIET, Augmented, Drawing
 
 from drivetrain import CheckpointError, ConfigurationError, Fit
-from drivetrain._format.file_writer import checksums_of
+from drivetrain._format.checksums import BlockChecksums
 from drivetrain.callbacks import Checkpoint, EarlyStopping, LambdaCallback
 from drivetrain.checkpoint import load, show, verify
 from newest_checkpoint import newest
@@ -142,7 +142,8 @@ class Mutator:
         else:
             document = json.loads(self._whole["manifest.json"])
             del document["crc32"]
-            sums = checksums_of(content)
+            sums = BlockChecksums()
+            sums.update(content)
             document["files"][name] = {"size": sums.size, "crc32": sums.text()}
             body = _dumps(document, indent=1).removesuffix(b"\n}")
         sealed = body + f',\n "crc32": "{zlib.crc32(body):08x}"\n}}\n'.encode()

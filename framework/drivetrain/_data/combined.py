@@ -245,7 +245,8 @@ class _Stream:
             length = self.count(self.pass_number)
             if not length:
                 return False
-            if step < length:
+            # At its very end a loader has not been asked for more yet: its restart, which draws, belongs to the next row.
+            if step <= length:
                 break
             self.ended = True
             if not restarts:

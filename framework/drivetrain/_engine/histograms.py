@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import torch
 
 from drivetrain._distributed.shards import ParameterShard
 from drivetrain.errors import ConfigurationError
-from drivetrain.loggers.media import EMPTY_RANGE, BinCounts, FlatValues, Histogram, ValueRange
+from drivetrain.loggers.media import FlatValues, Histogram, bin_edges
 
 if TYPE_CHECKING:
     from drivetrain._engine.assembly.run_core import RunCore
@@ -27,7 +28,7 @@ def log_histograms(run: RunCore, name: str, value: Any, step: int, bins: int) ->
     problem = next((f"{key}: a {type(item).__name__}" for key, item in tensors.items() if not _is_tensor(item)), None)
     local = {} if problem is not None else _local_values(run, tensors)
     local_ranges = {
-        key: list(astuple(EMPTY_RANGE if values is None else values.value_range)) for key, values in local.items()
+        key: [math.inf, -math.inf] if values is None else [values.low, values.high] for key, values in local.items()
     }
     from_ranks = control.gather_objects([problem, local_ranges])
     if (invalid := next((each for each, _ in from_ranks if each is not None), None)) is not None:
@@ -36,21 +37,20 @@ def log_histograms(run: RunCore, name: str, value: Any, step: int, bins: int) ->
             "a histogram counts the values of a tensor.",
             "pass a tensor, or a mapping from names to tensors, and None on ranks that hold no part of a tensor.",
         )
-    ranges, local_counts = {}, {}
+    edges, local_histograms = {}, {}
     for key in dict.fromkeys(key for _, each in from_ranks for key in each):  # the keys of all ranks, in the same order
-        ranges[key] = ValueRange.joined([ValueRange(*each[key]) for _, each in from_ranks if key in each])
+        lows, highs = zip(*(each[key] for _, each in from_ranks if key in each), strict=True)
+        if min(lows) > max(highs):  # no finite value
+            continue
+        edges[key] = bin_edges(min(lows), max(highs), bins)
         values = local.get(key)
-        if values is not None and not ranges[key].is_empty:
-            part = values.counted(ranges[key].edges(bins))
-            local_counts[key] = [part.counts, part.sum, part.sum_of_squares]
-    parts = control.gather_objects(local_counts)
+        if values is not None:
+            local_histograms[key] = astuple(values.counted(edges[key]))
+    parts = control.gather_objects(local_histograms)
     if control.rank > 0 or run.sanity_checking:
         return
-    for key, value_range in ranges.items():
-        if value_range.is_empty:  # no finite value
-            continue
-        counts = [BinCounts(*each[key]) for each in parts if key in each]
-        histogram = Histogram.joined(counts, value_range.edges(bins), value_range.left_out)
+    for key in edges:
+        histogram = Histogram.joined([Histogram(*each[key]) for each in parts if key in each])
         for logger in run.trainer.loggers:
             logger.log_histogram(key, histogram, step)
 

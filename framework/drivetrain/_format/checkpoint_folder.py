@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 from drivetrain._format.manifest import MANIFEST
@@ -43,11 +44,7 @@ def existing_folder(path: str) -> Folder:
     try:
         exists = folder.exists()
     except OSError as error:
-        raise StorageError(
-            f"{path!r} cannot be reached: {error}.",
-            "the storage denied access, or does not answer.",
-            "check the URL, the credentials and the network.",
-        ) from error
+        raise storage_error(path, f"it cannot be reached: {error}") from error
     root = local_path(path)
     if not exists:
         moved_aside = None if root is None else find_interrupted_replacement(root)
@@ -77,11 +74,16 @@ def read_if_there(folder: Folder, name: str, limit: int) -> bytes | None:
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError, NoFileError):
         return None
     except OSError as error:
-        raise StorageError(
-            f"{name} of {folder.path!r} cannot be read: {error}.",
-            "the storage denied access, or does not answer.",
-            "check the path and its permissions.",
-        ) from error
+        raise storage_error(folder.path, f"{name} cannot be read: {error}") from error
+
+
+def storage_error(path: str, problem: str) -> StorageError:
+    """Return the error for a storage that failed."""
+    return StorageError(
+        f"The checkpoint {path!r} cannot be read: {problem}.",
+        "the storage denied access or does not answer; the checkpoint itself may be intact.",
+        "check the path, its permissions and the network, and try again.",
+    )
 
 
 # Writing
@@ -138,23 +140,11 @@ def check_replaceable(target: Path) -> None:
 
 
 def _check_disk_space(target: Path, needed: int) -> None:
-    free = free_bytes(target.parent)
-    if free is not None and free < needed:
+    disk = shutil.disk_usage(target.parent)
+    if disk.total and disk.free < needed:  # some file systems report no sizes
         raise CheckpointError(
-            f"{str(target)!r} needs {needed:,} bytes, and {str(target.parent)!r} has {free:,} bytes free.",
+            f"{str(target)!r} needs {needed:,} bytes, and {str(target.parent)!r} has {disk.free:,} bytes free.",
             "an older checkpoint is removed only after the new one is complete; nothing was written",
             "free some space, keep fewer checkpoints (save_top_k, keep_last), save weights only "
             "(save_weights_only=True), or save to another disk or an object store",
         )
-
-
-def free_bytes(folder: Path) -> int | None:
-    """Return how many bytes this process may write to the disk of ``folder``; None if the disk does not report it.
-
-    Quotas are not considered. A write that exceeds a quota fails.
-    """
-    disk = os.statvfs(folder)
-    if disk.f_blocks == 0:
-        return None
-    is_root = os.geteuid() == 0
-    return disk.f_frsize * (disk.f_bfree if is_root else disk.f_bavail)

@@ -174,9 +174,8 @@ class CheckpointReader:
         return self._read_document(self.manifest.ranks[rank] if rank < len(self.manifest.ranks) else None)
 
     def close(self) -> None:
-        """Close the files. Tensors that were read stay valid."""
+        """Free the blocks of files that are kept for the next read."""
         self._files.clear()
-        self._folder.close()
 
     # Access to the files, documents and tensors of parts
 

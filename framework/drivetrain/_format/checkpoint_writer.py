@@ -223,7 +223,7 @@ def _commit_manifest(
     def build_manifest() -> bytes:
         if control.rank != 0:
             return b""
-        _check_sizes(path, publication, written, single_rank=control.world_size == 1)
+        _check_sizes(path, publication, written)
 
         def of_role(role: str) -> tuple[Part, ...]:
             return tuple(part for each, part in parts if each == role)
@@ -253,22 +253,13 @@ def _commit_manifest(
     )
 
 
-def _check_sizes(path: str, publication: Publication, written: Mapping[str, FileRecord], single_rank: bool) -> None:
+def _check_sizes(path: str, publication: Publication, written: Mapping[str, FileRecord]) -> None:
     sizes = publication.folder.sizes(written)
-    wrong = [name for name, record in written.items() if sizes.get(name) != record.size]
-    if not wrong:
-        return
-    name = wrong[0]
-    actual = f"{sizes[name]} bytes" if name in sizes else "nothing"
-    what = f"{path!r} could not be written: {name} has {written[name].size} bytes, and rank 0 sees {actual}."
-    if single_rank:
-        raise CheckpointError(
-            what,
-            "another process removed or changed the file.",
-            "save to a folder in which no other process deletes files.",
-        )
-    raise CheckpointError(
-        what,
-        "all ranks must write to the same storage.",
-        f"save to a disk that all nodes share, or to an object store; this host is {os.uname().nodename}.",
-    )
+    for name, record in written.items():
+        if sizes.get(name) != record.size:
+            raise CheckpointError(
+                f"{path!r} could not be written: {name} has {record.size} bytes, and rank 0 sees "
+                f"{sizes.get(name, 'nothing')}.",
+                "all ranks must write to the same storage, where no other process may change the files.",
+                f"save to a disk that all nodes share, or to an object store; this host is {os.uname().nodename}.",
+            )

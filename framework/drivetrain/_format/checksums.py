@@ -1,45 +1,44 @@
-"""Checksums of the blocks of a file, so that a reader can verify single blocks, and fingerprints of whole files."""
+"""Checksums of the blocks of a file, so that a reader can verify single blocks."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
-from typing import Any
-
 try:  # zlib_ng computes the same checksums several times as fast as zlib
-    from zlib_ng.zlib_ng import crc32
+    from zlib_ng.zlib_ng import crc32 as crc32
 except ImportError:
-    from zlib import crc32
-
-from drivetrain.errors import ConfigurationError, nearest
-
-__all__ = ["BLOCK", "HASH_ALGORITHMS", "block_count", "check_digest", "crc32"]
+    from zlib import crc32 as crc32
 
 BLOCK = 4 * 2**20
 """Block size in bytes of files that are written. A reader uses the block size in the manifest."""
 
-HASH_ALGORITHMS: dict[str, Callable[[], Any]] = {"sha256": hashlib.sha256}
-"""The hashes by name. A CRC detects accidental damage but can be forged; a cryptographic hash cannot."""
 
+class BlockChecksums:
+    """Computes the checksum of each block of a file, given its bytes in order, in chunks of any size."""
 
-def check_digest(owner: str, digest: Any) -> None:
-    """Raise if ``digest`` is neither None nor the name of a known hash.
+    def __init__(self, block: int = BLOCK) -> None:
+        self._block = block
+        self._finished_blocks: list[str] = []
+        self._block_checksum = 0
+        self._block_bytes = 0
+        self.size = 0
 
-    Args:
-        owner: name of the function or class that takes the argument, for the error.
-        digest: the value to check.
+    def update(self, content: bytes | memoryview) -> None:
+        """Add the next bytes."""
+        view = memoryview(content)
+        self.size += len(view)
+        while len(view):
+            chunk = view[: self._block - self._block_bytes]
+            self._block_checksum = crc32(chunk, self._block_checksum)
+            self._block_bytes += len(chunk)
+            view = view[len(chunk) :]
+            if self._block_bytes == self._block:
+                self._close()
 
-    Raises:
-        ConfigurationError: the name is unknown.
-    """
-    if digest is not None and digest not in list(HASH_ALGORITHMS):
-        raise ConfigurationError(
-            f"{owner}(digest={digest!r}) is not supported.{nearest(str(digest), HASH_ALGORITHMS)}",
-            f"supported digests of files, in addition to their checksums: {' or '.join(map(repr, HASH_ALGORITHMS))}.",
-            "give one of these names, or None for checksums only.",
-        )
+    def text(self) -> str:
+        """Return the concatenated checksums, eight hexadecimal digits per block. The last block may be shorter."""
+        if self._block_bytes:
+            self._close()
+        return "".join(self._finished_blocks)
 
-
-def block_count(size: int, block: int) -> int:
-    """Return the number of blocks of a file of ``size`` bytes."""
-    return -(-size // block)
+    def _close(self) -> None:
+        self._finished_blocks.append(f"{self._block_checksum:08x}")
+        self._block_checksum = self._block_bytes = 0

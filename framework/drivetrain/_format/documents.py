@@ -9,7 +9,6 @@ import reprlib
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ MAX_DOCUMENT_BYTES = 2**28
 MAX_DEPTH = 100
 """Maximum nesting of lists, tuples and dicts."""
 _MAX_READ_DEPTH = MAX_DEPTH + 4  # a value passed to `encode` is nested one or two levels deep in a document
-_MAX_INTEGER_BITS = 4300 * 3  # 4,300 decimal digits are Python's default limit
 _MAX_VALUES = 2**25  # maximum number of values in a document; a value takes about sixty bytes of memory
 
 _CHECKSUM_END = re.compile(rb',\n "crc32": "([0-9a-f]{8})"\n}\n\Z')
@@ -42,59 +40,46 @@ def encode(value: Any, tensors: dict[str, Any], *path: str) -> Any:
     """Return ``value`` as JSON-able data that `decode` turns back into an equal value.
 
     Args:
-        value: nested dicts, lists and tuples of numbers, strings, booleans, None and tensors (or `ParameterShard`).
+        value: nested dicts, lists and tuples of numbers, strings, booleans, None, dtypes and tensors (or
+            `ParameterShard`).
         tensors: receives the tensors. A tensor's name consists of the keys on the path to it, joined by "/".
         path: the keys on the path to ``value``.
 
     Raises:
         CheckpointError: a value has an unsupported type; the message names the value.
     """
-    try:
-        return _encode(value, tensors, path)
-    except RecursionError:
+    if len(path) > MAX_DEPTH:
         raise CheckpointError(
-            f"A checkpoint cannot hold {'/'.join(path[:1]) or 'this state'!r}: it contains itself, or is nested deeper "
-            f"than {MAX_DEPTH} levels.",
+            f"A checkpoint cannot hold {path[0]!r}: it contains itself, or is nested deeper than {MAX_DEPTH} levels.",
             "JSON cannot represent a value that contains itself, and deeper nesting is not supported.",
             "save a copy that does not contain itself, or a value with less nesting.",
-        ) from None
-
-
-def _encode(value: Any, tensors: dict[str, Any], path: tuple[str, ...]) -> Any:
-    if len(path) > MAX_DEPTH:
-        raise RecursionError
-    # An instance of a subclass (a NumPy float64, a str Enum) is restored as an equal value of the built-in type.
-    if isinstance(value, int) and value.bit_length() > _MAX_INTEGER_BITS:
-        raise CheckpointError(
-            f"A checkpoint cannot hold {'/'.join(path) or 'this state'!r}, an integer of {value.bit_length()} bits.",
-            f"Python converts integers of at most about {_MAX_INTEGER_BITS} bits to and from text.",
-            "save the integer as a str of its digits in base 16, or as bytes in a tensor.",
         )
+    # An instance of a subclass (a NumPy float64, a str Enum) is restored as an equal value of the built-in type.
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {FLOAT: repr(float(value))}
     if isinstance(value, torch.Tensor) and type(value) is not torch.Tensor and is_flattenable(value):
         flat = FlattenedTensor.of(value)
-        encoded = {name: _encode(tensor, tensors, (*path, name)) for name, tensor in flat.tensors.items()}
-        context = _encode(_with_dtypes(flat.context), tensors, (*path, "context"))
+        encoded = {name: encode(tensor, tensors, *path, name) for name, tensor in flat.tensors.items()}
+        context = encode(flat.context, tensors, *path, "context")
         return {SUBCLASS: [flat.class_name, encoded, context, list(flat.shape), list(flat.stride)]}
     if isinstance(value, torch.Tensor | ParameterShard):
         name = _unused_name("/".join(path) or "tensor", tensors)
         tensors[name] = value
         return {TENSOR: name}
     if isinstance(value, list):
-        return [_encode(part, tensors, (*path, str(index))) for index, part in enumerate(value)]
+        return [encode(part, tensors, *path, str(index)) for index, part in enumerate(value)]
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return {TUPLE: [_encode(part, tensors, (*path, str(index))) for index, part in enumerate(value)]}
+        return {TUPLE: [encode(part, tensors, *path, str(index)) for index, part in enumerate(value)]}
     if isinstance(value, Counter):  # MultiStepLR stores its milestones in a Counter
         return {COUNTER: _encode_pairs(value, tensors, path)}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {str(key): _encode(part, tensors, (*path, key)) for key, part in value.items()}
+            return {str(key): encode(part, tensors, *path, key) for key, part in value.items()}
         return {PAIRS: _encode_pairs(value, tensors, path)}
-    if isinstance(value, _Dtype):
-        return {DTYPE: value.name}
+    if isinstance(value, torch.dtype):  # an argument of a tensor subclass
+        return {DTYPE: str(value).removeprefix("torch.")}
     raise CheckpointError(
         f"A checkpoint cannot hold {'/'.join(path) or 'this state'!r}, a {type(value).__name__}.",
         "a checkpoint holds only JSON-able values and tensors, so that loading a checkpoint runs no code.",
@@ -102,27 +87,8 @@ def _encode(value: Any, tensors: dict[str, Any], path: tuple[str, ...]) -> Any:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Dtype:
-    """A dtype in the context of a tensor subclass. Elsewhere a dtype is refused, like other objects."""
-
-    name: str
-
-
-def _with_dtypes(value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return _Dtype(str(value).removeprefix("torch."))
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        parts = [_with_dtypes(part) for part in value]
-        return parts if isinstance(value, list) else tuple(parts)
-    return {key: _with_dtypes(part) for key, part in value.items()} if type(value) is dict else value
-
-
 def _encode_pairs(value: Mapping[Any, Any], tensors: dict[str, Any], path: tuple[str, ...]) -> list[Any]:
-    return [
-        [_encode(key, tensors, (*path, "key")), _encode(part, tensors, (*path, str(key)))]
-        for key, part in value.items()
-    ]
+    return [[encode(key, tensors, *path, "key"), encode(part, tensors, *path, str(key))] for key, part in value.items()]
 
 
 def _unused_name(name: str, taken: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from drivetrain._format.checksums import BLOCK, HASH_ALGORITHMS, crc32
+from drivetrain._format.checksums import BlockChecksums
 from drivetrain._format.manifest import FileRecord
 from drivetrain._storage.folder import Content, Sink
 
@@ -24,7 +25,7 @@ def file_writer(file: AbstractContextManager[Sink], hash_algorithm: str | None =
 
     Args:
         file: the file, which is closed.
-        hash_algorithm: name of a hash in `HASH_ALGORITHMS` that is computed of the file too; None for none.
+        hash_algorithm: name of a hash of `hashlib` that is computed of the file too; None for none.
     """
     with file as sink:
         writer = FileWriter(sink, hash_algorithm)
@@ -60,7 +61,7 @@ class FileWriter:
     def __init__(self, sink: Sink, hash_algorithm: str | None = None) -> None:
         self._sink = sink
         self._checksums = BlockChecksums()
-        self._hash: Any = None if hash_algorithm is None else HASH_ALGORITHMS[hash_algorithm]()
+        self._hash = None if hash_algorithm is None else hashlib.new(hash_algorithm)
         self._writer = ThreadPoolExecutor(1, "checkpoint-write")
         self._checksummer = ThreadPoolExecutor(1, "checkpoint-sum")
         self._waiting_contents: deque[Content] = deque()
@@ -153,43 +154,3 @@ class FileWriter:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
-
-
-class BlockChecksums:
-    """Computes the checksum of each block of a file, given its bytes in order, in chunks of any size."""
-
-    def __init__(self, block: int = BLOCK) -> None:
-        self._block = block
-        self._finished_blocks: list[str] = []
-        self._block_checksum = 0
-        self._block_bytes = 0
-        self.size = 0
-
-    def update(self, content: bytes | memoryview) -> None:
-        """Add the next bytes."""
-        view = memoryview(content)
-        self.size += len(view)
-        while len(view):
-            chunk = view[: self._block - self._block_bytes]
-            self._block_checksum = crc32(chunk, self._block_checksum)
-            self._block_bytes += len(chunk)
-            view = view[len(chunk) :]
-            if self._block_bytes == self._block:
-                self._close()
-
-    def text(self) -> str:
-        """Return the concatenated checksums, eight hexadecimal digits per block. The last block may be shorter."""
-        if self._block_bytes:
-            self._close()
-        return "".join(self._finished_blocks)
-
-    def _close(self) -> None:
-        self._finished_blocks.append(f"{self._block_checksum:08x}")
-        self._block_checksum = self._block_bytes = 0
-
-
-def checksums_of(content: bytes) -> BlockChecksums:
-    """Return the checksums of a file's whole content."""
-    sums = BlockChecksums()
-    sums.update(content)
-    return sums

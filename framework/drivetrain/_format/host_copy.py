@@ -92,7 +92,7 @@ class CheckpointCopy:
     metadata: CheckpointMetadata
     aliases: dict[str, str]
     hash_algorithm: str | None = None
-    problem: CheckpointError | None = None
+    problem: Exception | None = None
 
     def estimate_size(self, world_size: int) -> tuple[int, int]:
         """Return rank 0's estimate of the number of bytes and the number of files that all ranks will write.
@@ -132,7 +132,7 @@ def copy_to_host(
             part.plan(rank, world_size)
         if snapshot:
             _copy_tensors(parts, rank)
-    except CheckpointError as error:
+    except Exception as error:
         return CheckpointCopy([], contents.metadata, {}, problem=error)
     return CheckpointCopy(parts, contents.metadata, dict(contents.aliases), contents.hash_algorithm)
 

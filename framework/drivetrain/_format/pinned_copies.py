@@ -1,4 +1,4 @@
-"""Copies CUDA tensors to pinned memory, packed into few blocks because the allocator rounds each block up."""
+"""Copies CUDA tensors to pinned memory, packed into few blocks because each allocation takes about 0.1 ms."""
 
 from __future__ import annotations
 
@@ -7,54 +7,25 @@ from collections.abc import Sequence
 import torch
 
 _ALIGNMENT = 64  # alignment in bytes, which is enough for any dtype
+_BLOCK_BYTES = 2**28  # torch rounds an allocation up to a power of two
 
 
 def pinned_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Start copying CUDA tensors to pinned memory, each on its device's current stream, and return the copies.
-
-    torch rounds each pinned allocation up to a power of two, and each allocation takes about 0.1 ms. The copies
-    therefore share a few blocks whose sizes are powers of two.
-    """
-    sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
-    copies: list[torch.Tensor] = [torch.empty(())] * len(tensors)
-    for capacity, members in blocks(sizes):
-        block = torch.empty(capacity, dtype=torch.uint8, pin_memory=True)
-        for index, start in members:
-            tensor = tensors[index].detach().contiguous()
-            copy = block[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
-            copies[index] = copy.copy_(tensor, non_blocking=True)
+    """Start copying CUDA tensors to pinned memory, each on its device's current stream, and return the copies."""
+    copies = []
+    remaining = sum(map(_aligned_size, tensors))
+    block, start = torch.empty(0, dtype=torch.uint8), 0
+    for tensor in tensors:
+        size = _aligned_size(tensor)
+        if start + size > block.numel():
+            block, start = torch.empty(max(size, min(remaining, _BLOCK_BYTES)), dtype=torch.uint8, pin_memory=True), 0
+        values = tensor.detach().contiguous()
+        copy = block[start : start + values.nbytes].view(values.dtype).view(values.shape)
+        copies.append(copy.copy_(values, non_blocking=True))
+        start += size
+        remaining -= size
     return copies
 
 
-def blocks(sizes: Sequence[int]) -> list[tuple[int, list[tuple[int, int]]]]:
-    """Pack items of ``sizes`` bytes into blocks whose sizes are powers of two.
-
-    The size of a block is the largest power of two that the remaining items fill, or the smallest that holds the
-    largest item.
-
-    Returns:
-        For each block, the block's size and the index and offset of each item in the block.
-    """
-    remaining = sorted(range(len(sizes)), key=lambda index: -sizes[index])
-    packed = []
-    while remaining:
-        total = sum(sizes[index] for index in remaining)
-        capacity = max(_power_below(total), _power_above(sizes[remaining[0]]))
-        members, others, start = [], [], 0
-        for index in remaining:
-            if start + sizes[index] <= capacity:
-                members.append((index, start))
-                start += sizes[index]
-            else:
-                others.append(index)
-        packed.append((capacity, members))
-        remaining = others
-    return packed
-
-
-def _power_above(size: int) -> int:
-    return 1 << max(size - 1, 0).bit_length()
-
-
-def _power_below(size: int) -> int:
-    return 1 << max(size.bit_length() - 1, 0)
+def _aligned_size(tensor: torch.Tensor) -> int:
+    return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT

@@ -6,35 +6,24 @@ process (SIGBUS).
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from drivetrain._distributed.shards import Region, Span
-from drivetrain._format.checksums import HASH_ALGORITHMS, crc32
+from drivetrain._format.checkpoint_folder import storage_error
+from drivetrain._format.checksums import crc32
 from drivetrain._format.manifest import FileRecord
 from drivetrain._format.tensor_file import Entry, bytes_of, read_header
-from drivetrain._storage.folder import Folder, NoFileError, Source, StorageError
+from drivetrain._storage.folder import Folder, NoFileError, Source
 from drivetrain.errors import CheckpointError
 
 # Minimum number of blocks that are cached per file, because adjacent tensors share a block. With more parallel readers,
 # one block per reader is cached.
 _CACHED_BLOCKS = 4
-
-
-class CheckResult(NamedTuple):
-    """Result of verifying a whole file.
-
-    Attributes:
-        bad_blocks: indices of the blocks that cannot be read or whose checksum differs.
-        fingerprint_differs: whether the fingerprint differs although all checksums match.
-    """
-
-    bad_blocks: list[int]
-    fingerprint_differs: bool
 
 
 class CheckedFile:
@@ -92,22 +81,24 @@ class CheckedFile:
             else:
                 self._read_shared(number, low - start, part)
 
-    def check(self) -> CheckResult:
-        """Read the whole file and compare it with its checksums, and with its fingerprint if it has one."""
-        bad_blocks = []
-        fingerprint = HASH_ALGORITHMS["sha256"]() if self._record.sha256 else None
+    def problem(self) -> str | None:
+        """Read the whole file, and return how it differs from its record; None if it does not."""
+        damaged = []
+        fingerprint = hashlib.sha256()
         memory = memoryview(bytearray(min(self._block, self.size)))
         for number in range(-(-self.size // self._block)):
             begin, end = self._bounds(number)
             try:
                 self._read(number, memory[: end - begin])
-                if fingerprint is not None:
-                    fingerprint.update(memory[: end - begin])
-            except Exception:
-                bad_blocks.append(number)
-                fingerprint = None
-        differs = fingerprint is not None and fingerprint.hexdigest() != self._record.sha256
-        return CheckResult(bad_blocks, differs)
+            except CheckpointError:
+                damaged.append(begin)
+            if self._record.sha256:
+                fingerprint.update(memory[: end - begin])
+        if damaged:
+            return f"{self.name} was altered: {len(damaged)} block(s), the first at byte {damaged[0]}"
+        if self._record.sha256 not in ("", fingerprint.hexdigest()):
+            return f"{self.name} was altered: its checksums match, but its SHA-256 differs"
+        return None
 
     def _bounds(self, number: int) -> tuple[int, int]:
         return number * self._block, min((number + 1) * self._block, self.size)
@@ -139,7 +130,7 @@ class CheckedFile:
         except (FileNotFoundError, NoFileError, EOFError) as error:
             raise damage_error(self._path, f"{self.name} cannot be read: {type(error).__name__}: {error}") from error
         except Exception as error:  # the error's class depends on the storage's library
-            raise _storage_error(self._path, f"{self.name} cannot be read: {type(error).__name__}: {error}") from error
+            raise storage_error(self._path, f"{self.name} cannot be read: {type(error).__name__}: {error}") from error
         expected = self._record.crc32[8 * number : 8 * number + 8]
         if f"{crc32(memory):08x}" != expected:
             begin, end = self._bounds(number)
@@ -154,15 +145,7 @@ def _open_source(folder: Folder, name: str) -> Source:
     except NoFileError as error:
         raise damage_error(folder.path, f"{error}, not a file") from None
     except OSError as error:
-        raise _storage_error(folder.path, f"{name} cannot be read: {error}") from error
-
-
-def _storage_error(path: str, problem: str) -> StorageError:
-    return StorageError(
-        f"The checkpoint {path!r} cannot be read: {problem}.",
-        "the storage denied access or does not answer; the checkpoint itself may be intact.",
-        "check the path, its permissions and the network, and try again.",
-    )
+        raise storage_error(folder.path, f"{name} cannot be read: {error}") from error
 
 
 def damage_error(path: str, problem: str) -> CheckpointError:
@@ -206,7 +189,7 @@ class TensorSource:
         """Read and verify the tensor, or a region of it, into new CPU memory, and return the result.
 
         Raises:
-            CheckpointError: the stored bytes are damaged, or there is not enough memory.
+            CheckpointError: the stored bytes are damaged.
         """
         if region is None:
             return self._read_elements(0, self.entry.numel).view(self.shape)
@@ -225,7 +208,7 @@ class TensorSource:
         if not 0 <= start <= stop <= self.entry.numel:
             raise IndexError(f"elements {start} to {stop} of {self.entry.name!r}, which has {self.entry.numel}")
         dtype = self.entry.dtype
-        values = _allocate_tensor(stop - start, dtype, f"{self.entry.name!r} in {self.file.name}")
+        values = torch.empty(stop - start, dtype=dtype, device="cpu")
         if start < stop:
             self.file.fill(self.entry.begin + start * dtype.itemsize, bytes_of(values))
         return values
@@ -249,22 +232,6 @@ def tensors_in(file: CheckedFile) -> dict[str, TensorSource]:
     """Return the tensors of a file by name; only the header of the file is read."""
     entries = read_header(file.name, file.size, file.read)
     return {name: TensorSource(file, entry) for name, entry in entries.items()}
-
-
-def _allocate_tensor(numel: int, dtype: torch.dtype, what: str) -> torch.Tensor:
-    """Return a new uninitialized CPU tensor of shape (numel,).
-
-    Raises:
-        CheckpointError: there is not enough memory; the message names ``what``.
-    """
-    try:
-        return torch.empty(numel, dtype=dtype, device="cpu")
-    except (RuntimeError, MemoryError) as error:
-        raise CheckpointError(
-            f"Not enough memory to read {what}: {numel * dtype.itemsize:,} bytes of memory are needed.",
-            "the allocation failed.",
-            "read the checkpoint on more ranks, or tensor by tensor.",
-        ) from error
 
 
 def _allocate_bytes(count: int) -> memoryview:

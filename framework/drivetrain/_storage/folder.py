@@ -140,6 +140,3 @@ class Folder(ABC):
     @abstractmethod
     def remove_if_empty(self) -> None:
         """Remove the folder if it is empty, and do nothing otherwise."""
-
-    def close(self) -> None:
-        """Close files that are kept open for reading. A later read opens them again."""

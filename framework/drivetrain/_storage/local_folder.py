@@ -9,21 +9,12 @@ import os
 import secrets
 import stat
 import sys
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
 
 from drivetrain._storage.folder import Content, Folder, NoFileError, Sink, Source
-
-_MAX_OPEN = 64
-"""Maximum number of open descriptors per folder.
-
-A checkpoint may have thousands of files, but many systems allow 1,024 descriptors per process.
-"""
-
 
 _START_WRITING = 2  # SYNC_FILE_RANGE_WRITE of linux/fs.h: start writeback without waiting
 _MIN_WRITEBACK = 2**20  # minimum number of bytes of a write that starts writeback
@@ -37,7 +28,6 @@ class LocalFolder(Folder):
 
     def __init__(self, path: str, root: str) -> None:
         self.path, self.root = path, root
-        self._files: _OpenFiles | None = None  # most folders are only written to
 
     def make(self) -> None:
         os.makedirs(self.root, exist_ok=True)
@@ -57,9 +47,7 @@ class LocalFolder(Folder):
         return [os.path.relpath(path, self.root) for path in found]
 
     def open(self, name: str) -> Source:
-        if self._files is None:
-            self._files = _OpenFiles()
-        return self._files.open(self._at(name))
+        return _LocalFile(self._at(name))
 
     def read(self, name: str, limit: int | None = None) -> bytes:
         with open(self._at(name), "rb") as file:
@@ -106,10 +94,6 @@ class LocalFolder(Folder):
     def remove_if_empty(self) -> None:
         with suppress(OSError):
             os.rmdir(self.root)
-
-    def close(self) -> None:
-        if self._files is not None:
-            self._files.close()
 
     def _at(self, name: str) -> str:
         path = os.path.join(self.root, name) if name else self.root
@@ -195,54 +179,21 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-class _OpenFiles:
-    """Files that are open for reading. The least recently used file is closed if too many files are open."""
+class _LocalFile:
+    """A file, which is opened for each read: a checkpoint may have more files than a process may hold open."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._descriptors: OrderedDict[str, int] = OrderedDict()
+    def __init__(self, path: str) -> None:
+        self._path = path
+        with open(open_regular(path), "rb") as file:
+            self.size = os.fstat(file.fileno()).st_size
 
-    def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close all files. A later read reopens a closed file."""
-        with self._lock:
-            while self._descriptors:
-                os.close(self._descriptors.popitem()[1])
-
-    def open(self, path: str) -> _LocalFile:
-        with self._lock:
-            return _LocalFile(self, path, os.fstat(self._descriptor(path)).st_size)
-
-    def fill(self, path: str, begin: int, memory: memoryview) -> None:
-        with self._lock:
-            descriptor = self._descriptor(path)
+    def fill(self, begin: int, memory: memoryview) -> None:
+        with open(open_regular(self._path), "rb") as file:
             while memory:
-                count = os.preadv(descriptor, [memory], begin)
+                count = os.preadv(file.fileno(), [memory], begin)
                 if not count:
                     raise EOFError(f"it ends at byte {begin}")
                 memory, begin = memory[count:], begin + count
-
-    def _descriptor(self, path: str) -> int:
-        if path not in self._descriptors:
-            if len(self._descriptors) >= _MAX_OPEN:
-                os.close(self._descriptors.popitem(last=False)[1])
-            self._descriptors[path] = open_regular(path)
-        self._descriptors.move_to_end(path)
-        return self._descriptors[path]
-
-
-class _LocalFile:
-    """A file of `_OpenFiles`."""
-
-    def __init__(self, files: _OpenFiles, path: str, size: int) -> None:
-        self._files = files
-        self._path = path
-        self.size = size
-
-    def fill(self, begin: int, memory: memoryview) -> None:
-        self._files.fill(self._path, begin, memory)
 
 
 def open_regular(path: str) -> int:

@@ -13,7 +13,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from drivetrain._config.argument_checks import check_choice, check_count, check_types
-from drivetrain._format.checksums import check_digest
 from drivetrain._runs.checkpoint_folders import LATEST, claim_name, is_checkpoint_at, remove, write_latest
 from drivetrain._runs.directory import CHECKPOINTS
 from drivetrain._runs.retention import KeptCheckpoint, Retention
@@ -141,7 +140,7 @@ class Checkpoint(Callback):
         check_count("Checkpoint", "every_n_train_steps", every_n_train_steps or 0, 0, "a number of optimizer steps")
         check_count("Checkpoint", "every_n_epochs", every_n_epochs or 0, 0, "a number of epochs")
         if digest is not None:
-            check_digest("Checkpoint", digest)
+            check_choice("Checkpoint", "digest", digest, ("sha256",), "stored of each file, besides its checksums")
         self.dirpath = None if dirpath is None else resolved_path(dirpath, "dirpath")
         self._default_dirpath: str | None = None  # the folder that the run chose, if the user passed no `dirpath`
         self._run_id = ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import sys
 from collections.abc import Sequence
 
@@ -18,17 +17,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 on success, 1 if files are damaged, 2 on an error.
     """
     options = _parser().parse_args(arguments)
-    for stream in (sys.stdout, sys.stderr):  # tensor names may contain characters that the terminal cannot encode
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
     try:
         return _run(options)
     except DrivetrainError as error:
         print(error, file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader closed the pipe, as `head` does
-        sys.stderr.close()
-        return 0
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -37,19 +30,9 @@ def _run(options: argparse.Namespace) -> int:
     elif options.command == "consolidate":
         print(consolidate(options.path, options.out, options.averaged, overwrite=options.overwrite))
     elif options.command == "convert":
-        print(
-            convert(
-                options.path,
-                options.out,
-                prefix=options.prefix,
-                to=options.to,
-                config=options.config,
-                max_shard_size=options.max_shard_size,
-                averaged=options.averaged,
-            )
-        )
+        print(convert(options.path, options.out, prefix=options.prefix, to=options.to, averaged=options.averaged))
     else:
-        lines = verify(options.path, options.digest)
+        lines = verify(options.path)
         print("\n".join(lines) or f"{options.path} is intact.")
         return 1 if lines else 0
     return 0
@@ -64,10 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         subparser.add_argument("path", metavar="PATH", help="a path or an fsspec URL")
         return subparser
 
-    verify_parser = command("verify", "Read a whole checkpoint and list every missing, truncated or altered file.")
-    verify_parser.add_argument(
-        "--digest", choices=["sha256"], help="fail unless the checkpoint stores this digest of every file"
-    )
+    command("verify", "Read a whole checkpoint and list every missing, truncated or altered file.")
     command("show", "Print a checkpoint's training progress, file sizes and a table of its tensors.")
     consolidate_parser = command("consolidate", "Write a checkpoint's weights into one safetensors file.")
     consolidate_parser.add_argument(
@@ -88,8 +68,6 @@ def _parser() -> argparse.ArgumentParser:
         default="checkpoint",
         help="format to write; hf is the folder layout that Hugging Face's from_pretrained reads",
     )
-    convert_parser.add_argument("--config", help="with --to hf: a config.json to use instead of the stored one")
-    convert_parser.add_argument("--max-shard-size", default="50GB", help="with --to hf: maximum size of a weights file")
     for writing in (consolidate_parser, convert_parser):
         writing.add_argument(
             "--averaged",

@@ -52,6 +52,16 @@ def consolidate(
     """
     target = _target_file(os.fspath(out))
     checkpoint = load(path)
+    check_is_whole(checkpoint)
+    if not overwrite:
+        check_not_taken(target)
+    sources = evaluated_weights(checkpoint, averaged).sources()
+    write_tensors({name: sources[name] for name in sources if name not in checkpoint.manifest.aliases}, target)
+    return target
+
+
+def check_is_whole(checkpoint: CheckpointReader) -> None:
+    """Raise if a checkpoint holds only the parameters that were trained."""
     if checkpoint.manifest.metadata.base:
         raise CheckpointError(
             f"{checkpoint.path!r} lacks {listed(list(checkpoint.manifest.metadata.base))}.",
@@ -59,14 +69,16 @@ def consolidate(
             "load it with TrainModule.load_from_checkpoint(path), and save the module's state_dict(); for the files of "
             "a PEFT adapter, call save_pretrained of the loaded module's model.",
         )
-    if not overwrite and is_taken(target):
+
+
+def check_not_taken(target: str) -> None:
+    """Raise if there is a file at a path or URL."""
+    if is_taken(target):
         raise CheckpointError(
             f"{target!r} exists already.",
             "another file would be lost.",
-            "give another path, or overwrite=True (--overwrite).",
+            "give another path, or overwrite=True (--overwrite) to consolidate.",
         )
-    write_tensors(_stored_tensors(checkpoint, averaged), target)
-    return target
 
 
 def _target_file(out: str) -> str:
@@ -78,13 +90,6 @@ def _target_file(out: str) -> str:
             f"give {stem + '.safetensors'!r}, or the name of a folder.",
         )
     return out if suffix == ".safetensors" else f"{out.rstrip('/')}/model.safetensors"
-
-
-def _stored_tensors(checkpoint: CheckpointReader, averaged: bool | None) -> dict[str, TensorSource]:
-    stored = evaluated_weights(checkpoint, averaged).sources()
-    sources = {name: source for name, source in stored.items() if name not in checkpoint.manifest.aliases}
-    assert checkpoint.manifest.weights.tensors or not sources
-    return sources
 
 
 def write_tensors(sources: Mapping[str, TensorSource], target: str) -> None:

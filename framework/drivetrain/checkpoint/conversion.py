@@ -34,8 +34,6 @@ def convert(
     *,
     prefix: str = "",
     to: str = "checkpoint",
-    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
-    max_shard_size: int | str = "50GB",
     averaged: bool | None = None,
 ) -> str:
     """Convert weights of another library to a checkpoint, or a checkpoint to the Hugging Face layout.
@@ -56,10 +54,6 @@ def convert(
             as "model" in ``{"model": state}``, and the ``module.`` of data-parallel modules are stripped anyway. With
             ``to="hf"`` the model's name in the module, which is detected if there is only one model.
         to: "checkpoint" or "hf".
-        config: with ``to="hf"``: a ``config.json``, its folder or its content, which replaces the configuration in the
-            checkpoint.
-        max_shard_size: with ``to="hf"``: maximum size of a file, in bytes or as text such as ``"5GB"``. A larger
-            model is split into several files with an index.
         averaged: True for the averages of the weights, False for the trained weights. None means those that the run
             evaluated with, which in Lightning are the averages if its callback ``WeightAveraging`` saved some.
 
@@ -71,12 +65,12 @@ def convert(
             weights or the averages; the model to convert is ambiguous; or ``out`` already holds weights.
     """
     if to == "hf":
-        return write_pretrained(path, out, prefix, config, max_shard_size, averaged)
-    if to != "checkpoint" or config is not None:
+        return write_pretrained(path, out, prefix, averaged)
+    if to != "checkpoint":
         raise CheckpointError(
-            f"convert(to={to!r}, config={config!r}) is not supported.",
-            'convert writes a checkpoint, or with to="hf" the layout of save_pretrained, which needs a configuration.',
-            'give to="checkpoint" without config, or to="hf".',
+            f"convert(to={to!r}) is not supported.",
+            'convert writes a checkpoint, or with to="hf" the layout of save_pretrained.',
+            'give to="checkpoint" or to="hf".',
         )
     check_averaged(averaged)
     weights, hyper_parameters, nest = _read_other_format(Path(path), averaged)

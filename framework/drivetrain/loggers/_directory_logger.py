@@ -11,7 +11,6 @@ from drivetrain._config.secret_values import SecretFilter
 from drivetrain._runs.directory import claim_version, folder_name, make_directory, runs_folder_of, split_folder
 from drivetrain._runtime.working_directory import resolved_path
 from drivetrain._storage.paths import child, folder_at, publish
-from drivetrain.errors import ConfigurationError
 from drivetrain.loggers.logger import Logger
 
 
@@ -91,25 +90,11 @@ class DirectoryLogger(Logger):
 
         Returns:
             The id; None if there is no file.
-
-        Raises:
-            ConfigurationError: the file's content is invalid.
         """
-        folder = self.make_folder()
         try:
-            document = json.loads(folder_at(folder).read(file))
+            return str(json.loads(folder_at(self.make_folder()).read(file))["run_id"])
         except FileNotFoundError:
             return None
-        except ValueError:
-            document = None
-        run_id = document.get("run_id") if isinstance(document, dict) else None
-        if not isinstance(run_id, str):
-            raise ConfigurationError(
-                f"{child(folder, file)!r} does not contain the id of a run of the logging service.",
-                "the file must contain a JSON object with a text 'run_id'.",
-                "pass the id to the logger, or remove the file to start a new run in the service.",
-            )
-        return run_id
 
 
 def flat_params(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -11,15 +11,12 @@ from drivetrain._storage.paths import folder_at, local_path
 
 _log = logging.getLogger("drivetrain")
 
-UPLOADS = (False, True, "all")
-"""The values of ``log_model``."""
-
 
 class CheckpointUploads:
     """Uploads the checkpoints of `Checkpoint` callbacks, each once. A failed upload is logged and does not end a run.
 
     Args:
-        which: one of `UPLOADS`.
+        which: ``log_model`` of `WandbLogger`: False, True or "all".
         name: the name of the artifact; None for ``model-<id of the run>``.
 
     Methods take the `WandbLogger` whose run stores the artifacts.

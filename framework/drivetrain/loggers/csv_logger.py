@@ -9,8 +9,8 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, SupportsFloat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from drivetrain._config.argument_checks import check_count
 from drivetrain._runtime.lazy_names import is_installed
@@ -18,7 +18,7 @@ from drivetrain._storage.paths import child, folder_at, local_path, publish
 from drivetrain._storage.retries import retried
 from drivetrain.errors import DrivetrainError
 from drivetrain.loggers._directory_logger import DirectoryLogger
-from drivetrain.loggers.media import Histogram, Table, pixels_of, png_of, png_of_figure, text_of
+from drivetrain.loggers.media import Histogram, Table, pixels_of, png_of, png_of_figure
 
 Row = dict[str, str]
 
@@ -79,10 +79,8 @@ class CSVLogger(DirectoryLogger):
         # each write replaces the whole file.
         self._text: str | None = None
         self._write_failed = False
-        # After a rewind: the step of the rewind, the number of rows in the table from before the rewind, and the
-        # metrics that were logged again at that step.
+        # From a rewind to the next write: the step of the rewind, and the metrics that were logged again at that step.
         self._rewound_to: int | None = None
-        self._rows_before_rewind = 0
         self._rewritten_metrics: set[str] = set()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -126,16 +124,12 @@ class CSVLogger(DirectoryLogger):
 
     def log_text(self, key: str, value: str, step: int) -> None:
         """Write a text as a text file."""
-        self._write_file(key, step, "txt", text_of(value).encode())
+        self._write_file(key, step, "txt", value.encode())
 
     def log_table(self, key: str, value: Any, step: int) -> None:
         """Write a table as a CSV file."""
         table = Table.of(value)
-        rows = [
-            {column: "" if cell is None else str(cell) for column, cell in zip(table.columns, row, strict=True)}
-            for row in table.rows
-        ]
-        self._write_file(key, step, "csv", _format_table(table.columns, rows).encode())
+        self._write_file(key, step, "csv", "".join(map(_format_row, [table.columns, *table.rows])).encode())
 
     def _write_file(self, key: str, step: int, kind: str, content: bytes) -> None:
         _write_media(self.make_folder(), f"{self._prefix}{key}", step, kind, content)
@@ -163,9 +157,7 @@ class CSVLogger(DirectoryLogger):
         folder = self.log_dir
         if folder is None:
             return
-        self._rewound_to = step
-        self._rows_before_rewind = 0
-        self._rewritten_metrics = set()
+        self._rewound_to, self._rewritten_metrics = step, set()
         self._retry(lambda: self._drop_rows_after(step))
         self._retry(lambda: _remove_media_after(folder, step))
 
@@ -201,89 +193,62 @@ class CSVLogger(DirectoryLogger):
 
     def _leave_folder(self) -> None:
         self._columns = self._text = None
-        self._rewound_to, self._rows_before_rewind, self._rewritten_metrics = None, 0, set()
+        self._rewound_to, self._rewritten_metrics = None, set()
 
     def _write(self) -> None:
         self.make_folder()
-        if self._columns is None:
-            self._load_existing()
-        assert self._columns is not None
-        columns = list(dict.fromkeys([*self._columns, *(key for row in self._pending for key in row)]))
-        rows_before = self._rows_before_rewind
+        names = dict.fromkeys(name for row in self._pending for name in row)
         if (
-            self._rewritten_metrics
-            or columns != self._columns
-            or not self._append(_format_rows(columns, self._pending))
+            self._columns is None
+            or self._rewritten_metrics
+            or not names.keys() <= set(self._columns)
+            or not self._append(_format_rows(self._columns, self._pending))
         ):
-            rows, rows_before = self._drop_rewritten(_parse_table(self._read() or "")[1])
-            self._replace(_format_table(columns, [*rows, *self._pending]))
-        self._columns = columns
+            columns, rows = _parse_table(self._read())
+            columns = list(dict.fromkeys(["step", *(self._columns or columns), *names]))
+            self._replace(_format_table(columns, [*self._without_rewritten(rows), *self._pending]))
+            self._columns = columns
         self._pending = []
-        self._rewritten_metrics, self._rows_before_rewind = set(), rows_before
+        self._rewound_to, self._rewritten_metrics = None, set()
 
-    def _drop_rewritten(self, rows: list[Row]) -> tuple[list[Row], int]:
-        """Remove from the rows before the rewind the values that the run has logged again at the rewind's step.
+    def _without_rewritten(self, rows: list[Row]) -> Iterator[Row]:
+        """Yield the rows without the values that the run has logged again at the rewind's step.
 
         Such values exist if the checkpoint was written between two calls of `log_metrics` for that step, because the
         resumed run repeats the later calls.
-
-        Returns:
-            The remaining rows, and how many of them are from before the rewind.
         """
-        if not self._rewritten_metrics:
-            return rows, self._rows_before_rewind
         epoch = self._column("epoch")
         names = self._rewritten_metrics - {"step", epoch}
-        kept: list[Row] = []
-        rows_before = 0
-        for index, row in enumerate(rows):
-            if index < self._rows_before_rewind and _step_of(row) == self._rewound_to and not names.isdisjoint(row):
-                row = {name: cell for name, cell in row.items() if name not in names}
-                if row.keys() <= {"step", epoch}:
-                    continue
-            rows_before += index < self._rows_before_rewind
-            kept.append(row)
-        return kept, rows_before
-
-    def _load_existing(self) -> None:
-        text = self._read() or ""
-        columns, rows = _parse_table(text)
-        columns = list(dict.fromkeys(["step", *columns]))
-        normalised = _format_table(columns, rows)
-        if not self._is_local:
-            self._text = normalised
-        elif text and normalised != text:
-            self._replace(normalised)  # drops a truncated last line
-        self._columns = columns
+        for row in rows:
+            if names.isdisjoint(row) or _step_of(row) != self._rewound_to:
+                yield row
+            elif not row.keys() <= names | {"step", epoch}:
+                yield {name: cell for name, cell in row.items() if name not in names}
 
     def _drop_rows_after(self, step: int) -> None:
-        text = self._read()
-        if text is None:
-            return
-        columns_read, rows = _parse_table(text)
+        columns, rows = _parse_table(self._read())
         kept = [row for row in rows if not _is_after(row, step)]
-        self._rows_before_rewind = len(kept)
-        filled = set().union(*kept)
-        columns = [
-            "step",
-            *(column for column in columns_read if column != "step" and (column in filled or len(kept) == len(rows))),
-        ]
         # After a failed write, the store may contain more than this object knows.
         if len(kept) < len(rows) or (self._text is not None and self._write_failed):
+            filled = set().union(*kept)
+            columns = ["step", *(column for column in columns if column in filled - {"step"})]
             self._replace(_format_table(columns, kept))
             self._columns = columns
 
     # Read and write the file
 
-    def _read(self) -> str | None:
-        """Return the file's text; None if there is no file. A text at a URL is read once."""
+    def _read(self) -> str:
+        """Return the file's text; "" if there is no file. A text at a URL is read once."""
         if self._text is not None:
             return self._text
         try:
             content = folder_at(self.log_dir or "").read(_FILE)
         except FileNotFoundError:
-            return None
-        return content.decode("utf-8-sig", "surrogateescape")  # Invalid bytes are written back unchanged.
+            content = b""
+        text = content.decode("utf-8-sig", "surrogateescape")  # Invalid bytes are written back unchanged.
+        if not self._is_local:
+            self._text = text
+        return text
 
     def _replace(self, text: str) -> None:
         """Replace the file atomically, so that a kill or an error loses no rows."""
@@ -329,13 +294,8 @@ def _step_of(row: Row) -> float | None:
         return None  # The row was not written by this logger.
 
 
-def _format_number(value: object) -> str:
-    if type(value) is float:
-        return repr(value)
-    if isinstance(value, int):
-        return repr(int(value))
-    # A subclass or another package's number may have another repr, such as "np.float64(0.1)".
-    return repr(float(value)) if isinstance(value, SupportsFloat) else repr(value)
+def _format_number(value: float) -> str:
+    return repr(int(value) if isinstance(value, int) else float(value))
 
 
 # The text of the table
@@ -366,7 +326,7 @@ def _format_rows(columns: Sequence[str], rows: Iterable[Row]) -> str:
     return "".join(_format_row([row.get(column, "") for column in columns]) for row in rows)
 
 
-def _format_row(cells: Sequence[str]) -> str:
+def _format_row(cells: Sequence[Any]) -> str:
     stream = io.StringIO()
     csv.writer(stream, lineterminator="\r\n").writerow(cells)  # quotes cells that contain a character of "\r\n"
     return f"{stream.getvalue()[:-2]}\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,9 +25,6 @@ def pixels_of(value: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     Args:
         value: a tensor of shape (C, H, W) or (H, W), an array of shape (H, W, C) or (H, W), or a Pillow image. Numbers
             of other dtypes than uint8 are clipped to the range from 0 to 1.
-
-    Raises:
-        ConfigurationError: the value has another type or shape.
     """
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
@@ -39,13 +37,6 @@ def pixels_of(value: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
         array = np.asarray(value)
     if array.ndim == 2:
         array = array[..., None]
-    if array.ndim != 3 or array.shape[-1] not in (1, 3, 4) or array.dtype.kind not in "fiub":
-        raise ConfigurationError(
-            f"log_image got a {type(value).__name__} of shape {tuple(array.shape)} and dtype {array.dtype}.",
-            "an image has one, three or four channels of numbers.",
-            "pass a tensor of shape (C, H, W) or (H, W), an array of shape (H, W, C) or (H, W), or a Pillow image. For "
-            "several images, call log_image for each, or make a grid.",
-        )
     if array.dtype == np.uint8:
         return np.ascontiguousarray(array)
     scaled = np.nan_to_num(array.astype(np.float32)).clip(0, 1) * 255
@@ -66,16 +57,7 @@ def png_of_figure(figure: Any) -> bytes:
 
     Args:
         figure: a matplotlib figure, or another object with ``savefig(file, format="png")``.
-
-    Raises:
-        ConfigurationError: the figure has no method ``savefig``.
     """
-    if not callable(getattr(figure, "savefig", None)):
-        raise ConfigurationError(
-            f"log_figure got a {type(figure).__name__}.",
-            "figures are drawn by their method savefig(file, format='png'), which this object does not have.",
-            "pass a matplotlib figure; log_image takes pixels.",
-        )
     stream = io.BytesIO()
     figure.savefig(stream, format="png")
     return stream.getvalue()
@@ -115,14 +97,6 @@ class Histogram:
         """How many numbers were counted."""
         return sum(self.counts)
 
-    def with_at_most(self, bins: int) -> Histogram:
-        """Return the histogram with at most ``bins`` bins, merging neighbouring bins if necessary."""
-        width = -(-len(self.counts) // bins)
-        if width <= 1:
-            return self
-        counts = tuple(sum(self.counts[at : at + width]) for at in range(0, len(self.counts), width))
-        return replace(self, counts=counts, edges=(*self.edges[:-1:width], self.edges[-1]))
-
     @classmethod
     def of(cls, value: Any, bins: int = 64) -> Histogram:
         """Count the numbers of a tensor or array. A `Histogram` is returned unchanged.
@@ -132,11 +106,11 @@ class Histogram:
             bins: the number of bins of equal width between the smallest and the largest finite number.
 
         Raises:
-            ConfigurationError: the value is not numeric, or is sharded over ranks.
+            ConfigurationError: the value is sharded over ranks.
         """
         if isinstance(value, Histogram):
             return value
-        tensor = _as_tensor(value)
+        tensor = torch.as_tensor(value)
         if hasattr(tensor, "full_tensor"):
             raise ConfigurationError(
                 "log_histogram got a tensor that is sharded over ranks.",
@@ -144,96 +118,42 @@ class Histogram:
                 "call trainer.log_histogram(name, tensor) on every rank.",
             )
         numbers = FlatValues(tensor)
-        return cls.joined(
-            [numbers.counted(edges := numbers.value_range.edges(bins))], edges, numbers.value_range.left_out
-        )
+        return numbers.counted(bin_edges(numbers.low, numbers.high, bins))
 
     @classmethod
-    def joined(cls, parts: Sequence[BinCounts], edges: Edges, left_out: int) -> Histogram:
+    def joined(cls, parts: Sequence[Histogram]) -> Histogram:
         """Return the histogram of all parts, whose numbers were counted with the same edges."""
-        return cls(
-            tuple(map(sum, zip(*(part.counts for part in parts), strict=True))),
-            tuple(map(float, edges.tolist())),
-            float(sum(part.sum for part in parts)),
-            float(sum(part.sum_of_squares for part in parts)),
-            left_out,
+        return replace(
+            parts[0],
+            counts=tuple(map(sum, zip(*(part.counts for part in parts), strict=True))),
+            sum=float(sum(part.sum for part in parts)),
+            sum_of_squares=float(sum(part.sum_of_squares for part in parts)),
+            left_out=sum(part.left_out for part in parts),
         )
 
 
 Edges = np.ndarray[Any, Any]
 
 
-def _as_tensor(value: Any) -> torch.Tensor:
-    try:
-        return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigurationError(
-            f"log_histogram got a {type(value).__name__}.",
-            f"log_histogram counts the numbers of one tensor or array ({error}).",
-            "pass a tensor, an array, or a Histogram; trainer.log_histogram takes a dict of tensors by name.",
-        ) from error
+def bin_edges(low: float, high: float, bins: int) -> Edges:
+    """Return the edges of ``bins`` bins of equal width, in float64, like ``numpy.histogram_bin_edges``.
 
+    NumPy raises an error if ``low`` and ``high`` are almost equal or too far apart. In the first case the edges are
+    those of a slightly larger range.
 
-@dataclass(frozen=True)
-class ValueRange:
-    """The range of the finite numbers of one or several tensors."""
-
-    low: float
-    high: float
-    left_out: int
-    """How many numbers are infinite or NaN."""
-    is_float32: bool
-    """Whether all tensors have at most float32 precision, so that edges are computed in float32."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there are no finite numbers."""
-        return self.low > self.high
-
-    def edges(self, bins: int) -> Edges:
-        """Return the edges of ``bins`` bins, equal to those of ``numpy.histogram`` if NumPy accepts the range.
-
-        NumPy raises an error if the smallest and the largest number are almost equal, like the initial weights of a
-        normalization layer, or too far apart for float32. In such cases the edges are computed in float64 or for a
-        slightly larger range.
-        """
-        for dtype in (np.float32, np.float64) if self.is_float32 else (np.float64,):
-            try:
-                with np.errstate(over="ignore", invalid="ignore"):
-                    edges = np.histogram_bin_edges(
-                        np.asarray([] if self.is_empty else [self.low, self.high], dtype), bins
-                    )
-            except ValueError:
-                if bins < 1:
-                    raise
-                continue
-            if np.isfinite(edges).all() and (np.diff(edges / 2) > 0).all():
-                return edges
-        margin = bins * np.spacing(max(abs(self.low), abs(self.high)))
-        return 2 * np.linspace((self.low - margin) / 2, (self.high + margin) / 2, bins + 1)
-
-    @classmethod
-    def joined(cls, parts: Sequence[ValueRange]) -> ValueRange:
-        """Return the range that contains all parts."""
-        return cls(
-            min(part.low for part in parts),
-            max(part.high for part in parts),
-            sum(part.left_out for part in parts),
-            all(part.is_float32 for part in parts),
-        )
-
-
-EMPTY_RANGE = ValueRange(float("inf"), float("-inf"), 0, True)
-"""The range of an empty set of numbers."""
-
-
-@dataclass(frozen=True)
-class BinCounts:
-    """The bin counts and sums of a part of the numbers."""
-
-    counts: list[int]
-    sum: float
-    sum_of_squares: float
+    Args:
+        low: the smallest number, or infinity if there are no numbers.
+        high: the largest number.
+        bins: the number of bins.
+    """
+    if low > high:
+        low, high = 0.0, 1.0
+    if low == high:
+        low, high = low - 0.5, high + 0.5
+    margin = bins * float(np.spacing(max(abs(low), abs(high))))
+    if high - low < margin:
+        low, high = low - margin, high + margin
+    return 2 * np.linspace(low / 2, high / 2, bins + 1)  # half of the range cannot overflow
 
 
 class FlatValues:
@@ -241,6 +161,11 @@ class FlatValues:
 
     Args:
         tensor: a tensor of any shape; a complex tensor contributes its real and imaginary parts.
+
+    Attributes:
+        low: the smallest number; infinity if there are no numbers.
+        high: the largest number; minus infinity if there are no numbers.
+        left_out: how many numbers are infinite or NaN.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -251,28 +176,25 @@ class FlatValues:
         flat = flat.to(torch.float32 if is_float32 else torch.float64)
         finite = flat.isfinite()
         self._flat = flat if bool(finite.all()) else flat[finite]
-        left_out = flat.numel() - self._flat.numel()
-        low, high = (
-            (float(end) for end in self._flat.aminmax()) if self._flat.numel() else (EMPTY_RANGE.low, EMPTY_RANGE.high)
-        )
-        self.value_range = ValueRange(low, high, left_out, is_float32)
+        self.left_out = flat.numel() - self._flat.numel()
+        self.low, self.high = math.inf, -math.inf
+        if self._flat.numel():
+            self.low, self.high = map(float, self._flat.aminmax())
 
-    def counted(self, edges: Edges) -> BinCounts:
-        """Return the counts of the bins with these edges, which must be the same for all parts of a histogram."""
+    def counted(self, edges: Edges) -> Histogram:
+        """Return the histogram with these edges, which must be the same for all parts of a histogram."""
         flat = self._flat
         inner = torch.as_tensor(edges[1:-1].copy(), device=flat.device)
         counts = torch.zeros(len(edges) - 1, dtype=torch.int64, device=flat.device)
         for part in torch.split(flat, _CHUNK):
             counts += torch.bincount(torch.bucketize(part.to(inner.dtype), inner, right=True), minlength=len(counts))
-        return BinCounts(counts.tolist(), float(flat.sum(dtype=torch.float64)), float(flat.double().square().sum()))
-
-
-# Texts
-
-
-def text_of(value: Any) -> str:
-    """Return ``str(value)`` with lone surrogates, which UTF-8 cannot encode, escaped like ``\\udcff``."""
-    return str(value).encode(errors="backslashreplace").decode()
+        return Histogram(
+            tuple(counts.tolist()),
+            tuple(edges.tolist()),
+            float(flat.sum(dtype=torch.float64)),
+            float(flat.double().square().sum()),
+            self.left_out,
+        )
 
 
 # Tables
@@ -290,25 +212,17 @@ class Table:
         """Make a table from a mapping of columns, a list of mappings (one per row), or a DataFrame.
 
         Raises:
-            ConfigurationError: the value has another type, or its columns differ in length.
+            ValueError: the columns differ in length.
         """
         if isinstance(value, Table):
             return value
         if hasattr(value, "to_dict") and hasattr(value, "columns"):
             value = {str(name): list(value[name]) for name in value.columns}
-        if isinstance(value, Mapping) and all(_is_list(column) for column in value.values()):
-            lengths = {len(column) for column in value.values()}
-            if len(lengths) <= 1:
-                rows = [list(map(_to_json_value, row)) for row in zip(*value.values(), strict=True)]
-                return cls(list(map(str, value)), rows)
-        elif _is_list(value) and all(isinstance(row, Mapping) for row in value):
-            names = list(dict.fromkeys(name for row in value for name in row))
-            return cls(list(map(str, names)), [[_to_json_value(row.get(name)) for name in names] for row in value])
-        raise ConfigurationError(
-            f"log_table got {_describe(value)}.",
-            "a table has named columns of equal length.",
-            "pass {'column': [values], ...}, a list of {'column': value, ...}, or a DataFrame.",
-        )
+        if isinstance(value, Mapping):
+            rows = [list(map(_to_json_value, row)) for row in zip(*value.values(), strict=True)]
+            return cls(list(map(str, value)), rows)
+        names = list(dict.fromkeys(name for row in value for name in row))
+        return cls(list(map(str, names)), [[_to_json_value(row.get(name)) for name in names] for row in value])
 
     def as_markdown(self) -> str:
         """Return the table as Markdown."""
@@ -316,22 +230,12 @@ class Table:
         return "\n".join("| " + " | ".join(_format_cell(cell) for cell in line) + " |" for line in lines)
 
 
-def _is_list(value: Any) -> bool:
-    return hasattr(value, "__len__") and hasattr(value, "__iter__") and not isinstance(value, str | bytes | Mapping)
-
-
 def _to_json_value(value: Any) -> Any:
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):
         value = value.tolist()
-    return value if value is None or isinstance(value, bool | int | float) else text_of(value)
+    return value if value is None or isinstance(value, bool | int | float) else str(value)
 
 
 def _format_cell(value: Any) -> str:
     text = "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
     return text.replace("|", "\\|").replace("\n", "<br>")
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "columns of lengths " + str([len(column) if _is_list(column) else None for column in value.values()])
-    return f"a {type(value).__name__}"

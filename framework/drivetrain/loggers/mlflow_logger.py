@@ -17,7 +17,7 @@ from drivetrain._storage.paths import local_path
 from drivetrain._storage.publication import lock_folder
 from drivetrain.errors import ConfigurationError, DrivetrainError
 from drivetrain.loggers._directory_logger import DirectoryLogger, flat_params
-from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure, text_of
+from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure
 
 _log = logging.getLogger("drivetrain")
 
@@ -29,11 +29,6 @@ _MAX_PARAMS = 100  # parameters that MLflow accepts in one request
 _MAX_NAME_LENGTH = 250  # characters
 # Servers truncate a parameter's value at 250, 500 or 6000 characters, depending on their release.
 _MIN_TRUNCATED_LENGTH = 250
-_UNSUPPORTED = {
-    "log_model": "MLFlowLogger does not upload checkpoints: call logger.experiment.log_artifacts(logger.run_id, "
-    "trainer.log_dir + '/checkpoints/...') in a hook",
-    "checkpoint_path_prefix": "MLFlowLogger does not upload checkpoints",
-}
 
 
 class MLFlowLogger(DirectoryLogger):
@@ -54,8 +49,6 @@ class MLFlowLogger(DirectoryLogger):
             local store.
         tags: the run's tags.
         save_dir: a local path, or an fsspec URL if there is a ``tracking_uri``.
-        log_model: must be False, because checkpoints are not uploaded.
-        checkpoint_path_prefix: not supported, because checkpoints are not uploaded.
         prefix: prepended to every metric's name, with a dash.
         artifact_location: the location for the media of a new experiment; None lets the server choose, or means
             ``<save_dir>/<experiment_name>/mlflow-artifacts`` with the local store.
@@ -64,7 +57,7 @@ class MLFlowLogger(DirectoryLogger):
         version: a number, a directory name, or ``None`` for the run's version.
 
     Raises:
-        ConfigurationError: mlflow, or a package that the local store needs, is not installed.
+        ConfigurationError: mlflow is not installed, or ``save_dir`` is a URL and there is no ``tracking_uri``.
     """
 
     def __init__(
@@ -74,17 +67,12 @@ class MLFlowLogger(DirectoryLogger):
         tracking_uri: str | None = None,
         tags: Mapping[str, Any] | None = None,
         save_dir: str | os.PathLike[str] = ".",
-        log_model: bool = False,
-        checkpoint_path_prefix: str = "",
         prefix: str = "",
         artifact_location: str | None = None,
         run_id: str | None = None,
         synchronous: bool | None = None,
         version: int | str | None = None,
     ) -> None:
-        for argument, value in {"log_model": log_model, "checkpoint_path_prefix": checkpoint_path_prefix}.items():
-            if value:
-                raise ConfigurationError(f"MLFlowLogger({argument}={value!r})", _UNSUPPORTED[argument], "omit it")
         _mlflow("mlflow.tracking")
         super().__init__(save_dir, experiment_name, version, prefix)
         self._tracking_uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
@@ -199,7 +187,7 @@ class MLFlowLogger(DirectoryLogger):
 
     def log_text(self, key: str, value: str, step: int) -> None:
         """Log a text as ``texts/<key>/step=<n>.txt``."""
-        self.experiment.log_text(self._open_run_id(), text_of(value), self._artifact_path("texts", key, step, "txt"))
+        self.experiment.log_text(self._open_run_id(), value, self._artifact_path("texts", key, step, "txt"))
 
     def log_table(self, key: str, value: Any, step: int) -> None:
         """Log a table as ``tables/<key>/step=<n>.json``, with ``columns`` and ``data`` as MLflow expects them."""
@@ -284,12 +272,6 @@ class MLFlowLogger(DirectoryLogger):
                 experiment = client.get_experiment_by_name(self.name)
                 if experiment is None:
                     raise
-        if experiment.lifecycle_stage == "deleted":
-            raise ConfigurationError(
-                f"The MLflow experiment {self.name!r} was deleted.",
-                "MLflow reserves the name of a deleted experiment, but does not accept runs in it.",
-                "restore the experiment (mlflow experiments restore), or pass another experiment_name.",
-            )
         return experiment.experiment_id
 
     def _send(self, run_id: str) -> None:
@@ -341,12 +323,6 @@ def _mlflow(module: str) -> Any:
 
 
 def _local_root(save_dir: str) -> str:
-    if not is_installed("sqlalchemy", "alembic"):
-        raise ConfigurationError(
-            "MLFlowLogger's local store needs SQLAlchemy and Alembic, which are not installed",
-            "mlflow-skinny needs them to write a database, but does not install them",
-            "pip install 'drivetrain[mlflow]' (or only mlflow), or pass a server's tracking_uri",
-        )
     root = local_path(save_dir)
     if root is None:
         raise ConfigurationError(

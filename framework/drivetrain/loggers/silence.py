@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from functools import cache
 from typing import Any, Self
 
@@ -23,9 +22,7 @@ def silence_loggers(loggers: Iterable[Logger], silent: bool) -> None:
     for logger in loggers:
         cls = type(logger)
         if silent != (cls in _ORIGINAL_CLASS):
-            # Assigning the class fails for objects with `__slots__`, which are therefore not silenced.
-            with suppress(TypeError):
-                logger.__class__ = _silent_class(cls) if silent else _ORIGINAL_CLASS[cls]
+            logger.__class__ = _silent_class(cls) if silent else _ORIGINAL_CLASS[cls]
 
 
 _ORIGINAL_CLASS: dict[type[Logger], type[Logger]] = {}

@@ -11,17 +11,16 @@ from typing import Any
 
 import torch
 
-from drivetrain._runtime.lazy_names import is_installed
+from drivetrain._runtime.lazy_names import import_optional, is_installed
 from drivetrain._storage.paths import folder_at
-from drivetrain.errors import ConfigurationError
 from drivetrain.loggers._directory_logger import DirectoryLogger, flat_params
-from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure, text_of
+from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure
 
 _log = logging.getLogger("drivetrain")
 
 _EVENT_FILE = re.compile(r"\.tfevents\.(\d+)\.[^/]*$")
 _RETRY_AFTER = 30.0  # seconds from a failed write to the next attempt
-_MAX_WAIT = 5  # maximum seconds to wait until the clock passes the time in the newest event file's name
+_MAX_WAIT = 5  # seconds; files of a machine whose clock is further ahead are not waited for
 
 
 class TensorBoardLogger(DirectoryLogger):
@@ -50,12 +49,7 @@ class TensorBoardLogger(DirectoryLogger):
         prefix: str = "",
         **options: Any,
     ) -> None:
-        if not is_installed("tensorboard"):
-            raise ConfigurationError(
-                "TensorBoardLogger needs TensorBoard, which is not installed",
-                "the logger uses the package tensorboard",
-                "pip install 'drivetrain[tensorboard]' (or only tensorboard), or use CSVLogger",
-            )
+        import_optional("tensorboard", "TensorBoardLogger", "pip install 'drivetrain[tensorboard]', or use CSVLogger.")
         super().__init__(save_dir, name, version, prefix)
         self._default_hp_metric = default_hp_metric
         self._options = options
@@ -147,7 +141,7 @@ class TensorBoardLogger(DirectoryLogger):
 
     def log_text(self, key: str, value: str, step: int) -> None:
         """Write a text, which TensorBoard shows as Markdown."""
-        self.experiment.add_text(f"{self._prefix}{key}", text_of(value), step)
+        self.experiment.add_text(f"{self._prefix}{key}", value, step)
 
     def log_table(self, key: str, value: Any, step: int) -> None:
         """Write a table as text in Markdown."""
@@ -236,16 +230,7 @@ class TensorBoardLogger(DirectoryLogger):
 
     def _wait_for_later_name(self, path: str) -> None:
         seconds = [int(match[1]) for match in map(_EVENT_FILE.search, self._file_names(path)) if match]
-        wait = max(seconds, default=0) + 1 - time.time()
-        if wait > _MAX_WAIT:
-            _log.warning(
-                "An event file in %r is %.0f seconds ahead of this machine's clock. TensorBoard reads event files in "
-                "the order of their times, so it may show some steps of this run twice or not at all.",
-                path,
-                wait,
-            )
-        elif wait > 0:
-            time.sleep(wait)
+        time.sleep(min(max(0.0, max(seconds, default=0) + 1 - time.time()), _MAX_WAIT))
 
 
 def _session_start(step: int) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import secrets
@@ -14,10 +13,10 @@ from typing import Any
 from drivetrain._config.secret_values import arguments_without_secrets
 from drivetrain._runtime.lazy_names import import_optional
 from drivetrain._storage.paths import local_path
-from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.errors import ConfigurationError
 from drivetrain.loggers._directory_logger import DirectoryLogger
-from drivetrain.loggers._wandb_checkpoints import UPLOADS, CheckpointUploads
-from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure, text_of
+from drivetrain.loggers._wandb_checkpoints import CheckpointUploads
+from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure
 
 _log = logging.getLogger("drivetrain")
 
@@ -27,7 +26,6 @@ STEP = "trainer/global_step"
 _EXIT_CODES = {"success": 0, "failed": 1, "interrupted": 255}  # wandb uses 255 for Ctrl-C and shows "killed"
 
 _ID_FILE = "wandb.json"
-_MAX_BINS = 512  # wandb's limit
 
 
 class WandbLogger(DirectoryLogger):
@@ -45,7 +43,6 @@ class WandbLogger(DirectoryLogger):
         offline: if True, only write local files. If False, the environment's ``WANDB_MODE`` decides.
         dir: another name of ``save_dir``.
         id: the id of a wandb run to continue; None for a new one, which is stored in ``wandb.json``.
-        anonymous: not supported, because wandb has removed anonymous runs.
         project: wandb's project, and the name of the folder for its runs; None means the environment's
             ``WANDB_PROJECT``, else "drivetrain_logs".
         log_model: "all" uploads each checkpoint of a `Checkpoint` callback once it is complete. True uploads those that
@@ -58,7 +55,7 @@ class WandbLogger(DirectoryLogger):
             ``config``, ``settings``.
 
     Raises:
-        ConfigurationError: wandb is not installed, ``wandb.init`` has no such argument, or ``save_dir`` is a URL.
+        ConfigurationError: wandb is not installed, or ``save_dir`` is a URL.
     """
 
     def __init__(
@@ -69,7 +66,6 @@ class WandbLogger(DirectoryLogger):
         offline: bool = False,
         dir: str | os.PathLike[str] | None = None,
         id: str | None = None,
-        anonymous: bool | None = None,
         project: str | None = None,
         log_model: bool | str = False,
         experiment: Any = None,
@@ -77,20 +73,7 @@ class WandbLogger(DirectoryLogger):
         checkpoint_name: str | None = None,
         **options: Any,
     ) -> None:
-        if anonymous:
-            raise ConfigurationError(
-                f"WandbLogger(anonymous={anonymous!r})",
-                "wandb no longer supports anonymous runs.",
-                "log in, or pass offline=True.",
-            )
-        if log_model not in UPLOADS:
-            raise ConfigurationError(
-                f"WandbLogger(log_model={log_model!r})",
-                "log_model selects the checkpoints to upload.",
-                "pass False, True (those that are left at the end) or 'all' (each one).",
-            )
-        wandb = _wandb()
-        _check_options(wandb, options)
+        _wandb()
         root = os.path.expanduser(os.fspath(save_dir if dir is None else dir))
         if local_path(root) is None:
             raise ConfigurationError(
@@ -154,14 +137,14 @@ class WandbLogger(DirectoryLogger):
         self._log({key: _wandb().Image(_drop_single_channel(pixels_of_figure(value)))}, step)
 
     def log_histogram(self, key: str, value: Any, step: int) -> None:
-        """Send a histogram, in which neighbouring bins are merged if there are more than 512 bins."""
-        histogram = Histogram.of(value).with_at_most(_MAX_BINS)
+        """Send a histogram, which must have at most 512 bins."""
+        histogram = Histogram.of(value)
         counts_and_edges = list(histogram.counts), list(histogram.edges)
         self._log({key: _wandb().Histogram(np_histogram=counts_and_edges)}, step)
 
     def log_text(self, key: str, value: str, step: int) -> None:
         """Send a text as a table with one cell."""
-        self._log({key: _wandb().Table(columns=["text"], data=[[text_of(value)]])}, step)
+        self._log({key: _wandb().Table(columns=["text"], data=[[value]])}, step)
 
     def log_table(self, key: str, value: Any, step: int) -> None:
         """Send a table."""
@@ -237,17 +220,6 @@ class WandbLogger(DirectoryLogger):
 def _wandb() -> Any:
     fix = "pip install 'drivetrain[wandb]' (or only wandb), or use CSVLogger."
     return import_optional("wandb", "WandbLogger", fix)
-
-
-def _check_options(wandb: Any, options: Mapping[str, Any]) -> None:
-    known = [name for name in inspect.signature(wandb.init).parameters if name != "anonymous"]
-    for name in options:
-        if name not in known:
-            raise ConfigurationError(
-                f"WandbLogger({name}=...) is unknown.{nearest(name, known)}",
-                "the logger passes further arguments to wandb.init, which has no such argument.",
-                f"use one of {', '.join(known)}.",
-            )
 
 
 def _table(table: Table) -> Any:

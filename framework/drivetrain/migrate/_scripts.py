@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 
@@ -24,7 +24,6 @@ _ARGUMENT_NOTES = {
     "weights_only": "weights_only= is not needed: a checkpoint holds no pickle",
     "retain_graph": "retain_graph= is refused: add the losses, and call manual_backward once",
 }
-_MODULE_VARIABLES = ("self", "module", "pl_module", "model", "lightning_module")
 # Matches a line as Python's tokenizer splits them. str.splitlines would also split at other separators.
 LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 
@@ -49,15 +48,15 @@ class _Names:
     Attributes:
         classes: maps each name that an import binds to a class to Lightning's name of the class.
         aliased: the names in ``classes`` that must not change in the file, because the file uses the old or the new
-            name for another object, or exports the old name. These names are imported with ``as``.
+            name for another object or in a string, such as those of ``__all__``. These names are imported with ``as``.
         packages: maps each name that an import binds to a module of Lightning, or to ``lightning``, to that module.
-        shadowed: the ids of `ast.Name` nodes that have a name in ``packages`` but refer to arguments or loop variables.
+        shadowed: the names in ``packages`` that are also arguments or variables of comprehensions in the file.
     """
 
     classes: dict[str, str] = field(default_factory=dict)
     aliased: set[str] = field(default_factory=set)
     packages: dict[str, str] = field(default_factory=dict)
-    shadowed: set[int] = field(default_factory=set)
+    shadowed: set[str] = field(default_factory=set)
 
     def new_name_of(self, name: str) -> str:
         """Return the name that replaces ``name`` in the file; ``name`` itself if it does not change."""
@@ -70,7 +69,7 @@ class _Names:
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
             node = node.value
-        if not isinstance(node, ast.Name) or node.id not in self.packages or id(node) in self.shadowed:
+        if not isinstance(node, ast.Name) or node.id not in self.packages:
             return None
         return _strip_package(self.packages[node.id].split(".") + parts[::-1])
 
@@ -141,8 +140,6 @@ class _Script:
                 self._edit_attribute(node)
             elif isinstance(node, ast.Call):
                 self._note_arguments(node)
-            elif isinstance(node, ast.ClassDef | ast.FunctionDef):
-                self._note_definition(node)
             for text in _annotation_strings(node):
                 self._edit_annotation(text)
         if reads:
@@ -214,6 +211,9 @@ class _Script:
         if path is None:
             self._note_trainer_attribute(node, owner)
             return
+        if owner.partition(".")[0] in names.shadowed:
+            self._note(node, f"{owner}.{node.attr}: the file also has another object of the name of the package")
+            return
         if not path:  # `lightning.pytorch`, or `L.pytorch`
             new = "drivetrain" if owner in ("lightning", "pytorch_lightning") else owner
             self._replace(_start(node), _end(node), new, f"{owner}.{node.attr}")
@@ -222,21 +222,15 @@ class _Script:
             self._replace(_start(node.value), _end(node.value), "drivetrain", owner)
         name = RENAMED_CLASSES.get(node.attr, node.attr)
         module_name = module_by_name().get(name)
-        advice = f"write `from {module_name} import {name}`"
-        if len(path) == 1:
-            if module_name is None:
-                self._note(node, f"{owner}.{node.attr} has no known counterpart")
-            elif module_name != "drivetrain":
-                self._note(node, f"{owner}.{node.attr}: {advice}")
-        elif len(path) == 2 and module_name != f"drivetrain.{path[0]}":
-            ending = f": {advice}" if module_name else ""
-            self._note(node, f"{owner}.{node.attr} has no counterpart in drivetrain.{path[0]}{ending}")
-        elif len(path) > 2:
+        advice = f"write `from {module_name} import {name}`" if module_name else "has no known counterpart"
+        if len(path) > 2:
             if node.attr in RENAMED_CLASSES:
                 self._note(node, f"{owner}.{node.attr}: {advice}")
             elif RENAMED_CLASSES.get(path[-2]) == "Fit" and _is_not_of_fit(node.attr):
                 self._note(node, f"{owner}.{node.attr} does not exist in drivetrain")
             return
+        if module_name != ".".join(["drivetrain", *path[:-1]]):
+            self._note(node, f"{owner}.{node.attr}: {advice}")
         if name != node.attr and module_name is not None:
             line, column = _end(node)
             self._replace((line, column - len(node.attr.encode())), _end(node), name, node.attr)
@@ -292,7 +286,7 @@ class _Script:
             self._note(node, f"an annotation contains Lightning's classes: write {new!r}")
 
     def _note_arguments(self, node: ast.Call) -> None:
-        owner, _, called = ast.unparse(node.func).rpartition(".")
+        called = ast.unparse(node.func).rpartition(".")[2]
         is_trainer = self._names.class_of(node.func) == "Trainer"
         for keyword in node.keywords:
             name = keyword.arg
@@ -303,18 +297,6 @@ class _Script:
                 advice = _ARGUMENT_NOTES.get(name, advice)
             if advice is not None:
                 self._note(keyword.value, f"{name}=: {advice}")
-        if is_trainer and node.args:
-            self._note(node, "Trainer(...) has positional arguments: Fit takes keywords")
-        if called == "log" and len(node.args) > 2 and owner.rpartition(".")[2] in _MODULE_VARIABLES:
-            self._note(node, "log(...) has positional options: write them by name, as prog_bar=True")
-
-    def _note_definition(self, node: ast.ClassDef | ast.FunctionDef) -> None:
-        if isinstance(node, ast.FunctionDef) and node.args.args and node.args.args[0].arg == "self":
-            removed_hooks = {"training_epoch_end", "validation_epoch_end", "test_epoch_end"}
-            if node.name in removed_hooks or re.fullmatch(r"on_\w+_model_zero_grad", node.name):
-                self._note(node, f"def {node.name} is never called: the error of the first run names the replacement")
-            if "dataloader_iter" in {child.arg for child in node.args.args}:
-                self._note(node, f"def {node.name} is called with a batch instead of dataloader_iter")
 
     def _apply_edits(self) -> str:
         starts = [0]
@@ -396,13 +378,16 @@ def _collect_names(tree: ast.AST) -> _Names:
                         names.packages[alias.asname] = alias.name
     bound = _bound_names(tree, lightning_nodes)
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    exported = _exported_names(tree)
     for name, old in names.classes.items():
         new = RENAMED_CLASSES.get(old, old)
         new_is_taken = new != old and (new in bound or (new in used and new not in names.classes))
-        if name in bound or new_is_taken or name in exported:
+        if name in bound or new_is_taken:
             names.aliased.add(name)
-    _mark_shadowed(tree, names)
+    local = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.comprehension):
+            local |= {child.id for child in ast.walk(node.target) if isinstance(child, ast.Name)}
+    names.shadowed = local & names.packages.keys()
     return names
 
 
@@ -427,49 +412,10 @@ def _has_counterpart(module: str) -> bool:
 
 
 def _bound_names(tree: ast.AST, lightning_nodes: set[int]) -> set[str]:
-    """Return all names that the file binds, except those that are only imported from Lightning."""
+    """Return the names that the file binds, except those that are only imported from Lightning, and its strings."""
     found_names: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            found_names.add(node.id)
-        elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            found_names.add(node.name)
-        elif isinstance(node, ast.arg):
-            found_names.add(node.arg)
-        elif isinstance(node, ast.Global | ast.Nonlocal):
-            found_names.update(node.names)
-        elif isinstance(node, ast.alias) and id(node) not in lightning_nodes:
-            found_names.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name is not None:
-            found_names.add(node.name)
+        if id(node) not in lightning_nodes and not isinstance(getattr(node, "ctx", None), ast.Load):
+            texts = [getattr(node, part, None) for part in ("id", "name", "asname", "arg", "value")]
+            found_names.update(text.partition(".")[0] for text in texts if isinstance(text, str))
     return found_names
-
-
-def _exported_names(tree: ast.AST) -> set[str]:
-    """Return the strings in ``__all__``, which are names that other files may import."""
-    found_names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) and node.value is not None:
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if any(isinstance(child, ast.Name) and child.id == "__all__" for child in targets):
-                found_names |= {str(child.value) for child in ast.walk(node.value) if isinstance(child, ast.Constant)}
-    return found_names
-
-
-def _mark_shadowed(tree: ast.AST, names: _Names) -> None:
-    """Mark the uses of local variables, of functions and comprehensions, that have the name of a package."""
-    for node in ast.walk(tree):
-        scope: Sequence[ast.AST]
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            scope, local_names = node.body, {child.arg for child in ast.walk(node.args) if isinstance(child, ast.arg)}
-        elif isinstance(node, ast.Lambda):
-            scope, local_names = [node.body], {child.arg for child in ast.walk(node.args) if isinstance(child, ast.arg)}
-        elif isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
-            targets = [child for part in node.generators for child in ast.walk(part.target)]
-            scope, local_names = [node], {child.id for child in targets if isinstance(child, ast.Name)}
-        else:
-            continue
-        for name in local_names & names.packages.keys():
-            for child in (child for part in scope for child in ast.walk(part)):
-                if isinstance(child, ast.Name) and child.id == name:
-                    names.shadowed.add(id(child))

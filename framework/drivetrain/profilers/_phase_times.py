@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from threading import get_ident
 from time import perf_counter_ns
 
@@ -23,19 +22,16 @@ class PhaseTimes:
         self.root = Phase("", None)
         """The run. It has no call if this object stands for no run."""
         self.overhead_ns = 0
-        self.outlasting: dict[str, list[int]] = {}
-        """The calls and nanoseconds, by name, of phases that ended after their parent phase."""
         self.top: Phase | None = self.root if begins else None
         """The innermost open phase; None outside of a run."""
-        self._cut_off: dict[str, int] = {}  # start times of phases that continue after their parent phase, by name
         self._thread = get_ident()
         self.root.calls = int(begins)
-        self.root.began = self._last = perf_counter_ns()
+        self._began = self._last = perf_counter_ns()
 
     @property
     def elapsed_ns(self) -> int:
         """The time from the beginning to the end or, during the run, to the last measurement."""
-        return self._last - self.root.began
+        return self._last - self._began
 
     @property
     def is_measuring(self) -> bool:
@@ -52,7 +48,6 @@ class PhaseTimes:
         phase = top.children.get(name)
         if phase is None:
             phase = top.children[name] = Phase(name, top)
-        phase.began = now
         phase.calls += 1
         self.top = phase
         self._last = end = perf_counter_ns()
@@ -62,60 +57,31 @@ class PhaseTimes:
         """End a phase and all open phases within it.
 
         Raises:
-            ConfigurationError: the phase was not started.
+            ConfigurationError: the phase is not open.
         """
         now = perf_counter_ns()
-        phase = self.top
-        if phase is None or get_ident() != self._thread:
+        top = phase = self.top
+        if top is None or phase is None or get_ident() != self._thread:
             return
         while phase.parent is not None and phase.name != name:
             phase = phase.parent
         if phase.parent is None:
-            self._stop_outlasting(name, now)
-            return
-        self._close(phase, now)
+            raise ConfigurationError(
+                f"profiler.stop({name!r}) without a start.",
+                "a phase must be started before it is stopped, in the same thread and hook.",
+                f"call profiler.start({name!r}), or write with profiler.profile({name!r}):.",
+            )
+        top.self_ns += now - self._last
+        self.top = phase.parent
         self._last = end = perf_counter_ns()
         self.overhead_ns += end - now
-
-    @contextmanager
-    def overhead(self) -> Iterator[None]:
-        """Context manager whose time counts as the profiler's overhead."""
-        now = perf_counter_ns()
-        if self.top is not None:
-            self.top.self_ns += now - self._last
-        yield
-        if self.top is not None:
-            self._last = end = perf_counter_ns()
-            self.overhead_ns += end - now
 
     def end(self) -> None:
         """End the run and every open phase."""
         if self.top is not None:
-            self._close(self.root, perf_counter_ns())
-
-    def _close(self, last: Phase, now: int) -> None:
-        """Close the open phases from the innermost one to ``last``."""
-        while self.top is not last.parent:
-            phase = self.top
-            assert phase is not None
-            if phase is not last:
-                self._cut_off[phase.name] = phase.began
-            phase.self_ns += now - self._last
-            self._last = now
-            phase.longest_ns = max(phase.longest_ns, now - phase.began)
-            self.top = phase.parent
-
-    def _stop_outlasting(self, name: str, now: int) -> None:
-        """Record the time of a phase whose parent phase has ended."""
-        if name not in self._cut_off:
-            raise ConfigurationError(
-                f"profiler.stop({name!r}) without a start.",
-                "a phase must be started before it is stopped, in the same thread.",
-                f"call profiler.start({name!r}), or write with profiler.profile({name!r}):.",
-            )
-        calls_and_time = self.outlasting.setdefault(name, [0, 0])
-        calls_and_time[0] += 1
-        calls_and_time[1] += now - self._cut_off.pop(name)
+            now = perf_counter_ns()
+            self.top.self_ns += now - self._last
+            self.top, self._last = None, now
 
 
 class Phase:
@@ -127,11 +93,9 @@ class Phase:
         children: the phases within this phase, by name, in the order of their first start.
         calls: how often the phase was started.
         self_ns: the time without the time of the children.
-        longest_ns: the time of the longest call, including children.
-        began: when the last call began, in nanoseconds of `time.perf_counter_ns`.
     """
 
-    __slots__ = ("began", "calls", "children", "longest_ns", "name", "parent", "self_ns")
+    __slots__ = ("calls", "children", "name", "parent", "self_ns")
 
     def __init__(self, name: str, parent: Phase | None) -> None:
         self.name = name
@@ -139,8 +103,6 @@ class Phase:
         self.children: dict[str, Phase] = {}
         self.calls = 0
         self.self_ns = 0
-        self.longest_ns = 0
-        self.began = 0
 
     @property
     def total_ns(self) -> int:

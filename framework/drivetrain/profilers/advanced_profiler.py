@@ -6,18 +6,14 @@ import cProfile
 import io
 import os
 import pstats
-import sys
 from collections.abc import Callable
 from typing import Any
 
-from drivetrain._storage.paths import publish, publish_export
-from drivetrain.errors import ConfigurationError
+from drivetrain._storage.paths import publish_export
 from drivetrain.profilers._phase_times import Phase, PhaseTimes
 from drivetrain.profilers.profiler import ProfiledRun, Profiler
 
 OTHER = "other"
-_MAX_PHASES = 8
-"""The number of phases whose functions are printed. The file contains the functions of all phases."""
 
 
 class AdvancedProfiler(Profiler):
@@ -51,7 +47,7 @@ class AdvancedProfiler(Profiler):
         """Discard earlier measurements and start to profile a run.
 
         Raises:
-            ConfigurationError: another profiler is active in this thread.
+            ValueError: from Python 3.12 on, another profiler is active.
         """
         self._times = PhaseTimes()
         self._profiles, self._stats = {}, {}
@@ -65,7 +61,7 @@ class AdvancedProfiler(Profiler):
         """End a phase.
 
         Raises:
-            ConfigurationError: the phase was not started.
+            ConfigurationError: the phase is not open.
         """
         self._change(self._times.stop, phase)
 
@@ -92,33 +88,14 @@ class AdvancedProfiler(Profiler):
     def _enable(self) -> None:
         top = self._times.top
         assert top is not None
-        profile = self._profiles.get(top)
-        if profile is None:
-            profile = self._profiles[top] = cProfile.Profile()
-        try:
-            if sys.getprofile() is not None:  # Python 3.11 would replace it
-                raise ValueError
-            profile.enable()
-        except ValueError as error:
-            self._times.end()
-            raise ConfigurationError(
-                "profiler='advanced' while another profiler is active in this thread.",
-                "Python supports one profiler at a time.",
-                "stop the other one, or use profiler='simple'.",
-            ) from error
+        if top not in self._profiles:
+            self._profiles[top] = cProfile.Profile()
+        self._profiles[top].enable()
 
     def summary(self) -> str:
-        """Return the functions of the longest phases."""
-        return self._text(_MAX_PHASES)
-
-    def _text(self, limit: int | None) -> str:
-        if not self._times.root.calls:
-            return ""
+        """Return the functions of each phase, the longest phase first."""
         ordered = sorted(self._stats.items(), key=lambda item: -item[1].total_tt)  # type: ignore[attr-defined]
-        parts = [f"Profile of {name}\n{self._functions(stats)}" for name, stats in ordered[:limit]]
-        if limit is not None and len(ordered) > limit:
-            parts.append(f"The profile's file contains {len(ordered) - limit} more phases.")
-        return "\n\n".join(parts)
+        return "\n\n".join(f"Profile of {name}\n{self._functions(stats)}" for name, stats in ordered)
 
     def _functions(self, stats: pstats.Stats) -> str:
         stats.stream = stream = io.StringIO()  # type: ignore[attr-defined]
@@ -126,8 +103,8 @@ class AdvancedProfiler(Profiler):
         return stream.getvalue().strip()
 
     def write(self, folder: str, name: str) -> list[str]:
-        """Write the functions of all phases and, with ``dump_stats``, each phase's statistics."""
-        written = [publish(folder, f"{name}.txt", self._text(None).encode())]
+        """Write the summary and, with ``dump_stats``, each phase's statistics."""
+        written = super().write(folder, name)
         if self.dump_stats:
             for phase, stats in self._stats.items():
                 written.append(publish_export(folder, f"{name}-{_file_name_part(phase)}.prof", stats.dump_stats))

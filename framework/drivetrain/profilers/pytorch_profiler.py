@@ -6,15 +6,14 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule, supported_activities
 
-from drivetrain._config.argument_checks import check_choice
 from drivetrain._storage.paths import publish_export
 from drivetrain.errors import ConfigurationError
-from drivetrain.profilers._phase_times import PhaseTimes
 from drivetrain.profilers.profiler import ProfiledRun, Profiler
 
 logger = logging.getLogger("drivetrain")
@@ -22,11 +21,6 @@ logger = logging.getLogger("drivetrain")
 _LOOPS = ("training", "validation", "test", "predict")  # the possible names of the phase that is a run's main loop
 _RECORDING_ACTIONS = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 _MAX_SNAPSHOT_ENTRIES = 100_000  # the newest allocations and frees to keep, for a snapshot of about 100 MB
-
-_SORT_KEYS = (
-    *("count", "cpu_time", "cpu_time_total", "self_cpu_time_total", "cpu_memory_usage", "self_cpu_memory_usage"),
-    *("device_time", "device_time_total", "self_device_time_total", "device_memory_usage", "self_device_memory_usage"),
-)
 
 
 class PyTorchProfiler(Profiler):
@@ -70,17 +64,6 @@ class PyTorchProfiler(Profiler):
         memory_snapshot: bool = False,
     ) -> None:
         super().__init__(dirpath, filename)
-        if schedule is not None and not callable(schedule):
-            raise ConfigurationError(
-                f"PyTorchProfiler(schedule={schedule!r}).",
-                "schedule is a function that takes the number of a micro-batch and returns an action.",
-                "use torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1), or None.",
-            )
-        # torch also accepts names with the kind of device, such as cuda_time_total.
-        column = sort_by_key and sort_by_key.replace("cuda", "device").replace("xpu", "device")
-        if column:
-            meaning = "the column by which the table of operations is sorted"
-            check_choice("PyTorchProfiler", "sort_by_key", column, _SORT_KEYS, meaning)
         self.schedule = schedule
         self.activities = None if activities is None else list(activities)
         self.record_shapes = record_shapes or group_by_input_shapes
@@ -92,7 +75,7 @@ class PyTorchProfiler(Profiler):
         self.export_to_chrome = export_to_chrome
         self.memory_snapshot = memory_snapshot
         self._run = ProfiledRun("fit")
-        self._times = PhaseTimes(begins=False)
+        self._thread: int | None = None  # the thread of the run that is being measured
         self._torch_profiler: Any = None
         self._spans: list[tuple[str, Any]] = []  # the open phases, each with its span in the trace
         self._steps = 0
@@ -114,33 +97,22 @@ class PyTorchProfiler(Profiler):
                 )
             torch.cuda.memory._record_memory_history(max_entries=_MAX_SNAPSHOT_ENTRIES)
         self._run = run
-        self._times = PhaseTimes()
+        self._thread = get_ident()
         self._spans, self._written, self._tables, self._steps = [], [], [], 0
 
     def start(self, phase: str) -> None:
         """Begin a phase, which is a span in the trace."""
-        times = self._times
-        if not times.is_measuring:
-            return
-        if phase in _LOOPS and times.top is times.root:
-            with times.overhead():
+        if get_ident() == self._thread:
+            if phase in _LOOPS and not self._spans:
                 self._start_torch()
-        times.start(phase)
-        self._open_span(phase)
+            self._open_span(phase)
 
     def stop(self, phase: str) -> None:
-        """End a phase.
-
-        Raises:
-            ConfigurationError: the phase was not started.
-        """
-        times = self._times
-        if times.top is None or not times.is_measuring:
-            return
-        times.stop(phase)
-        self._close_spans(len(times.top.path))
-        if phase in _LOOPS and times.top is times.root:
-            with times.overhead():
+        """End a phase and all open phases within it. A phase that is not open is ignored."""
+        if get_ident() == self._thread and any(name == phase for name, _ in self._spans):
+            while self._close_span() != phase:
+                pass
+            if phase in _LOOPS and not self._spans:
                 self._stop_torch()
 
     def step(self) -> None:
@@ -148,19 +120,18 @@ class PyTorchProfiler(Profiler):
         if self._torch_profiler is None:
             return
         self._steps += 1
-        with self._times.overhead():
-            # Open spans are split here, because viewers do not support spans that overlap without nesting.
-            phases = [phase for phase, _ in self._spans]
-            self._close_spans(0)
-            self._torch_profiler.step()
-            for phase in phases:
-                self._open_span(phase)
+        # Open spans are split here, because viewers do not support spans that overlap without nesting.
+        phases = [self._close_span() for _ in range(len(self._spans))]
+        self._torch_profiler.step()
+        for phase in reversed(phases):
+            self._open_span(phase)
 
     def end(self) -> None:
         """End the trace, also of a run that failed, and write the memory snapshot."""
-        self._close_spans(0)
+        while self._spans:
+            self._close_span()
         self._stop_torch()
-        self._times.end()
+        self._thread = None
         if self.memory_snapshot and self._run.device.type == "cuda":
             try:
                 self._export(".memory.pickle", torch.cuda.memory._dump_snapshot)
@@ -169,8 +140,6 @@ class PyTorchProfiler(Profiler):
 
     def summary(self) -> str:
         """Return the longest operations and the paths of the traces."""
-        if not self._times.root.calls:
-            return ""
         lines = self._tables[-1:]
         if not self._tables:
             lines.append(
@@ -221,9 +190,11 @@ class PyTorchProfiler(Profiler):
         span.__enter__()
         self._spans.append((phase, span))
 
-    def _close_spans(self, remaining: int) -> None:
-        while len(self._spans) > remaining:
-            self._spans.pop()[1].__exit__(None, None, None)
+    def _close_span(self) -> str:
+        """Close the innermost span, and return the name of its phase."""
+        phase, span = self._spans.pop()
+        span.__exit__(None, None, None)
+        return phase
 
     def _on_trace_ready(self, traced: profile) -> None:
         """Write the trace of one cycle of the schedule, and make the table of its operations."""

@@ -21,14 +21,12 @@ class PhaseRow(NamedTuple):
         calls: how often the phase was started.
         self_ns: the time without the time of nested phases. The sum over all rows is the run's time.
         total_ns: the time including nested phases.
-        longest_ns: the time of the longest call; 0 for the other rows, such as "profiler".
     """
 
     path: tuple[str, ...]
     calls: int
     self_ns: int
     total_ns: int
-    longest_ns: int
 
 
 class SimpleProfiler(Profiler):
@@ -40,7 +38,7 @@ class SimpleProfiler(Profiler):
     Args:
         dirpath: a folder or fsspec URL for the profiler's file; None for ``profile/`` in the run's folder.
         filename: the prefix of the file's name; None for ``<stage>-simple``.
-        extended: whether to show the number of calls, their mean time and the longest call.
+        extended: whether to show the number of calls and their mean time.
     """
 
     def __init__(
@@ -67,7 +65,7 @@ class SimpleProfiler(Profiler):
         """End a phase.
 
         Raises:
-            ConfigurationError: the phase was not started.
+            ConfigurationError: the phase is not open.
         """
         self._times.stop(phase)
 
@@ -90,9 +88,9 @@ class SimpleProfiler(Profiler):
         run, *phases = times.root.walk()
         spans = sum(phase.calls for phase in phases)
         return [
-            *(PhaseRow(phase.path, phase.calls, phase.self_ns, phase.total_ns, phase.longest_ns) for phase in phases),
-            PhaseRow((OTHER,), run.calls, run.self_ns, run.self_ns, 0),
-            PhaseRow((PROFILER_ROW,), spans, times.overhead_ns, times.overhead_ns, 0),
+            *(PhaseRow(phase.path, phase.calls, phase.self_ns, phase.total_ns) for phase in phases),
+            PhaseRow((OTHER,), run.calls, run.self_ns, run.self_ns),
+            PhaseRow((PROFILER_ROW,), spans, times.overhead_ns, times.overhead_ns),
         ]
 
     def summary(self) -> str:
@@ -100,22 +98,11 @@ class SimpleProfiler(Profiler):
         times = self._times
         if not times.root.calls:
             return ""
-        run, rows = self._run, self.rows()
+        run = self._run
         rank_text = f", rank {run.rank} of {run.world_size}" if run.world_size > 1 else ""
-        lines = [
-            f"Profile of {run.stage} on {run.device}{rank_text}: {_seconds(times.elapsed_ns)} s by the host's clock"
-        ]
-        lines += self._table([*rows, PhaseRow(("total",), 1, times.elapsed_ns, times.elapsed_ns, 0)])
-        lines.append(f"Measuring {rows[-1].calls} phases took the time in the row {PROFILER_ROW!r}.")
-        if run.device.type != "cpu":
-            lines.append(
-                f"The host does not wait for {run.device}: a phase's time is the time in which the host launches the "
-                "work. The host waits for the device in logging, in checkpoints, at the end of a validation, in the "
-                "optimizer's step in fp16, and where your code reads a tensor (.item(), print)."
-            )
-        for name, (calls, time) in times.outlasting.items():
-            lines.append(f"{name!r} ended after its parent phase {calls} times, with {_seconds(time)} s in total.")
-        return "\n".join(lines)
+        title = f"Profile of {run.stage} on {run.device}{rank_text}: {_seconds(times.elapsed_ns)} s by the host's clock"
+        table = self._table([*self.rows(), PhaseRow(("total",), 1, times.elapsed_ns, times.elapsed_ns)])
+        return "\n".join([title, *table])
 
     def _table(self, rows: Sequence[PhaseRow]) -> list[str]:
         """Return the lines of the table; the last row is the total."""
@@ -127,7 +114,6 @@ class SimpleProfiler(Profiler):
         if self.extended:
             columns["calls"] = lambda row: str(row.calls)
             columns["mean s"] = lambda row: _seconds(row.total_ns / (row.calls or 1))
-            columns["longest s"] = lambda row: _seconds(row.longest_ns) if row.longest_ns else ""
         names = ["phase", *("  " * (len(row.path) - 1) + row.path[-1] for row in rows)]
         table = [_padded(names, str.ljust)]
         table += [_padded([header, *map(cell, rows)], str.rjust) for header, cell in columns.items()]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import operator
 import shutil
 import sys
 from typing import TYPE_CHECKING
 
 import torch
-from lightning_utilities.core.imports import compare_version
 
 if TYPE_CHECKING:
     import pytest
@@ -26,19 +24,13 @@ def requires_linux() -> pytest.MarkDecorator:
     return _skip(sys.platform != "linux", f"needs Linux, this is {sys.platform}")
 
 
-def requires_package(name: str, minimum: str | None = None) -> pytest.MarkDecorator:
-    """Skip if the package is not installed, or is older than ``minimum``.
-
-    Args:
-        name: the name under which the package is imported.
-        minimum: the lowest version that is sufficient. The check of the version imports the package.
-    """
+def requires_package(name: str) -> pytest.MarkDecorator:
+    """Skip if the package, which is imported under ``name``, is not installed."""
     try:
         missing = importlib.util.find_spec(name) is None
     except ModuleNotFoundError:  # the parent package of a dotted name is missing
         missing = True
-    too_old = not missing and minimum is not None and not compare_version(name, operator.ge, minimum)
-    return _skip(missing or too_old, f"needs {name}" + (f" >= {minimum}" if minimum else ""))
+    return _skip(missing, f"needs {name}")
 
 
 def requires_command(name: str) -> pytest.MarkDecorator:

@@ -16,7 +16,7 @@ from drivetrain import Fit, TrainModule
 # Private, because a run writes only what it holds: these tests choose a checkpoint's contents.
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._format import CheckpointMetadata, StateToSave, save
-from drivetrain._format.file_writer import checksums_of
+from drivetrain._format.checksums import BlockChecksums
 
 STATE = {
     "loop": {"position": (3, 4), 7: "a key that is no string", "best": float("inf"), "milestones": Counter({2: 1})},
@@ -94,7 +94,8 @@ def resealed(folder: Path, change: Any) -> None:
 def replace_file(folder: Path, name: str, content: bytes) -> None:
     """Replace a file's content, and its size and checksums in the manifest."""
     (folder / name).write_bytes(content)
-    sums = checksums_of(content)
+    sums = BlockChecksums()
+    sums.update(content)
     record = {"size": sums.size, "crc32": sums.text()}
     resealed(folder, lambda document: document["files"].setdefault(name, {}).update(record))
 

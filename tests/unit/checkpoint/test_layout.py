@@ -35,7 +35,6 @@ from drivetrain._format.tensor_file import DTYPES
 from drivetrain._storage.atomic_exchange import exchange
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint.__main__ import main
 
 URL = "memory://place/c"
 _Pair = namedtuple("_Pair", "a b")
@@ -296,7 +295,7 @@ def test_nan_and_subclasses_are_restored_as_equal_values() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [object(), b"bytes", {1, 2}, 1j, torch.float32, Path("x"), numpy.float32(1), _Pair(1, 2)],
+    [object(), b"bytes", {1, 2}, 1j, Path("x"), numpy.float32(1), _Pair(1, 2)],
     ids=lambda value: type(value).__name__,
 )
 def test_another_value_is_refused_by_name(value: Any) -> None:
@@ -368,36 +367,21 @@ def test_every_file_on_a_disk_and_in_a_store_has_its_digest(tmp_path: Path, monk
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json"])
 def test_verify_tells_a_forged_file_from_a_damaged_one(folder: Path, name: str) -> None:  # J-11
     flip(folder / name, -1)
-    assert verify(folder) == [f"{name} was altered: 1 of 1 blocks, the first at byte 0"]
+    assert verify(folder) == [f"{name} was altered: 1 block(s), the first at byte 0"]
     replace_file(folder, name, (folder / name).read_bytes())
     assert verify(folder) == [f"{name} was altered: its checksums match, but its SHA-256 differs"]
     # As documented, reading goes by the checksums: a part of a file cannot verify the digest of the whole.
     assert len(load(folder).weights().staged()) == 6
 
 
-@pytest.mark.parametrize("wrong", ["", "AB" * 32, "ab" * 31, 3, None])
-def test_a_malformed_or_missing_digest_is_refused(folder: Path, wrong: Any) -> None:  # J-10
+@pytest.mark.parametrize("wrong", ["AB" * 32, "ab" * 31, 3, None])
+def test_a_malformed_digest_is_refused(folder: Path, wrong: Any) -> None:  # J-10
     resealed(folder, lambda document: document["files"]["model.safetensors"].update(sha256=wrong))
-    with pytest.raises(CheckpointError, match=r"damaged: .*(SHA-256|digest)"):
-        load(folder)
-    resealed(folder, lambda document: document["files"]["model.safetensors"].pop("sha256"))
-    with pytest.raises(CheckpointError, match=r"'model.safetensors' have no digest, and other files have one"):
+    with pytest.raises(CheckpointError, match=r"damaged: .*SHA-256"):
         load(folder)
 
 
 @pytest.mark.parametrize("wrong", ["md5", True, ["sha256"]])
-def test_an_unknown_digest_is_refused(tmp_path: Path, wrong: Any) -> None:
+def test_an_unknown_digest_is_refused(wrong: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"(?s)Checkpoint\(digest=.*('sha256'|str)"):
         Checkpoint(digest=wrong)
-    with pytest.raises(ConfigurationError, match=r"verify\(digest="):
-        verify(tmp_path, digest=wrong)
-
-
-def test_verify_can_require_digests(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # J-11: a signature over a manifest without digests covers only checksums
-    without = written(tmp_path / "without")
-    assert verify(folder, digest="sha256") == []
-    assert verify(without, digest="sha256") == ["its files have no sha256: it was written without digests"]
-    commands = (["--digest", "sha256", str(folder)], ["--digest", "sha256", without], [without])
-    assert [main(["verify", *command]) for command in commands] == [0, 1, 0]
-    assert "written without digests" in capsys.readouterr().out

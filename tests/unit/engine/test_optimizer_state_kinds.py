@@ -105,6 +105,7 @@ KEPT: dict[str, Any] = {
     "none": None,
     "bool": True,
     "str": "warm",
+    "dtype": torch.bfloat16,
     "nested": {"a": [1, {"b": (2.0, None)}], 3: "three"},
     "a NumPy float64": numpy.float64(0.25),
     "a scalar tensor": torch.tensor(3),
@@ -145,7 +146,6 @@ def test_state_of_the_weights_precision_follows_them_to_another(tmp_path: Path) 
 
 REFUSED: list[tuple[Any, str]] = [
     (numpy.float32(0.25), "float32"),
-    (torch.bfloat16, "dtype"),
     ({1, 2}, "set"),
     (object(), "object"),
     ([1, [object()]], "object"),

@@ -150,7 +150,7 @@ KINDS: dict[str, Any] = {
     "iterable in workers": lambda: DataLoader(Stream(), 3, num_workers=2, drop_last=True),
     "iterable with a state": lambda: DataLoader(Positioned(), 3),
     "combined": lambda: CombinedLoader(
-        {"a": DataLoader(Augmented(), 3, shuffle=True), "b": DataLoader(Augmented(), 5, shuffle=True)}, "max_size_cycle"
+        {"a": DataLoader(Augmented(), 3, shuffle=True), "b": DataLoader(Augmented(), 6, shuffle=True)}, "max_size_cycle"
     ),
 }
 

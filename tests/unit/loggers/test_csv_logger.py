@@ -371,13 +371,13 @@ def test_media_that_a_logger_does_not_support_are_named_once(caplog: pytest.LogC
 @pytest.mark.parametrize("bins", [1, 7])
 def test_a_histogram_is_numpys(dtype: torch.dtype, bins: int) -> None:  # L-04
     value = (torch.randn(37, 11, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
-    exact = value.float() if dtype is torch.bfloat16 else value
-    counts, edges = np.histogram(exact.double().numpy() if dtype is torch.bool else exact.numpy(), bins)
+    exact = value.double()
+    counts, edges = np.histogram(exact.numpy(), bins)
     found = Histogram.of(value, bins)
     assert found.counts == tuple(counts.tolist())
     assert found.edges == tuple(edges.tolist())
     assert found.total == value.numel()
-    assert found.sum == pytest.approx(exact.double().sum().item(), abs=1e-9)
+    assert found.sum == pytest.approx(exact.sum().item(), abs=1e-9)
 
 
 def test_histograms_of_special_tensors() -> None:  # L-04
@@ -413,20 +413,6 @@ def test_a_histogram_of_a_range_that_numpy_refuses(values: np.ndarray[Any, Any],
     assert found.counts == tuple(np.histogram(values.astype(np.float64), edges)[0].tolist())
 
 
-@requires_package("tensorboard")
-def test_text_that_utf8_cannot_encode_is_escaped(tmp_path: Path) -> None:
-    # L-04: bytes that a model made, decoded with "surrogateescape", and a number
-    for logger in (CSVLogger(tmp_path / "csv", version=0), TensorBoardLogger(tmp_path / "board", version=0)):
-        logger.log_text("text", "a\udcff", 1)
-        logger.log_text("text", 3, 2)  # type: ignore[arg-type]
-        logger.log_table("table", {"text": ["a\udcff"]}, 1)
-        logger.finalize("success")
-    media = tmp_path / "csv/drivetrain_logs/version_0/media"
-    assert (media / "text/step=1.txt").read_text() == "a\\udcff"
-    assert (media / "text/step=2.txt").read_text() == "3"
-    assert (media / "table/step=1.csv").read_text() == "text\na\\udcff\n"
-
-
 @requires_package("PIL")
 def test_images_of_every_kind_become_pixels() -> None:
     from PIL import Image
@@ -455,22 +441,3 @@ def test_tables_of_every_kind() -> None:
     assert Table.of(Frame()) == Table(["x", "2"], [[1, 2], [3, 4]])
     assert Table.of({"x": np.array([1.5]), "y": [Path("a")]}) == Table(["x", "y"], [[1.5, "a"]])
     assert Table.of([]) == Table([], [])
-
-
-@pytest.mark.parametrize(
-    ("method", "value", "message"),
-    [
-        ("log_histogram", "text", r"log_histogram got a str(?s:.*)trainer\.log_histogram"),
-        ("log_histogram", [[1], [1, 2]], "log_histogram got a list"),
-        ("log_image", torch.rand(2, 3, 4, 5), "log_image got"),
-        ("log_image", torch.rand(2, 4, 5), "log_image got"),
-        ("log_image", "picture.png", "log_image got"),
-        ("log_table", {"x": [1], "y": []}, "log_table got"),
-        ("log_table", [1, 2], "log_table got"),
-        ("log_table", "text", "log_table got"),
-        ("log_figure", torch.rand(3, 2, 2), "savefig"),
-    ],
-)
-def test_a_value_of_another_kind_is_refused(tmp_path: Path, method: str, value: Any, message: str) -> None:  # L-04
-    with pytest.raises(ConfigurationError, match=message):
-        getattr(CSVLogger(tmp_path), method)("key", value, 0)

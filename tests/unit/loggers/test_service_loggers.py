@@ -36,13 +36,7 @@ pytestmark = pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize(
     ("kind", "arguments", "named"),
     [
-        pytest.param(MLFlowLogger, {"log_model": True}, "log_model", marks=MLFLOW),
-        pytest.param(MLFlowLogger, {"checkpoint_path_prefix": "x"}, "checkpoint_path_prefix", marks=MLFLOW),
         pytest.param(MLFlowLogger, {"save_dir": "memory://logs"}, "tracking_uri", marks=MLFLOW),
-        pytest.param(WandbLogger, {"log_model": "every"}, "log_model", marks=WANDB),
-        pytest.param(WandbLogger, {"anonymous": True}, "anonymous", marks=WANDB),
-        pytest.param(WandbLogger, {"grup": "x"}, "Did you mean 'group'", marks=WANDB),
-        pytest.param(WandbLogger, {"add_file_policy": "immutable"}, "add_file_policy", marks=WANDB),
         pytest.param(WandbLogger, {"save_dir": "memory://logs"}, "local save_dir", marks=WANDB),
     ],
 )
@@ -56,7 +50,6 @@ def test_an_unsupported_argument_is_refused(kind: Any, arguments: dict[str, Any]
     [
         (WandbLogger, "wandb", "wandb"),
         pytest.param(MLFlowLogger, "mlflow.tracking", "mlflow", marks=MLFLOW),
-        pytest.param(MLFlowLogger, "alembic", "mlflow", marks=MLFLOW),  # for its local store
     ],
 )
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: Any, kind: Any, module: str, extra: str) -> None:

@@ -194,12 +194,3 @@ def test_a_purge_step_of_the_users_applies_once(tmp_path: Path, logger: TensorBo
     log_steps(purging, 20).finalize("success")
     log_steps(purging, 21).finalize("success")
     assert scalars(purging.log_dir) == steps_and_values(*range(5), 20, 21)
-
-
-def test_a_clock_that_is_behind_is_reported(tmp_path: Path, no_waiting: None, caplog: Any) -> None:
-    (tmp_path / "v").mkdir()
-    (tmp_path / "v" / "events.out.tfevents.9999999999.host.1.0").touch()
-    logger = TensorBoardLogger(tmp_path, name="", version="v")
-    logger.rewind(1)
-    log_steps(logger, 2).finalize("success")
-    assert "ahead of this machine's clock" in caplog.text

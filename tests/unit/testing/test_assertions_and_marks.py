@@ -26,13 +26,22 @@ def _state(**changes: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight": WEIGHT + torch.eye(2, 3) * 1e-3}, r"weight: largest difference 0.001 at"),
-        ({"weight": torch.arange(6.0)}, r"weight: shape \(6,\) instead of \(2, 3\)"),
-        ({"weight": torch.full((2, 3), float("nan"))}, "weight: largest difference inf"),
-        ({"steps": torch.tensor(5)}, r"steps: largest difference 1 at \(\): 5 instead of 4"),
-        ({"mask": torch.tensor([True, True])}, r"mask: largest difference 1 at \(1,\)"),
-        ({"special": torch.tensor([float("nan"), float("inf"), 3.0])}, r"difference 1 at \(2,\): 3 instead of 2"),
-        ({"nested": {"exp_avg": [torch.ones(2), 0.8], "name": "adam", "none": None}}, r"nested.exp_avg.1: 0.8 instead"),
+        (
+            {"weight": WEIGHT + torch.eye(2, 3) * 1e-3},
+            r"(?s)weight: .* 0.00\d+ at index \(0, 0\)",
+        ),
+        ({"weight": torch.arange(6.0)}, r"weight: .*shape.*\[6\]\) != .*\[2, 3\]"),
+        ({"weight": torch.full((2, 3), float("nan"))}, "(?s)weight: .*Mismatched elements: 6 / 6"),
+        ({"steps": torch.tensor(5)}, r"(?s)steps: .*Expected 4 but got 5"),
+        ({"mask": torch.tensor([True, True])}, r"(?s)mask: .*difference: 1 at index \(1,\)"),
+        (
+            {"special": torch.tensor([float("nan"), float("inf"), 3.0])},
+            r"(?s)special: .* 1.0 at index \(2,\)",
+        ),
+        (
+            {"nested": {"exp_avg": [torch.ones(2), 0.8], "name": "adam", "none": None}},
+            "Expected 0.9 but got 0.8",
+        ),
         ({"nested": {"exp_avg": [torch.ones(2), 0.9], "name": "sgd", "none": None}}, r"nested.name: 'sgd' instead"),
         ({"nested": {"exp_avg": [torch.ones(2), 0.9], "none": None}}, "missing: nested.name"),
         ({"more": 1}, "unexpected: more"),
@@ -59,8 +68,7 @@ def test_traces_name_the_first_step_that_differs_and_ranks_must_agree_bit_for_bi
 def test_marks_skip_only_what_the_machine_lacks() -> None:
     assert testing.requires_cuda(10_000).mark.args == (True,)
     assert testing.requires_cuda(0).mark.args == (False,)
-    assert testing.requires_package("torch", "2.11").mark.args == (False,)
-    assert testing.requires_package("torch", "99.0").mark.args == (True,)
+    assert testing.requires_package("torch").mark.args == (False,)
     assert testing.requires_package("no_such_package_here.part").mark.args == (True,)
     assert testing.requires_command("no-such-command-here").mark.args == (True,)
     assert testing.requires_linux().mark.args == (sys.platform != "linux",)
