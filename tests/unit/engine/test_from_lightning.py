@@ -585,8 +585,6 @@ def test_names_have_lightnings_meaning(tmp_path: Path) -> None:  # L-10
 def test_an_unsupported_name_states_the_replacement() -> None:  # L-10
     trainer = Fit(accelerator="cpu")
     with pytest.raises(AttributeError, match=r"has no attribute 'fit_loop': read trainer\.current_epoch, "):
-        AttributeError, match=r"has no attribute 'fit_loop': read trainer\.current_epoch, \.global_step"
-    ):
         _ = trainer.fit_loop
     assert not hasattr(trainer, "fit_loop")
     with pytest.raises(AttributeError, match=r"has no attribute 'nonsense'$"):
