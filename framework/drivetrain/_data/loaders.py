@@ -19,7 +19,6 @@ from drivetrain._data.samplers import LoaderSharding, RankSampler, ShardedSample
 from drivetrain._data.sharding import EPOCH_START, BatchShare, EpochOffset
 from drivetrain._data.worker_seeding import SeededDataset, WorkerInit
 from drivetrain._runtime.seed import derive_seed
-from drivetrain._runtime.transfer import samples_in
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -168,12 +167,10 @@ class MapSource(BatchSource):
         if self._custom_samplers:
             set_epoch(epoch, *self._custom_samplers)
         shards = self._rank_sampler.begin(epoch, start, origin)
-        pairs: Iterator[tuple[Any, BatchShare]]
-        if self._custom_iteration:
-            pairs = self._pair_custom_iteration(shards, start)
-        else:  # `zip` is implemented in C, so no Python function runs per batch unless samples must be counted
-            pairs = zip(self._clone.iterate(), shards, strict=False)
-        return self._with_counted_samples(pairs) if self._prebatched else pairs
+        if self._prebatched or self._custom_iteration:
+            return self._counted(shards, start)
+        # `zip` is implemented in C, so no Python function runs per batch unless samples must be counted
+        return zip(self._clone.iterate(), shards, strict=False)
 
     def order_fingerprints(self) -> list[OrderFingerprint]:
         from drivetrain._data.order_fingerprint import OrderFingerprint, digest_of_indices
@@ -192,38 +189,27 @@ class MapSource(BatchSource):
     def close(self) -> None:
         self._clone.close()
 
-    def _pair_custom_iteration(self, shards: Iterator[BatchShare], start: int) -> Iterator[tuple[Any, BatchShare]]:
-        """Pair each batch with the sampler's shard if their sizes agree, else with a shard of the batch's size.
+    def _counted(self, shards: Iterator[BatchShare], start: int) -> Iterator[tuple[Any, BatchShare]]:
+        """Yield all batches that the loader yields, each with the number of samples that the batch itself shows.
 
-        The size of a batch is the first dimension of its first tensor. If this size differs from the sampler's request
-        for the very first batch, the dimension does not count samples, and sizes are no longer compared.
+        A loader with custom iteration may yield more or fewer batches than its sampler requests.
         """
         name = type(self._clone.loader).__name__
-        if start:
+        if start and self._custom_iteration:
             logger.warning(
                 "%s overrides the iteration of DataLoader. It resumes at batch %d of the epoch only if it yields one "
                 "batch for each batch that its sampler requests.",
                 name,
                 start,
             )
-        position, measurable = 0, None
+        position, is_empty = 0, start == 0
         for batch in self._clone.iterate():
-            shard, size = next(shards, None), samples_in(batch)
-            requested = None if shard is None else max(shard.samples, 1)  # a joining rank requests one sample
-            if measurable is None:
-                measurable = shard is None or size == requested
-            if shard is None or (measurable and size is not None and size != requested):
-                samples = 1 if size is None else size
-                shard = BatchShare(samples, samples, False, position)
-            position = shard.start + shard.samples
-            yield batch, shard if self.shards_known else shard._replace(total=None)
-        if measurable is None and start == 0:
-            raise no_batches_error(f"{name} yielded no batch")
-
-    def _with_counted_samples(self, pairs: Iterator[tuple[Any, BatchShare]]) -> Iterator[tuple[Any, BatchShare]]:
-        for batch, shard in pairs:
+            shard, is_empty = next(shards, None) or BatchShare(0, None, False, position), False
             samples = 0 if shard.joins else count_samples(batch)
-            yield batch, shard._replace(samples=samples, total=None if self._shards_unknown else samples)
+            yield batch, shard._replace(samples=samples, total=samples if self.shards_known else None)
+            position = shard.start + samples
+        if is_empty:
+            raise no_batches_error(f"{name} yielded no batch")
 
 
 def _is_already_sharded(sampler: Any, world_size: int) -> bool:

@@ -147,12 +147,10 @@ def yielding(change: Callable[[list[Any]], list[Any]]) -> type[DataLoader[Any]]:
 
 
 FEWER, MORE, EQUAL = yielding(lambda batches: batches[:2]), yielding(lambda batches: batches * 2), yielding(list)
-GRAPHS = yielding(lambda batches: [torch.zeros(7 + index, 3) for index in range(len(batches))])
-"""The first dimension of a batch of graphs is the number of all their nodes."""
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
-@pytest.mark.parametrize(("kind", "samples"), [(FEWER, [2, 2]), (MORE, [2, 2, 2, 2, 1] * 2), (GRAPHS, [2, 2, 2, 2, 1])])
+@pytest.mark.parametrize(("kind", "samples"), [(FEWER, [2, 2]), (MORE, [2, 2, 2, 2, 1] * 2)])
 def test_all_batches_of_a_subclass_are_read_and_counted(kind: type, samples: list[int], shuffled: bool) -> None:  # I-04
     sampler = WeightedRandomSampler([1.0] * 9, 9) if shuffled else None
     source = prepare_loader(kind(numbers(9), 2, sampler=sampler), training=True)
