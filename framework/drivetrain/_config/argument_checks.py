@@ -213,19 +213,12 @@ def signal_numbers(names: Any) -> list[int]:
     Raises:
         ConfigurationError: a name is not the name of a signal, or the signal cannot be handled.
     """
-    numbers = []
-    for name in [names] if isinstance(names, str) else names:
-        number = signal.__dict__.get(name) if isinstance(name, str) and name.startswith("SIG") else None
-        if not isinstance(number, signal.Signals) or name in ("SIGKILL", "SIGSTOP"):
-            known = [known_signal.name for known_signal in signal.Signals]
-            raise ConfigurationError(
-                f"preemption_signals={names!r}: {name!r} is not a signal that a process can handle."
-                f"{nearest(str(name), known)}",
-                "on these signals a run saves a checkpoint and exits, so that it can be resumed.",
-                "use names such as 'SIGTERM', ['SIGTERM', 'SIGUSR1'], 'auto', or None for none.",
-            )
-        numbers.append(int(number))
-    return numbers
+    catchable = [each.name for each in signal.Signals if each.name not in ("SIGKILL", "SIGSTOP")]
+    chosen = [names] if isinstance(names, str) else names
+    for name in chosen:
+        meaning = "a signal on which a run saves a checkpoint and exits"
+        check_choice("Fit", "preemption_signals", name, catchable, meaning)
+    return [int(signal.Signals[name]) for name in chosen]
 
 
 def _check_limit(name: str, value: Any, allow_zero: bool = True) -> None:
@@ -253,7 +246,7 @@ def _check_order(values: Mapping[str, Any], low: str, high: str) -> None:
 
 def _check_clipping(value: Any, algorithm: Any) -> None:
     check_choice("Fit", "gradient_clip_algorithm", algorithm, CLIP_ALGORITHMS, "how gradients are clipped")
-    if value is not None and (not isinstance(value, int | float) or not value >= 0):
+    if value is not None and not value >= 0:
         raise ConfigurationError(
             f"gradient_clip_val={value!r}.",
             "gradient_clip_val bounds the norm of the gradients or the magnitude of their elements.",
