@@ -40,7 +40,7 @@ def prepare_loader(
     seed: int = 0,
     replace_sampler: bool = True,
 ) -> BatchSource:
-    """Return a `BatchSource` that yields this rank's shards of the batches of ``loader``.
+    """Return a `BatchSource` that yields this rank's shares of the batches of ``loader``.
 
     Args:
         loader: a `DataLoader`, any iterable of batches, a `CombinedLoader`, or a dict or list of loaders (combined by
@@ -102,11 +102,11 @@ class MapSource(BatchSource):
         else:
             self._rank_sampler = ShardedCustomSampler(sampler, sharding, rank_local, prebatched, keyed)
             self._custom_samplers = self._rank_sampler.nested
-        self._shards_unknown = multi_rank and (rank_local or prebatched)
+        self._shares_unknown = multi_rank and (rank_local or prebatched)
         self._measure()
         if self.length == 0:
             raise no_batches_error(f"{type(loader).__name__} has no batch of its {self._size} samples")
-        # The loader must yield batches in order, because each batch is paired with its shard by position.
+        # The loader must yield batches in order, because each batch is paired with its share by position.
         attributes: dict[str, Any] = {sampler_attribute: self._rank_sampler, "in_order": True}
         if not self.in_process:
             attributes["dataset"] = SeededDataset(loader.dataset, sharding.seed, sharding.rank)
@@ -115,7 +115,7 @@ class MapSource(BatchSource):
         self._prebatched = prebatched
         self._custom_iteration = _has_custom_iteration(loader)
         self.length_is_exact = self._rank_sampler.length_is_exact and not self._custom_iteration
-        self.shards_known = not self._shards_unknown and not (self._custom_iteration and multi_rank)
+        self.shares_known = not self._shares_unknown and not (self._custom_iteration and multi_rank)
         self.stride = None if rank_local else _stride(loader, prebatched, sharding.world_size)
         if multi_rank and not rank_local:
             from drivetrain._data.order_fingerprint import subset_fingerprint  # imported only with several ranks
@@ -127,7 +127,7 @@ class MapSource(BatchSource):
 
     def _measure(self) -> None:
         self.length, self._size = self._rank_sampler.length, len_or_none(self._dataset)
-        self.samples = None if self._shards_unknown else self._size
+        self.samples = None if self._shares_unknown else self._size
 
     def refresh(self) -> bool:
         before = self._size, self.length
@@ -140,9 +140,9 @@ class MapSource(BatchSource):
         self.close()  # Persistent workers have a copy of the data set as it was when they started.
         return True
 
-    def shards(self, epoch: int, start: int = 0, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare] | None:
+    def shares(self, epoch: int, start: int = 0, origin: EpochOffset = EPOCH_START) -> Iterator[BatchShare] | None:
         # The size of a prebatched batch, and the batches of a loader with custom iteration, are unknown until read.
-        return None if self._prebatched or self._custom_iteration else self._rank_sampler.shards(start, origin)
+        return None if self._prebatched or self._custom_iteration else self._rank_sampler.shares(start, origin)
 
     def requested_indices(self) -> Iterator[list[Any]] | None:
         # If prebatched, an index stands for a whole batch. With custom iteration, batches may differ from the requests.
@@ -158,7 +158,7 @@ class MapSource(BatchSource):
         return self._rank_sampler.count(epoch)
 
     def epoch(self, epoch: int, start: int = 0, origin: EpochOffset = EPOCH_START) -> Iterator[tuple[Any, BatchShare]]:
-        if origin.samples and self._shards_unknown:
+        if origin.samples and self._shares_unknown:
             raise ConfigurationError(
                 "a loader whose sampler is local to each rank cannot resume within an epoch at another world size",
                 "the parts that the ranks' samplers select cannot be re-sharded",
@@ -166,11 +166,11 @@ class MapSource(BatchSource):
             )
         if self._custom_samplers:
             set_epoch(epoch, *self._custom_samplers)
-        shards = self._rank_sampler.begin(epoch, start, origin)
+        shares = self._rank_sampler.begin(epoch, start, origin)
         if self._prebatched or self._custom_iteration:
-            return self._counted(shards, start)
+            return self._counted(shares, start)
         # `zip` is implemented in C, so no Python function runs per batch unless samples must be counted
-        return zip(self._clone.iterate(), shards, strict=False)
+        return zip(self._clone.iterate(), shares, strict=False)
 
     def order_fingerprints(self) -> list[OrderFingerprint]:
         from drivetrain._data.order_fingerprint import OrderFingerprint, digest_of_indices
@@ -189,7 +189,7 @@ class MapSource(BatchSource):
     def close(self) -> None:
         self._clone.close()
 
-    def _counted(self, shards: Iterator[BatchShare], start: int) -> Iterator[tuple[Any, BatchShare]]:
+    def _counted(self, shares: Iterator[BatchShare], start: int) -> Iterator[tuple[Any, BatchShare]]:
         """Yield all batches that the loader yields, each with the number of samples that the batch itself shows.
 
         A loader with custom iteration may yield more or fewer batches than its sampler requests.
@@ -204,10 +204,10 @@ class MapSource(BatchSource):
             )
         position, is_empty = 0, start == 0
         for batch in self._clone.iterate():
-            shard, is_empty = next(shards, None) or BatchShare(0, None, False, position), False
-            samples = 0 if shard.joins else count_samples(batch)
-            yield batch, shard._replace(samples=samples, total=samples if self.shards_known else None)
-            position = shard.start + samples
+            share, is_empty = next(shares, None) or BatchShare(0, None, False, position), False
+            samples = 0 if share.joins else count_samples(batch)
+            yield batch, share._replace(samples=samples, total=samples if self.shares_known else None)
+            position = share.start + samples
         if is_empty:
             raise no_batches_error(f"{name} yielded no batch")
 

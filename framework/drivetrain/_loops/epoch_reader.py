@@ -68,7 +68,7 @@ class EpochReader:
     def use(self, data: LimitedSource) -> None:
         """Read ``data`` from the next epoch on."""
         self._data, source = data, data.source
-        self._exchanges = self.strategy.data_world_size > 1 and (self.weigh is not None or not source.shards_known)
+        self._exchanges = self.strategy.data_world_size > 1 and (self.weigh is not None or not source.shares_known)
         on_cuda = self.strategy.device.type == "cuda"
         self._reads_ahead = source.in_process and (self._exchanges or on_cuda)
         self._counts = False  # whether the length is to be compared with the number of batches
@@ -106,7 +106,7 @@ class EpochReader:
     def compare_length(self) -> None:
         """Compare the loader's length with the number of batches that the epoch, which is over, has read."""
         source = self._data.source
-        if self._counts and (self._has_ended or source.shards_known):
+        if self._counts and (self._has_ended or source.shares_known):
             self.lengths.note(_NAME, source.length, self._number_read, self._has_ended)
         self._counts = False
 
@@ -120,7 +120,7 @@ class EpochReader:
         if origin.samples and self._data.limit == source.length:
             limit = None  # an epoch that began with another world size ends with its data
         batches = source.epoch(order, first, origin)
-        shares = None if self._exchanges or weigh is not None else source.shards(order, first, origin)
+        shares = None if self._exchanges or weigh is not None else source.shares(order, first, origin)
         # All batches of a window are read before the first is trained on, and the loader may overwrite them.
         reads_window = shares is None and (size > 1 or (self._exchanges and not source.stateful))
         copies = reads_window and not source.fresh_memory

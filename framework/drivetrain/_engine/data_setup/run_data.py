@@ -88,12 +88,12 @@ class RunData(StageLoaders):
         """Return the facts that must be the same on every rank, which `check_ranks_agree` compares."""
         facts: dict[str, Any] = {}
         if self.trains:
-            facts["training micro-batches"] = self.train.length if self.train.shards_known else None
+            facts["training micro-batches"] = self.train.length if self.train.shares_known else None
             facts["training samples"] = self.train.samples
             facts["training subset"] = self.train.subset
         for stage, loaders in self.evaluation.items():
             sources = [loader.source for loader in loaders]
-            facts[f"{stage} micro-batches"] = [source.length if source.shards_known else None for source in sources]
+            facts[f"{stage} micro-batches"] = [source.length if source.shares_known else None for source in sources]
             facts[f"{stage} samples"] = [source.samples for source in sources]
             facts[f"{stage} subset"] = [source.subset for source in sources]
         return facts
@@ -252,7 +252,7 @@ class RunData(StageLoaders):
 
     def _measure_training(self, training: LimitedSource) -> None:
         length = training.source.length
-        if not training.source.shards_known:
+        if not training.source.shares_known:
             # Each rank knows only the length of its own loader, and the longest loader ends the epoch.
             lengths = self._strategy.control.gather_objects(length)
             length = None if None in lengths else max(lengths)
