@@ -1,4 +1,4 @@
-"""BatchSource: the interface by which loops read batches, whatever the user's loader is; LimitedSource: its limit."""
+"""BatchSource: how loops read batches, whatever the user's loader is; LimitedLoader: how many of them a run reads."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class BatchSource(ABC):
         return NO_BATCH
 
 
-class LimitedSource:
+class LimitedLoader:
     """A source of batches, and how many of its micro-batches a run reads. `measure` sets the limit and the lengths.
 
     Args:

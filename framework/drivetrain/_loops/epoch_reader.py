@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from drivetrain._data.batch_copies import copy_batch
-from drivetrain._data.batch_source import BatchSource, LimitedSource
+from drivetrain._data.batch_source import BatchSource, LimitedLoader
 from drivetrain._data.rng_replay import RngReplay
 from drivetrain._data.sharding import EpochOffset
 from drivetrain._loops.batch_mover import BatchMover
@@ -65,7 +65,7 @@ class EpochReader:
     lengths: Lengths
     origin_of: Callable[[int], EpochOffset]
 
-    def use(self, data: LimitedSource) -> None:
+    def use(self, data: LimitedLoader) -> None:
         """Read ``data`` from the next epoch on."""
         self._data, source = data, data.source
         self._exchanges = self.strategy.data_world_size > 1 and (self.weigh is not None or not source.shares_known)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drivetrain._data.batch_copies import copy_containers
-from drivetrain._data.batch_source import NO_BATCH, BatchSource, LimitedSource
+from drivetrain._data.batch_source import NO_BATCH, BatchSource, LimitedLoader
 from drivetrain._data.sharding import BatchShare
 from drivetrain._loops.batch_mover import Move
 from drivetrain._loops.data_checks import Lengths, compare_order
@@ -331,7 +331,7 @@ def _until_all_ranks_finish(batches: Batches, strategy: Strategy) -> Batches:
 
 
 def pass_over_training_data(
-    data: LimitedSource,
+    data: LimitedLoader,
     module: TrainModule,
     runner: StepRunner,
     strategy: Strategy,
